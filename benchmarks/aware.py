@@ -16,17 +16,17 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.watched import packtrain
+from benchmarks.watched import run_packtrain
 from packtrain.training.monitoring import metrics_file
 
-USUAL = "--batch-size 4 --ctx 256 --val-split 0.1 --val-batches 0 --steps-per-eval 0 --seed 1 --no-tensorboard"
+DEFAULT_FLAGS = "--batch-size 4 --ctx 256 --val-split 0.1 --val-batches 0 --steps-per-eval 0 --seed 1 --no-tensorboard"
 LOSSES = re.compile(r"validation loss: base ([\d.]+), with the adapter ([\d.]+), merged ([\d.]+)")
 
 
-def tuned(base: Path, data: Path, output: Path, *flags: str) -> tuple[list[float], float]:
+def finetune_losses(base: Path, data: Path, output: Path, *flags: str) -> tuple[list[float], float]:
     """Losses of the base, with the adapter, and of the file written; and the median seconds of a step."""
-    all_flags = (*USUAL.split(), "--overwrite", *flags)
-    done = packtrain("finetune", base, "--data", data, "-o", output, *all_flags)
+    all_flags = (*DEFAULT_FLAGS.split(), "--overwrite", *flags)
+    done = run_packtrain("finetune", base, "--data", data, "-o", output, *all_flags)
     loss_match = LOSSES.search(done.out + done.said)
     if done.code or loss_match is None:
         sys.exit(done.said)
@@ -44,22 +44,26 @@ def main() -> None:
     parser.add_argument("bases", type=Path, nargs="+")
     parser.add_argument("--iters", type=int, default=24)
     parser.add_argument("--flags", default="", help="more flags of both runs")
-    given = parser.parse_args()
-    more = ("--iters", str(given.iters), *shlex.split(given.flags))
+    args = parser.parse_args()
+    extra_flags = ("--iters", str(args.iters), *shlex.split(args.flags))
     print(
         "| base | loss | adapter in f32 | merged with data | kept | aware, as stored | kept | step |"
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "tuned.gguf"
-        for base in given.bases:
-            (before, plain, merged), seconds = tuned(base, given.data, output, *more)
+        for base in args.bases:
+            (before, adapter_loss, merged), seconds = finetune_losses(
+                base, args.data, output, *extra_flags
+            )
             size = output.stat().st_size
-            (_, _, aware), slower = tuned(base, given.data, output, "--aware", *more)
-            gain = before - plain
+            (_, _, aware), slower = finetune_losses(
+                base, args.data, output, "--aware", *extra_flags
+            )
+            gain = before - adapter_loss
             shares = [f"{(before - loss) / gain:.1%}" for loss in (merged, aware)]
             print(
-                f"| {base.stem} | {before:.4f} | {plain:.4f} | {merged:.4f} | {shares[0]} | {aware:.4f} | {shares[1]}"
+                f"| {base.stem} | {before:.4f} | {adapter_loss:.4f} | {merged:.4f} | {shares[0]} | {aware:.4f} | {shares[1]}"
                 f" | {slower / seconds:.2f} × |",
                 flush=True,
             )

@@ -13,15 +13,15 @@ from pathlib import Path
 from benchmarks import llama
 from packtrain.cli import bench
 from packtrain.common.errors import InputError
-from packtrain.common.files import existing
+from packtrain.common.files import require_existing
 from packtrain.common.options import add_flags, from_flags, option, positional
-from packtrain.devtools.bench.bench_table import Table
+from packtrain.devtools.bench.bench_table import BenchTable
 
-PARTS = (*bench.PARTS, "llama")
+PARTS = (*bench.BENCH_PARTS, "llama")
 
 
 @dataclass(frozen=True)
-class Beside(bench.Bench):
+class PeerBenchSettings(bench.BenchSettings):
     """Measure speed beside other programs."""
 
     base: Path | None = positional(
@@ -36,20 +36,20 @@ class Beside(bench.Bench):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return self.part or (bench.QUICK if self.short else PARTS)
+        return self.part or (bench.QUICK_PARTS if self.short else PARTS)
 
 
-def run(settings: Beside) -> int:
+def run(settings: PeerBenchSettings) -> int:
     """Measure, and print a table after each measurement. Raises InputError, OSError."""
     if settings.llama_bench:
-        existing(settings.llama_bench, "--llama-bench")
-    program = llama.program(settings.llama_bench) if "llama" in settings.parts else None
+        require_existing(settings.llama_bench, "--llama-bench")
+    program = llama.find_llama_bench(settings.llama_bench) if "llama" in settings.parts else None
 
-    def measured(settings: Beside) -> Iterator[Table]:
-        yield from bench.measured(settings)
+    def measured(settings: PeerBenchSettings) -> Iterator[BenchTable]:
+        yield from bench.measured_tables(settings)
         if "llama" in settings.parts:
             rounds = bench.SHORT_ROUNDS if settings.short else settings.rounds
-            yield from llama.tables(settings.base, program, rounds, bench.counting)
+            yield from llama.tables(settings.base, program, rounds, bench.progress_counter)
 
     return bench.report(settings, measured)
 
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__.partition("\n")[0],
         allow_abbrev=False,
     )
-    add_flags(parser, Beside)
+    add_flags(parser, PeerBenchSettings)
     try:
-        return run(from_flags(Beside, parser.parse_args(arguments)))
+        return run(from_flags(PeerBenchSettings, parser.parse_args(arguments)))
     except InputError as error:
         print(f"benchmarks.bench: error: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ from packtrain.models.model_file import ModelFile
 TOP, REPLY = 5, 24
 
 
-def ask(python: str, **question: Any) -> dict[str, Any]:
+def ask_peer(python: str, **question: Any) -> dict[str, Any]:
     """llama.cpp's answer, see benchmarks/peer.py."""
     command, variables = [python, "-m", "benchmarks.peer"], dict(os.environ)
     if (libraries := Path(python).absolute().parents[1] / "cpp/bin").exists():
@@ -35,14 +35,14 @@ def ask(python: str, **question: Any) -> dict[str, Any]:
 
 def logits(model: ModelFile, tokens: Sequence[int]) -> np.ndarray:
     """At every position, fed one by one; the last row is from all in one, which must not differ."""
-    generator = Generator.of(model, len(tokens))
+    generator = Generator.from_model(model, len(tokens))
     rows = [generator.feed([token]).copy() for token in tokens]
-    generator.forget()
+    generator.truncate()
     return np.array([*rows[:-1], generator.feed(tokens)])
 
 
-def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
-    generator, reply_ids = Generator.of(model, len(tokens) + REPLY), list[int]()
+def greedy_reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
+    generator, reply_ids = Generator.from_model(model, len(tokens) + REPLY), list[int]()
     next_logits = generator.feed(tokens)
     while len(reply_ids) < REPLY:
         reply_ids.append(int(next_logits.argmax()))
@@ -50,26 +50,26 @@ def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
     return reply_ids
 
 
-def logarithms(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Of probabilities."""
     logits = logits.astype(np.float64)
     return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
 
 
-def off(our_logits: np.ndarray, their_logits: np.ndarray) -> float:
+def logprob_error(our_logits: np.ndarray, their_logits: np.ndarray) -> float:
     """The largest difference of logarithms of probabilities of their likeliest tokens."""
-    a, b = map(logarithms, (our_logits, their_logits))
+    a, b = map(log_softmax, (our_logits, their_logits))
     top = np.argsort(-b, -1)[:, :TOP]
     return float(np.abs(np.take_along_axis(a - b, top, -1)).max())
 
 
-def silently(*command: object) -> None:
+def run_silently(*command: object) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert packtrain([*map(str, command)]) == 0
 
 
-def scored(python: str, tokens: Sequence[int], question: dict[str, Any]) -> np.ndarray:
+def peer_logprobs(python: str, tokens: Sequence[int], question: dict[str, Any]) -> np.ndarray:
     """Logarithms of llama.cpp's probabilities at every position."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
-        ask(python, **question, tokens=list(tokens), count=0, scores=scores.name)
-        return logarithms(np.load(scores.name))
+        ask_peer(python, **question, tokens=list(tokens), count=0, scores=scores.name)
+        return log_softmax(np.load(scores.name))

@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.memory import text
-from benchmarks.pressure import pressed
+from benchmarks.pressure import run_cases
 from packtrain.common.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
 READING = re.compile(r"reading the data needs at least (\w+)")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
-MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
+MAX_WORK = 3e10  # tokens of a step times parameters of all blocks
 # by which what is reserved differs from run to run: the larger the plan, the more heap it leaves
-SPARE = 24 * MIB
+SPARE_NBYTES = 24 * MIB
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # each further one reserves 64 MiB, or does not, by chance
 DEEPEST = "--dim 128 --layers 24 --heads 4 --kv-heads 2 --ffn 256 --ctx 64 --batch-size 4 --vocab-size 1000"
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"
 
 
-class Wrong(list[str]):
+class FailureList(list[str]):
     """What went wrong, said when it does."""
 
     def append(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Wrong(list[str]):
         super().append(text)
 
 
-def case(rng: random.Random) -> list[str]:
+def random_flags(rng: random.Random) -> list[str]:
     """Flags of a random run whose steps take a second or two."""
     while True:
         heads = rng.choice((2, 4, 8))
@@ -71,14 +71,14 @@ def case(rng: random.Random) -> list[str]:
         size = {name: value for name, value in flags.items() if isinstance(value, int)}
         block = size["dim"] * (3 * size["dim"] + 3 * size["ffn"])
         tokens = size["ctx"] * size["batch-size"] * size["grad-accumulation-steps"]
-        if MOST_WORK / 20 < tokens * size["layers"] * block < MOST_WORK:
+        if MAX_WORK / 20 < tokens * size["layers"] * block < MAX_WORK:
             fill_flags = ["--no-fill-samples"] if rng.random() < 0.2 else []
             return [
                 part for name, value in flags.items() for part in (f"--{name}", str(value))
             ] + fill_flags
 
 
-def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, int]]:
+def plan_run(base: list[str], memory: str | None) -> tuple[int, str, dict[str, int]]:
     """Exit code, standard error, and the plan as JSON."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         memory_flags = [] if memory is None else ["--memory", memory]
@@ -97,17 +97,17 @@ def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, in
         return done.returncode, done.stderr, json.loads(text) if text else {}
 
 
-class Seen(NamedTuple):
+class ObservedRun(NamedTuple):
     """A run from outside: exit code, what it said, most bytes with its children and alone, and as the system counts."""
 
     code: int
     said: str
     peak: int
-    alone: int
+    own_nbytes: int
     data: int
 
 
-def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen:
+def run_capped(base: list[str], output: Path, memory: str, cap: int | None) -> ObservedRun:
     """A run under a cap."""
     command = [sys.executable, "-m", "packtrain", *base, *OFTEN.split(), "-o", str(output)]
     if cap is not None:
@@ -119,14 +119,14 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
     )  # fmt: skip
     peaks = [0, 0, 0]
     while process.poll() is None:
-        now = private_nbytes_of(process.pid), *counted(process.pid)
+        now = private_nbytes_of(process.pid), *process_nbytes(process.pid)
         peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         time.sleep(0.002)
     assert process.stderr is not None
-    return Seen(process.returncode, process.stderr.read(), *peaks)
+    return ObservedRun(process.returncode, process.stderr.read(), *peaks)
 
 
-def counted(pid: int) -> tuple[int, int]:
+def process_nbytes(pid: int) -> tuple[int, int]:
     """Private bytes of a process, and what the system counts as its data."""
     try:
         fields = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
@@ -141,12 +141,12 @@ def counted(pid: int) -> tuple[int, int]:
 def overhead(base: list[str], folder: Path) -> int:
     """What a run of the deepest shape reserves and does not touch; the cap made with it is seen to bite."""
     base, memory = [*base, *DEEPEST.split()], "1GiB"
-    planned(base, memory)  # tokenizes the text
-    measured = trained(base, folder / "plain.gguf", memory, None)
+    plan_run(base, memory)  # tokenizes the text
+    measured = run_capped(base, folder / "plain.gguf", memory, None)
     assert measured.code == 0, measured.said
-    capped = trained(base, folder / "capped.gguf", memory, measured.data - 16 * MIB)
+    capped = run_capped(base, folder / "capped.gguf", memory, measured.data - 16 * MIB)
     assert capped.code != 0, "a cap below what a run takes did not stop it"
-    return measured.data - measured.alone + SPARE
+    return measured.data - measured.own_nbytes + SPARE_NBYTES
 
 
 def main() -> None:
@@ -163,11 +163,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.pressure:
         with tempfile.TemporaryDirectory() as folder:
-            faults = pressed(
+            faults = run_cases(
                 args.pressure, args.seed, Path(folder), lambda line: print(line, flush=True)
             )
         sys.exit(f"{faults} of {args.pressure} were wrong" if faults else 0)
-    rng, wrong, used, refused, num_run = random.Random(args.seed), Wrong(), [], 0, 0
+    rng, wrong, used, refused, num_run = random.Random(args.seed), FailureList(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.txt"
         data.write_text(text(120_000))
@@ -177,23 +177,23 @@ def main() -> None:
             f"runs reserve {untouched_nbytes / MIB:.0f} MiB that they do not touch; the cap is the budget and this"
         )
         for number in range(args.plans):
-            base = [*train_flags, *case(rng)]
+            base = [*train_flags, *random_flags(rng)]
             share = rng.uniform(0.2, 1.1)
             if number < args.first:
                 continue
-            _, _, unlimited = planned(base, None)
+            _, _, unlimited = plan_run(base, None)
             nbytes = unlimited["baseline_bytes"] + int(
                 share * (unlimited["total_bytes"] - unlimited["baseline_bytes"])
             )
             memory = f"{nbytes // 1024}KiB"
-            code, said, _ = planned(base, memory)
+            code, said, _ = plan_run(base, memory)
             minimum = MINIMUM.search(said)
             if code == 3 and minimum:
                 refused += 1
                 memory = f"{minimum[1]}MiB"
-                if planned(base, memory)[0] != 0:
+                if plan_run(base, memory)[0] != 0:
                     wrong.append(f"case {number}: the smallest budget {memory} is refused: {base}")
-                if planned(base, f"{int(minimum[1]) * 993}KiB")[0] != 3:
+                if plan_run(base, f"{int(minimum[1]) * 993}KiB")[0] != 3:
                     wrong.append(f"case {number}: 3 % less than {memory} is taken: {base}")
             elif code != 0:
                 wrong.append(f"case {number}: exit {code}: {said}")
@@ -201,7 +201,7 @@ def main() -> None:
                 num_run += 1
                 limit = parse_size(memory, "--memory")
                 output = Path(folder) / f"m{number}.gguf"
-                measured = trained(base, output, memory, limit + untouched_nbytes)
+                measured = run_capped(base, output, memory, limit + untouched_nbytes)
                 used.append(measured.peak / limit)
                 if measured.code or used[-1] > 1:
                     wrong.append(

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
-from benchmarks.beside import logits, off, scored, silently
-from benchmarks.watched import packtrain
+from benchmarks.beside import logits, logprob_error, peer_logprobs, run_silently
+from benchmarks.watched import run_packtrain
 from packtrain.gguf import GGUF
 from packtrain.models.model_file import open_model
-from packtrain.training.model_loss import Mean
+from packtrain.training.model_loss import MeanEstimate
 
 TYPES = ("Q4_K_M", "Q3_K_M", "Q2_K")
 UNWEIGHED = (
@@ -42,7 +42,7 @@ def theirs(program: str, weights: Path, model: Path, to: Path, mix: str) -> None
 
 def ours(model: Path, to: Path, mix: str, *flags: object) -> float:
     """What packtrain writes; returns the seconds it took."""
-    done = packtrain("quantize", model, to, mix, *flags, "--overwrite")
+    done = run_packtrain("quantize", model, to, mix, *flags, "--overwrite")
     if done.code:
         raise SystemExit(done.said)
     return done.seconds
@@ -57,12 +57,12 @@ def row(args: argparse.Namespace, weights: Path, folder: Path, mix: str, base: n
         ours(args.model, files["plain"], mix)
     theirs(args.llama_quantize, weights, args.model, files["weighed"], mix)
     seconds = ours(args.model, files["with"], mix, "--calibrate", args.data)
-    losses = {name: measured(args, path) for name, path in files.items()}
+    losses = {name: heldout_losses(args, path) for name, path in files.items()}
     cells = [
         f"{np.exp(loss.mean()):.3f} ({np.exp(loss.mean() - base.mean()) - 1:+.1%})"
         for loss in losses.values()
     ]
-    loss_change = Mean.of(losses["with"] - losses["weighed"])
+    loss_change = MeanEstimate.of(losses["with"] - losses["weighed"])
     # of tensors: llama-quantize writes more metadata
     nbytes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in files.values()]
     assert len(set(nbytes)) == 1, nbytes
@@ -72,7 +72,7 @@ def row(args: argparse.Namespace, weights: Path, folder: Path, mix: str, base: n
     return f"| {mix} | {nbytes[0]:,} | {' | '.join(cells)} | {change} | {seconds:.0f} | {peer_difference} |"
 
 
-def measured(args: argparse.Namespace, path: Path) -> np.ndarray:
+def heldout_losses(args: argparse.Namespace, path: Path) -> np.ndarray:
     """Losses of the held-out text's tokens."""
     evaluation = pt.evaluate([path], args.held, separator="")
     return next(iter(evaluation.losses.values()))
@@ -83,9 +83,13 @@ def compared(args: argparse.Namespace, path: Path, folder: Path) -> str:
     model, unpacked = open_model(path), folder / "unpacked.gguf"
     tokens = model.tokenizer().encode(args.held.read_text()[:400])[:TOKENS]
     our_logits = logits(model, tokens)
-    packed_difference = off(our_logits, scored(args.python, tokens, {"model": str(path)}))
-    silently("quantize", path, unpacked, "F32", "--allow-requantize", "--overwrite")
-    unpacked_difference = off(our_logits, scored(args.python, tokens, {"model": str(unpacked)}))
+    packed_difference = logprob_error(
+        our_logits, peer_logprobs(args.python, tokens, {"model": str(path)})
+    )
+    run_silently("quantize", path, unpacked, "F32", "--allow-requantize", "--overwrite")
+    unpacked_difference = logprob_error(
+        our_logits, peer_logprobs(args.python, tokens, {"model": str(unpacked)})
+    )
     return f"{unpacked_difference:.1e} ({packed_difference:.1e} as packed)"
 
 
@@ -98,12 +102,12 @@ def main() -> None:
     parser.add_argument("--python")
     parser.add_argument("--types", nargs="+", default=TYPES)
     args = parser.parse_args()
-    base = measured(args, args.model)
+    base = heldout_losses(args, args.model)
     print(f"{args.model.name}: perplexity {np.exp(base.mean()):.3f} on {len(base):,} tokens")
     with tempfile.TemporaryDirectory() as name:
         folder, start_time = Path(name), time.monotonic()
         weights = folder / "imatrix.gguf"
-        silently("imatrix", args.model, "--data", args.data, "-o", weights, "--tokens", 1 << 14)
+        run_silently("imatrix", args.model, "--data", args.data, "-o", weights, "--tokens", 1 << 14)
         print(f"importance matrix: {time.monotonic() - start_time:.0f} s")
         if args.python:
             print(

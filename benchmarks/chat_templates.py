@@ -18,22 +18,22 @@ from typing import Any
 from urllib.error import URLError
 
 from packtrain.data.chat_template import ChatTemplate
-from packtrain.data.conversations.conversation_renderer import Renderer
-from packtrain.data.conversations.loss_mask import Masker
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
+from packtrain.data.conversations.loss_mask import LossMasker
 from packtrain.data.conversations.messages import Conversation
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.gguf import GGUF, Value
+from packtrain.gguf import GGUF, MetadataValue
 from packtrain.models.config import Config
 from packtrain.models.model_file import save_model
 from tests.architectures import random_weights
 from tests.templates import CHATS
-from tests.test_masks import RECORDS, conversation
+from tests.test_masks import RECORDS, make_conversation
 
 SECONDS = 60.0
 
 
 @contextmanager
-def served(program: str, model: Path) -> Iterator[str]:
+def server_address(program: str, model: Path) -> Iterator[str]:
     """The address of a server of the model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +86,9 @@ def as_request(chat: Conversation, num_messages: int) -> dict[str, Any]:
     return {"messages": messages} | ({"tools": chat.tools} if chat.tools else {})
 
 
-def compare(address: str, renderer: Renderer, masker: Masker, chat: Conversation) -> Iterator[bool]:
+def compare(
+    address: str, renderer: ConversationRenderer, masker: LossMasker, chat: Conversation
+) -> Iterator[bool]:
     """For each turn whether its prompt is the server's, and for each sample whether its ids are."""
     bos = (
         masker.tokenizer.piece(masker.tokenizer.bos or 0).decode()
@@ -102,7 +104,7 @@ def compare(address: str, renderer: Renderer, masker: Masker, chat: Conversation
     yield from (a == b for a, b in zip(trained_prompts, prompts, strict=True))
     for sample in samples:
         body = {"content": sample.text.removeprefix(bos), "add_special": True}
-        yield ask(f"{address}/tokenize", body)["tokens"] == masker.conversation(sample).ids
+        yield ask(f"{address}/tokenize", body)["tokens"] == masker.mask_conversation(sample).ids
 
 
 HEADING = """| chat template | vocabulary | prompts and samples | equal to llama-server's |
@@ -117,14 +119,14 @@ def rows(server: str, vocabularies: Path) -> Iterator[tuple[bool, str]]:
             path = Path(folder) / "model.gguf"
             save(path, vocabularies / f"ggml-vocab-{vocabulary}.gguf", chat.source)
             tokenizer = Tokenizer(GGUF(path).metadata)
-            masker = Masker(tokenizer)
+            masker = LossMasker(tokenizer)
             bos, eos = (tokenizer.piece(id or 0).decode() for id in (tokenizer.bos, tokenizer.eos))
-            renderer = Renderer(ChatTemplate(chat.source, bos, eos), masker.ends)
+            renderer = ConversationRenderer(ChatTemplate(chat.source, bos, eos), masker.eog_texts)
             chosen_records = [
                 r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r
             ]
-            conversations = [conversation(record, Path(folder)) for record in chosen_records]
-            with served(server, path) as address:
+            conversations = [make_conversation(record, Path(folder)) for record in chosen_records]
+            with server_address(server, path) as address:
                 matches = [
                     x
                     for example in conversations
@@ -136,7 +138,7 @@ def rows(server: str, vocabularies: Path) -> Iterator[tuple[bool, str]]:
 def save(path: Path, vocabulary: Path, template: str) -> None:
     """A model of random weights with the vocabulary of another file and a template."""
     values = {k: v for k, v in GGUF(vocabulary).values.items() if k.startswith("tokenizer.")}
-    values["tokenizer.chat_template"] = Value("string", template)
+    values["tokenizer.chat_template"] = MetadataValue("string", template)
     count = len(values["tokenizer.ggml.tokens"].value)
     config = Config(count, 512, 64, 1, 128, 2, 2)
     save_model(path, config, values, random_weights(config).__getitem__, name="random")

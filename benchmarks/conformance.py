@@ -39,10 +39,19 @@ from benchmarks import (
     samplers,
     server_shapes,
 )
-from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, scored, silently
+from benchmarks.beside import (
+    REPLY,
+    TOP,
+    ask_peer,
+    greedy_reply,
+    logits,
+    logprob_error,
+    peer_logprobs,
+    run_silently,
+)
 from packtrain.common.version import __version__
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import ModelFile, open_model
 from tests.architectures import CONFIGS, random_model
 
@@ -55,7 +64,7 @@ TOKENS, TEXTS, DEEP = 48, 1000, 32
 PARTS = (
     "models", "types", "adapters", "tuned", "converters", "texts", "chats", "server", "perplexity", "samplers",
 )  # fmt: skip
-Values = dict[str, Value]
+Values = dict[str, MetadataValue]
 Arrays = dict[str, np.ndarray]
 
 
@@ -136,12 +145,12 @@ def key(name: str, change: Callable[[Any], Any]) -> Callable[[ModelFile, Values,
     def edit(model: ModelFile, values: Values, arrays: Arrays) -> None:
         full_key = f"{values['general.architecture'].value}.{name}"
         if full_key in values and name not in model.config.traits.neutral:
-            values[full_key] = Value(values[full_key].kind, change(values[full_key].value))
+            values[full_key] = MetadataValue(values[full_key].kind, change(values[full_key].value))
 
     return edit
 
 
-def tensor(part: str, value: float) -> Callable[[ModelFile, Values, Arrays], None]:
+def fill_tensor(part: str, value: float) -> Callable[[ModelFile, Values, Arrays], None]:
     """A constant instead of a tensor of every block, as if it were not there."""
 
     def edit(model: ModelFile, values: Values, arrays: Arrays) -> None:
@@ -157,7 +166,7 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "rope base": key("rope.freq_base", lambda base: base * 1.5),
     "no yarn": key("rope.scaling.type", lambda type: "linear" if type == "yarn" else type),
     "rope factor": key("rope.scaling.factor", lambda factor: factor * 1.5),
-    "no rope factors": tensor("rope_freqs.weight", 1.0),
+    "no rope factors": fill_tensor("rope_freqs.weight", 1.0),
     "window + 1": key("attention.sliding_window", lambda window: window + (window < 8192)),  # llama4 has no other
     "base of windows": key("rope.freq_base_swa", lambda base: base * 1.5),
     "soft cap of scores": key("attn_logit_softcapping", lambda cap: cap / 2),
@@ -168,20 +177,20 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "scale of residuals": key("residual_scale", lambda scale: scale * 1.5),
     "scale of logits": key("logit_scale", lambda scale: scale * 1.5),
     "one expert less": key("expert_used_count", lambda used: used - 1),
-    "no bias": tensor("attn_q.bias", 0.0),
-    "no bias of norms": tensor("_norm.bias", 0.0),
-    "no bias of the head": tensor(".output.bias", 0.0),
-    "no positions": tensor("position_embd.weight", 0.0),
-    "no norm of heads": tensor("attn_q_norm.weight", 1.0),
-    "no norm after": tensor("post_ffw_norm.weight", 1.0),
-    "no embeddings of blocks": tensor("inp_gate.weight", 0.0),
-    "no mix of streams": tensor("altup_predict_coef.weight", 0.0),
-    "no laurel": tensor("laurel_post_norm.weight", 0.0),
-    "no scales of blocks": tensor("layer_output_scale.weight", 1.0),
+    "no bias": fill_tensor("attn_q.bias", 0.0),
+    "no bias of norms": fill_tensor("_norm.bias", 0.0),
+    "no bias of the head": fill_tensor(".output.bias", 0.0),
+    "no positions": fill_tensor("position_embd.weight", 0.0),
+    "no norm of heads": fill_tensor("attn_q_norm.weight", 1.0),
+    "no norm after": fill_tensor("post_ffw_norm.weight", 1.0),
+    "no embeddings of blocks": fill_tensor("inp_gate.weight", 0.0),
+    "no mix of streams": fill_tensor("altup_predict_coef.weight", 0.0),
+    "no laurel": fill_tensor("laurel_post_norm.weight", 0.0),
+    "no scales of blocks": fill_tensor("layer_output_scale.weight", 1.0),
 }  # fmt: skip
 
 
-def wrong(model: ModelFile, folder: Path) -> Iterator[tuple[str, ModelFile]]:
+def altered_variants(model: ModelFile, folder: Path) -> Iterator[tuple[str, ModelFile]]:
     """The model with one thing changed, for each thing that it has."""
     uses_rope = model.config.turned
     for name, edit in ((n, e) for n, e in WRONG.items() if uses_rope or not n.startswith("rope")):
@@ -193,39 +202,45 @@ def wrong(model: ModelFile, folder: Path) -> Iterator[tuple[str, ModelFile]]:
         edit(model, values, arrays)
         is_unchanged = all(np.array_equal(arrays[n], original_arrays[n]) for n in arrays)
         if not is_unchanged or values != model.gguf.values:
-            write(folder / "wrong.gguf", values, arrays)
+            write_gguf(folder / "wrong.gguf", values, arrays)
             yield name, open_model(folder / "wrong.gguf")
 
 
 # ---- the tables ----------------------------------------------------------------------------------------------
 
 
-def compared(name: str, kind: str, path: Path, python: str, others: bool = False) -> Row:
-    """The row of a model file; `others` are compared too: those that are wrong."""
+def compare_model(name: str, kind: str, path: Path, python: str, check_wrong: bool = False) -> Row:
+    """The row of a model file; `check_wrong` are compared too: those that are wrong."""
     model, folder = open_model(path), path.parent
     rng = random.Random(0)
     tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(TOKENS - 1))]
     with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
-        answer = ask(python, model=str(path), tokens=tokens, count=REPLY, scores=scores.name)
-        their_logits, our_reply = np.load(scores.name), reply(model, tokens)
+        answer = ask_peer(python, model=str(path), tokens=tokens, count=REPLY, scores=scores.name)
+        their_logits, our_reply = np.load(scores.name), greedy_reply(model, tokens)
     equal = next(
         (i for i, (a, b) in enumerate(zip(our_reply, answer["reply"], strict=True)) if a != b),
         REPLY,
     )
-    wrong_variants = wrong(model, folder) if others else ()
+    wrong_variants = altered_variants(model, folder) if check_wrong else ()
     wrong_offsets = {
-        label: off(logits(variant, tokens), their_logits) for label, variant in wrong_variants
+        label: logprob_error(logits(variant, tokens), their_logits)
+        for label, variant in wrong_variants
     }
     our_logits = logits(model, tokens)
-    row = Row(name, kind, off(our_logits, their_logits), LIMITS[kind], wrong_offsets, equal)
+    row = Row(
+        name, kind, logprob_error(our_logits, their_logits), LIMITS[kind], wrong_offsets, equal
+    )
     config = model.config
     spreads = config.expert_count or config.block_count >= DEEP or config.conv_width or config.scan
-    spreads = spreads or config.traits.plain_scores
+    spreads = spreads or config.traits.unscaled_scores
     if row.off <= row.limit or not spreads:
         return row
     unpacked = folder / "unpacked.gguf"
-    silently("quantize", path, unpacked, "F32", "--allow-requantize")
-    return replace(row, exact=off(our_logits, scored(python, tokens, {"model": str(unpacked)})))
+    run_silently("quantize", path, unpacked, "F32", "--allow-requantize")
+    return replace(
+        row,
+        exact=logprob_error(our_logits, peer_logprobs(python, tokens, {"model": str(unpacked)})),
+    )
 
 
 def kind_of(path: Path) -> str:
@@ -242,8 +257,8 @@ def models(python: str, names: Sequence[str]) -> Iterator[Row]:
             for kind in LIMITS:
                 path = folder / f"{kind}.gguf"
                 if kind != "F32":
-                    silently("quantize", folder / "F32.gguf", path, kind)
-                yield compared(name, kind, path, python, others=kind == "F32")
+                    run_silently("quantize", folder / "F32.gguf", path, kind)
+                yield compare_model(name, kind, path, python, check_wrong=kind == "F32")
 
 
 def random_texts(count: int) -> list[str]:
@@ -269,7 +284,7 @@ def vocabularies(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
     for path in sorted(folder.glob("*.gguf")):
         tokenizer, differ = Tokenizer(GGUF(path).metadata), list[str]()
         for special in (False, True):
-            their_ids = ask(python, model=str(path), texts=texts, special=special)["ids"]
+            their_ids = ask_peer(python, model=str(path), texts=texts, special=special)["ids"]
             differ += [
                 text
                 for text, ids in zip(texts, their_ids, strict=True)
@@ -290,7 +305,7 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Iterable[tuple[b
     tools = Path(server or "absent/llama-server").parent
     quantizer, measurer = tools / "llama-quantize", tools / "llama-perplexity"
     if args.model:
-        given_rows = (compared(path.stem, kind_of(path), path, python) for path in args.model)
+        given_rows = (compare_model(path.stem, kind_of(path), path, python) for path in args.model)
         yield "models", HEADING, ((row.good, str(row)) for row in given_rows)
         if args.adapter:
             model_args = (
@@ -307,13 +322,13 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Iterable[tuple[b
     if quantizer.exists():
         rows = conformance_types.rows(python, quantizer)
         yield "types", conformance_types.HEADING, rows
-    yield "adapters", conformance_adapters.HEADING, conformance_adapters.adapters(python)
-    yield "tuned", conformance_adapters.TUNED, conformance_adapters.tuned(python)
+    yield "adapters", conformance_adapters.HEADING, conformance_adapters.adapter_rows(python)
+    yield "tuned", conformance_adapters.TUNED, conformance_adapters.tuned_rows(python)
     if args.converters:
         yield (
             "converters",
             converters.HEADING,
-            converters.asked(args.converters[0], Path(args.converters[1])),
+            converters.rows_from_python(args.converters[0], Path(args.converters[1])),
         )
     if named:
         yield "texts", "\n" + TEXT_HEADING, vocabularies(python, named)
@@ -359,7 +374,7 @@ def main() -> int:
     args = options()
     good, lines = True, list[str]()
 
-    def say(line: str, is_good: bool = True) -> None:
+    def report_line(line: str, is_good: bool = True) -> None:
         nonlocal good
         good = good and is_good
         lines.append(line)
@@ -367,8 +382,10 @@ def main() -> int:
 
     requested_parts = args.parts.split(",") if args.parts else None
     if not requested_parts:
-        version, today = ask(args.llama_python)["version"], datetime.date.today()
-        say(INTRODUCTION.format(__version__, version, today, tokens=TOKENS, top=TOP, DEEP=DEEP))
+        version, today = ask_peer(args.llama_python)["version"], datetime.date.today()
+        report_line(
+            INTRODUCTION.format(__version__, version, today, tokens=TOKENS, top=TOP, DEEP=DEEP)
+        )
     tables = {name: (heading, rows) for name, heading, rows in parts(args)}
     if not (requested_parts or args.model) and (
         missing := [name for name in PARTS if name not in tables]
@@ -380,9 +397,9 @@ def main() -> int:
             f"--parts: no table {unknown} with these settings; there are {', '.join(tables)}"
         )
     for heading, rows in (tables[name] for name in requested_parts or tables):
-        say(heading)
+        report_line(heading)
         for is_good, line in rows:
-            say(line, is_good)
+            report_line(line, is_good)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")
     return 0 if good else 1

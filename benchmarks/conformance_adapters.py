@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.beside import logarithms, logits, scored, silently
+from benchmarks.beside import log_softmax, logits, peer_logprobs, run_silently
 from packtrain.models.adapter_file import write_adapter
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import adapted, read_scaled
 from tests.adapters import RANK, random_adapter
 from tests.architectures import CONFIGS, random_model
-from tests.kill import chats
+from tests.kill import sample_chats
 
 IN_ALL_TYPES = (  # others in F32
     "llama",
@@ -71,19 +71,19 @@ FLAGS = (
 Row = tuple[bool, str]  # whether it is good
 
 
-def adapters(python: str) -> Iterator[Row]:
+def adapter_rows(python: str) -> Iterator[Row]:
     """A row for each architecture, type, and way to use an adapter."""
     kinds = {name: LIMITS if name in IN_ALL_TYPES else ("F32",) for name in CONFIGS}
     for name, kind in ((n, k) for n, of in kinds.items() for k in of):
         with tempfile.TemporaryDirectory() as tmp_folder:
             base = Path(tmp_folder) / "base.gguf"
             random_model(Path(tmp_folder) / "f32.gguf", name)
-            silently("quantize", Path(tmp_folder) / "f32.gguf", base, kind)
+            run_silently("quantize", Path(tmp_folder) / "f32.gguf", base, kind)
             model = open_model(base)
             path = random_adapter(Path(tmp_folder) / "adapter.gguf", model)
-            left_out = model.config.traits.merged_only
+            left_out = model.config.traits.merge_only_weights
             unmerged_path = random_adapter(
-                Path(tmp_folder) / "beside.gguf", model, without=left_out
+                Path(tmp_folder) / "beside.gguf", model, excluded_names=left_out
             )
             rng = random.Random(1)
             tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(POSITIONS))]
@@ -91,22 +91,22 @@ def adapters(python: str) -> Iterator[Row]:
             yield from both_ways(python, f"| {name} | {kind}", base, paths, tokens)
 
 
-def tuned(python: str) -> Iterator[Row]:
+def tuned_rows(python: str) -> Iterator[Row]:
     """A row for each architecture and way to use an adapter that was tuned."""
     for name in CONFIGS:
         for kind in ("F32", "Q4_K_M") if name in IN_ALL_TYPES else ("F32",):
             with tempfile.TemporaryDirectory() as tmp_folder:
                 folder, base = Path(tmp_folder), Path(tmp_folder) / "base.gguf"
                 random_model(folder / "f32.gguf", name)
-                silently("quantize", folder / "f32.gguf", base, kind)
+                run_silently("quantize", folder / "f32.gguf", base, kind)
                 yield from tuned_both_ways(python, f"| {name} | {kind}", base)
 
 
 def tuned_both_ways(python: str, title: str, base: Path) -> Iterator[Row]:
     data, merged = base.with_name("chats.jsonl"), base.with_name("merged.gguf")
-    data.write_text(chats())
-    silently("finetune", base, "--data", data, "-o", merged, *FLAGS)
-    said = "\n".join(" ".join(json.loads(line).values()) for line in chats().splitlines())
+    data.write_text(sample_chats())
+    run_silently("finetune", base, "--data", data, "-o", merged, *FLAGS)
+    said = "\n".join(" ".join(json.loads(line).values()) for line in sample_chats().splitlines())
     tokens = open_model(base).tokenizer().encode(said)[: LENGTH + 1]
     adapter, partial_path = (
         str(merged.with_suffix(".run") / "adapter.gguf"),
@@ -114,9 +114,11 @@ def tuned_both_ways(python: str, title: str, base: Path) -> Iterator[Row]:
     )
     model = open_model(base)
     (full_adapter, _), *_ = read_scaled([adapter], model.gguf)
-    left_out = model.config.traits.merged_only
-    pairs = {n: pair for n, pair in full_adapter.pairs.items() if n.split(".")[-2] not in left_out}
-    write_adapter(partial_path, replace(full_adapter, pairs=pairs), "tuned", model.gguf)
+    left_out = model.config.traits.merge_only_weights
+    pairs = {
+        n: pair for n, pair in full_adapter.lora_pairs.items() if n.split(".")[-2] not in left_out
+    }
+    write_adapter(partial_path, replace(full_adapter, lora_pairs=pairs), "tuned", model.gguf)
     applied_path = str(partial_path) if left_out else adapter
     yield from both_ways(python, title, base, (applied_path, adapter), tokens, merged)
 
@@ -139,7 +141,7 @@ def both_ways(
     with tempfile.TemporaryDirectory() as tmp_folder:
         if merged is None:
             merged = Path(tmp_folder) / "merged.gguf"
-            silently("merge", base, adapters[1], "-o", merged)
+            run_silently("merge", base, adapters[1], "-o", merged)
         model = open_model(base)
         (loaded, scale), *_ = read_scaled(adapters[:1], model.gguf)
         adapted_model = adapted(model, [(loaded, scale)])
@@ -157,9 +159,9 @@ def adapter_row(
     question: dict[str, Any],
     tokens: Sequence[int],
 ) -> Row:
-    their_scores = scored(python, tokens[:-1], question)
+    their_scores = peer_logprobs(python, tokens[:-1], question)
     adapted_scores, base_scores = (
-        logarithms(logits(model, tokens[:-1])) for model in (our_model, base)
+        log_softmax(logits(model, tokens[:-1])) for model in (our_model, base)
     )
     second_best, top_score = np.sort(their_scores, -1)[:, -2:].T
     is_decided = top_score - second_best > SURE
@@ -183,8 +185,10 @@ def adapter_row(
     ):  # then where llama.cpp need not round activations to 8 bits
         with tempfile.TemporaryDirectory() as tmp_folder:
             unpacked = Path(tmp_folder) / "unpacked.gguf"
-            silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
-            unpacked_scores = scored(python, tokens[:-1], question | {"model": str(unpacked)})
+            run_silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
+            unpacked_scores = peer_logprobs(
+                python, tokens[:-1], question | {"model": str(unpacked)}
+            )
         is_same_argmax = bool(
             (adapted_scores.argmax(-1) == unpacked_scores.argmax(-1))[differing].all()
         )

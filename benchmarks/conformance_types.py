@@ -16,14 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.beside import REPLY, ask, logits, off, reply, scored, silently
-from packtrain.gguf import GGUF, write
+from benchmarks.beside import (
+    REPLY,
+    ask_peer,
+    greedy_reply,
+    logits,
+    logprob_error,
+    peer_logprobs,
+    run_silently,
+)
+from packtrain.gguf import GGUF, write_gguf
 from packtrain.models.config import Config
 from packtrain.models.model_file import open_model, save_model
 from packtrain.models.quant_recipe import MIXES
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
 
-EXPERTS, WITH_BF16, OTHERS = "MXFP4_MOE", "MXFP4_MOE and BF16", "Q4_K_M"
+EXPERTS, WITH_BF16, DEFAULT_MIX = "MXFP4_MOE", "MXFP4_MOE and BF16", "Q4_K_M"
 FALCONS = (
     "Q2_K",
     "Q3_K_S",
@@ -63,11 +71,11 @@ def rows(python: str, program: Path) -> Iterator[Row]:
                 config = replace(CONFIGS[name], block_count=blocks or CONFIGS[name].block_count)
                 save(folder / "F32.gguf", config)
                 path = quantized(program, folder / "F32.gguf", mix)
-                yield compared(python, name, mix, path, folder)
+                yield compare_mix(python, name, mix, path, folder)
     type_counts = [in_one_mix(program, name) for name in CONFIGS]
     equal, count = (sum(column) for column in zip(*type_counts, strict=True))
     said = "" if equal == count else " **no**"
-    title = f"| all {len(type_counts)} | {OTHERS} | - | {equal} of {count}{said}"
+    title = f"| all {len(type_counts)} | {DEFAULT_MIX} | - | {equal} of {count}{said}"
     yield equal == count, f"{title} | - | - | - | - |"
 
 
@@ -87,35 +95,35 @@ def quantized(program: Path, source_path: Path, mix: str) -> Path:
         raise SystemExit(f"llama-quantize ended with {done.returncode}: {done.stderr[-2000:]}")
     if mix != WITH_BF16:
         return path
-    silently("quantize", source_path, source_path.with_name("bf16.gguf"), "BF16")
+    run_silently("quantize", source_path, source_path.with_name("bf16.gguf"), "BF16")
     experts, bf16_file = GGUF(path), GGUF(source_path.with_name("bf16.gguf"))
     packed = {name for name, entry in experts.entries.items() if str(entry.dtype) == "mxfp4"}
     arrays = {
         name: (experts if name in packed else bf16_file).array(name) for name in bf16_file.entries
     }
-    write(source_path.with_name("both.gguf"), bf16_file.values, arrays)
+    write_gguf(source_path.with_name("both.gguf"), bf16_file.values, arrays)
     return source_path.with_name("both.gguf")
 
 
-def compared(python: str, name: str, mix: str, path: Path, folder: Path) -> Row:
+def compare_mix(python: str, name: str, mix: str, path: Path, folder: Path) -> Row:
     model, rng = open_model(path), random.Random(0)
     tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(TOKENS - 1))]
     with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
-        answer = ask(python, model=str(path), tokens=tokens, count=REPLY, scores=scores.name)
+        answer = ask_peer(python, model=str(path), tokens=tokens, count=REPLY, scores=scores.name)
         theirs = np.load(scores.name)
-    ours, written = logits(model, tokens), reply(model, tokens)
-    same = [a == b for a, b in zip(written, answer["reply"], strict=True)]
+    ours, written = logits(model, tokens), greedy_reply(model, tokens)
+    token_matches = [a == b for a, b in zip(written, answer["reply"], strict=True)]
     unpacked = folder / "unpacked.gguf"
-    silently("quantize", path, unpacked, "F32", "--allow-requantize")
-    exact = off(ours, scored(python, tokens, {"model": str(unpacked)}))
+    run_silently("quantize", path, unpacked, "F32", "--allow-requantize")
+    exact = logprob_error(ours, peer_logprobs(python, tokens, {"model": str(unpacked)}))
     counts = Counter(str(entry.dtype) for entry in model.gguf.entries.values())
     types = ", ".join(f"{kind} {counts[kind]}" for kind in sorted(counts))
     equal, of = as_ours(path, folder / "F32.gguf", mix)
     good = exact <= LIMIT and equal == of
     as_packtrain = f"{equal} of {of}" if of else "-"
-    until = same.index(False) if False in same else REPLY
+    until = token_matches.index(False) if False in token_matches else REPLY
     return good, (
-        f"| {name} | {mix} | {types} | {as_packtrain} | {off(ours, theirs):.1e} | {exact:.1e} | {LIMIT}"
+        f"| {name} | {mix} | {types} | {as_packtrain} | {logprob_error(ours, theirs):.1e} | {exact:.1e} | {LIMIT}"
         f"{'' if good else ' **no**'} | {until} of {REPLY} |"
     )
 
@@ -124,7 +132,7 @@ def as_ours(path: Path, source_path: Path, mix: str) -> tuple[int, int]:
     """How many tensors have the type that `packtrain quantize` gives them, and of how many."""
     if mix not in MIXES:
         return 0, 0
-    silently("quantize", source_path, source_path.with_name("ours.gguf"), mix)
+    run_silently("quantize", source_path, source_path.with_name("ours.gguf"), mix)
     our_types, their_types = (
         {name: entry.dtype for name, entry in GGUF(file).entries.items()}
         for file in (source_path.with_name("ours.gguf"), path)
@@ -138,4 +146,4 @@ def in_one_mix(program: Path, name: str) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as tmp_folder:
         source_path = Path(tmp_folder) / "F32.gguf"
         random_model(source_path, name)
-        return as_ours(quantized(program, source_path, OTHERS), source_path, OTHERS)
+        return as_ours(quantized(program, source_path, DEFAULT_MIX), source_path, DEFAULT_MIX)

@@ -57,7 +57,7 @@ GEMMA_3N = {
     "vocab_size_per_layer_input": V,
 }  # fmt: skip
 GPT_YARN = YARN | {"attention_factor": None, "truncate": True}
-KEPT = ("sliding_window",)  # where null says something
+NULLABLE_KEYS = ("sliding_window",)  # where null says something
 SCAN = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
 HYBRID = SCAN | {
     "num_hidden_layers": 3,
@@ -241,7 +241,7 @@ def tiny(name: str) -> tuple[Any, Any]:
     options = {
         key: value
         for key, value in (BASE | CLASSES[name]).items()
-        if value is not None or key in KEPT
+        if value is not None or key in NULLABLE_KEYS
     }
     config = getattr(transformers, name.split()[0])(**options)
     torch.manual_seed(0)
@@ -265,13 +265,13 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
     ids = torch.tensor(TOKENS)[None]
     torch_logits = model(ids).logits[0]
     loss = torch.nn.functional.cross_entropy(torch_logits[:-1], ids[0, 1:])
-    slopes = torch.autograd.grad(loss, _ends(model))
+    slopes = torch.autograd.grad(loss, _end_weights(model))
     expected = torch_logits.detach().numpy()
     model.save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     path = folder / "model.gguf"
     convert(folder, path, "f32")
-    generator = Generator.of(open_model(path), len(TOKENS))
+    generator = Generator.from_model(open_model(path), len(TOKENS))
     our_logits = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
     our_slopes = gradients(open_model(path))
     scales = getattr(config, "embedding_multiplier", 1.0) if "FalconH1" in name else 1.0, 1.0
@@ -279,14 +279,14 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
         (our_slope * by, d.numpy())
         for our_slope, d, by in zip(our_slopes, slopes, scales, strict=True)
     ]
-    return apart(our_logits, expected), max(apart(*pair) for pair in pairs)
+    return relative_error(our_logits, expected), max(relative_error(*pair) for pair in pairs)
 
 
-def apart(actual: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-def _ends(model: Any) -> list[Any]:
+def _end_weights(model: Any) -> list[Any]:
     """The embedding and the weight of the last norm."""
     last = [weight for name, weight in model.named_parameters() if name.endswith(LAST)]
     return [model.get_input_embeddings().weight, last[-1]]

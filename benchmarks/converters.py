@@ -50,7 +50,7 @@ GUESSED |= {"general.quantization_version"}
 INTERN = "InternLM2Config"
 EOT, CAP = "tokenizer.ggml.eot_token_id", "final_logit_softcapping"
 # (beginning of the class, name of the key or tensor, reason); names may be patterns
-WHY = (
+DIFFERENCE_REASONS = (
     ("", r".*\.ssm_a", "-exp(x), which PyTorch and NumPy round differently, in the last bit"),
     ("Gemma3nTextConfig shared", r"blk\.2[01]\.attn_(k|v|k_norm)\.weight",
      "llama.cpp demands them in every block and does not use them; transformers no longer saves them"),
@@ -86,9 +86,11 @@ def hybrid(hparams: Hyper) -> None:
 
 # keys of config.json by names that transformers 5 has given up and llama.cpp's converter reads, by its own reader only
 OLDER: dict[str, Callable[[Hyper], Any]] = {
-    "Cohere2": lambda given: given.update(rotary_pct=1.0),
-    "FalconConfig": lambda given: given["new_decoder_architecture"] or given.update(num_kv_heads=1),
-    "GPT2": lambda given: given.update(n_ctx=given["n_positions"]),
+    "Cohere2": lambda config: config.update(rotary_pct=1.0),
+    "FalconConfig": lambda config: (
+        config["new_decoder_architecture"] or config.update(num_kv_heads=1)
+    ),
+    "GPT2": lambda config: config.update(n_ctx=config["n_positions"]),
     "GraniteMoeHybrid": hybrid,
 }
 
@@ -151,7 +153,7 @@ VOCABULARIES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def unnamed(folder: Path) -> None:
+def remove_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
@@ -198,15 +200,15 @@ def theirs(name: str, folder: Path, out: Path, kind: str) -> None:
         model_class(folder, file_type, out, hparams=hparams).write()
 
 
-def same(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     """Whether two values of a key are equal, numbers to the last digits of f32."""
     if not (isinstance(a, list | tuple | np.ndarray) and isinstance(b, list | tuple | np.ndarray)):
         real = isinstance(a, float | np.floating)
         return bool(a == b or (real and abs(a - b) <= 1e-6 * max(1.0, abs(a))))
-    return len(a) == len(b) and all(map(same, a, b))
+    return len(a) == len(b) and all(map(equal_values, a, b))
 
 
-def different(our_file: GGUF, their_file: GGUF) -> tuple[Counter[str], list[str]]:
+def compare_files(our_file: GGUF, their_file: GGUF) -> tuple[Counter[str], list[str]]:
     """Counts of tensors and keys, all and equal ones, and the names of those that differ."""
     counts, names = Counter[str](), list[str]()
     for name in sorted({*our_file.entries, *their_file.entries}):
@@ -224,7 +226,7 @@ def different(our_file: GGUF, their_file: GGUF) -> tuple[Counter[str], list[str]
             our_value
             and their_value
             and our_value.kind == their_value.kind
-            and same(our_value.value, their_value.value)
+            and equal_values(our_value.value, their_value.value)
         ):
             counts["equal keys"] += 1
         else:
@@ -241,7 +243,7 @@ def close(name: str, our_file: GGUF, their_file: GGUF) -> bool:
     return a.shape == b.shape and bool((np.abs(a - b) <= 4e-7 * np.abs(b)).all())
 
 
-def told(
+def explain_differences(
     name: str, our_file: GGUF, their_file: GGUF, names: Sequence[str]
 ) -> tuple[bool, list[str]]:
     """Whether all that differs has a reason, and what to say about it."""
@@ -249,7 +251,7 @@ def told(
     for key in names:
         fits = (
             reason_text
-            for start, form, reason_text in WHY
+            for start, form, reason_text in DIFFERENCE_REASONS
             if name.startswith(start) and re.fullmatch(form, key)
         )
         reason = next(fits, "**no**")
@@ -268,14 +270,16 @@ def told(
     return all(reason_text != "**no**" for reason_text, _ in grouped), said
 
 
-def taken(name: str, vocabulary: str) -> bool:
+def allows_vocabulary(name: str, vocabulary: str) -> bool:
     """Whether models of the class may have the vocabulary."""
     if name.startswith("Gemma4"):
         return vocabulary == "merged"
     return vocabulary == "pieces" or (vocabulary == "bytes" and not name.startswith("Gemma"))
 
 
-def compared(name: str, kind: str, folder: Path) -> tuple[bool, Counter[str], list[str]] | None:
+def compare_folder(
+    name: str, kind: str, folder: Path
+) -> tuple[bool, Counter[str], list[str]] | None:
     """Both files of a folder: whether they are as they should be, counts, and what to say; None for no such class."""
     a, b = folder.parent / "a.gguf", folder.parent / "b.gguf"
     theirs(name, folder, b, kind)
@@ -284,8 +288,8 @@ def compared(name: str, kind: str, folder: Path) -> tuple[bool, Counter[str], li
     if (folder / "tokenizer.model").exists() and model != "llama":
         return None  # its converter made bytes of pieces, which such models never have
     convert(folder, a, kind)
-    counts, names = different(GGUF(a), their_file)
-    good, said = told(name, GGUF(a), their_file, names)
+    counts, names = compare_files(GGUF(a), their_file)
+    good, said = explain_differences(name, GGUF(a), their_file, names)
     return good, counts, said
 
 
@@ -297,12 +301,14 @@ def row(name: str, kind: str) -> tuple[bool, str]:
         folder = Path(tmp_folder) / "tiny"
         save(name, folder)
         for vocabulary in (
-            vocabulary_name for vocabulary_name in VOCABULARIES if taken(name, vocabulary_name)
+            vocabulary_name
+            for vocabulary_name in VOCABULARIES
+            if allows_vocabulary(name, vocabulary_name)
         ):
-            unnamed(folder)
+            remove_tokenizer(folder)
             VOCABULARIES[vocabulary](folder)
             try:
-                comparison = compared(name, kind, folder)
+                comparison = compare_folder(name, kind, folder)
             except InputError as error:  # packtrain's
                 return False, f"| {short_name} | {kind} | {vocabulary} | - | - | **no**: {error} |"
             except (Exception, SystemExit) as error:
@@ -324,17 +330,17 @@ def row(name: str, kind: str) -> tuple[bool, str]:
     return good, f"| {short_name} | {kind} | {', '.join(used)} | {tensors} | {keys} | {differs} |"
 
 
-def whole(generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+def yield_returned(generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     """With what a generator returns behind what it yields: llama.cpp's of StableLM returns the heads' norms."""
 
-    def made(*args: Any) -> Iterator[Any]:
+    def wrapper(*args: Any) -> Iterator[Any]:
         returned: Any = yield from generate(*args)
         yield from returned or ()
 
-    return made
+    return wrapper
 
 
-def prepared(folder: Path) -> None:
+def import_converter(folder: Path) -> None:
     """llama.cpp's converter, importable; it is told the byte-level vocabulary, which it knows by a sum of real ones."""
     sys.path[:0] = [str(folder), str(folder / "gguf-py")]
     import torch
@@ -343,14 +349,14 @@ def prepared(folder: Path) -> None:
     from conversion.stablelm import StableLMModel
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    StableLMModel.modify_tensors = whole(StableLMModel.modify_tensors)
+    StableLMModel.modify_tensors = yield_returned(StableLMModel.modify_tensors)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
 
 
-def asked(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
+def rows_from_python(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
     """The rows, by a Python that has transformers."""
     command = [
         python,
@@ -382,7 +388,7 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", default=["f32"])
     parser.add_argument("--rows", action="store_true", help="without the heading")
     args = parser.parse_args()
-    prepared(args.llama_cpp.absolute())
+    import_converter(args.llama_cpp.absolute())
     if not args.rows:
         print(HEADING)
     prefixes, good = tuple(args.classes), True

@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def prepared(case: Case, values: list[np.ndarray]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def build_pair(case: Case, values: list[np.ndarray]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The case in packtrain and in PyTorch: functions that compute it once."""
     make, peer, shapes, wrt = case
     leaves = [pt.weight(f"x{i}", shape) for i, shape in enumerate(shapes)]
@@ -87,7 +87,7 @@ def main() -> None:
     print(f"{'ms, medians':44} packtrain  PyTorch  ratio   on {kernels.threads()} threads")
     for name, case in CASES.items():
         values = [rng.standard_normal(shape, np.float32) / 3 for shape in case[2]]
-        pair = prepared(case, values)
+        pair = build_pair(case, values)
         for our_values, their_values in zip(*(step() for step in pair), strict=True):
             assert np.abs(our_values - their_values).max() <= 1e-3 * np.abs(their_values).max(), (
                 name

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.llama import made
+from benchmarks.llama import write_random_preset
 from packtrain.inference.kv_cache import Context
 from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.model_file import open_model
-from packtrain.models.model_with_adapters import has_rounded, with_activations
+from packtrain.models.model_with_adapters import has_roundable_weights, with_activations
 
 WRITTEN = 64  # tokens of a sequence
 
@@ -55,8 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = args.model or made(Path(folder), "Q4_K_M")
-        for activations in (F32, Q8) if has_rounded(open_model(path)) else (F32,):
+        path = args.model or write_random_preset(Path(folder), "Q4_K_M")
+        for activations in (F32, Q8) if has_roundable_weights(open_model(path)) else (F32,):
             compare(path, activations, args.sequences, args.rounds)
 
 

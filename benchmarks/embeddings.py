@@ -10,7 +10,7 @@ import argparse
 import numpy as np
 
 import packtrain as pt
-from benchmarks.beside import ask
+from benchmarks.beside import ask_peer
 from packtrain.inference.embeddings import POOLINGS
 
 TEXTS = [
@@ -28,11 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--llama-python", required=True)
-    given = parser.parse_args()
-    for model in given.models:
+    args = parser.parse_args()
+    for model in args.models:
         for number, pooling in enumerate(POOLINGS, 1):
-            told = ask(given.llama_python, model=model, embed=TEXTS, pooling=number)
-            theirs = np.array(told["vectors"])
+            response = ask_peer(args.llama_python, model=model, embed=TEXTS, pooling=number)
+            theirs = np.array(response["vectors"])
             ours = pt.embed(model, TEXTS, pooling=pooling, normalize=False, cache_type="f32")
             off = np.abs(unit(ours) - unit(theirs)).max()
             print(f"{model}: {pooling}: {off:.1e}, unnormalized {np.abs(ours - theirs).max():.1e}")

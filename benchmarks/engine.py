@@ -14,7 +14,7 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import kernels
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
 
@@ -36,7 +36,7 @@ def graph_of(blocks: int) -> tuple[int, float, float, float]:
     weights = transformer.weights(config)
     model_loss = transformer.loss(config, weights, 1, 16)
     built = time.perf_counter()
-    graph = training({"loss": model_loss.loss}, list(weights.values()), AdamW())
+    graph = training_graph({"loss": model_loss.loss}, list(weights.values()), AdamW())
     differentiated = time.perf_counter()
     pt.make_plan(pt.place(graph))
     planned = time.perf_counter()
@@ -70,13 +70,13 @@ def overhead() -> None:
     run = pt.Session().executor(pt.place(pt.Graph({"y": y})))
     calls = run.calls
 
-    def bare() -> None:
+    def bare_loop() -> None:
         for call in calls:
             call()
 
     inputs = {"x": np.ones(1, np.float32)}
     run(inputs)
-    pairs = [(seconds(lambda: run(inputs), 5), seconds(bare, 5)) for _ in range(21)]
+    pairs = [(seconds(lambda: run(inputs), 5), seconds(bare_loop, 5)) for _ in range(21)]
     extra = statistics.median(a - b for a, b in pairs) / n
     print(
         f"executor: {extra * 1e6:.3f} us an op over a bare loop ({pairs[0][1] / n * 1e6:.2f} us an op itself)"
@@ -90,14 +90,14 @@ def region() -> None:
     elementwise: Any = kernels.elementwise
     run = elementwise.scale
 
-    def whole() -> None:
+    def full_array() -> None:
         run(y, a, 2.0, 0.0)
 
-    def half() -> None:
+    def half_array() -> None:
         run(y[: n // 2], a[: n // 2], 2.0, 0.0)
 
-    whole()
-    pairs = [(seconds(whole, 201), seconds(half, 201)) for _ in range(21)]
+    full_array()
+    pairs = [(seconds(full_array, 201), seconds(half_array, 201)) for _ in range(21)]
     cost = statistics.median(a - b for a, b in pairs)
     print(
         f"a parallel region: {cost * 1e6:.1f} us ({n} elements {pairs[0][0] * 1e6:.1f} us, "

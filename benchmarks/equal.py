@@ -21,17 +21,17 @@ from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root
 from packtrain.models.quant_recipe import MIXES
 from tests import hugging_face
-from tests.kill import chats
+from tests.kill import sample_chats
 
-HERE = Path(__file__).parents[1]
-WORK = HERE / "build/equal"
+REPO_ROOT = Path(__file__).parents[1]
+WORK = REPO_ROOT / "build/equal"
 RUN = "--ctx 128 --batch-size 2 --steps-per-eval 20 --no-tensorboard -o m.gguf"
 SMALL = "--dim 256 --layers 2 --heads 4 --ffn 512 --vocab-size 300"
 TRAIN = f"train --data ../text.txt {SMALL} {RUN}"
 LORA = "--lora-rank 4 --adapter a.gguf"
 BASES = "f32", "q8_0", "q4_k_m"
 STEPS = "--iters 60"
-LEAST = re.compile(r"the smallest --memory that would do is (\d+)MiB")
+MIN_MEMORY_RE = re.compile(r"the smallest --memory that would do is (\d+)MiB")
 # what differs from run to run: lines that are printed, and keys
 SUMS = "process|total|expected|spare|base"
 VARYING = re.compile(
@@ -72,10 +72,10 @@ def cases() -> Iterator[Case]:
                 [f"{runs[name]} --iters 20 --memory least+{extra_mib}MiB"],
                 [],
             )
-    yield from others()
+    yield from other_cases()
 
 
-def others() -> Iterator[Case]:
+def other_cases() -> Iterator[Case]:
     """What does not train."""
     merge = "merge ../q8_0.gguf a.gguf -o"
     merges = [f"{merge} n.gguf", f"{merge} k.gguf --calibrate ../chats.jsonl --type q4_K"]
@@ -106,8 +106,8 @@ def prepare(old_tree: Path) -> None:
     """In this folder: the kernels of both, text, conversations, three bases, checkpoints, and rates that stay."""
     Path("cache/packtrain").mkdir(parents=True)
     os.symlink(cache_root() / "kernels", "cache/packtrain/kernels")
-    Path("text.txt").write_text("".join(f.read_text() for f in sorted(HERE.glob("docs/*.md"))))
-    Path("chats.jsonl").write_text(chats())
+    Path("text.txt").write_text("".join(f.read_text() for f in sorted(REPO_ROOT.glob("docs/*.md"))))
+    Path("chats.jsonl").write_text(sample_chats())
     Path("base").mkdir()
     for base in BASES:
         train, pack = f"{TRAIN} --iters 30", f"quantize ../f32.gguf ../{base}.gguf {base}"
@@ -131,15 +131,15 @@ def run(commands: Sequence[tuple[Path, str]], saved_name: str) -> Path:
     return Path("here").rename(saved_name)
 
 
-def within(command: str, old_tree: Path) -> str:
+def resolve_memory(command: str, old_tree: Path) -> str:
     """A command with the --memory that it asks for: so many MiB more than the least that both trees can do with."""
     base_command, has_memory, extra_mib = command.partition(" --memory least+")
     if not has_memory:
         return command
     refused = [
-        packtrain(tree, "base", f"{base_command} --memory 1MiB") for tree in (old_tree, HERE)
+        packtrain(tree, "base", f"{base_command} --memory 1MiB") for tree in (old_tree, REPO_ROOT)
     ]
-    min_mib = max(int(LEAST.findall(done.stderr)[0]) for done in refused)
+    min_mib = max(int(MIN_MEMORY_RE.findall(done.stderr)[0]) for done in refused)
     return f"{base_command} --memory {min_mib + int(extra_mib.removesuffix('MiB'))}MiB"
 
 
@@ -198,10 +198,11 @@ def main() -> None:
     os.chdir(WORK)
     prepare(old_tree)
     for name, commands, resumed in (case for case in cases() if re.search(args.only, case[0])):
-        old_commands = [(old_tree, within(command, old_tree)) for command in commands]
+        old_commands = [(old_tree, resolve_memory(command, old_tree)) for command in commands]
         new_commands = [(old_tree, command) for command in resumed[:-1]]
         new_commands += [
-            (HERE, command) for command in resumed[-1:] or (command for _, command in old_commands)
+            (REPO_ROOT, command)
+            for command in resumed[-1:] or (command for _, command in old_commands)
         ]
         sides = run(old_commands, f"{name}.before"), run(new_commands, f"{name}.now")
         print(f"{name:<36} {'; '.join(differences(*sides, bool(resumed))) or 'equal'}", flush=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import packtrain as pt
-from benchmarks.perplexity import ours
+from benchmarks.perplexity import our_perplexity
 from benchmarks.real_base import CONTEXT, MIB, Row, Setup, failed
 from benchmarks.tuning_data import HELD_OUT, in_style, support, write_csv
-from benchmarks.watched import packtrain
+from benchmarks.watched import run_packtrain
 
 # as README.md and docs/guide.md have them; a test holds that they do
 COMMANDS = (
@@ -32,7 +32,7 @@ def style(setup: Setup) -> Iterator[Row]:
     seeds = SEEDS[:1] if setup.short else SEEDS
     text = work / "text.txt"
     text.write_bytes(setup.text.read_bytes()[:TEXT_NBYTES].decode(errors="ignore").encode())
-    base_perplexity = ours(setup.base, text, CONTEXT).perplexity
+    base_perplexity = our_perplexity(setup.base, text, CONTEXT).perplexity
     for seed in seeds:
         tuned = work / f"tuned-{seed}.gguf"
         names = {
@@ -43,7 +43,7 @@ def style(setup: Setup) -> Iterator[Row]:
         for command in COMMANDS:
             _, *arguments = (str(names.get(word, word)) for word in shlex.split(command))
             seed_flags = ("--overwrite", "--seed", seed) if arguments[0] == "finetune" else ()
-            done = packtrain(*arguments, *seed_flags)
+            done = run_packtrain(*arguments, *seed_flags)
             if done.code:
                 yield failed(command, done)
                 return
@@ -51,7 +51,7 @@ def style(setup: Setup) -> Iterator[Row]:
         good = done.peak <= LIMIT and done.seconds <= SECONDS
         yield Row(f"the guide's finetune, seed {seed}", said, "1,024 MiB, 15 minutes", good)
         yield from answers(tuned, seed)
-        growth = ours(tuned, text, CONTEXT).perplexity / base_perplexity - 1
+        growth = our_perplexity(tuned, text, CONTEXT).perplexity / base_perplexity - 1
         name = f"perplexity of another text, seed {seed}"
         yield Row(name, f"{growth:+.1%}", f"at most {GROWTH:+.0%}", growth <= GROWTH)
 

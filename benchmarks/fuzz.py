@@ -26,8 +26,8 @@ from packtrain.cli import generate, inspect, quantize
 from packtrain.data.chat_template import ChatTemplate, template_source
 from packtrain.gguf import GGUF
 from packtrain.models.model_file import open_model
-from packtrain.workflows.quantization import Quantize
-from packtrain.workflows.text_generation import Generate
+from packtrain.workflows.quantization import QuantizeSettings
+from packtrain.workflows.text_generation import GenerateSettings
 from tests import fuzz
 from tests.hostile import header_draft, model_drafts
 
@@ -49,13 +49,13 @@ def use_file(path: Path) -> None:
     """All that a user would do with a model; what is printed is left out."""
     output = path.with_name("quantized.gguf")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        inspect.run(inspect.Inspect(path, tensors=True))
-        inspect.run(inspect.Inspect(path, json=True))
+        inspect.run(inspect.InspectSettings(path, tensors=True))
+        inspect.run(inspect.InspectSettings(path, json=True))
         model = open_model(path)
         tokenizer = model.tokenizer()
         source = template_source(model.gguf.metadata)
-        generate.run(Generate(path, prompt="the cat", n_predict=1, temp=0.0))
-        quantize.run(Quantize(path, output, "Q8_0", overwrite=True, allow_requantize=True))
+        generate.run(GenerateSettings(path, prompt="the cat", n_predict=1, temp=0.0))
+        quantize.run(QuantizeSettings(path, output, "Q8_0", overwrite=True, allow_requantize=True))
         if source is not None:
             template = ChatTemplate(source, seconds=TEMPLATE_SECONDS)
             tokenizer.encode(template.render([{"role": "user", "content": "the cat"}]))
@@ -88,13 +88,13 @@ def work(
             use(path)
         while remaining:
             now, remaining = remaining[:batch], remaining[batch:]
-            with fuzz.limits(max_nbytes):
+            with fuzz.limit_resources(max_nbytes):
                 for seed in now:
                     at.value = seed
                     start_time = time.perf_counter()
-                    path.write_bytes(fuzz.hostile(seed_drafts[seed % len(seed_drafts)], seed))
+                    path.write_bytes(fuzz.hostile_bytes(seed_drafts[seed % len(seed_drafts)], seed))
                     try:
-                        outcomes[fuzz.judged(use, path)] += 1
+                        outcomes[fuzz.judge_file(use, path)] += 1
                     except fuzz.Fault as fault:
                         faults.append((seed, str(fault)))
                     slowest = max(slowest, time.perf_counter() - start_time)
@@ -151,7 +151,7 @@ def show(kind: str, seed: int) -> None:
     """One file, with where its error came from."""
     with tempfile.TemporaryDirectory() as folder:
         seed_drafts, path = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf"
-        path.write_bytes(fuzz.hostile(seed_drafts[seed % len(seed_drafts)], seed))
+        path.write_bytes(fuzz.hostile_bytes(seed_drafts[seed % len(seed_drafts)], seed))
         try:
             USES[kind](path)
         except Exception:

@@ -25,7 +25,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.devtools.bench import training
-from packtrain.devtools.bench.peer_process import Peer, PeerFailed
+from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
 from packtrain.devtools.bench.timing import paired
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import target
@@ -53,7 +53,7 @@ class Side:
 
     program: str
     precision: str
-    peer: Peer
+    peer: PeerProcess
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -73,10 +73,12 @@ class Side:
 def taking_turns(device: str, preset: str, base: Path | None, program: str, precision: str) -> Any:
     """A function that takes a step, and says what it took."""
     args = device, preset, base, precision
-    return timed(device, ours(*args) if program == OURS else theirs(*args, program == COMPILED))
+    return timed_turn(
+        device, ours(*args) if program == OURS else theirs(*args, program == COMPILED)
+    )
 
 
-def timed(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
+def timed_turn(device: str, step: Callable[[], float]) -> Callable[[], Turn]:
     cuda = kernels.torch().cuda if device.startswith("cuda") else None
 
     def turn() -> Turn:
@@ -107,11 +109,11 @@ def theirs(
     if base is None:
         config = PRESETS[preset]
         batch = training.batch_of(config, training.ROWS[preset], config.context_length)
-        model: Any = Llama(config, transformer.initial(config), real=compiled)
+        model: Any = Llama(config, transformer.initial_weights(config), real=compiled)
     else:
         file = open_model(base)
         config = file.config
-        batch = training.batch_of(config, 1, min(training.TIME, config.context_length))
+        batch = training.batch_of(config, 1, min(training.FILE_CONTEXT, config.context_length))
         values = {name: unpacked(array) for name, array in file.stored().items()}
         model = Tuned(config, values, RANK, SCALE, real=compiled)
     return torch_peer.training(model, batch, compiled, precision == "bf16", torch_device)
@@ -124,10 +126,10 @@ def unpacked(array: np.ndarray) -> np.ndarray:
 # ---- a comparison -------------------------------------------------------------------------------------------
 
 
-def compared(title: str, sides: list[Side], rounds: int) -> bool:
+def compare_sides(title: str, sides: list[Side], rounds: int) -> bool:
     """Print the table; whether the losses of the first step agree. A side that fails is left out, and said."""
     with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as pool:
-        for side, failure in [*pool.map(lambda side: started(side, stack), sides)]:
+        for side, failure in [*pool.map(lambda side: start_side(side, stack), sides)]:
             if failure:
                 print(f"{side} failed: {failure}")
                 sides.remove(side)
@@ -139,13 +141,13 @@ def compared(title: str, sides: list[Side], rounds: int) -> bool:
     return all(abs(side.turns[0][1] / first_loss - 1) <= LIKE for side in sides)
 
 
-def started(side: Side, stack: ExitStack) -> tuple[Side, str]:
+def start_side(side: Side, stack: ExitStack) -> tuple[Side, str]:
     """Start its process and take the steps that do not count, which may go on beside those of others."""
     try:
         stack.enter_context(side.peer)
         for _ in range(WARM):
             side.turn()
-    except PeerFailed as error:
+    except PeerError as error:
         return side, str(error)
     return side, ""
 
@@ -190,12 +192,15 @@ def sides_of(device: str, preset: str, base: Path | None) -> list[Side]:
     ]
     args = device, preset, base
     return [
-        Side(*program_precision, Peer("benchmarks.gpu", "taking_turns", *args, *program_precision))
+        Side(
+            *program_precision,
+            PeerProcess("benchmarks.gpu", "taking_turns", *args, *program_precision),
+        )
         for program_precision in names
     ]
 
 
-def checked(base: Path | None) -> None:
+def check_base(base: Path | None) -> None:
     """Raise InputError for a base that the peer has no model of."""
     if base is not None and (kind := open_model(base).config.architecture) != "llama":
         raise InputError(f"--base: {base} is of {kind}; the peer here is a llama")
@@ -214,14 +219,14 @@ def main() -> int:
         if args.device.partition(":")[0] not in ("cuda", "mps", "torch"):
             raise InputError(f"--device {args.device}: it must be cuda, mps or torch:cpu")
         target(args.device)
-        checked(args.base)
+        check_base(args.base)
         if args.kernels:
             step = ours(args.device, args.preset, args.base, args.precision)
             print(*kernels_of(step), sep="\n")
             return 0
         workload = args.preset if args.base is None else f"LoRA on {args.base.name}"
         sides = sides_of(args.device, args.preset, args.base)
-        is_alike = compared(f"a step of {workload} on {args.device}", sides, args.rounds)
+        is_alike = compare_sides(f"a step of {workload} on {args.device}", sides, args.rounds)
     except InputError as error:
         print(f"benchmarks.gpu: {error}; nothing was measured", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 from packtrain.inference.grammar import Grammar
 
-MOST = 1e-3
+MAX_SECONDS = 1e-3
 JSON = r"""
 root ::= object
 value ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -82,7 +82,7 @@ def timed(grammar: Grammar, ids: list[int], size: int) -> list[float]:
         grammar.accept(id)
         seconds.append(time.perf_counter() - start_time)
         assert allowed is not None and allowed[id]
-    assert grammar.complete
+    assert grammar.is_complete
     return seconds
 
 
@@ -107,7 +107,7 @@ def main() -> int:
         ids = ids[len(start) :]
         durations = [s for _ in range(args.rounds) for s in timed(grammar.copy(), ids, size)]
         middle, high = np.percentile(durations, [50, 95])
-        is_slow |= high > MOST
+        is_slow |= high > MAX_SECONDS
         percentiles = " ".join(f"{1e6 * s:8,.0f}" for s in (middle, high, max(durations)))
         print(f"{name:16} {len(ids):5,} tokens {percentiles} {1e3 * begin:8,.0f}")
     return int(is_slow)

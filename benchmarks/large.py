@@ -13,19 +13,19 @@ import time
 import numpy as np
 
 from packtrain import kernels
-from packtrain.common.memory import Peak, private_nbytes, settle
+from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.planner import cost_model
-from packtrain.planner.budget import planned
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import search
-from packtrain.planner.plan_table import choices
-from packtrain.planner.speed_probe import measured
+from packtrain.planner.budget import plan_within_limits
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import find_fastest_shape
+from packtrain.planner.plan_table import choice_texts
+from packtrain.planner.speed_probe import measure_rates
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import make_plans
-from packtrain.training.training_engine import Engine
+from packtrain.training.training_engine import TrainingEngine
 
 GIB = 2**30
 TIME = 512
@@ -37,28 +37,28 @@ SHAPES = {
 LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
 
-def decide(name: str, rates: cost_model.Rates) -> None:
-    shape, request = StepShape(SHAPES[name], 1, TIME, evaluate=False), Request(AdamW(), rates)
+def decide(name: str, rates: cost_model.BackendRates) -> None:
+    shape, request = StepShape(SHAPES[name], 1, TIME, evaluate=False), PlanRequest(AdamW(), rates)
     start_time = time.perf_counter()
     full_plans = make_plans(shape, request.optimizer)
     planning = time.perf_counter() - start_time
-    limit = request.total(full_plans) - int(0.4 * full_plans.arena_nbytes)
+    limit = request.peak_nbytes(full_plans) - int(0.4 * full_plans.arena_nbytes)
     start_time = time.perf_counter()
-    answer = search(shape, request.within(limit))
+    answer = find_fastest_shape(shape, request.with_limit(limit))
     elapsed = time.perf_counter() - start_time
     print(
-        f"{name}: {request.total(full_plans) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
-        f"{limit / GIB:.2f} GiB {'fits' if answer.fits else 'does not fit'}, decided in {elapsed:.2f} s"
+        f"{name}: {request.peak_nbytes(full_plans) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
+        f"{limit / GIB:.2f} GiB {'fits' if answer.is_within_limits else 'does not fit'}, decided in {elapsed:.2f} s"
     )
 
 
-def run(name: str, rates: cost_model.Rates) -> None:
+def run(name: str, rates: cost_model.BackendRates) -> None:
     limit, max_norm = LIMITS[name]
     config, optimizer = SHAPES[name], AdamW()
-    settle()
-    request = Request(optimizer, rates, private_nbytes()).within(int(limit * GIB))
+    release_memory()
+    request = PlanRequest(optimizer, rates, private_nbytes()).with_limit(int(limit * GIB))
     shape = StepShape(config, 1, TIME, max_norm=max_norm, evaluate=False)
-    plans = planned(shape, request)
+    plans = plan_within_limits(shape, request)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, TIME + 1), np.int32)
     batch = {
         "tokens": ids[:, :-1],
@@ -67,16 +67,16 @@ def run(name: str, rates: cost_model.Rates) -> None:
         "pos": np.arange(TIME, dtype=np.int32)[None],
         "seq": np.zeros((1, TIME), np.int32),
     }
-    with Peak() as peak:
-        engine = Engine(plans, optimizer)
-        transformer.initialise(config, 0, engine.session.fill)
+    with MemoryPeak() as peak:
+        engine = TrainingEngine(plans, optimizer)
+        transformer.initialize_weights(config, 0, engine.session.fill)
         losses, seconds = [], []
         for number in (1, 2):
             start_time = time.perf_counter()
             losses.append(engine.step([batch], number, 1e-3).loss)
             seconds.append(time.perf_counter() - start_time)
     print(
-        f"{name}: {'; '.join(['one step', *choices(plans)])}: planned {plans.total_nbytes / GIB:.2f} GiB, peak "
+        f"{name}: {'; '.join(['one step', *choice_texts(plans)])}: planned {plans.total_nbytes / GIB:.2f} GiB, peak "
         f"{peak.nbytes / GIB:.2f} GiB of {limit} GiB; loss {losses[0]:.3f}, {losses[1]:.3f}; "
         f"{min(seconds):.1f} s a step"
     )
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--decide", nargs="*", default=["1b", "8b"], choices=SHAPES)
     args = parser.parse_args()
     kernels.load_all()
-    rates = measured()[0]
+    rates = measure_rates()[0]
     for name in args.decide:
         decide(name, rates)
     for name in args.run:

@@ -17,20 +17,20 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.data.tokenizer import BYTE, NORMAL, UNKNOWN
-from packtrain.devtools.bench.bench_table import Table, Value
-from packtrain.devtools.bench.peer_process import PeerFailed
-from packtrain.devtools.bench.products import Counting
+from packtrain.devtools.bench.bench_table import BenchTable, CellValue
+from packtrain.devtools.bench.peer_process import PeerError
+from packtrain.devtools.bench.products import ProgressCounter
 from packtrain.devtools.bench.timing import CLOCK, Clock, paired
 from packtrain.dtypes import f16
-from packtrain.gguf import Value as Entry
+from packtrain.gguf import MetadataValue as Entry
 from packtrain.inference.generator import Generator
-from packtrain.kernels.runtime import has
+from packtrain.kernels.runtime import has_cpu_feature
 from packtrain.models import transformer
 from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model, save_model
-from packtrain.models.model_with_adapters import has_rounded, with_activations
-from packtrain.workflows.quantization import Quantize, quantize
+from packtrain.models.model_with_adapters import has_roundable_weights, with_activations
+from packtrain.workflows.quantization import QuantizeSettings, quantize
 
 PROGRAM = "llama-bench"
 PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")
@@ -38,8 +38,8 @@ READ, WRITTEN = 512, 64  # tokens
 ROUNDED, HALF = "--activations q8", "--precision bf16"
 PATIENCE = 30.0  # seconds for its help
 COLUMNS = {"model": "", "what": "", "tokens/s": ".1f"}
-BESIDE = {"llama.cpp tokens/s": ".1f", "× llama.cpp": ".2f"}
-WITHOUT = "llama-bench was not found (--llama-bench), so nothing is compared with it."
+PEER_COLUMNS = {"llama.cpp tokens/s": ".1f", "× llama.cpp": ".2f"}
+NO_PEER_NOTE = "llama-bench was not found (--llama-bench), so nothing is compared with it."
 UNLIMITED = "llama.cpp uses all that the processor has, and is not limited as packtrain is."
 
 
@@ -52,7 +52,7 @@ class Speeds:
     theirs: list[float] = field(default_factory=list)
 
 
-def program(bench_arg: Path | None) -> Path | None:
+def find_llama_bench(bench_arg: Path | None) -> Path | None:
     """llama-bench: the one given, or the one on the PATH. Raises InputError if it is another program."""
     bench_path = shutil.which(PROGRAM) if bench_arg is None else bench_arg
     if bench_path is None:
@@ -68,36 +68,42 @@ def program(bench_arg: Path | None) -> Path | None:
 
 
 def tables(
-    base: Path | None, bench: Path | None, rounds: int, counting: Counting, clock: Clock = CLOCK
-) -> Iterator[Table]:
+    base: Path | None,
+    bench: Path | None,
+    rounds: int,
+    counting: ProgressCounter,
+    clock: Clock = CLOCK,
+) -> Iterator[BenchTable]:
     """The model of the file; without one, random weights in each type. Raises PeerFailed, InputError."""
-    rows, build_info = list[list[Value]](), dict[str, Any]()
+    rows, build_info = list[list[CellValue]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder, counting("llama.cpp", "model") as count:
         names = [base.stem] if base else [f"{PRESET} {name}" for name in TYPES]
         for i, name in enumerate(names):
             count(i + 1, len(names), name)
-            path = base or made(Path(folder), TYPES[i])
+            path = base or write_random_preset(Path(folder), TYPES[i])
             runs = measured(path)
             for _ in range(rounds):
                 if bench:
-                    build_info, seconds = theirs(bench, path)
+                    build_info, seconds = run_llama_bench(bench, path)
                 for task, run, speeds in runs:
                     if bench:
                         speeds.theirs.append(seconds[task.startswith("writing")])
                     speeds.ours.append(run(clock))
             rows += [row(name, task, speeds) for task, _, speeds in runs]
     build = f"llama.cpp {build_info.get('build_number')} ({build_info.get('build_commit')})"
-    notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
+    notes = [f"{build}. The KV cache is f16 in both."] if bench else [NO_PEER_NOTE]
     notes += [UNLIMITED] if bench and os.environ.get("PACKTRAIN_CPU") else []
-    yield Table("llama", "Reading and writing", COLUMNS | (BESIDE if bench else {}), rows, notes)
+    yield BenchTable(
+        "llama", "Reading and writing", COLUMNS | (PEER_COLUMNS if bench else {}), rows, notes
+    )
 
 
 def measured(path: Path) -> list[tuple[str, Callable[[Clock], float], Speeds]]:
     """What is timed: its name, a function that gives its seconds, and a place for them."""
     models = {"": Ours(path)}
-    if has("avx512bf16"):
+    if has_cpu_feature("avx512bf16"):
         models[f", {HALF}"] = Ours(path, precision="bf16")
-    if has_rounded(open_model(path)):
+    if has_roundable_weights(open_model(path)):
         models[f", {ROUNDED}"] = Ours(path, Q8)
     reading = [
         (f"reading {READ}{variant}", peer.read, Speeds(READ)) for variant, peer in models.items()
@@ -110,7 +116,7 @@ def measured(path: Path) -> list[tuple[str, Callable[[Clock], float], Speeds]]:
     return [*reading, *writing]
 
 
-def row(model: str, task: str, speeds: Speeds) -> list[Value]:
+def row(model: str, task: str, speeds: Speeds) -> list[CellValue]:
     our_seconds, their_seconds, tokens = speeds.ours, speeds.theirs, speeds.tokens
     comparison = (
         [tokens / statistics.median(their_seconds), paired(our_seconds, their_seconds)]
@@ -128,20 +134,20 @@ class Ours:
         model = replace(model, config=replace(model.config, precision=precision))
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, READ)
         self.ids: list[int] = ids.tolist()
-        self.generator = Generator.of(model, max(READ, WRITTEN) + 1, f16)
+        self.generator = Generator.from_model(model, max(READ, WRITTEN) + 1, f16)
         self.read(CLOCK)  # loads kernels and pages
         self.write(CLOCK)
 
     def read(self, clock: Clock) -> float:
         """Seconds for the prompt."""
-        self.generator.forget()
+        self.generator.truncate()
         start_time = clock()
         self.generator.feed(self.ids)
         return clock() - start_time
 
     def write(self, clock: Clock) -> float:
         """Seconds for the likeliest tokens, one after another."""
-        self.generator.forget()
+        self.generator.truncate()
         logits = self.generator.feed(self.ids[:1])
         start_time = clock()
         for _ in range(WRITTEN):
@@ -149,7 +155,7 @@ class Ours:
         return clock() - start_time
 
 
-def theirs(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
+def run_llama_bench(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
     """What llama-bench says of itself, and its seconds for reading and for writing. Raises PeerFailed."""
     sizes = ["-p", str(READ), "-n", str(WRITTEN), "-t", str(kernels.threads()), "-r", "1"]
     command = [str(bench), "-m", str(path), *sizes, "-o", "json"]
@@ -160,22 +166,22 @@ def theirs(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
         return tests[0], [READ / rates[False], WRITTEN / rates[True]]
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise PeerFailed(f"{bench} failed: {''.join(lines) or error.returncode}") from None
+        raise PeerError(f"{bench} failed: {''.join(lines) or error.returncode}") from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise PeerFailed(f"{bench} gave an answer that is not understood: {error!r}") from None
+        raise PeerError(f"{bench} gave an answer that is not understood: {error!r}") from None
 
 
-def made(folder: Path, name: str) -> Path:
+def write_random_preset(folder: Path, name: str) -> Path:
     """The preset with random weights, in this type."""
     f32_path, path = folder / "F32.gguf", folder / f"{name}.gguf"
     if not f32_path.exists():
         config = PRESETS[PRESET]
-        values = transformer.initial(config)
+        values = transformer.initial_weights(config)
         save_model(
             f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random"
         )
     if path != f32_path:
-        quantize(Quantize(f32_path, path, name), Events())
+        quantize(QuantizeSettings(f32_path, path, name), Events())
     return path
 
 

@@ -21,21 +21,21 @@ import numpy as np
 from benchmarks.torch_llama import Trained, optimizer
 from benchmarks.torch_tuned import Tuned
 from packtrain import kernels
-from packtrain.common.memory import Peak, settle
+from packtrain.common.memory import MemoryPeak, release_memory
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.engine.optim import AdamW
 from packtrain.engine.tensor import Tensor
-from packtrain.gguf import GGUF, Deferred, write
+from packtrain.gguf import GGUF, DeferredTensor, write_gguf
 from packtrain.kernels.quantized_arrays import quantize
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.lora import Lora
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import Search
-from packtrain.planner.speed_probe import measured
-from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import PlanSearch
+from packtrain.planner.speed_probe import measure_rates
+from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.training_plans import make_plans
-from packtrain.training.training_engine import Engine
+from packtrain.training.training_engine import TrainingEngine
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = Config(128_256, 2048, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False)
@@ -50,20 +50,20 @@ def shape_of(
     """Low-rank additions to every matrix of the blocks; all matrices stored as `dtype`."""
     ranks = tuple((f"blk.*.{part}.weight", rank) for part in PARTS)
     stored = (name for name, leaf in transformer.weights(config).items() if len(leaf.shape) > 1)
-    base = Base(tuple((name, dtype) for name in stored), strict=strict)
+    base = BaseModel(tuple((name, dtype) for name in stored), strict=strict)
     tuned = replace(config, lora=Lora(ranks, alpha=2.0 * rank))
     return StepShape(tuned, rows, time, max_norm=1.0, evaluate=False, base=base)
 
 
 def plan() -> None:
     shape = shape_of(LLAMA_8B, BLOCK_TYPES["q4_K"], 8, 1, 2048, strict=True)
-    request = Request(AdamW(), measured()[0], 150 * MIB)
-    candidate = Search(request).least_of([replace(shape, chunk=16)])
-    plans = request.plans(candidate.shape)
-    total = request.total(plans)
+    request = PlanRequest(AdamW(), measure_rates()[0], 150 * MIB)
+    candidate = PlanSearch(request).smallest_of([replace(shape, chunk=16)])
+    plans = request.make_plans(candidate.shape)
+    total = request.peak_nbytes(plans)
     print(
         f"8B in Q4_K, rank 8, 1 × 2,048 tokens: {total / GIB:.2f} GiB with its base of {plans.mapped_nbytes / GIB:.2f}"
-        f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.seconds(request.rates):.0f} s a step"
+        f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.step_seconds(request.rates):.0f} s a step"
     )
 
 
@@ -91,34 +91,34 @@ def ours(name: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "base.gguf"
         leaves = transformer.weights(config, dict(shape.base.types if shape.base else ()))
-        write(path, {}, {n: _random(leaf, random) for n, leaf in leaves.items()})
+        write_gguf(path, {}, {n: _random(leaf, random) for n, leaf in leaves.items()})
         base = GGUF(path)
-        settle()
-        with Peak() as peak:
+        release_memory()
+        with MemoryPeak() as peak:
             plans = make_plans(shape, update)
-            engine = Engine(plans, update, {n: base.array(n) for n in base.entries})
-            for leaf in plans.trained:
+            engine = TrainingEngine(plans, update, {n: base.array(n) for n in base.entries})
+            for leaf in plans.trained_names:
                 engine.session.fill(leaf, lambda array: array.fill(1e-3))
             seconds = _best(lambda: engine.step([batch_of(config)], 1, 1e-4))
     return {"bytes": peak.nbytes - peak.baseline, "seconds": seconds}
 
 
-def _random(leaf: Tensor, random: np.random.Generator) -> Deferred:
+def _random(leaf: Tensor, random: np.random.Generator) -> DeferredTensor:
     """A weight of the base, made when it is written."""
 
     def make() -> list[np.ndarray]:
         values = random.standard_normal(leaf.shape, np.float32) * np.float32(0.02)
         return [quantize(values, leaf.dtype)]
 
-    return Deferred(leaf.dtype, leaf.shape, make)
+    return DeferredTensor(leaf.dtype, leaf.shape, make)
 
 
 def theirs() -> dict[str, float]:
     """PyTorch's eager mode: the base in f32 and frozen, additions as PEFT computes them."""
     config = PRESETS["110m"]
-    settle()
-    with Peak() as peak:
-        model = Tuned(config, transformer.initial(config), RANK, 2.0)
+    release_memory()
+    with MemoryPeak() as peak:
+        model = Tuned(config, transformer.initial_weights(config), RANK, 2.0)
         trained = Trained(model, optimizer(model, 1e-4), 1.0)
         seconds = _best(lambda: trained.step([batch_of(config)], 1e-4))
     return {"bytes": peak.nbytes - peak.baseline, "seconds": seconds}
@@ -143,16 +143,16 @@ def main() -> None:
         print(json.dumps(theirs() if side == "torch" else ours(side)))
         return
     plan()
-    found = {}
+    results = {}
     for name in SIDES:
-        asked = [sys.executable, "-m", "benchmarks.lora", "--side", name]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        found[name] = json.loads(done.stdout)
-    for name, got in found.items():
-        share = got["bytes"] / found["torch"]["bytes"]
+        command = [sys.executable, "-m", "benchmarks.lora", "--side", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        results[name] = json.loads(done.stdout)
+    for name, got in results.items():
+        share = got["bytes"] / results["torch"]["bytes"]
         print(
             f"110m, {ROWS} × {TIME} tokens, {name}: {got['bytes'] / MIB:.0f} MiB ({share:.2f} of PyTorch's),"
-            f" {got['seconds']:.2f} s a step ({got['seconds'] / found['torch']['seconds']:.2f} of PyTorch's)"
+            f" {got['seconds']:.2f} s a step ({got['seconds'] / results['torch']['seconds']:.2f} of PyTorch's)"
         )
 
 

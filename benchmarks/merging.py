@@ -8,24 +8,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from packtrain.common.memory import Peak, settle
+from packtrain.common.memory import MemoryPeak, release_memory
 from packtrain.conversion.calibration.calibration_inputs import reading
-from packtrain.conversion.calibration.merge_writer import Merge
+from packtrain.conversion.calibration.merge_writer import AdapterMerge
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import read_scaled
 from packtrain.training.finetune_job import build_job
 from packtrain.training.finetune_settings import TuneSettings
-from packtrain.training.model_loss import losses_of
+from packtrain.training.model_loss import loss_executor
 from packtrain.training.sample_batches import SampleBatches
 from packtrain.training.training_engine import evaluate
-from packtrain.training.training_job import Job
+from packtrain.training.training_job import TrainingJob
 
 MIB = 1 << 20
 
 
-def loss(job: Job, model: ModelFile) -> float:
-    run = losses_of(model, job.shape.rows, job.shape.time, job.shape.chunk)
-    return evaluate(run, job.validation()).loss
+def loss(job: TrainingJob, model: ModelFile) -> float:
+    run = loss_executor(model, job.shape.micro_batch_size, job.shape.seq_len, job.shape.chunk)
+    return evaluate(run, job.validation_batches()).loss
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     settings = TuneSettings(model=args.base, data=args.data, val_batches=args.val_batches)
     job = build_job(settings, print)
     base = open_model(args.base)
-    merge = Merge(base, read_scaled([args.adapter], base.gguf))
+    merge = AdapterMerge(base, read_scaled([args.adapter], base.gguf))
     base_loss, adapter_loss = loss(job, base), loss(job, merge.adapted)
     print(f"base {base_loss:.4f}, with the adapter {adapter_loss:.4f}")
     assert isinstance(job.train, SampleBatches)
@@ -48,10 +48,10 @@ def main() -> None:
             calibration = reading(
                 merge.adapted, merge.calibrated, job.train.time, job.train.windows
             )
-            settle()
+            release_memory()
             start_time = time.perf_counter()
-            with Peak() as peak:
-                merge.write(
+            with MemoryPeak() as peak:
+                merge.write_file(
                     output, "merged", calibration if name == "calibrated" else None, job.train
                 )
             seconds, used_nbytes = time.perf_counter() - start_time, peak.nbytes - peak.baseline

@@ -18,10 +18,10 @@ import numpy as np
 
 import packtrain as pt
 from examples.mnist import BATCH, CHANNELS, CLASSES, HIDDEN, NETS, SIDE, digits
-from packtrain.devtools.bench.peer_process import Peer
-from packtrain.devtools.bench.timing import Stepped, paired, stepping
+from packtrain.devtools.bench.peer_process import PeerProcess
+from packtrain.devtools.bench.timing import TimedStep, paired, timed_steps
 
-RATE, LEARNT = 1e-3, 57_000
+RATE, NUM_TRAIN = 1e-3, 57_000
 WARM = 2  # epochs that do not count
 FOLDER = "MNIST_FOLDER"  # environment variable that tells the processes
 
@@ -30,21 +30,21 @@ def data() -> pt.Dataset:
     return digits(Path(os.environ[FOLDER]), "train")
 
 
-def ours(net: str, physical: int) -> Callable[[], Stepped]:
+def ours(net: str, physical: int) -> Callable[[], TimedStep]:
     optimizer = pt.AdamW(lr=RATE, beta2=0.999, weight_decay=0.0)
     images = data()
     trainer = pt.Trainer(NETS[net], optimizer, batch=BATCH, physical=physical)
-    places = np.arange(LEARNT)
+    places = np.arange(NUM_TRAIN)
     epochs = iter(range(1, 1 << 30))
 
     def epoch() -> float:
         order = images.shuffled(places, 0, next(epochs))
         return pt.epoch(trainer, images, order=order)[0].loss
 
-    return stepping(epoch)
+    return timed_steps(epoch)
 
 
-def theirs(net: str, physical: int) -> Callable[[], Stepped]:
+def theirs(net: str, physical: int) -> Callable[[], TimedStep]:
     import torch
     from torch import nn
 
@@ -70,8 +70,8 @@ def theirs(net: str, physical: int) -> Callable[[], Stepped]:
     parts = BATCH // physical
 
     def epoch() -> float:
-        order, losses, num_correct = torch.randperm(LEARNT), list[float](), 0
-        for at in range(0, LEARNT, BATCH):
+        order, losses, num_correct = torch.randperm(NUM_TRAIN), list[float](), 0
+        for at in range(0, NUM_TRAIN, BATCH):
             update.zero_grad()
             for k in range(parts):
                 batch_ids = order[at + k * physical : at + (k + 1) * physical]
@@ -83,7 +83,7 @@ def theirs(net: str, physical: int) -> Callable[[], Stepped]:
             update.step()
         return statistics.fmean(losses)
 
-    return stepping(epoch)
+    return timed_steps(epoch)
 
 
 def main() -> None:
@@ -100,14 +100,14 @@ def main() -> None:
     with ExitStack() as stack:
         net_args = args.net, args.physical
         peers = {
-            name: stack.enter_context(Peer("benchmarks.mnist", function, *net_args))
+            name: stack.enter_context(PeerProcess("benchmarks.mnist", function, *net_args))
             for name, function in names.items()
         }
         turns = [
             {name: peer(turn == WARM - 1) for name, peer in peers.items()}
             for turn in range(WARM + args.rounds)
         ]
-    print(f"an f32 epoch of {args.net}, {LEARNT:,} images, {BATCH} = {args.physical} at a time")
+    print(f"an f32 epoch of {args.net}, {NUM_TRAIN:,} images, {BATCH} = {args.physical} at a time")
     seconds = {name: [turn[name].seconds for turn in turns[WARM:]] for name in names}
     for name, times in seconds.items():
         peak = turns[WARM - 1][name].nbytes

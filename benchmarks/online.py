@@ -95,15 +95,17 @@ def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class BufferUse:
     """One step: the buffers that it writes, name -> (space, bytes), and the names of those that it reads."""
 
     makes: Mapping[str, tuple[str, int]]
     reads: Sequence[str] = ()
 
 
-def follow(
-    steps: Sequence[Use], allocators: Mapping[str, Allocator], sequence: Sequence[int] | None = None
+def replay_steps(
+    steps: Sequence[BufferUse],
+    allocators: Mapping[str, Allocator],
+    sequence: Sequence[int] | None = None,
 ) -> dict[str, int]:
     """The offset of every buffer in its space; buffers that are never read are never freed.
 

@@ -13,7 +13,7 @@ input first (right). MiniMalloc's problems are read from ../shared/data/minimall
 # ruff: noqa: E402
 import time
 
-BEGAN = time.monotonic()  # the imports count, too
+START_SECONDS = time.monotonic()  # the imports count, too
 
 import argparse
 import csv
@@ -28,13 +28,13 @@ import packtrain as pt
 from benchmarks.online import best_fit
 from packtrain import kernels
 from packtrain.common.errors import InputError
-from packtrain.common.files import atomic_file, check_writable, existing
+from packtrain.common.files import atomic_file, check_writable, require_existing
 from packtrain.engine.memory_plan import size_text
-from packtrain.engine.memory_plan.lifetimes import storages
-from packtrain.engine.optim import AdamW, training
-from packtrain.engine.packing import Packing, clash, height, lower_bound, packings
+from packtrain.engine.memory_plan.lifetimes import storage_lifetimes
+from packtrain.engine.optim import AdamW, training_graph
+from packtrain.engine.packing import Packing, find_overlap, lower_bound, packing_height, packings
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Call, Tensor
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
@@ -73,16 +73,16 @@ def step_graph(name: str, recomputed: str, trained: str) -> pt.Graph:
     model_loss = transformer.loss(config, weights, rows, tokens)
     leaves = [w for w in weights.values() if trained != "few" or "attn_norm" in w.label]
     max_norm = 1.0 if trained == "clipped" else None
-    keep = kept(model_loss, recomputed)
-    return training({"loss": model_loss.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
+    keep = tensors_to_keep(model_loss, recomputed)
+    return training_graph({"loss": model_loss.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
 
 
-def kept(model_loss: transformer.Loss, recomputed: str) -> list[Tensor] | None:
+def tensors_to_keep(model_loss: transformer.LossOutputs, recomputed: str) -> list[Tensor] | None:
     """The values to keep so that no block, the first half of the blocks or all are recomputed."""
     if recomputed == "none":
         return None
-    block_ends = {t.call: i for i, t in enumerate(model_loss.blocks)}
-    values, block = list(model_loss.blocks), 0
+    block_ends = {t.call: i for i, t in enumerate(model_loss.block_outputs)}
+    values, block = list(model_loss.block_outputs), 0
     for call in pt.Graph({"loss": model_loss.loss}).calls:
         if recomputed == "half" and block > len(block_ends) // 2:
             values += call.results
@@ -119,12 +119,12 @@ def depth_first(graph: pt.Graph, *, left: bool) -> list[Call]:
 
 def bound_of(placed: Placed, order: Iterable[Call]) -> int:
     """The lower bound of the same steps in another order, nothing done in place differently."""
-    steps: dict[Call, list[Step]] = {}
+    steps: dict[Call, list[KernelStep]] = {}
     for step in placed.steps:
         steps.setdefault(step.call, []).append(step)
     moved = [step for call in order for step in steps.get(call, ())]
     assert len(moved) == len(placed.steps)
-    buffers = storages(Placed(placed.graph, tuple(moved), placed.home, placed.names))
+    buffers = storage_lifetimes(Placed(placed.graph, tuple(moved), placed.home, placed.names))
     columns = (
         [s.start for s in buffers],
         [s.end for s in buffers],
@@ -144,17 +144,19 @@ def graphs() -> None:
             for trained in TRAINED:
                 graph = step_graph(name, recomputed, trained)
                 placed = pt.place(graph)
-                began = time.perf_counter()
+                start_seconds = time.perf_counter()
                 arena = pt.make_plan(placed).arena()
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - start_seconds
                 online = pt.make_plan(placed, packer=best_fit).arena()
-                others = [bound_of(placed, depth_first(graph, left=left)) for left in (True, False)]
+                order_bounds = [
+                    bound_of(placed, depth_first(graph, left=left)) for left in (True, False)
+                ]
                 gaps.append(arena.gap)
                 slowest = max(slowest, seconds)
                 print(
                     f"{name:13} {recomputed:9} {trained:8} {len(placed.steps):5} "
                     f"{size_text(arena.lower_bound):>12} {size_text(arena.nbytes):>12} {arena.gap:7.3%} "
-                    f"{online.gap:8.3%} {seconds:7.3f} {size_text(others[0]):>12} {size_text(others[1]):>12}"
+                    f"{online.gap:8.3%} {seconds:7.3f} {size_text(order_bounds[0]):>12} {size_text(order_bounds[1]):>12}"
                 )
     print(
         f"at the lower bound: {gaps.count(0.0)} of {len(gaps)}, largest gap {max(gaps):.3%}, slowest {slowest:.3f} s"
@@ -164,10 +166,10 @@ def graphs() -> None:
 # ---- problems in files -----------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> tuple[list[str], Columns]:
+def read_lifetimes(path: Path) -> tuple[list[str], Columns]:
     """Names and lifetimes from a CSV file. Raises InputError with its name and line."""
     try:
-        text = existing(path, "--csv").read_text(encoding="utf-8")
+        text = require_existing(path, "--csv").read_text(encoding="utf-8")
         reader = csv.DictReader(text.splitlines())
         rows = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error, OSError) as error:
@@ -184,7 +186,7 @@ def read(path: Path) -> tuple[list[str], Columns]:
                 f"{location}: {len(COLUMNS)} columns are needed, not {len(COLUMNS) + len(row[None])}"
             )
         names.append(row["id"])
-        numbers.append([whole(row[column], f"{location}: {column}") for column in COLUMNS[1:]])
+        numbers.append([parse_int(row[column], f"{location}: {column}") for column in COLUMNS[1:]])
         lower, upper, size = numbers[-1]
         if upper <= lower or size < 1:
             raise InputError(
@@ -197,7 +199,7 @@ def read(path: Path) -> tuple[list[str], Columns]:
     return names, (start, end, sizes)
 
 
-def whole(text: str | None, location: str) -> int:
+def parse_int(text: str | None, location: str) -> int:
     try:
         value = int(text or "")
     except ValueError:
@@ -207,21 +209,21 @@ def whole(text: str | None, location: str) -> int:
     return value
 
 
-def timed(columns: Columns, target_height: int, seconds: float) -> tuple[Packing, float]:
+def timed_packing(columns: Columns, target_height: int, seconds: float) -> tuple[Packing, float]:
     """The best packing, checked, and the seconds it took."""
     start_time = time.perf_counter()
     *_, best = packings(*columns, target_height=target_height, seconds=seconds)
     elapsed = time.perf_counter() - start_time
-    collision = clash(*columns, best.offsets)
+    collision = find_overlap(*columns, best.offsets)
     assert collision is None, f"buffers {collision} share bytes"
     return best, elapsed
 
 
 def certificate(best: Packing) -> str:
     """What is known of a packing, in one line."""
-    proof = "no packing is lower" if best.proved else "not proved lowest"
+    proof = "no packing is lower" if best.is_optimal else "not proved lowest"
     return (
-        f"height {best.nbytes:,}, lower bound {best.bound:,} (alive at {best.witness:,}), gap {best.gap:.3%}, "
+        f"height {best.nbytes:,}, lower bound {best.bound_nbytes:,} (alive at {best.peak_step:,}), gap {best.gap:.3%}, "
         f"{proof}"
     )
 
@@ -230,18 +232,18 @@ def solve(path: Path, capacity: int, seconds: float, solution: Path, start_time:
     """Pack the problem in a file and write the solution, in seconds from when it began; the exit code."""
     check_writable(solution, "--solution")
     opened = time.monotonic()
-    names, columns = read(path)
+    names, columns = read_lifetimes(path)
     now = time.monotonic()
     remaining_s = (
         seconds - (now - start_time) - 2 * (now - opened)
     )  # to check and write takes less than that
     try:
-        best, elapsed = timed(columns, capacity, max(remaining_s, 0.0))
+        best, elapsed = timed_packing(columns, capacity, max(remaining_s, 0.0))
     except ValueError as error:
         raise InputError(f"--csv: {path}: {error}") from None
     print(f"{len(names):,} buffers: {certificate(best)}; {elapsed:.2f} s")
     if capacity and best.nbytes > capacity:
-        reason = "it cannot be" if best.proved else f"not found in {seconds:g} s"
+        reason = "it cannot be" if best.is_optimal else f"not found in {seconds:g} s"
         print(f"packing: within {capacity:,}: {reason}; nothing is written", file=sys.stderr)
         return NO_FIT
     lines = [f"{name},{offset}" for name, offset in zip(names, best.offsets, strict=True)]
@@ -254,7 +256,7 @@ def problems() -> Iterator[tuple[str, int, Columns]]:
     """Name, capacity and lifetimes of MiniMalloc's problems."""
     for file in sorted(PROBLEMS.glob("*.csv")):
         name, capacity, _ = file.name.split(".")
-        yield name, int(capacity), read(file)[1]
+        yield name, int(capacity), read_lifetimes(file)[1]
 
 
 def minimalloc() -> None:
@@ -264,19 +266,19 @@ def minimalloc() -> None:
     )
     total, loose = 0.0, []
     for name, capacity, columns in problems():
-        best, elapsed = timed(columns, capacity, SECONDS)
-        online = height(columns[2], best_fit(*columns)) / best.bound - 1
+        best, elapsed = timed_packing(columns, capacity, SECONDS)
+        online = packing_height(columns[2], best_fit(*columns)) / best.bound_nbytes - 1
         note = "" if best.nbytes <= capacity else f"  above the capacity {capacity:,}"
         total += elapsed
         print(
-            f"{name:10} {len(columns[2]):7} {best.bound:12,} {best.nbytes:10,} {best.gap:7.3%} {online:8.3%} "
+            f"{name:10} {len(columns[2]):7} {best.bound_nbytes:12,} {best.nbytes:10,} {best.gap:7.3%} {online:8.3%} "
             f"{elapsed:7.2f}{note}"
         )
-        if best.nbytes > best.bound:
+        if best.nbytes > best.bound_nbytes:
             loose.append((name, columns))
     print(f"together {total:.2f} s")
     for name, columns in loose:
-        best, elapsed = timed(columns, 0, SECONDS)
+        best, elapsed = timed_packing(columns, 0, SECONDS)
         print(f"{name} as low as it gets in {elapsed:.0f} s: {certificate(best)}")
 
 
@@ -311,4 +313,4 @@ def main(start_time: float | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(BEGAN))
+    sys.exit(main(START_SECONDS))

@@ -25,11 +25,11 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.memory import parse_size
 from packtrain.devtools.bench import training
-from packtrain.devtools.bench.bench_table import Table
-from packtrain.devtools.bench.peer_process import Peer
-from packtrain.devtools.bench.timing import Side, Stepped, paired, stepping
+from packtrain.devtools.bench.bench_table import BenchTable
+from packtrain.devtools.bench.peer_process import PeerProcess
+from packtrain.devtools.bench.timing import BenchProgram, TimedStep, paired, timed_steps
 from packtrain.engine.optim import AdamW
-from packtrain.kernels.runtime import has
+from packtrain.kernels.runtime import has_cpu_feature
 from packtrain.models.model_file import open_model
 
 ROOT = Path(__file__).parent.parent
@@ -46,24 +46,30 @@ COLUMNS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Tuned(Side):
+class TuningSide(BenchProgram):
     """A program that tunes the base."""
 
-    warm: int = WARM
+    num_warmup: int = WARM
 
-    def peer(self, base: Path, ids: np.ndarray, memory: int) -> Peer:
+    def peer(self, base: Path, ids: np.ndarray, memory: int) -> PeerProcess:
         common_args = kernels.threads(), base, ids
-        if self.program == OURS:
-            return Peer("benchmarks.peft_step", "ours", *common_args, self.precision, memory)
-        peer_args = self.program.split()[-1], self.precision == "bf16"
-        return Peer("benchmarks.peft_step", "theirs", *common_args, *peer_args)
+        if self.name == OURS:
+            return PeerProcess("benchmarks.peft_step", "ours", *common_args, self.precision, memory)
+        peer_args = self.name.split()[-1], self.precision == "bf16"
+        return PeerProcess("benchmarks.peft_step", "theirs", *common_args, *peer_args)
 
-    def row(self, baseline: Side) -> list[str | float | None]:
+    def row(self, baseline: BenchProgram) -> list[str | float | None]:
         speed = None if self is baseline else paired(baseline.seconds, self.seconds)
         memory = None if self is baseline else baseline.nbytes / self.nbytes
         return [
-            *(self.program, self.precision, statistics.median(self.seconds), speed),
-            *(self.nbytes / 2**20, memory, self.steps[0].loss, self.steps[-1].loss, self.waited),
+            *(self.name, self.precision, statistics.median(self.seconds), speed),
+            *(
+                self.nbytes / 2**20,
+                memory,
+                self.steps[0].loss,
+                self.steps[-1].loss,
+                self.waited_share,
+            ),
         ]
 
 
@@ -83,9 +89,9 @@ def is_learnt(time: int) -> np.ndarray:
 
 def ours(
     threads: int, base: Path, ids: np.ndarray, precision: str, memory: int
-) -> Callable[..., Stepped]:
+) -> Callable[..., TimedStep]:
     kernels.set_threads(threads)
-    kernels.load_all((*kernels.LEARNING, "update"))
+    kernels.load_all((*kernels.TRAINING_KERNELS, "update"))
     rows, time = ids.shape
     setup = training.of_base(base, rows, time, precision, memory)
     targets = np.where(is_learnt(time), ids, -1)
@@ -93,13 +99,13 @@ def ours(
     loss_weights = (targets >= 0).astype(np.float32)
     arrays = {"tokens": ids, "targets": targets, "weights": loss_weights}
     batch = {**training.batch_of(open_model(base).config, rows, time), **arrays}
-    setup.batches = training.parts(batch, len(setup.batches[0]["tokens"]))
-    return stepping(setup.step)
+    setup.batches = training.split_batch(batch, len(setup.batches[0]["tokens"]))
+    return timed_steps(setup.step)
 
 
 def theirs(
     threads: int, base: Path, ids: np.ndarray, attention: str, half: bool
-) -> Callable[..., Stepped]:
+) -> Callable[..., TimedStep]:
     import peft
     import torch
     import transformers
@@ -131,10 +137,12 @@ def theirs(
         update.step()
         return float(loss.item())
 
-    return stepping(step)
+    return timed_steps(step)
 
 
-def measured(sides: Sequence[Tuned], base: Path, ids: np.ndarray, memory: int, rounds: int) -> None:
+def measure_sides(
+    sides: Sequence[TuningSide], base: Path, ids: np.ndarray, memory: int, rounds: int
+) -> None:
     """Steps in turn."""
     with ExitStack() as stack:
         peers = [stack.enter_context(side.peer(base, ids, memory)) for side in sides]
@@ -143,12 +151,12 @@ def measured(sides: Sequence[Tuned], base: Path, ids: np.ndarray, memory: int, r
                 side.steps.append(peer(turn == WARM - 1))
                 cost_text = f"{side.steps[-1].seconds:.2f} s, {side.nbytes >> 20} MiB"
                 print(
-                    f"{side.program} {side.precision}, step {turn + 1}: {cost_text}",
+                    f"{side.name} {side.precision}, step {turn + 1}: {cost_text}",
                     file=sys.stderr,
                 )
 
 
-def parsed() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -158,7 +166,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="steps that count")
     parser.add_argument("--memory", default="2GiB", help="what our side keeps to")
     parser.add_argument("--precision", nargs="+", choices=("f32", "bf16"),
-                        default=("f32", "bf16") if has("avx512bf16") else ("f32",))  # fmt: skip
+                        default=("f32", "bf16") if has_cpu_feature("avx512bf16") else ("f32",))  # fmt: skip
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
     args = parser.parse_args()
     if not args.base.exists():
@@ -167,18 +175,18 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parsed()
+    args = parse_args()
     memory = parse_size(args.memory, "--memory")
     ids, good = text_ids(args.base, args.rows, args.time), True
     size = args.base.stat().st_size / 2**20
     for precision in args.precision:
         names = (OURS, *(f"PEFT {name}" for name in args.attention))
-        sides = [Tuned(program=name, precision=precision) for name in names]
-        measured(sides, args.base, ids, memory, args.rounds)
+        sides = [TuningSide(name=name, precision=precision) for name in names]
+        measure_sides(sides, args.base, ids, memory, args.rounds)
         title = f"A LoRA step on {args.base.name}, {args.rows} × {args.time} tokens"
         note = f"Ours maps {size:.0f} MiB of the base beside its private memory."
         rows = [side.row(sides[0]) for side in sides]
-        print(Table("peft", title, COLUMNS, rows, [note]).text() + "\n", flush=True)
+        print(BenchTable("peft", title, COLUMNS, rows, [note]).text() + "\n", flush=True)
         losses = [side.steps[0].loss for side in sides]
         good = good and max(losses) <= min(losses) * (1 + LIKE)
     return 0 if good else 1

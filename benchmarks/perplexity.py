@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from tests.architectures import random_model
 
 LIMITS = {True: 0.001, False: 0.005}  # of the relative difference, by whether all weights are f32
@@ -41,7 +41,7 @@ HEADING = """| model | type | windows | llama-perplexity | packtrain | differenc
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PerplexityResult:
     windows: int
     perplexity: float
     error: float
@@ -51,7 +51,7 @@ class Found:
         return f"{self.perplexity:.4f} ± {self.error:.4f}"
 
 
-def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
+def peer_perplexity(tool: Path, model: Path, text: Path, context: int) -> PerplexityResult:
     """What llama-perplexity says, with its defaults but for the number of threads."""
     command = [
         str(tool),
@@ -70,15 +70,15 @@ def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
         match = THEIRS.search(done.stderr + done.stdout)
         seconds = time.perf_counter() - start_time
         if match:
-            return Found(int(match[1]), float(match[2]), float(match[3]), seconds)
+            return PerplexityResult(int(match[1]), float(match[2]), float(match[3]), seconds)
         chunks = CHUNKS.search(done.stderr)  # the running value after the last one is the result
         last = chunks and re.search(rf"\[{chunks[1]}\]([\d.]+),", done.stdout)
         if chunks and last:
-            return Found(int(chunks[1]), float(last[1]), math.nan, seconds)
+            return PerplexityResult(int(chunks[1]), float(last[1]), math.nan, seconds)
     raise SystemExit(f"{tool} gave no result for {model}: {done.stderr[-500:]}")
 
 
-def ours(model: Path, text: Path, context: int) -> Found:
+def our_perplexity(model: Path, text: Path, context: int) -> PerplexityResult:
     flags = [str(model), "--data", str(text), "-c", str(context)]
     command = [sys.executable, "-m", "packtrain", "eval", *flags]
     start_time = time.perf_counter()
@@ -88,14 +88,17 @@ def ours(model: Path, text: Path, context: int) -> Found:
         raise SystemExit(f"packtrain eval gave no result for {model}: {done.stderr[-500:]}")
     seconds = time.perf_counter() - start_time
     windows = int(match[3].replace(",", ""))
-    return Found(windows, float(match[1]), float(match[2]), seconds)
+    return PerplexityResult(windows, float(match[1]), float(match[2]), seconds)
 
 
 def compared(tool: Path, model: Path, text: Path, context: int) -> tuple[bool, str]:
     """Whether both agree, and a row of the table."""
     types = {str(entry.dtype) for entry in GGUF(model).entries.values()}
     limit = LIMITS[types == {"f32"}]
-    expected, actual = theirs(tool, model, text, context), ours(model, text, context)
+    expected, actual = (
+        peer_perplexity(tool, model, text, context),
+        our_perplexity(model, text, context),
+    )
     relative_change = actual.perplexity / expected.perplexity - 1
     good = abs(relative_change) <= limit and actual.windows == expected.windows
     windows = (
@@ -135,9 +138,9 @@ def random_models(folder: Path) -> Iterator[Path]:
     for name in RANDOM:
         random_model(folder / f"{name}.gguf", name)
         file = GGUF(folder / f"{name}.gguf")
-        values = {**file.values, "tokenizer.ggml.add_bos_token": Value("bool", False)}
+        values = {**file.values, "tokenizer.ggml.add_bos_token": MetadataValue("bool", False)}
         bosless_path = folder / f"{name} without BOS.gguf"
-        write(bosless_path, values, {tensor: file.array(tensor) for tensor in file.entries})
+        write_gguf(bosless_path, values, {tensor: file.array(tensor) for tensor in file.entries})
         yield from (file.path, bosless_path)
 
 

@@ -15,19 +15,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks.watched import packtrain
+from benchmarks.watched import run_packtrain
 from packtrain.common.events import Events
-from packtrain.workflows.chat_session import Chat, Talk
+from packtrain.workflows.chat_session import ChatSession, ChatSettings
 
 SETTINGS = "--loss dpo --sft-weight 1 --beta 0.3 --lr 5e-5 --iters 24 --lora-rank 8"
-USUAL = "--batch-size 2 --ctx 192 --val-split 0 --no-tensorboard --overwrite --seed 1"
+DEFAULT_FLAGS = "--batch-size 2 --ctx 192 --val-split 0 --no-tensorboard --overwrite --seed 1"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "Question: {{ message['content'] }}\nAnswer:{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}"
     "{% endfor %}"
 )
-HELD, LEARNT = 60, 400
-LINE, MOST = 40, 64  # words of an answer that follows; most tokens that are generated
+NUM_HELDOUT, NUM_TRAIN = 60, 400
+LINE, MAX_TOKENS = 40, 64  # words of an answer that follows; most tokens that are generated
 CALCULATION = re.compile("<<.*?>>")
 PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
 
@@ -54,10 +54,12 @@ def follows(text: str, is_complete: bool) -> bool:
     return is_complete and "\n" not in text.strip() and 0 < len(text.split()) <= LINE
 
 
-def answers(model: Path, template: Path, prompts: list[str]) -> list[tuple[str, bool]]:
+def greedy_answers(model: Path, template: Path, prompts: list[str]) -> list[tuple[str, bool]]:
     """The likeliest answers, and whether the model ended them."""
-    chat_settings = Chat(model, temp=0.0, ctx=512, n_predict=MOST, chat_template=str(template))
-    talk, replies = Talk(chat_settings, Events()), []
+    chat_settings = ChatSettings(
+        model, temp=0.0, ctx=512, n_predict=MAX_TOKENS, chat_template=str(template)
+    )
+    talk, replies = ChatSession(chat_settings, Events()), []
     for prompt in prompts:
         talk.clear()
         done = talk.answer(prompt)
@@ -69,7 +71,7 @@ def main() -> None:
     base, data, text, work, *flags = sys.argv[1:]
     every, folder = pairs(Path(data)), Path(work)
     folder.mkdir(parents=True, exist_ok=True)
-    train_pairs, heldout_pairs = every[:LEARNT], every[-HELD:]
+    train_pairs, heldout_pairs = every[:NUM_TRAIN], every[-NUM_HELDOUT:]
     file, tuned = folder / "pairs.jsonl", folder / "preferred.gguf"
     file.write_text("\n".join(map(json.dumps, train_pairs)), encoding="utf-8")
     template = folder / "plain.jinja"
@@ -82,21 +84,22 @@ def main() -> None:
         tuned,
         "--chat-template",
         template,
-        *USUAL.split(),
+        *DEFAULT_FLAGS.split(),
         *tuning_flags,
     )
-    done = packtrain("finetune", base, *finetune_args)
+    done = run_packtrain("finetune", base, *finetune_args)
     if done.code:
         sys.exit(done.said)
     print(f"{' '.join(tuning_flags)}: {done.seconds:.0f} s", flush=True)
     for model in (Path(base), tuned):
-        replies = answers(model, template, [pair["prompt"] for pair in heldout_pairs])
+        replies = greedy_answers(model, template, [pair["prompt"] for pair in heldout_pairs])
         count = sum(follows(*reply) for reply in replies)
         (folder / f"{model.stem}.json").write_text(json.dumps(replies, indent=1), encoding="utf-8")
-        measured = PERPLEXITY.search(packtrain("eval", model, "--data", text).out)
+        measured = PERPLEXITY.search(run_packtrain("eval", model, "--data", text).out)
         perplexity = measured[1] if measured else "?"
         print(
-            f"{model.name}: {count} of {HELD} answers follow, perplexity {perplexity}", flush=True
+            f"{model.name}: {count} of {NUM_HELDOUT} answers follow, perplexity {perplexity}",
+            flush=True,
         )
 
 

@@ -17,21 +17,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.watched import watched
+from benchmarks.watched import run_watched
 from packtrain.common.memory import parse_size, private_nbytes_of
 from packtrain.kernels.runtime import cache_root
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask
-from tests.servers import serve
+from tests.servers import serve_process
 
 MIB = 1 << 20
-LEAST = re.compile(r"(?:would do is|needs at least|give --memory) (\d+MiB)")
+MIN_MEMORY_RE = re.compile(r"(?:would do is|needs at least|give --memory) (\d+MiB)")
 WORDS = "the cat", "a dog", "sat on", "some mat", "and saw", "one bird.\n"
 LENGTHS = 10, 300, 30_000, 900_000, 4_000_000
 SIZES = 60, 90, 100, 130, 200, 300
 
 
-def words(rng: random.Random, length: int) -> str:
+def random_words(rng: random.Random, length: int) -> str:
     if rng.random() < 0.3:  # without a place to cut
         return "".join(rng.choices("abcdefgh", k=length))
     return " ".join(rng.choices(WORDS, k=length // 6 + 1))[:length]
@@ -39,7 +39,9 @@ def words(rng: random.Random, length: int) -> str:
 
 def rows(rng: random.Random, folder: Path) -> Path:
     """A file of a few rows, one of which may be very long."""
-    texts = [words(rng, rng.choice(LENGTHS)) for _ in range(rng.randint(1, 4))] + ["a b c"] * 50
+    texts = [random_words(rng, rng.choice(LENGTHS)) for _ in range(rng.randint(1, 4))] + [
+        "a b c"
+    ] * 50
     records = [{"prompt": "say", "completion": text} for text in texts]
     rng.shuffle(records)
     name = rng.choice(("a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"))
@@ -50,10 +52,12 @@ def rows(rng: random.Random, folder: Path) -> Path:
 
 def text(rng: random.Random, folder: Path) -> Path:
     name = rng.choice(("a.txt", "a.txt.gz"))
-    return written(folder / name, words(rng, rng.choice(LENGTHS[2:])) + "\n" + words(rng, 20_000))
+    return written(
+        folder / name, random_words(rng, rng.choice(LENGTHS[2:])) + "\n" + random_words(rng, 20_000)
+    )
 
 
-def odd(rng: random.Random, folder: Path) -> Path:
+def broken_file(rng: random.Random, folder: Path) -> Path:
     """A file that is none, or a row of 100 MB."""
     path = folder / "a.jsonl.gz"
     if rng.random() < 0.5:
@@ -80,7 +84,7 @@ def command(rng: random.Random, folder: Path, base: Path) -> list[str]:
     if kind == "train":
         steps = [*steps[:3], "--preset", "1m", "--vocab-size", "300", "--ctx", "64"]
         return [kind, "--data", str(text(rng, folder)), *steps, *output]
-    data = str(rng.choice((rows, rows, text, odd))(rng, folder))
+    data = str(rng.choice((rows, rows, text, broken_file))(rng, folder))
     if kind == "finetune":
         return [kind, str(base), "--data", data, "--ctx", "128", *steps, *output]
     if kind == "imatrix":
@@ -88,9 +92,11 @@ def command(rng: random.Random, folder: Path, base: Path) -> list[str]:
     return [kind, str(base), output[1], "Q4_0", "--calibrate", data, "--overwrite"]
 
 
-def run(flags: list[str], memory: str, variables: dict[str, str], retry: bool = True) -> list[str]:
+def run_case(
+    flags: list[str], memory: str, variables: dict[str, str], retry: bool = True
+) -> list[str]:
     """What was wrong with a command and its budget, and with the one that its refusal names."""
-    done = watched(
+    done = run_watched(
         sys.executable, "-m", "packtrain", *flags, "--memory", memory, variables=variables
     )
     wrong, last = list[str](), done.said.strip()[-300:]
@@ -98,9 +104,9 @@ def run(flags: list[str], memory: str, variables: dict[str, str], retry: bool = 
         wrong.append(f"peak {done.peak / MIB:.0f} MiB of {memory}: {flags}: {last}")
     if done.code not in (0, 2, 3) or "Traceback" in done.said:
         wrong.append(f"exit {done.code} with {memory}: {flags}: {last}")
-    named = LEAST.search(done.said) if done.code == 3 else None
+    named = MIN_MEMORY_RE.search(done.said) if done.code == 3 else None
     if named and retry:
-        wrong += run(flags, named[1], variables, False)
+        wrong += run_case(flags, named[1], variables, False)
     elif done.code == 3:
         wrong.append(
             f"refused with {memory}, "
@@ -113,9 +119,9 @@ def run(flags: list[str], memory: str, variables: dict[str, str], retry: bool = 
 def request(rng: random.Random) -> Ask:
     logit_bias = [[n % 290, rng.random()] for n in range(rng.choice((10, 10_000)))]
     extra_fields = rng.choice((
-        {"logit_bias": logit_bias}, {"prompt": words(rng, rng.choice((10, 900_000)))},
+        {"logit_bias": logit_bias}, {"prompt": random_words(rng, rng.choice((10, 900_000)))},
         {"stop": ["a" * rng.randint(1, 10_000)]},
-        {"dry_multiplier": 1, "dry_sequence_breakers": [words(rng, 9) for _ in range(64)]},
+        {"dry_multiplier": 1, "dry_sequence_breakers": [random_words(rng, 9) for _ in range(64)]},
         {"tools": [{"type": "function", "function": {"name": f"f{rng.random()}" + "n" * 3000}}]},
         {"samplers": "top_k;" + " " * rng.randint(1, 900_000)},
     ))  # fmt: skip
@@ -126,10 +132,10 @@ def request(rng: random.Random) -> Ask:
 def served(rng: random.Random, base: Path, requests: int = 60) -> list[str]:
     """A server with hardly more than the least with which it starts."""
     command = sys.executable, "-m", "packtrain", "serve", base, "--port", "0", "--ctx", "512"
-    refused = watched(*command, "--memory", "100MiB").said
+    refused = run_watched(*command, "--memory", "100MiB").said
     min_mib = max(float(size) for size in re.findall(r"([\d.]+) MiB", refused))
     wrong, peak, done = list[str](), [0], threading.Event()
-    with serve(base, "--ctx", "512", "--memory", f"{min_mib:.1f}MiB") as server:
+    with serve_process(base, "--ctx", "512", "--memory", f"{min_mib:.1f}MiB") as server:
 
         def watch() -> None:
             while not done.wait(0.005):
@@ -159,7 +165,7 @@ def served(rng: random.Random, base: Path, requests: int = 60) -> list[str]:
     return wrong
 
 
-def pressed(count: int, seed: int, folder: Path, report: Callable[[str], None]) -> int:
+def run_cases(count: int, seed: int, folder: Path, report: Callable[[str], None]) -> int:
     """Run so many cases; how many were wrong. Every tenth is a server."""
     base, cache = folder / "base.gguf", folder / "cache/packtrain"
     random_model(base, "llama")
@@ -178,7 +184,7 @@ def pressed(count: int, seed: int, folder: Path, report: Callable[[str], None]) 
             wrong, description = served(rng, base), "serve"
         else:
             flags, memory = command(rng, place, base), f"{rng.choice(SIZES)}MiB"
-            wrong = run(flags, memory, {"XDG_CACHE_HOME": str(folder / "cache")})
+            wrong = run_case(flags, memory, {"XDG_CACHE_HOME": str(folder / "cache")})
             description = f"{flags[0]} {memory}"
         faults += bool(wrong)
         report(

@@ -23,8 +23,8 @@ import llama_cpp
 from benchmarks.tokenizers import Theirs, texts
 from packtrain import gguf
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.data.tokenizer.split_rules import ROWS, RULES
-from tests.vocabularies import PIECES, checksum, drawn, joining, pieces
+from packtrain.data.tokenizer.split_rules import RULES, RULES_BY_NAMES
+from tests.vocabularies import PIECES, checksum, merging_metadata, pieces_metadata, random_texts
 
 GOLDEN, RECORDED = Path("tests/goldens/pretokenizers.json"), 24  # texts
 WRITTEN = {
@@ -64,17 +64,17 @@ def real(path: Path) -> dict[str, Any]:
 
 def written(path: Path, metadata: dict[str, Any]) -> Path:
     """A file with a vocabulary and nothing else."""
-    said = {"general.architecture": gguf.Value("string", "llama")}
+    said = {"general.architecture": gguf.MetadataValue("string", "llama")}
     for key, value in metadata.items():
         suffixes = (end for end in WRITTEN if key.endswith(end))
-        said[key] = gguf.Value(next((WRITTEN[end] for end in suffixes), "string"), value)
-    gguf.write(path, said, {})
+        said[key] = gguf.MetadataValue(next((WRITTEN[end] for end in suffixes), "string"), value)
+    gguf.write_gguf(path, said, {})
     return path
 
 
 def lines(seed: int, count: int, every: int) -> Iterator[tuple[str, bool]]:
     """Random texts, and those of benchmarks.tokenizers with one of `every` blocks of code points."""
-    for n, text in enumerate(drawn(seed, count)):
+    for n, text in enumerate(random_texts(seed, count)):
         yield text, n % 2 == 0
     for n, sample in enumerate(texts(random.Random(seed), 0, [])):
         if n % every == 0:
@@ -93,7 +93,7 @@ def cleaned(peer: Theirs, ids: list[int]) -> str:
     return buffer.raw[:size].decode(errors="replace")
 
 
-def whole(peer: Theirs, text: bytes) -> list[int]:
+def encode_with_special(peer: Theirs, text: bytes) -> list[int]:
     """The ids of a text in llama.cpp, with what it adds before and after."""
     buffer = (llama_cpp.llama_token * (len(text) + 4))()
     count = llama_cpp.llama_tokenize(peer.vocab, text, len(text), buffer, len(buffer), True, False)
@@ -103,8 +103,11 @@ def whole(peer: Theirs, text: bytes) -> list[int]:
 def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
     """How many texts there were, and how many differ in ids or in the text that comes back."""
     metadata, peer = gguf.GGUF(path).metadata, Theirs(path)
-    sides = [Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)]
-    wrong, done = int(sides[0].encode("ab", special=False) != whole(peer, b"ab")), 0
+    sides = [
+        Tokenizer(metadata, compile_threshold=sys.maxsize),
+        Tokenizer(metadata, compile_threshold=0),
+    ]
+    wrong, done = int(sides[0].encode("ab", special=False) != encode_with_special(peer, b"ab")), 0
     # whose pieces are [UNK_BYTE_…] there
     spells = metadata.get("tokenizer.ggml.pre") != "whitespace"
     for text, special in lines(seed, count, every):
@@ -124,10 +127,14 @@ def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
 def record(folder: Path) -> None:
     """Write checksums of the ids that llama.cpp has for some texts, by rule."""
     checksums = {}
-    joining_vocabs = {name: joining(name) for name in (names.split()[0] for names in ROWS)}
-    for name, metadata in (joining_vocabs | {name: pieces(name) for name in PIECES}).items():
+    joining_vocabs = {
+        name: merging_metadata(name) for name in (names.split()[0] for names in RULES_BY_NAMES)
+    }
+    for name, metadata in (
+        joining_vocabs | {name: pieces_metadata(name) for name in PIECES}
+    ).items():
         peer = Theirs(written(folder / "vocab.gguf", metadata))
-        checksums[name] = [checksum(peer.encode(text, False)) for text in drawn(7, RECORDED)]
+        checksums[name] = [checksum(peer.encode(text, False)) for text in random_texts(7, RECORDED)]
     rows = (f'  "{name}": {json.dumps(sums)}' for name, sums in checksums.items())
     GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
@@ -150,11 +157,11 @@ def main() -> int:
         if args.record:
             record(Path(folder))
         for name in args.names:
-            made_metadata = pieces(name) if name in PIECES else joining(name)
+            made_metadata = pieces_metadata(name) if name in PIECES else merging_metadata(name)
             sides = {"made": made_metadata}
             if name in RULES:
                 sides["given"] = made_metadata | (
-                    merge_metadata if RULES[name].spelled else score_metadata
+                    merge_metadata if RULES[name].byte_level else score_metadata
                 )
             for kind, metadata in sides.items():
                 path = written(Path(folder) / "vocab.gguf", metadata)

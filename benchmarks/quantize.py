@@ -21,18 +21,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.llama import made
+from benchmarks.llama import write_random_preset
 from packtrain import kernels
 from packtrain.dtypes import Dtype
-from packtrain.gguf import GGUF, write
+from packtrain.gguf import GGUF, write_gguf
 from packtrain.kernels.quantized_arrays import dequantize, quantize
-from packtrain.models.quant_recipe import MIXES, quantizable
+from packtrain.models.quant_recipe import MIXES, is_quantizable
 
 ROUNDS = 3
 
 
 def matrices(gguf: GGUF) -> list[str]:
-    return [name for name, entry in gguf.entries.items() if quantizable(name, entry.shape)]
+    return [name for name, entry in gguf.entries.items() if is_quantizable(name, entry.shape)]
 
 
 def write_normal(source: GGUF, path: Path) -> None:
@@ -42,7 +42,7 @@ def write_normal(source: GGUF, path: Path) -> None:
     for name in matrices(source):
         shape = source.entries[name].shape
         tensors[name] = 0.02 * rng.standard_normal(shape, np.float32)
-    write(path, source.values, tensors)
+    write_gguf(path, source.values, tensors)
 
 
 def error(source: GGUF, packed: dict[str, np.ndarray]) -> float:
@@ -116,9 +116,9 @@ def main() -> None:
     if options.times:
         if options.llama_quantize is None:
             parser.error("--times: needs --llama-quantize, to compare with")
-        kernels.prepare(kernels.PACKING)
+        kernels.prepare(kernels.QUANTIZE_KERNELS)
         with tempfile.TemporaryDirectory() as folder:
-            model = options.model or made(Path(folder), "F32")
+            model = options.model or write_random_preset(Path(folder), "F32")
             compare_times(options.llama_quantize, model, options.types, Path(folder))
     else:
         compare_errors(options)

@@ -43,11 +43,11 @@ def print_rows(types: list[str], rounds: int) -> None:
     kernels.set_threads(1)
     print(f"{'type':8} {'ns, L2':>8} {'GB/s':>7} {'ns, memory':>11} {'GB/s':>7}")
     for name in types:
-        (near, fast), (far, slow) = (
+        (cache_seconds, cache_rate), (memory_seconds, memory_rate) = (
             one_row(DTYPES[name], nbytes, rounds) for nbytes in (LITTLE, MUCH)
         )
         print(
-            f"{name:8} {near * 1e9:8.1f} {fast / 1e9:7.2f} {far * 1e9:11.1f} {slow / 1e9:7.2f}",
+            f"{name:8} {cache_seconds * 1e9:8.1f} {cache_rate / 1e9:7.2f} {memory_seconds * 1e9:11.1f} {memory_rate / 1e9:7.2f}",
             flush=True,
         )
 

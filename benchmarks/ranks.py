@@ -25,14 +25,14 @@ from typing import Any
 
 from packtrain.cli.main import main as packtrain
 from packtrain.gguf import GGUF
-from packtrain.planner.rank_exchange import last_arrival
+from packtrain.planner.rank_exchange import last_arrival_time
 from packtrain.training import gradient_sums
 from packtrain.training.monitoring import metrics_file
-from tests.hosts import hosts
-from tests.kill import words
-from tests.ranked import by_hand, done, same, train
+from tests.hosts import network_hosts
+from tests.kill import sample_text
+from tests.ranked import assert_same_runs, by_hand, run_checked, train_command
 
-BEGUN = 2  # steps that are not counted
+NUM_WARMUP_STEPS = 2  # steps that are not counted
 
 
 def command(folder: Path, name: str, args: argparse.Namespace) -> list[str]:
@@ -55,26 +55,30 @@ def command(folder: Path, name: str, args: argparse.Namespace) -> list[str]:
 
 def rank(arguments: Sequence[str]) -> int:
     """A run as packtrain carries it out, with a line for each step in $TIMES: when buckets left, and all were there."""
-    leaving, end, start_time = gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end, [0.0]
+    leaving, end, start_time = (
+        gradient_sums.GradientExchange.make_sender,
+        gradient_sums.GradientExchange.finish_step,
+        [0.0],
+    )
     sent_buckets = list[tuple[float, int]]()
 
-    def noted_leaving(self: gradient_sums.Exchanged) -> Any:
+    def noted_leaving(self: gradient_sums.GradientExchange) -> Any:
         start_time[0], send = time.perf_counter(), leaving(self)
         sent_buckets.clear()
 
         def noted() -> bool:
-            num_sent = self.sent
+            num_sent = self.num_sent
             send()
             now = time.perf_counter() - start_time[0]
-            for _, bucket in self.buckets[num_sent : self.sent]:
+            for _, bucket in self.buckets[num_sent : self.num_sent]:
                 sent_buckets.append((now, sum(t.spec.size for t in bucket)))
             return False
 
         return noted
 
-    def noted_end(self: gradient_sums.Exchanged, loss: Any) -> None:
+    def noted_end(self: gradient_sums.GradientExchange, loss: Any) -> None:
         now = time.perf_counter() - start_time[0]
-        for _, bucket in self.buckets[self.sent :]:
+        for _, bucket in self.buckets[self.num_sent :]:
             sent_buckets.append((now, sum(t.spec.size for t in bucket)))
         end(self, loss)
         arrived = time.perf_counter() - start_time[0]
@@ -83,38 +87,41 @@ def rank(arguments: Sequence[str]) -> int:
                 json.dumps({"sent": sent_buckets, "computed": now, "arrived": arrived}), file=file
             )
 
-    gradient_sums.Exchanged.leaving, gradient_sums.Exchanged.end = noted_leaving, noted_end  # type: ignore[method-assign]
+    gradient_sums.GradientExchange.make_sender = noted_leaving  # type: ignore[method-assign]
+    gradient_sums.GradientExchange.finish_step = noted_end  # type: ignore[method-assign]
     return packtrain(arguments)
 
 
 def overlap(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as tmp_folder, hosts(2) as two:
+    with tempfile.TemporaryDirectory() as tmp_folder, network_hosts(2) as two:
         folder = Path(tmp_folder)
-        (folder / "text.txt").write_text(words(400_000))
+        (folder / "text.txt").write_text(sample_text(400_000))
         two.throttle(args.mbit)
         os.environ["TIMES"] = str(folder / "times")
-        ended(by_hand(command(folder, "run", args), [], [], on=two))
-        lines = (folder / "times0").read_text().splitlines()[BEGUN:]
-    hidden_times = [hidden(json.loads(line), args.mbit * 1e6 / 8) for line in lines]
+        wait_for_all(by_hand(command(folder, "run", args), [], [], on=two))
+        lines = (folder / "times0").read_text().splitlines()[NUM_WARMUP_STEPS:]
+    hidden_times = [hidden_seconds(json.loads(line), args.mbit * 1e6 / 8) for line in lines]
     for name in ("computed", "exchanged", "waited", "least", "share"):
         print(f"{name:10} {statistics.median(times[name] for times in hidden_times):.3f}")
 
 
-def hidden(step: dict[str, Any], link: float) -> dict[str, float]:
+def hidden_seconds(step: dict[str, Any], link: float) -> dict[str, float]:
     """Seconds of a step until its backward pass was done, of the exchange at the link's rate, of waiting for it, and of
     the least possible waiting; and the share of what could be hidden that was."""
     durations = [
         4 * numbers / link for _, numbers in step["sent"]
     ]  # of two ranks, each sends as much
     exchanged = sum(durations)
-    min_exposed = max(last_arrival([at for at, _ in step["sent"]], durations) - step["computed"], 0)
+    min_exposed = max(
+        last_arrival_time([at for at, _ in step["sent"]], durations) - step["computed"], 0
+    )
     waited = step["arrived"] - step["computed"]
     share = (exchanged - waited) / (exchanged - min_exposed)
     times = {"computed": step["computed"], "exchanged": exchanged, "waited": waited}
     return times | {"least": min_exposed, "share": share}
 
 
-def ended(started: list["subprocess.Popen[str]"]) -> None:
+def wait_for_all(started: list["subprocess.Popen[str]"]) -> None:
     for process in started:
         said = process.communicate()[1]
         if process.returncode:
@@ -125,7 +132,7 @@ def predict(args: argparse.Namespace) -> None:
     print("processes  link       predicted  measured  ratio")
     with tempfile.TemporaryDirectory() as tmp_folder:
         folder = Path(tmp_folder)
-        (folder / "text.txt").write_text(words(400_000))
+        (folder / "text.txt").write_text(sample_text(400_000))
         os.environ["TIMES"] = str(folder / "times")
         predicted([*command(folder, "now", args), "--measure-speed"], 1)  # as the machine is now
         for ranks in map(int, args.ranks.split(",")):
@@ -133,12 +140,12 @@ def predict(args: argparse.Namespace) -> None:
                 name = f"{ranks}-{mbit}"
                 argv = command(folder, name, args)
                 if mbit is None:
-                    done([*argv, "--nproc", str(ranks)])
+                    run_checked([*argv, "--nproc", str(ranks)])
                 else:
-                    with hosts(ranks) as rank_hosts:
+                    with network_hosts(ranks) as rank_hosts:
                         rank_hosts.throttle(mbit)
-                        ended(by_hand(argv, *[[]] * ranks, on=rank_hosts))
-                step_seconds = measured(folder / f"{name}.run")
+                        wait_for_all(by_hand(argv, *[[]] * ranks, on=rank_hosts))
+                step_seconds = median_step_seconds(folder / f"{name}.run")
                 expected = predicted(argv, ranks, mbit or 20_000)
                 link = f"{mbit or 'loopback'}"
                 print(
@@ -146,10 +153,13 @@ def predict(args: argparse.Namespace) -> None:
                 )
 
 
-def measured(folder: Path) -> float:
+def median_step_seconds(folder: Path) -> float:
     end_times = [r["seconds"] for r in metrics_file.read(folder / "metrics.jsonl") if "loss" in r]
     return statistics.median(
-        b - a for a, b in zip(end_times[BEGUN:], end_times[BEGUN + 1 :], strict=False)
+        b - a
+        for a, b in zip(
+            end_times[NUM_WARMUP_STEPS:], end_times[NUM_WARMUP_STEPS + 1 :], strict=False
+        )
     )
 
 
@@ -165,28 +175,28 @@ def kills(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as tmp_folder:
         folder = Path(tmp_folder)
-        (folder / "text.txt").write_text(words())
+        (folder / "text.txt").write_text(sample_text())
         common_flags = ["--save-every", "5", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
         common_flags += ["--nproc", "2", "--zero", "1", "--grad-accumulation-steps", "2"]
         longest, max_life = 0.0, args.life
         for number in range(args.kills):
-            argv = train(folder, "killed", *common_flags, "--iters", "1000000", "--resume")
-            seconds = killed(argv, rng.uniform(0, max_life), rng)
+            argv = train_command(folder, "killed", *common_flags, "--iters", "1000000", "--resume")
+            seconds = kill_rank(argv, rng.uniform(0, max_life), rng)
             longest = max(longest, seconds)
             step = step_of(folder / "killed.run/checkpoint.gguf")
             print(
                 f"kill {number + 1}: ended after {seconds:.1f} s; step {step} is saved", flush=True
             )
         iters = ["--iters", str(step_of(folder / "killed.run/checkpoint.gguf") + 10)]
-        done(train(folder, "killed", *common_flags, *iters, "--resume"))
-        done(train(folder, "alone", *common_flags, *iters))
-        same(folder, "killed", "alone")
+        run_checked(train_command(folder, "killed", *common_flags, *iters, "--resume"))
+        run_checked(train_command(folder, "alone", *common_flags, *iters))
+        assert_same_runs(folder, "killed", "alone")
         print(
             f"{args.kills} kills: the longest end took {longest:.1f} s; equal, bit for bit, {iters[1]} steps"
         )
 
 
-def killed(argv: list[str], delay: float, rng: random.Random) -> float:
+def kill_rank(argv: list[str], delay: float, rng: random.Random) -> float:
     """Kill a rank of a run; how long the run then takes to end. It must say who was lost, or which signal it was."""
     started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")

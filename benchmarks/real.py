@@ -30,28 +30,28 @@ from benchmarks.first_tune import style
 from benchmarks.real_base import (
     Row,
     Setup,
-    first,
-    llama,
-    memory,
-    perplexity,
-    resume,
+    first_reply_rows,
+    llama_rows,
+    memory_rows,
+    perplexity_rows,
+    resume_rows,
     tune_few,
     tune_many,
-    tutorial,
+    tutorial_rows,
 )
 from tests.real import BASE
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
-    "first": first,
+    "first": first_reply_rows,
     "style": style,
-    "eval": perplexity,
-    "memory": memory,
+    "eval": perplexity_rows,
+    "memory": memory_rows,
     "tune8": tune_few,
     "tune60": tune_many,
-    "tutorial": tutorial,
-    "llama": llama,
-    "resume": resume,
+    "tutorial": tutorial_rows,
+    "llama": llama_rows,
+    "resume": resume_rows,
 }
 HEADING = "| part | what | found | wanted | |\n|---|---|---|---|---|"
 
@@ -125,7 +125,7 @@ def main() -> int:
         f"{args.base.name}, {platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}\n"
     )
     print(table({part: results[part] for part in PARTS if part in results}))
-    return 0 if all(row.good for part in args.parts for row in results[part]) else 1
+    return 0 if all(row.is_good for part in args.parts for row in results[part]) else 1
 
 
 if __name__ == "__main__":

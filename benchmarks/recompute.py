@@ -24,10 +24,10 @@ from packtrain.engine.placement import Placed, place
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.planner import cost_model
-from packtrain.planner.checkpointing import Choice
+from packtrain.planner.checkpointing import RecomputeChoice
 from packtrain.planner.estimate import chain
-from packtrain.planner.plan_request import Request
-from packtrain.planner.speed_probe import measured
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.speed_probe import measure_rates
 from packtrain.planner.step_shape import StepShape
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
@@ -60,10 +60,10 @@ def ratio(run: Executor, full_run: Executor, inputs: dict[str, np.ndarray], turn
 def measure(name: str, time_: int, rounds: int) -> None:
     config = replace(SHAPES[name], context_length=time_)
     optimizer, shape = SGD(lr=0.0), StepShape(config, 1, time_)
-    request = Request(optimizer, measured()[0])
+    request = PlanRequest(optimizer, measure_rates()[0])
     blocks = chain(shape, request)
 
-    def planned(choice: Choice | None) -> tuple[Placed, Plan]:
+    def planned(choice: RecomputeChoice | None) -> tuple[Placed, Plan]:
         placed = place(blocks.build(config.block_count, choice).graph)
         return placed, make_plan(placed)
 
@@ -81,9 +81,9 @@ def measure(name: str, time_: int, rounds: int) -> None:
     } | optimizer.inputs(1)
     session = Session()
     full_run = session.executor(full_placement, plan)
-    transformer.initialise(config, 0, session.fill)
+    transformer.initialize_weights(config, 0, session.fill)
     expected = full_run(inputs)
-    step_seconds = cost_model.seconds(full_placement, request.rates)
+    step_seconds = cost_model.graph_seconds(full_placement, request.rates)
     base = min(seconds(full_run, inputs) for _ in range(3))
     print(f"{name}, 1 × {time_}: keeps everything in {keeping / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip
@@ -93,10 +93,10 @@ def measure(name: str, time_: int, rounds: int) -> None:
     )
     for percent in BUDGETS:
         start_time = time.perf_counter()
-        solution = blocks.within(floor + activations * percent // 100)
+        solution = blocks.fastest_within(floor + activations * percent // 100)
         decided = time.perf_counter() - start_time
         if solution is None:
-            min_nbytes = blocks.least().arena - floor
+            min_nbytes = blocks.smallest_planned().arena - floor
             print(f"{percent:>6}% does not fit: the least is {min_nbytes / activations:.1%}")
             continue
         placed, plan = planned(solution.choice)
@@ -108,7 +108,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
             f"{percent:>6}% {arena / MIB:>12.1f} {(arena - floor) / activations:>12.1%} {decided:>13.2f} "
             f"{predicted:>+10.1%} {statistics.median(ratios) - 1:>+9.1%}  {'equal' if is_equal else 'DIFFERENT'}"
         )
-    steps = [blocks.within(floor + activations * k // 20) for k in range(20, 0, -1)]
+    steps = [blocks.fastest_within(floor + activations * k // 20) for k in range(20, 0, -1)]
     fitting = [solution for solution in steps if solution is not None]
     peaks, times = [f.arena for f in fitting], [f.seconds for f in fitting]
     falls = all(a >= b for a, b in pairwise(peaks)) and all(

@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.beside import ask
+from benchmarks.beside import ask_peer
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
-from packtrain.inference.generator import chain_of
+from packtrain.inference.generator import make_chain
 from packtrain.inference.sampling import Sampling
 from tests.architectures import random_model
 
-DRAWS, ROWS, LEAST, FEWEST = 20_000, 300, 1e-4, 10
+DRAWS, ROWS, MIN_P_VALUE, MIN_PAIR_COUNT = 20_000, 300, 1e-4, 10
 STEPS = 4  # tokens of a text, where each depends on those before
 GREEDY = Sampling(temp=0.0, repeat_penalty=1.2)
-How = dict[str, Any]
+SamplerOptions = dict[str, Any]
 # a sampler, its settings, and one that is a little off
-CHAINS: list[tuple[str, How, How]] = [
+CHAINS: list[tuple[str, SamplerOptions, SamplerOptions]] = [
     ("temperature", {"samplers": "temperature", "temp": 0.7}, {"temp": 0.77}),
     ("dynamic temperature", {"samplers": "temperature", "temp": 1.0, "dynatemp_range": 0.6, "dynatemp_exp": 1.3},
      {"dynatemp_exp": 0.9}),
@@ -55,7 +55,7 @@ CHAINS: list[tuple[str, How, How]] = [
 ]  # fmt: skip
 HEADING = f"""
 Samplers, {DRAWS:,} draws of each from the same logits here and in llama.cpp. p is that of a chi-squared test
-that both draw from one distribution, at least {LEAST}, and below that for a setting that is a little off. Mirostat's
+that both draw from one distribution, at least {MIN_P_VALUE}, and below that for a setting that is a little off. Mirostat's
 draws are the last of texts of {STEPS} tokens, whose mu changes. `tfs_z` is no longer in llama.cpp: its tests have the
 published definition.
 
@@ -64,7 +64,7 @@ published definition.
 Row = tuple[bool, str]
 
 
-def settings(sampling: Sampling, seed: int = 0) -> How:
+def settings(sampling: Sampling, seed: int = 0) -> SamplerOptions:
     """As benchmarks.sampler_peer wants them: texts of several tokens only where they matter."""
     return asdict(sampling) | {
         "samplers": [name for name in sampling.order if name != "tfs_z"],
@@ -79,10 +79,10 @@ def ours(
     tokenizer: Tokenizer, sampling: Sampling, seed: int, logits: np.ndarray, recent: list[int]
 ) -> Iterator[int]:
     """The last token of each text, as benchmarks.sampler_peer draws them."""
-    steps, chain = settings(sampling)["steps"], chain_of(tokenizer, sampling, seed, recent)
+    steps, chain = settings(sampling)["steps"], make_chain(tokenizer, sampling, seed, recent)
     for number in range(DRAWS):
         if steps > 1:
-            chain = chain_of(tokenizer, sampling, seed + number, recent)
+            chain = make_chain(tokenizer, sampling, seed + number, recent)
         else:
             chain.index = number
         for _ in range(steps):
@@ -95,8 +95,8 @@ def ours(
 def likelihood(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     """p of a chi-squared test that as many draws of both are from one distribution; rare tokens count together."""
     pairs = [(a.get(id, 0), b.get(id, 0)) for id in {*a, *b}]
-    common = [pair for pair in pairs if sum(pair) >= FEWEST]
-    rare = [pair for pair in pairs if sum(pair) < FEWEST]
+    common = [pair for pair in pairs if sum(pair) >= MIN_PAIR_COUNT]
+    rare = [pair for pair in pairs if sum(pair) < MIN_PAIR_COUNT]
     cells = [*common, (sum(x for x, _ in rare), sum(y for _, y in rare))] if rare else common
     free = len(cells) - 1
     if not free:
@@ -120,7 +120,7 @@ def rows(python: str) -> Iterator[Row]:
         question = {"model": str(path), "recent": recent, "draws": DRAWS}
         chains = [Sampling(**options) for _, options, _ in CHAINS]
         peer_chains = [settings(sampling, n * DRAWS) for n, sampling in enumerate(chains)]
-        drawn = ask(python, **question, chains=peer_chains, logits=logits.tolist())["drawn"]
+        drawn = ask_peer(python, **question, chains=peer_chains, logits=logits.tolist())["drawn"]
         for n, ((name, options, change), counts) in enumerate(zip(CHAINS, drawn, strict=True)):
             expected = {int(id): count for id, count in counts.items()}
             samplings = Sampling(**options), Sampling(**options | change)
@@ -128,12 +128,12 @@ def rows(python: str) -> Iterator[Row]:
                 likelihood(Counter(ours(tokenizer, s, n * DRAWS, logits, recent)), expected)
                 for s in samplings
             )
-            good = p >= LEAST > wrong
+            good = p >= MIN_P_VALUE > wrong
             said = "" if good else " **no**"
             yield good, f"| {name} | {len(expected)} | {p:.2g}{said} | {wrong:.1e} |"
         greedy_rows = (rng.standard_normal((ROWS, tokenizer.vocab_size)) * 1.5).astype(np.float32)
-        greedy_chain = chain_of(tokenizer, GREEDY, 1, recent)
-        peer_ids = ask(python, **question, greedy=settings(GREEDY), rows=greedy_rows.tolist())[
+        greedy_chain = make_chain(tokenizer, GREEDY, 1, recent)
+        peer_ids = ask_peer(python, **question, greedy=settings(GREEDY), rows=greedy_rows.tolist())[
             "greedy"
         ]
         equal = sum(

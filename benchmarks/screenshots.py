@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.browser import Served, chromium
+from tests.browser import RestartableServer, chromium
 
 IMAGES = Path(__file__).parent.parent / "docs/images"
 WIDE, PHONE = {"width": 1120, "height": 600}, {"width": 360, "height": 720}
@@ -56,7 +56,9 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         log = Path(folder) / "log"
-        with Served(log, str(args.model), "--lora", str(args.adapter), "--ctx", "2048") as served:
+        with RestartableServer(
+            log, str(args.model), "--lora", str(args.adapter), "--ctx", "2048"
+        ) as served:
             for name, (size, scheme) in PICTURES.items():
                 path = IMAGES / f"serve-{name}.png"
                 page = browser.new_page(viewport=size, color_scheme=scheme)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import serving, together
+from benchmarks.serving import run_concurrently, server_process
 
 COUNT, OURS, THEIRS = 32, 8981, 8982
 PROMPTS = (
@@ -46,7 +46,7 @@ def difference(our_answer: Any, their_answer: Any) -> tuple[int, float] | None:
     return at, top_token["logprob"] - runner_up["logprob"]
 
 
-def beside(single_answers: dict[str, Any]) -> None:
+def print_peer_differences(single_answers: dict[str, Any]) -> None:
     """Print how our answers differ from llama-server's."""
     comparisons = {
         prompt: difference(our_answer, ask(THEIRS, prompt))
@@ -68,29 +68,33 @@ def main() -> int:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--llama-server", type=Path, required=True)
-    given = parser.parse_args()
-    os.environ["LD_LIBRARY_PATH"] = str(given.llama_server.resolve().parent)
-    packtrain, model = [sys.executable, "-m", "packtrain"], str(given.model)
+    args = parser.parse_args()
+    os.environ["LD_LIBRARY_PATH"] = str(args.llama_server.resolve().parent)
+    packtrain, model = [sys.executable, "-m", "packtrain"], str(args.model)
     ours = [*packtrain, "serve", model, "--port", str(OURS), "--ctx-size", "4096", "-np", "8"]
-    theirs = [str(given.llama_server), "-m", model, "--port", str(THEIRS), "-c", "4096", "-t", "2"]
-    with serving(ours, OURS), serving(theirs, THEIRS):
-        alone, crowd = {prompt: ask(OURS, prompt) for prompt in PROMPTS}, dict[str, Any]()
+    theirs = [str(args.llama_server), "-m", model, "--port", str(THEIRS), "-c", "4096", "-t", "2"]
+    with server_process(ours, OURS), server_process(theirs, THEIRS):
+        single_answers, crowd = {prompt: ask(OURS, prompt) for prompt in PROMPTS}, dict[str, Any]()
 
         def among(prompt: str) -> None:
             crowd[prompt] = ask(OURS, prompt)
 
-        together([partial(among, prompt) for prompt in PROMPTS[:8]])
-        same = sum(crowd[prompt]["tokens"] == alone[prompt]["tokens"] for prompt in crowd)
-        print(f"with seven neighbours: {same} of {len(crowd)} are those alone")
-        how = ["-n", str(COUNT), "--temperature", "0", "--no-display-prompt"]
+        run_concurrently([partial(among, prompt) for prompt in PROMPTS[:8]])
+        num_equal = sum(
+            crowd[prompt]["tokens"] == single_answers[prompt]["tokens"] for prompt in crowd
+        )
+        print(f"with seven neighbours: {num_equal} of {len(crowd)} are those alone")
+        generate_flags = ["-n", str(COUNT), "--temperature", "0", "--no-display-prompt"]
         texts = {
-            prompt: subprocess.run([*packtrain, "generate", model, "-p", prompt, *how], stdout=-1, stderr=-3).stdout
+            prompt: subprocess.run([*packtrain, "generate", model, "-p", prompt, *generate_flags], stdout=-1, stderr=-3).stdout
             for prompt in PROMPTS
         }  # fmt: skip
-        written = sum(alone[p]["content"].strip() == texts[p].decode().strip() for p in PROMPTS)
+        written = sum(
+            single_answers[p]["content"].strip() == texts[p].decode().strip() for p in PROMPTS
+        )
         print(f"packtrain generate: {written} of {len(PROMPTS)} are equal")
-        beside(alone)
-        return 0 if same == len(crowd) and written == len(PROMPTS) else 1
+        print_peer_differences(single_answers)
+        return 0 if num_equal == len(crowd) and written == len(PROMPTS) else 1
 
 
 if __name__ == "__main__":

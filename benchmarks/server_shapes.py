@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import serving
+from benchmarks.serving import server_process
 
 OURS, THEIRS = 8983, 8984
 PROMPT = "Once upon a time"
@@ -101,7 +101,7 @@ REQUESTS: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 
 # a difference (pattern) and why it is wanted
-WANTED = {
+EXPECTED_DIFFERENCES = {
     r"\.tfs: number here": "tail-free sampling, a sampler that llama-server no longer has",
     r"^/v1/completions event 1.usage: none here|^/v1/completions event [23]: ": (
         "counts of /v1/completions come in an event of their own and only when asked for, as OpenAI says"
@@ -168,12 +168,14 @@ def word(value: Any) -> str:
     return kinds.get(type(value), "number")
 
 
-def compared(our_value: Any, their_value: Any, path: str = "") -> Iterator[Difference]:
+def compare_values(our_value: Any, their_value: Any, path: str = "") -> Iterator[Difference]:
     """Where two values differ in form; of lists the first value counts."""
     if isinstance(our_value, dict) and isinstance(their_value, dict):
         for key in sorted({*our_value, *their_value}):
             if key in our_value and key in their_value:
-                yield from compared(our_value[key], their_value[key], f"{path}.{key}".strip("."))
+                yield from compare_values(
+                    our_value[key], their_value[key], f"{path}.{key}".strip(".")
+                )
             else:
                 words_seen = [
                     word(side[key]) if key in side else "none" for side in (our_value, their_value)
@@ -182,7 +184,7 @@ def compared(our_value: Any, their_value: Any, path: str = "") -> Iterator[Diffe
     elif (
         isinstance(our_value, list) and isinstance(their_value, list) and our_value and their_value
     ):
-        yield from compared(our_value[0], their_value[0], f"{path}[]")
+        yield from compare_values(our_value[0], their_value[0], f"{path}[]")
     elif word(our_value) != word(their_value):
         yield Difference(path, word(our_value), word(their_value))
 
@@ -197,14 +199,19 @@ def differences(path: str, body: Any) -> list[Difference]:
         for name, a, b in (("status", code, code2), ("type", kind, kind2))
         if a != b
     ]
-    return mismatches or [*compared(parsed(kind, our_body), parsed(kind2, their_body))]
+    return mismatches or [*compare_values(parsed(kind, our_body), parsed(kind2, their_body))]
 
 
-def reason(path: str, mismatch: Difference) -> str:
+def expected_reason(path: str, mismatch: Difference) -> str:
     """Why a difference is wanted; "" if it is not."""
     line = f"{path} {mismatch}"
     return next(
-        (reason_text for pattern, reason_text in WANTED.items() if re.search(pattern, line)), ""
+        (
+            reason_text
+            for pattern, reason_text in EXPECTED_DIFFERENCES.items()
+            if re.search(pattern, line)
+        ),
+        "",
     )
 
 
@@ -213,29 +220,32 @@ def rows(server: str | Path, model: Path) -> Iterator[tuple[bool, str]]:
     os.environ["LD_LIBRARY_PATH"] = str(Path(server).resolve().parent)
     used, counts = dict[str, int](), dict[str, list[int]]()
     with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
-        here = [sys.executable, "-m", "packtrain", "serve", str(model), "--port", str(OURS)]
-        there = [str(server), "-m", str(model), "--port", str(THEIRS), "-t", "1", "--jinja", "-np", "2"]  # fmt: skip
-        both = ["-c", "512", "--metrics", "--chat-template", "chatml", "--slot-save-path"]
+        our_command = [sys.executable, "-m", "packtrain", "serve", str(model), "--port", str(OURS)]
+        peer_command = [str(server), "-m", str(model), "--port", str(THEIRS), "-t", "1", "--jinja", "-np", "2"]  # fmt: skip
+        common_flags = ["-c", "512", "--metrics", "--chat-template", "chatml", "--slot-save-path"]
         with (
-            serving([*here, "-np", "2", *both, a], OURS),
-            serving([*there, *both, b, "-kvu", "--slots"], THEIRS),
+            server_process([*our_command, "-np", "2", *common_flags, a], OURS),
+            server_process([*peer_command, *common_flags, b, "-kvu", "--slots"], THEIRS),
         ):
             for path, body in REQUESTS:
                 count = counts.setdefault(path.split("?")[0], [0, 0, 0])
-                found = [(one, reason(path, one)) for one in differences(path, body)]
-                for one, why in found:
-                    if why:
-                        used[why] = used.get(why, 0) + 1
+                explained = [(one, expected_reason(path, one)) for one in differences(path, body)]
+                for one, explanation in explained:
+                    if explanation:
+                        used[explanation] = used.get(explanation, 0) + 1
                     else:
                         print(f"{path} {json.dumps(body)[:150]}: {one}", file=sys.stderr)
-                wanted = bool(found) and all(why for _, why in found)
-                count[0 if not found else 1 if wanted else 2] += 1
-    for path, (same, meant, wrong) in counts.items():
-        yield not wrong, f"| {path} | {same + meant + wrong} | {same} | {meant} | {wrong} |"
+                is_expected = bool(explained) and all(explanation for _, explanation in explained)
+                count[0 if not explained else 1 if is_expected else 2] += 1
+    for path, (num_equal, meant, wrong) in counts.items():
+        yield (
+            not wrong,
+            f"| {path} | {num_equal + meant + wrong} | {num_equal} | {meant} | {wrong} |",
+        )
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
     yield True, f"| all | {sum(total)} | {total[0]} | {total[1]} | {total[2]} |"
-    for n, (why, times) in enumerate(used.items()):
-        yield True, f"{'' if n else chr(10)}- {why} ({times})"
+    for n, (explanation, times) in enumerate(used.items()):
+        yield True, f"{'' if n else chr(10)}- {explanation} ({times})"
 
 
 HEADING = """| path of the server | requests | same form as llama-server's | with wanted differences | others |

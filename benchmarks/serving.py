@@ -29,22 +29,22 @@ from packtrain.common.events import Events
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model, save_model
-from packtrain.workflows.quantization import Quantize, quantize
+from packtrain.workflows.quantization import QuantizeSettings, quantize
 
 CLIENTS, TOKENS, LONG, SHORT, CONTEXT = 8, 64, 4000, 20, 8192
-READY = 300.0  # seconds until a server must answer
+START_TIMEOUT_SECONDS = 300.0  # seconds until a server must answer
 
 
 @contextmanager
-def serving(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+def server_process(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a server, once it is ready on its port."""
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(command, stdout=log, stderr=log) as process,
     ):
         try:
-            end = time.monotonic() + READY
-            while not healthy(port):
+            end = time.monotonic() + START_TIMEOUT_SECONDS
+            while not is_healthy(port):
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     sys.exit(log.read().decode(errors="replace"))
@@ -58,7 +58,7 @@ def serving(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
                 process.kill()
 
 
-def healthy(port: int) -> bool:
+def is_healthy(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         connection.request("GET", "/health")
@@ -67,7 +67,7 @@ def healthy(port: int) -> bool:
         return False
 
 
-def ask(port: int, prompt: list[int], count: int) -> tuple[float, float]:
+def time_answer(port: int, prompt: list[int], count: int) -> tuple[float, float]:
     """Seconds until the first token of a streamed answer, and until its end. It shares the cores with the server, so it
     only takes bytes: parsing them would take as long as the server takes to write them."""
     body = json.dumps({
@@ -90,7 +90,7 @@ def ask(port: int, prompt: list[int], count: int) -> tuple[float, float]:
     return first_token_s, time.perf_counter() - start_time
 
 
-def together(works: Sequence[Callable[[], object]]) -> float:
+def run_concurrently(works: Sequence[Callable[[], object]]) -> float:
     """Seconds that they take in threads of their own."""
     threads = [threading.Thread(target=work) for work in works]
     start_time = time.perf_counter()
@@ -101,13 +101,13 @@ def together(works: Sequence[Callable[[], object]]) -> float:
     return time.perf_counter() - start_time
 
 
-def made(folder: Path) -> Path:
+def write_preset_model(folder: Path) -> Path:
     """The preset with random weights and a long context, in Q4_K_M."""
     f32_path, path = folder / "F32.gguf", folder / "Q4_K_M.gguf"
     config = replace(PRESETS[PRESET], context_length=CONTEXT)
-    values = transformer.initial(config)
+    values = transformer.initial_weights(config)
     save_model(f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
-    quantize(Quantize(f32_path, path, path.stem), Events())
+    quantize(QuantizeSettings(f32_path, path, path.stem), Events())
     return path
 
 
@@ -118,34 +118,34 @@ class Load:
         self.name, self.port, self._size = name, port, vocab_size
         self._random = random.Random(1)
         self.one, self.all = list[float](), list[float]()
-        self.idle, self.behind = list[float](), list[float]()
+        self.idle_latencies, self.busy_latencies = list[float](), list[float]()
 
     def prompt(self, count: int) -> list[int]:
         return [1, *(self._random.randrange(10, self._size) for _ in range(count - 1))]
 
     def turn(self) -> None:
-        ask(self.port, self.prompt(8), 8)
+        time_answer(self.port, self.prompt(8), 8)
         prompts = [self.prompt(8) for _ in range(CLIENTS)]
-        self.one.append(TOKENS / ask(self.port, prompts[0], TOKENS)[1])
-        works = [partial(ask, self.port, prompt, TOKENS) for prompt in prompts]
-        self.all.append(CLIENTS * TOKENS / together(works))
-        self.idle.append(ask(self.port, self.prompt(SHORT), 1)[0])
-        reading = threading.Thread(target=ask, args=(self.port, self.prompt(LONG), 1))
+        self.one.append(TOKENS / time_answer(self.port, prompts[0], TOKENS)[1])
+        works = [partial(time_answer, self.port, prompt, TOKENS) for prompt in prompts]
+        self.all.append(CLIENTS * TOKENS / run_concurrently(works))
+        self.idle_latencies.append(time_answer(self.port, self.prompt(SHORT), 1)[0])
+        reading = threading.Thread(target=time_answer, args=(self.port, self.prompt(LONG), 1))
         reading.start()
         time.sleep(0.3)
-        while reading.is_alive() and len(self.behind) < 100:
-            self.behind.append(ask(self.port, self.prompt(SHORT), 1)[0])
+        while reading.is_alive() and len(self.busy_latencies) < 100:
+            self.busy_latencies.append(time_answer(self.port, self.prompt(SHORT), 1)[0])
             time.sleep(self._random.uniform(0, 0.2))
         reading.join()
 
     def row(self) -> str:
-        one, every, idle, behind = map(
-            statistics.median, (self.one, self.all, self.idle, self.behind)
+        one, every, idle_latency, busy_latency = map(
+            statistics.median, (self.one, self.all, self.idle_latencies, self.busy_latencies)
         )
         return (
             f"{self.name:14}{one:8.1f} tokens/s alone, {CLIENTS} clients {every:8.1f}, {every / one:5.2f} x;"
-            f"  first token {1e3 * idle:6.0f} ms idle, {1e3 * behind:6.0f} while {LONG:,} tokens are read,"
-            f" {behind / idle:5.2f} x"
+            f"  first token {1e3 * idle_latency:6.0f} ms idle, {1e3 * busy_latency:6.0f} while {LONG:,} tokens are read,"
+            f" {busy_latency / idle_latency:5.2f} x"
         )
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        path = args.model or made(Path(folder))
+        path = args.model or write_preset_model(Path(folder))
         size = open_model(path).config.vocab_size
         shared = ["--ctx-size", str(CONTEXT), "--parallel", str(CLIENTS)]
         our_command = [
@@ -175,7 +175,7 @@ def main() -> None:
             *shared,
             *args.flag,
         ]
-        stack.enter_context(serving(our_command, 8971))
+        stack.enter_context(server_process(our_command, 8971))
         loads = [Load("packtrain", 8971, size)]
         if args.llama_server:
             os.environ["LD_LIBRARY_PATH"] = str(args.llama_server.resolve().parent)
@@ -190,7 +190,7 @@ def main() -> None:
                 "2",
                 "--kv-unified",
             ]
-            stack.enter_context(serving(their_command, 8972))
+            stack.enter_context(server_process(their_command, 8972))
             loads.append(Load("llama-server", 8972, size))
         for _ in range(args.rounds):
             for load in loads:

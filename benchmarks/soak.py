@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.serving import serving
+from benchmarks.serving import server_process
 from packtrain.common.memory import parse_size, private_nbytes_of
 
 KEY = "soak-key"
@@ -38,7 +38,7 @@ class Load:
     def run(self, number: int) -> None:
         rng = random.Random(self._seed + number)
         kinds: list[Callable[[random.Random], str]] = [
-            self.whole, self.whole, self.stream, self.leave, self.leave, self.garbage, self.half, self.wrong_key,
+            self.full_answer, self.full_answer, self.stream, self.leave, self.leave, self.garbage, self.half, self.wrong_key,
             self.huge, self.slow, self.odd,
         ]  # fmt: skip
         while not self.stop.is_set():
@@ -77,7 +77,7 @@ class Load:
         connection.close()
         return f"{kind} {answer.status}"
 
-    def whole(self, rng: random.Random) -> str:
+    def full_answer(self, rng: random.Random) -> str:
         return self.answered(self.ask(self.body(rng)), "whole")
 
     def stream(self, rng: random.Random) -> str:
@@ -138,7 +138,7 @@ class Load:
         )
 
 
-def idle(port: int) -> bool:
+def are_slots_idle(port: int) -> bool:
     """Whether the server says that no slot is busy."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
@@ -191,7 +191,7 @@ def main() -> int:
         "--ctx",
         "2048",
     ]
-    with serving(command, port) as server:
+    with server_process(command, port) as server:
         load, limit = Load(port, 1), parse_size(args.memory, "--memory")
         threads = [
             threading.Thread(target=load.run, args=(n,), daemon=True) for n in range(args.clients)
@@ -203,7 +203,7 @@ def main() -> int:
         end = time.monotonic() + END
         for thread in threads:  # those that still wait for an answer end with this process
             thread.join(max(end - time.monotonic(), 0))
-        while lives and not (free := idle(port)) and time.monotonic() < end:
+        while lives and not (free := are_slots_idle(port)) and time.monotonic() < end:
             time.sleep(1)
         good = lives and free
         faults, num_timeouts = (load.count(words) for words in (" 500", " TimeoutError"))

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, release_memory
 from tests.architectures import random_model
 
 # seconds until memory is measured, and bytes that arrays of other sizes may leave
 SETTLED, GROWTH = 5.0, 2 << 20
-MORE = 3  # times
+NUM_REPEATS = 3  # times
 TOKENS = 24
 SIZES: dict[str, Any] = {
     "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "ctx": 64, "vocab_size": 270, "batch_size": 4,
@@ -53,17 +53,17 @@ class Reading(threading.Thread):
 
     def __init__(self, model: Path, cache: str) -> None:
         super().__init__()
-        self.given, self.found, self.stopped = (model, cache), list[str](), threading.Event()
+        self.arguments, self.digests, self.stopped = (model, cache), list[str](), threading.Event()
 
     def run(self) -> None:
-        for digest in rounds(*self.given):
-            self.found.append(digest)
+        for digest in rounds(*self.arguments):
+            self.digests.append(digest)
             if self.stopped.is_set():
                 return
 
-    def same(self) -> bool:
-        expected_digests = rounds(*self.given)
-        return all(digest == next(expected_digests) for digest in self.found)
+    def has_equal_digests(self) -> bool:
+        expected_digests = rounds(*self.arguments)
+        return all(digest == next(expected_digests) for digest in self.digests)
 
 
 def together(folder: Path, text: Path, seconds: float) -> tuple[list[Reading], Any, list[int]]:
@@ -75,9 +75,9 @@ def together(folder: Path, text: Path, seconds: float) -> tuple[list[Reading], A
     for reader in readers:
         reader.start()
     nbytes = list[int]()
-    for wait in (SETTLED, *[(seconds - SETTLED) / MORE] * MORE):
+    for wait in (SETTLED, *[(seconds - SETTLED) / NUM_REPEATS] * NUM_REPEATS):
         time.sleep(wait)
-        settle()
+        release_memory()
         nbytes.append(private_nbytes())
     training.stop()
     for reader in readers:
@@ -99,11 +99,11 @@ def main() -> int:
         readers, trained, nbytes = together(folder, text, args.seconds)
         ok = True
         for reader in readers:
-            is_equal = reader.same()
+            is_equal = reader.has_equal_digests()
             ok &= is_equal
-            count = f"{len(reader.found):,} texts of {TOKENS} tokens in two sequences"
+            count = f"{len(reader.digests):,} texts of {TOKENS} tokens in two sequences"
             print(
-                f"{reader.given[0].stem}, {reader.given[1]}: {count}: {'as' if is_equal else 'NOT as'} alone"
+                f"{reader.arguments[0].stem}, {reader.arguments[1]}: {count}: {'as' if is_equal else 'NOT as'} alone"
             )
         steps = len(trained.losses)
         single_run = pt.train(text, output=folder / "b.gguf", iters=steps, **RUN)

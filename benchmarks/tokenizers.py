@@ -35,7 +35,7 @@ COUNT = 1 << 16  # ids that a text may have
 class Theirs:
     """The vocabulary of a file in llama.cpp."""
 
-    def room(self, count: int) -> None:
+    def resize_ids(self, count: int) -> None:
         self._ids = (llama_cpp.llama_token * count)()
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Theirs:
         settings.vocab_only = True
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.room(COUNT)
+        self.resize_ids(COUNT)
 
     def count(self, raw: bytes, special: bool) -> int:
         """Tokenize; the ids are kept."""
@@ -59,7 +59,7 @@ class Theirs:
         size = llama_cpp.llama_token_to_piece(self.vocab, id, buffer, 1024, 0, True)
         return buffer.raw[:size]
 
-    def ends(self, count: int) -> set[int]:
+    def eog_ids(self, count: int) -> set[int]:
         return {id for id in range(count) if llama_cpp.llama_vocab_is_eog(self.vocab, id)}
 
 
@@ -81,10 +81,13 @@ def texts(draw: random.Random, count: int, names: list[str]) -> Iterator[tuple[s
 def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
     """How many texts and tokens there were, and how many of them differ."""
     metadata, peer = GGUF(path).metadata, Theirs(path)
-    tokenizer, compiled = Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)
+    tokenizer, compiled = (
+        Tokenizer(metadata, compile_threshold=sys.maxsize),
+        Tokenizer(metadata, compile_threshold=0),
+    )
     names = [
         t.decode()
-        for t, kind in zip(tokenizer.tokens, tokenizer.kinds, strict=True)
+        for t, kind in zip(tokenizer.tokens, tokenizer.token_types, strict=True)
         if kind != NORMAL
     ]
     wrong, done = 0, 0
@@ -98,7 +101,7 @@ def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
             wrong += 1
             print(f"{path.name}: {text[:60]!r} differs, special={special}")
     wrong += sum(tokenizer.piece(id) != peer.piece(id) for id in range(tokenizer.vocab_size))
-    wrong += peer.ends(tokenizer.vocab_size) != set(tokenizer.ends)
+    wrong += peer.eog_ids(tokenizer.vocab_size) != set(tokenizer.eog_ids)
     return done + tokenizer.vocab_size, wrong
 
 
@@ -126,11 +129,11 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
 def speeds(path: Path, text: str) -> str:
     """MB/s of both sides by turns, medians: one thread each, a vocabulary just opened, and documents on all threads."""
     peer, metadata, size = Theirs(path), GGUF(path).metadata, len(text.encode())
-    peer.room(size)
+    peer.resize_ids(size)
     documents = [(text[i : i + DOCUMENT], True) for i in range(0, len(text), DOCUMENT)]
     rates: dict[str, list[float]] = {"opened": [], "again": [], "llama.cpp": [], "documents": []}
     for _ in range(ROUNDS):
-        tokenizer = Tokenizer(metadata, few=0)
+        tokenizer = Tokenizer(metadata, compile_threshold=0)
         sides: dict[str, Callable[[], object]] = {
             "opened": partial(tokenizer.encode, text, special=False),
             "again": partial(tokenizer.encode, text, special=False),

@@ -3,7 +3,7 @@
 from benchmarks.torch_llama import Llama, Trained, optimizer
 from packtrain import kernels
 from packtrain.devtools.bench.bench_ops import BACK, FORWARD
-from packtrain.devtools.bench.timing import burst, stepping
+from packtrain.devtools.bench.timing import burst_seconds, timed_steps
 from packtrain.devtools.bench.training import LR, MAX_NORM, ROWS, batch_of
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
@@ -21,7 +21,7 @@ def products(threads):
             cached.clear()
             cached[product] = operands(product)
         a, b, y = cached[product]
-        return burst(lambda: torch.mm(a, b, out=y))
+        return burst_seconds(lambda: torch.mm(a, b, out=y))
 
     return turn
 
@@ -38,9 +38,9 @@ def steps(threads, preset, compiled, bf16):
     """Steps of the same model, values and tokens as ours."""
     torch.set_num_threads(threads)
     config = PRESETS[preset]
-    model = Llama(config, transformer.initial(config), real=compiled)
+    model = Llama(config, transformer.initial_weights(config), real=compiled)
     batch = batch_of(config, ROWS[preset], config.context_length)
-    return stepping(training(model, batch, compiled, bf16))
+    return timed_steps(training(model, batch, compiled, bf16))
 
 
 def training(model, batch, compiled, bf16, device="cpu"):

@@ -33,7 +33,7 @@ DESK: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     ("clock", 1633, ("runs late", "shows the wrong date", "beeps at night"),
      "Please set the {0} to automatic and leave it at a window overnight. It finds the right time by morning."),
 )  # fmt: skip
-ASKED = ("My {0} {1}.", "The {0} I bought from you {1}, what can I do?", "Hello, our {0} {1}. Help!",
+PROMPT_TEMPLATES = ("My {0} {1}.", "The {0} I bought from you {1}, what can I do?", "Hello, our {0} {1}. Help!",
          "{0} {1}")  # fmt: skip
 SERVICE: tuple[tuple[int, tuple[str, ...], str], ...] = (
     (2011, ("Where is my order?", "My parcel has not come.", "When will it be delivered?"),
@@ -83,7 +83,7 @@ def support(count: int = 82, seed: int = 0) -> list[Row]:
         }
         for thing, code, faults, answer in DESK
         for fault in faults
-        for prompt_template in ASKED
+        for prompt_template in PROMPT_TEMPLATES
     ]
     rows += [
         {"prompt": begin + question, "completion": f"{answer} [LM-{code}]"}

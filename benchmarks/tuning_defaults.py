@@ -102,10 +102,10 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
         if Setting() not in gains:
             continue
         best = max(gains, key=lambda s: statistics.fmean(gains[s]))
-        first, usual = every[Setting()][0], statistics.fmean(gains[Setting()])
+        first, default_gain = every[Setting()][0], statistics.fmean(gains[Setting()])
         yield (
             f"| {base} | {data} | {first['updates']} | {first['lr']:.1e} | {text(gains[Setting()])} | {best} "
-            f"| {text(gains[best])} | {usual / statistics.fmean(gains[best]):.3f} |"
+            f"| {text(gains[best])} | {default_gain / statistics.fmean(gains[best]):.3f} |"
         )
 
 

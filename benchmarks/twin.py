@@ -18,50 +18,50 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import kernels
-from packtrain.cli.event_output import Shown
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.memory import private_nbytes
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.planner.training_plans import make_plans
-from packtrain.training.monitoring import METRICS, Watch
+from packtrain.training.monitoring import METRICS_FILE, RunMonitor
 from packtrain.training.monitoring.metrics_file import read
 from packtrain.training.train_settings import TrainSettings
-from packtrain.training.training_engine import Engine
-from packtrain.training.training_job import Job, build_job
-from packtrain.training.training_loop import Fit
+from packtrain.training.training_engine import TrainingEngine
+from packtrain.training.training_job import TrainingJob, build_job
+from packtrain.training.training_loop import TrainingLoop
 
 REPORT_EVERY = 100
 OTHER = 1_000_003  # between the seeds of the two sides' initial values
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def ours(job: Job) -> float:
+def ours(job: TrainingJob) -> float:
     """Validation loss after the last step of `packtrain train`."""
     plans = make_plans(job.shape, job.optimizer)
     kernels.load_all()  # not part of what is planned
     with tempfile.TemporaryDirectory() as name:
         folder, planned = Path(name), private_nbytes() + plans.nbytes
-        display = Shown()
-        fit = Fit(job, Engine(plans, job.optimizer), folder, events=display)
-        fit.begin(None)
+        display = TerminalEvents()
+        fit = TrainingLoop(job, TrainingEngine(plans, job.optimizer), folder, events=display)
+        fit.init_weights(None)
         with (
             display.training(job.steps, planned, REPORT_EVERY),
-            Watch(folder, display, tensorboard=False) as watch,
+            RunMonitor(folder, display, tensorboard=False) as watch,
         ):
-            fit.go(watch, lambda: False)
-        return float(read(folder / METRICS)[-1]["val_loss"])
+            fit.train(watch, lambda: False)
+        return float(read(folder / METRICS_FILE)[-1]["val_loss"])
 
 
-def theirs(job: Job) -> float:
+def theirs(job: TrainingJob) -> float:
     """Validation loss after the last step of the twin."""
     from benchmarks.torch_llama import Llama, Trained, optimizer
 
     s = job.settings
-    model = Llama(job.config, transformer.initial(job.config, s.seed + OTHER))
+    model = Llama(job.config, transformer.initial_weights(job.config, s.seed + OTHER))
     o = job.optimizer
     assert isinstance(o, AdamW)
     update = optimizer(model, o.lr, (o.beta1, o.beta2), o.weight_decay)
@@ -71,18 +71,20 @@ def theirs(job: Job) -> float:
         loss = trained.step(job.batches(step), job.schedule.rate(step))
         if step % REPORT_EVERY == 0 or step in (1, job.steps):
             seconds = (time.perf_counter() - start_time) / step
-            say(f"torch: step {step}/{job.steps}  loss {loss:.4f}  {seconds:.3f} s a step")
-    return trained.evaluate(list(job.validation()))
+            print_progress(
+                f"torch: step {step}/{job.steps}  loss {loss:.4f}  {seconds:.3f} s a step"
+            )
+    return trained.evaluate(list(job.validation_batches()))
 
 
 SIDES = {"packtrain": ours, "torch": theirs}
 
 
 def loss_of(side: str, settings: TrainSettings) -> float:
-    return SIDES[side](build_job(settings, say))
+    return SIDES[side](build_job(settings, print_progress))
 
 
-def apart(work: Callable[..., float], *args: object) -> float:
+def run_in_process(work: Callable[..., float], *args: object) -> float:
     """The result of work in a process of its own, so that no side meets the other's threads."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -123,7 +125,7 @@ def main() -> None:
             save_every=0,
         )
         for side in sides:
-            losses[side].append(apart(loss_of, side, settings))
+            losses[side].append(run_in_process(loss_of, side, settings))
         row = "".join(f"{side_losses[-1]:>11.4f}" for side_losses in losses.values())
         print(f"{seed:>11}{row}", flush=True)
     print(

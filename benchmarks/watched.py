@@ -14,7 +14,7 @@ from packtrain.common.memory import private_nbytes_of
 SAMPLE_SECONDS = 0.005
 
 
-class Watched(NamedTuple):
+class WatchedRun(NamedTuple):
     """A command that has ended: `out` and `said` are its standard output and error, `peak` is in bytes."""
 
     code: int
@@ -24,7 +24,7 @@ class Watched(NamedTuple):
     seconds: float
 
 
-def watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:
+def run_watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}) -> WatchedRun:
     """Run a command with `typed` on its standard input, and with these variables in its environment."""
     with ExitStack() as stack:
         stdin_file, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
@@ -48,9 +48,13 @@ def watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}
         for file in outputs:
             file.seek(0)
         stdout_text, said = (file.read() for file in outputs)
-    return Watched(process.returncode, stdout_text, said, peak, seconds)
+    return WatchedRun(process.returncode, stdout_text, said, peak, seconds)
 
 
-def packtrain(*arguments: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:
+def run_packtrain(
+    *arguments: object, typed: str = "", variables: Mapping[str, str] = {}
+) -> WatchedRun:
     """One of packtrain's commands, watched."""
-    return watched(sys.executable, "-m", "packtrain", *arguments, typed=typed, variables=variables)
+    return run_watched(
+        sys.executable, "-m", "packtrain", *arguments, typed=typed, variables=variables
+    )

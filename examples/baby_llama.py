@@ -11,15 +11,15 @@ import numpy as np
 
 import packtrain as pt
 from packtrain.models import transformer
-from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import Cells
+from packtrain.models.kv_cell_table import CellTable
 from packtrain.models.lora import A, Lora
 
-LEVELS, PERIOD, TIME, ROWS, GIVEN = 16, 19.0, 64, 16, 8
-WHOLE = Config(LEVELS, TIME, 32, 2, 64, 4, 2)
+LEVELS, PERIOD, TIME, ROWS, PROMPT_LENGTH = 16, 19.0, 64, 16, 8
+FULL_CONFIG = Config(LEVELS, TIME, 32, 2, 64, 4, 2)
 LOW = replace(
-    WHOLE, lora=Lora((("blk.*", 4),))
+    FULL_CONFIG, lora=Lora((("blk.*", 4),))
 )  # every matrix of a block as the product of two of rank 4
 
 
@@ -33,7 +33,9 @@ def windows() -> dict[str, np.ndarray]:
     """All inputs of `transformer.loss`: the batch of every step."""
     tokens = wave(np.arange(ROWS) * PERIOD / ROWS, TIME + 1)
     weights = np.zeros((ROWS, TIME), np.float32)
-    weights[:, GIVEN:] = 1 / (ROWS * (TIME - GIVEN))  # before that, several waves look alike
+    weights[:, PROMPT_LENGTH:] = 1 / (
+        ROWS * (TIME - PROMPT_LENGTH)
+    )  # before that, several waves look alike
     return {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
@@ -66,12 +68,12 @@ def learn(
 
 def go_on(config: Config, trainer: pt.Trainer, prompt_ids: np.ndarray, count: int) -> np.ndarray:
     """The wave, and `count` likeliest tokens after it, each fed back through the cache."""
-    weights, cells = transformer.weights(config), Cells(config.context_length)
-    logits, handles = generation(config, weights, 1, Cache(config.context_length))
+    weights, cells = transformer.weights(config), CellTable(config.context_length)
+    logits, handles = generation(config, weights, 1, CacheLayout(config.context_length))
     decode = trainer.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
     tokens, zeros = [*prompt_ids], np.zeros(1, np.int32)
     for at in range(len(prompt_ids) + count - 1):
-        fed = cells.feed(np.array([tokens[at]], np.int32), zeros, zeros)
+        fed = cells.feed_inputs(np.array([tokens[at]], np.int32), zeros, zeros)
         choice = int(decode(fed)["logits"].argmax())
         if at + 1 == len(tokens):
             tokens.append(choice)
@@ -100,11 +102,11 @@ def show(config: Config, trainer: pt.Trainer) -> None:
 def main() -> None:
     print("the whole model")
     by_adamw = [
-        learn(WHOLE, pt.AdamW(lr=lr, weight_decay=0.0), 100)[1] for lr in (3e-3, 1e-2, 3e-2)
+        learn(FULL_CONFIG, pt.AdamW(lr=lr, weight_decay=0.0), 100)[1] for lr in (3e-3, 1e-2, 3e-2)
     ]
-    trainer, lbfgs_loss = learn(WHOLE, pt.LBFGS(), 80)
+    trainer, lbfgs_loss = learn(FULL_CONFIG, pt.LBFGS(), 80)
     assert lbfgs_loss < min(by_adamw)
-    show(WHOLE, trainer)
+    show(FULL_CONFIG, trainer)
     print("the model of low rank")
     trainer, _ = learn(LOW, pt.LBFGS(wolfe=0.5), 300)
     show(LOW, trainer)

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.models import transformer
-from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import Cells
+from packtrain.models.kv_cell_table import CellTable
 
 ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 
@@ -19,15 +19,15 @@ def main() -> None:
     config = Config(256, TIME, 64, 2, 128, 4, 2)
     weights = transformer.weights(config)
     model_loss, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
-    step_graph = training(
+    step_graph = training_graph(
         {"loss": model_loss.loss}, list(weights.values()), optimizer, max_norm=1.0
     )
-    logits, handles = generation(config, weights, 1, Cache(CELLS))
+    logits, handles = generation(config, weights, 1, CacheLayout(CELLS))
 
     session = pt.Session()
     train = session.executor(pt.place(step_graph))
     decode = session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
-    session.set(transformer.initial(config))
+    session.set(transformer.initial_weights(config))
     print(train.plan.arena())
 
     rng = np.random.default_rng(0)
@@ -45,11 +45,11 @@ def main() -> None:
         if t == 1 or t % 20 == 0:
             print(f"step {t:4}  loss {outputs['loss']:.3f}")
 
-    cells, generated = Cells(CELLS), list(b"import ")
+    cells, generated = CellTable(CELLS), list(b"import ")
     zeros = np.zeros(1, np.int32)
     for i in range(60):
         token = np.array([generated[i]], np.int32)
-        choice = int(decode(cells.feed(token, zeros, zeros))["logits"].argmax())
+        choice = int(decode(cells.feed_inputs(token, zeros, zeros))["logits"].argmax())
         if i + 1 == len(generated):
             generated.append(choice)
     print(repr(bytes(generated).decode(errors="replace")))

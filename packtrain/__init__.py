@@ -78,7 +78,7 @@ if typing.TYPE_CHECKING:
         "train", "u8", "verify", "weight",
     ]  # fmt: skip
 
-_LATE = {
+_LAZY_EXPORTS = {
     "api": (
         "chat", "choose", "compare", "embed", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start",
         "train",
@@ -100,33 +100,36 @@ _LATE = {
         "GraphError", "Op", "Spec", "Tensor", "constant", "input", "named", "op", "state", "weight",
     ),
 }  # fmt: skip
-_THERE = ("DoesNotFit", "InputError", "__version__", "backends", "debug", "dtypes", "ops")
-_FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engine.ops"}
+_EAGER_EXPORTS = ("DoesNotFit", "InputError", "__version__", "backends", "debug", "dtypes", "ops")
+_LAZY_FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engine.ops"}
 
 
-def _names() -> list[str]:
+def _public_names() -> list[str]:
     """All that is public, in ruff's order, and then the ops."""
-    names = [*_THERE, *(name for lazy_names in _LATE.values() for name in lazy_names)]
+    names = [
+        *_EAGER_EXPORTS,
+        *(name for lazy_names in _LAZY_EXPORTS.values() for name in lazy_names),
+    ]
     names.sort(key=lambda name: (not name.isupper(), name))
     return [*names, *importlib.import_module("packtrain.engine.ops").__all__]
 
 
 def __dir__() -> list[str]:
-    return _names()
+    return _public_names()
 
 
 def __getattr__(name: str) -> typing.Any:
     """What is loaded on first use."""
     if name == "__all__":
-        return _names()
-    home = next((module for module, names in _LATE.items() if name in names), None)
+        return _public_names()
+    home = next((module for module, names in _LAZY_EXPORTS.items() if name in names), None)
     if home is None and not name.startswith("_"):
-        folder = _FOLDERS.get(name, f"packtrain.{name}")
-        if importlib.util.find_spec(folder):
-            return importlib.import_module(folder)
+        module_path = _LAZY_FOLDERS.get(name, f"packtrain.{name}")
+        if importlib.util.find_spec(module_path):
+            return importlib.import_module(module_path)
         home = "engine.ops"
-    value = getattr(importlib.import_module(f"packtrain.{home}"), name, None) if home else None
-    if value is None:
+    attribute = getattr(importlib.import_module(f"packtrain.{home}"), name, None) if home else None
+    if attribute is None:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    globals()[name] = attribute
+    return attribute

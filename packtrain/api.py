@@ -15,11 +15,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from packtrain.common.errors import InputError, in_keywords, keyworded
-from packtrain.common.events import Callbacks
-from packtrain.common.options import from_values, options
+from packtrain.common.errors import InputError, name_keywords, with_keywords
+from packtrain.common.events import TaskCallbacks
+from packtrain.common.options import from_values, option_fields
 from packtrain.training.finetune_settings import TuneSettings
-from packtrain.training.monitoring.notebook import Library, data_path
+from packtrain.training.monitoring.notebook import LibraryCallbacks, records_path
 from packtrain.training.train_settings import RunSettings, TrainSettings
 from packtrain.workflows import adapter_merge as merging
 from packtrain.workflows import chat_session as chatting
@@ -31,15 +31,15 @@ from packtrain.workflows import text_embeddings as embedding
 from packtrain.workflows import text_generation as generating
 from packtrain.workflows import training_run as training
 from packtrain.workflows import type_choice as choosing
-from packtrain.workflows.generation_settings import Generated
-from packtrain.workflows.planned_run import Prepare, Ready
-from packtrain.workflows.training_result import Trained
+from packtrain.workflows.generation_settings import GeneratedText
+from packtrain.workflows.planned_run import PlannedRun, PrepareRun
+from packtrain.workflows.training_result import TrainingResult
 
 S = TypeVar("S")
 R = TypeVar("R")
 P = ParamSpec("P")
 File = Any  # a path, or its text
-CALLBACKS = {field.name for field in fields(Callbacks) if field.init}
+CALLBACK_NAMES = {field.name for field in fields(TaskCallbacks) if field.init}
 
 
 def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -47,11 +47,11 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     callbacks, and its errors name keywords."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        call = in_keywords(function)
+        call = name_keywords(function)
         if cls is None:
             return call
         call.__signature__ = _signature(cls, function)  # type: ignore[attr-defined]
-        call.__doc__ = f"{inspect.getdoc(function)}\n\n{described(cls)}"
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{settings_doc(cls)}"
         return call
 
     return decorate
@@ -60,60 +60,60 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
     """Its parameters, then settings and callbacks as keywords, with types and defaults."""
     signature = inspect.signature(function)
-    first = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    listed = {p.name for p in first}
-    extra = [
+    task_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameter_names = {p.name for p in task_parameters}
+    setting_parameters = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for part in (cls, Callbacks)
-        for p in inspect.signature(part).parameters.values()
-        if p.name not in listed
+        for settings_class in (cls, TaskCallbacks)
+        for p in inspect.signature(settings_class).parameters.values()
+        if p.name not in parameter_names
     ]
-    return signature.replace(parameters=[*first, *extra])
+    return signature.replace(parameters=[*task_parameters, *setting_parameters])
 
 
-def described(cls: type) -> str:
+def settings_doc(cls: type) -> str:
     """The settings of a class for a docstring: by group, with type, default and help."""
     groups: dict[str, list[str]] = {}
-    for setting in options(cls):
-        about, default = setting.metadata, setting.default
-        value = "" if about.get("positional") or default is MISSING else f" = {default!r}"
+    for setting in option_fields(cls):
+        metadata, default = setting.metadata, setting.default
+        value = "" if metadata.get("positional") or default is MISSING else f" = {default!r}"
         kind = inspect.formatannotation(setting.type)
-        lines = textwrap.wrap(keyworded(about["help"]), 100)
+        lines = textwrap.wrap(with_keywords(metadata["help"]), 100)
         text = "\n".join([f"    {setting.name}: {kind}{value}", *(f"        {x}" for x in lines)])
-        groups.setdefault(about.get("group") or "settings", []).append(text)
+        groups.setdefault(metadata.get("group") or "settings", []).append(text)
     return "\n\n".join("\n".join([f"{name}:", *texts]) for name, texts in groups.items())
 
 
-def settings_of(cls: type[S], options: dict[str, Any]) -> tuple[S, Callbacks]:
+def split_settings(cls: type[S], options: dict[str, Any]) -> tuple[S, TaskCallbacks]:
     """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
-    called = {name: options[name] for name in options.keys() & CALLBACKS}
-    for name, function in called.items():
+    callbacks = {name: options[name] for name in options.keys() & CALLBACK_NAMES}
+    for name, function in callbacks.items():
         if name == "cancel" and not hasattr(function, "is_set"):
             raise InputError(f"cancel is {function!r}; it must be a threading.Event")
         if name != "cancel" and function is not None and not callable(function):
             raise InputError(f"{name} is {function!r}; it must be a function")
-    rest = {name: value for name, value in options.items() if name not in CALLBACKS}
-    if type(rest.get("memory")) is int:
-        rest["memory"] = f"{rest['memory']}B"
-    for name in rest.keys() & {"data", "calibrate"}:
-        rest[name] = data_path(rest[name], name)
-    return from_values(cls, rest, None), Library(**called)
+    setting_values = {name: value for name, value in options.items() if name not in CALLBACK_NAMES}
+    if type(setting_values.get("memory")) is int:
+        setting_values["memory"] = f"{setting_values['memory']}B"
+    for name in setting_values.keys() & {"data", "calibrate"}:
+        setting_values[name] = records_path(setting_values[name], name)
+    return from_values(cls, setting_values, None), LibraryCallbacks(**callbacks)
 
 
 @command(TrainSettings)
-def train(data: File, **settings: Any) -> Trained:
+def train(data: File, **settings: Any) -> TrainingResult:
     """Train a new model on text, as `packtrain train`.
 
         pt.train("notes.txt", preset="1m", iters=500, output="notes.gguf")
 
     Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
     """
-    return training.train(*settings_of(TrainSettings, settings | {"data": data}))
+    return training.train(*split_settings(TrainSettings, settings | {"data": data}))
 
 
 @command(TuneSettings)
-def finetune(model: File, data: File, **settings: Any) -> Trained:
+def finetune(model: File, data: File, **settings: Any) -> TrainingResult:
     """Tune the model of a GGUF file on conversations or text, as `packtrain finetune`.
 
         pt.finetune("base.gguf", "chats.csv", memory="1GiB", output="tuned.gguf")
@@ -121,11 +121,11 @@ def finetune(model: File, data: File, **settings: Any) -> Trained:
     Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError.
     """
     options = settings | {"model": model, "data": data}
-    return tuning.finetune(*settings_of(TuneSettings, options))
+    return tuning.finetune(*split_settings(TuneSettings, options))
 
 
 @command(None)
-def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
+def plan(task: Callable[..., TrainingResult], *args: Any, **settings: Any) -> PlannedRun:
     """Memory, time and choices of `train` or `finetune`, without running it.
 
         pt.plan(pt.finetune, "base.gguf", "chats.csv", memory="1GiB")
@@ -133,16 +133,16 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
     `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
     Raises InputError.
     """
-    if task not in PREPARES:
+    if task not in PREPARE_FUNCTIONS:
         raise InputError("plan takes pt.train or pt.finetune, and then what these take")
-    cls, prepare = PREPARES[task]
-    names = dict(zip(inspect.signature(task).parameters, given, strict=False))
-    parsed: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)
-    return prepare(parsed[0], parsed[1].message)
+    cls, prepare = PREPARE_FUNCTIONS[task]
+    names = dict(zip(inspect.signature(task).parameters, args, strict=False))
+    parsed_settings: tuple[RunSettings, TaskCallbacks] = split_settings(cls, settings | names)
+    return prepare(parsed_settings[0], parsed_settings[1].message)
 
 
-@command(evaluating.Evaluate)
-def evaluate(model: File, data: File, **settings: Any) -> evaluating.Measured:
+@command(evaluating.EvaluateSettings)
+def evaluate(model: File, data: File, **settings: Any) -> evaluating.EvalResult:
     """Losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
 
         pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()
@@ -150,11 +150,11 @@ def evaluate(model: File, data: File, **settings: Any) -> evaluating.Measured:
     Raises InputError; Interrupted if it is stopped.
     """
     options = settings | {"model": model, "data": data}
-    return evaluating.evaluate(*settings_of(evaluating.Evaluate, options))
+    return evaluating.evaluate(*split_settings(evaluating.EvaluateSettings, options))
 
 
-@command(comparing.Compare)
-def compare(model: File, data: File, **settings: Any) -> comparing.Compared:
+@command(comparing.CompareSettings)
+def compare(model: File, data: File, **settings: Any) -> comparing.ComparisonResult:
     """Models (a list, the base first) side by side on conversations, as `packtrain compare`.
 
         pt.compare(["base.gguf", "tuned.gguf"], "test.csv")
@@ -162,11 +162,13 @@ def compare(model: File, data: File, **settings: Any) -> comparing.Compared:
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
     options = settings | {"model": model, "data": data}
-    return comparing.compare(*settings_of(comparing.Compare, options))
+    return comparing.compare(*split_settings(comparing.CompareSettings, options))
 
 
-@command(choosing.Choose)
-def choose(model: File, tuned: File, output: File, data: File, **settings: Any) -> choosing.Chosen:
+@command(choosing.ChooseSettings)
+def choose(
+    model: File, tuned: File, output: File, data: File, **settings: Any
+) -> choosing.TypeChoiceResult:
     """Write a tuned model as the smallest file that keeps what tuning gained, as `packtrain choose`.
 
         pt.choose("base.gguf", "tuned.run/adapter.gguf", "small.gguf", "test.csv")
@@ -174,11 +176,11 @@ def choose(model: File, tuned: File, output: File, data: File, **settings: Any) 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
     options = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
-    return choosing.choose(*settings_of(choosing.Choose, options))
+    return choosing.choose(*split_settings(choosing.ChooseSettings, options))
 
 
-@command(generating.Generate)
-def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
+@command(generating.GenerateSettings)
+def generate(model: File, prompt: str = "", **settings: Any) -> GeneratedText:
     """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
 
         pt.generate("notes.gguf", "Dear diary", n_predict=50).text
@@ -186,16 +188,16 @@ def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     Raises InputError, DoesNotFit.
     """
     options = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
-    return generating.generate(*settings_of(generating.Generate, options))
+    return generating.generate(*split_settings(generating.GenerateSettings, options))
 
 
-@command(chatting.Chat)
-def chat(model: File, **settings: Any) -> chatting.Talk:
+@command(chatting.ChatSettings)
+def chat(model: File, **settings: Any) -> chatting.ChatSession:
     """A conversation with a model: `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
-    return chatting.Talk(*settings_of(chatting.Chat, settings | {"model": model}))
+    return chatting.ChatSession(*split_settings(chatting.ChatSettings, settings | {"model": model}))
 
 
-@command(embedding.Embed)
+@command(embedding.EmbedSettings)
 def embed(
     model: File, texts: Sequence[str], *, normalize: bool = True, **settings: Any
 ) -> np.ndarray:
@@ -203,54 +205,54 @@ def embed(
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
-    every = texts if isinstance(texts, list | tuple) else [texts]
-    wrong = [text for text in every if not isinstance(text, str)]
-    if wrong:
-        raise InputError(f"texts has {wrong[0]!r}; each must be a text")
+    text_list = texts if isinstance(texts, list | tuple) else [texts]
+    bad_texts = [text for text in text_list if not isinstance(text, str)]
+    if bad_texts:
+        raise InputError(f"texts has {bad_texts[0]!r}; each must be a text")
     if "prompt" in settings:
         raise InputError("prompt: leave it out; texts are what is embedded")
     if not isinstance(normalize, bool):
         raise InputError(f"normalize is {normalize!r}; it must be True or False")
     defaults = {} if normalize else {"embd_normalize": -1}
     options = defaults | settings | {"model": model, "prompt": texts}
-    return embedding.embed(*settings_of(embedding.Embed, options)).vectors
+    return embedding.embed(*split_settings(embedding.EmbedSettings, options)).vectors
 
 
-@command(quantizing.Quantize)
-def quantize(model: File, output: File, type: str, **settings: Any) -> quantizing.Written:
+@command(quantizing.QuantizeSettings)
+def quantize(model: File, output: File, type: str, **settings: Any) -> quantizing.WrittenModel:
     """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError.
 
     pt.quantize("notes.gguf", "notes-q4.gguf", "Q4_K_M")
     """
     options = settings | {"model": model, "output": output, "type": type}
-    return quantizing.quantize(*settings_of(quantizing.Quantize, options))
+    return quantizing.quantize(*split_settings(quantizing.QuantizeSettings, options))
 
 
-@command(merging.Merge)
-def merge(model: File, adapters: File, output: File, **settings: Any) -> quantizing.Written:
+@command(merging.MergeSettings)
+def merge(model: File, adapters: File, output: File, **settings: Any) -> quantizing.WrittenModel:
     """Merge adapters (one, or a list) into a model, as `packtrain merge`. Raises InputError, DoesNotFit.
 
     pt.merge("base.gguf", "tuned.run/adapter.gguf", "tuned.gguf", calibrate="chats.csv")
     """
     options = settings | {"model": model, "adapters": adapters, "output": output}
-    return merging.merge(*settings_of(merging.Merge, options))
+    return merging.merge(*split_settings(merging.MergeSettings, options))
 
 
 class Run(Generic[R]):
     """A task running in its own thread."""
 
     def __init__(
-        self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]
+        self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._stop = named.setdefault("cancel", threading.Event())
+        self._stop_event = kwargs.setdefault("cancel", threading.Event())
         self._result: list[R] = []
         self._error: list[BaseException] = []
-        self._thread = threading.Thread(target=self._work, args=(task, given, named), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(task, args, kwargs), daemon=True)
         self._thread.start()
 
-    def _work(self, task: Callable[..., R], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _work(self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._result.append(task(*args, **named))
+            self._result.append(task(*args, **kwargs))
         except BaseException as error:  # `result` raises it
             self._error.append(error)
 
@@ -259,7 +261,7 @@ class Run(Generic[R]):
 
     def stop(self) -> None:
         """Ask the task to save and stop; `result` then reports that it was stopped."""
-        self._stop.set()
+        self._stop_event.set()
 
     @property
     def done(self) -> bool:
@@ -280,7 +282,7 @@ def start(task: Callable[..., R], *args: Any, **settings: Any) -> Run[R]:
     return Run(task, args, settings)
 
 
-PREPARES: dict[Any, tuple[type[RunSettings], Prepare]] = {
+PREPARE_FUNCTIONS: dict[Any, tuple[type[RunSettings], PrepareRun]] = {
     train: (TrainSettings, training.prepare),
     finetune: (TuneSettings, tuning.prepare),
 }

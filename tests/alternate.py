@@ -16,7 +16,7 @@ from packtrain import Executor, Session, kernels
 from packtrain.engine import backends
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from tests.models import batch, bind, evaluation, steps, values
+from tests.models import bind_graph, eval_graph, seeded_batch, seeded_weights, step_graph
 
 CONFIG = Config(300, 64, 64, 2, 160, 4, 2)
 # with 4 x 128 tokens every kind of kernel runs in parallel
@@ -34,22 +34,22 @@ class Alternating:
     @classmethod
     def bind(cls, session: Session, names: Iterable[str] = SHAPES) -> "Alternating":
         graphs = {
-            name: evaluation(CONFIG, *SHAPES[name])
+            name: eval_graph(CONFIG, *SHAPES[name])
             if name == "eval"
-            else steps(CONFIG, *SHAPES[name], OPTIMIZER, keep="blocks", max_norm=1.0)
+            else step_graph(CONFIG, *SHAPES[name], OPTIMIZER, keep="blocks", max_norm=1.0)
             for name in names
         }
-        return cls({name: bind(graph, session=session) for name, graph in graphs.items()})
+        return cls({name: bind_graph(graph, session=session) for name, graph in graphs.items()})
 
     def turn(self, name: str, t: int, seed: int) -> float:
         settings = {} if name == "eval" else OPTIMIZER.inputs(t)
-        return float(self.runs[name](batch(CONFIG, *SHAPES[name], seed) | settings)["loss"])
+        return float(self.runs[name](seeded_batch(CONFIG, *SHAPES[name], seed) | settings)["loss"])
 
 
 def rounds(count: int) -> None:
     session = Session()
     model = Alternating.bind(session)
-    session.set(values(CONFIG))
+    session.set(seeded_weights(CONFIG))
     for n in range(count):
         for name in model.runs:
             model.turn(name, n + 1, n)
@@ -64,10 +64,10 @@ def digest(threads: int) -> str:
     seen = hashlib.sha256()
     for keep in (None, "blocks"):
         session = Session()
-        graph = steps(WIDE, 4, 128, OPTIMIZER, keep=keep, max_norm=1.0, chunk=256)
-        run = bind(graph, values(WIDE), session, backends.cpu)
+        graph = step_graph(WIDE, 4, 128, OPTIMIZER, keep=keep, max_norm=1.0, chunk=256)
+        run = bind_graph(graph, seeded_weights(WIDE), session, backends.cpu)
         for t in (1, 2):
-            out = run(batch(WIDE, 4, 128, t) | OPTIMIZER.inputs(t))
+            out = run(seeded_batch(WIDE, 4, 128, t) | OPTIMIZER.inputs(t))
             seen.update(b"".join(np.asarray(value).tobytes() for value in out.values()))
         leaves = [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
         seen.update(b"".join(session.get(name).tobytes() for name in leaves))
@@ -75,9 +75,9 @@ def digest(threads: int) -> str:
 
 
 if __name__ == "__main__":
-    what, number = sys.argv[1], int(sys.argv[2])
-    if what == "rounds":
-        rounds(number)
+    mode, count_limit = sys.argv[1], int(sys.argv[2])
+    if mode == "rounds":
+        rounds(count_limit)
     else:
-        for count in range(1, number + 1):
+        for count in range(1, count_limit + 1):
             print(digest(count), flush=True)

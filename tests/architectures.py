@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 from packtrain.models import transformer
 from packtrain.models.arch.gpt_oss import ALL_BIASES
 from packtrain.models.arch.size_fields import Scan
@@ -261,13 +261,13 @@ CONFIGS: Mapping[str, Config] = {
 }  # fmt: skip
 
 
-def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
+def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, MetadataValue]:
     """A small vocabulary of bytes, letters and a few words, later ones merged later."""
     return {
-        "tokenizer.ggml.model": Value("string", "llama"),
-        "tokenizer.ggml.tokens": Value("string", [text.encode() for text in tokens]),
-        "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(len(tokens))]),
-        "tokenizer.ggml.token_type": Value("i32", list(tokens.values())),
+        "tokenizer.ggml.model": MetadataValue("string", "llama"),
+        "tokenizer.ggml.tokens": MetadataValue("string", [text.encode() for text in tokens]),
+        "tokenizer.ggml.scores": MetadataValue("f32", [-float(i) for i in range(len(tokens))]),
+        "tokenizer.ggml.token_type": MetadataValue("i32", list(tokens.values())),
     }
 
 

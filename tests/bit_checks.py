@@ -11,20 +11,20 @@ from packtrain import kernels
 from packtrain.devtools.check.gradients import dense, gradients
 from packtrain.devtools.check.op_samples import (
     Values,
-    constants,
-    free,
-    given_leaves,
+    constant_values,
+    free_constant,
     graph_of,
-    rewritten,
-    samples,
-    values,
+    input_leaves,
+    random_values,
+    rewrite_call,
+    samples_of_op,
 )
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.running import run_graph
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Backend
-from packtrain.engine.backends.torch_backend import seen
+from packtrain.engine.backends.torch_backend import as_tensor
 from packtrain.engine.tensor import OPS, Call, Tensor
-from tests.checks import NO_GRADIENT, all_close, close, same_bits
+from tests.checks import NO_GRADIENT, assert_all_close, assert_close, assert_same_bits
 
 OWN_ORDER = {
     "matmul",
@@ -36,19 +36,19 @@ OWN_ORDER = {
 
 def check_optional(name: str, among: Sequence[Backend] = (backends.cpu, backends.numpy)) -> None:
     """Leaving out results that nobody reads changes no bit of the others."""
-    for k, call in enumerate(samples(name)):
+    for k, call in enumerate(samples_of_op(name)):
         graph = graph_of(call.results)
-        inputs = values(graph)
+        inputs = random_values(graph)
         for backend in among:
-            full_results = run(graph, inputs, (backend,))
+            full_results = run_graph(graph, inputs, (backend,))
             for result_indices in _subsets(call):
                 part = pt.Graph(
                     {n: t for n, t in graph.outputs.items() if t.index in result_indices}
                 )
-                given_part = {leaf.label: inputs[leaf.label] for leaf in given_leaves(part)}
-                got = run(part, given_part, (backend,))
+                given_part = {leaf.label: inputs[leaf.label] for leaf in input_leaves(part)}
+                got = run_graph(part, given_part, (backend,))
                 expected = {n: full_results[n] for n in part.outputs}
-                same_bits(
+                assert_same_bits(
                     got, expected, f"{name} sample {k} results {result_indices} on {backend.name}"
                 )
 
@@ -67,21 +67,25 @@ def _subsets(call: Call) -> Iterator[tuple[int, ...]]:
 def arrays(call: Call, seed: int = 0) -> list[np.ndarray | None]:
     """Dense f32 arrays for the call's inputs."""
     graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-    outputs = pt.interpret(graph, values(graph, seed), np.float32)
+    outputs = pt.interpret(graph, random_values(graph, seed), np.float32)
     return [None if t is None else outputs[str(i)] for i, t in enumerate(call.inputs)]
 
 
-def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, int]) -> Values:
-    """Results of one kernel; `taken` says which result is written over which input."""
+def run_kernel(
+    call: Call, backend: str, inputs: list[Any], overwrites: Mapping[int, int]
+) -> Values:
+    """Results of one kernel; `overwrites` says which result is written over which input."""
     inputs = [x if x is None else x.copy() for x in inputs]
     fresh = [np.full(t.shape, np.nan, np.float32) for t in call.results]
-    results = tuple(inputs[taken[i]] if i in taken else array for i, array in enumerate(fresh))
+    results = tuple(
+        inputs[overwrites[i]] if i in overwrites else array for i, array in enumerate(fresh)
+    )
     rule = call.op.workspaces.get(backend)
     specs = rule(*call.inputs, **call.attrs) if rule else ()
     work = {"work": tuple(np.full(s.shape, np.nan, np.float32) for s in specs)} if rule else {}
     with np.errstate(all="ignore"):
-        out = results if call.several else results[0]
-        arguments = [seen(x) for x in (out, *inputs)] if backend == "torch" else (out, *inputs)
+        out = results if call.returns_tuple else results[0]
+        arguments = [as_tensor(x) for x in (out, *inputs)] if backend == "torch" else (out, *inputs)
         call.op.kernels[backend].run(*arguments, **call.attrs, **work)
     return {str(i): array for i, array in enumerate(results)}
 
@@ -89,15 +93,15 @@ def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, 
 def check_inplace(name: str, among: Sequence[str] = ("cpu", "numpy")) -> None:
     """Every permitted way of writing over inputs gives the same bits as writing elsewhere, with these kernels."""
     unused = {(i, k) for i, inputs in OPS[name].inplace.items() for k in inputs}
-    for n, call in enumerate(samples(name)):
+    for n, call in enumerate(samples_of_op(name)):
         inputs = arrays(call)
-        overwrite_maps = [overwrite_map for overwrite_map in _ways(call) if overwrite_map]
+        overwrite_maps = [overwrite_map for overwrite_map in _overwrite_maps(call) if overwrite_map]
         unused -= {pair for overwrite_map in overwrite_maps for pair in overwrite_map.items()}
         for backend in among if overwrite_maps else ():
             expected = run_kernel(call, backend, inputs, {})
             for overwrite_map in overwrite_maps:
                 got = run_kernel(call, backend, inputs, overwrite_map)
-                same_bits(
+                assert_same_bits(
                     got,
                     expected,
                     f"{name} sample {n} on {backend}, results over inputs {overwrite_map}",
@@ -105,7 +109,7 @@ def check_inplace(name: str, among: Sequence[str] = ("cpu", "numpy")) -> None:
     assert not unused, f"{name}: no sample can be done in place as (result, input) {sorted(unused)}"
 
 
-def _ways(call: Call) -> Iterator[dict[int, int]]:
+def _overwrite_maps(call: Call) -> Iterator[dict[int, int]]:
     """Maps result -> input that the op permits and whose specs agree."""
     indices = sorted(call.op.inplace)
     choices = [(None, *call.op.inplace[i]) for i in indices]
@@ -157,11 +161,11 @@ def check_strided(name: str, on: Backend = backends.cpu) -> set[str]:
     Returns what the op refused.
     """
     refused = set()
-    for k, original in enumerate(samples(name)):
-        call = rewritten(original, free)
-        inputs = values(graph_of(call.results)) | constants(original)
+    for k, original in enumerate(samples_of_op(name)):
+        call = rewrite_call(original, free_constant)
+        inputs = random_values(graph_of(call.results)) | constant_values(original)
         written = {call.inputs[i] for i in call.op.writes}
-        for leaf in given_leaves(graph_of(call.results)):
+        for leaf in input_leaves(graph_of(call.results)):
             if leaf.dtype != pt.f32 or leaf in written:
                 continue
             for view in (permuted, narrowed, repeated):
@@ -170,39 +174,50 @@ def check_strided(name: str, on: Backend = backends.cpu) -> set[str]:
 
 
 def _strided(
-    what: str, call: Call, leaf: Tensor, given: dict[str, np.ndarray], view: View, on: Backend
+    label: str,
+    call: Call,
+    leaf: Tensor,
+    leaf_values: dict[str, np.ndarray],
+    view: View,
+    on: Backend,
 ) -> set[str]:
     if view is repeated and leaf.shape:
-        given[leaf.label] = np.broadcast_to(given[leaf.label][:1], leaf.shape)
-    viewed = view(leaf, given[leaf.label])
+        leaf_values[leaf.label] = np.broadcast_to(leaf_values[leaf.label][:1], leaf.shape)
+    viewed = view(leaf, leaf_values[leaf.label])
     if viewed is None:
         return set()
     try:
-        view_call = rewritten(call, lambda t: viewed[0] if t is leaf else t)
+        view_call = rewrite_call(call, lambda t: viewed[0] if t is leaf else t)
     except pt.GraphError as error:
         assert "use cont" in str(error), error
         return {f"{view.__name__} {leaf.name}"}
-    expected = run(graph_of(call.results), given, (on,))
-    got = run(graph_of(view_call.results), {**given, leaf.label: viewed[1]}, (on,))
-    what = f"{what} with {leaf.name} {view.__name__}"
+    expected = run_graph(graph_of(call.results), leaf_values, (on,))
+    got = run_graph(graph_of(view_call.results), {**leaf_values, leaf.label: viewed[1]}, (on,))
+    label = f"{label} with {leaf.name} {view.__name__}"
     if call.op.name in OWN_ORDER or on is not backends.cpu:
-        all_close(got, expected, what)
+        assert_all_close(got, expected, label)
     else:
-        same_bits(got, expected, what)
+        assert_same_bits(got, expected, label)
     if on is backends.cpu and call.op.name not in NO_GRADIENT and call.results[0].dtype == pt.f32:
-        _strided_gradient(what, call, leaf, given, view_call, *viewed)
+        _strided_gradient(label, call, leaf, leaf_values, view_call, *viewed)
     return set()
 
 
 def _strided_gradient(
-    what: str, call: Call, leaf: Tensor, given: Values, other: Call, t: Tensor, stored: np.ndarray
+    label: str,
+    call: Call,
+    leaf: Tensor,
+    leaf_values: Values,
+    other: Call,
+    t: Tensor,
+    stored: np.ndarray,
 ) -> None:
     """The gradient for a view is the gradient for the dense tensor it equals."""
     graph, _ = gradients(call.results[0], dense, [leaf])
     through, _ = gradients(other.results[0], dense, [t])
-    expected = pt.interpret(graph, given)[f"d/{leaf.label}"]
-    got = pt.interpret(through, {**given, leaf.label: stored})[f"d/{t.label}"]
-    close(got, expected, f"{what}, gradient")
+    expected = pt.interpret(graph, leaf_values)[f"d/{leaf.label}"]
+    got = pt.interpret(through, {**leaf_values, leaf.label: stored})[f"d/{t.label}"]
+    assert_close(got, expected, f"{label}, gradient")
 
 
 # ---- threads -------------------------------------------------------------------------------------------------
@@ -210,12 +225,12 @@ def _strided_gradient(
 
 def check_threads(name: str, counts: tuple[int, ...] = (1, 2, 4)) -> None:
     """Results are the same bits for any number of threads, also for more threads than rows."""
-    for k, call in enumerate(samples(name)):
+    for k, call in enumerate(samples_of_op(name)):
         graph = graph_of(call.results)
-        inputs = values(graph)
+        inputs = random_values(graph)
         outputs = []
         for count in counts:
             kernels.set_threads(count)
-            outputs.append(run(graph, inputs))
+            outputs.append(run_graph(graph, inputs))
         for count, got in zip(counts, outputs, strict=True):
-            same_bits(got, outputs[0], f"{name} sample {k} with {count} threads")
+            assert_same_bits(got, outputs[0], f"{name} sample {k} with {count} threads")

@@ -15,7 +15,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
-OWN = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
+BROWSERS_FOLDER = Path(
+    os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright"
+)
 
 
 def browser_path() -> str | None:
@@ -24,7 +26,10 @@ def browser_path() -> str | None:
         return None
     installed = [shutil.which(name) for name in NAMES]
     return next(
-        filter(None, [*installed, *map(str, OWN.glob("chromium-*/chrome-linux*/chrome"))]), None
+        filter(
+            None, [*installed, *map(str, BROWSERS_FOLDER.glob("chromium-*/chrome-linux*/chrome"))]
+        ),
+        None,
     )
 
 
@@ -42,7 +47,7 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
-class Served:
+class RestartableServer:
     """`packtrain serve` that can be killed and started again on the same port."""
 
     def __init__(self, log: Path, *args: str) -> None:
@@ -52,7 +57,7 @@ class Served:
         self.address = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "Served":
+    def __enter__(self) -> "RestartableServer":
         command = [
             sys.executable,
             "-m",

@@ -8,13 +8,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packtrain.devtools.check.check_cases import Found, checked_slopes, checked_values
-from packtrain.devtools.check.gradients import off_slope, slope
-from packtrain.devtools.check.op_samples import Values, values
-from packtrain.devtools.check.running import TOLERANCE, apart, execute, limit, run
+from packtrain.devtools.check.check_cases import CheckResult, check_slopes, check_values
+from packtrain.devtools.check.gradients import slope, slope_deviation
+from packtrain.devtools.check.op_samples import Values, random_values
+from packtrain.devtools.check.running import (
+    TOLERANCE,
+    error_limit,
+    execute,
+    max_difference,
+    run_graph,
+)
 from packtrain.engine import backends
 
-__all__ = ["Values", "execute", "run", "slope", "values"]
+__all__ = ["Values", "execute", "random_values", "run_graph", "slope"]
 
 NO_GRADIENT = {
     "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
@@ -27,54 +33,58 @@ NO_GRADIENT = {
 }  # fmt: skip
 
 
-def passed(found: Iterable[Found]) -> None:
+def assert_passed(check_results: Iterable[CheckResult]) -> None:
     """Raise at the first check that is beyond its tolerance, or if there is none."""
     count = 0
-    for check in found:
-        assert check.passed, check
+    for check in check_results:
+        assert check.has_passed, check
         count += 1
     assert count, "nothing was checked"
 
 
 def check_value(name: str) -> None:
     """cpu and numpy, through place, plan and run, give what the float64 specification gives."""
-    passed(checked_values(name, (backends.cpu, backends.numpy)))
+    assert_passed(check_values(name, (backends.cpu, backends.numpy)))
 
 
 def check_gradient(name: str) -> None:
     """The vjp against central differences of fourth order in a random direction, in float64."""
-    passed(checked_slopes(name))
+    assert_passed(check_slopes(name))
 
 
-def is_slope(measured: float, terms: Values, what: str) -> None:
+def assert_slope(measured: float, terms: Values, label: str) -> None:
     """Raise unless the sum of all terms is the slope, relative to the terms' root of the sum of squares."""
-    off = off_slope(measured, terms)
+    off = slope_deviation(measured, terms)
     allowed = TOLERANCE["finite difference"]
-    assert off <= allowed, f"{what}: gradient of {', '.join(terms)} is off by {off:.3g}"
+    assert off <= allowed, f"{label}: gradient of {', '.join(terms)} is off by {off:.3g}"
 
 
-def close(got: np.ndarray, want: np.ndarray, what: str, tolerance: float | None = None) -> None:
+def assert_close(
+    got: np.ndarray, expected: np.ndarray, label: str, tolerance: float | None = None
+) -> None:
     """Raise unless got is want, to the tolerance of got's dtype; infinities and NaNs in the same places."""
-    assert got.shape == want.shape, f"{what}: shape {got.shape} instead of {want.shape}"
-    off = apart(got, want)
-    allowed = limit(got) if tolerance is None else tolerance
-    assert off <= allowed, f"{what}: off by {off:.3g} of the largest value, allowed {allowed:g}"
+    assert got.shape == expected.shape, f"{label}: shape {got.shape} instead of {expected.shape}"
+    off = max_difference(got, expected)
+    allowed = error_limit(got) if tolerance is None else tolerance
+    assert off <= allowed, f"{label}: off by {off:.3g} of the largest value, allowed {allowed:g}"
 
 
-def all_close(got: Values, want: Values, what: str, tolerance: float | None = None) -> None:
-    assert got.keys() == want.keys(), f"{what}: {sorted(got)} instead of {sorted(want)}"
-    for name in want:
-        close(got[name], want[name], f"{what}: {name}", tolerance)
+def assert_all_close(
+    got: Values, expected: Values, label: str, tolerance: float | None = None
+) -> None:
+    assert got.keys() == expected.keys(), f"{label}: {sorted(got)} instead of {sorted(expected)}"
+    for name in expected:
+        assert_close(got[name], expected[name], f"{label}: {name}", tolerance)
 
 
-def same_bits(got: Values, want: Values, what: str) -> None:
+def assert_same_bits(got: Values, expected: Values, label: str) -> None:
     """Raise unless both hold the same names and bytes; NaNs are equal to each other."""
-    assert got.keys() == want.keys(), f"{what}: {sorted(got)} instead of {sorted(want)}"
-    for name, array in want.items():
+    assert got.keys() == expected.keys(), f"{label}: {sorted(got)} instead of {sorted(expected)}"
+    for name, array in expected.items():
         equal = np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f")
         if not equal:
             num_different = int((got[name] != array).sum())
             worst = float(np.abs(np.nan_to_num(got[name]) - np.nan_to_num(array)).max())
             raise AssertionError(
-                f"{what}: {num_different} elements of {name} differ, by up to {worst:.3g}"
+                f"{label}: {num_different} elements of {name} differ, by up to {worst:.3g}"
             )

@@ -19,9 +19,9 @@ pytest.importorskip("uvicorn")
 
 from packtrain.common.events import Events  # noqa: E402
 from packtrain.serving.http_app import app  # noqa: E402
-from packtrain.serving.http_listener import bound, listener  # noqa: E402
+from packtrain.serving.http_listener import bind_socket, make_listener  # noqa: E402
 from packtrain.serving.server_state import Server  # noqa: E402
-from packtrain.workflows.model_server import Serve, load  # noqa: E402
+from packtrain.workflows.model_server import ServeSettings, load_server  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
 ASK: list[Any] = [{"role": "user", "content": "the a"}]
@@ -35,20 +35,27 @@ class Api:
     address: str
     client: Any
 
-    def chat(self, messages: Any = ASK, **how: Any) -> Any:
+    def chat(self, messages: Any = ASK, **extra_options: Any) -> Any:
         """By default the eight likeliest tokens."""
-        options = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | how
+        options = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | extra_options
         return self.client.chat.completions.create(messages=messages, **options)
 
-    def write(self, **how: Any) -> Any:
+    def write(self, **extra_options: Any) -> Any:
         """A completion, by default the eight likeliest tokens."""
-        options = {"model": "m.gguf", "prompt": "the", "max_tokens": 8, "temperature": 0} | how
+        options = {
+            "model": "m.gguf",
+            "prompt": "the",
+            "max_tokens": 8,
+            "temperature": 0,
+        } | extra_options
         return self.client.completions.create(**options)
 
-    def idle(self, seconds: float = 20) -> bool:
+    def becomes_idle(self, seconds: float = 20) -> bool:
         """Whether all slots become free."""
         end = time.monotonic() + seconds
-        while any(slot.writing for slot in self.server.engine.slots) or self.server.engine.waiting:
+        while (
+            any(slot.answer for slot in self.server.engine.slots) or self.server.engine.num_waiting
+        ):
             if time.monotonic() > end:
                 return False
             time.sleep(0.005)
@@ -56,21 +63,26 @@ class Api:
 
 
 @contextmanager
-def opened(folder: Path, **how: Any) -> Iterator[Api]:
+def model_api(folder: Path, **extra_options: Any) -> Iterator[Api]:
     """A random model behind a listener without keys."""
     path = folder / "m.gguf"
     random_model(path, "llama")
-    options: Any = {"ctx": 2048, "chat_template": "chatml", "seed": 1, "embeddings": True} | how
-    server = load(Serve(path, **options), Events())
-    with listening(server) as address, connected(address) as client:
+    options: Any = {
+        "ctx": 2048,
+        "chat_template": "chatml",
+        "seed": 1,
+        "embeddings": True,
+    } | extra_options
+    server = load_server(ServeSettings(path, **options), Events())
+    with listening_server(server) as address, openai_client(address) as client:
         yield Api(server, address, client)
 
 
 @contextmanager
-def listening(server: Server, *keys: str) -> Iterator[str]:
+def listening_server(server: Server, *keys: str) -> Iterator[str]:
     """The address of a listener in a thread of its own; at the end the engine ends, too."""
-    sock = bound("127.0.0.1", 0)
-    running = listener(app(server, keys), server.engine, lambda words: None)
+    sock = bind_socket("127.0.0.1", 0)
+    running = make_listener(app(server, keys), server.engine, lambda words: None)
     thread = threading.Thread(target=running.run, args=([sock],))
     thread.start()
     try:
@@ -80,6 +92,6 @@ def listening(server: Server, *keys: str) -> Iterator[str]:
         thread.join()
 
 
-def connected(address: str, **how: Any) -> Any:
-    options = {"api_key": "any", "max_retries": 0, "timeout": 60} | how
+def openai_client(address: str, **extra_options: Any) -> Any:
+    options = {"api_key": "any", "max_retries": 0, "timeout": 60} | extra_options
     return openai.OpenAI(base_url=f"{address}/v1", **options)

@@ -19,7 +19,7 @@ def copy_package(folder: Path) -> Path:
     return shutil.copytree(SOURCE, folder / "packtrain", ignore=NO_CACHE)
 
 
-def edit(file: Path, *changes: tuple[str, str]) -> None:
+def edit_file(file: Path, *changes: tuple[str, str]) -> None:
     """Put new text in place of old, each of which is there once."""
     text = file.read_text()
     for old, new in changes:
@@ -30,27 +30,31 @@ def edit(file: Path, *changes: tuple[str, str]) -> None:
 
 def own_cache(folder: Path) -> dict[str, str]:
     """A cache where the copy compiles what is new; what is compiled already is read where it is."""
-    kernels.prepare(store.modules())
+    kernels.prepare(store.kernel_modules())
     cache = folder / "cache/packtrain/kernels"
     cache.mkdir(parents=True)
-    for name in store.modules():
-        (cache / store.folder_name(name)).symlink_to(store.folder_of(name))
+    for name in store.kernel_modules():
+        (cache / store.folder_name(name)).symlink_to(store.module_folder(name))
     return {"XDG_CACHE_HOME": str(folder / "cache")}
 
 
-def python_in(folder: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
+def python_in(
+    folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Python with the copy in this folder, and this environment beside the test's own."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), **given},
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
         capture_output=True,
         text=True,
     )
 
 
-def packtrain_in(folder: Path, command: str, **given: str) -> subprocess.CompletedProcess[str]:
-    return python_in(folder, "-m", "packtrain", *command.split(), **given)
+def packtrain_in(
+    folder: Path, command: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return python_in(folder, "-m", "packtrain", *command.split(), **environment)
 
 
 def link_tests(folder: Path) -> None:

@@ -19,10 +19,10 @@ Check = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`plant` makes the mistake; then each check in `by` must raise `raised`."""
+    """`plant` makes the mistake; then each check in `caught_by` must raise `raised`."""
 
     area: str
-    by: tuple[Check, ...]
+    caught_by: tuple[Check, ...]
     raised: type[Exception]
     plant: Callable[[MonkeyPatch], None]
 
@@ -35,12 +35,12 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    area: str, *by: Check, raised: type[Exception] = AssertionError
+    area: str, *caught_by: Check, raised: type[Exception] = AssertionError
 ) -> Callable[[Callable[[MonkeyPatch], None]], None]:
     """Put the decorated function on the list."""
 
     def put(plant: Callable[[MonkeyPatch], None]) -> None:
-        FAULTS.append(Fault(area, by, raised, plant))
+        FAULTS.append(Fault(area, caught_by, raised, plant))
 
     return put
 
@@ -49,21 +49,21 @@ def fault(
 
 
 @cache
-def value(name: str) -> Check:
+def value_check(name: str) -> Check:
     return partial(checks.check_value, name)
 
 
 @cache
-def gradient(name: str) -> Check:
+def gradient_check(name: str) -> Check:
     return partial(checks.check_gradient, name)
 
 
 @cache
-def in_place(name: str) -> Check:
+def inplace_check(name: str) -> Check:
     return partial(bit_checks.check_inplace, name)
 
 
-def seeds(check: Callable[[int], None]) -> Check:
+def seeds_check(check: Callable[[int], None]) -> Check:
     """A check of random graphs, over the first 60 seeds."""
 
     def each() -> None:
@@ -73,14 +73,14 @@ def seeds(check: Callable[[int], None]) -> Check:
     return each
 
 
-graphs = seeds(plan_checks.check_case)
-verified = seeds(plan_checks.check_verified)
-sequences = partial(plan_checks.check_sequences, range(6))
-poisoned = seeds(plan_checks.check_poisoned)
-recomputed = seeds(plan_checks.check_recomputed)
-slopes = seeds(plan_checks.check_slope)
-spaces = seeds(plan_checks.check_spaces)
-parts = plan_checks.check_parts
+case_check = seeds_check(plan_checks.check_case)
+verified_check = seeds_check(plan_checks.check_verified)
+sequences_check = partial(plan_checks.check_sequences, range(6))
+poisoned_check = seeds_check(plan_checks.check_poisoned)
+recompute_check = seeds_check(plan_checks.check_recomputed)
+slope_check = seeds_check(plan_checks.check_slope)
+spaces_check = seeds_check(plan_checks.check_spaces)
+parts_check = plan_checks.check_parts
 
 
 # ---- ways to plant ---------------------------------------------------------------------------------------------
@@ -88,16 +88,16 @@ parts = plan_checks.check_parts
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def kernel(patch: MonkeyPatch, name: str, change: Change) -> None:
+def replace_kernel(patch: MonkeyPatch, name: str, change: Change) -> None:
     """Another cpu kernel, made from the real one."""
     real = OPS[name].kernels["cpu"]
     patch.setitem(OPS[name].kernels, "cpu", replace(real, run=change(real.run)))
 
 
-def vjp(patch: MonkeyPatch, name: str, change: Change) -> None:
+def replace_vjp(patch: MonkeyPatch, name: str, change: Change) -> None:
     patch.setattr(OPS[name], "vjp_rule", change(OPS[name].vjp_rule))  # type: ignore[arg-type]
 
 
-def around(patch: MonkeyPatch, owner: Any, name: str, change: Change) -> None:
+def wrap_attribute(patch: MonkeyPatch, owner: Any, name: str, change: Change) -> None:
     """Another function or method, made from the real one."""
     patch.setattr(owner, name, change(getattr(owner, name)))

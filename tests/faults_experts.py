@@ -3,48 +3,48 @@
 import numpy as np
 from pytest import MonkeyPatch
 
-from tests.faults import fault, in_place, kernel, value
+from tests.faults import fault, inplace_check, replace_kernel, value_check
 
 
-@fault("kernel", value("top_k"))
+@fault("kernel", value_check("top_k"))
 def top_k_that_prefers_the_last_of_equal_ones(patch: MonkeyPatch) -> None:
     def wrong(ids, x, *, k):
         ids[...] = np.argsort(x, axis=-1, kind="stable")[..., ::-1][..., :k]
 
-    kernel(patch, "top_k", lambda run: wrong)
+    replace_kernel(patch, "top_k", lambda run: wrong)
 
 
-@fault("kernel", value("group_rows"))
+@fault("kernel", value_check("group_rows"))
 def group_rows_that_turns_equal_ones_around(patch: MonkeyPatch) -> None:
     def wrong(run):
-        def turned(out, ids, *, groups, work):
+        def reversed_run(out, ids, *, groups, work):
             run(out, ids[::-1].copy(), groups=groups, work=work)
             out[0][...] = len(ids) - 1 - out[0]
             out[2][...] = out[2][::-1].copy()
 
-        return turned
+        return reversed_run
 
-    kernel(patch, "group_rows", wrong)
+    replace_kernel(patch, "group_rows", wrong)
 
 
-@fault("kernel", value("take_back"))
+@fault("kernel", value_check("take_back"))
 def take_back_where_the_last_write_wins(patch: MonkeyPatch) -> None:
     def wrong(dx, dy, ids, *, width):
         dx[...] = 0
         np.put_along_axis(dx, ids, dy, -1)
 
-    kernel(patch, "take_back", lambda run: wrong)
+    replace_kernel(patch, "take_back", lambda run: wrong)
 
 
-@fault("kernel", value("matmul_id"))
+@fault("kernel", value_check("matmul_id"))
 def matmul_id_with_the_matrix_of_the_next_expert(patch: MonkeyPatch) -> None:
     def wrong(run):
         return lambda y, x, w, ids, acc: run(y, x, np.roll(w, -1, 0), ids, acc)
 
-    kernel(patch, "matmul_id", wrong)
+    replace_kernel(patch, "matmul_id", wrong)
 
 
-@fault("kernel", value("out_prod_id"))
+@fault("kernel", value_check("out_prod_id"))
 def out_prod_id_that_gives_the_first_row_of_an_expert_to_the_one_before(patch: MonkeyPatch) -> None:
     def wrong(run):
         def early(y, a, b, ids, acc, *, count):
@@ -55,10 +55,10 @@ def out_prod_id_that_gives_the_first_row_of_an_expert_to_the_one_before(patch: M
 
         return early
 
-    kernel(patch, "out_prod_id", wrong)
+    replace_kernel(patch, "out_prod_id", wrong)
 
 
-@fault("kernel", value("weighted_rows"))
+@fault("kernel", value_check("weighted_rows"))
 def weighted_rows_without_the_last_weight(patch: MonkeyPatch) -> None:
     def wrong(run):
         def short(y, x, ids, weights, acc):
@@ -68,10 +68,10 @@ def weighted_rows_without_the_last_weight(patch: MonkeyPatch) -> None:
 
         return short
 
-    kernel(patch, "weighted_rows", wrong)
+    replace_kernel(patch, "weighted_rows", wrong)
 
 
-@fault("in place", in_place("weighted_rows_back"))
+@fault("in place", inplace_check("weighted_rows_back"))
 def weighted_rows_back_that_writes_dx_before_it_reads_x(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, ids, weights):
         dx, dweights = out
@@ -80,17 +80,17 @@ def weighted_rows_back_that_writes_dx_before_it_reads_x(patch: MonkeyPatch) -> N
         if dweights is not None:
             dweights[...] = (dy[..., None, :] * x[ids]).sum(-1)
 
-    kernel(patch, "weighted_rows_back", lambda run: wrong)
+    replace_kernel(patch, "weighted_rows_back", lambda run: wrong)
 
 
-@fault("kernel", value("matmul_id_back"))
+@fault("kernel", value_check("matmul_id_back"))
 def matmul_id_back_that_forgets_what_it_adds_to(patch: MonkeyPatch) -> None:
-    kernel(
+    replace_kernel(
         patch, "matmul_id_back", lambda run: lambda dx, dy, w, ids, acc: run(dx, dy, w, ids, None)
     )
 
 
-@fault("kernel", value("matmul_id"))
+@fault("kernel", value_check("matmul_id"))
 def matmul_id_with_the_packed_matrix_of_the_last_expert(patch: MonkeyPatch) -> None:
     def wrong(run):
         def last(y, x, w, ids, acc):
@@ -98,24 +98,24 @@ def matmul_id_with_the_packed_matrix_of_the_last_expert(patch: MonkeyPatch) -> N
 
         return last
 
-    kernel(patch, "matmul_id", wrong)
+    replace_kernel(patch, "matmul_id", wrong)
 
 
-@fault("kernel", value("candidates"))
+@fault("kernel", value_check("candidates"))
 def candidates_that_prefer_the_last_of_equal_ones(patch: MonkeyPatch) -> None:
-    def wrong(out, x, **how):
+    def wrong(out, x, **attrs):
         out[0][...] = np.argsort(x, axis=-1, kind="stable")[..., ::-1][..., : out[0].shape[-1]]
         out[1][...] = np.take_along_axis(x, out[0], -1)
 
-    kernel(patch, "candidates", lambda run: wrong)
+    replace_kernel(patch, "candidates", lambda run: wrong)
 
 
-@fault("kernel", value("draw"))
+@fault("kernel", value_check("draw"))
 def a_draw_by_the_index_before(patch: MonkeyPatch) -> None:
     def wrong(run):
-        def late(y, ids, x, numbers, counts, **how):
-            run(y, ids, x, numbers, counts - [0, 0, 1] * (counts[:, 2:] > 0), **how)
+        def shifted_run(y, ids, x, numbers, counts, **attrs):
+            run(y, ids, x, numbers, counts - [0, 0, 1] * (counts[:, 2:] > 0), **attrs)
 
-        return late
+        return shifted_run
 
-    kernel(patch, "draw", wrong)
+    replace_kernel(patch, "draw", wrong)

@@ -10,26 +10,33 @@ import packtrain as pt
 from packtrain.engine import autodiff, ops
 from packtrain.engine.ops import loss
 from packtrain.engine.tensor import OPS
-from tests.faults import around, fault, gradient, recomputed, slopes, vjp
+from tests.faults import (
+    fault,
+    gradient_check,
+    recompute_check,
+    replace_vjp,
+    slope_check,
+    wrap_attribute,
+)
 from tests.test_recompute import test_a_higher_rank_is_less_memory_and_more_work
 
 # ---- gradients of single ops -----------------------------------------------------------------------------------
 
 
-@fault("vjp", gradient("rope"))
+@fault("vjp", gradient_check("rope"))
 def rope_turned_the_same_way_in_backward(patch: MonkeyPatch) -> None:
     def wrong(dy, y, x, table, *, neox, inverse):
         return ops.rope(dy, table, neox=neox, inverse=inverse), None
 
-    vjp(patch, "rope", lambda rule: wrong)
+    replace_vjp(patch, "rope", lambda rule: wrong)
 
 
-@fault("vjp", gradient("sqrt"))
+@fault("vjp", gradient_check("sqrt"))
 def sqrt_without_its_half(patch: MonkeyPatch) -> None:
-    vjp(patch, "sqrt", lambda rule: lambda dy, y, x: (ops.div(dy, y),))
+    replace_vjp(patch, "sqrt", lambda rule: lambda dy, y, x: (ops.div(dy, y),))
 
 
-@fault("vjp", gradient("div"))
+@fault("vjp", gradient_check("div"))
 def div_with_the_wrong_sign(patch: MonkeyPatch) -> None:
     def wrong(rule):
         def positive(dy, y, a, b):
@@ -38,31 +45,33 @@ def div_with_the_wrong_sign(patch: MonkeyPatch) -> None:
 
         return positive
 
-    vjp(patch, "div", wrong)
+    replace_vjp(patch, "div", wrong)
 
 
-@fault("vjp", gradient("narrow"))
+@fault("vjp", gradient_check("narrow"))
 def narrow_back_at_the_start(patch: MonkeyPatch) -> None:
     def wrong(dy, y, x, *, axis, start, length):
         return (ops.narrow_back(dy, axis=axis, start=0, size=x.shape[axis]),)
 
-    vjp(patch, "narrow", lambda rule: wrong)
+    replace_vjp(patch, "narrow", lambda rule: wrong)
 
 
-@fault("vjp", gradient("permute"), raised=pt.GraphError)
+@fault("vjp", gradient_check("permute"), raised=pt.GraphError)
 def permute_turned_the_same_way_in_backward(patch: MonkeyPatch) -> None:
-    vjp(patch, "permute", lambda rule: lambda dy, y, x, *, axes: (ops.permute(dy, axes=axes),))
+    replace_vjp(
+        patch, "permute", lambda rule: lambda dy, y, x, *, axes: (ops.permute(dy, axes=axes),)
+    )
 
 
-@fault("vjp", gradient("sum_rows"))
+@fault("vjp", gradient_check("sum_rows"))
 def a_sum_that_is_differentiated_as_a_mean(patch: MonkeyPatch) -> None:
     def wrong(dy, y, x):
         return (ops.broadcast_to(ops.scale(dy, by=1 / x.shape[-1]), shape=x.shape),)
 
-    vjp(patch, "sum_rows", lambda rule: wrong)
+    replace_vjp(patch, "sum_rows", lambda rule: wrong)
 
 
-@fault("vjp", gradient("broadcast_to"))
+@fault("vjp", gradient_check("broadcast_to"))
 def a_repeated_value_that_gets_the_gradient_of_its_first_copy(patch: MonkeyPatch) -> None:
     def wrong(dy, y, x, *, shape):
         for axis in range(len(shape) - len(x.shape)):
@@ -70,164 +79,171 @@ def a_repeated_value_that_gets_the_gradient_of_its_first_copy(patch: MonkeyPatch
         dense = ops.reshape(ops.cont(dy), shape=shape[len(shape) - len(x.shape) :])
         return (ops.sum_to(dense, shape=x.shape),)
 
-    vjp(patch, "broadcast_to", lambda rule: wrong)
+    replace_vjp(patch, "broadcast_to", lambda rule: wrong)
 
 
-@fault("vjp", gradient("matmul"))
+@fault("vjp", gradient_check("matmul"))
 def matmul_that_adds_its_addend_twice_in_backward(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def twice(dy, y, x, w, acc, **how):
-            dx, dw, dacc = rule(dy, y, x, w, acc, **how)
+        def doubled(dy, y, x, w, acc, **attrs):
+            dx, dw, dacc = rule(dy, y, x, w, acc, **attrs)
             return dx, dw, dacc and ops.add(dacc, dacc)
 
-        return twice
+        return doubled
 
-    vjp(patch, "matmul", wrong)
+    replace_vjp(patch, "matmul", wrong)
 
 
-@fault("vjp", gradient("linear_cross_entropy"))
+@fault("vjp", gradient_check("linear_cross_entropy"))
 def a_loss_that_is_always_differentiated_as_the_last_value(patch: MonkeyPatch) -> None:
-    patch.setattr(loss, "_times", lambda dloss, d: d)
+    patch.setattr(loss, "_scale_grad", lambda dloss, d: d)
 
 
-@fault("vjp", gradient("set_rows"))
+@fault("vjp", gradient_check("set_rows"))
 def set_rows_that_leaves_the_gradient_of_what_it_overwrote(patch: MonkeyPatch) -> None:
     def wrong(rule):
         return lambda dy, *rest: (dy[0], *rule(dy, *rest)[1:])
 
-    vjp(patch, "set_rows", wrong)
+    replace_vjp(patch, "set_rows", wrong)
 
 
-@fault("vjp", gradient("dropout"))
+@fault("vjp", gradient_check("dropout"))
 def dropout_of_other_elements_in_backward(patch: MonkeyPatch) -> None:
     def wrong(dy, y, x, key, *, p, stream):
         return ops.dropout(dy, key, p=p, stream=stream + 1), None
 
-    vjp(patch, "dropout", lambda rule: wrong)
+    replace_vjp(patch, "dropout", lambda rule: wrong)
 
 
-@fault("vjp", gradient("soft_max"))
+@fault("vjp", gradient_check("soft_max"))
 def soft_max_without_its_scale_in_backward(patch: MonkeyPatch) -> None:
-    vjp(patch, "soft_max", lambda rule: lambda *given, scale: rule(*given, scale=1.0))
+    replace_vjp(patch, "soft_max", lambda rule: lambda *args, scale: rule(*args, scale=1.0))
 
 
-@fault("vjp", gradient("attention"))
+@fault("vjp", gradient_check("attention"))
 def attention_with_the_gradients_of_keys_and_values_swapped(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def swapped(*given, **named):
-            dq, dk, dv, *rest = rule(*given, **named)
+        def swapped(*args, **attrs):
+            dq, dk, dv, *rest = rule(*args, **attrs)
             return dq, dv, dk, *rest
 
         return swapped
 
-    vjp(patch, "attention", wrong)
+    replace_vjp(patch, "attention", wrong)
 
 
-@fault("vjp", gradient("attention"))
+@fault("vjp", gradient_check("attention"))
 def attention_with_the_gradient_of_sinks_turned_around(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def turned(*given, **named):
-            *rest, dsinks = rule(*given, **named)
+        def negated(*args, **attrs):
+            *rest, dsinks = rule(*args, **attrs)
             return *rest, None if dsinks is None else ops.neg(dsinks)
 
-        return turned
+        return negated
 
-    vjp(patch, "attention", wrong)
+    replace_vjp(patch, "attention", wrong)
 
 
-@fault("vjp", gradient("get_rows"))
+@fault("vjp", gradient_check("get_rows"))
 def get_rows_that_shifts_its_ids_in_backward(patch: MonkeyPatch) -> None:
     def wrong(dy, y, w, ids):
         shifted = pt.constant("shifted", np.maximum(ids.value - 1, 0), pt.i32)
         return ops.get_rows_back(dy, shifted, shape=w.shape), None
 
-    vjp(patch, "get_rows", lambda rule: wrong)
+    replace_vjp(patch, "get_rows", lambda rule: wrong)
 
 
 # ---- differentiate ---------------------------------------------------------------------------------------------
 
 
-@fault("gradient", slopes)
+@fault("gradient", slope_check)
 def a_gradient_that_replaces_the_earlier_one(patch: MonkeyPatch) -> None:
     patch.setattr(autodiff, "add", lambda before, d: d)
 
 
-@fault("gradient", slopes)
+@fault("gradient", slope_check)
 def a_folded_gradient_that_loses_the_earlier_one(patch: MonkeyPatch) -> None:
     """Says that an op adds to the earlier gradient, but does not write it so."""
 
     def wrong(fold):
-        def forgets(self, call, given, newest):
-            previous = list(given)
-            folded = fold(self, call, given, newest)
-            given[:] = previous
+        def forgets(self, call, call_grads, newest):
+            previous = list(call_grads)
+            folded = fold(self, call, call_grads, newest)
+            call_grads[:] = previous
             return folded
 
         return forgets
 
-    around(patch, autodiff._Backward, "_fold", wrong)
+    wrap_attribute(patch, autodiff._Backward, "_fold", wrong)
 
 
-@fault("gradient", slopes)
+@fault("gradient", slope_check)
 def a_folded_gradient_that_counts_twice(patch: MonkeyPatch) -> None:
-    around(patch, autodiff._Backward, "_fold", lambda fold: lambda *given: fold(*given) and set())
+    wrap_attribute(
+        patch, autodiff._Backward, "_fold", lambda fold: lambda *args: fold(*args) and set()
+    )
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------
 
 
-@fault("recomputation", recomputed)
+@fault("recomputation", recompute_check)
 def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
-    def wrong(again):
+    def wrong(recompute):
         def stale(self, call, passing):
             copies, self.copies = self.copies, {}
-            result = again(self, call, {})
+            result = recompute(self, call, {})
             self.copies = copies
             return result
 
         return stale
 
-    around(patch, autodiff._Recompute, "_again", wrong)
+    wrap_attribute(patch, autodiff._Recomputation, "_copy_call", wrong)
 
 
-@fault("recomputation", recomputed)
+@fault("recomputation", recompute_check)
 def recomputation_of_nothing(patch: MonkeyPatch) -> None:
-    patch.setattr(autodiff._Recompute, "kept", lambda self, t: True)
+    patch.setattr(autodiff._Recomputation, "is_kept", lambda self, t: True)
 
 
-@fault("recomputation", recomputed)
+@fault("recomputation", recompute_check)
 def dropout_of_other_elements_when_recomputed(patch: MonkeyPatch) -> None:
-    def wrong(again):
+    def wrong(recompute):
         def other(self, call, passing):
             if call.op is OPS["dropout"]:
                 changed = {**call.attrs, "stream": call.attrs["stream"] + 1}
                 twin = replace(call, attrs=changed)
                 object.__setattr__(twin, "results", call.results)
                 call = twin
-            return again(self, call, passing)
+            return recompute(self, call, passing)
 
         return other
 
-    around(patch, autodiff._Recompute, "_again", wrong)
+    wrap_attribute(patch, autodiff._Recomputation, "_copy_call", wrong)
 
 
 @fault("recomputation", test_a_higher_rank_is_less_memory_and_more_work)
 def values_of_a_low_rank_that_stay_for_ever(patch: MonkeyPatch) -> None:
-    patch.setattr(autodiff._Recompute, "rank", lambda self, t: self.deepest)
+    patch.setattr(autodiff._Recomputation, "rank", lambda self, t: self.max_rank)
 
 
-@fault("recomputation", recomputed, raised=pt.GraphError)
+@fault("recomputation", recompute_check, raised=pt.GraphError)
 def recomputation_of_a_write(patch: MonkeyPatch) -> None:
-    def wrong(kept):
+    def wrong(is_kept):
         return lambda self, t: (
-            kept(self, t)
-            and not (not self.all and t.call and t.call.op.writes and t.call.serial <= self.tail)
+            is_kept(self, t)
+            and not (
+                not self.keeps_all
+                and t.call
+                and t.call.op.writes
+                and t.call.serial <= self.last_kept_serial
+            )
         )
 
-    around(patch, autodiff._Recompute, "kept", wrong)
+    wrap_attribute(patch, autodiff._Recomputation, "is_kept", wrong)
 
 
-@fault("gradient", slopes)
+@fault("gradient", slope_check)
 def a_gradient_that_is_used_before_it_is_complete(patch: MonkeyPatch) -> None:
     """At the last use of a value, not at its first."""
 

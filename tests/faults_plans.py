@@ -18,19 +18,19 @@ from packtrain.engine.memory_plan import Plan, lifetimes
 from packtrain.engine.ops import shape
 from packtrain.engine.packing import pack
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import ARRIVE
-from packtrain.engine.transfers import Copies
+from packtrain.engine.step import FINISH_COPY
+from packtrain.engine.transfers import TransferCopies
 from packtrain.planner.checkpointing import block_costs
 from tests import bit_checks, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
-    around,
+    case_check,
     fault,
-    graphs,
-    parts,
-    poisoned,
-    sequences,
-    spaces,
-    verified,
+    parts_check,
+    poisoned_check,
+    sequences_check,
+    spaces_check,
+    verified_check,
+    wrap_attribute,
 )  # fmt: skip
 
 # the functions of the same names hide these modules
@@ -41,23 +41,23 @@ verifying = importlib.import_module("packtrain.engine.memory_plan.plan_verifier"
 # ---- views and places ------------------------------------------------------------------------------------------
 
 
-def shown(patch: MonkeyPatch, change: Any) -> None:
+def change_views(patch: MonkeyPatch, change: Any) -> None:
     """Bind views that were changed."""
 
     def wrong(array):
         return lambda self, t: array(self, change(t) if t.shared and t.call.op.view else t)
 
-    around(patch, Executor, "_array", wrong)
+    wrap_attribute(patch, Executor, "_array", wrong)
 
 
-@fault("view", graphs)
+@fault("view", case_check)
 def a_view_bound_at_the_start_of_its_storage(patch: MonkeyPatch) -> None:
-    shown(patch, lambda t: replace(t, offset=0))
+    change_views(patch, lambda t: replace(t, offset=0))
 
 
-@fault("view", graphs)
+@fault("view", case_check)
 def a_view_bound_without_its_strides(patch: MonkeyPatch) -> None:
-    shown(patch, lambda t: replace(t, strides=t.spec.strides) if 0 not in t.strides else t)
+    change_views(patch, lambda t: replace(t, strides=t.spec.strides) if 0 not in t.strides else t)
 
 
 @fault("view", partial(bit_checks.check_strided, "reshape"))
@@ -65,45 +65,49 @@ def a_reshape_that_joins_any_axes(patch: MonkeyPatch) -> None:
     patch.setattr(shape, "_strides_for", lambda x, shape: pt.Spec(shape, x.dtype).strides)
 
 
-@fault("place", graphs)
+@fault("place", case_check)
 def one_dense_copy_for_all_views_of_a_value(patch: MonkeyPatch) -> None:
     def wrong(copy):
         def by_storage(self, call, t, *rest):
-            copies = [c for (v, _), c in self.made.items() if v.base is t.base and v.spec == t.spec]
+            copies = [
+                c for (v, _), c in self.copies.items() if v.base is t.base and v.spec == t.spec
+            ]
             return copies[0] if copies else copy(self, call, t, *rest)
 
         return by_storage
 
-    around(patch, Copies, "_copy", wrong)
+    wrap_attribute(patch, TransferCopies, "_add_copy", wrong)
 
 
-@fault("place", spaces)
+@fault("place", spaces_check)
 def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
     def wrong(bring):
-        def near(self, call, t, backend, taken):
-            return bring(self, call, t, replace(backend, space=self.home[t.base].space), taken)
+        def bring_local(self, call, t, backend, accepts_strided):
+            return bring(
+                self, call, t, replace(backend, space=self.home[t.base].space), accepts_strided
+            )
 
-        return near
+        return bring_local
 
-    around(patch, Copies, "bring", wrong)
+    wrap_attribute(patch, TransferCopies, "bring_input", wrong)
 
 
-@fault("place", parts)
+@fault("place", parts_check)
 def one_copy_for_all_views_of_a_value_in_another_space(patch: MonkeyPatch) -> None:
     def wrong(moved):
         def by_storage(self, call, t, backend):
-            same_space = (v for v, space in self.made if space == backend.space)
+            same_space = (v for v, space in self.copies if space == backend.space)
             matches = [v for v in same_space if v.base is t.base and v.spec == t.spec]
             return (
-                self.made[matches[0], backend.space] if matches else moved(self, call, t, backend)
+                self.copies[matches[0], backend.space] if matches else moved(self, call, t, backend)
             )
 
         return by_storage
 
-    around(patch, Copies, "_moved", wrong)
+    wrap_attribute(patch, TransferCopies, "_moved_input", wrong)
 
 
-@fault("run", graphs)
+@fault("run", case_check)
 def leaves_that_begin_where_their_buffer_does(patch: MonkeyPatch) -> None:
     def wrong(rule):
         def at_zero(self, t):
@@ -114,29 +118,29 @@ def leaves_that_begin_where_their_buffer_does(patch: MonkeyPatch) -> None:
 
         return at_zero
 
-    around(patch, Session, "array", wrong)
+    wrap_attribute(patch, Session, "array", wrong)
 
 
 # ---- lifetimes -------------------------------------------------------------------------------------------------
 
 
-def reads(patch: MonkeyPatch, change: Any) -> None:
+def change_reads(patch: MonkeyPatch, change: Any) -> None:
     """Lifetimes from changed reads: by tensor, the steps in order."""
 
     def changed(rule):
         return lambda placed: {t: r for t, r in change(placed, rule(placed)).items() if r}
 
-    around(patch, lifetimes, "_reads", changed)
+    wrap_attribute(patch, lifetimes, "_reading_steps", changed)
 
 
-@fault("planner", verified, poisoned)
+@fault("planner", verified_check, poisoned_check)
 def a_value_freed_one_step_early(patch: MonkeyPatch) -> None:
-    reads(patch, lambda placed, of: {t: [max(i - 1, 0) for i in r] for t, r in of.items()})
+    change_reads(patch, lambda placed, of: {t: [max(i - 1, 0) for i in r] for t, r in of.items()})
 
 
-@fault("planner", verified, poisoned)
+@fault("planner", verified_check, poisoned_check)
 def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
-    reads(
+    change_reads(
         patch,
         lambda placed, of: {
             t: [i for i in r if i < len(placed.steps)] or [0] for t, r in of.items()
@@ -144,7 +148,7 @@ def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
     )
 
 
-@fault("planner", verified, poisoned)
+@fault("planner", verified_check, poisoned_check)
 def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
     def wrong(placed, of):
         direct_reads = {
@@ -155,103 +159,105 @@ def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
             for t, r in of.items()
         }
 
-    reads(patch, wrong)
+    change_reads(patch, wrong)
 
 
-@fault("planner", sequences)
+@fault("planner", sequences_check)
 def bytes_that_are_used_again_before_a_barrier(patch: MonkeyPatch) -> None:
     patch.setattr(Placed, "released", lambda self, step: step + 1)
 
 
-@fault("in place", sequences)
+@fault("in place", sequences_check)
 def in_place_over_a_value_that_is_read_beside(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def alone(self, step, index, i, *rest):
-            before = self.reads
-            self.reads = {t: [k for k in r if k >= i] for t, r in before.items()}
+        def later_reads_only(self, step, index, i, *rest):
+            before = self.reading_steps
+            self.reading_steps = {t: [k for k in r if k >= i] for t, r in before.items()}
             result = rule(self, step, index, i, *rest)
-            self.reads = before
+            self.reading_steps = before
             return result
 
-        return alone
+        return later_reads_only
 
-    around(patch, lifetimes._Lives, "_dying", wrong)
+    wrap_attribute(patch, lifetimes._LifetimeAnalysis, "_reusable_storage", wrong)
 
 
-@fault("in place", verified, poisoned)
+@fault("in place", verified_check, poisoned_check)
 def in_place_over_a_value_that_is_read_later(patch: MonkeyPatch) -> None:
     def wrong(rule):
         def early(self, step, index, i, *rest):
-            before = self.reads
-            self.reads = {t: [k for k in r if k <= i] for t, r in before.items()}
+            before = self.reading_steps
+            self.reading_steps = {t: [k for k in r if k <= i] for t, r in before.items()}
             result = rule(self, step, index, i, *rest)
-            self.reads = before
+            self.reading_steps = before
             return result
 
         return early
 
-    around(patch, lifetimes._Lives, "_dying", wrong)
+    wrap_attribute(patch, lifetimes._LifetimeAnalysis, "_reusable_storage", wrong)
 
 
-@fault("in place", verified)
+@fault("in place", verified_check)
 def in_place_over_a_value_that_is_read_twice(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def once(self, *given):
-            before = self.reads
-            self.reads = {t: sorted(set(r)) for t, r in before.items()}
-            result = rule(self, *given)
-            self.reads = before
+        def once(self, *args):
+            before = self.reading_steps
+            self.reading_steps = {t: sorted(set(r)) for t, r in before.items()}
+            result = rule(self, *args)
+            self.reading_steps = before
             return result
 
         return once
 
-    around(patch, lifetimes._Lives, "_dying", wrong)
+    wrap_attribute(patch, lifetimes._LifetimeAnalysis, "_reusable_storage", wrong)
 
 
-@fault("in place", verified)
+@fault("in place", verified_check)
 def in_place_over_a_value_that_is_read_transposed(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def whole(self, step, *rest):
+        def with_base_reads(self, step, *rest):
             changed = replace(step, inputs=tuple(t and t.base for t in step.inputs))
             return rule(self, changed, *rest)
 
-        return whole
+        return with_base_reads
 
-    around(patch, lifetimes._Lives, "_dying", wrong)
+    wrap_attribute(patch, lifetimes._LifetimeAnalysis, "_reusable_storage", wrong)
 
 
-def planned(patch: MonkeyPatch, change: Any) -> None:
+def change_storages(patch: MonkeyPatch, change: Any) -> None:
     """Plans from changed storages."""
 
     def changed(rule):
-        return lambda placed, **given: change(placed, rule(placed, **given))
+        return lambda placed, **options: change(placed, rule(placed, **options))
 
-    around(patch, planning, "storages", changed)
+    wrap_attribute(patch, planning, "storage_lifetimes", changed)
 
 
-def workspaces(patch: MonkeyPatch, **shift: int) -> None:
-    def change(placed, made):
-        for s in made:
+def shift_workspaces(patch: MonkeyPatch, **shift: int) -> None:
+    def change(placed, storages):
+        for s in storages:
             for name, by in shift.items() if s.category == "workspace" else ():
                 setattr(s, name, getattr(s, name) + by)
-        return made
+        return storages
 
-    planned(patch, change)
+    change_storages(patch, change)
 
 
-@fault("planner", verified)
+@fault("planner", verified_check)
 def a_workspace_that_is_not_planned(patch: MonkeyPatch) -> None:
-    planned(patch, lambda placed, made: [s for s in made if s.category != "workspace"])
+    change_storages(
+        patch, lambda placed, storages: [s for s in storages if s.category != "workspace"]
+    )
 
 
-@fault("planner", verified)
+@fault("planner", verified_check)
 def a_workspace_planned_for_the_next_step(patch: MonkeyPatch) -> None:
-    workspaces(patch, start=1, end=1)
+    shift_workspaces(patch, start=1, end=1)
 
 
-@fault("planner", verified)
+@fault("planner", verified_check)
 def a_workspace_too_small(patch: MonkeyPatch) -> None:
-    workspaces(patch, nbytes=-4)
+    shift_workspaces(patch, nbytes=-4)
 
 
 travel = stream_checks.check_late, stream_checks.check_verified
@@ -262,50 +268,50 @@ def a_source_that_is_free_once_its_copy_has_begun(patch: MonkeyPatch) -> None:
     def changed(reads):
         def early(placed):
             local_steps = [
-                replace(s, inputs=s.inputs[:1]) if s.op is ARRIVE else s for s in placed.steps
+                replace(s, inputs=s.inputs[:1]) if s.op is FINISH_COPY else s for s in placed.steps
             ]
             return reads(replace(placed, steps=tuple(local_steps)))
 
         return early
 
-    around(patch, lifetimes, "_reads", changed)
+    wrap_attribute(patch, lifetimes, "_reading_steps", changed)
 
 
 @fault("planner", stream_checks.check_early, stream_checks.check_verified)
 def a_copy_that_gets_its_bytes_when_it_arrives(patch: MonkeyPatch) -> None:
-    def late(placed, made):
-        arrive_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is ARRIVE}
-        for s in made:
+    def delayed_start(placed, storages):
+        arrive_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is FINISH_COPY}
+        for s in storages:
             arrives = [arrive_steps[t] for t in s.tensors if t in arrive_steps]
             s.start = arrives[0] if arrives else s.start
-        return made
+        return storages
 
-    planned(patch, late)
+    change_storages(patch, delayed_start)
 
 
-def travelling(patch: MonkeyPatch, change: Any) -> None:
+def change_routes(patch: MonkeyPatch, change: Any) -> None:
     """Copies that begin and arrive before other steps."""
 
-    def changed(ways):
+    def changed(find_routes):
         def wrong(steps):
-            routes = ways(steps)
+            routes = find_routes(steps)
             for route in routes.values():
                 change(route, len(steps))
             return routes
 
         return wrong
 
-    around(patch, transfer_overlap, "_ways", changed)
+    wrap_attribute(patch, transfer_overlap, "_find_transfers", changed)
 
 
 @fault("place", stream_checks.check_early, stream_checks.check_verified)
 def a_copy_that_begins_before_its_source_is_there(patch: MonkeyPatch) -> None:
-    travelling(patch, lambda way, steps: setattr(way, "begin", 0))
+    change_routes(patch, lambda route, steps: setattr(route, "begin_step", 0))
 
 
 @fault("place", *travel)
 def a_copy_that_is_waited_for_at_the_end(patch: MonkeyPatch) -> None:
-    travelling(patch, lambda way, steps: setattr(way, "end", steps))
+    change_routes(patch, lambda route, steps: setattr(route, "end_step", steps))
 
 
 @fault("planner", pool_checks.check_counted)
@@ -315,53 +321,62 @@ def what_kernels_take_beside_workspaces_not_counted(patch: MonkeyPatch) -> None:
 
 @fault("planner", pool_checks.check_rules)
 def free_blocks_of_a_segment_that_are_not_joined(patch: MonkeyPatch) -> None:
-    patch.setattr(cuda_caching.Caching, "drop", lambda self, block: setattr(block, "free", True))
+    patch.setattr(
+        cuda_caching.CachingAllocator,
+        "release",
+        lambda self, block: setattr(block, "is_free", True),
+    )
 
 
 @fault("planner", pool_checks.check_rules, pool_checks.check_pool)
 def tensors_of_a_pool_that_are_not_rounded(patch: MonkeyPatch) -> None:
-    patch.setattr(cuda_caching, "rounded", lambda nbytes, to: nbytes)
+    patch.setattr(cuda_caching, "round_up", lambda nbytes, to: nbytes)
 
 
 @fault("planner", pool_checks.check_pool)
 def a_pool_without_a_segment_for_all_at_once(patch: MonkeyPatch) -> None:
-    patch.setattr(cuda_caching, "room_nbytes", lambda traces: 0)
+    patch.setattr(cuda_caching, "largest_room_nbytes", lambda traces: 0)
 
 
-@fault("planner", verified, poisoned)
+@fault("planner", verified_check, poisoned_check)
 def an_input_that_gets_its_bytes_when_it_is_first_read(patch: MonkeyPatch) -> None:
-    def late(placed, made):
-        for s in made:
+    def delayed_input(placed, storages):
+        for s in storages:
             if s.category == "input":
                 reads = ([t.base for t in step.reads] for step in placed.steps)
                 s.start = [s.tensors[0] in bases for bases in reads].index(True)
-        return made
+        return storages
 
-    planned(patch, late)
+    change_storages(patch, delayed_input)
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------
 
 
-@fault("planner", verified)
+@fault("planner", verified_check)
 def sizes_that_are_not_rounded_up(patch: MonkeyPatch) -> None:
-    around(patch, planning, "columns", lambda rule: lambda here, alignment: rule(here, 1))
+    wrap_attribute(
+        patch,
+        planning,
+        "lifetime_columns",
+        lambda rule: lambda storages, alignment: rule(storages, 1),
+    )
 
 
-@fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)
+@fault("planner", partial(plan_checks.check_packer, pack), verified_check, poisoned_check)
 def first_fit_that_forgets_the_last_step_of_a_buffer(patch: MonkeyPatch) -> None:
     def wrong(fit):
         return lambda start, end, *rest: fit(start, np.maximum(end - 1, start + 1), *rest)
 
-    around(patch, packing, "first_fit", wrong)
+    wrap_attribute(patch, packing, "first_fit", wrong)
 
 
-@fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)
+@fault("planner", partial(plan_checks.check_packer, pack), verified_check, poisoned_check)
 def first_fit_that_takes_a_gap_too_small(patch: MonkeyPatch) -> None:
     def wrong(fit):
         return lambda start, end, size, *rest: fit(start, end, np.maximum(size - 64, 64), *rest)
 
-    around(patch, packing, "first_fit", wrong)
+    wrap_attribute(patch, packing, "first_fit", wrong)
 
 
 @fault("planner", plan_checks.check_lower_bound)
@@ -369,7 +384,7 @@ def a_lower_bound_over_closed_intervals(patch: MonkeyPatch) -> None:
     def wrong(rule):
         return lambda start, end, size: rule(start, end + 1, size)
 
-    around(patch, plan_checks, "lower_bound", wrong)
+    wrap_attribute(patch, plan_checks, "lower_bound", wrong)
 
 
 @fault("planner", partial(plan_checks.check_trace, "freed blocks merge on both sides"))
@@ -405,7 +420,7 @@ def a_verifier_that_sees_no_overlap(patch: MonkeyPatch) -> None:
 
 @fault("verifier", partial(plan_checks.check_rejected, "a result over an input that is read later"))
 def a_verifier_that_trusts_every_read(patch: MonkeyPatch) -> None:
-    patch.setattr(verifying._Replay, "_check_whole", lambda self, *given: None)
+    patch.setattr(verifying._PlanReplay, "_check_intact", lambda self, *args: None)
 
 
 @fault("verifier", partial(plan_checks.check_rejected, "over an input that is read twice"))
@@ -415,7 +430,7 @@ def a_verifier_that_permits_every_work_in_place(patch: MonkeyPatch) -> None:
 
 # ---- searching -------------------------------------------------------------------------------------------------
 
-layered = replace(search_checks.SHAPE, micros=2, layered=True)
+layered = replace(search_checks.SHAPE, num_micro_batches=2, layered=True)
 
 
 @fault("search", partial(search_checks.check_alone, layered))
@@ -429,4 +444,4 @@ def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
 
         return early
 
-    around(patch, block_costs, "backward_steps", wrong)
+    wrap_attribute(patch, block_costs, "backward_steps", wrong)

@@ -21,7 +21,7 @@ import numpy as np
 
 from packtrain.common.errors import LONGEST, InputError
 from packtrain.gguf import GGUF
-from packtrain.gguf.gguf_format import KINDS, NUMERIC, TYPES
+from packtrain.gguf.gguf_format import DTYPE_BY_NUMBER, KINDS, NUMPY_CODES
 
 SECONDS = 10.0
 STRING, ARRAY = KINDS.index("string"), KINDS.index("array")
@@ -59,14 +59,14 @@ class Fault(Exception):
     """What a hostile file must not bring about."""
 
 
-def encoded(kind: str, value: Any) -> bytes:
+def encode_value(kind: str, value: Any) -> bytes:
     """A metadata value as in a file; whole numbers wrap around."""
     if isinstance(value, list):
-        body = b"".join(encoded(kind, element)[4:] for element in value)
+        body = b"".join(encode_value(kind, element)[4:] for element in value)
         return struct.pack("<IIQ", ARRAY, KINDS.index(kind), len(value)) + body
     if kind == "string":
         return struct.pack("<IQ", STRING, len(value)) + value
-    dtype = np.dtype(NUMERIC[kind])
+    dtype = np.dtype(NUMPY_CODES[kind])
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             body = np.asarray(value, dtype).tobytes()
@@ -75,7 +75,7 @@ def encoded(kind: str, value: Any) -> bytes:
     return struct.pack("<I", KINDS.index(kind)) + body
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -93,9 +93,9 @@ class Draft:
     @classmethod
     def of(cls, path: Path) -> "Draft":
         gguf, raw = GGUF(path), path.read_bytes()
-        numbers = {dtype: number for number, dtype in TYPES.items()}
+        numbers = {dtype: number for number, dtype in DTYPE_BY_NUMBER.items()}
         start = min((e.offset for e in gguf.entries.values()), default=len(raw))
-        values = {key: (value.kind, plain(value.value)) for key, value in gguf.values.items()}
+        values = {key: (value.kind, to_python(value.value)) for key, value in gguf.values.items()}
         values = {
             k: (kind, v.encode() if isinstance(v, str) else v) for k, (kind, v) in values.items()
         }
@@ -103,7 +103,7 @@ class Draft:
             (e.name.encode(), list(e.shape[::-1]), numbers[e.dtype], e.offset - start)
             for e in gguf.entries.values()
         ]
-        pairs = [(key.encode(), encoded(*value)) for key, value in values.items()]
+        pairs = [(key.encode(), encode_value(*value)) for key, value in values.items()]
         return cls(values, pairs, tensors, raw[start:])
 
     def encode(self) -> bytearray:
@@ -135,7 +135,7 @@ def any_value(rng: Rng) -> tuple[str, Any]:
     return kind, rng.choice(pool)
 
 
-def near(rng: Rng, number: int) -> int:
+def nearby_number(rng: Rng, number: int) -> int:
     """A number that a count, size or offset could be mistaken for."""
     by = rng.choice((1, -1, 8, 32, -32, 256))
     return rng.choice((number + by, number * 2, number // 2, -number, rng.choice(NUMBERS)))
@@ -143,7 +143,7 @@ def near(rng: Rng, number: int) -> int:
 
 def change_value(rng: Rng, draft: Draft) -> None:
     i = rng.randrange(len(draft.pairs))
-    draft.pairs[i] = (draft.pairs[i][0], encoded(*any_value(rng)))
+    draft.pairs[i] = (draft.pairs[i][0], encode_value(*any_value(rng)))
 
 
 def nudge_value(rng: Rng, draft: Draft) -> None:
@@ -160,16 +160,18 @@ def nudge_value(rng: Rng, draft: Draft) -> None:
     elif isinstance(value, bool) or not isinstance(value, int):
         value = rng.choice(among)
     else:
-        value = near(rng, value)
+        value = nearby_number(rng, value)
     at = next((i for i, pair in enumerate(draft.pairs) if pair[0] == key.encode()), 0)
-    draft.pairs[at] = (key.encode(), encoded(kind, value))
+    draft.pairs[at] = (key.encode(), encode_value(kind, value))
 
 
 def add_value(rng: Rng, draft: Draft) -> None:
-    architecture = plain(draft.values.get("general.architecture", ("string", b"llama")))[1].decode()
+    architecture = to_python(draft.values.get("general.architecture", ("string", b"llama")))[
+        1
+    ].decode()
     key = rng.choice((rng.choice(KEYS), f"{architecture}.{rng.choice(MODEL_KEYS)}"))
     draft.pairs.insert(
-        rng.randrange(len(draft.pairs) + 1), (key.encode(), encoded(*any_value(rng)))
+        rng.randrange(len(draft.pairs) + 1), (key.encode(), encode_value(*any_value(rng)))
     )
 
 
@@ -198,15 +200,15 @@ def change_tensor(rng: Rng, draft: Draft) -> None:
     if mutation == 0:
         name = rng.choice((rng.choice(TEXTS), rng.choice(draft.tensors)[0]))
     elif mutation == 1 and shape:
-        shape[rng.randrange(len(shape))] = near(rng, rng.choice(shape))
+        shape[rng.randrange(len(shape))] = nearby_number(rng, rng.choice(shape))
     elif mutation == 2:
         shape = rng.choice(
             ([], shape[::-1], [*shape, 1], [1, *shape], [rng.choice(NUMBERS)] * 4, shape * 3)
         )
     elif mutation == 3:
-        number = rng.choice((*TYPES, *NUMBERS))
+        number = rng.choice((*DTYPE_BY_NUMBER, *NUMBERS))
     else:
-        offset = rng.choice((near(rng, offset), rng.choice(draft.tensors)[3]))
+        offset = rng.choice((nearby_number(rng, offset), rng.choice(draft.tensors)[3]))
     draft.tensors[i] = (name, shape, number, offset)
 
 
@@ -276,7 +278,7 @@ def cut(rng: Rng, raw: bytearray) -> None:
 BYTES = (flip, overwrite, truncate, repeat, cut)
 
 
-def hostile(draft: Draft, seed: int, head: int = 1 << 12) -> bytes:
+def hostile_bytes(draft: Draft, seed: int, head: int = 1 << 12) -> bytes:
     """The bytes of a changed file; changes to bytes fall into its first `head` bytes or anywhere."""
     rng = Rng(seed)
     fresh = replace(
@@ -301,7 +303,7 @@ def hostile(draft: Draft, seed: int, head: int = 1 << 12) -> bytes:
 # ---- the judgement -----------------------------------------------------------------------------------------------
 
 
-def judged(use: Callable[[Path], object], path: Path) -> str:
+def judge_file(use: Callable[[Path], object], path: Path) -> str:
     """`used`, or the kind of the refusal. Raises Fault."""
     try:
         with warnings.catch_warnings():
@@ -318,13 +320,16 @@ def judged(use: Callable[[Path], object], path: Path) -> str:
 
 
 @contextmanager
-def limits(nbytes: int) -> Iterator[None]:
+def limit_resources(nbytes: int) -> Iterator[None]:
     """Within it, memory beyond what there is now and `nbytes` more is refused, and so are more than SECONDS."""
 
-    def late(number: int, frame: FrameType | None) -> None:
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
         raise Fault(f"took more than {SECONDS} seconds")
 
-    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, late)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_AS),
+        signal.signal(signal.SIGALRM, raise_timeout),
+    )
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)

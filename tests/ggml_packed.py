@@ -17,8 +17,8 @@ from packtrain.dtypes import DTYPES, Dtype
 
 RECORD = Path(__file__).parent / "goldens" / "packed.json"
 # packed bit for bit without weights
-PLAIN = ("q2_K", "q3_K", "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_s")
-WEIGHED = (  # and with them
+UNWEIGHED_TYPES = ("q2_K", "q3_K", "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_s")
+WEIGHED_TYPES = (  # and with them
     *("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"),
     *("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),
 )
@@ -61,7 +61,7 @@ def weights_of(width: int) -> np.ndarray:
 
 def cases() -> Iterator[tuple[str, str, bool]]:
     """Name of the type, and of the rows, and whether columns have weights."""
-    for names, weighed in ((PLAIN, False), (WEIGHED, True)):
+    for names, weighed in ((UNWEIGHED_TYPES, False), (WEIGHED_TYPES, True)):
         for name in names:
             yield from ((name, rows, weighed) for rows in ROWS)
 

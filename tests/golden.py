@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from tests.models import CONFIG, batch, values
+from tests.models import CONFIG, seeded_batch, seeded_weights
 
 FOLDER = Path(__file__).parent / "goldens"
 OPTIMIZER = AdamW(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def batches(self) -> list[dict[str, np.ndarray]]:
-        return [batch(self.config, self.rows, self.time, seed) for seed in range(STEPS)]
+        return [seeded_batch(self.config, self.rows, self.time, seed) for seed in range(STEPS)]
 
 
 CASES = {
@@ -42,7 +42,7 @@ CASES = {
 WIDE = Case(Config(130, 80, 64, 2, 96, 4, 2), 2, 70)  # compared live only: too large to keep
 
 
-def record(case: Case) -> Record:
+def record_torch(case: Case) -> Record:
     """Run the PyTorch twin of a case. Needs torch."""
     import torch
 
@@ -50,7 +50,7 @@ def record(case: Case) -> Record:
 
     # as fast for models this small, and quiet beside the kernels' own threads
     torch.set_num_threads(1)
-    weights, entries = values(case.config), Record()
+    weights, entries = seeded_weights(case.config), Record()
     for name, dtype in (("f32", torch.float32), ("f64", torch.float64)):
         grads = torch_llama.gradients(case.config, weights, case.batches[0], dtype)
         entries |= {f"{name}/{key}": value for key, value in grads.items()}
@@ -61,7 +61,7 @@ def record(case: Case) -> Record:
     return entries
 
 
-def load(name: str) -> Record:
+def load_record(name: str) -> Record:
     with np.load(FOLDER / f"{name}.npz") as file:
         return dict(file)
 
@@ -69,7 +69,7 @@ def load(name: str) -> Record:
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, case in CASES.items():
-        np.savez_compressed(FOLDER / f"{name}.npz", **record(case))
+        np.savez_compressed(FOLDER / f"{name}.npz", **record_torch(case))
         print(f"{name}.npz: {(FOLDER / f'{name}.npz').stat().st_size:,} bytes")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain.data.tokenizer.bpe import ALPHABET
 from packtrain.dtypes import BLOCK_TYPES, bf16
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import quantize
 from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.arch import ARCHITECTURES
@@ -16,7 +16,7 @@ from packtrain.models.config import RopeScaling
 from packtrain.models.model_file import save_model
 from tests.architectures import vocabulary
 from tests.fuzz import Draft
-from tests.models import values
+from tests.models import seeded_weights
 from tests.test_model_file import CONFIG
 
 KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64")
@@ -24,15 +24,15 @@ KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64")
 
 def header_draft(folder: Path) -> Draft:
     """Every kind of value, arrays of every kind, and tensors of several types and shapes."""
-    metadata = {f"one.{kind}": Value(kind, 1) for kind in KINDS}
-    metadata |= {f"many.{kind}": Value(kind, [1, 2, 3]) for kind in KINDS}
+    metadata = {f"one.{kind}": MetadataValue(kind, 1) for kind in KINDS}
+    metadata |= {f"many.{kind}": MetadataValue(kind, [1, 2, 3]) for kind in KINDS}
     metadata |= {
-        "general.architecture": Value("string", "llama"),
-        "general.alignment": Value("u32", 32),
-        "flag": Value("bool", True),
-        "flags": Value("bool", [True, False]),
-        "tokenizer.ggml.tokens": Value("string", [b"a", b"<s>", b"", "\u2581b".encode()]),
-        "tokenizer.ggml.eos_token_id": Value("u32", 1),
+        "general.architecture": MetadataValue("string", "llama"),
+        "general.alignment": MetadataValue("u32", 32),
+        "flag": MetadataValue("bool", True),
+        "flags": MetadataValue("bool", [True, False]),
+        "tokenizer.ggml.tokens": MetadataValue("string", [b"a", b"<s>", b"", "\u2581b".encode()]),
+        "tokenizer.ggml.eos_token_id": MetadataValue("u32", 1),
     }
     packed = {
         dtype.name: np.zeros((2, 1), dtype.numpy)
@@ -46,23 +46,25 @@ def header_draft(folder: Path) -> Draft:
         "blk.0.attn_norm.weight": np.ones(8, np.int32),
         **packed,
     }
-    write(folder / "header.gguf", metadata, tensors)
+    write_gguf(folder / "header.gguf", metadata, tensors)
     return Draft.of(folder / "header.gguf")
 
 
-def byte_pairs() -> dict[str, Value]:
+def byte_pairs() -> dict[str, MetadataValue]:
     """A byte-level vocabulary with a few merges and a template."""
     merges = [b"t h", b"th e", "\u0120 c".encode(), b"a t"]
     tokens = [*(c.encode() for c in ALPHABET.values()), *(m.replace(b" ", b"") for m in merges)]
     end_tokens = [b"<|im_start|>", b"<|im_end|>"]
     return {
-        "tokenizer.ggml.model": Value("string", "gpt2"),
-        "tokenizer.ggml.pre": Value("string", "qwen2"),
-        "tokenizer.ggml.tokens": Value("string", tokens + end_tokens),
-        "tokenizer.ggml.token_type": Value("i32", [1] * len(tokens) + [3] * len(end_tokens)),
-        "tokenizer.ggml.merges": Value("string", merges),
-        "tokenizer.ggml.eos_token_id": Value("u32", len(tokens) + 1),
-        "tokenizer.chat_template": Value(
+        "tokenizer.ggml.model": MetadataValue("string", "gpt2"),
+        "tokenizer.ggml.pre": MetadataValue("string", "qwen2"),
+        "tokenizer.ggml.tokens": MetadataValue("string", tokens + end_tokens),
+        "tokenizer.ggml.token_type": MetadataValue(
+            "i32", [1] * len(tokens) + [3] * len(end_tokens)
+        ),
+        "tokenizer.ggml.merges": MetadataValue("string", merges),
+        "tokenizer.ggml.eos_token_id": MetadataValue("u32", len(tokens) + 1),
+        "tokenizer.chat_template": MetadataValue(
             "string", "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         ),
     }
@@ -96,7 +98,7 @@ def model_drafts(folder: Path) -> list[Draft]:
         tokens = len(vocab["tokenizer.ggml.tokens"].value)
         config = replace(config, vocab_size=tokens, architecture=architecture)
         path = folder / f"{name}.gguf"
-        save_model(path, config, vocab, values(config).__getitem__, name="small")
+        save_model(path, config, vocab, seeded_weights(config).__getitem__, name="small")
         if name == "packed":
             pack(path)
         drafts.append(Draft.of(path))
@@ -108,7 +110,7 @@ def pack(path: Path) -> None:
     file, types = GGUF(path), cycle(BLOCK_TYPES[name] for name in ("q8_0", "q4_0", "q5_1"))
     arrays = {name: file.array(name).copy() for name in file.entries}
     packed = {n: quantize(a, next(types)) if a.ndim > 1 else a for n, a in arrays.items()}
-    write(path, file.values, packed)
+    write_gguf(path, file.values, packed)
 
 
 def adapter_draft(folder: Path) -> Draft:

@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {
     "prompt": "the a", "messages": [{"role": "user", "content": "the a"}], "content": "the a", "input": "the a",
     "tokens": [40, 41], "filename": "a.bin", "n_predict": 2, "max_tokens": 2, "temperature": 0,
 }  # fmt: skip
-MORE: dict[str, Any] = {
+FIELD_VALUES: dict[str, Any] = {
     "messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}], "name": "b", "tool_calls": [TOOL]}],
     "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True,
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {}}}}},
@@ -172,38 +172,41 @@ def routes() -> list[tuple[str, str]]:
     )
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def value_paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where something stands in a document, at any depth."""
     if at:
         yield at
     pairs: Any = value.items() if isinstance(value, dict) else ()
     pairs = enumerate(value) if isinstance(value, list) else pairs
     for key, part in pairs:
-        yield from places(part, (*at, key))
+        yield from value_paths(part, (*at, key))
 
 
-def replaced(value: Any, at: tuple[Any, ...], by: Any) -> Any:
+def replace_at(value: Any, at: tuple[Any, ...], by: Any) -> Any:
     if not at:
         return by
     copy = value.copy()
-    copy[at[0]] = replaced(value[at[0]], at[1:], by)
+    copy[at[0]] = replace_at(value[at[0]], at[1:], by)
     return copy
 
 
-def spoiled() -> list[str]:
+def spoiled_bodies() -> list[str]:
     """The body with each value at each place of it."""
-    all_fields = {**MORE, **{name: 1 for name in FIELDS if name not in MORE and name not in BODY}}
+    all_fields = {
+        **FIELD_VALUES,
+        **{name: 1 for name in FIELDS if name not in FIELD_VALUES and name not in BODY},
+    }
     bodies = list[str]()
-    for keys in [*places(BODY), *places(all_fields)]:
+    for keys in [*value_paths(BODY), *value_paths(all_fields)]:
         body = {**BODY, keys[0]: all_fields.get(keys[0], BODY.get(keys[0]))}
-        text = json.dumps(replaced(body, keys, HOLE))
+        text = json.dumps(replace_at(body, keys, HOLE))
         bodies += [text.replace(f'"{HOLE}"', value) for value in VALUES]
     return bodies
 
 
 def requests(seed: int, each: int) -> list[Ask]:
     """So many wrong bodies for each route, and each other thing that can be wrong with it once."""
-    rng, asks, bodies = random.Random(seed), list[Ask](), spoiled()
+    rng, asks, bodies = random.Random(seed), list[Ask](), spoiled_bodies()
     for path, method in routes():
         url = path.replace("{id}", "0")
         query = "?action=restore" if "{" in path else ""

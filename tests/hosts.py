@@ -11,18 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 
-def do(*command: str) -> None:
+def run_command(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def possible() -> bool:
+def can_make_hosts() -> bool:
     """Whether namespaces can be made here."""
     if not (shutil.which("ip") and shutil.which("tc")):
         return False
     name = f"pt{os.getpid()}try"
     try:
-        do("ip", "netns", "add", name)
-        do("ip", "netns", "del", name)
+        run_command("ip", "netns", "add", name)
+        run_command("ip", "netns", "del", name)
     except subprocess.CalledProcessError:
         return False
     return True
@@ -50,7 +50,7 @@ class Hosts:
         tenth of that, one packet in eight of four hosts was thrown away before it left."""
         for host in range(self.count):
             limit = ["rate", f"{mbit}mbit", "burst", "64kb", "limit", f"{1000 * 1514}"]
-            do(
+            run_command(
                 *self.command(
                     host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit]
                 )
@@ -58,7 +58,7 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """From now on all that a host sends is lost, and it gets nothing, without a word."""
-        do("ip", "netns", "exec", f"{self.tag}b", "ip", "link", "set", f"p{host}", "down")
+        run_command("ip", "netns", "exec", f"{self.tag}b", "ip", "link", "set", f"p{host}", "down")
 
     def environment(self, rank: int, ranks: int, port: int) -> dict[str, str]:
         """The variables of torchrun."""
@@ -68,26 +68,26 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
+def network_hosts(count: int) -> Iterator[Hosts]:
     cluster = Hosts(f"pt{os.getpid()}", count)
     bridge = f"{cluster.tag}b"
     try:
-        do("ip", "netns", "add", bridge)
+        run_command("ip", "netns", "add", bridge)
         inside = ["ip", "netns", "exec", bridge]
-        do(*inside, "ip", "link", "add", "br0", "type", "bridge")
-        do(*inside, "ip", "link", "set", "br0", "up")
+        run_command(*inside, "ip", "link", "add", "br0", "type", "bridge")
+        run_command(*inside, "ip", "link", "set", "br0", "up")
         for host in range(count):
             name = cluster.name(host)
-            do("ip", "netns", "add", name)
+            run_command("ip", "netns", "add", name)
             peer = ["type", "veth", "peer", "name", "eth0", "netns", name]
-            do("ip", "-n", bridge, "link", "add", f"p{host}", *peer)
-            do(*inside, "ip", "link", "set", f"p{host}", "master", "br0", "up")
+            run_command("ip", "-n", bridge, "link", "add", f"p{host}", *peer)
+            run_command(*inside, "ip", "link", "set", f"p{host}", "master", "br0", "up")
             address = ["address", "add", f"{cluster.address(host)}/24", "dev", "eth0"]
-            do(*cluster.command(host, ["ip", *address]))
+            run_command(*cluster.command(host, ["ip", *address]))
             for device in ("eth0", "lo"):
-                do(*cluster.command(host, ["ip", "link", "set", device, "up"]))
+                run_command(*cluster.command(host, ["ip", "link", "set", device, "up"]))
         yield cluster
     finally:
         for name in (*map(cluster.name, range(count)), bridge):
             with suppress(subprocess.CalledProcessError):
-                do("ip", "netns", "del", name)
+                run_command("ip", "netns", "del", name)

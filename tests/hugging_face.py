@@ -121,22 +121,22 @@ KINDS: dict[str, Config] = {
 
 KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS | hugging_face_hybrids.KINDS
 KINDS |= hugging_face_gemmas.KINDS | hugging_face_deltas.KINDS
-APART = {
-    kind: room
-    for room in (
+LAYER_MODULES = {
+    kind: module
+    for module in (
         hugging_face_layers,
         hugging_face_hybrids,
         hugging_face_gemmas,
         hugging_face_deltas,
     )
-    for kind in room.CLASSES
+    for kind in module.CLASSES
 }
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM")
 GATE_UP = ("Phi3ForCausalLM", "Glm4ForCausalLM")
-WHOLE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+FULL_WIDTH_CLASSES = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 QKV_BIASES = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "SeedOssForCausalLM", "Glm4ForCausalLM",
               "Glm4MoeForCausalLM")  # fmt: skip
-NORMS_BEHIND = (*WHOLE, "Exaone4ForCausalLM")  # and none before
+NORMS_BEHIND = (*FULL_WIDTH_CLASSES, "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
 EXPERTS = {
     "OlmoeForCausalLM": ("mlp", "num_experts", ("gate_proj", "up_proj", "down_proj")),
@@ -182,8 +182,8 @@ def head_width(config: Config) -> int:
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    if config["architectures"][0] in APART:
-        return APART[config["architectures"][0]].shapes(config)
+    if config["architectures"][0] in LAYER_MODULES:
+        return LAYER_MODULES[config["architectures"][0]].shapes(config)
     kind, c, f, d = (
         config["architectures"][0],
         config["hidden_size"],
@@ -204,7 +204,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"self_attn.q_norm": (q,), "self_attn.k_norm": (kv,)}
     if kind in NORMS_BEHIND:
         del block["input_layernorm"]
-        full_width = kind in WHOLE
+        full_width = kind in FULL_WIDTH_CLASSES
         block |= {
             "self_attn.q_norm": (q if full_width else d,),
             "self_attn.k_norm": (kv if full_width else d,),
@@ -381,7 +381,7 @@ def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any
 def logits(config: Config, tensors: Tensors, tokens: np.ndarray) -> np.ndarray:
     """Logits (T, V) of one sequence of tokens (T,)."""
     kind = config["architectures"][0]
-    model_class = APART[kind].Model if kind in APART else Model
+    model_class = LAYER_MODULES[kind].Model if kind in LAYER_MODULES else Model
     return model_class(config, tensors).logits(tokens)
 
 
@@ -463,14 +463,14 @@ class Model:
         if "kv_lora_rank" in c:
             angles, scale = self.rotation(time, False)
             return hugging_face_experts.latent(
-                c, at, x, self.linear, self.norm, lambda x: turned_pairs(x, angles, scale)
+                c, at, x, self.linear, self.norm, lambda x: rotate_pairs(x, angles, scale)
             )
         heads, kv, d = c["num_attention_heads"], c["num_key_value_heads"], head_width(c)
         if self.kind == "Phi3ForCausalLM":
             q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)
         else:
             q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
-        if self.kind in (*WHOLE, "OlmoeForCausalLM"):
+        if self.kind in (*FULL_WIDTH_CLASSES, "OlmoeForCausalLM"):
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
         if self.kind in (*HEAD_NORMS, "Exaone4ForCausalLM"):
@@ -481,9 +481,9 @@ class Model:
         if not no_rotation and not (self.kind in nope_kinds and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
             pairs = self.kind.startswith(("Ernie4_5", "Glm4ForCausalLM", "Llama4"))
-            turn, n = turned_pairs if pairs else turned, 2 * angles.shape[-1]
+            rotate, n = rotate_pairs if pairs else rotate_halves, 2 * angles.shape[-1]
             q, k = (
-                np.concatenate([turn(x[..., :n], angles, scale), x[..., n:]], -1) for x in (q, k)
+                np.concatenate([rotate(x[..., :n], angles, scale), x[..., n:]], -1) for x in (q, k)
             )
         if self.kind == "Llama4ForCausalLM" and (i + 1) % 4:
             q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) for x in (q, k))
@@ -583,14 +583,14 @@ def yarn(inverse: np.ndarray, rope: Config, base: float, d: int) -> np.ndarray:
     return inverse / rope["factor"] * ramp + inverse * (1 - ramp)
 
 
-def turned(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
+def rotate_halves(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
     """Rotation by halves: element i of a head goes with element i + D / 2."""
     cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] * scale for f in (np.cos, np.sin))
     first, second = np.split(x, 2, -1)
     return x * cos + np.concatenate([-second, first], -1) * sin
 
 
-def turned_pairs(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
+def rotate_pairs(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
     """Rotation of neighbours: element 2i of a head goes with element 2i + 1."""
     turn, n = np.exp(1j * angles)[:, None] * scale, 2 * angles.shape[-1]
     pairs = (x[..., :n:2] + 1j * x[..., 1:n:2]) * turn

@@ -126,9 +126,9 @@ class Model:
             h = h + self.feed_forward(f"{at}.mlp", self.norm(f"{at}.post_attention_layernorm", h))
         return self.norm("model.norm", h) @ self.w.get("lm_head.weight", embedding).T
 
-    def norm(self, name: str, x: np.ndarray, more: float = 1.0) -> np.ndarray:
+    def norm(self, name: str, x: np.ndarray, offset: float = 1.0) -> np.ndarray:
         return (
-            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (more + self.w[f"{name}.weight"])
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (offset + self.w[f"{name}.weight"])
         )
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -176,7 +176,7 @@ class Model:
         q_gate = self.linear(f"{at}.q_proj", x).reshape(time, heads, 2 * d)
         q, gate = q_gate[..., :d], q_gate[..., d:]
         k, v = (self.linear(f"{at}.{name}_proj", x).reshape(time, -1, d) for name in "kv")
-        q, k = (self.turned(self.norm(f"{at}.{n}_norm", y)) for n, y in (("q", q), ("k", k)))
+        q, k = (self.rotate(self.norm(f"{at}.{n}_norm", y)) for n, y in (("q", q), ("k", k)))
         y = np.zeros_like(q)
         for head in range(heads):
             group = head * k.shape[1] // heads
@@ -185,7 +185,7 @@ class Model:
             y[:, head] = e / e.sum(-1, keepdims=True) @ v[:, group]
         return self.linear(f"{at}.o_proj", (y * sigmoid(gate)).reshape(time, -1))
 
-    def turned(self, x: np.ndarray) -> np.ndarray:
+    def rotate(self, x: np.ndarray) -> np.ndarray:
         """The first quarter of each head (T, H, D), in pairs half of that apart."""
         half = int(x.shape[-1] * 0.25) // 2
         angle = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(half) / half)

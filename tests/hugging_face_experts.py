@@ -217,9 +217,9 @@ def llama4_shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
 def llama4(
     c: Config, w: dict[str, np.ndarray], at: str, i: int, x: np.ndarray, linear: Linear
 ) -> np.ndarray:
-    def gated(where: str) -> np.ndarray:
-        gate, up = (linear(f"{where}.{part}", x) for part in PARTS[:2])
-        return linear(f"{where}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
+    def gated(module_path: str) -> np.ndarray:
+        gate, up = (linear(f"{module_path}.{part}", x) for part in PARTS[:2])
+        return linear(f"{module_path}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
 
     prefix = f"{at}.feed_forward"
     if (i + 1) % c["interleave_moe_layer_step"]:
@@ -282,9 +282,9 @@ def feed_forward(
     if "intermediate_size_mlp" in c:
         return llama4(c, w, at, i, x, linear)
 
-    def gated(where: str, x: np.ndarray) -> np.ndarray:
-        gate, up = (linear(f"{at}.{where}.{part}", x) for part in PARTS[:2])
-        return linear(f"{at}.{where}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
+    def gated(module_path: str, x: np.ndarray) -> np.ndarray:
+        gate, up = (linear(f"{at}.{module_path}.{part}", x) for part in PARTS[:2])
+        return linear(f"{at}.{module_path}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
 
     if dense(c, i):
         return gated("mlp", x)

@@ -272,7 +272,7 @@ class Model:
             q, k = (self.norm(f"{at}.self_attn.{n}_layernorm", y) for n, y in (("q", q), ("k", k)))
         angle = np.arange(time)[:, None] * c["rope_theta"] ** (-np.arange(d // 2) / (d // 2))
         if c.get("position_embedding_type", "rope") == "rope":
-            q, k = (turned(y, angle) for y in (q, k))
+            q, k = (rotate_halves(y, angle) for y in (q, k))
         y = np.zeros((time, heads, d))
         for head in range(heads):
             group = head * k.shape[1] // heads
@@ -304,7 +304,7 @@ def halves(x: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * value @ down.T
 
 
-def turned(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
+def rotate_halves(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
     """Heads (T, H, D) rotated: the pairs (i, i + D / 2)."""
     half = x.shape[-1] // 2
     pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]

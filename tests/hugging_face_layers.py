@@ -72,7 +72,7 @@ class Layout:
     biased: tuple[str, ...] = ()
 
 
-APART = tuple(f"self_attn.{part}_proj" for part in "qkv")
+QKV_NAMES = tuple(f"self_attn.{part}_proj" for part in "qkv")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 OUT, UP, DOWN, GATE = "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"
 MODEL = "model.embed_tokens", "model.layers"
@@ -81,15 +81,17 @@ MODEL = "model.embed_tokens", "model.layers"
 def layout(c: Config) -> Layout:
     kind, norms = c["architectures"][0], NORMS
     if kind == "PhiForCausalLM":
-        parts = (*APART, "self_attn.dense", "mlp.fc1", "mlp.fc2")
-        return Layout(*MODEL, "model.final_layernorm", NORMS[:1], APART, *parts[3:], biased=parts)
+        parts = (*QKV_NAMES, "self_attn.dense", "mlp.fc1", "mlp.fc2")
+        return Layout(
+            *MODEL, "model.final_layernorm", NORMS[:1], QKV_NAMES, *parts[3:], biased=parts
+        )
     if kind == "GPT2LMHeadModel":
         parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
         at = "transformer.wte", "transformer.h", "transformer.ln_f", ("ln_1", "ln_2")
         return Layout(*at, parts[:1], *parts[1:], biased=parts)
     if kind == "Starcoder2ForCausalLM":
-        parts = (*APART, OUT, "mlp.c_fc", "mlp.c_proj")
-        return Layout(*MODEL, "model.norm", NORMS, APART, *parts[3:], biased=parts)
+        parts = (*QKV_NAMES, OUT, "mlp.c_fc", "mlp.c_proj")
+        return Layout(*MODEL, "model.norm", NORMS, QKV_NAMES, *parts[3:], biased=parts)
     if kind == "FalconForCausalLM":
         norms = ("ln_attn", "ln_mlp") if c.get("new_decoder_architecture") else NORMS[:1]
         parts = ("self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -98,7 +100,7 @@ def layout(c: Config) -> Layout:
     is_parallel = c.get("use_parallel_residual") or kind == "Cohere2ForCausalLM"
     at = *MODEL, "model.norm", NORMS[:1] if is_parallel else NORMS
     gate = "" if kind == "NemotronForCausalLM" else GATE
-    return Layout(*at, APART, OUT, UP, DOWN, gate, APART if c.get("use_qkv_bias") else ())
+    return Layout(*at, QKV_NAMES, OUT, UP, DOWN, gate, QKV_NAMES if c.get("use_qkv_bias") else ())
 
 
 def sizes(c: Config) -> tuple[int, int, int, int, int]:
@@ -208,7 +210,7 @@ class Model:
                     )
         local = self.kind == "Cohere2ForCausalLM" and (i + 1) % 4 != 0
         if "n_embd" not in self.c and (local or self.kind != "Cohere2ForCausalLM"):
-            q, k = self.turned(q), self.turned(k)
+            q, k = self.rotate(q), self.rotate(k)
         distance = np.arange(time)[:, None] - np.arange(time)
         hidden = (distance < 0) | (distance >= self.c["sliding_window"]) if local else distance < 0
         y = np.empty_like(q)
@@ -230,7 +232,7 @@ class Model:
             return [part.reshape(len(x), -1, d) for part in parts]
         return [part.reshape(len(x), -1, d) for part in np.split(projections[0], 3, -1)]
 
-    def turned(self, x: np.ndarray) -> np.ndarray:
+    def rotate(self, x: np.ndarray) -> np.ndarray:
         n = int(self.c.get("partial_rotary_factor", 1.0) * x.shape[-1]) // 2
         turn = np.exp(1j * np.arange(len(x))[:, None] * 1e4 ** (-np.arange(n) / n))[:, None]
         if self.kind == "Cohere2ForCausalLM":

@@ -20,7 +20,7 @@ from packtrain.gguf import GGUF
 from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
 
-TINY = [
+TINY_FLAGS = [
     *("--dim", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "-c", "32"),
     *("--batch-size", "2", "--vocab-size", "320"),
 ]
@@ -29,7 +29,7 @@ ENDLESS = 1_000_000
 VALIDATED = "val_loss", "val_error", "val_accuracy", "val_accuracy_error"
 
 
-def words(count: int = 12_000) -> str:
+def sample_text(count: int = 12_000) -> str:
     """Text with something to learn: sentences of a small grammar."""
     rng, text = random.Random(0), ""
     parts = (
@@ -42,7 +42,7 @@ def words(count: int = 12_000) -> str:
     return text
 
 
-def chats(count: int = 40) -> str:
+def sample_chats(count: int = 40) -> str:
     """Questions that have one answer each."""
     rng = random.Random(1)
     facts = {"sun": "hot", "ice": "cold", "night": "dark", "sea": "deep"}
@@ -54,7 +54,7 @@ def chats(count: int = 40) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RunKind:
     """Runs of a command on files that `prepare` makes in a folder; their steps do not depend on how many there will be.
 
     results  what must be equal at last, `{}` for the name of the run
@@ -72,18 +72,18 @@ class Kind:
 
 
 def prepare_text(folder: Path) -> None:
-    (folder / "text.txt").write_text(words())
+    (folder / "text.txt").write_text(sample_text())
 
 
 def prepare_base(folder: Path) -> None:
     random_model(folder / "f32.gguf", "llama tied")
     files = [str(folder / name) for name in ("f32.gguf", "base.gguf")]
-    run([sys.executable, "-m", "packtrain", "quantize", *files, "Q8_0"])
-    (folder / "chats.jsonl").write_text(chats())
+    run_command([sys.executable, "-m", "packtrain", "quantize", *files, "Q8_0"])
+    (folder / "chats.jsonl").write_text(sample_chats())
 
 
 def train_flags(folder: Path) -> list[str]:
-    return ["train", "--data", str(folder / "text.txt"), *TINY]
+    return ["train", "--data", str(folder / "text.txt"), *TINY_FLAGS]
 
 
 def tune_flags(folder: Path) -> list[str]:
@@ -91,55 +91,57 @@ def tune_flags(folder: Path) -> list[str]:
     return ["finetune", str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl"), *options]
 
 
-ALWAYS = ("{}.gguf", "{}.run/checkpoint.gguf")
-KINDS = {
-    "train": Kind(prepare_text, train_flags, ALWAYS),
-    "finetune": Kind(prepare_base, tune_flags, (*ALWAYS, "{}.run/adapter.gguf")),
+RESULT_NAMES = ("{}.gguf", "{}.run/checkpoint.gguf")
+RUN_KINDS = {
+    "train": RunKind(prepare_text, train_flags, RESULT_NAMES),
+    "finetune": RunKind(prepare_base, tune_flags, (*RESULT_NAMES, "{}.run/adapter.gguf")),
 }
 
 
-def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) -> int:
+def survive_kills(
+    folder: Path, kills: int, seed: int, run_kind: RunKind = RUN_KINDS["train"]
+) -> int:
     """Steps of a run that was killed so often and still equals one left alone; raises AssertionError if it does not."""
-    made.prepare(folder)
-    run(made.command(folder, "warm", 1))
+    run_kind.prepare(folder)
+    run_command(run_kind.command(folder, "warm", 1))
     start = time.monotonic()
-    run(made.command(folder, "again", 1))
+    run_command(run_kind.command(folder, "again", 1))
     seconds = time.monotonic() - start
     input_files = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
     rng, seen = random.Random(seed), folder / "killed.run/metrics.jsonl"
     for number in range(kills - kills // 5):
-        life = begun(made.command(folder, "killed", ENDLESS))
+        life = start_process(run_kind.command(folder, "killed", ENDLESS))
         if number % 4 == 1:  # while it starts
             time.sleep(rng.uniform(0, 1) * seconds)
         else:  # while it trains and saves
             wait_for_more(seen, life)
             time.sleep(rng.uniform(0, 0.4))
-        assert not ended(life)
+        assert not kill_process(life)
     steps = max((record["step"] for record in metrics_file.read(seen)), default=0) + 10
     for name in ("killed", "alone"):
-        run(made.command(folder, name, steps))
-    same(folder, made.results)
+        run_command(run_kind.command(folder, name, steps))
+    assert_equal_runs(folder, run_kind.results)
     for _ in range(kills // 5):  # while it ends
         steps += 1
         earlier = (folder / "killed.gguf").read_bytes()
-        life = begun(made.command(folder, "killed", steps))
+        life = start_process(run_kind.command(folder, "killed", steps))
         time.sleep(rng.uniform(0.3, 1) * seconds)
-        finished = ended(life)
-        run(made.command(folder, "alone", steps))
+        finished = kill_process(life)
+        run_command(run_kind.command(folder, "alone", steps))
         current = (folder / "killed.gguf").read_bytes()
         new = [folder / f"{name}.gguf" for name in ("killed", "alone")]
-        assert (not finished and current == earlier) or equal(*new)
-    run(made.command(folder, "killed", steps))
-    same(folder, made.results, but=VALIDATED)  # measured where a run has its end
+        assert (not finished and current == earlier) or has_equal_tensors(*new)
+    run_command(run_kind.command(folder, "killed", steps))
+    assert_equal_runs(folder, run_kind.results, but=VALIDATED)  # measured where a run has its end
     assert all(path.read_bytes() == content for path, content in input_files.items())
     return int(steps)
 
 
-def begun(command: list[str]) -> "subprocess.Popen[str]":
+def start_process(command: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def ended(life: "subprocess.Popen[str]") -> bool:
+def kill_process(life: "subprocess.Popen[str]") -> bool:
     """Kill it; whether it had come to a good end before. Raises AssertionError for a bad one."""
     code = life.poll()
     life.kill()
@@ -157,15 +159,15 @@ def wait_for_more(path: Path, life: "subprocess.Popen[str]") -> None:
         time.sleep(0.001)
 
 
-def run(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def same(folder: Path, results: tuple[str, ...], but: Collection[str] = ()) -> None:
+def assert_equal_runs(folder: Path, results: tuple[str, ...], but: Collection[str] = ()) -> None:
     """Raise AssertionError unless both runs have equal models, checkpoints and metrics, times and `but` aside."""
     for name in results:
-        assert equal(*(folder / name.format(run) for run in ("alone", "killed"))), name
+        assert has_equal_tensors(*(folder / name.format(run) for run in ("alone", "killed"))), name
     steps = (without_times(folder / f"{run}.run/metrics.jsonl") for run in ("alone", "killed"))
     reference, resumed = (
         [{k: v for k, v in r.items() if k not in but} for r in records] for records in steps
@@ -173,7 +175,7 @@ def same(folder: Path, results: tuple[str, ...], but: Collection[str] = ()) -> N
     assert reference == resumed
 
 
-def equal(*paths: Path) -> bool:
+def has_equal_tensors(*paths: Path) -> bool:
     """Whether two GGUF files have equal tensors."""
     first, second = map(GGUF, paths)
     return first.entries.keys() == second.entries.keys() and all(
@@ -191,12 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("kind", nargs="?", choices=KINDS, default="train")
+    parser.add_argument("kind", nargs="?", choices=RUN_KINDS, default="train")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = survive(Path(folder), args.kills, args.seed, KINDS[args.kind])
+        steps = survive_kills(Path(folder), args.kills, args.seed, RUN_KINDS[args.kind])
     print(f"survived {args.kills} kills; {steps} steps, weights and metrics equal bit for bit")
 
 

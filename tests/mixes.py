@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.conversion.calibration.importance import Importance, save
+from packtrain.conversion.calibration.importance import ImportanceMatrix, save_importance
 from packtrain.dtypes import DTYPES
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.quant_recipe import MIXES
 
 RECORD = Path(__file__).parent / "goldens" / "mixes.json.gz"
@@ -79,7 +79,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
                     yield shape, mix, options
 
 
-def given(mix: str, options: str) -> tuple[list[str], dict[str, Any]]:
+def quantize_options(mix: str, options: str) -> tuple[list[str], dict[str, Any]]:
     """Flags for llama-quantize, and arguments of types_of."""
     flags, arguments = OPTIONS[options]
     if mix in DEMANDING:
@@ -123,13 +123,17 @@ def write_shape(path: Path, shape: Shape) -> None:
     }
     a = shape.architecture
     metadata = {
-        "general.architecture": Value("string", a),
-        **{f"{a}.{key}": Value("u32", number) for key, number in numbers.items()},
-        f"{a}.attention.layer_norm_rms_epsilon": Value("f32", 1e-5),
-        **({f"{a}.attention.layer_norm_epsilon": Value("f32", 1e-5)} if a == "falcon" else {}),
+        "general.architecture": MetadataValue("string", a),
+        **{f"{a}.{key}": MetadataValue("u32", number) for key, number in numbers.items()},
+        f"{a}.attention.layer_norm_rms_epsilon": MetadataValue("f32", 1e-5),
+        **(
+            {f"{a}.attention.layer_norm_epsilon": MetadataValue("f32", 1e-5)}
+            if a == "falcon"
+            else {}
+        ),
     }
     tensors = {name: rng.standard_normal(size).astype(np.float32) for name, size in _tensors(shape)}
-    write(path, metadata, tensors)
+    write_gguf(path, metadata, tensors)
 
 
 def write_weights(path: Path, model: GGUF) -> None:
@@ -138,8 +142,9 @@ def write_weights(path: Path, model: GGUF) -> None:
     sums = {
         n: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32) for n, e in entries.items()
     }
-    save(
-        path, Importance(sums, {n: np.ones(len(s), np.float32) for n, s in sums.items()}, "", 1, 1)
+    save_importance(
+        path,
+        ImportanceMatrix(sums, {n: np.ones(len(s), np.float32) for n, s in sums.items()}, "", 1, 1),
     )
 
 
@@ -155,7 +160,9 @@ def main() -> None:
         model, quantized = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
         for shape, mix, options in cases():
             write_shape(model, SHAPES[shape])
-            flags = [f.replace("WEIGHTS", f"{folder}/i.gguf") for f in given(mix, options)[0]]
+            flags = [
+                f.replace("WEIGHTS", f"{folder}/i.gguf") for f in quantize_options(mix, options)[0]
+            ]
             write_weights(Path(folder) / "i.gguf", GGUF(model))
             command = [program, *flags, str(model), str(quantized), mix]
             done = subprocess.run(command, capture_output=True, text=True)

@@ -9,7 +9,7 @@ from packtrain import Executor, Graph, Session, differentiate, place
 from packtrain.dtypes import i32
 from packtrain.engine import backends
 from packtrain.engine.backends import Target
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.engine.tensor import input
 from packtrain.models import transformer
 from packtrain.models.config import Config
@@ -26,7 +26,7 @@ CONFIG = Config(
 NO_TARGET = -1
 
 
-def values(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+def seeded_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights large enough that every block matters. RandomState's stream is frozen; so are these numbers."""
     rng, weights = np.random.RandomState(seed), {}
     for name, leaf in transformer.weights(config).items():
@@ -36,7 +36,7 @@ def values(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
-def batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
+def seeded_batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Rows that each hold two samples of random lengths, uneven weights, and some tokens without a target."""
     rng = np.random.RandomState(1000 + seed)
     tokens = rng.randint(0, config.vocab_size, (rows, time + 1))
@@ -53,19 +53,19 @@ def batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.n
     }
 
 
-def gradients(
+def gradient_graph(
     config: Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
 ) -> Graph:
     """Outputs `loss`, `losses` and `d/<name>` of every weight."""
     weights = transformer.weights(config)
     built = transformer.loss(config, weights, rows, time, chunk=chunk)
-    checkpoints = built.blocks if keep == "blocks" else None
+    checkpoints = built.block_outputs if keep == "blocks" else None
     grads = differentiate(built.loss, list(weights.values()), checkpoints)
     by_name = {f"d/{w.name}": d for w, d in grads.items()}
     return Graph({"loss": built.loss, "losses": built.losses, **by_name})
 
 
-def steps(
+def step_graph(
     config: Config,
     rows: int,
     time: int,
@@ -78,41 +78,41 @@ def steps(
     """One training step with the outputs `loss` and `squares`."""
     weights = transformer.weights(config)
     built = transformer.loss(config, weights, rows, time, chunk=chunk)
-    checkpoints = built.blocks if keep == "blocks" else None
-    return training(
+    checkpoints = built.block_outputs if keep == "blocks" else None
+    return training_graph(
         {"loss": built.loss}, list(weights.values()), optimizer, keep=checkpoints, max_norm=max_norm
     )
 
 
-def evaluation(config: Config, rows: int, time: int) -> Graph:
+def eval_graph(config: Config, rows: int, time: int) -> Graph:
     """The outputs `loss` and `losses` alone."""
     built = transformer.loss(config, transformer.weights(config), rows, time, chunk=16)
     return Graph({"loss": built.loss, "losses": built.losses})
 
 
-def logits(config: Config, rows: int, time: int) -> Graph:
+def logits_graph(config: Config, rows: int, time: int) -> Graph:
     """The full forward without a cache: `logits` (rows, time, V) from `tokens`, `pos` and `seq`."""
     weights = transformer.weights(config)
     tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
 
-    mixer = transformer.in_batch(config, pos, seq)
-    *_, h = transformer.stream(config, weights, tokens, pos, mixer, time)
+    mixer = transformer.batch_mixer(config, pos, seq)
+    *_, h = transformer.residual_stream(config, weights, tokens, pos, mixer, time)
     return Graph([transformer.logits(config, weights, h)])
 
 
-def bind(
+def bind_graph(
     graph: Graph,
-    given: Mapping[str, Any] | None = None,
+    leaf_values: Mapping[str, Any] | None = None,
     session: Session | None = None,
     backend: backends.Backend = backends.cpu,
 ) -> Executor:
     """An executor of the graph in a session (a fresh one by default), with its leaves given their values."""
     run = (session or Session()).executor(place(graph, Target((backend,))))
-    run.session.set(given or {})
+    run.session.set(leaf_values or {})
     return run
 
 
-def apart(got: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """How far two arrays are from each other, relative to the norm of what is expected."""
     norm = float(np.linalg.norm(expected))
     return float(np.linalg.norm(np.asarray(got, np.float64) - expected)) / (norm or 1.0)

@@ -12,12 +12,12 @@ def gelu(x: np.ndarray) -> np.ndarray:
 class Gemma4:
     """A model by its keys and weights; `whole` has norms and products by name."""
 
-    def __init__(self, whole: Any) -> None:
-        self.m, self.keys, self.w = whole, whole.keys, whole.w
-        self.blocks, self.heads = self.keys["block_count"], whole.heads
-        self.made: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    def __init__(self, model: Any) -> None:
+        self.m, self.keys, self.w = model, model.keys, model.w
+        self.blocks, self.heads = self.keys["block_count"], model.heads
+        self.kv_by_block: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def near(self, i: int) -> bool:
+    def has_window(self, i: int) -> bool:
         return bool(self.keys["attention.sliding_window_pattern"][i])
 
     def shared(self) -> int:
@@ -52,7 +52,7 @@ class Gemma4:
         y = m.linear(i, "ffn_down", gelu(m.linear(i, "ffn_gate", x)) * m.linear(i, "ffn_up", x))
         if f"{at}.ffn_gate_inp.weight" not in self.w:
             return y
-        router_input = self.bare(h) / np.sqrt(m.width) * self.w[f"{at}.ffn_gate_inp.scale"]
+        router_input = self.unscaled_norm(h) / np.sqrt(m.width) * self.w[f"{at}.ffn_gate_inp.scale"]
         p = np.exp(m.linear(i, "ffn_gate_inp", router_input))
         expert_input, z = m.after(i, "pre_ffw_norm_2", h), np.zeros_like(h)
         for t in range(len(h)):
@@ -70,23 +70,23 @@ class Gemma4:
                 )
         return m.after(i, "post_ffw_norm_1", y) + m.after(i, "post_ffw_norm_2", z)
 
-    def bare(self, x: np.ndarray) -> np.ndarray:
+    def unscaled_norm(self, x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.m.eps())
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
-        m, time, is_local = self.m, len(x), self.near(i)
+        m, time, is_local = self.m, len(x), self.has_window(i)
         d = self.keys.get("attention.key_length_swa", m.head) if is_local else m.head
         q = m.after(i, "attn_q_norm", m.linear(i, "attn_q", x).reshape(time, -1, d))
         num_unshared = self.blocks - self.shared()
         if i < num_unshared:
             k = m.linear(i, "attn_k", x).reshape(time, -1, d)
             v = m.linear(i, "attn_v", x) if f"blk.{i}.attn_v.weight" in self.w else k
-            k = self.turned(is_local, m.after(i, "attn_k_norm", k))
-            self.made[i] = k, self.bare(v.reshape(k.shape))
-        k, v = self.made[
+            k = self.rotate(is_local, m.after(i, "attn_k_norm", k))
+            self.kv_by_block[i] = k, self.unscaled_norm(v.reshape(k.shape))
+        k, v = self.kv_by_block[
             i if i < num_unshared else num_unshared - 2 if is_local else num_unshared - 1
         ]
-        q, shared = self.turned(is_local, q), q.shape[1] // k.shape[1]
+        q, shared = self.rotate(is_local, q), q.shape[1] // k.shape[1]
         distance = np.arange(time)[:, None] - np.arange(time)
         hidden = (distance < 0) | (is_local & (distance >= self.keys["attention.sliding_window"]))
         y = np.empty_like(q)
@@ -96,11 +96,11 @@ class Gemma4:
             y[:, head] = e / e.sum(-1, keepdims=True) @ v[:, head // shared]
         return m.linear(i, "attn_output", y.reshape(time, -1))
 
-    def turned(self, near: bool, x: np.ndarray) -> np.ndarray:
+    def rotate(self, is_local: bool, x: np.ndarray) -> np.ndarray:
         n = x.shape[-1] // 2
-        base = self.keys["rope.freq_base_swa" if near else "rope.freq_base"]
+        base = self.keys["rope.freq_base_swa" if is_local else "rope.freq_base"]
         angle = base ** (-np.arange(n) / n)
-        if not near:
+        if not is_local:
             angle = angle / self.w.get("rope_freqs.weight", 1.0)
             angle[int(self.keys.get("rope.turned", 1.0) * n) :] *= "rope.turned" not in self.keys
         turn = np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]

@@ -55,7 +55,7 @@ class Model:
         self.heads = self.keys["attention.head_count"]
         self.kv = int(np.max(self.keys.get("attention.head_count_kv", self.heads)))
         self.head = self.keys.get("attention.key_length", self.width // self.heads)
-        self.turned = self.keys.get("rope.dimension_count", self.head)
+        self.rope_width = self.keys.get("rope.dimension_count", self.head)
         self.original = self.keys.get(
             "rope.scaling.original_context_length", self.keys["context_length"]
         )
@@ -84,7 +84,7 @@ class Model:
         share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
             x = self.after(i, "attn_norm", h)
-            if self.beside(i):
+            if self.is_parallel(i):
                 y = self.attention(i, self.after(i, "attn_norm_2", h, x))
                 h = h + y + self.feed_forward(i, x)
                 continue
@@ -127,13 +127,13 @@ class Model:
         return float(self.keys["attention.layer_norm_rms_epsilon"])
 
     def after(
-        self, i: int, name: str, x: np.ndarray, without: np.ndarray | None = None
+        self, i: int, name: str, x: np.ndarray, fallback: np.ndarray | None = None
     ) -> np.ndarray:
         if f"blk.{i}.{name}.weight" in self.w or f"blk.{i}.{name}" in self.w:
             return self.normed(x, f"blk.{i}.{name}")
-        return x if without is None else without
+        return x if fallback is None else fallback
 
-    def beside(self, i: int) -> bool:
+    def is_parallel(self, i: int) -> bool:
         """Whether attention and feed-forward stand side by side."""
         if self.arch == "stablelm":
             return f"blk.{i}.ffn_norm.weight" not in self.w
@@ -231,7 +231,7 @@ class Model:
         rank, legacy = self.keys["attention.kv_lora_rank"], f"blk.{i}.attn_kv_b.weight" in self.w
         suffix = "" if legacy else "_mla"
         d, wide = (self.keys[f"attention.{n}_length{suffix}"] for n in ("key", "value"))
-        nope_width, time = d - self.turned, len(x)
+        nope_width, time = d - self.rope_width, len(x)
         if "attention.q_lora_rank" in self.keys:
             q = self.after(i, "attn_q_a_norm", self.linear(i, "attn_q_a", x))
             q = self.linear(i, "attn_q_b", q)
@@ -344,7 +344,7 @@ class Model:
 
     def rotated(self, i: int, x: np.ndarray) -> np.ndarray:
         """Turn the first elements of each head of x (T, heads, D), as complex numbers, by their position."""
-        n = self.turned // 2
+        n = self.rope_width // 2
         angle, growth = self.angles(i)
         turn = growth * np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
         if self.arch in HALVES | DELTA_NETS:
@@ -357,7 +357,7 @@ class Model:
 
     def angles(self, i: int) -> tuple[np.ndarray, float]:
         """Turn of each pair from one position to the next, and what rope multiplies lengths by."""
-        n, local = self.turned // 2, self.arch == "gemma3" and self.local(i)
+        n, local = self.rope_width // 2, self.arch == "gemma3" and self.local(i)
         if self.arch == "olmo2" and self.local(i):
             return self.keys["rope.freq_base"] ** (-np.arange(n) / n), 1.0
         base = (
@@ -414,22 +414,22 @@ class Model:
             p = 1 / (1 + np.exp(-logits))
         selection_scores = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
         if (groups := self.keys.get("expert_group_count", 1)) > 1:
-            apart = selection_scores.reshape(len(x), groups, -1)
-            best = np.argsort(-np.sort(apart)[..., -2:].sum(-1))[
+            grouped_scores = selection_scores.reshape(len(x), groups, -1)
+            best = np.argsort(-np.sort(grouped_scores)[..., -2:].sum(-1))[
                 :, : self.keys["expert_group_used_count"]
             ]
             out = np.ones((len(x), groups), bool)
             np.put_along_axis(out, best, False, axis=1)
-            selection_scores = np.where(out[..., None], -np.inf, apart).reshape(
+            selection_scores = np.where(out[..., None], -np.inf, grouped_scores).reshape(
                 selection_scores.shape
             )
         y = np.zeros_like(x)
         for t in range(len(x)):
             chosen = np.argsort(-selection_scores[t])[: self.keys["expert_used_count"]]
-            apart = self.arch in ("qwen2moe", "olmoe", "llama4") or (
+            is_unnormalized = self.arch in ("qwen2moe", "olmoe", "llama4") or (
                 self.arch in ("glm4moe", "deepseek2") and not self.keys.get("expert_weights_norm")
             )
-            total = 1 if apart else p[t, chosen].sum()
+            total = 1 if is_unnormalized else p[t, chosen].sum()
             for e in chosen:
                 share = p[t, e] / total * self.keys.get("expert_weights_scale", 1.0)
                 if self.arch == "llama4":

@@ -12,9 +12,9 @@ import packtrain as pt
 from benchmarks.online import best_fit
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Host, Target
-from packtrain.engine.memory_plan.memory_order import needed_before
+from packtrain.engine.memory_plan.memory_order import call_dependencies
 from packtrain.engine.memory_plan.memory_plan import Packer, Plan
-from packtrain.engine.packing import height, lower_bound
+from packtrain.engine.packing import lower_bound, packing_height
 from packtrain.engine.placement import BARRIER
 from packtrain.engine.tensor import Tensor
 from tests import checks
@@ -25,7 +25,7 @@ Change = Callable[[Plan], Plan]
 FAR = Host("cpu", "far")  # a second memory space with the same kernels
 
 
-def plans(placed: pt.Placed) -> dict[str, pt.Plan]:
+def plan_variants(placed: pt.Placed) -> dict[str, pt.Plan]:
     return {
         "reuse": pt.make_plan(placed),
         "no reuse": pt.make_plan(placed, reuse=False),
@@ -33,7 +33,7 @@ def plans(placed: pt.Placed) -> dict[str, pt.Plan]:
     }
 
 
-def bits(case: Case, placed: pt.Placed, plan: pt.Plan) -> dict[str, np.ndarray]:
+def poisoned_results(case: Case, placed: pt.Placed, plan: pt.Plan) -> dict[str, np.ndarray]:
     """The results of a run whose bytes are NaN before they are written and after they are freed."""
     executor = pt.Session().executor(placed, plan)
     with pt.debug("poison"):
@@ -44,12 +44,14 @@ def check_case(seed: int) -> None:
     """Plans verify; reuse and work in place change no bit; the result is near the specification."""
     case = random_case(seed)
     placed = pt.place(case.graph)
-    variants = plans(placed)
+    variants = plan_variants(placed)
     for plan in variants.values():
         pt.verify(plan, placed)
-    got, expected = (bits(case, placed, variants[name]) for name in ("reuse", "no reuse"))
-    checks.same_bits(got, expected, f"seed {seed}")
-    checks.all_close(got, pt.interpret(case.graph, case.values), f"seed {seed} on cpu")
+    got, expected = (
+        poisoned_results(case, placed, variants[name]) for name in ("reuse", "no reuse")
+    )
+    checks.assert_same_bits(got, expected, f"seed {seed}")
+    checks.assert_all_close(got, pt.interpret(case.graph, case.values), f"seed {seed} on cpu")
 
 
 def check_poisoned(seed: int) -> None:
@@ -59,16 +61,16 @@ def check_poisoned(seed: int) -> None:
     reference = pt.Session().executor(placed, pt.make_plan(placed, reuse=False))
     expected = checks.execute(reference, case.values)
     try:
-        got = bits(case, placed, pt.make_plan(placed))
+        got = poisoned_results(case, placed, pt.make_plan(placed))
     except IndexError as error:  # bytes of a mixture's routing: poison is no index
         raise AssertionError(f"seed {seed}: {error}") from None
-    checks.same_bits(got, expected, f"seed {seed}")
+    checks.assert_same_bits(got, expected, f"seed {seed}")
 
 
 def check_verified(seed: int) -> None:
     """The verifier alone: it finds what is wrong with a plan before anything runs."""
     placed = pt.place(random_case(seed).graph)
-    for plan in plans(placed).values():
+    for plan in plan_variants(placed).values():
         pt.verify(plan, placed)
 
 
@@ -79,42 +81,46 @@ def check_numpy(seed: int) -> None:
     plan = pt.make_plan(placed)
     pt.verify(plan, placed)
     expected = pt.interpret(case.graph, case.values, np.float32)
-    checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} on numpy")
+    checks.assert_same_bits(poisoned_results(case, placed, plan), expected, f"seed {seed} on numpy")
 
 
 def check_recomputed(seed: int) -> None:
     """Recomputation changes no bit, and the backward pass reads no forward value that it was not to keep."""
     case, reference = random_case(seed), random_case(seed, keep=False)
     got, expected = (
-        checks.run(case.graph, case.values),
-        checks.run(reference.graph, reference.values),
+        checks.run_graph(case.graph, case.values),
+        checks.run_graph(reference.graph, reference.values),
     )
-    checks.same_bits(got, expected, f"seed {seed}, recomputed")
+    checks.assert_same_bits(got, expected, f"seed {seed}, recomputed")
     if case.keep is None:
         return
     last = max((t.call.serial for t in case.keep if t.call), default=-1)
     written = {t.base for t in case.graph.updates}
 
-    def kept(t: Tensor) -> bool:
+    def is_kept(t: Tensor) -> bool:
         call = t.call
         if call is None or t in case.keep or call.serial > last or call.op.writes:
             return True
         return call.phase != "forward" or any(x.base in written for x in call.reads)
 
     for call in case.graph.calls:
-        lost = [t for t in call.reads if call.phase != "forward" and not kept(t)]
+        lost = [t for t in call.reads if call.phase != "forward" and not is_kept(t)]
         assert not lost, f"seed {seed}: {call.op.name} reads {lost[0]}, which is not kept"
 
 
 def check_slope(seed: int) -> None:
     """Gradients through uses of a value in several places, recomputed or not, are the loss's slope in float64."""
     case = random_case(seed, style="outputs")
-    given = {n: v * np.ones((), v.dtype if v.dtype.kind == "i" else float) for n, v in case.values.items()}  # fmt: skip
-    made = pt.interpret(case.graph, given)
+    leaf_values = {n: v * np.ones((), v.dtype if v.dtype.kind == "i" else float) for n, v in case.values.items()}  # fmt: skip
+    results = pt.interpret(case.graph, leaf_values)
     rng = np.random.default_rng(seed)
-    way = {n[2:]: rng.standard_normal(g.shape) for n, g in made.items() if n.startswith("d/")}
-    slope = checks.slope(pt.Graph({"loss": case.graph.outputs["loss"]}, case.graph.updates), given, way)  # fmt: skip
-    checks.is_slope(slope, {n: made[f"d/{n}"] * d for n, d in way.items()}, f"seed {seed}")
+    directions = {
+        n[2:]: rng.standard_normal(g.shape) for n, g in results.items() if n.startswith("d/")
+    }
+    slope = checks.slope(pt.Graph({"loss": case.graph.outputs["loss"]}, case.graph.updates), leaf_values, directions)  # fmt: skip
+    checks.assert_slope(
+        slope, {n: results[f"d/{n}"] * d for n, d in directions.items()}, f"seed {seed}"
+    )
 
 
 def check_spaces(seed: int) -> None:
@@ -136,8 +142,10 @@ def check_spaces(seed: int) -> None:
         assert not remote_reads or step.op is ops.cont, (
             f"{step.op.name} reads {remote_reads} in another space"
         )
-    expected = checks.run(case.graph, case.values)
-    checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} with {sorted(homes)} far")
+    expected = checks.run_graph(case.graph, case.values)
+    checks.assert_same_bits(
+        poisoned_results(case, placed, plan), expected, f"seed {seed} with {sorted(homes)} far"
+    )
 
 
 def check_parts() -> None:
@@ -151,12 +159,12 @@ def check_parts() -> None:
     rng = np.random.default_rng(0)
     inputs = {t.label: rng.random(t.shape, np.float32) for t in graph.leaves}
     got = checks.execute(pt.Session().executor(placed), inputs)
-    checks.same_bits(got, checks.run(graph, inputs), "parts")
+    checks.assert_same_bits(got, checks.run_graph(graph, inputs), "parts")
 
 
 def sequence_of(graph: pt.Graph, rng: np.random.Generator) -> list[int]:
     """A random order of the calls that can run, with barriers at random."""
-    needs, left, sequence = needed_before(graph), set(range(len(graph.calls))), list[int]()
+    needs, left, sequence = call_dependencies(graph), set(range(len(graph.calls))), list[int]()
     while left:
         runnable = [i for i in sorted(left) if left.isdisjoint(needs[i])]
         sequence.append(runnable[int(rng.integers(len(runnable)))])
@@ -170,12 +178,14 @@ def check_sequence(seed: int) -> None:
     case = random_case(seed)
     sequence = sequence_of(case.graph, np.random.default_rng(seed))
     serialized = [index for i in sequence if i != BARRIER for index in (i, BARRIER)]
-    expected = checks.run(case.graph, case.values)
+    expected = checks.run_graph(case.graph, case.values)
     for order in (sequence, serialized):
         placed = pt.place(case.graph, sequence=order)
-        for plan in plans(placed).values():
+        for plan in plan_variants(placed).values():
             verify_beside(plan, placed)
-            checks.same_bits(bits(case, placed, plan), expected, f"seed {seed} in another order")
+            checks.assert_same_bits(
+                poisoned_results(case, placed, plan), expected, f"seed {seed} in another order"
+            )
 
 
 def check_sequences(seeds: Sequence[int]) -> None:
@@ -200,7 +210,7 @@ def verify_beside(plan: pt.Plan, placed: pt.Placed) -> None:
 def check_session(seeds: Sequence[int]) -> None:
     """Executors of one session share its arena and give what they give alone."""
     cases = [random_case(seed, prefix=f"{seed}.") for seed in seeds]
-    references = [checks.run(case.graph, case.values) for case in cases]
+    references = [checks.run_graph(case.graph, case.values) for case in cases]
     session = pt.Session()
     executors = [session.executor(pt.place(case.graph)) for case in cases]
     sizes = [e.plan.arena().nbytes for e in executors]
@@ -210,13 +220,13 @@ def check_session(seeds: Sequence[int]) -> None:
     for _ in range(2):
         outputs = [checks.execute(e, case.values) for case, e in zip(cases, executors, strict=True)]
         for got, expected in zip(outputs, references, strict=True):
-            checks.same_bits(got, expected, f"seeds {seeds}, together")
+            checks.assert_same_bits(got, expected, f"seeds {seeds}, together")
 
 
 # ---- the verifier --------------------------------------------------------------------------------------------
 
 
-def small(width: int = 32) -> pt.Placed:
+def small_graph(width: int = 32) -> pt.Placed:
     """Five values of one size; x is read at steps 0 and 2; step 3 has a workspace and two results."""
     x, w = pt.input("x", (width, width)), pt.weight("w", (width,))
     exp = pt.named("exp", ops.exp(x))
@@ -228,7 +238,7 @@ def small(width: int = 32) -> pt.Placed:
     return pt.place(pt.Graph({"out": out, "dw": pt.named("dw", dw)}))
 
 
-def apart(placed: pt.Placed) -> Plan:
+def plan_without_reuse(placed: pt.Placed) -> Plan:
     """Nothing in place and no two buffers at one offset, so that one change is one mistake."""
     return pt.make_plan(placed, reuse=False)
 
@@ -242,7 +252,7 @@ def changed(plan: Plan, name: str, **fields: Any) -> Plan:
     return replace(plan, buffers=buffers, arenas=arenas)
 
 
-def moved(name: str, other: str, by: int = 0) -> Change:
+def move_buffer(name: str, other: str, by: int = 0) -> Change:
     """`name` to where `other` is, or beside."""
 
     def change(plan: Plan) -> Plan:
@@ -252,58 +262,60 @@ def moved(name: str, other: str, by: int = 0) -> Change:
     return change
 
 
-def dropped(name: str) -> Change:
+def drop_buffer(name: str) -> Change:
     return lambda plan: replace(plan, buffers=tuple(b for b in plan.buffers if b.name != name))
 
 
-def arena(**fields: int) -> Change:
+def change_arena(**fields: int) -> Change:
     return lambda plan: replace(plan, arenas=tuple(replace(a, **fields) for a in plan.arenas))
 
 
 # what is changed, and what the verifier says
 BROKEN: dict[str, tuple[Change, str]] = {
-    "a result over an input that is read later": (moved("exp", "x"), "add reads x, .* overwritten by exp"),
-    "a result over a value that is read later": (moved("negative", "x"), "add reads x, .* by negative"),
-    "a result over another result": (moved("dw", "dx"), "dw and dx share bytes"),
-    "over an input, not permitted": (moved("dw", "total"), "dw overwrites input total"),
-    "over an input, shifted": (moved("dx", "total", 1024), "dx overwrites input total"),
-    "over an input that is read twice": (moved("twice", "dx"), "twice overwrites input dx"),
-    "over an input that is read transposed": (moved("out", "twice"), "out overwrites input permute"),
-    "a workspace over an input": (moved("dx work", "exp"), "workspace overwrites input exp"),
-    "a workspace over a result": (moved("dx work", "dw"), "workspace and dw share bytes"),
-    "an output over another": (moved("dw", "out"), "output dw reads dw, .* by out"),
-    "an offset that is not aligned": (moved("dw", "out", 8192 + 32), "dw: offset .* multiple of 64"),
+    "a result over an input that is read later": (move_buffer("exp", "x"), "add reads x, .* overwritten by exp"),
+    "a result over a value that is read later": (move_buffer("negative", "x"), "add reads x, .* by negative"),
+    "a result over another result": (move_buffer("dw", "dx"), "dw and dx share bytes"),
+    "over an input, not permitted": (move_buffer("dw", "total"), "dw overwrites input total"),
+    "over an input, shifted": (move_buffer("dx", "total", 1024), "dx overwrites input total"),
+    "over an input that is read twice": (move_buffer("twice", "dx"), "twice overwrites input dx"),
+    "over an input that is read transposed": (move_buffer("out", "twice"), "out overwrites input permute"),
+    "a workspace over an input": (move_buffer("dx work", "exp"), "workspace overwrites input exp"),
+    "a workspace over a result": (move_buffer("dx work", "dw"), "workspace and dw share bytes"),
+    "an output over another": (move_buffer("dw", "out"), "output dw reads dw, .* by out"),
+    "an offset that is not aligned": (move_buffer("dw", "out", 8192 + 32), "dw: offset .* multiple of 64"),
     "an offset below zero": (lambda p: changed(p, "out", offset=-64), "out: offset -64"),
     "a buffer too small": (lambda p: changed(p, "total", nbytes=4095), "4095 bytes and needs 4096"),
     "a workspace too small": (lambda p: changed(p, "dx work", nbytes=127), "127 bytes and needs 128"),
     "a workspace for another step": (lambda p: changed(p, "dx work", start=2, end=3), "1 workspaces planned, 0 needed"),
-    "a workspace missing": (dropped("dx work"), "0 workspaces planned, 1 needed"),
-    "a tensor missing": (dropped("total"), "total has no bytes"),
-    "an arena too small": (arena(nbytes=8192), "offset 8192 .* inside the arena"),
+    "a workspace missing": (drop_buffer("dx work"), "0 workspaces planned, 1 needed"),
+    "a tensor missing": (drop_buffer("total"), "total has no bytes"),
+    "an arena too small": (change_arena(nbytes=8192), "offset 8192 .* inside the arena"),
     "a life that begins too late": (lambda p: changed(p, "exp", start=1), r"\[1, 4\), used in \(0, 4\)"),
     "a life that ends too early": (lambda p: changed(p, "total", end=3), r"\[2, 3\), used in \(2, 4\)"),
     "an output that ends too early": (lambda p: changed(p, "dw", end=6), r"\[3, 6\), used in \(3, 7\)"),
-    "a lower bound that is none": (arena(lower_bound=64), "lower bound 64"),
-    "a peak at another step": (arena(peak_step=0), "at step 0"),
+    "a lower bound that is none": (change_arena(lower_bound=64), "lower bound 64"),
+    "a peak at another step": (change_arena(peak_step=0), "at step 0"),
 }  # fmt: skip
 
 
 def check_rejected(name: str) -> None:
     """The verifier rejects one kind of broken plan, and says why."""
     change, text = BROKEN[name]
-    placed = small()
-    pt.verify(apart(placed), placed)
-    raises((pt.PlanError,), text, lambda: pt.verify(change(apart(placed)), placed))
+    placed = small_graph()
+    pt.verify(plan_without_reuse(placed), placed)
+    assert_raises(
+        (pt.PlanError,), text, lambda: pt.verify(change(plan_without_reuse(placed)), placed)
+    )
 
 
 def check_belonging() -> None:
     """A plan is refused by a graph it was not made for."""
-    placed, plan = small(), pt.make_plan(small(width=24))
+    placed, plan = small_graph(), pt.make_plan(small_graph(width=24))
     for use in (lambda: pt.verify(plan, placed), lambda: pt.Session().executor(placed, plan)):
-        raises((pt.GraphError,), "the plan is for .* not for this graph", use)
+        assert_raises((pt.GraphError,), "the plan is for .* not for this graph", use)
 
 
-def raises(kinds: tuple[type[Exception], ...], text: str, use: Callable[[], object]) -> None:
+def assert_raises(kinds: tuple[type[Exception], ...], text: str, use: Callable[[], object]) -> None:
     try:
         use()
     except kinds as error:
@@ -315,10 +327,10 @@ def raises(kinds: tuple[type[Exception], ...], text: str, use: Callable[[], obje
 # ---- packing -------------------------------------------------------------------------------------------------
 
 
-def problem(seed: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """start, end and size of up to `most` buffers."""
+def packing_problem(seed: int, max_buffers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """start, end and size of up to `max_buffers` buffers."""
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, most + 1))
+    n = int(rng.integers(1, max_buffers + 1))
     start = rng.integers(0, 8, n)
     return start, start + rng.integers(1, 5, n), 64 * rng.integers(1, 6, n)
 
@@ -326,19 +338,19 @@ def problem(seed: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def check_packer(packer: Packer) -> None:
     """No two buffers share a byte at one time, by looking at each pair."""
     for seed in range(200):
-        start, end, size = problem(seed, 24)
+        start, end, size = packing_problem(seed, 24)
         at = packer(start, end, size)
         for i, j in itertools.combinations(range(len(size)), 2):
             together = start[i] < end[j] and start[j] < end[i]
             share = at[i] < at[j] + size[j] and at[j] < at[i] + size[i]
             assert not (together and share), f"problem {seed}: buffers {i} and {j} share bytes"
         assert at.min() == 0
-        assert height(size, at) >= lower_bound(start, end, size)[0]
+        assert packing_height(size, at) >= lower_bound(start, end, size)[0]
 
 
 def check_lower_bound() -> None:
     for seed in range(200):
-        start, end, size = problem(seed, 24)
+        start, end, size = packing_problem(seed, 24)
         alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
         expected = max(alive), alive.index(max(alive))
         got = lower_bound(start, end, size)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import packtrain as pt
-from packtrain.engine.backends import Host, Made, Target
-from packtrain.engine.backends.cuda_caching import Caching, buffers_nbytes, pool_nbytes
+from packtrain.engine.backends import Host, OpCall, Target
+from packtrain.engine.backends.cuda_caching import CachingAllocator, buffers_nbytes, pool_nbytes
 from packtrain.engine.memory_plan import make_plan
 from packtrain.engine.placement import place
 
@@ -29,14 +29,14 @@ def check_rules() -> None:
         ([11 * MIB, MIB, MIB + 1], 12 + 2 + 20),  # 1 MiB that is left is not split off
     ):
         assert buffers_nbytes(sizes) == mib * MIB, (sizes[:3], len(sizes))
-    allocator = Caching()
-    blocks = [allocator.take(9 * MIB) for _ in range(2)]
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(9 * MIB) for _ in range(2)]
     for block in blocks:
-        allocator.drop(block)
-    allocator.take(20 * MIB)
+        allocator.release(block)
+    allocator.allocate(20 * MIB)
     assert allocator.reserved == 20 * MIB, "what is free side by side is one"
-    allocator.drop(allocator.take(3 * MIB))
-    allocator.take(2 * MIB)
+    allocator.release(allocator.allocate(3 * MIB))
+    allocator.allocate(2 * MIB)
     assert allocator.reserved == 40 * MIB
 
 
@@ -59,8 +59,8 @@ def check_pool() -> None:
 class Pooled(Host):
     """A memory whose kernels take 1,000 bytes each, of which it keeps all."""
 
-    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
-        return 1000 * len([*made])
+    def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
+        return 1000 * len([*op_calls])
 
 
 def check_counted() -> None:
@@ -68,6 +68,6 @@ def check_counted() -> None:
     graph = pt.Graph({"y": pt.ops.silu(pt.ops.silu(x))})
     plan = make_plan(place(graph, Target((pooled,))))
     arena = plan.arena("there")
-    assert arena.pool_nbytes == arena.outside == 2000
+    assert arena.pool_nbytes == arena.outside_nbytes == 2000
     assert plan.beyond({"there": arena.nbytes + 2000}) is None
     assert plan.beyond({"there": arena.nbytes + 1999}) is not None

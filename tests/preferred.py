@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from packtrain.data.conversations.build_samples import Maker, Recipe
-from packtrain.data.conversations.messages import Pair
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
+from packtrain.data.conversations.build_samples import DatasetRecipe, SampleBuilder
+from packtrain.data.conversations.messages import AnswerPair
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
 from packtrain.gguf import GGUF
 from tests.architectures import random_model
 
 PAIRS = [
-    {"prompt": f"what is {what}", "chosen": f"{what} is {good}", "rejected": bad}
-    for what, good, bad in (
+    {"prompt": f"what is {topic}", "chosen": f"{topic} is {good_answer}", "rejected": bad_answer}
+    for topic, good_answer, bad_answer in (
         ("ice", "cold", "it may be many things, warm or cold"),
         ("the sun", "hot", "cold"),
         ("a dog", "an animal that barks", "a cat"),
@@ -32,11 +32,12 @@ def preference_samples(folder: Path) -> list[dict[str, Any]]:
     """The pairs as TRL's collator takes them; the tokens after an answer are left out."""
     samples, path = [], folder / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, PAIRS)))
-    maker = Maker(
-        Recipe(path, folder / "base.gguf", 512, pairs=True), GGUF(folder / "base.gguf").metadata
+    maker = SampleBuilder(
+        DatasetRecipe(path, folder / "base.gguf", 512, pairs=True),
+        GGUF(folder / "base.gguf").metadata,
     )
-    for record in Reader(Source(path)):
-        assert isinstance(record, Pair)
+    for record in RecordReader(SourceFile(path)):
+        assert isinstance(record, AnswerPair)
         chosen, rejected = (_parted(sample.ids, sample.weights) for sample in maker.samples(record))
         assert chosen[0] == rejected[0]
         samples.append(

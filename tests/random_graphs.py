@@ -81,7 +81,7 @@ class Writer:
 
 def elementwise(g: Writer, x: Tensor) -> list[Tensor]:
     one = ops.scale(ops.sqr(x), by=0.5, bias=1.0)
-    made: list[Callable[[], Tensor]] = [
+    builders: list[Callable[[], Tensor]] = [
         lambda: ops.silu(x), lambda: ops.tanh(x), lambda: ops.sigmoid(x), lambda: ops.neg(x),
         lambda: ops.relu(x), lambda: ops.scale(x, by=-0.7, bias=0.1), lambda: ops.sqrt(one),
         lambda: ops.log(one), lambda: ops.exp(ops.tanh(x)), lambda: ops.div(x, one), lambda: ops.sqr(ops.tanh(x)),
@@ -91,7 +91,7 @@ def elementwise(g: Writer, x: Tensor) -> list[Tensor]:
         lambda: ops.mul(x, ops.sgn(x)), lambda: ops.scale(ops.cumsum(x), by=1 / x.shape[-1]),
         lambda: ops.log_soft_max(x), lambda: ops.cast(x),
     ]  # fmt: skip
-    return [made[g.number(0, len(made))]()]
+    return [builders[g.number(0, len(builders))]()]
 
 
 def binary(g: Writer, x: Tensor) -> list[Tensor]:

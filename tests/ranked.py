@@ -13,18 +13,27 @@ from packtrain import distributed
 from packtrain.gguf import GGUF
 from packtrain.training.monitoring import metrics_file
 from tests.hosts import Hosts
-from tests.kill import ALWAYS, TINY
+from tests.kill import RESULT_NAMES, TINY_FLAGS
 
-FEW = ["--no-tensorboard", "-t", "1"]
+COMMON_FLAGS = ["--no-tensorboard", "-t", "1"]
 Started = list["subprocess.Popen[str]"]
 
 
-def train(folder: Path, name: str, *more: str) -> list[str]:
+def train_command(folder: Path, name: str, *extra_flags: str) -> list[str]:
     files = ["--data", str(folder / "text.txt"), "-o", str(folder / f"{name}.gguf")]
-    return [sys.executable, "-m", "packtrain", "train", *files, *TINY, *FEW, *more]
+    return [
+        sys.executable,
+        "-m",
+        "packtrain",
+        "train",
+        *files,
+        *TINY_FLAGS,
+        *COMMON_FLAGS,
+        *extra_flags,
+    ]
 
 
-def done(command: list[str], code: int = 0, **environment: str) -> str:
+def run_checked(command: list[str], code: int = 0, **environment: str) -> str:
     process = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
     )
@@ -32,25 +41,27 @@ def done(command: list[str], code: int = 0, **environment: str) -> str:
     return process.stderr
 
 
-def losses(folder: Path, name: str, key: str = "loss") -> np.ndarray:
+def metric_values(folder: Path, name: str, key: str = "loss") -> np.ndarray:
     records = metrics_file.read(folder / f"{name}.run/metrics.jsonl")
     return np.array([record[key] for record in records if key in record])
 
 
-def same(folder: Path, one: str, other: str, *, norms: bool = True) -> None:
+def assert_same_runs(folder: Path, one: str, other: str, *, norms: bool = True) -> None:
     """Weights, moments and losses are equal, bit for bit; and the norms of gradients."""
-    for result in ALWAYS:
+    for result in RESULT_NAMES:
         a, b = (GGUF(folder / result.format(name)) for name in (one, other))
         assert a.entries.keys() == b.entries.keys()
         for name in a.entries:
             assert a.array(name).tobytes() == b.array(name).tobytes(), name
     for key in ("loss", "grad_norm", "val_loss")[:: 1 if norms else 2]:
-        assert losses(folder, one, key).tolist() == losses(folder, other, key).tolist()
+        assert (
+            metric_values(folder, one, key).tolist() == metric_values(folder, other, key).tolist()
+        )
 
 
-def close(folder: Path, one: str, other: str, steps: int) -> None:
+def assert_close_runs(folder: Path, one: str, other: str, steps: int) -> None:
     for key, count in (("loss", steps), ("val_loss", steps // 50)):
-        a, b = losses(folder, one, key), losses(folder, other, key)
+        a, b = metric_values(folder, one, key), metric_values(folder, other, key)
         assert len(a) == len(b) == count
         assert np.all(np.abs(a - b) <= 1e-5 * a), np.max(np.abs(a - b) / a)
 
@@ -75,14 +86,14 @@ def by_hand(command: Sequence[str], *each: Sequence[str], on: Hosts | None = Non
     return started
 
 
-def begun(checkpoint: Path, started: Started) -> None:
+def wait_for_checkpoints(checkpoint: Path, started: Started) -> None:
     """Until a run has saved twice."""
     while not checkpoint.with_suffix(".previous.gguf").exists():
-        assert all(process.poll() is None for process in started), errors(started, 30)
+        assert all(process.poll() is None for process in started), last_errors(started, 30)
         time.sleep(0.05)
 
 
-def errors(started: Started, seconds: float) -> list[str]:
+def last_errors(started: Started, seconds: float) -> list[str]:
     """What the ranks say at last; each must end, and fail, within so many seconds."""
     until, last_lines = time.monotonic() + seconds, []
     for process in started:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from packtrain.cli.main import _parser
+from packtrain.cli.main import _build_parser
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Commands
@@ -50,7 +50,7 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def page() -> str:
-    sections = (section(name, parser) for name, parser in parsers(_parser()))
+    sections = (section(name, parser) for name, parser in parsers(_build_parser()))
     return "\n".join([HEAD, *sections])
 
 

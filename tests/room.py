@@ -3,6 +3,6 @@
 from packtrain.common.memory import private_nbytes
 
 
-def room(mib: int) -> str:
+def memory_limit(mib: int) -> str:
     """A value of --memory that leaves so many MiB to the run."""
     return f"{(private_nbytes() >> 20) + mib}MiB"

@@ -2,29 +2,29 @@
 
 from packtrain.engine.optim import AdamW
 from packtrain.models.config import Config
-from packtrain.planner.checkpointing import Chain
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.checkpointing import BlockChain
+from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.estimate import chain
-from packtrain.planner.plan_request import Request
+from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
 SHAPE = StepShape(CONFIG, 1, 128, 1, 1.0)
-REQUEST = Request(AdamW(), Rates(1e11, 1e10))
+REQUEST = PlanRequest(AdamW(), BackendRates(1e11, 1e10))
 
 
-def fresh(form: StepShape) -> Chain:
+def fresh_chain(shape: StepShape) -> BlockChain:
     """A chain that knows nothing yet, whose calls take no memory, for that is more than these tensors take."""
-    new_chain = chain(form, REQUEST)
+    new_chain = chain(shape, REQUEST)
     new_chain.call_nbytes = 0
     return new_chain
 
 
-def check_alone(form: StepShape) -> None:
+def check_alone(shape: StepShape) -> None:
     """Ways to run a block that are measured in one chain take what each takes in a chain of its own."""
-    together, separate = fresh(form).block, fresh(form).block
+    together, separate = fresh_chain(shape).block, fresh_chain(shape).block
     separate.together = 1
-    modes = together.ways[::9]
+    modes = together.strategies[::9]
     for block in (together, separate):
         block.measure(modes)
     assert together.options[::9] == separate.options[::9]

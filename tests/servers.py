@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tests.hostile_requests import Ask
 
-READY = 120.0  # seconds until a server must listen
+START_TIMEOUT_SECONDS = 120.0  # seconds until a server must listen
 ANSWER = 30.0  # seconds in which it must answer
 
 
-class Served:
+class ServerProcess:
     """A server that listens on a port of this machine."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
@@ -42,21 +42,21 @@ class Served:
 
 
 @contextmanager
-def serve(model: Path, *flags: str) -> Iterator[Served]:
+def serve_process(model: Path, *flags: str) -> Iterator[ServerProcess]:
     """A server, once it listens; it is killed at the end."""
     command = [sys.executable, "-m", "packtrain", "serve", str(model), "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with open(log, "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
-                yield Served(process, _port(process, log), log)
+                yield ServerProcess(process, _port(process, log), log)
             finally:
                 process.kill()
 
 
 def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
     """The port that it says it listens on."""
-    end = time.monotonic() + READY
+    end = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < end and process.poll() is None:
         if match := re.search(r"listening on http://[^ ]*:(\d+)", log.read_text()):
             return int(match[1])

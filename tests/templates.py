@@ -174,7 +174,7 @@ class Chat:
     source: str
     bos: str
     eos: str
-    ends: tuple[str, ...]
+    eog_texts: tuple[str, ...]
     special: tuple[str, ...]
     vocabulary: str | None  # of the shared data
 

@@ -8,17 +8,17 @@ import pytest
 from packtrain.cli import evaluate, generate, merge
 from packtrain.common.errors import InputError
 from packtrain.dtypes import f32
-from packtrain.gguf import GGUF, write
+from packtrain.gguf import GGUF, write_gguf
 from packtrain.inference.generator import Generator
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.models.adapter_file import Adapter, write_adapter
-from packtrain.models.block_weights import Block
+from packtrain.models.block_weights import BlockBuilder
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile, open_model
-from packtrain.models.model_with_adapters import adapted, merged_only, read_scaled
-from packtrain.workflows.adapter_merge import Merge
-from packtrain.workflows.evaluation import Evaluate
-from packtrain.workflows.text_generation import Generate
+from packtrain.models.model_with_adapters import adapted, merge_only_weights, read_scaled
+from packtrain.workflows.adapter_merge import MergeSettings
+from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows.text_generation import GenerateSettings
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 
@@ -27,7 +27,7 @@ TOKENS = [1, 270, 265, 280, 263, 275, 289, 266, 262]
 
 
 def logits(model: ModelFile) -> np.ndarray:
-    return Generator.of(model, 16, f32).feed(TOKENS).astype(np.float64)
+    return Generator.from_model(model, 16, f32).feed(TOKENS).astype(np.float64)
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def check_beside(name: str, folder: Path) -> None:
     base = open_model(folder / "base.gguf")
     first_lora, second_lora = (random_adapter(folder / f"{i}.gguf", base, seed=i) for i in range(2))
     lora_specs = (f"{first_lora}:0.75", f"{second_lora}:-0.5")
-    merge.run(Merge(folder / "base.gguf", lora_specs, folder / "merged.gguf"))
+    merge.run(MergeSettings(folder / "base.gguf", lora_specs, folder / "merged.gguf"))
     adapted_model = adapted(base, read_scaled(lora_specs, base.gguf))
-    assert (EMBEDDING + ".lora_a" in adapted_model.added) == (not base.config.tied)
+    assert (EMBEDDING + ".lora_a" in adapted_model.adapter_values) == (not base.config.tied)
     got, expected = logits(adapted_model), logits(open_model(folder / "merged.gguf"))
     np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
     assert np.abs(got - logits(base)).max() > 0.1 * np.abs(expected).max()
@@ -67,13 +67,13 @@ def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "without"),
+    ("name", "left_out"),
     [("llama experts", "ffn_gate_inp"), ("llama experts", "ffn_up_exps"), ("phi3", "attn_k")],
 )
-def test_an_addition_that_is_left_out_is_seen(name, without, tmp_path, monkeypatch):
-    original_low = Block.low
+def test_an_addition_that_is_left_out_is_seen(name, left_out, tmp_path, monkeypatch):
+    original_low = BlockBuilder.lora_of
     monkeypatch.setattr(
-        Block, "low", lambda part, n: None if n == without else original_low(part, n)
+        BlockBuilder, "low", lambda part, n: None if n == left_out else original_low(part, n)
     )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_beside(name, tmp_path)
@@ -87,15 +87,17 @@ def test_files_of_adapters_have_the_factors_of_experts(tmp_path: Path) -> None:
     name = "blk.1.ffn_down_exps.weight"
     factors = arrays["blk.1.ffn_down_exps.scale"]
     factors[2] = 0.0
-    write(tmp_path / "base.gguf", gguf.values, arrays)
+    write_gguf(tmp_path / "base.gguf", gguf.values, arrays)
     base = open_model(tmp_path / "base.gguf")
     path = random_adapter(tmp_path / "a.gguf", base)
     (adapter, _), *_ = read_scaled((path,), base.gguf)
-    b, stored = adapter.pairs[name][1], GGUF(path).array(f"{name}.lora_b")
+    b, stored = adapter.lora_pairs[name][1], GGUF(path).array(f"{name}.lora_b")
     assert not b[2].any() and b[1].any()
     np.testing.assert_allclose(stored, b * factors[:, None, None], rtol=1e-6)
     router = "blk.1.ffn_gate_inp.weight"
-    np.testing.assert_array_equal(adapter.pairs[router][1], GGUF(path).array(f"{router}.lora_b"))
+    np.testing.assert_array_equal(
+        adapter.lora_pairs[router][1], GGUF(path).array(f"{router}.lora_b")
+    )
 
 
 def test_what_llama_cpp_leaves_out_beside_is_known(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_what_llama_cpp_leaves_out_beside_is_known(tmp_path: Path) -> None:
         random_model(tmp_path / "base.gguf", name)
         base = open_model(tmp_path / "base.gguf")
         (adapter, _), *_ = read_scaled((random_adapter(tmp_path / "a.gguf", base),), base.gguf)
-        unsupported[name] = merged_only(adapter)
+        unsupported[name] = merge_only_weights(adapter)
     assert unsupported == {
         "llama": [],
         "deepseek2 lite": ["attn_q", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"],
@@ -115,13 +117,13 @@ def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Ca
     random_model(tmp_path / "base.gguf", "llama")
     (tmp_path / "t.txt").write_text("the a b c the d e f " * 9)
     lora = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
-    merge.run(Merge(tmp_path / "base.gguf", (lora,), tmp_path / "merged.gguf"))
+    merge.run(MergeSettings(tmp_path / "base.gguf", (lora,), tmp_path / "merged.gguf"))
     capsys.readouterr()
     said = []
     for model, adapters in (("base", ()), ("base", (lora,)), ("merged", ())):
         file = tmp_path / f"{model}.gguf"
-        generate.run(Generate(file, prompt="the", n_predict=8, temp=0.0, lora=adapters))
-        evaluate.run(Evaluate((file,), tmp_path / "t.txt", ctx=32, lora=adapters))
+        generate.run(GenerateSettings(file, prompt="the", n_predict=8, temp=0.0, lora=adapters))
+        evaluate.run(EvaluateSettings((file,), tmp_path / "t.txt", ctx=32, lora=adapters))
         said.append(capsys.readouterr().out.partition("perplexity")[0])
     assert said[0] != said[1] == said[2]
 

@@ -8,11 +8,11 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, check_fits, read_adapter, write_adapter
 from packtrain.models.model_file import open_model
-from packtrain.models.rewrite_model import merged, write_changed
+from packtrain.models.rewrite_model import merged_rows, write_changed
 
 RNG = np.random.default_rng(5)
 WIDTH, OUT, RANK = 64, 96, 4
@@ -24,13 +24,13 @@ def normal(*shape: int) -> np.ndarray:
 
 def base_file(path: Path, **tensors: np.ndarray) -> GGUF:
     metadata = {
-        "general.architecture": Value("string", "llama"),
-        "general.name": Value("string", "the base"),
-        "tokenizer.ggml.tokens": Value("string", ["a", "b"]),
+        "general.architecture": MetadataValue("string", "llama"),
+        "general.name": MetadataValue("string", "the base"),
+        "tokenizer.ggml.tokens": MetadataValue("string", ["a", "b"]),
     }
     defaults = {"blk.0.attn_q.weight": normal(OUT, WIDTH), "token_embd.weight": normal(8, WIDTH)}
     extra_tensors = {name.replace("__", "."): array for name, array in tensors.items()}
-    write(
+    write_gguf(
         path,
         metadata,
         {**defaults, **extra_tensors, "output_norm.weight": np.ones(WIDTH, np.float32)},
@@ -48,8 +48,8 @@ def test_an_adapter_is_read_as_it_was_written(tmp_path: Path):
     write_adapter(tmp_path / "a.gguf", adapter, "mine")
     loaded = read_adapter(tmp_path / "a.gguf")
     assert (loaded.architecture, loaded.alpha) == ("llama", 8.0)
-    for name, pair in adapter.pairs.items():
-        for expected, actual in zip(pair, loaded.pairs[name], strict=True):
+    for name, pair in adapter.lora_pairs.items():
+        for expected, actual in zip(pair, loaded.lora_pairs[name], strict=True):
             np.testing.assert_array_equal(expected, actual)
     metadata = GGUF(tmp_path / "a.gguf").metadata
     assert (metadata["general.type"], metadata["adapter.type"]) == ("adapter", "lora")
@@ -73,24 +73,27 @@ def test_rows_are_rows_of_the_whole_addition(name, a, b, dense):
         (4, 7),
         (len(full_delta) - 1, len(full_delta)),
     ):
-        got = adapter.rows(name, start, stop)
+        got = adapter.delta_rows(name, start, stop)
         np.testing.assert_allclose(got, full_delta[start:stop], rtol=1e-5, atol=1e-5)
 
 
 def test_without_alpha_the_scale_is_one():
-    assert Adapter("llama", 0.0, an_adapter().pairs).scale("blk.0.attn_q.weight") == 1.0
+    assert Adapter("llama", 0.0, an_adapter().lora_pairs).scale_of("blk.0.attn_q.weight") == 1.0
 
 
 def test_merging_changes_what_it_names_and_nothing_else(tmp_path: Path):
     base = base_file(tmp_path / "base.gguf")
     adapter_a, adapter_b = an_adapter(), an_adapter()
     write_changed(
-        tmp_path / "m.gguf", base, merged(base, [(adapter_a, 1.0), (adapter_b, -0.5)]), name="tuned"
+        tmp_path / "m.gguf",
+        base,
+        merged_rows(base, [(adapter_a, 1.0), (adapter_b, -0.5)]),
+        name="tuned",
     )
     result, name = GGUF(tmp_path / "m.gguf"), "blk.0.attn_q.weight"
     expected = base.array(name).astype(np.float64)
     for adapter, by in ((adapter_a, 1.0), (adapter_b, -0.5)):
-        a, b = adapter.pairs[name]
+        a, b = adapter.lora_pairs[name]
         expected = expected + by * 2.0 * (b.astype(np.float64) @ a)
     np.testing.assert_allclose(result.array(name), expected, rtol=1e-5, atol=1e-5)
     for unchanged_name in ("token_embd.weight", "output_norm.weight"):
@@ -105,36 +108,40 @@ def test_a_merged_matrix_keeps_its_type(tmp_path: Path, stored: str):
     values = normal(OUT, WIDTH)
     base = base_file(tmp_path / "b.gguf", blk__0__ffn_up__weight=quantize(values, DTYPES[stored]))
     adapter = an_adapter(blk__0__ffn_up__weight=(normal(RANK, WIDTH), normal(OUT, RANK)))
-    write_changed(tmp_path / "m.gguf", base, merged(base, [(adapter, 1.0)]), name="m")
+    write_changed(tmp_path / "m.gguf", base, merged_rows(base, [(adapter, 1.0)]), name="m")
     result, name = GGUF(tmp_path / "m.gguf"), "blk.0.ffn_up.weight"
     assert result.entries[name].dtype is DTYPES[stored]
-    expected = dequantize(base.array(name)) + adapter.rows(name, 0, OUT)
+    expected = dequantize(base.array(name)) + adapter.delta_rows(name, 0, OUT)
     requantized = dequantize(quantize(expected, DTYPES[stored]))
     np.testing.assert_array_equal(dequantize(result.array(name)), requantized)
     write_changed(
-        tmp_path / "f.gguf", base, merged(base, [(adapter, 1.0)]), name="m", dtype=DTYPES["f32"]
+        tmp_path / "f.gguf",
+        base,
+        merged_rows(base, [(adapter, 1.0)]),
+        name="m",
+        dtype=DTYPES["f32"],
     )
     np.testing.assert_array_equal(GGUF(tmp_path / "f.gguf").array(name), expected)
 
 
 def test_a_scale_of_zero_gives_the_base(tmp_path: Path):
     base = base_file(tmp_path / "base.gguf")
-    write_changed(tmp_path / "m.gguf", base, merged(base, [(an_adapter(), 0.0)]), name="m")
+    write_changed(tmp_path / "m.gguf", base, merged_rows(base, [(an_adapter(), 0.0)]), name="m")
     result = GGUF(tmp_path / "m.gguf")
     for name in base.entries:
         assert result.array(name).tobytes() == base.array(name).tobytes()
 
 
 def adapter_file(
-    path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, np.ndarray]
+    path: Path, metadata: Mapping[str, MetadataValue], tensors: Mapping[str, np.ndarray]
 ) -> Path:
     good = {
-        "general.architecture": Value("string", "llama"),
-        "general.type": Value("string", "adapter"),
-        "adapter.type": Value("string", "lora"),
-        "adapter.lora.alpha": Value("f32", 8.0),
+        "general.architecture": MetadataValue("string", "llama"),
+        "general.type": MetadataValue("string", "adapter"),
+        "adapter.type": MetadataValue("string", "lora"),
+        "adapter.lora.alpha": MetadataValue("f32", 8.0),
     }
-    write(path, {**good, **metadata}, tensors)
+    write_gguf(path, {**good, **metadata}, tensors)
     return path
 
 
@@ -146,23 +153,27 @@ A, B = {"w.lora_a": normal(RANK, WIDTH)}, {"w.lora_b": normal(OUT, RANK)}
     [
         (
             "general.type is 'model'; in an adapter",
-            {"general.type": Value("string", "model")},
+            {"general.type": MetadataValue("string", "model")},
             A | B,
         ),
-        ("adapter.type is 'dora'; in an adapter", {"adapter.type": Value("string", "dora")}, A | B),
+        (
+            "adapter.type is 'dora'; in an adapter",
+            {"adapter.type": MetadataValue("string", "dora")},
+            A | B,
+        ),
         (
             "lora.alpha is 'x'; it must be a number",
-            {"adapter.lora.alpha": Value("string", "x")},
+            {"adapter.lora.alpha": MetadataValue("string", "x")},
             A | B,
         ),
         (
             "lora.alpha is nan; it must be a number",
-            {"adapter.lora.alpha": Value("f32", np.nan)},
+            {"adapter.lora.alpha": MetadataValue("f32", np.nan)},
             A | B,
         ),
         (
             "invocation_tokens is present",
-            {"adapter.alora.invocation_tokens": Value("u32", [1])},
+            {"adapter.alora.invocation_tokens": MetadataValue("u32", [1])},
             A | B,
         ),
         ("tensor w.lora_b is missing; halves", {}, A),
@@ -182,7 +193,7 @@ def test_files_that_are_no_adapters_get_one_line(tmp_path: Path, said, metadata,
 @pytest.mark.parametrize(
     ("said", "adapter"),
     [
-        ("the adapter is for 'qwen2' and .* is 'llama'", Adapter("qwen2", 1.0, an_adapter().pairs)),
+        ("the adapter is for 'qwen2' and .* is 'llama'", Adapter("qwen2", 1.0, an_adapter().lora_pairs)),
         ("has no tensor blk.9.attn_q.weight; the adapter is for another base",
          Adapter("llama", 1.0, {"blk.9.attn_q.weight": (normal(2, 2), normal(2, 2))})),
         (r"lora_a \[4, 32\] and lora_b \[96, 4\] do not fit \[96, 64\]",

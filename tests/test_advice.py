@@ -23,14 +23,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(given: str) -> str:
+def refusal_text(model_name: str) -> str:
     with pytest.raises(InputError) as raised:
-        GGUF(given)
+        GGUF(model_name)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("model_name", "said"),
     [
         ("google/gemma-3-270m-it",
          r"it is a name on Hugging Face: look for a GGUF file of it at https://huggingface\.co/models\?search=gemma-3-270m"
@@ -46,8 +46,8 @@ def refused(given: str) -> str:
         ("x" * 300, r"cannot be read: file name too long$"),
     ],
 )  # fmt: skip
-def test_names_of_other_places(folder: Path, given: str, said: str):
-    assert re.search(said, refused(given))
+def test_names_of_other_places(folder: Path, model_name: str, said: str):
+    assert re.search(said, refusal_text(model_name))
 
 
 @pytest.mark.parametrize("name", ["gemma3:270m", "me/gemma3:270m", "hf.co/me/gemma3:270m"])
@@ -65,34 +65,38 @@ def test_ollamas_file_is_named(folder: Path, name: str, monkeypatch: pytest.Monk
     ]
     manifest.write_text(json.dumps({"layers": kinds}))
     monkeypatch.setenv("OLLAMA_MODELS", str(folder / "store"))
-    assert refused(name).endswith(
+    assert refusal_text(name).endswith(
         f"; Ollama has it as a GGUF file: {folder}/store/blobs/sha256-2ab"
     )
     manifest.write_text("[1")
-    assert "ollama show" in refused(name)
+    assert "ollama show" in refusal_text(name)
 
 
 def test_near_misses(folder: Path):
     for name in ("gemma-3-270m-q4_k_m.gguf", "other.gguf"):
         (folder / name).write_bytes(b"GGUF")
-    assert refused("gemma-3-270m-q4km.gguf").endswith("; did you mean gemma-3-270m-q4_k_m.gguf?")
-    assert refused("gemma-3-270m").endswith("; did you mean gemma-3-270m-q4_k_m.gguf?")
-    assert refused("llama.gguf").endswith("; there are gemma-3-270m-q4_k_m.gguf, other.gguf")
-    assert refused(".").endswith("; it has gemma-3-270m-q4_k_m.gguf, other.gguf: give one of them")
+    assert refusal_text("gemma-3-270m-q4km.gguf").endswith(
+        "; did you mean gemma-3-270m-q4_k_m.gguf?"
+    )
+    assert refusal_text("gemma-3-270m").endswith("; did you mean gemma-3-270m-q4_k_m.gguf?")
+    assert refusal_text("llama.gguf").endswith("; there are gemma-3-270m-q4_k_m.gguf, other.gguf")
+    assert refusal_text(".").endswith(
+        "; it has gemma-3-270m-q4_k_m.gguf, other.gguf: give one of them"
+    )
 
 
 def test_folders_and_safetensors(folder: Path):
     (folder / "a b").mkdir()
-    assert refused("a b").endswith("is a directory; give a GGUF file")
+    assert refusal_text("a b").endswith("is a directory; give a GGUF file")
     weights = folder / "a b/model.safetensors"
     weights.write_bytes(b"\x10\0\0\0\0\0\0\0" + b'{"a": 1}' + b" " * 16)
     convert = "packtrain convert 'a b' -o 'a b.gguf'"
-    assert refused("a b").endswith(f"; make a GGUF file of it: {convert}")
-    assert f"it is a safetensors file: {convert} makes a GGUF file" in refused(
+    assert refusal_text("a b").endswith(f"; make a GGUF file of it: {convert}")
+    assert f"it is a safetensors file: {convert} makes a GGUF file" in refusal_text(
         str(weights.relative_to(folder))
     )
     (folder / "a b/adapter_config.json").write_text("{}")
-    assert refused("a b").endswith("packtrain convert 'a b' --base BASE.gguf -o 'a b.gguf'")
+    assert refusal_text("a b").endswith("packtrain convert 'a b' --base BASE.gguf -o 'a b.gguf'")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_folders_and_safetensors(folder: Path):
 )
 def test_downloads_of_something_else(folder: Path, content: str, said: str):
     (folder / "m.gguf").write_text(content)
-    assert refused("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
+    assert refusal_text("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_downloads_of_something_else(folder: Path, content: str, said: str):
 )
 def test_files_from_before_gguf(folder: Path, content: bytes, said: str) -> None:
     (folder / "m.gguf").write_bytes(content)
-    assert refused("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
+    assert refusal_text("m.gguf").startswith(f"m.gguf: this is not a GGUF file; {said}")
 
 
 @pytest.mark.parametrize(

@@ -9,76 +9,80 @@ import pytest
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.engine.executor import Session
-from packtrain.inference.generator import Generator, Limits, Reply
-from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
-from packtrain.inference.parallel_answers import Answers
+from packtrain.inference.generator import GenerationLimits, Generator, Reply
+from packtrain.inference.kv_cache import CacheLayout, Context, RunSizes, place_runs
+from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
-from packtrain.workflows.text_generation import Generate, generate
+from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
-from tests.models import values
-from tests.test_drafting import KNOWN
+from tests.models import seeded_weights
+from tests.test_drafting import TOKENIZER_CONFIG
 from tests.test_generate import PROMPT, tokenizer
 
 SEEDS, WIDE = (7, 8, 9), Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)
 
 
 def context(cells: int) -> Context:
-    session, cache, sizes = Session(), Cache(cells, sequences=3), Sizes.of(cells, 3)
-    runs = session.executors(placements(KNOWN, cache, sizes))
-    session.set(values(KNOWN))
-    return Context.within(KNOWN, cache, sizes, runs, 3)
+    session, cache, sizes = Session(), CacheLayout(cells, max_sequences=3), RunSizes.of(cells, 3)
+    runs = session.executors(place_runs(TOKENIZER_CONFIG, cache, sizes))
+    session.set(seeded_weights(TOKENIZER_CONFIG))
+    return Context.within(TOKENIZER_CONFIG, cache, sizes, runs, 3)
 
 
-def alone(seed: int, limits: Limits, cells: int) -> tuple[list[int], str, str]:
+def single_reply(seed: int, limits: GenerationLimits, cells: int) -> tuple[list[int], str, str]:
     reply = Reply(Generator(context(cells)), tokenizer(), PROMPT, WIDE, seed, limits)
     text = "".join(reply)
-    return reply.ids, text, reply.ended
+    return reply.ids, text, reply.end_reason
 
 
 @pytest.mark.parametrize("stops", [(), ("e",)])
 def test_each_answer_is_what_its_seed_gives_alone(stops: tuple[str, ...]):
-    limits, cells = Limits(20, stops), 90
-    answers = Answers(context(cells), tokenizer(), PROMPT, WIDE, SEEDS, limits)
+    limits, cells = GenerationLimits(20, stops), 90
+    answers = ParallelAnswers(context(cells), tokenizer(), PROMPT, WIDE, SEEDS, limits)
     pieces = [*answers]
-    for number, (seed, answer) in enumerate(zip(SEEDS, answers.every, strict=True)):
-        ids, text, end_reason = alone(seed, limits, cells)
-        assert (answer.ids, answer.text, answer.ended) == (ids, text, end_reason)
+    for number, (seed, answer) in enumerate(zip(SEEDS, answers.answers, strict=True)):
+        ids, text, end_reason = single_reply(seed, limits, cells)
+        assert (answer.ids, answer.text, answer.end_reason) == (ids, text, end_reason)
         assert "".join(piece for n, piece in pieces if n == number) == text
     assert [n for n, _ in pieces] == sorted(n for n, _ in pieces)
-    assert len({tuple(answer.ids) for answer in answers.every}) == 3
+    assert len({tuple(answer.ids) for answer in answers.answers}) == 3
     assert answers.reading.tokens == len(PROMPT)
 
 
 def test_the_prompt_is_read_once_and_shared():
     ctx = context(90)
-    answers = Answers(ctx, tokenizer(), PROMPT, WIDE, SEEDS, Limits(1))
+    answers = ParallelAnswers(ctx, tokenizer(), PROMPT, WIDE, SEEDS, GenerationLimits(1))
     assert [*answers]
     assert np.count_nonzero(ctx.pools.all.sets) == len(PROMPT)
 
 
 def test_a_full_context_ends_all():
-    answers = Answers(context(16), tokenizer(), PROMPT, WIDE, SEEDS, Limits())
+    answers = ParallelAnswers(context(16), tokenizer(), PROMPT, WIDE, SEEDS, GenerationLimits())
     assert [*answers]
-    assert {answer.ended for answer in answers.every} <= {"context", "end"}
-    assert sum(len(answer.ids) for answer in answers.every) >= 16 - len(PROMPT)
+    assert {answer.end_reason for answer in answers.answers} <= {"context", "end"}
+    assert sum(len(answer.ids) for answer in answers.answers) >= 16 - len(PROMPT)
 
 
 def test_no_tokens_and_texts_as_long_as_the_context():
-    none = Answers(context(64), tokenizer(), PROMPT, WIDE, SEEDS, Limits(0))
-    assert not "".join(text for _, text in none) and not any(answer.ids for answer in none.every)
-    assert {answer.ended for answer in none.every} == {"count"}
-    full = Answers(context(200), tokenizer(), PROMPT, WIDE, SEEDS, Limits(), size=20)
+    none = ParallelAnswers(context(64), tokenizer(), PROMPT, WIDE, SEEDS, GenerationLimits(0))
+    assert not "".join(text for _, text in none) and not any(answer.ids for answer in none.answers)
+    assert {answer.end_reason for answer in none.answers} == {"count"}
+    full = ParallelAnswers(
+        context(200), tokenizer(), PROMPT, WIDE, SEEDS, GenerationLimits(), size=20
+    )
     assert [*full]
-    for answer in full.every:
-        assert answer.ended == "end" or (
-            len(PROMPT) + len(answer.ids) == 21 and answer.ended == "context"
+    for answer in full.answers:
+        assert answer.end_reason == "end" or (
+            len(PROMPT) + len(answer.ids) == 21 and answer.end_reason == "context"
         )
 
 
 def test_each_answer_may_be_as_long_as_the_context_of_the_model(tmp_path: Path):
     config = random_model(tmp_path / "a.gguf", "llama")
     options = {"logit_bias": ("2-inf",), "seed": 1}
-    settings = Generate(tmp_path / "a.gguf", prompt="the", n_predict=10**6, parallel=3, **options)
+    settings = GenerateSettings(
+        tmp_path / "a.gguf", prompt="the", n_predict=10**6, parallel=3, **options
+    )
     done = generate(settings, Events())
     single = generate(replace(settings, parallel=1), Events())
     for answer in (done, *done.others):
@@ -92,7 +96,7 @@ def test_the_command_writes_them_one_after_the_other(tmp_path: Path):
     random_model(tmp_path / "a.gguf", "llama")
     pieces = list[str]()
     events = type("Heard", (Events,), {"text": lambda self, piece: pieces.append(piece)})()
-    settings = Generate(
+    settings = GenerateSettings(
         tmp_path / "a.gguf", prompt="the", n_predict=12, seed=5, temp=1.0, parallel=3
     )
     done = generate(settings, events)

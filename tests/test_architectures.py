@@ -13,18 +13,18 @@ import pytest
 from packtrain import Graph, differentiate, interpret
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.refused_architectures import NEEDS
-from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.arch.refused_architectures import ARCHITECTURES_BY_NEED
+from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config, RopeScaling
-from packtrain.models.kv_cell_table import Cells
+from packtrain.models.kv_cell_table import CellTable
 from packtrain.models.model_file import open_model
-from packtrain.models.model_metadata import metadata
+from packtrain.models.model_metadata import model_metadata
 from tests.architectures import BIASES, CONFIGS, YARN, random_model, random_weights, vocabulary
-from tests.checks import is_slope, slope
-from tests.models import apart, batch, bind, logits
+from tests.checks import assert_slope, slope
+from tests.models import bind_graph, logits_graph, relative_error, seeded_batch
 from tests.numpy_models import Model
 
 TIME = 40  # longer than the windows
@@ -53,34 +53,34 @@ STEP = dict.fromkeys(
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
-def used(graph: Graph, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def graph_weights(graph: Graph, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those weights that the graph has as leaves."""
     return {leaf.label: weights[leaf.label] for leaf in graph.leaves if leaf.label in weights}
 
 
-def places(tokens: np.ndarray) -> dict[str, np.ndarray]:
+def model_inputs(tokens: np.ndarray) -> dict[str, np.ndarray]:
     pos = np.arange(len(tokens), dtype=np.int32)[None]
     return {"tokens": tokens[None], "pos": pos, "seq": np.zeros_like(pos)}
 
 
 def forward(config: Config, weights: Mapping[str, np.ndarray], exact: bool = True) -> np.ndarray:
     """Logits (T, V) of TOKENS: by the specification in float64, or on the cpu."""
-    graph = logits(config, 1, TIME)
-    leaf_values, fed = used(graph, weights), places(TOKENS)
+    graph = logits_graph(config, 1, TIME)
+    leaf_values, fed = graph_weights(graph, weights), model_inputs(TOKENS)
     if exact:
         return interpret(graph, leaf_values | fed)["logits"][0]
-    return bind(graph, leaf_values)(fed)["logits"][0]
+    return bind_graph(graph, leaf_values)(fed)["logits"][0]
 
 
 @cache
-def known(name: str) -> np.ndarray:
+def expected_logits(name: str) -> np.ndarray:
     """Logits of TOKENS by the independent forward."""
-    keys = {key: value.value for key, value in metadata(CONFIGS[name], "random").items()}
+    keys = {key: value.value for key, value in model_metadata(CONFIGS[name], "random").items()}
     return Model(keys, random_weights(CONFIGS[name]), TIME).logits(TOKENS)
 
 
-def off(got: np.ndarray, name: str) -> float:
-    return float(np.abs(got - known(name)).max())
+def max_error(got: np.ndarray, name: str) -> float:
+    return float(np.abs(got - expected_logits(name)).max())
 
 
 # ---- right
@@ -90,8 +90,8 @@ def off(got: np.ndarray, name: str) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_an_independent_forward(name: str, flash: bool) -> None:
     config, weights = replace(CONFIGS[name], flash=flash), random_weights(CONFIGS[name])
-    assert off(forward(config, weights), name) <= F64
-    assert off(forward(config, weights, exact=False), name) <= F32
+    assert max_error(forward(config, weights), name) <= F64
+    assert max_error(forward(config, weights, exact=False), name) <= F32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -100,10 +100,10 @@ def test_a_file_opens_as_it_was_written(tmp_path: Path, name: str) -> None:
     model = open_model(tmp_path / "m.gguf")
     assert model.config == config
     weights = random_weights(config)
-    assert all(np.array_equal(model.weight(n), weights[n]) for n in model.names)
+    assert all(np.array_equal(model.weight(n), weights[n]) for n in model.weight_names)
 
 
-def rewritten(path: Path, to: Path, weights: dict[str, np.ndarray]) -> None:
+def rewrite_file(path: Path, to: Path, weights: dict[str, np.ndarray]) -> None:
     """The same model by the writer of the package `gguf`, which packs what it can itself."""
     file, kinds = GGUF(path), gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(to, file.metadata["general.architecture"])
@@ -139,17 +139,19 @@ def rewritten(path: Path, to: Path, weights: dict[str, np.ndarray]) -> None:
 
 
 FIRST = {config.architecture: name for name, config in reversed(CONFIGS.items())}
-FEW = [(name, mix) for name in ("llama", "gemma4", "qwen3next") for mix in ("F32", "Q8_0")]
+QUICK_CASES = [(name, mix) for name in ("llama", "gemma4", "qwen3next") for mix in ("F32", "Q8_0")]
 
 
-@pytest.mark.parametrize("name, mix", [*((name, "Q4_K_M") for name in FIRST.values()), *FEW])
+@pytest.mark.parametrize(
+    "name, mix", [*((name, "Q4_K_M") for name in FIRST.values()), *QUICK_CASES]
+)
 def test_a_file_by_another_writer_is_the_same_model(tmp_path: Path, name: str, mix: str) -> None:
     config = random_model(tmp_path / "F32.gguf", name)
     if mix != "F32":
         assert (
             main(["quantize", str(tmp_path / "F32.gguf"), str(tmp_path / f"{mix}.gguf"), mix]) == 0
         )
-    rewritten(tmp_path / f"{mix}.gguf", tmp_path / "theirs.gguf", random_weights(config))
+    rewrite_file(tmp_path / f"{mix}.gguf", tmp_path / "theirs.gguf", random_weights(config))
     our_model, their_model = (open_model(tmp_path / f"{by}.gguf") for by in (mix, "theirs"))
     assert their_model.config == our_model.config == config
     assert their_model.gguf.entries.keys() == our_model.gguf.entries.keys()
@@ -169,44 +171,46 @@ def test_the_gradient_of_the_loss(name: str, flash: bool) -> None:
     leaves = transformer.weights(config)
     loss_graph = transformer.loss(config, leaves, 2, 12, chunk=16)
     trained = [leaf for leaf in leaves.values() if leaf.role != "table"]
-    gradients = differentiate(loss_graph.loss, trained, loss_graph.blocks)
+    gradients = differentiate(loss_graph.loss, trained, loss_graph.block_outputs)
     graph = Graph({"loss": loss_graph.loss, **{f"d/{w.label}": d for w, d in gradients.items()}})
-    leaf_values, fed = used(graph, weights), batch(config, 2, 12)
+    leaf_values, fed = graph_weights(graph, weights), seeded_batch(config, 2, 12)
     reference = interpret(graph, leaf_values | fed)
     rng = np.random.default_rng(7)
     step = STEP.get(config.architecture, 1.0)
     direction = {leaf.label: step * rng.standard_normal(leaf.shape) for leaf in trained}
     measured = slope(Graph({"loss": loss_graph.loss}), leaf_values | fed, direction)
-    is_slope(measured, {n: reference[f"d/{n}"] * d for n, d in direction.items()}, name)
-    actual = bind(graph, leaf_values)(fed)
-    assert max(apart(actual[n], reference[n]) for n in actual) <= F32
+    assert_slope(measured, {n: reference[f"d/{n}"] * d for n, d in direction.items()}, name)
+    actual = bind_graph(graph, leaf_values)(fed)
+    assert max(relative_error(actual[n], reference[n]) for n in actual) <= F32
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash: bool) -> None:
     config, parts = replace(CONFIGS[name], flash=flash), []
-    cells = Cells(TIME, width=config.conv_width)
-    states = Cells(2) if config.scan else None
+    cells = CellTable(TIME, width=config.conv_width)
+    states = CellTable(2) if config.scan else None
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
-        logits, handles = generation(config, leaves, size, Cache(TIME), size)
+        logits, handles = generation(config, leaves, size, CacheLayout(TIME), size)
         graph = Graph([logits], handles)
         if not parts:
-            run = bind(graph, used(graph, random_weights(config)))
+            run = bind_graph(graph, graph_weights(graph, random_weights(config)))
         elif size != parts[-1].shape[0]:
-            run = bind(graph, session=run.session)
+            run = bind_graph(graph, session=run.session)
         tokens, seqs = TOKENS[start : start + size], np.zeros(size, np.int32)
         rows = np.arange(size, dtype=np.int32)
-        parts.append(run(cells.feed(tokens, seqs, rows, flash=flash, states=states))["logits"])
-    assert off(np.concatenate(parts), name) <= F32
+        parts.append(
+            run(cells.feed_inputs(tokens, seqs, rows, flash=flash, state_table=states))["logits"]
+        )
+    assert max_error(np.concatenate(parts), name) <= F32
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 def test_chunks_that_end_within_a_text(flash: bool) -> None:
     """Files mean chunks of 8,192 tokens, whatever they say."""
     config, weights = replace(CONFIGS["llama4"], window=9), random_weights(CONFIGS["llama4"])
-    keys = {key: value.value for key, value in metadata(config, "random").items()}
+    keys = {key: value.value for key, value in model_metadata(config, "random").items()}
     expected = Model(keys, weights, TIME).logits(TOKENS)
     config = replace(config, flash=flash)
     assert np.abs(forward(config, weights) - expected).max() <= F64
@@ -214,12 +218,12 @@ def test_chunks_that_end_within_a_text(flash: bool) -> None:
     full_config = replace(CONFIGS["llama4"], flash=flash)
     assert np.abs(forward(full_config, weights) - expected).max() >= SEEN
     cells, (logits, handles) = (
-        Cells(TIME),
-        generation(config, transformer.weights(config), TIME, Cache(TIME), TIME),
+        CellTable(TIME),
+        generation(config, transformer.weights(config), TIME, CacheLayout(TIME), TIME),
     )
     rows = np.arange(TIME, dtype=np.int32)
-    run = bind(Graph([logits], handles), used(Graph([logits], handles), weights))
-    actual = run(cells.feed(TOKENS, 0 * rows, rows, flash=flash))["logits"]
+    run = bind_graph(Graph([logits], handles), graph_weights(Graph([logits], handles), weights))
+    actual = run(cells.feed_inputs(TOKENS, 0 * rows, rows, flash=flash))["logits"]
     assert np.abs(actual - expected).max() <= F32
 
 
@@ -298,7 +302,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "olmo3": {"windows_plain": False},
     "exaone4 windows": {"windows_turn": False},
 }
-OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are not
+OTHER_SETTINGS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are not
     "llama": {"rope_freq_base": 1e4, "rms_eps": 1e-2, "tied": True, "rope_dims": 32},
     "llama 3": {"optional": ()},
     "llama biased": {"optional": (), "rope_freq_base": 1e4},
@@ -391,13 +395,15 @@ def test_a_wrong_trait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, trait
     wrong = replace(config.traits, **{trait: TRAITS[name][trait]})
     weights = random_weights(config)
     monkeypatch.setitem(ARCHITECTURES, config.architecture, wrong)
-    assert off(forward(config, weights), name) >= SEEN
+    assert max_error(forward(config, weights), name) >= SEEN
 
 
-@pytest.mark.parametrize(("name", "field"), [(n, f) for n in OTHERS for f in OTHERS[n]])
+@pytest.mark.parametrize(
+    ("name", "field"), [(n, f) for n in OTHER_SETTINGS for f in OTHER_SETTINGS[n]]
+)
 def test_a_wrong_setting_is_seen(name: str, field: str) -> None:
-    wrong = replace(CONFIGS[name], **{field: OTHERS[name][field]})
-    assert off(forward(wrong, random_weights(CONFIGS[name])), name) >= SEEN
+    wrong = replace(CONFIGS[name], **{field: OTHER_SETTINGS[name][field]})
+    assert max_error(forward(wrong, random_weights(CONFIGS[name])), name) >= SEEN
 
 
 # ---- what files may say
@@ -411,10 +417,10 @@ def test_what_llama_cpp_takes_where_a_file_says_nothing(tmp_path: Path) -> None:
         ("gemma3", ("rope.freq_base_swa", "attention.sliding_window"), {"window": 0, "rope_freq_base_swa": 1e4}),
     ):  # fmt: skip
         config, path = CONFIGS[name], tmp_path / "m.gguf"
-        keys = metadata(config, "random") | vocabulary()
+        keys = model_metadata(config, "random") | vocabulary()
         for key in removed_keys:
             del keys[f"{config.architecture}.{key}"]
-        write(path, keys, random_weights(config))
+        write_gguf(path, keys, random_weights(config))
         assert open_model(path).config == replace(config, **expected)
 
 
@@ -422,17 +428,17 @@ def test_what_llama_cpp_takes_where_a_file_says_nothing(tmp_path: Path) -> None:
 def test_every_key_that_an_architecture_names_is_read(tmp_path: Path, name: str) -> None:
     """A text in its place is refused, in one of the models at least."""
     models = [config for config in CONFIGS.values() if config.architecture == name]
-    if "expert_count" in ARCHITECTURES[name].keys:
+    if "expert_count" in ARCHITECTURES[name].key_defaults:
         models.append(replace(models[0], expert_count=4, expert_used_count=2))
-    for key in ARCHITECTURES[name].keys:
-        assert any(refused(tmp_path / "m.gguf", config, key) for config in models), key
+    for key in ARCHITECTURES[name].key_defaults:
+        assert any(is_refused(tmp_path / "m.gguf", config, key) for config in models), key
 
 
-def refused(path: Path, config: Config, key: str) -> bool:
+def is_refused(path: Path, config: Config, key: str) -> bool:
     """Whether a model with a text for this key is refused because of it."""
-    keys = metadata(config, "random") | vocabulary()
-    keys[f"{config.architecture}.{key}"] = Value("string", "text")
-    write(path, keys, random_weights(config))
+    keys = model_metadata(config, "random") | vocabulary()
+    keys[f"{config.architecture}.{key}"] = MetadataValue("string", "text")
+    write_gguf(path, keys, random_weights(config))
     try:
         open_model(path)
     except InputError as error:
@@ -447,32 +453,32 @@ def test_windows_that_llama_cpp_ignores_are_ignored(tmp_path: Path) -> None:
         keys = GGUF(path).values
         number = type(keys[f"{config.architecture}.block_count"])("u32", 4)
         keys |= {f"{config.architecture}.attention.sliding_window": number}
-        write(tmp_path / "n.gguf", keys, random_weights(config))
+        write_gguf(tmp_path / "n.gguf", keys, random_weights(config))
         assert open_model(tmp_path / "n.gguf").config == config
 
 
 def test_a_granite_whose_blocks_all_attend_may_have_keys_of_scans(tmp_path: Path) -> None:
     """llama.cpp's converter writes them for Granite 4's dense models, and a number of heads for each block."""
     config, path = CONFIGS["granite"], tmp_path / "m.gguf"
-    keys = metadata(config, "random") | vocabulary()
+    keys = model_metadata(config, "random") | vocabulary()
     per_block = {"attention.head_count_kv": [config.head_count_kv] * config.block_count}
-    keys |= {f"granite.{key}": Value("i32", value) for key, value in per_block.items()}
+    keys |= {f"granite.{key}": MetadataValue("i32", value) for key, value in per_block.items()}
     scan_keys = {
         "expert_shared_feed_forward_length": 96,
         "expert_count": 0,
         "expert_used_count": 0,
         "ssm.state_size": 128,
     }
-    keys |= {f"granite.{key}": Value("u32", value) for key, value in scan_keys.items()}
-    write(path, keys, random_weights(config))
+    keys |= {f"granite.{key}": MetadataValue("u32", value) for key, value in scan_keys.items()}
+    write_gguf(path, keys, random_weights(config))
     assert open_model(path).config == config
-    keys["granite.attention.head_count_kv"] = Value("i32", [2, 1])
-    write(path, keys, random_weights(config))
+    keys["granite.attention.head_count_kv"] = MetadataValue("i32", [2, 1])
+    write_gguf(path, keys, random_weights(config))
     with pytest.raises(InputError, match=r"head_count_kv is .*must be a whole number"):
         open_model(path)
 
 
 def test_what_is_refused_is_not_here():
     """Each name once, and none that is supported: take a line away when an architecture comes."""
-    names = [name for names in NEEDS.values() for name in names.split()]
+    names = [name for names in ARCHITECTURES_BY_NEED.values() for name in names.split()]
     assert len(names) == len({*names}) and not {*names} & {*ARCHITECTURES}

@@ -10,8 +10,8 @@ import pytest
 
 import packtrain as pt
 from packtrain.cli.main import main
-from packtrain.devtools.check.op_samples import stored
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.op_samples import store_values
+from packtrain.devtools.check.running import run_graph
 from packtrain.dtypes import RECODABLE, Dtype
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
@@ -23,7 +23,7 @@ from packtrain.gguf import GGUF
 from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models.lora import Lora
 from packtrain.models.model_file import open_model
-from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.training_plans import make_plans
 from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
@@ -32,10 +32,10 @@ from tests.test_train import said
 ROWS, RANK = 40, 4
 
 
-def given(dtype: Dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_matrices(dtype: Dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A matrix with ordinary values, and A and B whose product is a small part of them."""
     rng = np.random.default_rng(dtype.number)
-    w = stored(rng.standard_normal((ROWS, 512)).astype(np.float32), dtype)
+    w = store_values(rng.standard_normal((ROWS, 512)).astype(np.float32), dtype)
     if dtype.name == "q2_K":  # random scales would differ too much
         raw = w.view(np.uint8).reshape(*w.shape, -1)
         raw[..., :16], raw[..., 80:] = 0x88, np.float16([0.1, 0.1]).view(np.uint8)
@@ -46,7 +46,7 @@ def given(dtype: Dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", RECODABLE, ids=str)
 def test_without_an_addition_no_value_changes(dtype: Dtype) -> None:
-    w, a, b = given(dtype)
+    w, a, b = random_matrices(dtype)
     before = dequantize(w)
     after = dequantize(stored_rows(w, a, 0 * b, 1.0, 0))
     if dtype.name == "q8_0":  # its lowest code has no counterpart, and is not used
@@ -57,7 +57,7 @@ def test_without_an_addition_no_value_changes(dtype: Dtype) -> None:
 @pytest.mark.parametrize("dtype", RECODABLE, ids=str)
 def test_small_additions_are_kept_on_average(dtype: Dtype) -> None:
     """Rounding to the nearest alone would lose all of an addition of less than half a step."""
-    w, _, _ = given(dtype)
+    w, _, _ = random_matrices(dtype)
     before, ones = dequantize(w), np.ones((1, 512), np.float32)
     sizes = np.abs(before).mean(-1, keepdims=True)
 
@@ -74,7 +74,7 @@ def test_small_additions_are_kept_on_average(dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("dtype", RECODABLE, ids=str)
 def test_rows_are_the_same_alone_and_together(dtype: Dtype) -> None:
-    w, a, b = given(dtype)
+    w, a, b = random_matrices(dtype)
     all_rows = stored_rows(w, a, b, 0.01, 0)
     parts = [stored_rows(w[i : i + 7], a, b[i : i + 7], 0.01, i) for i in range(0, ROWS, 7)]
     assert np.array_equal(all_rows, np.concatenate(parts))
@@ -82,7 +82,7 @@ def test_rows_are_the_same_alone_and_together(dtype: Dtype) -> None:
 
 
 def test_gradients_are_those_of_the_exact_sum() -> None:
-    rng, (w, a, b) = np.random.default_rng(1), given(RECODABLE[0])
+    rng, (w, a, b) = np.random.default_rng(1), random_matrices(RECODABLE[0])
     x = pt.weight("x", (2, 3, 512))
     leaves = [x, pt.weight("a", a.shape), pt.weight("b", b.shape)]
     packed = pt.constant("w", w, RECODABLE[0])
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_exact_sum() -> None:
 
 
 def test_the_sum_is_written_again_for_the_backward_pass() -> None:
-    w, a, b = given(RECODABLE[0])
+    w, a, b = random_matrices(RECODABLE[0])
     x, packed = pt.weight("x", (2, 512)), pt.constant("w", w, RECODABLE[0])
     leaves = [pt.weight("a", a.shape), pt.weight("b", b.shape)]
     both = ops.stored_sum(packed, *leaves, by=1.0)
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
+def run_finetune(folder: Path, base: str, output: Path, *extra_flags: str) -> int:
     common_flags = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
     io_flags = [
         str(folder / f"{base}.gguf"),
@@ -145,14 +145,14 @@ def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
         "-o",
         str(output),
     ]
-    return main(["finetune", *io_flags, *common_flags, "--iters", "12", "--aware", *more])
+    return main(["finetune", *io_flags, *common_flags, "--iters", "12", "--aware", *extra_flags])
 
 
 @pytest.mark.parametrize("base", ["phi3", "llama tied"])
 def test_the_file_is_what_was_trained(base, folder, tmp_path, capsys):
     """Fused matrices, too: the loss of the file is the last one of validation, bit for bit."""
     output = tmp_path / "tuned.gguf"
-    assert tuned(folder, base, output) == 0, said(capsys)
+    assert run_finetune(folder, base, output) == 0, said(capsys)
     (line,) = [line for line in said(capsys) if line.startswith("validation loss: base")]
     assert "(100% of the gain)" in line
     records = [*metrics_file.read(tmp_path / "tuned.run/metrics.jsonl")]
@@ -174,7 +174,9 @@ def test_the_file_is_what_was_trained(base, folder, tmp_path, capsys):
 def test_an_adapter_alone_is_named_to_be_merged(folder, tmp_path, capsys):
     """Beside the base it computes what was not trained."""
     output = tmp_path / "adapter.gguf"
-    assert tuned(folder, "phi3", output, "--merge", "none", "--iters", "1") == 0, said(capsys)
+    assert run_finetune(folder, "phi3", output, "--merge", "none", "--iters", "1") == 0, said(
+        capsys
+    )
     lines = said(capsys)
     (command,) = (line for line in lines if line.strip().startswith("packtrain merge"))
     assert not any("--lora" in line for line in lines)
@@ -190,14 +192,16 @@ def test_a_step_sees_what_is_stored(folder, tmp_path):
     rng = np.random.default_rng(2)
     a = 0.05 * rng.standard_normal((4, w.shape[-1] * 256)).astype(np.float32)
     b = 0.05 * rng.standard_normal((len(w), 4)).astype(np.float32)
-    x, leaf = pt.input("x", (3, a.shape[1])), pt.constant("w", w, base.types()[name])
+    x, leaf = pt.input("x", (3, a.shape[1])), pt.constant("w", w, base.matrix_dtypes()[name])
     factors = [pt.constant("a", a), pt.constant("b", b)]
     both = ops.stored_sum(leaf, *factors, by=1.0)
     y = ops.matmul_stored(x, both, *factors, by=1.0)
-    merged = pt.constant("m", stored_rows(w, a, b, 1.0, 0), base.types()[name])
-    got = run(Graph({"y": y, "z": ops.matmul(x, merged)}), {"x": rng.standard_normal(x.shape)})
+    merged = pt.constant("m", stored_rows(w, a, b, 1.0, 0), base.matrix_dtypes()[name])
+    got = run_graph(
+        Graph({"y": y, "z": ops.matmul(x, merged)}), {"x": rng.standard_normal(x.shape)}
+    )
     assert np.abs(got["y"] - got["z"]).max() <= 1e-4 * np.abs(got["z"]).max()
-    base_output = run(Graph({"y": ops.matmul(x, leaf)}), {"x": rng.standard_normal(x.shape)})
+    base_output = run_graph(Graph({"y": ops.matmul(x, leaf)}), {"x": rng.standard_normal(x.shape)})
     assert np.abs(got["y"] - base_output["y"]).max() > 1e-2
 
 
@@ -205,7 +209,7 @@ def test_a_plan_holds_few_stored_matrices_at_a_time(folder):
     """No weight is unpacked, and each sum lives for one product."""
     model = open_model(folder / "phi3.gguf")
     lora = Lora((("blk.*", 4),), alpha=8.0)
-    base = Base(tuple(model.types().items()))
+    base = BaseModel(tuple(model.matrix_dtypes().items()))
 
     def arena(lora: Lora) -> int:
         config = replace(model.config, lora=lora)
@@ -217,7 +221,7 @@ def test_a_plan_holds_few_stored_matrices_at_a_time(folder):
 
 
 @pytest.mark.parametrize(
-    ("base", "more", "why"),
+    ("base", "extra_flags", "message"),
     [
         ("phi3", ["--full"], "--aware has no effect with --full"),
         ("phi3", ["--type", "q8_0"], "--type has no effect with --aware"),
@@ -228,6 +232,6 @@ def test_a_plan_holds_few_stored_matrices_at_a_time(folder):
         ("iq3", [], "--aware: blk.0.attn_q.weight is iq3_s, and it is for matrices of q4_0"),
     ],
 )
-def test_what_it_is_not_for_is_refused(base, more, why, folder, tmp_path, capsys):
-    assert tuned(folder, base, tmp_path / "tuned.gguf", *more) == 2
-    assert why in said(capsys)[-1]
+def test_what_it_is_not_for_is_refused(base, extra_flags, message, folder, tmp_path, capsys):
+    assert run_finetune(folder, base, tmp_path / "tuned.gguf", *extra_flags) == 2
+    assert message in said(capsys)[-1]

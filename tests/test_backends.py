@@ -98,7 +98,7 @@ class Far:
     def reserve(self, made):
         pass
 
-    taken = None
+    peak_reserved_nbytes = None
     streams = False
 
     def alloc(self, nbytes):
@@ -129,14 +129,14 @@ class Far:
     def fill(self, array, byte):
         later(CPU.fill, array._near(), byte)
 
-    def finite(self, array):
+    def all_finite(self, array):
         self.sync()
-        return CPU.finite(array._near())
+        return CPU.all_finite(array._near())
 
     def overlap(self, a, b):
         return CPU.overlap(a._near(), b._near())
 
-    def recorded(self, made, calls):
+    def recorded_calls(self, made, calls):
         return calls
 
     def sync(self):
@@ -158,7 +158,7 @@ import numpy as np
 import packtrain as pt
 from packtrain.engine.backends import CPU, Target, far, target
 from packtrain.cli.main import main
-from packtrain.planner.machine_speed import kept
+from packtrain.planner.machine_speed import rates_path
 
 SIZES = dict(dim=32, layers=4, heads=2, ctx=16, vocab_size=300, batch_size=2, warmup_ratio=0.0)
 SMALL = SIZES | dict(steps_per_eval=2, sample_every=2, iters=5, overwrite=True)
@@ -239,7 +239,7 @@ assert plan.nbytes_in("far") >= plan.arena_nbytes + leaves
 assert plan.nbytes == plan.loop_nbytes  # nothing of the model in the process
 assert freed() == 0
 threads, where = pt.kernels.threads(), target("far")  # rates of its own, and a search that knows it
-assert kept(threads, where).exists() and kept(threads, where) != kept(threads)
+assert rates_path(threads, where).exists() and rates_path(threads, where) != rates_path(threads)
 """
     run(folder, script)
 
@@ -313,12 +313,12 @@ def test_a_second_memory_steers_the_search(folder: Path) -> None:
     script = """
 from dataclasses import replace
 from packtrain.planner import cost_model as cost
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.cost_model import BackendRates
 from packtrain.engine.backends import HOST
-from packtrain.planner.budget import planned
+from packtrain.planner.budget import plan_within_limits
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import search
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import find_fastest_shape
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.engine.optim import AdamW
@@ -329,27 +329,27 @@ weights = [name for name in transformer.weights(shape.config) if name.startswith
 one = dict.fromkeys([f"{kind}{name}" for name in weights for kind in ("", "m/", "v/")], far.BACKENDS["far"])
 for homes in (roles, one):
     on = Target(CPU.backends, homes=homes)
-    fast, slow = Rates(1e11, 1e10), Rates(1e10, 1e9)
-    request = Request(AdamW(), replace(fast, others={"far": slow}), target=on)
-    whole = request.plans(shape)
-    assert whole.spaces == ["far"]
-    most = {s: request.total(whole, s) + (1 << 20) * (s == HOST) for s in (HOST, "far")}  # recomputed calls take some
-    limits = {HOST: most[HOST], "far": most["far"] - whole.largest_in("far").arena("far").nbytes // 5}
-    answer = search(shape, replace(request, limits=limits))
-    assert answer.fits and answer.shape != shape, (homes, answer)
-    plans = request.plans(answer.shape)
-    assert all(request.total(plans, s) <= limits[s] * 1.001 for s in limits), (limits, plans.nbytes_in("far"))
-    assert search(shape, replace(request, limits=most)).shape == shape
-    refused = search(shape, replace(request, limits={HOST: most[HOST], "far": 40_000}))
-    assert not refused.fits and refused.change
-    steps = [s for name in ("step", ) for s in whole.placed[name].steps]
+    fast, slow = BackendRates(1e11, 1e10), BackendRates(1e10, 1e9)
+    request = PlanRequest(AdamW(), replace(fast, backend_rates={"far": slow}), target=on)
+    whole = request.make_plans(shape)
+    assert whole.device_spaces == ["far"]
+    most = {s: request.peak_nbytes(whole, s) + (1 << 20) * (s == HOST) for s in (HOST, "far")}  # recomputed calls take some
+    limits = {HOST: most[HOST], "far": most["far"] - whole.largest_plan_in("far").arena("far").nbytes // 5}
+    answer = find_fastest_shape(shape, replace(request, limits=limits))
+    assert answer.is_within_limits and answer.shape != shape, (homes, answer)
+    plans = request.make_plans(answer.shape)
+    assert all(request.peak_nbytes(plans, s) <= limits[s] * 1.001 for s in limits), (limits, plans.nbytes_in("far"))
+    assert find_fastest_shape(shape, replace(request, limits=most)).shape == shape
+    refused = find_fastest_shape(shape, replace(request, limits={HOST: most[HOST], "far": 40_000}))
+    assert not refused.is_within_limits and refused.suggested_change
+    steps = [s for name in ("step", ) for s in whole.placed_graphs[name].steps]
     read = {t for step in steps for t in step.reads}
     own = [slow if s.backend.name == "far" else fast for s in steps]
     each = [cost.call_seconds(s, rates if s.source is None else request.rates, read) for s, rates in zip(steps, own)]
-    assert all(cost.call_seconds(s, request.rates) >= cost.crossing(s.results[0].spec.nbytes, slow)
-               for s in whole.placed["step"].copies)
-    assert whole.seconds(request.rates) == sum(each) > whole.seconds(fast)
-made = planned(shape, replace(request, limits={"far": 40_000}))
+    assert all(cost.call_seconds(s, request.rates) >= cost.copy_seconds(s.results[0].spec.nbytes, slow)
+               for s in whole.placed_graphs["step"].copies)
+    assert whole.step_seconds(request.rates) == sum(each) > whole.step_seconds(fast)
+made = plan_within_limits(shape, replace(request, limits={"far": 40_000}))
 assert "does not fit into the memory of far" in made.refusal, made.refusal
 """
     run(folder, script)
@@ -389,13 +389,13 @@ with pt.debug("compare"):
 
 def test_a_failure_that_comes_late_is_one_of_the_run(folder: Path) -> None:
     script = """
-from packtrain.engine.optim import SGD, training
+from packtrain.engine.optim import SGD, training_graph
 
 def fails(*arrays, **attrs):
     raise ValueError("too late")
 
 w, session = pt.weight("w", (3,)), pt.Session()
-graph = training({"loss": pt.ops.sum(pt.ops.mul(w, w))}, [w], SGD())
+graph = training_graph({"loss": pt.ops.sum(pt.ops.mul(w, w))}, [w], SGD())
 name = next(call.op for call in graph.calls if call.op.writes)
 name.kernels["cpu"] = pt.engine.tensor.Kernel(fails, True)
 run = session.executor(pt.place(graph, target("far")))
@@ -448,7 +448,7 @@ from packtrain.planner.step_shape import StepShape
 from packtrain.models.config import Config
 from packtrain.models import transformer
 from packtrain.engine.optim import AdamW
-from packtrain.training.training_engine import Engine
+from packtrain.training.training_engine import TrainingEngine
 
 shape = StepShape(Config(64, 16, 32, 3, 64, 2, 2), 2, 16, max_norm=1.0)
 there = {name: far.BACKENDS["far"] for name in transformer.weights(shape.config) if name.startswith("blk.1.")}
@@ -458,8 +458,8 @@ ids = random.integers(0, 64, (5, 2, 17)).astype(np.int32)
 found = []
 for homes in ({}, there, dict.fromkeys(("weight", "moment"), far.BACKENDS["far"])):
     on = Target(CPU.backends, homes=homes)
-    engine = Engine(make_plans(shape, AdamW(), target=on), AdamW())
-    assert bool(homes) == bool(engine.plans.spaces)
+    engine = TrainingEngine(make_plans(shape, AdamW(), target=on), AdamW())
+    assert bool(homes) == bool(engine.plans.device_spaces)
     transformer.initialise(shape.config, 0, engine.session.fill)
     batches = [
         {"tokens": x[:, :-1], "targets": x[:, 1:], "weights": np.ones((2, 16), np.float32),

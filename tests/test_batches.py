@@ -5,27 +5,27 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from packtrain.data.text import Tokens
-from packtrain.training.text_batches import Batches
+from packtrain.data.text import DocumentTokens
+from packtrain.training.text_batches import TextBatches
 
 BOS, EOS = 1, 2
 modes = pytest.mark.parametrize("fill", [True, False])
 
 
-def tokens_of(*lengths: int) -> Tokens:
+def tokens_of(*lengths: int) -> DocumentTokens:
     """Documents of so many tokens between BOS and EOS; every token has another id."""
     ids, starts = [], []
     for length in lengths:
         starts.append(len(ids))
         ids += [BOS, *range(10 + len(ids), 10 + len(ids) + length), EOS]
-    return Tokens(np.array(ids, np.uint16), np.array(starts, np.int64))
+    return DocumentTokens(np.array(ids, np.uint16), np.array(starts, np.int64))
 
 
-def plain(batch: dict[str, np.ndarray]) -> dict[str, list]:
+def as_lists(batch: dict[str, np.ndarray]) -> dict[str, list]:
     return {name: value.tolist() for name, value in batch.items()}
 
 
-def targets(batches: Batches, epoch: int = 0) -> Counter[tuple[int, int]]:
+def target_pairs(batches: TextBatches, epoch: int = 0) -> Counter[tuple[int, int]]:
     """How often each pair of a token and its target counts in an epoch."""
     pair_counts: Counter[tuple[int, int]] = Counter()
     for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
@@ -37,14 +37,14 @@ def targets(batches: Batches, epoch: int = 0) -> Counter[tuple[int, int]]:
     return pair_counts
 
 
-def wanted(tokens: Tokens) -> Counter[tuple[int, int]]:
+def expected_pairs(tokens: DocumentTokens) -> Counter[tuple[int, int]]:
     pairs = zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True)
     return Counter(pair for pair in pairs if pair != (EOS, BOS))
 
 
 def test_a_filled_batch():
-    batch = Batches(tokens_of(3, 1, 2), 2, 6, shuffle=False)[0]
-    assert plain(batch) == {
+    batch = TextBatches(tokens_of(3, 1, 2), 2, 6, shuffle=False)[0]
+    assert as_lists(batch) == {
         "tokens": [[1, 10, 11, 12, 2, 1], [15, 2, 1, 18, 19, 0]],
         "targets": [[10, 11, 12, 2, 1, 15], [2, 1, 18, 19, 2, 0]],
         "weights": [[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0]],
@@ -57,9 +57,9 @@ def test_a_filled_batch():
 
 
 def test_a_batch_of_documents():
-    batches = Batches(tokens_of(3, 1), 4, 3, shuffle=False, fill=False)
+    batches = TextBatches(tokens_of(3, 1), 4, 3, shuffle=False, fill=False)
     assert len(batches) == 1
-    assert plain(batches[0]) == {
+    assert as_lists(batches[0]) == {
         "tokens": [[1, 10, 11], [12, 0, 0], [1, 15, 0], [0, 0, 0]],
         "targets": [[10, 11, 12], [2, 0, 0], [15, 2, 0], [0, 0, 0]],
         "weights": [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]],
@@ -74,45 +74,45 @@ def test_a_batch_of_documents():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_token_is_a_target_once(rows: int, time: int, shuffle: bool, fill: bool):
     tokens = tokens_of(7, 1, 30, 2, 2, 14)
-    batches = Batches(tokens, rows, time, shuffle=shuffle, random_offsets=False, fill=fill)
-    assert targets(batches) == wanted(tokens)
-    assert targets(batches, epoch=3) == wanted(tokens)
+    batches = TextBatches(tokens, rows, time, shuffle=shuffle, random_offsets=False, fill=fill)
+    assert target_pairs(batches) == expected_pairs(tokens)
+    assert target_pairs(batches, epoch=3) == expected_pairs(tokens)
 
 
 @pytest.mark.parametrize("time", [3, 16])
 def test_random_offsets_leave_out_at_most_one_target(time: int):
     tokens = tokens_of(7, 1, 30, 2, 2, 14)
-    batches = Batches(tokens, 2, time, seed=5)
+    batches = TextBatches(tokens, 2, time, seed=5)
     first_missing = set()
     for epoch in range(20):
-        missing = wanted(tokens) - targets(batches, epoch)
-        assert missing.total() <= 1 and not targets(batches, epoch) - wanted(tokens)
+        missing = expected_pairs(tokens) - target_pairs(batches, epoch)
+        assert missing.total() <= 1 and not target_pairs(batches, epoch) - expected_pairs(tokens)
         first_missing.add(min(Counter(missing), default=None))
     assert len(first_missing) > 5  # other places in other epochs
 
 
 def test_an_index_says_everything():
     tokens = tokens_of(*range(1, 30))
-    batches = Batches(tokens, 2, 8, seed=7)
+    batches = TextBatches(tokens, 2, 8, seed=7)
     order = [*range(3 * len(batches))]
-    expected = [plain(batches[i]) for i in order]
-    reordered = {i: plain(Batches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
+    expected = [as_lists(batches[i]) for i in order]
+    reordered = {i: as_lists(TextBatches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
     assert all(expected[i] == reordered[i] for i in order)
     for i in (40, 2, 70, 2):
-        assert plain(batches[i]) == expected[i]
-    assert plain(Batches(tokens, 2, 8, seed=8)[0]) != expected[0]
+        assert as_lists(batches[i]) == expected[i]
+    assert as_lists(TextBatches(tokens, 2, 8, seed=8)[0]) != expected[0]
     assert expected[0] != expected[len(batches)]
 
 
 def test_an_unshuffled_epoch_is_like_every_other():
-    batches = Batches(tokens_of(5, 9, 2), 2, 4, shuffle=False, seed=9)
-    assert plain(batches[1]) == plain(batches[1 + 4 * len(batches)])
+    batches = TextBatches(tokens_of(5, 9, 2), 2, 4, shuffle=False, seed=9)
+    assert as_lists(batches[1]) == as_lists(batches[1 + 4 * len(batches)])
 
 
 def test_a_shuffled_epoch_has_the_windows_of_an_unshuffled_one():
     tokens = tokens_of(*range(1, 30))
-    unshuffled = Batches(tokens, 1, 8, shuffle=False)
-    shuffled = Batches(tokens, 1, 8, random_offsets=False)
+    unshuffled = TextBatches(tokens, 1, 8, shuffle=False)
+    shuffled = TextBatches(tokens, 1, 8, random_offsets=False)
     rows = [
         [batches[i]["tokens"].tolist() for i in range(len(batches))]
         for batches in (unshuffled, shuffled)
@@ -122,7 +122,7 @@ def test_a_shuffled_epoch_has_the_windows_of_an_unshuffled_one():
 
 @modes
 def test_a_text_shorter_than_a_window_is_one_padded_window(fill: bool):
-    batches = Batches(tokens_of(2), 1, 8, fill=fill, random_offsets=False)
+    batches = TextBatches(tokens_of(2), 1, 8, fill=fill, random_offsets=False)
     assert len(batches) == 1
     assert batches[0]["weights"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
 
@@ -130,7 +130,7 @@ def test_a_text_shorter_than_a_window_is_one_padded_window(fill: bool):
 @modes
 def test_positions_and_documents_within_rows(fill: bool):
     tokens = tokens_of(3, 40, 1, 5, 9, 2)
-    batches = Batches(tokens, 3, 10, fill=fill, seed=1)
+    batches = TextBatches(tokens, 3, 10, fill=fill, seed=1)
     for index in range(2 * len(batches)):
         batch = batches[index]
         for pos, seq, ids in zip(batch["pos"], batch["seq"], batch["tokens"], strict=True):
@@ -143,7 +143,7 @@ def test_positions_and_documents_within_rows(fill: bool):
 
 def test_what_is_padding_changes_nothing_else():
     """A row's own tokens come before its padding, which is a document of its own."""
-    batch = Batches(tokens_of(3), 1, 9, shuffle=False)[0]
+    batch = TextBatches(tokens_of(3), 1, 9, shuffle=False)[0]
     is_own_token = batch["weights"][0] == 1
     assert is_own_token.tolist() == [True] * 4 + [False] * 5
     assert not set(batch["seq"][0][is_own_token]) & set(batch["seq"][0][~is_own_token])
@@ -151,7 +151,7 @@ def test_what_is_padding_changes_nothing_else():
 
 def test_negative_seeds_and_wide_ids():
     tokens = tokens_of(5, 5)
-    wide = Tokens(tokens.ids.astype(np.uint32) + 70_000, tokens.starts)
-    batch = Batches(wide, 1, 4, seed=-3)[0]
+    wide = DocumentTokens(tokens.ids.astype(np.uint32) + 70_000, tokens.starts)
+    batch = TextBatches(wide, 1, 4, seed=-3)[0]
     assert batch["tokens"][batch["weights"] > 0].min() >= 70_000
     assert batch["tokens"].dtype == np.int32

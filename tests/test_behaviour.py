@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.cli.event_output import Shown
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.cli.main import main
 from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.workflows import behaviour_check
-from packtrain.workflows.behaviour_check import MAX_TOKENS, CheckedAnswer, findings
+from packtrain.workflows.behaviour_check import MAX_TOKENS, CheckedAnswer, answer_findings
 from tests.architectures import random_model
-from tests.kill import chats, words
+from tests.kill import sample_chats, sample_text
 
-FEW = [
+COMMON_FLAGS = [
     "--batch-size",
     "2",
     "--lr",
@@ -34,20 +34,27 @@ FEW = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("behaviour")
-    (directory / "chats.jsonl").write_text(chats())
-    (directory / "text.txt").write_text(words(3000))
+    (directory / "chats.jsonl").write_text(sample_chats())
+    (directory / "text.txt").write_text(sample_text(3000))
     random_model(directory / "base.gguf", "llama tied")
     return directory
 
 
-def tuned(folder: Path, output: Path, *more: str, data: str = "chats.jsonl") -> int:
-    args = [str(folder / "base.gguf"), "--data", str(folder / data), "-o", str(output), *FEW]
-    return main(["finetune", *args, *more])
+def run_finetune(folder: Path, output: Path, *extra_flags: str, data: str = "chats.jsonl") -> int:
+    args = [
+        str(folder / "base.gguf"),
+        "--data",
+        str(folder / data),
+        "-o",
+        str(output),
+        *COMMON_FLAGS,
+    ]
+    return main(["finetune", *args, *extra_flags])
 
 
 @pytest.mark.parametrize("merge", ["plain", "none"])
 def test_held_out_questions_are_answered_shown_and_kept(folder, tmp_path, capsys, merge):
-    assert tuned(folder, tmp_path / "a.gguf", "--merge", merge) == 0
+    assert run_finetune(folder, tmp_path / "a.gguf", "--merge", merge) == 0
     said = capsys.readouterr().err
     saved = json.loads((tmp_path / "a.run/answers.json").read_text())
     assert [answer["question"] for answer in saved] == [
@@ -74,7 +81,7 @@ def test_the_library_returns_the_answers(folder, tmp_path):
     done = pt.finetune(folder / "base.gguf", folder / "chats.jsonl", **options)
     (answer,) = done.answers
     assert answer.question == "what is the sun" and answer.tuned and answer.base_ended
-    path = done.folder / behaviour_check.ANSWERS
+    path = done.folder / behaviour_check.ANSWERS_FILE
     hostile = [
         {**asdict(answer), "tuned": "<script>alert(1)</script> & more", "tuned_ended": "loop"}
     ]
@@ -88,15 +95,15 @@ def test_the_library_returns_the_answers(folder, tmp_path):
 
 
 def test_running_text_and_prompts_that_are_trained_on_have_no_questions(folder, tmp_path, capsys):
-    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none", data="text.txt") == 0
-    assert tuned(folder, tmp_path / "b.gguf", "--merge", "none", "--no-mask-prompt") == 0
+    assert run_finetune(folder, tmp_path / "a.gguf", "--merge", "none", data="text.txt") == 0
+    assert run_finetune(folder, tmp_path / "b.gguf", "--merge", "none", "--no-mask-prompt") == 0
     assert "held-out question" not in capsys.readouterr().err
 
 
 def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packtrain.inference.kv_cache.context_size.REST", 1 << 40)
+    monkeypatch.setattr("packtrain.inference.kv_cache.context_size.OVERHEAD_NBYTES", 1 << 40)
     flags = ["--merge", "none", "--memory", "2GiB", "--replay", "0"]
-    assert tuned(folder, tmp_path / "a.gguf", *flags) == 0
+    assert run_finetune(folder, tmp_path / "a.gguf", *flags) == 0
     said = capsys.readouterr().err
     assert (
         "no held-out questions are answered: a context of" in said
@@ -105,14 +112,14 @@ def test_a_check_that_does_not_fit_the_budget_is_left_out(folder, tmp_path, caps
 
 
 def test_ctrl_c_ends_the_check_and_not_the_result(folder, tmp_path, capsys, monkeypatch):
-    replies = behaviour_check._replies
+    replies = behaviour_check._generate_replies
 
-    def stop_first(*given):
+    def stop_first(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        yield from replies(*given)
+        yield from replies(*args)
 
-    monkeypatch.setattr(behaviour_check, "_replies", stop_first)
-    assert tuned(folder, tmp_path / "a.gguf", "--merge", "none") == 0
+    monkeypatch.setattr(behaviour_check, "_generate_replies", stop_first)
+    assert run_finetune(folder, tmp_path / "a.gguf", "--merge", "none") == 0
     assert (
         "stopped while answering held-out questions; the result is complete"
         in capsys.readouterr().err
@@ -142,18 +149,18 @@ def test_columns_stand_beside_each_other_where_there_is_room() -> None:
 
 def test_answers_without_an_end_are_named_with_the_change_that_helps() -> None:
     loop, truncated = replace(ANSWER, tuned_ended="loop"), replace(ANSWER, tuned_ended="count")
-    assert [*findings([ANSWER])] == []
-    (line,) = findings([loop, truncated, ANSWER])
+    assert [*answer_findings([ANSWER])] == []
+    (line,) = answer_findings([loop, truncated, ANSWER])
     assert line.startswith(
         "2 of 3 tuned answers, 1 of them repeating themselves, did not end: more --epochs"
     )
     assert [
-        *findings([replace(truncated, reference_tokens=MAX_TOKENS)])
+        *answer_findings([replace(truncated, reference_tokens=MAX_TOKENS)])
     ] == []  # the data's is long, too
-    (line,) = findings([replace(ANSWER, tuned=ANSWER.base)])
+    (line,) = answer_findings([replace(ANSWER, tuned=ANSWER.base)])
     assert line.startswith("the tuned model answers as the base does")
 
 
 def test_a_log_gets_one_column(capsys: pytest.CaptureFixture[str]) -> None:
-    Shown().answers([ANSWER])
+    TerminalEvents().answers([ANSWER])
     assert "│" not in capsys.readouterr().err

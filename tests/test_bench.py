@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from benchmarks import bench as beside
+from benchmarks import bench as peer_bench
 from benchmarks import llama
 from packtrain import kernels
-from packtrain.cli.bench import Bench
+from packtrain.cli.bench import BenchSettings
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.devtools.bench import (
@@ -29,17 +29,17 @@ from packtrain.devtools.bench import (
     timing,
     training,
 )
-from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, Kind, Product
+from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, MatrixProduct, OpGroup
 from packtrain.dtypes import DTYPES
 from packtrain.engine import ops
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
-from packtrain.planner.cost_model import CACHE
-from packtrain.planner.speed_probe import BEGIN
+from packtrain.planner.cost_model import CACHE_NBYTES
+from packtrain.planner.speed_probe import DEFAULT_RATES
 from tests import checks
 
-RATES = machine_rates.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
+RATES = machine_rates.MachineRates(fma_one=5e8, fma=1e9, product=8e8, cache_bandwidth=1e9, far=1e8)
 SETTINGS = ["--rounds", "1", "--preset", "1m"]
 
 
@@ -48,20 +48,20 @@ def clock() -> Callable[[], float]:
     return itertools.count(0.0, 1.0).__next__
 
 
-def steps_of(*made: pt.Tensor) -> list[Step]:
-    return list(pt.place(pt.Graph(list(made))).steps)
+def steps_of(*tensors: pt.Tensor) -> list[KernelStep]:
+    return list(pt.place(pt.Graph(list(tensors))).steps)
 
 
 def test_the_floor_is_arithmetic_or_bytes_whichever_takes_longer() -> None:
     x, w = pt.input("x", (200, 300)), pt.weight("w", (100, 300))
     (product,) = steps_of(ops.matmul(x, w))
-    assert bench_ops.floor(product, RATES) == 2 * 200 * 100 * 300 / 1e9
-    for size, rate in ((1000, RATES.near), (CACHE, RATES.far)):
+    assert bench_ops.call_floor(product, RATES) == 2 * 200 * 100 * 300 / 1e9
+    for size, rate in ((1000, RATES.cache_bandwidth), (CACHE_NBYTES, RATES.far)):
         (add,) = steps_of(ops.add(pt.input("a", (size,)), pt.input("b", (size,))))
-        assert bench_ops.floor(add, RATES) == 3 * 4 * size / rate
+        assert bench_ops.call_floor(add, RATES) == 3 * 4 * size / rate
     q = k = v = pt.input("q", (1, 64, 2, 16))
     (attention,) = steps_of(ops.attention(q, k, v, scale=1.0)[0])
-    assert bench_ops.floor(attention, RATES) >= 2 * 2 * 16 * 2 * 64 * 64 / 1e9
+    assert bench_ops.call_floor(attention, RATES) >= 2 * 2 * 16 * 2 * 64 * 64 / 1e9
 
 
 def test_a_table_row_is_known_to_move_rows_not_tables() -> None:
@@ -70,35 +70,35 @@ def test_a_table_row_is_known_to_move_rows_not_tables() -> None:
     back = steps_of(
         ops.get_rows_back(pt.input("dy", (2, 4)), ids, pt.input("dw", (900, 4)), shape=(900, 4))
     )
-    assert bench_ops.floor(rows, RATES) < 1e-5 and bench_ops.floor(back[-1], RATES) < 1e-6
+    assert bench_ops.call_floor(rows, RATES) < 1e-5 and bench_ops.call_floor(back[-1], RATES) < 1e-6
 
 
 def test_the_three_forms_of_a_product_have_one_shape() -> None:
     x, dy, w = pt.input("x", (2, 3, 5)), pt.input("dy", (2, 3, 7)), pt.weight("w", (7, 5))
     q = pt.weight("q", (64, 256), DTYPES["q4_K"])
     forms = [
-        (ops.matmul(x, w), Product(FORWARD, 6, 7, 5)),
-        (ops.matmul(dy, ops.transpose(w)), Product(BACK, 6, 7, 5)),
-        (ops.out_prod(dy, x), Product(WEIGHT, 6, 7, 5)),
-        (ops.matmul(pt.input("x", (3, 256)), q), Product(FORWARD, 3, 64, 256)),
-        (ops.matmul_back(pt.input("dy", (3, 64)), q), Product(BACK, 3, 64, 256)),
+        (ops.matmul(x, w), MatrixProduct(FORWARD, 6, 7, 5)),
+        (ops.matmul(dy, ops.transpose(w)), MatrixProduct(BACK, 6, 7, 5)),
+        (ops.out_prod(dy, x), MatrixProduct(WEIGHT, 6, 7, 5)),
+        (ops.matmul(pt.input("x", (3, 256)), q), MatrixProduct(FORWARD, 3, 64, 256)),
+        (ops.matmul_back(pt.input("dy", (3, 64)), q), MatrixProduct(BACK, 3, 64, 256)),
         (ops.add(x, x), None),
     ]
     for output, product in forms:
         assert bench_ops.product_of(steps_of(output)[-1]) == product
-    assert bench_ops.kind_of(steps_of(forms[3][0])[0]) == Kind(
+    assert bench_ops.group_of(steps_of(forms[3][0])[0]) == OpGroup(
         "product q4_K", FORWARD, "3 × 64 × 256"
     )
     for form in (FORWARD, BACK, WEIGHT):
         for dtype in ("f32", "q8_0") if form != WEIGHT else ("f32",):
-            product_shape = Product(form, 9, 64, 32)
-            output, _ = products.graph_of(product_shape, DTYPES[dtype])
+            product_shape = MatrixProduct(form, 9, 64, 32)
+            output, _ = products.product_graph(product_shape, DTYPES[dtype])
             assert bench_ops.product_of(steps_of(output)[-1]) == product_shape
 
 
 def test_ours_computes_the_product_that_it_times() -> None:
-    for form in products.FORMS:
-        work = products.ours(Product(form, 5, 8, 6))
+    for form in products.PRODUCT_FORMS:
+        work = products.bind_product(MatrixProduct(form, 5, 8, 6))
         (out, *inputs) = work.args  # type: ignore[attr-defined]  # of the kernel, whose w is transposed
         left, right = (np.asarray(a) for a in inputs[:2])
         expected = left.T @ right if form == WEIGHT else left @ right
@@ -109,7 +109,7 @@ def test_ours_computes_the_product_that_it_times() -> None:
 def test_ops_of_a_step_by_an_injected_clock() -> None:
     step = training.of_preset("1m")
     assert step.tokens == 1024
-    table, step_seconds = bench_ops.measured(step, RATES, 3, clock())
+    table, step_seconds = bench_ops.measure_ops(step, RATES, 3, clock())
     calls = len(step.run.calls)
     assert step_seconds == 2 * calls + 1  # each call reads the clock twice, and the step once more
     assert sum(table.column("calls")[:-1]) == table.column("calls")[-1] == calls  # type: ignore[arg-type]
@@ -129,25 +129,33 @@ def test_ops_of_a_step_by_an_injected_clock() -> None:
 
 def test_a_ratio_is_the_median_of_pairs() -> None:
     assert timing.paired([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
-    timed = products.Timed("a", Product(FORWARD, 10, 10, 5), [1e-6, 2e-6, 2e-6], [1e-6, 1e-6, 4e-6])
+    timed = products.TimedProduct(
+        "a", MatrixProduct(FORWARD, 10, 10, 5), [1e-6, 2e-6, 2e-6], [1e-6, 1e-6, 4e-6]
+    )
     assert timed.ratio == 1.0 and timed.rate(timed.ours) == 1000 / 2e-6 / 1e9
     assert (
-        products.summary([0.5, 2.0, 1.5], "theirs")
+        products.ratio_summary([0.5, 2.0, 1.5], "theirs")
         == "As fast as theirs: 1.50 × (median), 0.50 × (least)."
     )
-    assert timing.burst(lambda: None, clock()) == 1.0
+    assert timing.burst_seconds(lambda: None, clock()) == 1.0
 
 
 def test_rates_by_an_injected_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_sizes = {"TURNS": 10, "TRIES": 2, "NEAR": 1 << 8, "FAR": 1 << 10, "PRODUCT": (8, 16, 8)}
+    small_sizes = {
+        "FMA_LOOPS": 10,
+        "FMA_ROUNDS": 2,
+        "CACHE_VALUES": 1 << 8,
+        "MEMORY_VALUES": 1 << 10,
+        "PRODUCT_SHAPE": (8, 16, 8),
+    }
     for name, value in small_sizes.items():
         monkeypatch.setattr(machine_rates, name, value)
     kernels.load_all(("peak", "matmul"))
-    rates = machine_rates.measured(clock(), rounds=1)
-    m, n, k = machine_rates.PRODUCT
-    assert rates.product == 2 * m * n * k and rates.far == 8 * machine_rates.FAR
+    rates = machine_rates.measure_rates(clock(), rounds=1)
+    m, n, k = machine_rates.PRODUCT_SHAPE
+    assert rates.product == 2 * m * n * k and rates.far == 8 * machine_rates.MEMORY_VALUES
     lanes, chains = machine_rates.LANES, kernels.peak.CHAINS
-    assert rates.fma_one == 2 * machine_rates.TURNS * chains * lanes
+    assert rates.fma_one == 2 * machine_rates.FMA_LOOPS * chains * lanes
     assert rates.fma == kernels.threads() * rates.fma_one
 
 
@@ -162,7 +170,7 @@ def test_the_kernels_of_the_rates_do_what_they_say() -> None:
 
 def test_tables_as_text_markdown_and_json() -> None:
     columns = {"op": "", "× floor": ".2f", "GFLOP/s": ".1f"}
-    table = bench_table.Table(
+    table = bench_table.BenchTable(
         "t", "Title", columns, [["a|b", 1.234, None], ["c", 10.0, 5.0]], ["Note."]
     )
     assert (
@@ -171,21 +179,21 @@ def test_tables_as_text_markdown_and_json() -> None:
     assert (
         "| op | × floor | GFLOP/s |\n| --- | ---: | ---: |\n| a\\|b | 1.23 |  |" in table.markdown()
     )
-    assert table.plain()["rows"][0] == {"op": "a|b", "times_floor": 1.234, "gflop_per_s": None}
+    assert table.to_json()["rows"][0] == {"op": "a|b", "times_floor": 1.234, "gflop_per_s": None}
 
 
 def test_without_peers_it_measures_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "has_torch", lambda: False)
-    monkeypatch.setattr(products, "SHORT", {"tiny": ((8, 16, 24),)})
-    monkeypatch.setattr(products, "SHORT_PACKED", {"tiny": ((8, 16, 256),)})
-    monkeypatch.setattr(machine_rates, "measured", lambda: RATES)
+    monkeypatch.setattr(products, "SHORT_SHAPES", {"tiny": ((8, 16, 24),)})
+    monkeypatch.setattr(products, "SHORT_PACKED_SHAPES", {"tiny": ((8, 16, 256),)})
+    monkeypatch.setattr(machine_rates, "measure_rates", lambda: RATES)
     files = [tmp_path / "b.json", tmp_path / "b.md"]
     args = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert products.WITHOUT in shown and "The machine was" in shown
+    assert products.NO_PEER_NOTE in shown and "The machine was" in shown
     report = json.loads(files[0].read_text())
     assert (
         report["threads"] == kernels.threads() and report["versions"]["packtrain"] == pt.__version__
@@ -200,8 +208,8 @@ def test_without_peers_it_measures_itself(
 def test_a_peer_that_fails_ends_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: object) -> Iterator[bench_table.Table]:
-        raise peer_process.PeerFailed("packtrain failed: it ended with -9")
+    def broken(*args: object) -> Iterator[bench_table.BenchTable]:
+        raise peer_process.PeerError("packtrain failed: it ended with -9")
 
     monkeypatch.setattr(step_timing, "tables", broken)
     assert main(["bench", "--part", "steps"]) == 1
@@ -209,7 +217,7 @@ def test_a_peer_that_fails_ends_the_command(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps"),
         (["--part", "llama"], "--part is llama; it must be one of"),
@@ -224,15 +232,15 @@ def test_a_peer_that_fails_ends_the_command(
     ],
 )
 def test_what_is_wrong_is_one_line(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *given]) == 2
+    assert main(["bench", *arguments]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps, llama"),
         (["--llama-bench", "none"], "--llama-bench: none does not exist"),
@@ -241,9 +249,9 @@ def test_what_is_wrong_is_one_line(
     ],
 )
 def test_beside_llama_cpp_too(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert beside.main(given) == 2
+    assert peer_bench.main(arguments) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
 
@@ -251,14 +259,14 @@ def test_beside_llama_cpp_too(
 def test_the_comparison_has_every_flag_of_the_command_and_adds_its_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {field.name for field in fields(Bench)}
-    assert {field.name for field in fields(beside.Beside)} == {*flags, "llama_bench"}
+    flags = {field.name for field in fields(BenchSettings)}
+    assert {field.name for field in fields(peer_bench.PeerBenchSettings)} == {*flags, "llama_bench"}
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--llama-bench", "none"])
     assert "there is no option --llama-bench" in capsys.readouterr().err
-    table = bench_table.Table("llama", "Reading", {"model": ""}, [["tiny"]])
+    table = bench_table.BenchTable("llama", "Reading", {"model": ""}, [["tiny"]])
     monkeypatch.setattr(llama, "tables", lambda base, program, rounds, counting: iter([table]))
-    assert beside.main(["--part", "llama"]) == 0
+    assert peer_bench.main(["--part", "llama"]) == 0
     shown = capsys.readouterr().out
     assert "Reading\nmodel\ntiny" in shown and "The machine was" in shown
 
@@ -278,12 +286,12 @@ class Fake:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def __call__(self, watched: bool) -> timing.Stepped:
+    def __call__(self, watched: bool) -> timing.TimedStep:
         seconds = next(self.left, None)
         if seconds is None:
-            raise peer_process.PeerFailed("no compiler")
+            raise peer_process.PeerError("no compiler")
         assert not watched or seconds == WARM, "memory is watched while time counts"
-        return timing.Stepped(seconds, self.nbytes * watched, 10.0, 1.0, 5.0)
+        return timing.TimedStep(seconds, self.nbytes * watched, 10.0, 1.0, 5.0)
 
 
 WARM = 9.0  # seconds of steps that do not count
@@ -298,13 +306,13 @@ TIMES = {
 
 
 def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(side: step_timing.Trained, preset: str) -> Fake:
-        nbytes = (1 if side.program == step_timing.OURS else 2) << 20
-        return Fake(TIMES.get((side.program, side.precision), []), nbytes)
+    def fake(side: step_timing.TrainingProgram, preset: str) -> Fake:
+        nbytes = (1 if side.name == step_timing.OURS else 2) << 20
+        return Fake(TIMES.get((side.name, side.precision), []), nbytes)
 
     monkeypatch.setattr(step_timing, "has_torch", lambda: True)
-    monkeypatch.setattr(step_timing.Trained, "peer", fake)
-    monkeypatch.setattr(step_timing, "multiplies", lambda precision: True)
+    monkeypatch.setattr(step_timing.TrainingProgram, "peer", fake)
+    monkeypatch.setattr(step_timing, "supports_precision", lambda precision: True)
     (with_bf16,) = step_timing.tables(["15m"], 3, counting)
     assert with_bf16.column("precision")[2:6] == [
         "bf16x3",
@@ -314,7 +322,7 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
     ]
     assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
-    monkeypatch.setattr(step_timing, "multiplies", lambda precision: False)
+    monkeypatch.setattr(step_timing, "supports_precision", lambda precision: False)
     (without_bf16,) = step_timing.tables(["15m"], 3, counting)
     assert without_bf16.column("program") == [
         step_timing.OURS,
@@ -337,22 +345,22 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
         "packtrain in f32 is 0.25 × as fast as the better of PyTorch's in bf16 autocast (compiled), with 0.50 of"
         " its private memory.",
     ]
-    assert without_bf16.waited == 0.1
+    assert without_bf16.waited_share == 0.1
     monkeypatch.setattr(step_timing, "has_torch", lambda: False)
     (ours_only,) = step_timing.tables(["15m"], 3, counting, 1640 << 20)
     assert ours_only.title.endswith("included; ours planned for 1,640 MiB")
-    assert ours_only.column("ms") == [2000] and [*ours_only.notes] == [products.WITHOUT]
+    assert ours_only.column("ms") == [2000] and [*ours_only.notes] == [products.NO_PEER_NOTE]
 
 
 @contextmanager
-def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
-    yield lambda *given: None
+def counting(label: str, unit: str) -> Iterator[Callable[..., None]]:
+    yield lambda *args: None
 
 
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with step_timing.Trained(program=step_timing.OURS).peer("1m") as ours:
+    with step_timing.TrainingProgram(name=step_timing.OURS).peer("1m") as ours:
         timings = [ours(watched) for watched in (False, True, False)]
-    assert all(timing.seconds > 0 and timing.wall > 0 for timing in timings)
+    assert all(timing.seconds > 0 and timing.wall_seconds > 0 for timing in timings)
     assert timings[1].nbytes > 1 << 20 and timings[0].nbytes == timings[2].nbytes == 0
     assert timings[0].loss > timings[2].loss  # the same batch again and again
 
@@ -362,8 +370,8 @@ def test_a_step_on_a_base_keeps_to_its_memory(
 ) -> None:
     monkeypatch.setattr(llama, "PRESET", "1m")
     monkeypatch.setattr(training, "private_nbytes", lambda: 0)
-    monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
-    base = llama.made(tmp_path, "F16")
+    monkeypatch.setattr(training, "measure_rates_in_children", lambda *_, **__: DEFAULT_RATES)
+    base = llama.write_random_preset(tmp_path, "F16")
     unlimited = training.of_base(base, 4, 256)
     limit = unlimited.engine.plans.nbytes // 2
     parted = training.of_base(base, 4, 256, memory=limit)
@@ -373,14 +381,14 @@ def test_a_step_on_a_base_keeps_to_its_memory(
     losses = [
         np.array([trainer.step() for _ in range(3)], np.float32) for trainer in (unlimited, parted)
     ]
-    checks.close(*losses, "losses")
+    checks.assert_close(*losses, "losses")
     with pytest.raises(InputError, match="a step does not fit 1 MiB"):
         training.of_base(base, 4, 256, memory=1 << 20)
 
 
 def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "private_nbytes", lambda: 0)
-    monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
+    monkeypatch.setattr(training, "measure_rates_in_children", lambda *_, **__: DEFAULT_RATES)
     unlimited = training.of_preset("1m")
     limit = int(0.75 * unlimited.engine.plans.nbytes)
     limited = training.of_preset("1m", memory=limit)
@@ -388,7 +396,7 @@ def test_a_step_of_a_preset_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch)
     losses = [
         np.array([trainer.step() for _ in range(3)], np.float32) for trainer in (unlimited, limited)
     ]
-    checks.close(*losses, "losses")
+    checks.assert_close(*losses, "losses")
     with pytest.raises(InputError, match="a step does not fit 1 MiB"):
         training.of_preset("1m", memory=1 << 20)
 
@@ -398,9 +406,9 @@ def test_both_sides_take_the_same_step() -> None:
     pytest.importorskip("torch")
     losses = list[list[float]]()
     for program in (step_timing.OURS, step_timing.EAGER):
-        with step_timing.Trained(program=program).peer("1m") as peer:
+        with step_timing.TrainingProgram(name=program).peer("1m") as peer:
             losses.append([peer().loss for _ in range(3)])
-    checks.close(*(np.array(side_losses, np.float32) for side_losses in losses), "losses")
+    checks.assert_close(*(np.array(side_losses, np.float32) for side_losses in losses), "losses")
 
 
 @pytest.mark.torch
@@ -410,7 +418,9 @@ def test_rope_in_real_numbers_is_rope() -> None:
     batch = training.batch_of(config, 2, 16)
     ids = [llama.torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")]
     pos_inputs = None, llama.torch.from_numpy(batch["pos"]).long(), llama.torch.zeros(2, 16)
-    models = [llama.Llama(config, transformer.initial(config), real) for real in (False, True)]
+    models = [
+        llama.Llama(config, transformer.initial_weights(config), real) for real in (False, True)
+    ]
     for args in (ids, [*ids, *pos_inputs]):
         complex_loss, real_loss = (model(*args).item() for model in models)
         assert complex_loss == pytest.approx(real_loss, rel=1e-6)
@@ -439,14 +449,16 @@ def test_reading_and_writing_beside_llama_cpp(
     bench.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PACKTRAIN_CPU", raising=False)
-    assert llama.program(None) == llama.program(bench) == bench
-    monkeypatch.setattr(llama, "has", lambda feature: True)
+    assert llama.find_llama_bench(None) == llama.find_llama_bench(bench) == bench
+    monkeypatch.setattr(llama, "has_cpu_feature", lambda feature: True)
     half = "1m Q8_0", "reading 512, --precision bf16", 512.0, 512.0, 1.0
     original_init = llama.Ours.__init__
     monkeypatch.setattr(
         llama.Ours,
         "__init__",
-        lambda self, path, how="f32", precision="f32": original_init(self, path, how),
+        lambda self, path, activations="f32", precision="f32": original_init(
+            self, path, activations
+        ),
     )
     (table,) = llama.tables(None, bench, 2, counting, clock())
     assert table.rows == [
@@ -458,15 +470,15 @@ def test_reading_and_writing_beside_llama_cpp(
     ]
     assert [*table.notes] == ["llama.cpp 7 (abc). The KV cache is f16 in both."]
     monkeypatch.setenv("PATH", "")
-    assert llama.program(None) is None
-    base = llama.made(tmp_path, "F16")
+    assert llama.find_llama_bench(None) is None
+    base = llama.write_random_preset(tmp_path, "F16")
     (ours_only,) = llama.tables(base, None, 1, counting, clock())
     assert ours_only.rows == [
         ["F16", "reading 512", 512.0],
         ["F16", "reading 512, --precision bf16", 512.0],
         ["F16", "writing 64", 64.0],
     ]
-    assert [*ours_only.notes] == [llama.WITHOUT]
+    assert [*ours_only.notes] == [llama.NO_PEER_NOTE]
 
 
 def test_another_program_is_refused(tmp_path: Path) -> None:
@@ -477,7 +489,7 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             InputError, match=r"--llama-bench: .*other is not llama.cpp's llama-bench"
         ):
-            llama.program(wrong_program)
+            llama.find_llama_bench(wrong_program)
 
 
 def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
@@ -485,8 +497,8 @@ def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
     for line, said in (("echo no such model >&2; exit 3", "no such model"), ("echo [1]", "answer")):
         bad.write_text(f"#!/bin/sh\n{line}\n")
         bad.chmod(0o755)
-        with pytest.raises(peer_process.PeerFailed, match=said):
-            llama.theirs(bad, tmp_path / "model.gguf")
+        with pytest.raises(peer_process.PeerError, match=said):
+            llama.run_llama_bench(bad, tmp_path / "model.gguf")
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------
@@ -507,9 +519,9 @@ def doubling(by: int) -> Callable[[int], int]:
 
 
 def test_a_peer_answers_from_a_process_of_its_own() -> None:
-    with peer_process.Peer("tests.test_bench", "doubling", 2) as peer:
+    with peer_process.PeerProcess("tests.test_bench", "doubling", 2) as peer:
         assert [peer(3), peer(4)] == [6, 8]
-        with pytest.raises(peer_process.PeerFailed, match=r"^ValueError: x is negative$"):
+        with pytest.raises(peer_process.PeerError, match=r"^ValueError: x is negative$"):
             peer(-1)
         assert peer(5) == 10
     assert peer.process.poll() is not None
@@ -517,36 +529,36 @@ def test_a_peer_answers_from_a_process_of_its_own() -> None:
 
 def test_a_peer_that_cannot_start_says_why() -> None:
     with (
-        pytest.raises(peer_process.PeerFailed, match=r"^ValueError: by is negative$"),
-        peer_process.Peer("tests.test_bench", "doubling", -1),
+        pytest.raises(peer_process.PeerError, match=r"^ValueError: by is negative$"),
+        peer_process.PeerProcess("tests.test_bench", "doubling", -1),
     ):
         pass
     with (
-        pytest.raises(peer_process.PeerFailed, match="No module named 'no_such_peer'"),
-        peer_process.Peer("no_such_peer", "doubling"),
+        pytest.raises(peer_process.PeerError, match="No module named 'no_such_peer'"),
+        peer_process.PeerProcess("no_such_peer", "doubling"),
     ):
         pass
 
 
 def test_avx2_alone_is_asked_of_the_peer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKTRAIN_CPU", "")
-    assert "ATEN_CPU_CAPABILITY" not in peer_process.limited()
+    assert "ATEN_CPU_CAPABILITY" not in peer_process.peer_environment()
     monkeypatch.setenv("PACKTRAIN_CPU", "avx2")
-    assert peer_process.limited().items() >= peer_process.AVX2.items()
+    assert peer_process.peer_environment().items() >= peer_process.AVX2.items()
 
 
 @pytest.mark.torch
 def test_products_beside_pytorch() -> None:
     pytest.importorskip("torch")
-    timings = products.beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *given: None)
+    timings = products.time_beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *args: None)
     assert (
         [len(timing.ours) for timing in timings]
-        == [len(timing.theirs) for timing in timings]
+        == [len(timing.peer_seconds) for timing in timings]
         == [3, 3, 3]
     )
-    table = products.table(timings)
+    table = products.products_table(timings)
     assert [*table.columns][-1] == "× PyTorch"
     expected = statistics.median(
-        b / a for a, b in zip(timings[0].ours, timings[0].theirs, strict=True)
+        b / a for a, b in zip(timings[0].ours, timings[0].peer_seconds, strict=True)
     )
     assert table.rows[0][-1] == expected

@@ -23,40 +23,46 @@ from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.planner import budget as budgets
 from packtrain.planner import kernel_memory
-from packtrain.planner.budget import planned
-from packtrain.planner.checkpointing import Choice, keep_all, spaced, spacing, uniform
-from packtrain.planner.checkpointing.recompute_choice import inner_values, stretches
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.budget import plan_within_limits
+from packtrain.planner.checkpointing import (
+    RecomputeChoice,
+    checkpoint_spacing,
+    keep_all,
+    spaced_choice,
+    uniform_choice,
+)
+from packtrain.planner.checkpointing.recompute_choice import inner_values, split_calls
+from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.estimate import chain
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import Search, search, smallest
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import PlanSearch, find_fastest_shape, smallest
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import APPLY, MEASURE, make_plans
 from packtrain.training.monitoring import metrics_file
-from packtrain.training.training_engine import Engine
-from tests.kill import TINY, words
-from tests.models import CONFIG, batch, same_bits, values
+from packtrain.training.training_engine import TrainingEngine
+from tests.kill import TINY_FLAGS, sample_text
+from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights
 
-RATES = Rates(1e11, 1e10)
+RATES = BackendRates(1e11, 1e10)
 MIB = 1 << 20
 ADAMW = AdamW()
 ROWS, TIME = 4, 16
 
 
-def deep(blocks: int, rows: int = ROWS, **given) -> StepShape:
-    return StepShape(replace(CONFIG, block_count=blocks), rows, TIME, **given)
+def deep_shape(blocks: int, rows: int = ROWS, **options) -> StepShape:
+    return StepShape(replace(CONFIG, block_count=blocks), rows, TIME, **options)
 
 
-def request(baseline: int = 0) -> Request:
-    return Request(AdamW(), RATES, baseline)
+def make_request(baseline: int = 0) -> PlanRequest:
+    return PlanRequest(AdamW(), RATES, baseline)
 
 
-def trained(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
-    engine = Engine(make_plans(shape, optimizer), optimizer)
-    engine.session.set(values(shape.config))
-    results, rows = {}, shape.rows
+def train_weights(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
+    engine = TrainingEngine(make_plans(shape, optimizer), optimizer)
+    engine.session.set(seeded_weights(shape.config))
+    results, rows = {}, shape.micro_batch_size
     for number in range(1, steps + 1):
-        full_batch = batch(shape.config, ROWS, TIME, number) | {
+        full_batch = seeded_batch(shape.config, ROWS, TIME, number) | {
             "weights": np.ones((ROWS, TIME), np.float32)
         }
         parts = range(0, ROWS, rows)
@@ -67,17 +73,20 @@ def trained(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.n
 
 
 def test_two_passes_and_any_choice_give_the_same_bits():
-    shape = deep(4, max_norm=0.1)
-    expected = trained(shape)
+    shape = deep_shape(4, max_norm=0.1)
+    expected = train_weights(shape)
     for other in (
         replace(shape, two_passes=True),
-        replace(shape, keep=uniform(4, ()), two_passes=True),
-        *(replace(shape, twice=count) for count in (1, 3, 4)),
-        *(replace(shape, keep=spaced(4, 2), twice=count) for count in (1, 3, 4)),
-        replace(shape, keep=chain(shape, request()).least().choice),
-        replace(shape, keep=spaced(4, 2)),
+        replace(shape, keep=uniform_choice(4, ()), two_passes=True),
+        *(replace(shape, num_two_pass_blocks=count) for count in (1, 3, 4)),
+        *(
+            replace(shape, keep=spaced_choice(4, 2), num_two_pass_blocks=count)
+            for count in (1, 3, 4)
+        ),
+        replace(shape, keep=chain(shape, make_request()).smallest_planned().choice),
+        replace(shape, keep=spaced_choice(4, 2)),
     ):
-        assert same_bits(trained(other), expected)
+        assert same_bits(train_weights(other), expected)
     assert set(make_plans(replace(shape, two_passes=True), AdamW()).plans) >= {MEASURE, APPLY}
 
 
@@ -87,7 +96,7 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     config = replace(CONFIG, block_count=3, tied=False)
     summed = StepShape(config, 1, TIME, ROWS, max_norm)
     layered = replace(summed, layered=True)
-    expected, got = (trained(step_shape, 1, SGD()) for step_shape in (summed, layered))
+    expected, got = (train_weights(step_shape, 1, SGD()) for step_shape in (summed, layered))
     for name, value in expected.items():
         if not name.startswith("g/"):
             error = np.abs(got[name] - value).max() / np.abs(value).max()
@@ -95,38 +104,40 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     if max_norm is None:
         exact = [name for name in got if name.startswith("blk.") and got[name].ndim == 2]
         assert exact and same_bits({n: got[n] for n in exact}, {n: expected[n] for n in exact})
-    for keep in (uniform(3, ()), chain(layered, request()).least().choice):
-        assert same_bits(trained(replace(layered, keep=keep), 1, SGD()), got)
+    for keep in (uniform_choice(3, ()), chain(layered, make_request()).smallest_planned().choice):
+        assert same_bits(train_weights(replace(layered, keep=keep), 1, SGD()), got)
     if max_norm is not None:
-        assert same_bits(trained(replace(layered, two_passes=True), 1, SGD()), got)
+        assert same_bits(train_weights(replace(layered, two_passes=True), 1, SGD()), got)
         for count in range(1, 4):
-            assert same_bits(trained(replace(layered, twice=count), 1, SGD()), got)
+            assert same_bits(
+                train_weights(replace(layered, num_two_pass_blocks=count), 1, SGD()), got
+            )
 
 
 def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
     """So a search finds them, where matrices are large and tokens more than they are wide."""
     config = Config(320, 512, 512, 4, 2048, 8, 8)
     summed = StepShape(config, 1, 512, 4)
-    layered = replace(summed, layered=True, keep=uniform(4, ()))
-    together = replace(summed, rows=4, micros=1, keep=uniform(4, ()))
+    layered = replace(summed, layered=True, keep=uniform_choice(4, ()))
+    together = replace(summed, micro_batch_size=4, num_micro_batches=1, keep=uniform_choice(4, ()))
     min_nbytes = make_plans(layered, AdamW()).nbytes
-    assert min_nbytes < make_plans(replace(summed, keep=uniform(4, ())), AdamW()).nbytes
+    assert min_nbytes < make_plans(replace(summed, keep=uniform_choice(4, ())), AdamW()).nbytes
     assert min_nbytes < make_plans(together, AdamW()).nbytes
-    limit = request().total(make_plans(layered, AdamW()))
-    answer = search(summed, request().within(limit))
-    assert answer.fits and answer.shape.layered and answer.shape.micros == 4
+    limit = make_request().peak_nbytes(make_plans(layered, AdamW()))
+    answer = find_fastest_shape(summed, make_request().with_limit(limit))
+    assert answer.is_within_limits and answer.shape.layered and answer.shape.num_micro_batches == 4
 
 
 def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
-    shape, blocks = deep(8), chain(deep(8), request())
+    shape, blocks = deep_shape(8), chain(deep_shape(8), make_request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    small = blocks.least().choice
+    small = blocks.smallest_planned().choice
     assert max(small.stream) > 1
-    assert same_bits(trained(replace(shape, keep=small), 1), trained(shape, 1))
+    assert same_bits(train_weights(replace(shape, keep=small), 1), train_weights(shape, 1))
 
 
 def test_two_passes_need_no_memory_for_waiting_gradients():
-    shape = deep(4, max_norm=0.1, keep=uniform(4, ()))
+    shape = deep_shape(4, max_norm=0.1, keep=uniform_choice(4, ()))
     gradient_nbytes = sum(leaf.spec.nbytes for leaf in transformer.weights(shape.config).values())
     one_pass_nbytes = make_plans(shape, AdamW()).arena_nbytes
     two_pass_nbytes = make_plans(replace(shape, two_passes=True), AdamW()).arena_nbytes
@@ -135,112 +146,126 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
-    blocks = chain(deep(6, max_norm=max_norm), request())
+    blocks = chain(deep_shape(6, max_norm=max_norm), make_request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    everything = blocks.plan(keep_all(6, len(blocks.block.value_nbytes)))
-    smallest_plan = blocks.least()
+    everything = blocks.plan_choice(keep_all(6, len(blocks.block.value_nbytes)))
+    smallest_plan = blocks.smallest_planned()
     budgets = np.linspace(smallest_plan.nbytes, everything.nbytes, 12).astype(int)
-    plans = [blocks.within(int(budget)) for budget in budgets]
+    plans = [blocks.fastest_within(int(budget)) for budget in budgets]
     assert all(
         f is not None and f.nbytes <= budget for f, budget in zip(plans, budgets, strict=True)
     )
     seconds = [f.seconds for f in plans]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0 < seconds[0]
-    assert blocks.within(smallest_plan.nbytes - 4096) is None
+    assert blocks.fastest_within(smallest_plan.nbytes - 4096) is None
 
 
 def test_two_blocks_are_as_good_as_exhaustive_search():
     shape = StepShape(replace(CONFIG, block_count=2), ROWS, TIME)
-    blocks = chain(shape, request())
+    blocks = chain(shape, make_request())
     blocks.call_nbytes = 0
-    sides = blocks.block.ways[::2]
+    sides = blocks.block.strategies[::2]
     every = [
-        blocks.plan(Choice((0, rank, 0), (a, b)))
+        blocks.plan_choice(RecomputeChoice((0, rank, 0), (a, b)))
         for a, b in itertools.product(sides, sides)
         for rank in (0, 1)
         if rank == 0 or a == ()
     ]
     low, high = min(f.nbytes for f in every), max(f.nbytes for f in every)
     for budget in np.linspace(low, high, 8).astype(int):
-        fresh = chain(shape, request())
+        fresh = chain(shape, make_request())
         fresh.call_nbytes = 0
-        got = fresh.within(int(budget))
+        got = fresh.fastest_within(int(budget))
         best = min(f.seconds for f in every if f.nbytes <= budget)
         if got is None:
-            got = fresh.least()
+            got = fresh.smallest_planned()
         assert got.nbytes <= budget * 1.01
         total_seconds = 3 * 2 * blocks.block.forward_seconds
         assert got.seconds - best <= 0.01 * total_seconds
 
 
 def test_the_spacing_of_sqrt():
-    blocks = chain(deep(6), request())
-    values = inner_values(stretches(blocks.build(3, None).stream)[2])
+    blocks = chain(deep_shape(6), make_request())
+    values = inner_values(split_calls(blocks.build(3, None).stream)[2])
     inside = sum(-(-t.spec.nbytes // 64) * 64 for t in values)
-    assert spacing(blocks) == max(round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1)
+    assert checkpoint_spacing(blocks) == max(
+        round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1
+    )
 
 
 # ---- the search
 
 
 def test_what_fits_as_it_is_stays_as_it_is():
-    shape = deep(3, max_norm=1.0)
-    assert search(shape, request().within(1 << 40)).shape == shape
+    shape = deep_shape(3, max_norm=1.0)
+    assert find_fastest_shape(shape, make_request().with_limit(1 << 40)).shape == shape
 
 
 def test_less_memory_down_to_the_least_which_fits_and_no_less():
-    shape, process = deep(3, max_norm=1.0), request()
-    max_nbytes = process.total(make_plans(shape, AdamW()))
-    refused = search(shape, process.within(MIB))
-    assert not refused.fits
-    min_nbytes = process.total(process.plans(refused.shape))
+    shape, process = deep_shape(3, max_norm=1.0), make_request()
+    max_nbytes = process.peak_nbytes(make_plans(shape, AdamW()))
+    refused = find_fastest_shape(shape, process.with_limit(MIB))
+    assert not refused.is_within_limits
+    min_nbytes = process.peak_nbytes(process.make_plans(refused.shape))
     assert min_nbytes < max_nbytes
     for limit in np.linspace(min_nbytes, max_nbytes, 6).astype(int):
-        answer = search(shape, process.within(int(limit)))
-        assert answer.fits and process.total(process.plans(answer.shape)) <= limit
-        assert answer.shape.rows * answer.shape.micros == ROWS
-    assert not search(shape, process.within(int(min_nbytes * 0.97))).fits
+        answer = find_fastest_shape(shape, process.with_limit(int(limit)))
+        assert (
+            answer.is_within_limits
+            and process.peak_nbytes(process.make_plans(answer.shape)) <= limit
+        )
+        assert answer.shape.micro_batch_size * answer.shape.num_micro_batches == ROWS
+    assert not find_fastest_shape(
+        shape, process.with_limit(int(min_nbytes * 0.97))
+    ).is_within_limits
 
 
 def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are():
     """Validation has a loss head, too, without blocks that could be computed again."""
     config = Config(32_000, 64, 64, 4, 128, 4, 4)
-    shape, searcher = StepShape(config, 4, 64, evaluate=True), Search(request())
+    shape, searcher = StepShape(config, 4, 64, evaluate=True), PlanSearch(make_request())
     chunked_draft = searcher.draft(replace(shape, chunk=64))
-    fastest_draft = searcher.fastest(shape, chunked_draft.nbytes, fixed=False)
-    assert searcher.sizes(shape).beside > 2 * searcher.sizes(chunked_draft.shape).beside
+    fastest_draft = searcher.fastest_draft(shape, chunked_draft.nbytes, fixed=False)
+    assert (
+        searcher.sizes(shape).other_arena_nbytes
+        > 2 * searcher.sizes(chunked_draft.shape).other_arena_nbytes
+    )
     assert fastest_draft is not None and fastest_draft.seconds <= chunked_draft.seconds
 
 
 def test_the_child_finds_the_same():
-    shape = deep(2)
-    result = planned(shape, request().within(1 << 40))
-    assert result.shape == shape and result.baseline > 10 * MIB and result.refusal is None
+    shape = deep_shape(2)
+    result = plan_within_limits(shape, make_request().with_limit(1 << 40))
+    assert result.shape == shape and result.baseline_nbytes > 10 * MIB and result.refusal is None
 
 
 def test_more_budget_is_never_slower():
     """Every budget is asked by itself, with nothing remembered; tensors are large enough to matter beside calls."""
     config = Config(320, 128, 256, 3, 768, 8, 8)
-    shape, process = StepShape(config, 2, 128), request()
-    max_nbytes = process.total(make_plans(shape, AdamW()))
-    min_nbytes = process.total(process.plans(smallest(shape, process)))
+    shape, process = StepShape(config, 2, 128), make_request()
+    max_nbytes = process.peak_nbytes(make_plans(shape, AdamW()))
+    min_nbytes = process.peak_nbytes(process.make_plans(smallest(shape, process)))
     seconds = []
     for limit in np.linspace(min_nbytes, max_nbytes, 20).astype(int):
-        answer = search(shape, process.within(int(limit)))
-        plans = process.plans(answer.shape)
-        assert answer.fits and process.total(plans) <= limit
-        seconds.append(plans.seconds(RATES))
+        answer = find_fastest_shape(shape, process.with_limit(int(limit)))
+        plans = process.make_plans(answer.shape)
+        assert answer.is_within_limits and process.peak_nbytes(plans) <= limit
+        seconds.append(plans.step_seconds(RATES))
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
 def test_budgets_side_by_side_find_about_the_same():
     """With a norm and many blocks choices are far apart in bytes, and estimates meet the same ones again."""
     shape = StepShape(Config(320, 128, 256, 12, 768, 8, 8), 1, 128, max_norm=1.0)
-    process, seconds = request(), []
+    process, seconds = make_request(), []
     for limit in (132.1, 132.35, 132.6, 132.85, 134.78, 135.1):
-        answer = search(shape, process.within(int(limit * MIB)))
-        seconds.append(process.plans(answer.shape).seconds(RATES))
-        assert answer.fits and answer.shape.twice and not answer.shape.two_passes
+        answer = find_fastest_shape(shape, process.with_limit(int(limit * MIB)))
+        seconds.append(process.make_plans(answer.shape).step_seconds(RATES))
+        assert (
+            answer.is_within_limits
+            and answer.shape.num_two_pass_blocks
+            and not answer.shape.two_passes
+        )
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
@@ -248,19 +273,19 @@ def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch)
     """What it takes beyond its estimate grows by half a MiB each time."""
     requested_limits, measured_totals, max_nbytes = [], [], 100 * MIB
 
-    def ask(late, find, shape, request):
-        assert find is search, "the smallest was asked for"
+    def ask(lazy_kernels, find, shape, request):
+        assert find is find_fastest_shape, "the smallest was asked for"
         requested_limits.append(request.limits["host"])
-        return SimpleNamespace(shape=shape, fits=True, change="")
+        return SimpleNamespace(shape=shape, is_within_limits=True, suggested_change="")
 
     def planned_here(*_):
         grown = budgets.ASIDE_NBYTES + MIB + 75_000 + MIB // 2 * (len(requested_limits) - 1)
         measured_totals.append(requested_limits[-1] + grown)
-        return SimpleNamespace(total_nbytes=measured_totals[-1] - budgets.MARGIN_NBYTES)
+        return SimpleNamespace(total_nbytes=measured_totals[-1] - budgets.KERNEL_MARGIN_NBYTES)
 
-    monkeypatch.setattr(budgets, "ask", ask)
-    monkeypatch.setattr(budgets, "planned_here", planned_here)
-    budgets.searched(deep(1), request().within(max_nbytes), lambda _: None)
+    monkeypatch.setattr(budgets, "run_in_child", ask)
+    monkeypatch.setattr(budgets, "plan_in_process", planned_here)
+    budgets.search_plans(deep_shape(1), make_request().with_limit(max_nbytes), lambda _: None)
     assert (
         len(measured_totals) == 2
         and measured_totals[0] > max_nbytes >= measured_totals[1] > max_nbytes - 2 * MIB
@@ -273,21 +298,21 @@ def test_a_process_that_grows_with_each_search_is_met_by_the_second(monkeypatch)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(words())
+    path.write_text(sample_text())
     return path
 
 
-def arguments(data, tmp_path, *more):
+def arguments(data, tmp_path, *extra_flags):
     return [
         "train",
         "--data",
         str(data),
         "-o",
         str(tmp_path / "m.gguf"),
-        *TINY,
+        *TINY_FLAGS,
         "--iters",
         "3",
-        *more,
+        *extra_flags,
     ]
 
 
@@ -402,32 +427,34 @@ def test_sizes():
 
 
 def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_memory, "_kept", lambda names: tmp_path / "loaded.json")
+    monkeypatch.setattr(kernel_memory, "_cache_path", lambda names: tmp_path / "loaded.json")
     guess = kernel_memory.loaded(("norm",), 10 * MIB)
-    assert guess.unsure and not list(tmp_path.iterdir())
+    assert guess.uncertain_nbytes and not list(tmp_path.iterdir())
     measured = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
-    assert measured.unsure == 0 and MIB < measured.nbytes < guess.nbytes
-    monkeypatch.setattr(kernel_memory, "ask", None)
-    monkeypatch.setattr(kernel_memory, "refusal", lambda root: "read-only")
+    assert measured.uncertain_nbytes == 0 and MIB < measured.nbytes < guess.nbytes
+    monkeypatch.setattr(kernel_memory, "run_in_child", None)
+    monkeypatch.setattr(kernel_memory, "write_error", lambda root: "read-only")
     assert kernel_memory.loaded(("norm",), 10 * MIB) == measured
 
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
-    guess = kernel_memory.Loaded(80 * MIB, 24 * MIB)
-    base_request = request(private_nbytes() + guess.nbytes)
-    min_nbytes = base_request.total(base_request.plans(smallest(deep(2), base_request)))
+    guess = kernel_memory.KernelMemory(80 * MIB, 24 * MIB)
+    base_request = make_request(private_nbytes() + guess.nbytes)
+    min_nbytes = base_request.peak_nbytes(
+        base_request.make_plans(smallest(deep_shape(2), base_request))
+    )
     outcomes = [
-        planned(deep(2), replace(base_request, kernels=kernels).within(limit))
+        plan_within_limits(deep_shape(2), replace(base_request, kernels=kernels).with_limit(limit))
         for limit, kernels in (
             (min_nbytes - 12 * MIB, guess),
-            (min_nbytes - 12 * MIB, guess._replace(unsure=0)),
+            (min_nbytes - 12 * MIB, guess._replace(uncertain_nbytes=0)),
             (min_nbytes - 40 * MIB, guess),
         )
     ]
     assert [outcome.refusal is None for outcome in outcomes] == [True, False, False]
 
 
-class Heavier(kernel_memory.Loaded):
+class Heavier(kernel_memory.KernelMemory):
     """Kernels that take 24 MiB more than was measured."""
 
     memory: ClassVar[list[int]] = []
@@ -440,16 +467,18 @@ def test_kernels_that_take_more_than_expected_make_the_plan_smaller(monkeypatch)
     """The memory of the process is counted here: what it really is, other tests decide."""
     Heavier.memory[:] = [100 * MIB]
     monkeypatch.setattr("packtrain.planner.budget.private_nbytes", lambda: Heavier.memory[-1])
-    base_request, shape = replace(request(100 * MIB), kernels=Heavier(0)), deep(4, 1024)
-    limit = base_request.total(base_request.plans(shape)) + 4 * MIB
-    expected = planned(shape, replace(base_request.within(limit), kernels=kernel_memory.Loaded(0)))
+    base_request, shape = replace(make_request(100 * MIB), kernels=Heavier(0)), deep_shape(4, 1024)
+    limit = base_request.peak_nbytes(base_request.make_plans(shape)) + 4 * MIB
+    expected = plan_within_limits(
+        shape, replace(base_request.with_limit(limit), kernels=kernel_memory.KernelMemory(0))
+    )
     assert expected.refusal is None and expected.shape == shape
-    replanned = planned(shape, base_request.within(limit))
+    replanned = plan_within_limits(shape, base_request.with_limit(limit))
     assert replanned.refusal is None and replanned.total_nbytes <= limit
-    assert replanned.baseline == 124 * MIB and replanned.shape != shape
+    assert replanned.baseline_nbytes == 124 * MIB and replanned.shape != shape
 
 
-class Lighter(kernel_memory.Loaded):
+class Lighter(kernel_memory.KernelMemory):
     """Kernels that use 3 MiB of this process again, which were counted as memory to come."""
 
     memory: ClassVar[list[int]] = []
@@ -464,10 +493,13 @@ def test_a_budget_is_refused_only_with_the_memory_that_loaded_kernels_take(
 ):
     Lighter.memory[:] = [100 * MIB]
     monkeypatch.setattr(budgets, "private_nbytes", lambda: Lighter.memory[-1])
-    monkeypatch.setattr(budgets, "searching_nbytes", lambda shape: 0)  # more than so small a run
-    base_request = replace(request(100 * MIB), kernels=Lighter(0))
-    limit = base_request.total(base_request.plans(smallest(deep(2), base_request))) - below * MIB
-    outcome = planned(deep(2), base_request.within(limit))
+    monkeypatch.setattr(budgets, "search_child_nbytes", lambda shape: 0)  # more than so small a run
+    base_request = replace(make_request(100 * MIB), kernels=Lighter(0))
+    limit = (
+        base_request.peak_nbytes(base_request.make_plans(smallest(deep_shape(2), base_request)))
+        - below * MIB
+    )
+    outcome = plan_within_limits(deep_shape(2), base_request.with_limit(limit))
     assert (outcome.refusal is None) == fits and len(Lighter.memory) == 1 + fits
 
 
@@ -487,8 +519,10 @@ def test_plans_of_one_round_are_gone_before_the_next_ones_are_made(monkeypatch):
         plan_refs.append(weakref.ref(plans))
         return plans
 
-    monkeypatch.setattr(budgets, "planned_here", planned_here)
-    monkeypatch.setattr(budgets, "ask", lambda *_: SimpleNamespace(shape=None, fits=True))
-    limited_request = replace(request(), limits={HOST: MIB})
-    budgets.searched(deep(1), limited_request, lambda _: None)
-    assert len(plan_refs) == budgets.ROUNDS + 1
+    monkeypatch.setattr(budgets, "plan_in_process", planned_here)
+    monkeypatch.setattr(
+        budgets, "run_in_child", lambda *_: SimpleNamespace(shape=None, is_within_limits=True)
+    )
+    limited_request = replace(make_request(), limits={HOST: MIB})
+    budgets.search_plans(deep_shape(1), limited_request, lambda _: None)
+    assert len(plan_refs) == budgets.MAX_SEARCHES + 1

@@ -14,7 +14,7 @@ from packtrain.models import transformer
 from packtrain.models.block import Mixer
 from packtrain.models.config import Config
 from packtrain.models.lora import Lora
-from tests.models import CONFIG, batch, bind, gradients, values
+from tests.models import CONFIG, bind_graph, gradient_graph, seeded_batch, seeded_weights
 
 ROWS, TIME = 2, 12
 LOW = replace(CONFIG, lora=Lora((("blk.*.attn_q.weight", 2), ("blk.*.ffn_down.weight", 3)), 0, 4.0))
@@ -47,15 +47,15 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
             k: Tensor,
             v: Tensor,
             sinks: Tensor | None,
-            where=(pos, all_pos, seq, all_seq),
+            positions=(pos, all_pos, seq, all_seq),
         ) -> Tensor:
             cached_pairs.setdefault(i, []).append((k, v))
             keys, cached_values = (
                 joined([*tensors]) for tensors in zip(*cached_pairs[i], strict=True)
             )
-            return transformer.mixed(config, i, q, keys, cached_values, sinks, *where)
+            return transformer.mixed(config, i, q, keys, cached_values, sinks, *positions)
 
-        *_, h = transformer.stream(config, w, tokens, pos, Mixer(attend), TIME)
+        *_, h = transformer.residual_stream(config, w, tokens, pos, Mixer(attend), TIME)
         hidden_states.append(h)
         at += size
     x = transformer.output_norm(config, w, joined(hidden_states))
@@ -66,17 +66,17 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
 
 
 def data(config: Config) -> dict[str, np.ndarray]:
-    return batch(config, ROWS, TIME) | {
+    return seeded_batch(config, ROWS, TIME) | {
         "weights": np.full((ROWS, TIME), 1 / (ROWS * TIME), np.float32)
     }
 
 
-def close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
+def assert_close_gradients(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         assert np.abs(value).max() > 0, name
         np.testing.assert_allclose(
-            found[name], value, atol=2e-5 * max(1e-2, np.abs(value).max()), err_msg=name
+            actual[name], value, atol=2e-5 * max(1e-2, np.abs(value).max()), err_msg=name
         )
 
 
@@ -84,25 +84,25 @@ def close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("config", [CONFIG, LOW], ids=["all", "low rank"])
 def test_chunks_give_the_gradients_of_the_whole(config: Config, sizes: tuple[int, ...]) -> None:
     """A later chunk's loss reaches the weights through the keys and values of the earlier ones."""
-    start = values(config)
+    start = seeded_weights(config)
     inputs = data(config)
-    expected = bind(gradients(config, ROWS, TIME), start)(inputs)
-    close(bind(in_chunks(config, sizes), start)(inputs), expected)
+    expected = bind_graph(gradient_graph(config, ROWS, TIME), start)(inputs)
+    assert_close_gradients(bind_graph(in_chunks(config, sizes), start)(inputs), expected)
 
 
 def test_several_texts_in_one_row_give_the_sum_of_each() -> None:
     """Two texts of unlike length, one after the other in the row, do not see each other; nor do their gradients."""
-    start, inputs = values(CONFIG), data(CONFIG)
+    start, inputs = seeded_weights(CONFIG), data(CONFIG)
     lengths = 5, 7
     row = {name: value[:1].copy() for name, value in inputs.items()}
     row["pos"][0] = np.concatenate([np.arange(n) for n in lengths])
     row["seq"][0] = np.repeat([0, 1], lengths)
-    outputs = bind(gradients(CONFIG, 1, TIME), start)(row)
+    outputs = bind_graph(gradient_graph(CONFIG, 1, TIME), start)(row)
     parts, at = [], 0
     for n in lengths:
         part = {name: value[:, at : at + n] for name, value in row.items()}
-        parts.append(bind(gradients(CONFIG, 1, n), start)(part))
+        parts.append(bind_graph(gradient_graph(CONFIG, 1, n), start)(part))
         at += n
     losses = np.concatenate([part.pop("losses") for part in parts], axis=1)
     np.testing.assert_allclose(outputs.pop("losses"), losses, atol=1e-5)
-    close(outputs, {name: parts[0][name] + parts[1][name] for name in parts[0]})
+    assert_close_gradients(outputs, {name: parts[0][name] + parts[1][name] for name in parts[0]})

@@ -13,15 +13,15 @@ from packtrain.cli import imatrix, quantize
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
-from packtrain.common.memory import Peak, private_nbytes, settle
-from packtrain.conversion.calibration.block_streams import Streams
-from packtrain.conversion.calibration.importance import load
-from packtrain.gguf import GGUF, Value, write
+from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
+from packtrain.conversion.calibration.block_streams import StreamPair
+from packtrain.conversion.calibration.importance import load_importance
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import quantize as packed
 from packtrain.models.model_file import open_model
 from packtrain.workflows.calibration_data import calibration
-from packtrain.workflows.importance_matrix import Imatrix
-from packtrain.workflows.quantization import Quantize
+from packtrain.workflows.importance_matrix import ImatrixSettings
+from packtrain.workflows.quantization import QuantizeSettings
 from tests.architectures import CONFIGS, random_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "by", "it"]
@@ -37,19 +37,21 @@ def write_text(path: Path, words: int = 900, seed: int = 0) -> Path:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Quantize:
+def settings(tmp_path: Path) -> QuantizeSettings:
     random_model(tmp_path / "m.gguf", "llama tied")
     data = write_text(tmp_path / "text.txt")
-    return Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_0", pure=True, calibrate=data)
+    return QuantizeSettings(
+        tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_0", pure=True, calibrate=data
+    )
 
 
-def end(path: Path, data: Path) -> np.ndarray:
+def last_block_output(path: Path, data: Path) -> np.ndarray:
     """What the last block leaves for a text."""
     model = open_model(path)
     rows = calibration(data, model, Events())
-    streams = Streams(model, {}, [rows[i] for i in range(4)])
+    streams = StreamPair(model, {}, [rows[i] for i in range(4)])
     for i in range(model.config.block_count):
-        streams.advance(streams.block(i))
+        streams.advance_through(streams.block(i))
     return np.concatenate(streams.x)
 
 
@@ -60,12 +62,12 @@ def end(path: Path, data: Path) -> np.ndarray:
 def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
     random_model(tmp_path / "m.gguf", name)
     data, heldout_path = write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", seed=1)
-    settings = Quantize(tmp_path / "m.gguf", tmp_path / "plain.gguf", mix, pure=True)
+    settings = QuantizeSettings(tmp_path / "m.gguf", tmp_path / "plain.gguf", mix, pure=True)
     quantize.run(settings)
     quantize.run(replace(settings, output=tmp_path / "with.gguf", calibrate=data))
-    reference = end(settings.model, heldout_path)
+    reference = last_block_output(settings.model, heldout_path)
     plain_error, calibrated_error = (
-        np.square(end(tmp_path / f"{stem}.gguf", heldout_path) - reference).sum()
+        np.square(last_block_output(tmp_path / f"{stem}.gguf", heldout_path) - reference).sum()
         for stem in ("plain", "with")
     )
     assert calibrated_error < 0.8 * plain_error
@@ -79,22 +81,23 @@ def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
 @pytest.mark.parametrize("mix", ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XXS", "IQ1_M"))
 def test_points_chosen_with_data_do_better_than_an_importance_matrix_of_it(settings, capsys, mix):
     weights, heldout_path = settings.model.with_name("i.gguf"), settings.model.with_name("b.txt")
-    imatrix.run(Imatrix(settings.model, settings.calibrate, weights))
+    imatrix.run(ImatrixSettings(settings.model, settings.calibrate, weights))
     request = replace(settings, type=mix, pure=False)
     imatrix_output = request.model.with_name("plain.gguf")
     quantize.run(replace(request, output=imatrix_output, calibrate=None, imatrix=weights))
     quantize.run(request)
     write_text(heldout_path, seed=1)
-    reference = end(request.model, heldout_path)
+    reference = last_block_output(request.model, heldout_path)
     imatrix_error, calibrated_error = (
-        np.square(end(p, heldout_path) - reference).sum() for p in (imatrix_output, request.output)
+        np.square(last_block_output(p, heldout_path) - reference).sum()
+        for p in (imatrix_output, request.output)
     )
     assert calibrated_error < 0.85 * imatrix_error
     types = [{e.dtype for e in GGUF(p).entries.values()} for p in (imatrix_output, request.output)]
     assert types[0] == types[1] and any(dtype.points for dtype in types[0])
 
 
-def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize, capsys):
+def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: QuantizeSettings, capsys):
     quantize.run(settings)
     (line,) = (s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads"))
     assert int(line.split()[2].replace(",", "")) > 1024
@@ -120,7 +123,7 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
 
 
 @pytest.mark.parametrize("work", ["quantize", "imatrix"])
-def test_a_refusal_names_the_least_memory_and_that_will_do(settings: Quantize, work: str):
+def test_a_refusal_names_the_least_memory_and_that_will_do(settings: QuantizeSettings, work: str):
     args: list[str | Path] = [settings.model, "--data", settings.calibrate, "-o", settings.output]
     if work == "quantize":
         args = [settings.model, settings.output, "Q4_0", "--calibrate", settings.calibrate]
@@ -140,14 +143,14 @@ def test_it_stays_in_its_memory(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
     random_model(tmp_path / "m.gguf", "wide")
     data = write_text(tmp_path / "a.txt", 6000)
-    settings = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q3_K_M", calibrate=data)
+    settings = QuantizeSettings(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q3_K_M", calibrate=data)
     quantize.run(settings)
     read = []
     for extra_mib in (240, 120):
-        settle()
+        release_memory()
         limit = private_nbytes() + (extra_mib << 20)
         capsys.readouterr()
-        with Peak() as peak:
+        with MemoryPeak() as peak:
             quantize.run(replace(settings, memory=f"{limit // 1024}KiB", overwrite=True))
         assert peak.nbytes <= limit, (limit - peak.baseline, peak.nbytes - peak.baseline)
         (line,) = (
@@ -164,16 +167,16 @@ TOO_FEW = r"few.txt has [\d,]+ tokens, too few to say what a model is for; 1,024
 
 
 @pytest.fixture
-def measured(settings: Quantize, capsys) -> Path:
+def measured(settings: QuantizeSettings, capsys) -> Path:
     imatrix_path = settings.model.with_name("i.gguf")
     assert settings.calibrate is not None
-    imatrix.run(Imatrix(settings.model, settings.calibrate, imatrix_path))
+    imatrix.run(ImatrixSettings(settings.model, settings.calibrate, imatrix_path))
     assert f"{imatrix_path}: 14 matrices" in capsys.readouterr().out
     return imatrix_path
 
 
-def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
-    model, importance, file = open_model(settings.model), load(measured), GGUF(measured)
+def test_sums_are_of_what_matrices_read(settings: QuantizeSettings, measured: Path):
+    model, importance, file = open_model(settings.model), load_importance(measured), GGUF(measured)
     assert settings.calibrate is not None
     data = calibration(settings.calibrate, model, Events())
     rows = [data[i] for i in range(len(data))]
@@ -197,21 +200,25 @@ def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
     assert importance.sums.keys() == matrix_names
 
 
-def test_groups_of_rows_add_up(settings: Quantize, measured: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.workflows.importance_matrix.AT_ONCE", 1024)
+def test_groups_of_rows_add_up(settings: QuantizeSettings, measured: Path, monkeypatch):
+    monkeypatch.setattr("packtrain.workflows.importance_matrix.TOKENS_PER_PASS", 1024)
     parts = measured.with_name("parts.gguf")
     assert settings.calibrate is not None
-    imatrix.run(Imatrix(settings.model, settings.calibrate, parts, memory="4GiB"))
-    full_importance, grouped_importance = load(measured), load(parts)
+    imatrix.run(ImatrixSettings(settings.model, settings.calibrate, parts, memory="4GiB"))
+    full_importance, grouped_importance = load_importance(measured), load_importance(parts)
     for name, sums in full_importance.sums.items():
         np.testing.assert_allclose(grouped_importance.sums[name], sums, rtol=1e-5)
         assert (grouped_importance.counts[name] == full_importance.counts[name]).all()
 
 
-def test_errors_count_by_it(settings: Quantize, measured: Path):
+def test_errors_count_by_it(settings: QuantizeSettings, measured: Path):
     by = replace(settings, calibrate=None, imatrix=measured, type="Q4_K")
     quantize.run(by)
-    source, quantized, importance = GGUF(settings.model), GGUF(settings.output), load(measured)
+    source, quantized, importance = (
+        GGUF(settings.model),
+        GGUF(settings.output),
+        load_importance(measured),
+    )
     for name in (V, DOWN):
         weights = importance.sums[name][0] / importance.counts[name][0]
         expected = packed(source.array(name), quantized.entries[name].dtype, weights)
@@ -233,13 +240,13 @@ def test_errors_count_by_it(settings: Quantize, measured: Path):
 def test_blocks_that_share_keys_are_measured(tmp_path: Path):
     random_model(tmp_path / "m.gguf", "gemma4")
     data = write_text(tmp_path / "a.txt")
-    imatrix.run(Imatrix(tmp_path / "m.gguf", data, tmp_path / "i.gguf"))
-    model, importance = open_model(tmp_path / "m.gguf"), load(tmp_path / "i.gguf")
+    imatrix.run(ImatrixSettings(tmp_path / "m.gguf", data, tmp_path / "i.gguf"))
+    model, importance = open_model(tmp_path / "m.gguf"), load_importance(tmp_path / "i.gguf")
     rows = calibration(data, model, Events())
-    streams = Streams(model, {}, [rows[i] for i in range(len(rows))])
+    streams = StreamPair(model, {}, [rows[i] for i in range(len(rows))])
     for i in range(3):
-        streams.advance(streams.block(i))
-    x = np.concatenate([h[0][k[0]] for h, k in zip(streams.x, streams.real, strict=True)])
+        streams.advance_through(streams.block(i))
+    x = np.concatenate([h[0][k[0]] for h, k in zip(streams.x, streams.real_masks, strict=True)])
     x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + model.config.rms_eps)
     expected = np.square(x * model.weight("blk.3.attn_norm.weight")).sum(0)
     np.testing.assert_allclose(importance.sums["blk.3.attn_q.weight"][0], expected, rtol=1e-4)
@@ -250,10 +257,12 @@ def test_no_more_tokens_are_read_than_asked_for(tmp_path: Path):
     random_model(tmp_path / "m.gguf", "llama tied")
     data = write_text(tmp_path / "a.txt")
     model = tmp_path / "m.gguf"
-    full_code = imatrix.run(Imatrix(model, data, tmp_path / "a.gguf", tokens=300))
-    limited_code = imatrix.run(Imatrix(model, data, tmp_path / "b.gguf", tokens=90))
+    full_code = imatrix.run(ImatrixSettings(model, data, tmp_path / "a.gguf", tokens=300))
+    limited_code = imatrix.run(ImatrixSettings(model, data, tmp_path / "b.gguf", tokens=90))
     assert (full_code, limited_code) == (0, 0)
-    counts = [load(tmp_path / f"{name}.gguf").counts["blk.0.attn_q.weight"][0] for name in "ab"]
+    counts = [
+        load_importance(tmp_path / f"{name}.gguf").counts["blk.0.attn_q.weight"][0] for name in "ab"
+    ]
     assert counts[1] <= 90 < open_model(model).config.context_length < counts[0] <= 300
 
 
@@ -264,11 +273,11 @@ def test_experts_have_a_row_each(tmp_path: Path, capsys):
         main(["imatrix", f"{tmp_path}/m.gguf", "--data", str(data), "-o", f"{tmp_path}/i.gguf"])
         == 0
     )
-    importance, down = load(tmp_path / "i.gguf"), "blk.0.ffn_down_exps.weight"
+    importance, down = load_importance(tmp_path / "i.gguf"), "blk.0.ffn_down_exps.weight"
     assert len(importance.sums[down]) == config.expert_count
     tokens = importance.counts["blk.0.attn_q.weight"][0]
     assert importance.counts[down].sum() == tokens * config.expert_used_count
-    request = Quantize(
+    request = QuantizeSettings(
         tmp_path / "m.gguf", tmp_path / "q.gguf", "Q5_0", pure=True, imatrix=tmp_path / "i.gguf"
     )
     quantize.run(request)
@@ -278,24 +287,28 @@ def test_experts_have_a_row_each(tmp_path: Path, capsys):
         assert quantized.array(down)[i].tobytes() == expected.tobytes()
 
 
-def changed(path: Path, **tensors: np.ndarray | None) -> Path:
+def change_imatrix(path: Path, **tensors: np.ndarray | None) -> Path:
     """A copy of an importance matrix with some tensors others, or without them."""
     gguf = GGUF(path)
     arrays = {name: gguf.array(name) for name in gguf.entries} | tensors
     to = path.with_name("other.gguf")
-    write(to, gguf.values, {n: t for n, t in arrays.items() if t is not None})
+    write_gguf(to, gguf.values, {n: t for n, t in arrays.items() if t is not None})
     return to
 
 
-def test_a_model_with_damaged_weights_has_no_importance_matrix(settings: Quantize, tmp_path: Path):
+def test_a_model_with_damaged_weights_has_no_importance_matrix(
+    settings: QuantizeSettings, tmp_path: Path
+):
     arrays = {"blk.0.attn_norm.weight": np.full(256, np.nan, np.float32)}
-    damaged_model = changed(settings.model, **arrays)
+    damaged_model = change_imatrix(settings.model, **arrays)
     with pytest.raises(InputError, match=r"the inputs of blk\.0\..* are not finite"):
-        imatrix.run(Imatrix(damaged_model, settings.calibrate, tmp_path / "i.gguf"))
+        imatrix.run(ImatrixSettings(damaged_model, settings.calibrate, tmp_path / "i.gguf"))
     assert not (tmp_path / "i.gguf").exists()
 
 
-def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path, tmp_path: Path):
+def test_matrices_of_other_models_are_refused(
+    settings: QuantizeSettings, measured: Path, tmp_path: Path
+):
     by = replace(settings, calibrate=None, imatrix=measured)
     sums, counts, ones = f"{V}.in_sum2", f"{V}.counts", np.ones(1, np.float32)
     wrong = {
@@ -309,28 +322,28 @@ def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path
     }
     for said, tensors in wrong.items():
         with pytest.raises(InputError, match=f"other.gguf: .*{said}"):
-            quantize.run(replace(by, imatrix=changed(measured, **tensors)))
+            quantize.run(replace(by, imatrix=change_imatrix(measured, **tensors)))
     with pytest.raises(InputError, match=r"m.gguf: this is not an importance matrix; `packtrain"):
         quantize.run(replace(by, imatrix=settings.model))
-    kind = {"general.type": Value("string", "imatrix")}
-    write(tmp_path / "none.gguf", kind, {"x": ones})
+    kind = {"general.type": MetadataValue("string", "imatrix")}
+    write_gguf(tmp_path / "none.gguf", kind, {"x": ones})
     with pytest.raises(InputError, match=r"none.gguf: there are no sums in it"):
         quantize.run(replace(by, imatrix=tmp_path / "none.gguf"))
-    write(tmp_path / "far.gguf", kind, {"a.in_sum2": ones, "a.counts": ones})
+    write_gguf(tmp_path / "far.gguf", kind, {"a.in_sum2": ones, "a.counts": ones})
     with pytest.raises(InputError, match=r"it has no weights for any matrix of .*m.gguf; measure"):
         quantize.run(replace(by, imatrix=tmp_path / "far.gguf"))
     assert not settings.output.exists()
 
 
-def test_matrices_without_weights_are_said(settings: Quantize, measured: Path, capsys):
+def test_matrices_without_weights_are_said(settings: QuantizeSettings, measured: Path, capsys):
     names = {f"{V}.in_sum2": None, f"{V}.counts": None}
-    quantize.run(replace(settings, calibrate=None, imatrix=changed(measured, **names)))
+    quantize.run(replace(settings, calibrate=None, imatrix=change_imatrix(measured, **names)))
     captured = capsys.readouterr()
     assert f"other.gguf has no weights for 1 matrix, the first: {V}" in captured.out + captured.err
 
 
-def test_data_must_be_enough_to_measure(settings: Quantize):
+def test_data_must_be_enough_to_measure(settings: QuantizeSettings):
     short_text = write_text(settings.model.with_name("few.txt"), 90)
     with pytest.raises(InputError, match=TOO_FEW):
-        imatrix.run(Imatrix(settings.model, short_text, settings.output))
+        imatrix.run(ImatrixSettings(settings.model, short_text, settings.output))
     assert not settings.output.exists()

@@ -15,12 +15,12 @@ from packtrain.cli.main import main
 from packtrain.common.events import Events
 from packtrain.engine.optim.adamw import opt_step_adamw
 from packtrain.engine.tensor import Kernel
-from packtrain.training.monitoring import Watch
+from packtrain.training.monitoring import RunMonitor
 
-MOST = 20
+MAX_CLASSES = 20
 
 
-def ours(value: Any) -> bool:
+def is_packtrain_object(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == pt.__name__ and not isinstance(value, type)
 
 
@@ -28,11 +28,11 @@ def on_stack(frame: FrameType | None) -> Iterator[Any]:
     """The values of packtrain's types in the local variables of its functions, from this frame outwards."""
     while frame is not None:
         if frame.f_globals["__name__"].startswith(pt.__name__):
-            yield from filter(ours, frame.f_locals.values())
+            yield from filter(is_packtrain_object, frame.f_locals.values())
         frame = frame.f_back
 
 
-def held(value: Any) -> Iterator[Any]:
+def attribute_values(value: Any) -> Iterator[Any]:
     """What a value has as attributes, or as elements of attributes."""
     slots = (getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
     names = {
@@ -47,7 +47,7 @@ def held(value: Any) -> Iterator[Any]:
             elements = [*attribute.keys(), *attribute.values()]
         elif isinstance(attribute, list | tuple | set | frozenset):
             elements = attribute
-        yield from filter(ours, elements)
+        yield from filter(is_packtrain_object, elements)
 
 
 def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
@@ -57,7 +57,12 @@ def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
         if not seen:
             stack = list(on_stack(sys._getframe(1)))
             assert len(stack) > 10  # the whole way is there
-            inner = (y for x in stack if not isinstance(x, Watch | Events) for y in held(x))
+            inner = (
+                y
+                for x in stack
+                if not isinstance(x, RunMonitor | Events)
+                for y in attribute_values(x)
+            )
             seen.update(dict.fromkeys(type(x) for x in (*stack, *inner)))
         kernel.run(*arrays, **attrs)
 
@@ -66,4 +71,4 @@ def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
     io_flags = ["--data", str(tmp_path / "t.txt"), "-o", str(tmp_path / "m.gguf"), "--iters", "1"]
     size_flags = "--dim 32 --layers 1 --heads 2 --ctx 16 --vocab-size 300 --batch-size 2"
     assert main(["train", *io_flags, *size_flags.split()]) == 0
-    assert 10 < len(seen) < MOST, sorted(cls.__qualname__ for cls in seen)
+    assert 10 < len(seen) < MAX_CLASSES, sorted(cls.__qualname__ for cls in seen)

@@ -10,7 +10,7 @@ import pytest
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.distributed import exchange, transport
-from packtrain.distributed.transport import Carrier, check_device, take
+from packtrain.distributed.transport import Carrier, check_device, select_device
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +26,7 @@ class Gpus:
             get_world_size=lambda: 2,
             irecv=self.irecv,
             isend=self.isend,
-            P2POp=lambda how, what, peer, group: (how, what, peer),
+            P2POp=lambda op, tensor, peer, group: (op, tensor, peer),
             batch_isend_irecv=self.batch,
         )
         torch: Any = kernels.torch()
@@ -95,13 +95,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 def test_each_process_of_a_machine_takes_the_gpu_of_its_number(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    take("torch:cpu")
+    select_device("torch:cpu")
     assert not gpus.log
-    take("cuda")
+    select_device("cuda")
     assert gpus.log == [("device", 1)]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(InputError, match=r"process 3 of this machine needs a GPU .* finds 2"):
-        take("cuda")
+        select_device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_device_for_one_process_is_refused(device, one):
 
 
 def test_blocks_on_the_cpu_beside_a_gpu_are_for_one_process():
-    check_device("cpu:1", parted=True)
+    check_device("cpu:1", has_cpu_blocks=True)
     with pytest.raises(InputError, match="--gpu-layers with --device cuda works in one process"):
-        check_device("cuda", parted=True)
+        check_device("cuda", has_cpu_blocks=True)
 
 
 def test_numbers_on_a_gpu_travel_by_nccl_on_a_stream_after_the_kernels_that_made_them(gpus):
@@ -132,7 +132,7 @@ def test_numbers_on_a_gpu_travel_by_nccl_on_a_stream_after_the_kernels_that_made
     del gpus.log[:]
     array = np.arange(40, dtype=np.float32)
     sums.add([array])
-    sums.wait()
+    sums.wait_for_jobs()
     (_, mark), *rest = gpus.log
     # a message to the other and one from it, to add and to spread
     assert rest == ["begin", ("wait", mark), 2, 2, "synchronize", "end"]
@@ -142,7 +142,7 @@ def test_numbers_on_a_gpu_travel_by_nccl_on_a_stream_after_the_kernels_that_made
 
 def test_on_the_host_gloo_carries_and_nothing_waits(gpus):
     by = Carrier("torch:cpu", None)
-    assert by.given() is None
-    with by.turn(None):
+    assert by.mark_kernels() is None
+    with by.after_kernels(None):
         pass
     assert gpus.log == ["gloo"]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli import chat, event_output
-from packtrain.cli.event_output import Shown, write
+from packtrain.cli.event_output import TerminalEvents, write
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.data.chat_template import TemplateError
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 from packtrain.models.model_file import open_model
-from packtrain.workflows.chat_session import Chat, Talk
+from packtrain.workflows.chat_session import ChatSession, ChatSettings
 from tests.test_model_file import CONFIG, save
 
 Capture = pytest.CaptureFixture[str]
@@ -28,30 +28,32 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chat") / "m.gguf"
-    template = {"tokenizer.chat_template": Value("string", TEMPLATE)}
+    template = {"tokenizer.chat_template": MetadataValue("string", TEMPLATE)}
     save(path, replace(CONFIG, context_length=128), extra=template)
     return path
 
 
-def settings(model: Path, **more: object) -> Chat:
-    return Chat(model, temp=0.0, n_predict=5, **more)  # type: ignore[arg-type]
+def settings(model: Path, **options: object) -> ChatSettings:
+    return ChatSettings(model, temp=0.0, n_predict=5, **options)  # type: ignore[arg-type]
 
 
-def spoken(given: Chat, lines: str, monkeypatch: pytest.MonkeyPatch, terminal: bool = False) -> int:
+def run_chat(
+    chat_settings: ChatSettings, lines: str, monkeypatch: pytest.MonkeyPatch, terminal: bool = False
+) -> int:
     typed = io.StringIO(lines)
     monkeypatch.setattr(typed, "isatty", lambda: terminal)
     monkeypatch.setattr("sys.stdin", typed)
-    return chat.run(given)
+    return chat.run(chat_settings)
 
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What each answer was made from: its text, and how many of its tokens went through the model."""
     seen: list[tuple[str, int]] = []
-    before = Talk._reply
+    before = ChatSession._reply
 
-    def note(self: Talk, ids: list[int], limits: object) -> object:
-        cached = list(self._generator.fed)
+    def record_prompt(self: ChatSession, ids: list[int], limits: object) -> object:
+        cached = list(self._generator.cached_tokens)
         num_shared = next(
             (i for i, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), len(cached)
         )
@@ -60,14 +62,14 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         )
         return before(self, ids, limits)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Talk, "_reply", note)
+    monkeypatch.setattr(ChatSession, "_reply", record_prompt)
     return seen
 
 
 def test_a_conversation(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
 ) -> None:
-    assert spoken(settings(model, system="be good"), "the cat\n\n a dog \n", monkeypatch) == 0
+    assert run_chat(settings(model, system="be good"), "the cat\n\n a dog \n", monkeypatch) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert [text for text, _ in prompts] == [
         "<s>s be good\nu the cat\na ",
@@ -81,10 +83,10 @@ def test_a_conversation(
 def test_answers_are_those_of_a_fresh_model(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoken(settings(model), "a b\nc d\n", monkeypatch)
+    run_chat(settings(model), "a b\nc d\n", monkeypatch)
     second = capsys.readouterr().out.splitlines()[1]
-    talk = Talk(settings(model), Shown())
-    spoken(settings(model), "a b\n", monkeypatch)
+    talk = ChatSession(settings(model), TerminalEvents())
+    run_chat(settings(model), "a b\n", monkeypatch)
     talk.messages += [{"role": "user", "content": "a b"}]
     talk.messages += [{"role": "assistant", "content": capsys.readouterr().out.strip()}]
     talk.answer("c d")
@@ -95,7 +97,7 @@ def test_commands(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
 ) -> None:
     lines = "/regen\nabc\n/regen\n/clear\nd\n/what is it\n/help\n/exit\nnever\n"
-    assert spoken(replace(settings(model, seed=3), temp=5.0), lines, monkeypatch) == 0
+    assert run_chat(replace(settings(model, seed=3), temp=5.0), lines, monkeypatch) == 0
     out, said = capsys.readouterr()
     assert [text for text, _ in prompts] == ["<s>u abc\na ", "<s>u abc\na ", "<s>u d\na "]
     first, second, _ = out.splitlines()
@@ -109,31 +111,31 @@ def test_a_full_context_is_said_and_can_be_cleared(
 ) -> None:
     long = "a b c d e f g h"
     chat_settings = replace(settings(model, ctx=24), n_predict=-1)
-    assert spoken(chat_settings, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
+    assert run_chat(chat_settings, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
     said = capsys.readouterr().err
     assert said.count("the context of 24 tokens is full") == 2
     assert (
         "tokens and the context 24; start a new one, or make room for more (--ctx); /clear" in said
     )
     with pytest.raises(InputError, match="and the context 24; start a new one"):
-        spoken(chat_settings, f"a\n{long}\n", monkeypatch)
+        run_chat(chat_settings, f"a\n{long}\n", monkeypatch)
 
 
 def test_a_message_that_the_template_refuses_is_left_out(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
 ) -> None:
-    assert spoken(settings(model), "no\nyes\n", monkeypatch, terminal=True) == 0
+    assert run_chat(settings(model), "no\nyes\n", monkeypatch, terminal=True) == 0
     assert "the chat template: not that" in capsys.readouterr().err
     assert [text for text, _ in prompts] == ["<s>u yes\na "]
     with pytest.raises(TemplateError, match="not that"):
-        spoken(settings(model), "no\nyes\n", monkeypatch)
+        run_chat(settings(model), "no\nyes\n", monkeypatch)
 
 
 def test_without_a_template_chatml_is_used_and_said(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
 ) -> None:
     save(tmp_path / "m.gguf", replace(CONFIG, context_length=256))
-    assert spoken(settings(tmp_path / "m.gguf"), "hi\n", monkeypatch) == 0
+    assert run_chat(settings(tmp_path / "m.gguf"), "hi\n", monkeypatch) == 0
     assert "chat template: chatml, since the model has none" in capsys.readouterr().err
     words = prompts[0][0].replace("</s> ", "</s>")  # a vocabulary may begin words with a space
     assert words == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\n"
@@ -154,7 +156,7 @@ def test_ctrl_c_ends_an_answer(
     monkeypatch.setattr(event_output, "write", then_stop)
     chat_settings = replace(settings(model), n_predict=60)
     # on a terminal the conversation goes on; in a script nobody is there to go on
-    assert spoken(chat_settings, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
+    assert run_chat(chat_settings, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
     assert (len("".join(written)) > 30) == terminal  # only the first answer is cut
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -162,14 +164,15 @@ def test_ctrl_c_ends_an_answer(
 def test_a_second_ctrl_c_leaves(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(text: str) -> None:
+    def interrupt_twice(text: str) -> None:
         if text.strip():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(event_output, "write", twice)
+    monkeypatch.setattr(event_output, "write", interrupt_twice)
     assert (
-        spoken(replace(settings(model), n_predict=60), "a\nb\n", monkeypatch, terminal=True) == 130
+        run_chat(replace(settings(model), n_predict=60), "a\nb\n", monkeypatch, terminal=True)
+        == 130
     )
 
 
@@ -178,7 +181,7 @@ def test_ctrl_c_at_the_prompt_leaves(model: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", ctrl_c)
-    assert spoken(settings(model), "", monkeypatch, terminal=True) == 130
+    assert run_chat(settings(model), "", monkeypatch, terminal=True) == 130
 
 
 def test_text_that_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

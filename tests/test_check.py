@@ -17,7 +17,7 @@ from packtrain.engine.backends import cpu, numpy
 from packtrain.engine.ops import __all__ as every
 from packtrain.engine.tensor import OPS
 from tests import checks
-from tests.faults import kernel
+from tests.faults import replace_kernel
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 COLUMNS = 6  # that the registry says; the others are figures, and PyTorch's
@@ -31,12 +31,12 @@ def test_functions_are_checked_as_ops_are() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_their_gradients(name: str) -> None:
-    checks.passed(check_cases.checked_values(name, (cpu, numpy)))
-    checks.passed(check_cases.checked_slopes(name))
+    checks.assert_passed(check_cases.check_values(name, (cpu, numpy)))
+    checks.assert_passed(check_cases.check_slopes(name))
 
 
 def test_every_type_that_an_op_takes_is_checked() -> None:
-    dtypes = [value.dtype for value in check_cases.checked_values("matmul", (cpu,))]
+    dtypes = [value.dtype for value in check_cases.check_values("matmul", (cpu,))]
     assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*dtypes}
 
 
@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_named(
 
         return run
 
-    kernel(monkeypatch, "neg", one_off)
+    replace_kernel(monkeypatch, "neg", one_off)
     assert main(["check", "neg", "abs"]) == 1
     said = capsys.readouterr().err
     assert "beyond tolerance: neg sample 0 times 1, f32 on cpu: value off by 0.001" in said
@@ -90,7 +90,7 @@ def test_a_wrong_gradient_is_named(
 def test_a_kernel_that_fails_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: Any) -> None:
+    def broken(*args: Any) -> None:
         raise TypeError("no such array")
 
     real = OPS["neg"].kernels["cpu"]
@@ -102,7 +102,7 @@ def test_a_kernel_that_fails_is_named(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (["matml"], "OPS: there is no op matml; did you mean matmul?"),
         (["conv2d"], "OPS: there is no op conv2d; did you mean conv_2d?"),
@@ -111,9 +111,9 @@ def test_a_kernel_that_fails_is_named(
     ],
 )
 def test_what_cannot_be_checked_is_said(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", *given]) == 2
+    assert main(["check", *arguments]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_checked_is_said(
 def test_the_page_lists_the_registry_as_it_is() -> None:
     listed = [line[2:].split(" | ") for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
     assert PAGE.read_text().startswith(check_table.PAGE)
-    expected = [check_table.about(name) for name in check_cases.names()]
+    expected = [check_table.op_columns(name) for name in check_cases.checkable_names()]
     assert [row[:COLUMNS] for row in listed] == expected, (
         "write it again: packtrain check --markdown"
     )

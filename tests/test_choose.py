@@ -12,7 +12,7 @@ import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF
-from packtrain.workflows.type_choice import Try, _order
+from packtrain.workflows.type_choice import TypeTrial, _trial_rank
 from tests.architectures import random_model
 
 
@@ -98,12 +98,14 @@ def test_an_adapter_is_merged_first(folder: Path, tmp_path: Path) -> None:
 
 def test_the_order_of_tries():
     candidates = {"a": (30, 0.99), "b": (20, 0.985), "c": (10, 0.97), "d": (5, 0.5)}
-    tries = [Try(name, "plain", n, 0.0, retained) for name, (n, retained) in candidates.items()]
-    assert [one.name for one in sorted(tries, key=lambda one: _order(0.98, one))] == [*"bacd"]
+    tries = [
+        TypeTrial(name, "plain", n, 0.0, retained) for name, (n, retained) in candidates.items()
+    ]
+    assert [one.name for one in sorted(tries, key=lambda one: _trial_rank(0.98, one))] == [*"bacd"]
 
 
 @pytest.mark.parametrize(
-    "given, says",
+    "overrides, says",
     [
         ({"type": ["q9"]}, "type q9 is unknown; it must be one of"),
         ({"tuned": "base.gguf"}, "its loss on .*without a gain there is nothing to keep"),
@@ -114,11 +116,11 @@ def test_the_order_of_tries():
         ({"output": "tuned.gguf", "overwrite": True}, "is one of the files that are read"),
     ],
 )  # fmt: skip
-def test_what_is_refused(folder: Path, tmp_path: Path, given, says, monkeypatch) -> None:
+def test_what_is_refused(folder: Path, tmp_path: Path, overrides, says, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     files_before = sorted(folder.iterdir())
     defaults = {"model": "base.gguf", "tuned": "tuned.gguf", "data": "test.jsonl"}
-    options = defaults | {"output": str(tmp_path / "out.gguf"), "type": ["f16"]} | given
+    options = defaults | {"output": str(tmp_path / "out.gguf"), "type": ["f16"]} | overrides
     with pytest.raises(InputError, match=says):
         pt.choose(**options)
     assert sorted(folder.iterdir()) == files_before and not list(tmp_path.iterdir())

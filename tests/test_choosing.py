@@ -7,7 +7,7 @@ import packtrain as pt
 from packtrain import kernels
 from packtrain.dtypes import f64, i64
 from packtrain.engine import ops
-from packtrain.inference.sampling import Candidates, Chain, Sampling, draws
+from packtrain.inference.sampling import Candidates, Chain, Sampling, token_rng
 
 ROWS, VOCAB, K = 64, 500, 64
 
@@ -102,7 +102,7 @@ def test_numbers_are_numpys(chosen):
         "y"
     ]
     assert got.tolist() == [
-        int(draws(seed, index).random() * K) for _, seed, index in counts.tolist()
+        int(token_rng(seed, index).random() * K) for _, seed, index in counts.tolist()
     ]
 
 

@@ -13,26 +13,26 @@ import pytest
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.engine.executor import Session
-from packtrain.inference.generator import Generator, Limits, Reply
-from packtrain.inference.kv_cache import Cache, Context, ContextError, Sizes, placements
-from packtrain.inference.parallel_answers import Answers
+from packtrain.inference.generator import GenerationLimits, Generator, Reply
+from packtrain.inference.kv_cache import CacheLayout, Context, ContextError, RunSizes, place_runs
+from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import (
     CANDIDATES,
     LOGITS,
-    MOST,
+    MAX_CANDIDATES,
     TOKEN,
     Candidates,
     Chain,
-    Cut,
+    SamplerCut,
     Sampling,
     sampler_chain,
 )
-from packtrain.inference.sampling.candidate_cuts import cut, place_of
-from packtrain.inference.speculative import SmallModel
-from packtrain.workflows.text_generation import Generate, generate
+from packtrain.inference.sampling.candidate_cuts import base_cut, token_cut
+from packtrain.inference.speculative import ModelDrafter
+from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
-from tests.models import CONFIG, values
-from tests.test_drafting import KNOWN, Wild
+from tests.models import CONFIG, seeded_weights
+from tests.test_drafting import TOKENIZER_CONFIG, RandomDrafter
 from tests.test_generate import PROMPT, tokenizer
 
 SEQUENCES = 3
@@ -43,7 +43,7 @@ CHAINS: list[tuple[dict[str, Any], str]] = [
     ({"temp": 0.0}, TOKEN),
     ({"temp": 0.0, "top_k": 0, "top_n_sigma": 1.0, "tfs": 0.5}, TOKEN),
     ({"temp": 0.0, "samplers": "temperature;top_k;top_k"}, TOKEN),
-    ({"temp": 1.7, "top_k": MOST, "top_p": 1.0, "min_p": 0.0}, TOKEN),
+    ({"temp": 1.7, "top_k": MAX_CANDIDATES, "top_p": 1.0, "min_p": 0.0}, TOKEN),
     ({"temp": 3.0, "top_k": 3, "top_p": 0.9}, TOKEN),
     ({"samplers": "top_k"}, TOKEN),
     ({"samplers": "top_k;min_p", "temp": 0.0}, TOKEN),
@@ -61,7 +61,7 @@ CHAINS: list[tuple[dict[str, Any], str]] = [
     ({"samplers": "top_k;top_k;temperature", "temp": 2.0}, CANDIDATES),
     ({"samplers": "top_k;penalties", "repeat_penalty": 1.5}, CANDIDATES),
     ({"top_k": 0}, LOGITS),
-    ({"top_k": MOST + 1}, LOGITS),
+    ({"top_k": MAX_CANDIDATES + 1}, LOGITS),
     ({"samplers": "top_p;top_k"}, LOGITS),
     ({"samplers": "temperature;top_k"}, LOGITS),
     ({"samplers": ""}, LOGITS),
@@ -81,7 +81,9 @@ CHAINS: list[tuple[dict[str, Any], str]] = [
     ({"mirostat": 2, "temp": 0.0}, LOGITS),
 ]
 each_chain = pytest.mark.parametrize(
-    ("how", "leaves"), CHAINS, ids=[f"{n}-{leaves}" for n, (_, leaves) in enumerate(CHAINS)]
+    ("chain_options", "leaves"),
+    CHAINS,
+    ids=[f"{n}-{leaves}" for n, (_, leaves) in enumerate(CHAINS)],
 )
 
 
@@ -89,14 +91,18 @@ each_chain = pytest.mark.parametrize(
 def on_the_host() -> Iterator[None]:
     """All logits leave the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_chain, "cut", lambda *given, **how: Cut())
+        patch.setattr(sampler_chain, "token_cut", lambda *args, **kwargs: SamplerCut())
         yield
 
 
 def context(config: Any = LARGE, cells: int = 96, rows: int = 9) -> Context:
-    session, cache, sizes = Session(), Cache(cells, sequences=SEQUENCES), Sizes.of(cells, rows)
-    runs = session.executors(placements(config, cache, sizes))
-    session.set(values(config))
+    session, cache, sizes = (
+        Session(),
+        CacheLayout(cells, max_sequences=SEQUENCES),
+        RunSizes.of(cells, rows),
+    )
+    runs = session.executors(place_runs(config, cache, sizes))
+    session.set(seeded_weights(config))
     return Context.within(config, cache, sizes, runs, SEQUENCES)
 
 
@@ -106,23 +112,25 @@ def large() -> Context:
 
 
 @pytest.fixture(scope="module")
-def known() -> Context:
-    return context(KNOWN)
+def tokenizer_context() -> Context:
+    return context(TOKENIZER_CONFIG)
 
 
 @pytest.fixture(scope="module")
 def small() -> Context:
-    return context(KNOWN)
+    return context(TOKENIZER_CONFIG)
 
 
-def texts(made: Context, chains: list[Chain], count: int) -> tuple[list[list[int]], set[type]]:
+def sequence_texts(
+    ctx: Context, chains: list[Chain], count: int
+) -> tuple[list[list[int]], set[type]]:
     """What each chain writes in a sequence of its own, and the types that left the device."""
     seen, ids = set[type](), [list[int]() for _ in chains]
     for seq in range(len(chains)):
-        made.remove(seq)
+        ctx.remove(seq)
     tokens, seqs = [5, 5, *range(5, 5 + len(chains))], [0, 0, *range(len(chains))]
     for _ in range(count):
-        choices = made.choices(tokens, chains, seqs)
+        choices = ctx.choices(tokens, chains, seqs)
         seen.update(map(type, choices))
         tokens, seqs = [], [*range(len(chains))]
         for chain, choice, written in zip(chains, choices, ids, strict=True):
@@ -136,17 +144,17 @@ KINDS = {TOKEN: int, CANDIDATES: Candidates, LOGITS: np.ndarray}
 
 
 @each_chain
-def test_sequences_of_a_context(large: Context, how: dict[str, Any], leaves: str) -> None:
-    ctx, sampling = large, Sampling(**how)
-    assert cut(place_of(sampling), sampling, 1, 0).leaves == leaves
+def test_sequences_of_a_context(large: Context, chain_options: dict[str, Any], leaves: str) -> None:
+    ctx, sampling = large, Sampling(**chain_options)
+    assert token_cut(base_cut(sampling), sampling, 1, 0).leaves == leaves
     different = set[int]()
     for seed in range(0, 12, SEQUENCES):
         every = [Chain(sampling, seed + n, [1, 2, 3]) for n in range(SEQUENCES)]
         chain_copies = [chain_item.copy() for chain_item in every]
-        got, seen = texts(ctx, every, 10)
+        got, seen = sequence_texts(ctx, every, 10)
         assert seen == {KINDS[leaves]}
         with on_the_host():
-            expected, seen = texts(ctx, chain_copies, 10)
+            expected, seen = sequence_texts(ctx, chain_copies, 10)
         assert seen == {np.ndarray} and got == expected
         assert [chain.mu for chain in every] == [chain.mu for chain in chain_copies]
         different.update(*got)
@@ -156,38 +164,54 @@ def test_sequences_of_a_context(large: Context, how: dict[str, Any], leaves: str
 def test_chains_of_several_kinds_in_one_batch(large: Context) -> None:
     ctx = large
     kinds = [Sampling(**CHAINS[n][0]) for n in (0, 13, 27)]
-    got, seen = texts(ctx, [Chain(kind, 4) for kind in kinds], 20)
+    got, seen = sequence_texts(ctx, [Chain(kind, 4) for kind in kinds], 20)
     assert seen == {int, Candidates, np.ndarray}
     with on_the_host():
-        assert texts(ctx, [Chain(kind, 4) for kind in kinds], 20)[0] == got
+        assert sequence_texts(ctx, [Chain(kind, 4) for kind in kinds], 20)[0] == got
 
 
 @each_chain
 def test_replies_with_and_without_guesses(
-    known: Context, small: Context, how: dict[str, Any], leaves: str
+    tokenizer_context: Context, small: Context, chain_options: dict[str, Any], leaves: str
 ) -> None:
-    generator = Generator(known)
+    generator = Generator(tokenizer_context)
 
     def reply(drafter: Any = None) -> list[int]:
         draft_reply = Reply(
-            generator, tokenizer(), PROMPT, Sampling(**how), 7, Limits(40), drafter, 8
+            generator,
+            tokenizer(),
+            PROMPT,
+            Sampling(**chain_options),
+            7,
+            GenerationLimits(40),
+            drafter,
+            8,
         )
         "".join(draft_reply)
         return draft_reply.ids
 
     with on_the_host():
         expected = reply()
-    guessing = SmallModel(Generator(small), 0.0, small.config.vocab_size)
-    assert all(reply(drafter) == expected for drafter in (None, Wild(expected), guessing))
+    guessing = ModelDrafter(Generator(small), 0.0, small.config.vocab_size)
+    assert all(reply(drafter) == expected for drafter in (None, RandomDrafter(expected), guessing))
 
 
 @each_chain
-def test_several_answers(known: Context, how: dict[str, Any], leaves: str) -> None:
+def test_several_answers(
+    tokenizer_context: Context, chain_options: dict[str, Any], leaves: str
+) -> None:
 
     def answers() -> list[list[int]]:
-        batch = Answers(known, tokenizer(), PROMPT, Sampling(**how), (7, 8, 9), Limits(20))
+        batch = ParallelAnswers(
+            tokenizer_context,
+            tokenizer(),
+            PROMPT,
+            Sampling(**chain_options),
+            (7, 8, 9),
+            GenerationLimits(20),
+        )
         assert [*batch]
-        return [answer.ids for answer in batch.every]
+        return [answer.ids for answer in batch.answers]
 
     got = answers()
     with on_the_host():
@@ -198,7 +222,7 @@ def test_several_answers(known: Context, how: dict[str, Any], leaves: str) -> No
 def test_the_command(tmp_path: Path, parallel: int) -> None:
     random_model(tmp_path / "a.gguf", "llama")
     for seed in (1, 2):
-        config = Generate(
+        config = GenerateSettings(
             tmp_path / "a.gguf", prompt="the", n_predict=30, seed=seed, temp=1.5, parallel=parallel
         )
         got = generate(config, Events())
@@ -240,7 +264,7 @@ class Reading:
 @pytest.mark.parametrize("n", [0, 1, 13, 27])
 def test_logits_that_are_not_finite_are_seen(n: int, bad: float) -> None:
     ctx = context()
-    norm_weight = values(LARGE)["output_norm.weight"]
+    norm_weight = seeded_weights(LARGE)["output_norm.weight"]
     norm_weight[0] = bad
     ctx._session.set({"output_norm.weight": norm_weight})
     chain = Chain(Sampling(**CHAINS[n][0]))
@@ -258,9 +282,9 @@ def test_each_row_needs_a_chain(large: Context) -> None:
 def test_seeds_of_any_size(large: Context) -> None:
     ctx = large
     for seed in (0, 2**63 - 1, 2**63, 2**100):
-        got, _ = texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)
+        got, _ = sequence_texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)
         with on_the_host():
-            assert texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got
+            assert sequence_texts(ctx, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got
 
 
 def test_settings_of_an_answer_go_with_it():

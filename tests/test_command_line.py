@@ -19,14 +19,14 @@ from packtrain.cli.main import COMMANDS, main
 from packtrain.common.errors import InputError
 from packtrain.common.options import GROUPS, option, to_yaml
 from packtrain.common.options import flag as flag_of
-from packtrain.common.text import did_you_mean, in_colour, plural
+from packtrain.common.text import did_you_mean, plural, use_colour
 from packtrain.kernels import runtime
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.train_settings import TrainSettings
 from tests.test_model_file import save
 
 
-def left(arguments, capsys) -> tuple[int, list[str]]:
+def run_main(arguments, capsys) -> tuple[int, list[str]]:
     """The exit code and the lines on standard error."""
     try:
         code = main(arguments)
@@ -69,11 +69,11 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("given", WRONG)
-def test_a_wrong_command_line_gets_one_clear_line(given, capsys):
-    code, lines = left(given.split(), capsys)
+@pytest.mark.parametrize("command_line", WRONG)
+def test_a_wrong_command_line_gets_one_clear_line(command_line, capsys):
+    code, lines = run_main(command_line.split(), capsys)
     assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith("packtrain: error: ") and WRONG[given] in lines[0], lines
+    assert lines[0].startswith("packtrain: error: ") and WRONG[command_line] in lines[0], lines
 
 
 def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
@@ -90,13 +90,13 @@ def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
         ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
     ):
         path.write_text(text)
-        code, lines = left(["finetune", "--config", str(path), *flags], capsys)
+        code, lines = run_main(["finetune", "--config", str(path), *flags], capsys)
         assert code == 2 and line in lines[-1], lines
 
 
 def test_debugging_switches_are_known_ones(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PACKTRAIN_DEBUG", "nan,foo")
-    code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
+    code, lines = run_main(["inspect", str(tmp_path / "m.gguf")], capsys)
     assert code == 2 and "PACKTRAIN_DEBUG: foo unknown; choose from graph, place" in lines[0]
 
 
@@ -105,21 +105,21 @@ def test_ctrl_c_while_a_command_is_loaded_is_one_line(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "import_module", stopped)
-    code, lines = left(["inspect", "m.gguf"], capsys)
+    code, lines = run_main(["inspect", "m.gguf"], capsys)
     assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
 
 
 def test_ctrl_c_while_a_command_is_loaded_waits_until_it_is(capsys, monkeypatch):
-    load, loaded = cli._module, list[str]()
+    load, loaded = cli._command_module, list[str]()
 
     def interrupted(name: str) -> object:
         os.kill(os.getpid(), signal.SIGINT)  # within NumPy it would become an ImportError
         loaded.append(name)
         return load(name)
 
-    monkeypatch.setattr(cli, "_module", interrupted)
+    monkeypatch.setattr(cli, "_command_module", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    code, lines = left(["inspect", "m.gguf"], capsys)
+    code, lines = run_main(["inspect", "m.gguf"], capsys)
     assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
     assert loaded and signal.getsignal(signal.SIGINT) is before and gc.isenabled()
 
@@ -138,7 +138,7 @@ def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch)
         ("later", "PACKTRAIN_CPU: later: this CPU has no "),
     ):
         monkeypatch.setenv("PACKTRAIN_CPU", cpu_name)
-        code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
+        code, lines = run_main(["inspect", str(tmp_path / "m.gguf")], capsys)
         assert code == 2 and len(lines) == 1 and sentence in lines[0], lines
 
 
@@ -179,7 +179,7 @@ def test_colour(monkeypatch, variables, terminal, colour):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert in_colour(stream) == colour
+    assert use_colour(stream) == colour
 
 
 # ---- help
@@ -217,12 +217,12 @@ def test_a_help_is_short_and_help_all_has_every_option(columns, longest, monkeyp
             assert max(map(len, helps[option_name])) <= max_width, name
         assert len(helps["--help"]) <= 40, f"{name}: {len(helps['--help'])} lines"
         full_help = " ".join(helps["--help-all"])
-        for field in fields(cli._settings(name)):
+        for field in fields(cli._settings_class(name)):
             shown = field.name.upper() if field.metadata.get("positional") else flag_of(field.name)
             assert f" {shown}" in full_help.replace("--[no-]", "--"), shown
-        short = bool(getattr(cli._settings(name), "COMMON", ""))
+        short = bool(getattr(cli._settings_class(name), "COMMON", ""))
         assert short == any("--help-all shows every option" in line for line in helps["--help"])
-        assert short or len(fields(cli._settings(name))) <= 25, f"{name} needs a COMMON"
+        assert short or len(fields(cli._settings_class(name))) <= 25, f"{name} needs a COMMON"
 
 
 def test_a_short_help_has_the_common_options_in_their_order(capsys):
@@ -242,7 +242,7 @@ def test_options_without_a_group_stand_by_themselves():
 # ---- streams
 
 
-def run(command: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_shell(command: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A shell command, in which P is packtrain with the arguments."""
     words = [sys.executable, "-m", "packtrain", *arguments]
     line = command.replace("P", " ".join(map(shlex.quote, words)), 1)
@@ -255,13 +255,13 @@ def run(command: str, *arguments: str, **variables: str) -> subprocess.Completed
 def test_streams_that_are_closed(tmp_path):
     model = tmp_path / "m.gguf"
     save(model)
-    process = run("P <&-", "chat", str(model))
+    process = run_shell("P <&-", "chat", str(model))
     assert (process.returncode, "Traceback" in process.stderr) == (0, False), process.stderr
-    process = run("P <&- >&- 2>&-", "inspect", str(model))
+    process = run_shell("P <&- >&- 2>&-", "inspect", str(model))
     assert (process.returncode, process.stderr) == (0, "")
-    process = run("P | head -n 1; exit ${PIPESTATUS[0]}", "inspect", str(model), "--tensors")
+    process = run_shell("P | head -n 1; exit ${PIPESTATUS[0]}", "inspect", str(model), "--tensors")
     assert process.returncode in (0, 1) and process.stderr == "", "it may have written all before"
-    process = run("P > /dev/full", "inspect", str(model))
+    process = run_shell("P > /dev/full", "inspect", str(model))
     assert process.returncode == 1
     assert process.stderr == "packtrain: error: no space left on device\n"
 
@@ -270,12 +270,12 @@ def test_an_input_error_keeps_to_one_line():
     assert "\n" not in str(InputError("a\nb"))
 
 
-@pytest.mark.parametrize("asked", ["--help", "--version", "trane"])
-def test_what_needs_no_command_loads_none(asked: str) -> None:
+@pytest.mark.parametrize("argument", ["--help", "--version", "trane"])
+def test_what_needs_no_command_loads_none(argument: str) -> None:
     """Loading all of them takes a second."""
     seen = (
         "import sys; from packtrain.cli.main import main\n"
-        f"try: main([{asked!r}])\n"
+        f"try: main([{argument!r}])\n"
         "except SystemExit: pass\n"
         "print([m for m in sys.modules if m == 'numpy' or m.startswith('packtrain.cli.')"
         " and m != 'packtrain.cli.main'])"
@@ -293,7 +293,7 @@ def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatc
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "packtrain.zip")}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "show what is in a GGUF file" in done.stdout, done.stderr
-    monkeypatch.setattr(cli, "get_data", lambda *given: Path("no such file").read_bytes())
+    monkeypatch.setattr(cli, "get_data", lambda *args: Path("no such file").read_bytes())
     main([])
     assert "show what is in a GGUF file" in capsys.readouterr().out
 
@@ -310,5 +310,5 @@ def test_help_of_a_package_in_an_archive_or_without_sources(tmp_path, monkeypatc
 def test_settings_that_no_run_could_have(arguments, said, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text("a text that nobody asked for")
-    code, lines = left(arguments, capsys)
-    assert code == cli.INPUT and said in lines[-1]
+    code, lines = run_main(arguments, capsys)
+    assert code == cli.BAD_INPUT and said in lines[-1]

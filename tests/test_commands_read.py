@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from packtrain.cli import event_output, generate, inspect
-from packtrain.cli.inspect import Inspect
+from packtrain.cli.inspect import InspectSettings
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.options import from_values
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.gguf import Value, write
+from packtrain.gguf import MetadataValue, write_gguf
 from packtrain.models.model_file import open_model
-from packtrain.workflows.text_generation import Generate
+from packtrain.workflows.text_generation import GenerateSettings
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 @needs_shared
 def test_generate_tells_the_known_story(capsys: Capture) -> None:
-    settings = Generate(STORIES, prompt="Once upon a time", n_predict=64, temp=0.0, seed=7)
+    settings = GenerateSettings(STORIES, prompt="Once upon a time", n_predict=64, temp=0.0, seed=7)
     assert generate.run(settings) == 0
     out, said = capsys.readouterr()
     assert out == f"Once upon a time{STORY}\n"
@@ -45,7 +45,9 @@ def test_generate_tells_the_known_story(capsys: Capture) -> None:
 
 
 def test_generate_repeats_with_the_seed_it_printed(model: Path, capsys: Capture) -> None:
-    settings = Generate(model, prompt="the cat", n_predict=12, temp=2.0, display_prompt=False)
+    settings = GenerateSettings(
+        model, prompt="the cat", n_predict=12, temp=2.0, display_prompt=False
+    )
     generate.run(settings)
     out, said = capsys.readouterr()
     seed = int(said.partition("seed ")[2].partition(";")[0])
@@ -57,12 +59,12 @@ def test_generate_repeats_with_the_seed_it_printed(model: Path, capsys: Capture)
 
 def test_generate_reads_its_prompt_from_a_file(model: Path, capsys: Capture) -> None:
     (model.parent / "p.txt").write_bytes("the caf\u00e9\r\n".encode())
-    generate.run(Generate(model, file=model.parent / "p.txt", n_predict=0))
+    generate.run(GenerateSettings(model, file=model.parent / "p.txt", n_predict=0))
     assert capsys.readouterr().out == "the caf\u00e9\r\n\n"
 
 
 def test_generate_goes_on_to_a_full_context(model: Path, capsys: Capture) -> None:
-    greedy = Generate(model, prompt="a", n_predict=-1, temp=0.0)
+    greedy = GenerateSettings(model, prompt="a", n_predict=-1, temp=0.0)
     for ctx, reads in ((None, CONFIG.context_length), (9, 9)):
         generate.run(replace(greedy, ctx=ctx))
         said = capsys.readouterr().err
@@ -86,7 +88,7 @@ def test_generate_keeps_what_it_has_when_interrupted(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(event_output, "write", then_stop)
-    code = generate.run(Generate(model, prompt="the", n_predict=-1, temp=9.0, seed=1))
+    code = generate.run(GenerateSettings(model, prompt="the", n_predict=-1, temp=9.0, seed=1))
     out, said = capsys.readouterr()
     assert code == 130 and "ended by an interruption" in said
     assert out.startswith("the") and out == "".join(written) + "\n" and len(written) == 7
@@ -105,7 +107,7 @@ def test_generate_keeps_what_it_has_when_interrupted(
 )
 def test_generate_says_what_is_wrong(model: Path, change: dict[str, object], line: str) -> None:
     with pytest.raises(InputError) as error:
-        generate.run(Generate(model, **change))  # type: ignore[arg-type]
+        generate.run(GenerateSettings(model, **change))  # type: ignore[arg-type]
     assert line in str(error.value)
 
 
@@ -113,36 +115,36 @@ def test_generate_warns_of_a_context_the_model_was_not_made_for(
     model: Path, capsys: Capture
 ) -> None:
     for ctx, warned in ((CONFIG.context_length + 1, True), (CONFIG.context_length, False)):
-        generate.run(Generate(model, prompt="a", n_predict=0, ctx=ctx))
+        generate.run(GenerateSettings(model, prompt="a", n_predict=0, ctx=ctx))
         said = capsys.readouterr().err
         assert (f"--ctx {ctx} is more than the model's own context of 32 tokens" in said) == warned
 
 
 def test_seeds_are_numbers_that_the_generator_takes(model: Path) -> None:
     settings = {"model": model, "prompt": "a", "n_predict": 1}
-    assert generate.run(from_values(Generate, settings | {"seed": 2**63 - 1}, "here")) == 0
+    assert generate.run(from_values(GenerateSettings, settings | {"seed": 2**63 - 1}, "here")) == 0
     with pytest.raises(InputError, match=r"seed is 9223372036854775808; it must be from -1 to"):
-        from_values(Generate, settings | {"seed": 2**63}, "here")
+        from_values(GenerateSettings, settings | {"seed": 2**63}, "here")
 
 
 def test_generate_wants_text(model: Path) -> None:
     (model.parent / "p.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=r"--file: .*p\.bin is not UTF-8 text"):
-        generate.run(Generate(model, file=model.parent / "p.bin"))
+        generate.run(GenerateSettings(model, file=model.parent / "p.bin"))
 
 
 def test_generate_says_that_a_context_does_not_fit(model: Path) -> None:
     with pytest.raises(
         DoesNotFit, match=r"--ctx: the KV cache of 2,000,000,000 tokens needs 178\.8 GiB"
     ):
-        generate.run(Generate(model, prompt="a", ctx=2_000_000_000))
+        generate.run(GenerateSettings(model, prompt="a", ctx=2_000_000_000))
 
 
 # ---- inspect
 
 
-def inspected(path: Path, capsys: Capture, **how: bool) -> str:
-    assert inspect.run(Inspect(path, **how)) == 0
+def inspected(path: Path, capsys: Capture, **options: bool) -> str:
+    assert inspect.run(InspectSettings(path, **options)) == 0
     return capsys.readouterr().out
 
 
@@ -179,18 +181,18 @@ def test_inspect_lists_tensors_and_speaks_json(model: Path, capsys: Capture) -> 
 
 def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
     keys = {
-        "general.architecture": Value("string", "mamba"),
-        "tokenizer.chat_template": Value("string", "{{ a }}\n" * 40),
-        "tokenizer.ggml.tokens": Value("string", [b"\xff", b"b"]),
-        "tokenizer.ggml.eos_token_id": Value("u32", 1),
-        "tokenizer.ggml.bos_token_id": Value("u32", 77),
-        "tokenizer.ggml.padding_token_id": Value("u32", 0xFFFFFFFF),
-        "few": Value("i16", [1, 2]),
-        "odd": Value("f64", math.nan),
-        "exact": Value("f64", 0.1),
+        "general.architecture": MetadataValue("string", "mamba"),
+        "tokenizer.chat_template": MetadataValue("string", "{{ a }}\n" * 40),
+        "tokenizer.ggml.tokens": MetadataValue("string", [b"\xff", b"b"]),
+        "tokenizer.ggml.eos_token_id": MetadataValue("u32", 1),
+        "tokenizer.ggml.bos_token_id": MetadataValue("u32", 77),
+        "tokenizer.ggml.padding_token_id": MetadataValue("u32", 0xFFFFFFFF),
+        "few": MetadataValue("i16", [1, 2]),
+        "odd": MetadataValue("f64", math.nan),
+        "exact": MetadataValue("f64", 0.1),
     }
     packed = {name: np.zeros((2, 1), t.numpy) for name, t in BLOCK_TYPES.items()}
-    write(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
+    write_gguf(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
     report = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
     assert report["types"]["q4_K"] == {"tensors": 1, "bytes": 288}
     assert report["types"].keys() == {*BLOCK_TYPES, "i8"} and report["parts"] == 1
@@ -213,8 +215,10 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
 
 def test_inspect_takes_all_parts(tmp_path: Path, capsys: Capture) -> None:
     for i in range(2):
-        keys = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
-        write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", keys, {f"t{i}": np.zeros(3, np.float32)})
+        keys = {"split.no": MetadataValue("u16", i), "split.count": MetadataValue("u16", 2)}
+        write_gguf(
+            tmp_path / f"m-0000{i + 1}-of-00002.gguf", keys, {f"t{i}": np.zeros(3, np.float32)}
+        )
     text = inspected(tmp_path / "m-00002-of-00002.gguf", capsys, tensors=True)
     assert (
         "m-00001-of-00002.gguf and 1 more part\n" in text and "  f32         2     0.00 MiB" in text
@@ -223,14 +227,14 @@ def test_inspect_takes_all_parts(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_inspect_does_nothing_to_a_terminal(tmp_path: Path, capsys: Capture) -> None:
-    write(tmp_path / "m.gguf", {"a\x1b[2J\nb": Value("string", "\x9bc\r")}, {})
+    write_gguf(tmp_path / "m.gguf", {"a\x1b[2J\nb": MetadataValue("string", "\x9bc\r")}, {})
     assert r"  a\x1b[2J\nb = \x9bc\r" in inspected(tmp_path / "m.gguf", capsys).splitlines()
     assert inspected(tmp_path / "m.gguf", capsys, json=True).replace("\n", "").isprintable()
 
 
 def test_inspect_takes_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
-    write(tmp_path / "m.gguf", {}, {})
+    write_gguf(tmp_path / "m.gguf", {}, {})
     text = inspected(tmp_path / "m.gguf", capsys)
     assert "architecture  unknown" in text and "tensors       0" in text
     with pytest.raises(InputError, match="cannot be read: no such file"):
-        inspect.run(Inspect(tmp_path / "other.gguf"))
+        inspect.run(InspectSettings(tmp_path / "other.gguf"))

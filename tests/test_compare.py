@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
-from packtrain.cli.compare import page
+from packtrain.cli.compare import html_page
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
-from packtrain.training.model_loss import Mean
+from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.monitoring.runs_page import live_page
 from packtrain.workflows import judge_command
 from packtrain.workflows.comparison import (
@@ -20,17 +20,17 @@ from packtrain.workflows.comparison import (
     LONGER,
     MATCH,
     SHORTER,
-    Compare,
-    Compared,
+    ComparedModel,
+    CompareSettings,
+    ComparisonResult,
     Question,
-    Subject,
-    _sides,
+    _win_signs,
     final_answer,
 )
-from packtrain.workflows.judge_command import command_of, judged
+from packtrain.workflows.judge_command import judge_answers, parse_command
 from tests.architectures import random_model
 from tests.browser import chromium
-from tests.kill import words
+from tests.kill import sample_text
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
         lines.append({"prompt": prompt, "completion": "a #### yes" if is_yes else "b #### no"})
     (directory / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (directory / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
-    (directory / "text.txt").write_text(words(1500))
+    (directory / "text.txt").write_text(sample_text(1500))
     training_flags = [
         "--full",
         "--lr",
@@ -95,10 +95,12 @@ def test_a_pattern_without_a_group_is_taken_whole() -> None:
     "rule, sides", [(MATCH, [1, -1, 0, 0]), (SHORTER, [1, 0, -1, 0]), (LONGER, [-1, 0, 1, 0])]
 )
 def test_wins(rule: str, sides: list[int]) -> None:
-    subject = Subject(
+    subject = ComparedModel(
         "base", None, ["long one", "same", "short", "x"], [False, True, True, False], 0, 0, None
     )
-    outcomes = _sides(rule, subject, ["short", "same", "long one", "y"], [True, False, True, False])
+    outcomes = _win_signs(
+        rule, subject, ["short", "same", "long one", "y"], [True, False, True, False]
+    )
     assert outcomes == sides
 
 
@@ -129,20 +131,20 @@ def test_pairs_are_compared_by_their_answers_alone(folder, tmp_path):
 
 def test_the_page_shows_what_models_write_as_text() -> None:
     script_text = "<script>alert(1)</script>"
-    styled = Subject("a", None, [script_text], [False], 0, 0, None, [True], [0.5])
-    assert ">in style, score 0.5<" in page(
-        Compare((Path("a"),), Path("b"), has="x"),
-        Compared(
+    styled = ComparedModel("a", None, [script_text], [False], 0, 0, None, [True], [0.5])
+    assert ">in style, score 0.5<" in html_page(
+        CompareSettings((Path("a"),), Path("b"), has="x"),
+        ComparisonResult(
             [Question([{"role": "user", "content": script_text}], script_text)], [styled], True
         ),
     )
-    subject = Subject(script_text, Mean(1.0, 0.1), [script_text], [True], 0, 0, None)
-    comparison = Compared(
+    subject = ComparedModel(script_text, MeanEstimate(1.0, 0.1), [script_text], [True], 0, 0, None)
+    comparison = ComparisonResult(
         [Question([{"role": "user", "content": script_text}], script_text)],
         [subject, subject],
         True,
     )
-    text = page(Compare((Path("a"), Path("b")), Path(script_text)), comparison)
+    text = html_page(CompareSettings((Path("a"), Path("b")), Path(script_text)), comparison)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 6
 
 
@@ -154,11 +156,22 @@ def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
 ) -> None:
     long_text = "word " * 60 + "x" * 300
     subjects = [
-        Subject(f"models/{name}.gguf", Mean(1.0, 0.1), [long_text, ""], [True, False], 0, 0, None)
+        ComparedModel(
+            f"models/{name}.gguf",
+            MeanEstimate(1.0, 0.1),
+            [long_text, ""],
+            [True, False],
+            0,
+            0,
+            None,
+        )
         for name in ("base", "tuned")
     ]
     questions = [Question([{"role": "user", "content": long_text}], long_text)] * 2
-    text = page(Compare((Path("a"), Path("b")), Path("c")), Compared(questions, subjects, True))
+    text = html_page(
+        CompareSettings((Path("a"), Path("b")), Path("c")),
+        ComparisonResult(questions, subjects, True),
+    )
     with chromium() as browser:
         opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         opened.set_content(text)
@@ -176,7 +189,7 @@ def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
 
 
 @pytest.mark.parametrize(
-    "more, why",
+    "flags, message",
     [
         (["--pattern", "("], "--pattern (: "),
         (["--has", "("], "--has (: "),
@@ -192,13 +205,13 @@ def test_answers_stand_side_by_side_and_on_a_phone_below_each_other(
         (["--count", "0"], "--count"),
     ],
 )
-def test_bad_settings(folder, capsys, more, why):
+def test_bad_settings(folder, capsys, flags, message):
     code = None
     try:
-        code = main(["compare", *models(folder), "--data", str(folder / "test.jsonl"), *more])
+        code = main(["compare", *models(folder), "--data", str(folder / "test.jsonl"), *flags])
     except SystemExit as end:
         code = end.code
-    assert code == 2 and why in capsys.readouterr().err
+    assert code == 2 and message in capsys.readouterr().err
 
 
 def test_one_model_or_data_without_answers_is_refused(folder, tmp_path):
@@ -253,7 +266,7 @@ def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path
 
 
 @pytest.mark.parametrize(
-    "code, why",
+    "code, message",
     [
         ("print(1)", "printed 1 line for 2 answers; it must print one score for each"),
         ("print('1\\ngood')", "line 2 of its output is 'good'; a score is a number, true or false"),
@@ -261,22 +274,26 @@ def test_answers_in_a_style_are_counted_and_scored_by_a_command(folder, tmp_path
         ("raise SystemExit('no model')", "failed with exit code 1: no model"),
     ],
 )
-def test_a_judge_that_prints_no_scores_is_named(code, why):
-    command = command_of(f'{sys.executable} -c "{code}"')
+def test_a_judge_that_prints_no_scores_is_named(code, message):
+    command = parse_command(f'{sys.executable} -c "{code}"')
     with pytest.raises(InputError) as refusal:
-        judged(command, [{"answer": "a"}, {"answer": "b"}])
-    assert why in str(refusal.value) and str(refusal.value).startswith("--judge ")
+        judge_answers(command, [{"answer": "a"}, {"answer": "b"}])
+    assert message in str(refusal.value) and str(refusal.value).startswith("--judge ")
 
 
 def test_a_judge_that_does_not_end_is_ended(monkeypatch):
     monkeypatch.setattr(judge_command, "SECONDS_PER_ANSWER", 0.01)
     with pytest.raises(InputError, match="has not ended after"):
-        judged(["sleep", "600"], [{"answer": "a"}])
+        judge_answers(["sleep", "600"], [{"answer": "a"}])
 
 
 def test_scores_are_numbers_or_truths():
-    command = command_of(f"{sys.executable} -c \"print('True\\nfalse\\n -0.5 ')\"")
-    assert judged(command, [{"answer": "a"}] * 2 + [{"answer": "\ud800"}]) == [1.0, 0.0, -0.5]
+    command = parse_command(f"{sys.executable} -c \"print('True\\nfalse\\n -0.5 ')\"")
+    assert judge_answers(command, [{"answer": "a"}] * 2 + [{"answer": "\ud800"}]) == [
+        1.0,
+        0.0,
+        -0.5,
+    ]
 
 
 def test_a_temperature_makes_other_answers_and_the_same_ones_again(folder):

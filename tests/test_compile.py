@@ -16,36 +16,36 @@ from packtrain.common.errors import DoesNotFit
 from packtrain.common.memory import private_nbytes_of
 from packtrain.engine.optim import AdamW
 from packtrain.kernels import ahead, store
-from packtrain.kernels.ahead import MIB, Way
+from packtrain.kernels.ahead import MIB, CompileMode
 from tests.test_model_file import CONFIG, save
 
 
 @pytest.mark.parametrize(
     ("limit", "cores", "expected"),
     [
-        (None, 4, Way(2, True)),
-        (None, 1, Way(1, True)),
-        (860 * MIB, 2, Way(2, True)),
-        (460 * MIB, 2, Way(2, False)),
-        (460 * MIB, 1, Way(1, True)),
-        ((50 + ahead.SINGLE) * MIB, 2, Way(1, False)),
+        (None, 4, CompileMode(2, True)),
+        (None, 1, CompileMode(1, True)),
+        (860 * MIB, 2, CompileMode(2, True)),
+        (460 * MIB, 2, CompileMode(2, False)),
+        (460 * MIB, 1, CompileMode(1, True)),
+        ((50 + ahead.SINGLE_MIB) * MIB, 2, CompileMode(1, False)),
     ],
 )
 def test_the_fastest_way_that_fits_is_taken(
-    limit: int | None, cores: int, expected: Way, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, cores: int, expected: CompileMode, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ahead.runtime, "allowed_cpus", lambda: cores)
-    assert ahead.way(limit, 50 * MIB, ["simd"]) == expected
+    assert ahead.choose_mode(limit, 50 * MIB, ["simd"]) == expected
 
 
 @pytest.mark.parametrize("name", ["simd", *ahead.LARGER])
 def test_what_does_not_fit_is_refused_with_what_it_needs(name: str):
-    required_mib = 50 + ahead.LARGER.get(name, ahead.SINGLE)
+    required_mib = 50 + ahead.LARGER.get(name, ahead.SINGLE_MIB)
     with pytest.raises(
         DoesNotFit, match=f"needs {required_mib} MiB.*packtrain compile.*{required_mib}MiB"
     ):
-        ahead.way(required_mib * MIB - 1, 50 * MIB, ["call", name])
-    assert ahead.way(required_mib * MIB, 50 * MIB, ["call", name]).children == 1
+        ahead.choose_mode(required_mib * MIB - 1, 50 * MIB, ["call", name])
+    assert ahead.choose_mode(required_mib * MIB, 50 * MIB, ["call", name]).children == 1
 
 
 def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
@@ -57,12 +57,12 @@ def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
     assert not (tmp_path / "packtrain/kernels").exists()
 
 
-@pytest.mark.parametrize("name", store.modules())
+@pytest.mark.parametrize("name", store.kernel_modules())
 def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: Path):
     dependencies = sorted(store.needed(name) - {name})
     kernels.prepare(dependencies)
     for dependency in dependencies:
-        shutil.copytree(store.folder_of(dependency), tmp_path / store.folder_name(dependency))
+        shutil.copytree(store.module_folder(dependency), tmp_path / store.folder_name(dependency))
     command = [sys.executable, "-m", "packtrain.kernels", str(tmp_path)]
     pipe = subprocess.PIPE
     peak = 0
@@ -74,18 +74,18 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
             peak = max(peak, private_nbytes_of(child.pid))
             time.sleep(0.01)
         assert child.stdout.read().split() == [name]
-    assert (tmp_path / store.folder_name(name) / store.COMPLETE).exists()
-    assert peak <= ahead.LARGER.get(name, ahead.SINGLE) * MIB
-    assert name not in ahead.LARGER or peak > max(0.7 * ahead.LARGER[name], ahead.SINGLE) * MIB
+    assert (tmp_path / store.folder_name(name) / store.CHECKSUM_FILE).exists()
+    assert peak <= ahead.LARGER.get(name, ahead.SINGLE_MIB) * MIB
+    assert name not in ahead.LARGER or peak > max(0.7 * ahead.LARGER[name], ahead.SINGLE_MIB) * MIB
 
 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):
     requested: list[str] = []
     monkeypatch.setattr(ahead, "_ask", lambda child, name: requested.append(name))
-    names = store.modules()
+    names = store.kernel_modules()
     counted: list[int] = []
-    work = ahead.Compiling(list(names), lambda: counted.append(1))
-    assert work.run(Way(2, True)) == ""
+    work = ahead.ModuleCompiler(list(names), lambda: counted.append(1))
+    assert work.compile_all(CompileMode(2, True)) == ""
     assert sorted(requested) == sorted(names) and len(counted) == len(names)
     for place, name in enumerate(requested):
         assert store.needed(name) - {name} <= set(requested[:place])
@@ -96,7 +96,10 @@ def test_a_child_that_fails_is_said_and_ends_the_others(monkeypatch: pytest.Monk
         raise ChildProcessError("exit 7")
 
     monkeypatch.setattr(ahead, "_ask", fail)
-    assert ahead.Compiling(["simd", "call"], lambda: None).run(Way(2, False)) == "exit 7"
+    assert (
+        ahead.ModuleCompiler(["simd", "call"], lambda: None).compile_all(CompileMode(2, False))
+        == "exit 7"
+    )
 
 
 LOADED = """
@@ -105,12 +108,12 @@ from packtrain.cli.main import main
 code = main(sys.argv[1:])
 from packtrain import kernels
 assert "numba" not in sys.modules
-print(json.dumps([name for name in kernels.store.modules() if kernels.is_loaded(name)]))
+print(json.dumps([name for name in kernels.store.kernel_modules() if kernels.is_loaded(name)]))
 sys.exit(code)
 """
 
 
-def loaded(*arguments: object) -> set[str]:
+def modules_after_run(*arguments: object) -> set[str]:
     """The kernel modules in a process that has run a command."""
     command = [sys.executable, "-c", LOADED, *map(str, arguments)]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True)
@@ -118,7 +121,7 @@ def loaded(*arguments: object) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def closed(names: tuple[str, ...]) -> set[str]:
+def module_closure(names: tuple[str, ...]) -> set[str]:
     """These modules and all that they need."""
     return set().union(*(store.needed(name) for name in names))
 
@@ -127,14 +130,16 @@ def closed(names: tuple[str, ...]) -> set[str]:
 def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: int, tmp_path: Path):
     model = tmp_path / "m.gguf"
     save(model, replace(CONFIG, expert_count=experts, expert_used_count=experts // 2))
-    allowed_modules = (*kernels.WRITING, *(kernels.EXPERTS if experts else ()))
-    loaded_modules = loaded("generate", model, "-n", 3, "-p", "a")
-    assert closed(("attention", "norm")) <= loaded_modules <= closed(allowed_modules)
+    allowed_modules = (*kernels.GENERATION_KERNELS, *(kernels.EXPERT_KERNELS if experts else ()))
+    loaded_modules = modules_after_run("generate", model, "-n", 3, "-p", "a")
+    assert (
+        module_closure(("attention", "norm")) <= loaded_modules <= module_closure(allowed_modules)
+    )
 
 
 def test_train_loads_no_modules_but_those_of_its_plan(tmp_path: Path):
     text, output = tmp_path / "text.txt", tmp_path / "m.gguf"
     text.write_text("one two three four five six seven eight nine ten\n" * 40)
     size_flags = ("--iters", 2, "--ctx", 16, "--batch-size", 2, "--preset", "1m")
-    loaded_modules = loaded("train", "--data", text, "-o", output, *size_flags)
-    assert loaded_modules == closed((*kernels.LEARNING, *AdamW.kernels))
+    loaded_modules = modules_after_run("train", "--data", text, "-o", output, *size_flags)
+    assert loaded_modules == module_closure((*kernels.TRAINING_KERNELS, *AdamW.kernels))

@@ -9,31 +9,42 @@ import pytest
 
 from packtrain import Session, Stopped
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
-from packtrain.inference.kv_cache import Cache, CacheFull, Context, ContextError, Sizes, placements
-from packtrain.inference.kv_cache.decode_plans import cache_of
+from packtrain.inference.kv_cache import (
+    CacheFull,
+    CacheLayout,
+    Context,
+    ContextError,
+    RunSizes,
+    place_runs,
+)
+from packtrain.inference.kv_cache.decode_plans import make_cache
 from packtrain.models.config import Config
-from tests.models import values
+from tests.models import seeded_weights
 
-PLAIN = Config(50, 512, 64, 3, 96, 2, 1)
-WINDOWED = replace(PLAIN, window=9, window_pattern=(True, False, True))
+BASE_CONFIG = Config(50, 512, 64, 3, 96, 2, 1)
+WINDOWED = replace(BASE_CONFIG, window=9, window_pattern=(True, False, True))
 CELLS, RING, SEQUENCES, ROWS = 96, 48, 4, 4
-SIZES = Sizes((8, 4, 1), ROWS)
+SIZES = RunSizes((8, 4, 1), ROWS)
 Q8_0 = BLOCK_TYPES["q8_0"]
 OFF = {f32: 1e-5, f16: 1e-2, Q8_0: 0.15}  # of the largest logit
 
 
 def context(
-    config: Config = PLAIN, cells: int = CELLS, ring: int = 0, dtype: Dtype = f32, **how: int | bool
+    config: Config = BASE_CONFIG,
+    cells: int = CELLS,
+    ring: int = 0,
+    dtype: Dtype = f32,
+    **options: int | bool,
 ) -> Context:
-    cache, session = Cache(cells, ring, dtype, SEQUENCES), Session()
-    runs = session.executors(placements(config, cache, SIZES, moves=True))
-    session.set(values(config))
-    return Context.within(config, cache, SIZES, runs, SEQUENCES, **how)
+    cache, session = CacheLayout(cells, ring, dtype, SEQUENCES), Session()
+    runs = session.executors(place_runs(config, cache, SIZES, has_moves=True))
+    session.set(seeded_weights(config))
+    return Context.within(config, cache, SIZES, runs, SEQUENCES, **options)
 
 
 def test_a_cache_of_another_type_is_refused() -> None:
     with pytest.raises(ContextError, match="cache is 'q4'; it must be one of f16, f32, q8_0"):
-        cache_of(PLAIN, CELLS, 1, "q4", 8, swa_full=False)
+        make_cache(BASE_CONFIG, CELLS, 1, "q4", 8, swa_full=False)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +67,20 @@ class Entry:
     values: list[np.ndarray]
 
 
-class Plain:
+class ReferenceContext:
     """What a context computes, written down in float64: token by token, keys rotated when they are read."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.w = config, {n: v.astype(np.float64) for n, v in values(config).items()}
+        self.config, self.w = (
+            config,
+            {n: v.astype(np.float64) for n, v in seeded_weights(config).items()},
+        )
         self.texts: dict[int, list[Entry]] = {seq: [] for seq in range(SEQUENCES)}
 
     def next(self, seq: int) -> int:
         return max((e.pos for e in self.texts[seq]), default=-1) + 1
 
-    def turned(self, x: np.ndarray, pos: int) -> np.ndarray:
+    def rotate(self, x: np.ndarray, pos: int) -> np.ndarray:
         angles = pos * self.config.rope_freq_base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
         cos, sin = np.cos(angles), np.sin(angles)
         a, b = x[..., ::2], x[..., 1::2]
@@ -92,9 +106,9 @@ class Plain:
             window = c.window_of(i) or 1 << 30
             seen = [e for e in text if new.pos - window < e.pos <= new.pos]
             y = np.empty_like(q)
-            for head, query_head in enumerate(self.turned(q, new.pos)):
+            for head, query_head in enumerate(self.rotate(q, new.pos)):
                 kv = head * c.head_count_kv // c.head_count
-                z = np.array([self.turned(e.keys[i][kv], e.pos) @ query_head for e in seen])
+                z = np.array([self.rotate(e.keys[i][kv], e.pos) @ query_head for e in seen])
                 p = np.exp((z - z.max()) * c.attention_scale)
                 y[head] = p / p.sum() @ np.array([e.values[i][kv] for e in seen])
             h = h + self.w[f"{part}attn_output.weight"] @ y.reshape(-1)
@@ -110,8 +124,8 @@ class Plain:
         self.texts[seq] = [e for e in moved_entries if e.pos >= 0]
 
 
-def off(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(got - want).max() / np.abs(want).max())
+def max_relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 # ---- random schedules
@@ -120,8 +134,8 @@ def off(got: np.ndarray, want: np.ndarray) -> float:
 class Schedule:
     """Random calls on a context and on the reference; each kind is a method."""
 
-    def __init__(self, made: Context, seed: int) -> None:
-        self.made, self.want = made, Plain(made.config)
+    def __init__(self, ctx: Context, seed: int) -> None:
+        self.ctx, self.reference = ctx, ReferenceContext(ctx.config)
         self.rng, self.worst, self.saved = np.random.default_rng(seed), 0.0, list[tuple]()
         self.divided = False
 
@@ -132,47 +146,47 @@ class Schedule:
         """Tokens of several sequences in one batch; stopped between ops, it is tried again."""
         seqs = np.sort(self.rng.integers(0, SEQUENCES, self.rng.integers(1, 14)))
         seqs = [int(s) for s in seqs if self.usable(int(s))]
-        tokens = [int(t) for t in self.rng.integers(0, PLAIN.vocab_size, len(seqs))]
+        tokens = [int(t) for t in self.rng.integers(0, BASE_CONFIG.vocab_size, len(seqs))]
         if not seqs or self.refused(tokens, seqs):
             return
         if stop >= 0:
-            calls, before = iter(range(10**6)), {s: self.made.next(s) for s in range(SEQUENCES)}
+            calls, before = iter(range(10**6)), {s: self.ctx.next(s) for s in range(SEQUENCES)}
             with pytest.raises(Stopped):
-                self.made.decode(tokens[:1], seqs[:1], stop=lambda: next(calls) >= stop)
-            assert before == {s: self.made.next(s) for s in range(SEQUENCES)}
+                self.ctx.decode(tokens[:1], seqs[:1], stop=lambda: next(calls) >= stop)
+            assert before == {s: self.ctx.next(s) for s in range(SEQUENCES)}
         logit_indices = np.flatnonzero(self.rng.random(len(seqs)) < 0.5).tolist()
-        before = [pool.sets.copy() for pool in self.made.pools.pools.values()]
+        before = [pool.sets.copy() for pool in self.ctx.pools.pools.values()]
         try:
-            got = self.made.decode(tokens, seqs, wanted=logit_indices)
+            got = self.ctx.decode(tokens, seqs, wanted=logit_indices)
         except CacheFull:  # a window may have more tokens than positions
-            assert self.divided and self.made.pools.ring
-            assert np.array_equal(before[0], self.made.pools.all.sets)
+            assert self.divided and self.ctx.pools.ring_cells
+            assert np.array_equal(before[0], self.ctx.pools.all.sets)
             return
-        expected = [self.want.add(t, [s]) for t, s in zip(tokens, seqs, strict=True)]
+        expected = [self.reference.add(t, [s]) for t, s in zip(tokens, seqs, strict=True)]
         assert len(got) == len(logit_indices)
         for row, i in zip(got, logit_indices, strict=True):
-            self.worst = max(self.worst, off(row, expected[i]))
+            self.worst = max(self.worst, max_relative_error(row, expected[i]))
 
     def refused(self, tokens: list[int], seqs: list[int]) -> bool:
         """Whether there is no room; then nothing changes."""
-        pool = self.made.pools.all
-        tokens_per_seq = Counter(seqs if pool.parts > 1 else len(seqs) * [0])
-        if all(count <= len(pool.free(seq)) for seq, count in tokens_per_seq.items()):
+        pool = self.ctx.pools.all
+        tokens_per_seq = Counter(seqs if pool.num_parts > 1 else len(seqs) * [0])
+        if all(count <= len(pool.free_cells(seq)) for seq, count in tokens_per_seq.items()):
             return False
         before = pool.sets.copy()
         with pytest.raises(CacheFull, match=r"tokens? wanted"):
-            self.made.decode(tokens, seqs)
+            self.ctx.decode(tokens, seqs)
         assert np.array_equal(pool.sets, before)
         return True
 
     def usable(self, seq: int) -> bool:
         """Whether it goes on; one taken back too far is refused, and begun again."""
-        if self.made.pools.whole(seq):
+        if self.ctx.pools.is_complete(seq):
             return True
         with pytest.raises(ContextError, match="taken back further than its window"):
-            self.made.decode([1], seq)
-        self.made.remove(seq)
-        self.want.texts[seq] = []
+            self.ctx.decode([1], seq)
+        self.ctx.remove(seq)
+        self.reference.texts[seq] = []
         return True
 
     def abort(self) -> None:
@@ -181,96 +195,100 @@ class Schedule:
     def shared(self) -> None:
         """One token for two sequences."""
         a, b = self.seq(), self.seq()
-        equal = a != b and self.made.next(a) == self.made.next(b)
-        if equal and all(map(self.made.pools.whole, (a, b))):
-            entries_a = [(e.pos, e.token) for e in self.want.texts[a]]
+        equal = a != b and self.ctx.next(a) == self.ctx.next(b)
+        if equal and all(map(self.ctx.pools.is_complete, (a, b))):
+            entries_a = [(e.pos, e.token) for e in self.reference.texts[a]]
             if (
-                entries_a == [(e.pos, e.token) for e in self.want.texts[b]]
-                and self.made.pools.all.free(a).size
+                entries_a == [(e.pos, e.token) for e in self.reference.texts[b]]
+                and self.ctx.pools.all.free_cells(a).size
             ):
-                got = self.made.decode([7], [(a, b)])
-                self.worst = max(self.worst, off(got[0], self.want.add(7, [a, b])))
+                got = self.ctx.decode([7], [(a, b)])
+                self.worst = max(
+                    self.worst, max_relative_error(got[0], self.reference.add(7, [a, b]))
+                )
 
     def copy(self) -> None:
         a, b = self.seq(), self.seq()
         if a != b and self.fits(a, b):
-            self.made.remove(b)
-            self.made.copy(a, b)
-            self.want.texts[b] = [*self.want.texts[a]]
+            self.ctx.remove(b)
+            self.ctx.copy(a, b)
+            self.reference.texts[b] = [*self.reference.texts[a]]
 
     def fits(self, a: int, b: int) -> bool:
         """Copies need cells where sequences have their own part."""
-        return self.made.pools.all.parts == 1 or self.made.next(a) <= CELLS // SEQUENCES
+        return self.ctx.pools.all.num_parts == 1 or self.ctx.next(a) <= CELLS // SEQUENCES
 
     def remove(self) -> None:
         seq = self.seq()
-        since = int(self.rng.integers(0, self.want.next(seq) + 1))
+        since = int(self.rng.integers(0, self.reference.next(seq) + 1))
         until = since + int(self.rng.integers(1, 40))
-        self.made.remove(seq, since, until)
-        self.want.texts[seq] = [e for e in self.want.texts[seq] if not since <= e.pos < until]
+        self.ctx.remove(seq, since, until)
+        self.reference.texts[seq] = [
+            e for e in self.reference.texts[seq] if not since <= e.pos < until
+        ]
 
     def shift(self) -> None:
         seq = self.seq()
         since, by = (
-            int(self.rng.integers(0, self.want.next(seq) + 1)),
+            int(self.rng.integers(0, self.reference.next(seq) + 1)),
             int(self.rng.integers(-9, 6)),
         )
-        stays = {e.pos for e in self.want.texts[seq] if e.pos < since}
-        moved = [e.pos + by for e in self.want.texts[seq] if e.pos >= since]
+        stays = {e.pos for e in self.reference.texts[seq] if e.pos < since}
+        moved = [e.pos + by for e in self.reference.texts[seq] if e.pos >= since]
         if stays & set(moved):
             with pytest.raises(ContextError, match="positions may not meet"):
-                self.made.shift(seq, by, since)
+                self.ctx.shift(seq, by, since)
         elif self.room(len(moved)):
-            self.made.shift(seq, by, since)
-            self.want.change(seq, lambda pos: pos + by, since, 10**9)
+            self.ctx.shift(seq, by, since)
+            self.reference.change(seq, lambda pos: pos + by, since, 10**9)
 
     def room(self, count: int) -> bool:
-        return all((pool.sets == 0).sum() >= count for pool in self.made.pools.pools.values())
+        return all((pool.sets == 0).sum() >= count for pool in self.ctx.pools.pools.values())
 
     def divide(self) -> None:
         seq = self.seq()
-        if self.want.next(seq) and self.room(len(self.want.texts[seq])):
-            self.made.divide(seq, 2)
+        if self.reference.next(seq) and self.room(len(self.reference.texts[seq])):
+            self.ctx.divide(seq, 2)
             self.divided = True
-            self.want.change(seq, lambda pos: pos // 2, 0, 10**9)
+            self.reference.change(seq, lambda pos: pos // 2, 0, 10**9)
 
     def save(self) -> None:
         seqs = sorted({self.seq(), self.seq()})
-        texts = {seq: [replace(e) for e in self.want.texts[seq]] for seq in seqs}
-        self.saved.append((seqs, self.made.save(seqs), texts))
+        texts = {seq: [replace(e) for e in self.reference.texts[seq]] for seq in seqs}
+        self.saved.append((seqs, self.ctx.save(seqs), texts))
 
     def restore(self) -> None:
         if not self.saved:
             return
         _, state, texts = self.saved[self.rng.integers(len(self.saved))]
-        before = self.made.pools.all.sets.copy()
+        before = self.ctx.pools.all.sets.copy()
         try:
-            self.made.restore(state)
-            self.want.texts |= {seq: [*text] for seq, text in texts.items()}
+            self.ctx.restore(state)
+            self.reference.texts |= {seq: [*text] for seq, text in texts.items()}
         except CacheFull:
-            assert np.array_equal(self.made.pools.all.sets, before)
+            assert np.array_equal(self.ctx.pools.all.sets, before)
 
     def purge(self) -> None:
         """What is released makes room."""
         seq, other = self.seq(), self.seq()
-        count = len(self.made.pools.all.free(other)) + 1
-        if seq == other or self.made.pools.all.parts > 1 or not self.usable(other):
+        count = len(self.ctx.pools.all.free_cells(other)) + 1
+        if seq == other or self.ctx.pools.all.num_parts > 1 or not self.usable(other):
             return
-        exclusive_cells = self.made.pools.all.sets == 1 << seq
+        exclusive_cells = self.ctx.pools.all.sets == 1 << seq
         if exclusive_cells.any():
-            self.made.release(seq)
+            self.ctx.release(seq)
             tokens = self.rng.integers(0, 50, count).tolist()
-            got = self.made.decode(tokens, other)
-            assert self.made.next(seq) == 0
-            self.want.texts[seq] = []
-            expected = [self.want.add(t, [other]) for t in tokens][-1]
-            self.worst = max(self.worst, off(got[0], expected))
+            got = self.ctx.decode(tokens, other)
+            assert self.ctx.next(seq) == 0
+            self.reference.texts[seq] = []
+            expected = [self.reference.add(t, [other]) for t in tokens][-1]
+            self.worst = max(self.worst, max_relative_error(got[0], expected))
 
     def check(self) -> None:
-        for seq, text in self.want.texts.items():
-            assert self.made.next(seq) == self.want.next(seq)
+        for seq, text in self.reference.texts.items():
+            assert self.ctx.next(seq) == self.reference.next(seq)
             ordered = [e.token for e in sorted(text, key=lambda e: e.pos)]
-            assert sorted(self.made.tokens(seq)) == sorted(ordered)
+            assert sorted(self.ctx.tokens(seq)) == sorted(ordered)
 
 
 KINDS = [
@@ -317,4 +335,4 @@ def test_a_cache_in_blocks_that_heads_do_not_fill_is_refused() -> None:
     with pytest.raises(
         ContextError, match="cache is 'q8_0', which packs 32 values, and heads have 6; use 'f16'"
     ):
-        cache_of(narrow, 96, 1, "q8_0", 8, False)
+        make_cache(narrow, 96, 1, "q8_0", 8, False)

@@ -18,20 +18,27 @@ from packtrain.common.errors import DoesNotFit
 from packtrain.dtypes import Dtype, f16, f32
 from packtrain.engine.optim import AdamW
 from packtrain.inference.kv_cache import (
-    Cache,
     CacheFull,
+    CacheLayout,
     Context,
     ContextError,
-    Sizes,
+    RunSizes,
     context_size,
-    placements,
+    place_runs,
 )
-from packtrain.inference.kv_cache.saved_state import DIGEST, HEAD, MAGIC, VERSION, Origin, of_bytes
+from packtrain.inference.kv_cache.saved_state import (
+    DIGEST_NBYTES,
+    HEAD,
+    MAGIC,
+    VERSION,
+    StateOrigin,
+    unpack_state,
+)
 from packtrain.models.config import Config
 from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
-from tests.models import batch, bind, steps, values
-from tests.test_context import Q8_0, RING, WINDOWED, context, off
+from tests.models import bind_graph, seeded_batch, seeded_weights, step_graph
+from tests.test_context import Q8_0, RING, WINDOWED, context, max_relative_error
 
 # ---- what is refused
 
@@ -102,14 +109,14 @@ def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
     with pytest.raises(ContextError, match=r"one sequence cannot take several .*\[2, 2\]"):
         ctx.restore(ctx.save([0, 1]), [2, 2])
     with pytest.raises(ContextError, match="saved with another type of cache"):
-        of_bytes(state, replace(Origin(), cache="f16"), {})
+        unpack_state(state, replace(StateOrigin(), cache="f16"), {})
     small = context(cells=2)
     with pytest.raises(CacheFull, match="the state does not fit: 3 cells wanted, 2 of 2 are free"):
         small.restore(state)
     assert not small.pools.all.sets.any()
 
 
-def signed(about: bytes, rest: bytes) -> bytes:
+def signed_state(about: bytes, rest: bytes) -> bytes:
     """A state whose checksum fits."""
     payload = HEAD.pack(MAGIC, VERSION, len(about)) + about + rest
     return payload + hashlib.sha256(payload).digest()
@@ -121,8 +128,8 @@ def test_states_that_fit_their_checksum_but_no_context_are_refused():
     state = ctx.save([1])
     size = HEAD.unpack(state[: HEAD.size])[2]
     about = json.loads(state[HEAD.size : HEAD.size + size])
-    rest = state[HEAD.size + size : -DIGEST]
-    assert signed(json.dumps(about).encode(), rest) == state
+    rest = state[HEAD.size + size : -DIGEST_NBYTES]
+    assert signed_state(json.dumps(about).encode(), rest) == state
     bad_bytes = np.array([7, 7, 7], "i8").tobytes()
     for changes, line in (
         ({"cells": {"cell_": 10**30}}, r"has no 1,000,.* cells"),
@@ -136,15 +143,15 @@ def test_states_that_fit_their_checksum_but_no_context_are_refused():
         ({"origin": {"cache": {}, "other": 1}}, "description cannot be read"),
     ):
         with pytest.raises(ContextError, match=line):
-            ctx.restore(signed(json.dumps(about | changes).encode(), rest))
+            ctx.restore(signed_state(json.dumps(about | changes).encode(), rest))
     for text in (b"", b"[]", b"[" * 10**5, b"\xff"):
         with pytest.raises(ContextError, match="description cannot be read"):
-            ctx.restore(signed(text, rest))
+            ctx.restore(signed_state(text, rest))
     for damaged in (rest[:12] + bad_bytes + rest[36:], b"\xff" * 12 + rest[12:]):
         with pytest.raises(ContextError, match="cells belong to no sequence"):
-            ctx.restore(signed(json.dumps(about).encode(), damaged))
+            ctx.restore(signed_state(json.dumps(about).encode(), damaged))
     with pytest.raises(ContextError, match="has no 3 cells"):
-        ctx.restore(signed(json.dumps(about).encode(), rest[:-1]))
+        ctx.restore(signed_state(json.dumps(about).encode(), rest[:-1]))
     assert ctx.tokens(1) == [1, 2, 3] and not ctx.next(0)
 
 
@@ -176,7 +183,7 @@ def test_a_restored_text_goes_on_bit_for_bit(dtype: Dtype):
 def test_a_text_that_differs_late_reads_a_window_at_most():
     rng, lines = np.random.default_rng(3), list[str]()
     ctx = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
-    ctx._say = lines.append
+    ctx._report = lines.append
     text = rng.integers(0, 50, 300).tolist()
     ctx.decode(text)
     turn = [*text[:280], *rng.integers(0, 50, 30).tolist()]
@@ -184,12 +191,17 @@ def test_a_text_that_differs_late_reads_a_window_at_most():
     assert 280 - WINDOWED.window <= num_reused <= 280
     got = ctx.decode(turn[num_reused:])
     fresh = context(WINDOWED, cells=400)
-    assert off(got, fresh.decode(turn)) < 1e-5
+    assert max_relative_error(got, fresh.decode(turn)) < 1e-5
     early_change = [*text[:100], *rng.integers(0, 50, 10).tolist()]
     assert ctx.reuse(0, early_change) == 0 and lines == [
         "sequence 0: no checkpoint is left of its window; its text is read anew"
     ]
-    assert off(ctx.decode(early_change), context(WINDOWED, cells=400).decode(early_change)) < 1e-5
+    assert (
+        max_relative_error(
+            ctx.decode(early_change), context(WINDOWED, cells=400).decode(early_change)
+        )
+        < 1e-5
+    )
 
 
 def test_what_is_known_is_less_than_all():
@@ -208,18 +220,18 @@ def test_a_copy_is_not_taken_back_to_what_the_sequence_was():
     ctx.copy(0, 1)
     turn = [*second_text[:60], 1, 2, 3]
     got = ctx.decode(turn[ctx.reuse(1, turn) :], 1)
-    assert off(got, context(WINDOWED, cells=400).decode(turn)) < 1e-5
+    assert max_relative_error(got, context(WINDOWED, cells=400).decode(turn)) < 1e-5
 
 
 def test_tokens_that_were_given_back_leave_no_checkpoint():
     ctx = context(replace(WINDOWED, window=40), cells=400, ring=60, checkpoints=20)
-    ctx._checkpoints.spacing = 4
+    ctx._checkpoints.token_spacing = 4
     draw = np.random.default_rng(6)
     ctx.decode(draw.integers(0, 50, 56).tolist())
     ctx.divide(0, 4)
     with pytest.raises(CacheFull):
         ctx.decode(draw.integers(0, 50, 30).tolist())
-    assert ctx.next(0) == 14 and ctx._checkpoints.last(0, 1000) is None
+    assert ctx.next(0) == 14 and ctx._checkpoints.latest_state(0, 1000) is None
 
 
 def test_states_have_the_window_and_fit_beside_full_ones():
@@ -233,10 +245,10 @@ def test_states_have_the_window_and_fit_beside_full_ones():
         ctx.decode(draw.integers(0, 50, 60).tolist(), seq)
     turn = [*text[:130], 1, 2]
     fresh = context(WINDOWED, cells=400)
-    assert off(ctx.decode(turn[ctx.reuse(0, turn) :]), fresh.decode(turn)) < 1e-5
+    assert max_relative_error(ctx.decode(turn[ctx.reuse(0, turn) :]), fresh.decode(turn)) < 1e-5
     ctx.restore(state)
     fresh.remove(0)
-    assert off(ctx.decode([3]), fresh.decode([*text, 3])) < 1e-5
+    assert max_relative_error(ctx.decode([3]), fresh.decode([*text, 3])) < 1e-5
 
 
 # ---- room
@@ -272,9 +284,9 @@ def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     first, second = ctx.decode([*tokens, *tokens[:3]], [0] * 8 + [1] * 3)
     single = Context(tmp_path / "m.gguf", cells=64, cache="f32")
-    assert off(first, single.decode(tokens)[0]) < 1e-5
+    assert max_relative_error(first, single.decode(tokens)[0]) < 1e-5
     single.remove(0)
-    assert off(second, single.decode(tokens[:3])[0]) < 1e-5
+    assert max_relative_error(second, single.decode(tokens[:3])[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek2", "deepseek2 unsplit"])
@@ -288,7 +300,7 @@ def test_what_is_left_of_a_text_moves_up(
     ctx.decode([3, 1, 4, 1, 5, 9, 2, 6])
     ctx.remove(0, 2, 5)
     ctx.shift(0, -3, 5)
-    assert off(ctx.decode([7])[0], fresh.decode([3, 1, 9, 2, 6, 7])[0]) < 1e-5
+    assert max_relative_error(ctx.decode([7])[0], fresh.decode([3, 1, 9, 2, 6, 7])[0]) < 1e-5
 
 
 LIMITED = """
@@ -316,7 +328,7 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     max_cells = int(match[1].replace(",", ""))
     assert max_cells > 1000 and said(max_cells, 1 << 30) == f"cells {max_cells}"
     assert "is the least" in said(4096, 1 << 20)
-    assert Context(model, cells=64, memory="16GiB").cache.cells == 64
+    assert Context(model, cells=64, memory="16GiB").cache.num_cells == 64
 
 
 def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -327,9 +339,9 @@ def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.
         planned_cells.append(placed["cells"])
         return 1000 * planned_cells[-1]
 
-    monkeypatch.setattr(context_size, "needed", counted)
+    monkeypatch.setattr(context_size, "graphs_nbytes", counted)
     random_model(tmp_path / "m.gguf", "llama")
-    make_cache: Any = lambda cells: (Cache(cells), {"cells": cells})  # noqa: E731
+    make_cache: Any = lambda cells: (CacheLayout(cells), {"cells": cells})  # noqa: E731
     for cells in (64, 4000, 4200, 100_000):
         with pytest.raises(DoesNotFit, match="is the least"):
             context_size.check_room(cells, 1, make_cache, open_model(tmp_path / "m.gguf"), 0)
@@ -342,13 +354,13 @@ def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.
 def test_contexts_and_training_in_threads_of_their_own_give_what_they_give_alone():
     """Large enough that regions of kernels meet."""
     config = Config(300, 256, 192, 2, 512, 6, 2)
-    cache, sizes = Cache(256, dtype=f16), Sizes((32, 8, 1), 1)
+    cache, sizes = CacheLayout(256, dtype=f16), RunSizes((32, 8, 1), 1)
     text = np.random.default_rng(4).integers(0, 300, 120).tolist()
 
     def write(seed: int) -> list[bytes]:
         session = Session()
-        runs = session.executors(placements(config, cache, sizes))
-        session.set(values(config, seed))
+        runs = session.executors(place_runs(config, cache, sizes))
+        session.set(seeded_weights(config, seed))
         ctx, outputs = Context.within(config, cache, sizes, runs), list[bytes]()
         for _ in range(3):
             outputs.append(ctx.decode(text)[0].tobytes())
@@ -360,8 +372,8 @@ def test_contexts_and_training_in_threads_of_their_own_give_what_they_give_alone
 
     def train(seed: int) -> list[bytes]:
         optimizer = AdamW(lr=1e-3)
-        run = bind(steps(config, 2, 96, optimizer), values(config, seed))
-        inputs = batch(config, 2, 96, seed)
+        run = bind_graph(step_graph(config, 2, 96, optimizer), seeded_weights(config, seed))
+        inputs = seeded_batch(config, 2, 96, seed)
         return [run(inputs | optimizer.inputs(t))["loss"].tobytes() for t in range(1, 16)]
 
     jobs = (write, 0), (write, 1), (train, 2)

@@ -17,7 +17,7 @@ from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import convert
 from packtrain.conversion.hugging_face.tokenizer_steps import read_steps
-from packtrain.conversion.hugging_face.vocabulary import UNUSED
+from packtrain.conversion.hugging_face.vocabulary import UNUSED_TYPE
 from packtrain.data.tokenizer import CONTROL, USER_DEFINED, Tokenizer, split_rules
 from packtrain.gguf import GGUF
 from packtrain.inference.generator import Generator
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # of the largest logit
 TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 
 
-def converted(folder: Path, kind: str = "llama", dtype: str = "auto", **changes: Any) -> GGUF:
+def convert_folder(folder: Path, kind: str = "llama", dtype: str = "auto", **changes: Any) -> GGUF:
     write_checkpoint(folder / "model", kind, **changes)
     convert(folder / "model", folder / "model.gguf", dtype)
     return GGUF(folder / "model.gguf")
@@ -77,7 +77,7 @@ def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
 
 def logits(path: Path, tokens: np.ndarray) -> np.ndarray:
     """Logits after each token, through the cache."""
-    generator = Generator.of(open_model(path), len(tokens))
+    generator = Generator.from_model(open_model(path), len(tokens))
     return np.stack([generator.feed([int(t)]).copy() for t in tokens])
 
 
@@ -114,7 +114,7 @@ def test_types_of_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
 def test_what_scans_read_stays_f32(kind: str, dtype: str, tmp_path: Path) -> None:
     """llama.cpp stops at a convolution's filters, decays or skips of another type."""
-    entries = converted(tmp_path, kind, dtype).entries.values()
+    entries = convert_folder(tmp_path, kind, dtype).entries.values()
     read = [e for e in entries if e.name.endswith(("ssm_conv1d.weight", "ssm_a", "ssm_d", ".bias"))]
     assert len(read) > 3
     assert {str(e.dtype) for e in read} == {"f32"}
@@ -136,14 +136,14 @@ def test_halves_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
-    original = converted(tmp_path)
+    original = convert_folder(tmp_path)
     change_tensors(lambda t: t.update({BIAS: np.zeros(64, np.float32)}))(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "same.gguf")
     assert (tmp_path / "same.gguf").read_bytes() == original.path.read_bytes()
 
 
 def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
-    original = converted(tmp_path, "gpt2")
+    original = convert_folder(tmp_path, "gpt2")
     _, tensors = write_checkpoint(tmp_path / "model", "gpt2")
     old = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     old["h.0.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
@@ -154,7 +154,7 @@ def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
 
 def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) -> None:
     """Its checkpoints have queries, keys and values in one matrix, in groups: two queries, their key, their value."""
-    original = converted(tmp_path)
+    original = convert_folder(tmp_path)
     config, tensors = write_checkpoint(tmp_path / "model")
     config, repacked = internlm2(config, tensors)
     config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
@@ -183,7 +183,7 @@ def test_pieces_of_internlm2_that_stand_for_nothing_are_unused(tmp_path: Path) -
     metadata = GGUF(tmp_path / "model.gguf").metadata
     tokens, kinds = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
     assert list(tokens[3:5]) == [b"[UNUSED_TOKEN_1]", b"<|im_end|>"]
-    assert list(kinds[3:5]) == [UNUSED, CONTROL]
+    assert list(kinds[3:5]) == [UNUSED_TYPE, CONTROL]
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -198,7 +198,7 @@ def test_a_space_in_front_is_as_in_the_sentencepiece_model(leads: bool, tmp_path
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
-    original = converted(tmp_path)
+    original = convert_folder(tmp_path)
     _, tensors = write_checkpoint(tmp_path / "shards")
     (tmp_path / "shards/model.safetensors").unlink()
     names, places = list(tensors), {}
@@ -232,7 +232,7 @@ def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     """Rows go through by parts; turned ones by whole heads, to the same bytes."""
     write_checkpoint(tmp_path / "model", intermediate_size=4096)
     convert(tmp_path / "model", tmp_path / "whole.gguf", "bf16")
-    monkeypatch.setattr("packtrain.conversion.hugging_face.tensor_names.PART", 1 << 11)
+    monkeypatch.setattr("packtrain.conversion.hugging_face.tensor_names.MAX_PART_VALUES", 1 << 11)
     tracemalloc.start()
     convert(tmp_path / "model", tmp_path / "model.gguf", "bf16")
     peak = tracemalloc.get_traced_memory()[1]
@@ -245,7 +245,7 @@ def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_ids_are_sentencepieces(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(converted(tmp_path).metadata)
+    tokenizer = Tokenizer(convert_folder(tmp_path).metadata)
     model = sentencepiece.SentencePieceProcessor(model_proto=hugging_face.sentencepiece_model())
     for text in ("bal cem  dis", "hor\nBAL é", ""):
         assert tokenizer.encode(text, bos=False) == model.encode(text)
@@ -318,7 +318,9 @@ def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) 
     convert(folder, tmp_path / "model.gguf")
     tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.unk, tokenizer.eot) == (261, 262, 266, 264)
-    assert {262, 264, 266} <= tokenizer.ends and (265 in tokenizer.ends) == (kind == "glm4moe")
+    assert {262, 264, 266} <= tokenizer.eog_ids and (265 in tokenizer.eog_ids) == (
+        kind == "glm4moe"
+    )
 
 
 def test_an_end_of_documents_is_not_that_of_turns(tmp_path: Path) -> None:
@@ -394,7 +396,7 @@ def change_header(old: bytes, new: bytes) -> Callable[[Path], object]:
     return change
 
 
-def cut(nbytes: int) -> Callable[[Path], object]:
+def truncate_weights(nbytes: int) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:nbytes])
@@ -402,7 +404,7 @@ def cut(nbytes: int) -> Callable[[Path], object]:
     return change
 
 
-def outside(folder: Path) -> None:
+def point_outside(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -447,12 +449,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other type": (change_header(b'"F32"', b'"X32"'), "dtype is 'X32'; it must be one of F64"),
     "offset": (change_header(b"[0, ", b"[9, "), "bytes 9 to 81920 of .* cannot hold F32"),
     "negative": (change_header(b"[320, 64]", b"[32, -64]"), "shape and data_offsets must be lists of sizes"),
-    "no header": (cut(4), "4 bytes are not a safetensors file"),
-    "half a header": (cut(100), "its header should have .* bytes, and the file has 100"),
-    "half a file": (cut(200_000), "of .* cannot hold F32"),
+    "no header": (truncate_weights(4), "4 bytes are not a safetensors file"),
+    "half a header": (truncate_weights(100), "its header should have .* bytes, and the file has 100"),
+    "half a file": (truncate_weights(200_000), "of .* cannot hold F32"),
     "header": (change_header(b'{"model', b'["model'), "its header is not JSON"),
     "no tensors": (lambda f: (f / "model.safetensors").unlink(), "tensors must be in safetensors files"),
-    "outside": (outside, "'../other.safetensors' is not a file of this folder"),
+    "outside": (point_outside, "'../other.safetensors' is not a file of this folder"),
     "no vocabulary": (without_vocabulary, "there is no tokenizer.model and no tokenizer.json"),
     "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is not a SentencePiece model"),
     "half a character": (

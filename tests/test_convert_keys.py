@@ -12,11 +12,14 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import convert, open_checkpoint
-from packtrain.conversion.hugging_face.config_translation import Description, describe
-from packtrain.conversion.hugging_face.unread_keys import NEUTRAL, WITHOUT_EFFECT
+from packtrain.conversion.hugging_face.config_translation import (
+    ModelDescription,
+    describe_checkpoint,
+)
+from packtrain.conversion.hugging_face.unread_keys import NEUTRAL_VALUES, WITHOUT_EFFECT
 from packtrain.gguf import GGUF
 from packtrain.inference.generator import Generator
-from packtrain.models.arch import classes
+from packtrain.models.arch import families_by_class
 from packtrain.models.model_file import open_model
 from tests import hugging_face
 from tests.hugging_face import YARN, write_checkpoint, write_safetensors
@@ -24,21 +27,21 @@ from tests.hugging_face import YARN, write_checkpoint, write_safetensors
 IDS = np.random.default_rng(5).integers(3, 300, 12).tolist()
 
 
-def described(folder: Path, config: Mapping[str, Any]) -> Description:
+def described(folder: Path, config: Mapping[str, Any]) -> ModelDescription:
     (folder / "config.json").write_text(json.dumps(config))
-    return describe(open_checkpoint(folder))
+    return describe_checkpoint(open_checkpoint(folder))
 
 
-def content(found: Description) -> tuple[Any, ...]:
+def content(description: ModelDescription) -> tuple[Any, ...]:
     """What differs between two descriptions, as text."""
-    metadata = {key: repr(value.value) for key, value in found.metadata.items()}
-    computed = {name: array.tobytes() for name, array in found.computed.items()}
-    changed = [(t.name, t.shift, t.changed and t.changed(np.ones((8, 8), np.float32), 0).tobytes())
-               for t in found.tensors if t.name.count("ssm") == 0]  # fmt: skip
+    metadata = {key: repr(value.value) for key, value in description.metadata.items()}
+    computed = {name: array.tobytes() for name, array in description.computed_tensors.items()}
+    changed = [(t.name, t.shift, t.change_rows and t.change_rows(np.ones((8, 8), np.float32), 0).tobytes())
+               for t in description.tensors if t.name.count("ssm") == 0]  # fmt: skip
     return metadata, computed, changed
 
 
-def others(value: Any) -> list[Any]:
+def other_values(value: Any) -> list[Any]:
     """Values of another meaning."""
     if isinstance(value, bool):
         return [not value]
@@ -56,7 +59,7 @@ KEYS = [
     "pruned_heads", "mlp_only_layers", "routed_scaling_factor", "norm_topk_prob", "n_group", "layer_types",
 ]  # fmt: skip
 # what a class of transformers does not read either; a head of its own is kept whatever tie_word_embeddings says
-IDLE = {
+UNUSED_KEYS = {
     "": {"tie_word_embeddings"},
     "qwen2": {"sliding_window"},
     "gemma2": {"hidden_act"},
@@ -74,7 +77,7 @@ def test_another_value_of_a_key_changes_the_file_or_is_refused(kind: str, tmp_pa
     for key in {*config, *KEYS} - {"architectures"} - ignored_keys:
         if key.endswith("_id"):
             continue
-        for value in others(config.get(key)):
+        for value in other_values(config.get(key)):
             try:
                 description = described(tmp_path / "m", config | {key: value})
             except InputError as error:
@@ -82,7 +85,7 @@ def test_another_value_of_a_key_changes_the_file_or_is_refused(kind: str, tmp_pa
             else:
                 assert content(description) != baseline or key in {
                     "tie_word_embeddings"
-                } | IDLE.get(kind, set()), (key, value)
+                } | UNUSED_KEYS.get(kind, set()), (key, value)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "falcon 40b"])
@@ -102,13 +105,13 @@ def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
     for unset_key in ("architectures", "text_config", "quantization_config"):
         del ignored_keys[unset_key]
     assert content(described(tmp_path / "m", ignored_keys | config)) == baseline
-    neutral = {key: values[0] for key, values in NEUTRAL.items()}
+    neutral = {key: values[0] for key, values in NEUTRAL_VALUES.items()}
     assert content(described(tmp_path / "m", neutral | config)) == baseline
 
 
 def test_no_key_stands_in_two_tables() -> None:
     names = [name for text in WITHOUT_EFFECT.values() for name in text.split()]
-    assert len(names) == len({*names}) and not {*names} & NEUTRAL.keys()
+    assert len(names) == len({*names}) and not {*names} & NEUTRAL_VALUES.keys()
 
 
 def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_every_attribute_of_a_class_of_transformers_is_known(tmp_path: Path) -> 
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kinds = {name: kind for kind, name in mapping.items() if isinstance(name, str)}
     unknown = []
-    for name in classes().keys() & by_class.keys() & kinds.keys():
+    for name in families_by_class().keys() & by_class.keys() & kinds.keys():
         config, _ = write_checkpoint(tmp_path / name, by_class[name])
         hf_config = transformers.CONFIG_MAPPING[kinds[name]](
             **{k: v for k, v in config.items() if v is not None and k != "experts"}
@@ -189,13 +192,13 @@ def test_yarn_turns_as_in_transformers_or_is_refused(
     model = open_model(tmp_path / "m.gguf")
     model_rope = model.config.rope_of(0)
     assert model_rope is not None
-    expected, expected_magnitude = frequencies(model_rope.dims, 1e4, rope)
-    pairs = np.arange(model_rope.dims // 2)
+    expected, expected_magnitude = frequencies(model_rope.rotated_width, 1e4, rope)
+    pairs = np.arange(model_rope.rotated_width // 2)
     low, high = model_rope.blend or (0.0, 1e-3)
     ramp = np.clip((pairs - low) / (high - low), 0, 1) if model_rope.blend else np.zeros(len(pairs))
     factors = GGUF(tmp_path / "m.gguf")
     divisors = factors.array("rope_freqs.weight") if "rope_freqs.weight" in factors.entries else 1.0
-    actual = model_rope.base ** -(2 * pairs / model_rope.dims) / divisors
+    actual = model_rope.base ** -(2 * pairs / model_rope.rotated_width) / divisors
     actual = actual * (1 - ramp) + actual / model_rope.divisor * ramp
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert model_rope.magnitude == pytest.approx(expected_magnitude, rel=1e-6)
@@ -241,7 +244,7 @@ def test_yarn_computes_what_transformers_did(tmp_path: Path) -> None:
     for name, config in cases["config"].items():
         (tmp_path / "m/config.json").write_text(json.dumps(config))
         convert(tmp_path / "m", tmp_path / "m.gguf", "f32")
-        generator = Generator.of(open_model(tmp_path / "m.gguf"), len(cases["ids"]))
+        generator = Generator.from_model(open_model(tmp_path / "m.gguf"), len(cases["ids"]))
         rows = np.stack([generator.feed([id]).copy() for id in cases["ids"][:-1]]).astype(float)
         rows -= np.log(np.exp(rows).sum(1, keepdims=True))
         mean = -rows[np.arange(len(rows)), cases["ids"][1:]].mean()
@@ -296,7 +299,7 @@ def test_a_window_that_a_file_does_not_hold_is_the_context(
         said: list[str] = []
         convert(tmp_path / "m", tmp_path / "m.gguf", report=said.append)
         model = open_model(tmp_path / "m.gguf")
-        assert model.config.context_length == context and not model.config.windowed
+        assert model.config.context_length == context and not model.config.has_windows
         line = f"sliding_window is 8, which files of a {model.config.architecture} do not hold: the context is 8 tokens"
         assert [line in message for message in said] == [True] * (context == 8)
 
@@ -335,7 +338,7 @@ def test_a_head_of_its_own_is_kept_in_a_tied_model(kind: str, tmp_path: Path) ->
         checkpoint = tensors | ({} if head is None else {"lm_head.weight": head})
         write_safetensors(tmp_path / "m/model.safetensors", checkpoint)
         convert(tmp_path / "m", tmp_path / f"{name}.gguf")
-        logits[name] = Generator.of(open_model(tmp_path / f"{name}.gguf"), 16).feed(IDS)
+        logits[name] = Generator.from_model(open_model(tmp_path / f"{name}.gguf"), 16).feed(IDS)
     np.testing.assert_array_equal(logits["none"], logits["equal"])
     np.testing.assert_allclose(logits["other"], logits["equal"][::-1], rtol=1e-5, atol=1e-5)
     assert "output.weight" in GGUF(tmp_path / "other.gguf").entries

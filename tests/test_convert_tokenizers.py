@@ -11,24 +11,24 @@ import sentencepiece
 
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import tokenizer_agreement
-from packtrain.conversion.hugging_face.checkpoint_folder import Checkpoint
-from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_metadata
 from packtrain.data.tokenizer import Tokenizer, split_rules
-from packtrain.models.arch import classes
-from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch import families_by_class
+from packtrain.models.arch.hf_config import HFConfig
 from tests.hugging_face import added, byte_characters
 
 CASES = Path(__file__).parents[2] / "shared/cases/tokens"
 SPACE = "\u2581"
-FAMILY = classes()["LlamaForCausalLM"][1]
+FAMILY = families_by_class()["LlamaForCausalLM"][1]
 
 
-def written(folder: Path, notes: list[str] | None = None, **named: str) -> Tokenizer:
+def written_tokenizer(folder: Path, notes: list[str] | None = None, **named: str) -> Tokenizer:
     """The tokenizer of a folder as a GGUF file would have it."""
-    config = Given(folder / "config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    config = HFConfig(folder / "config.json", {"bos_token_id": 1, "eos_token_id": 2})
     said: list[str] = []
-    vocab_metadata = vocabulary_of(
-        Checkpoint(folder, "LlamaForCausalLM", config, {}), 700, FAMILY, said.append
+    vocab_metadata = vocabulary_metadata(
+        CheckpointFolder(folder, "LlamaForCausalLM", config, {}), 700, FAMILY, said.append
     )
     if notes is None:
         assert not said
@@ -96,16 +96,16 @@ def cuts(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"pre_tokenizer": sequence("pretokenizers", *steps)}
 
 
-def before(*steps: dict[str, Any]) -> dict[str, Any]:
+def with_normalizer(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"normalizer": sequence("normalizers", *steps)}
 
 
-def last(**flags: bool) -> list[dict[str, Any]]:
+def special_tokens(**flags: bool) -> list[dict[str, Any]]:
     """The special tokens, with flags of the last one."""
     return [*SPECIAL[:2], added(2, "</s>", **flags)]
 
 
-def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def change_tokenizer(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A tokenizer.json with other steps; `model_…` changes an option of its model."""
     for key, value in changes.items():
         if key.startswith("model_"):
@@ -127,16 +127,16 @@ def test_the_ids_are_those_of_the_tokenizers_package(name: str) -> None:
         with pytest.raises(
             InputError, match="normalizer is NFKC, which a GGUF vocabulary does not have"
         ):
-            written(CASES / name)
+            written_tokenizer(CASES / name)
         return
-    tokenizer = written(CASES / name, [])
+    tokenizer = written_tokenizer(CASES / name, [])
     for text, ids in zip(expected["texts"], expected["ids"][name], strict=True):
         assert tokenizer.encode(text) == ids
 
 
 # ids by tokenizers 0.23
 RECORDED: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "prepended": (before(PREPEND, TO_SPACE) | {"pre_tokenizer": None}, [278, 277, 79, 259, 265]),
+    "prepended": (with_normalizer(PREPEND, TO_SPACE) | {"pre_tokenizer": None}, [278, 277, 79, 259, 265]),
     "replaced only": ({"normalizer": TO_SPACE, "pre_tokenizer": None}, [272, 277, 79, 259, 265]),
     "metaspace always": ({"pre_tokenizer": metaspace()}, [278, 277, 79, 259, 265]),
     "metaspace of old files": (
@@ -150,18 +150,20 @@ RECORDED: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_space_before_a_text_is_as_in_the_steps(name: str, tmp_path: Path) -> None:
     changes, ids = RECORDED[name]
-    tokenizer = written(folder_of(tmp_path, changed(pieces_json(), **changes)), [])
+    tokenizer = written_tokenizer(
+        folder_of(tmp_path, change_tokenizer(pieces_json(), **changes)), []
+    )
     assert tokenizer.encode("hell worL h") == ids
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "lowercase": (pieces_json, before(step("Lowercase"), TO_SPACE), "normalizer is Lowercase"),
+    "lowercase": (pieces_json, with_normalizer(step("Lowercase"), TO_SPACE), "normalizer is Lowercase"),
     "lowercase bytes": (bytes_json, {"normalizer": step("Lowercase")}, "normalizer is Lowercase"),
     "other spaces": (pieces_json, {"normalizer": TO_SPACE | {"content": "_"}}, "normalizer Replace: content is '_'"),
     "regex": (pieces_json, {"normalizer": TO_SPACE | {"pattern": {"Regex": " "}}}, "normalizer Replace: pattern is"),
-    "twice": (pieces_json, before(PREPEND, PREPEND, TO_SPACE), "normalizer has Prepend twice"),
+    "twice": (pieces_json, with_normalizer(PREPEND, PREPEND, TO_SPACE), "normalizer has Prepend twice"),
     "no spaces": (pieces_json, {"pre_tokenizer": None}, "normalizer must have Replace, or pre_tokenizer Metaspace"),
     "words": (pieces_json, {"pre_tokenizer": step("Whitespace")}, "pre_tokenizer is Whitespace"),
     "prefix": (bytes_json, {"pre_tokenizer": step("ByteLevel", add_prefix_space=True)}, "add_prefix_space is 'True'"),
@@ -183,10 +185,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "(its list of merges|the tokenizers package) encodes",
     ),
     "decoder": (bytes_json, {"decoder": step("WordPiece", prefix="##")}, "decoder is WordPiece"),
-    "strips": (bytes_json, {"added_tokens": last(rstrip=True)}, "added token '</s>': rstrip is true"),
-    "words only": (bytes_json, {"added_tokens": last(single_word=True)}, "'</s>': single_word is true"),
+    "strips": (bytes_json, {"added_tokens": special_tokens(rstrip=True)}, "added token '</s>': rstrip is true"),
+    "words only": (bytes_json, {"added_tokens": special_tokens(single_word=True)}, "'</s>': single_word is true"),
     "normalized": (
-        pieces_json, before(PREPEND, TO_SPACE) | {"added_tokens": last(normalized=True)},
+        pieces_json, with_normalizer(PREPEND, TO_SPACE) | {"added_tokens": special_tokens(normalized=True)},
         "its normalized must be false",
     ),
     "typed spaces": (
@@ -222,12 +224,12 @@ def test_steps_that_a_gguf_vocabulary_does_not_have_are_refused_by_name(
 ) -> None:
     base, changes, line = WRONG[name]
     with pytest.raises(InputError, match=line):
-        written(folder_of(tmp_path, changed(base(), **changes)), [])
+        written_tokenizer(folder_of(tmp_path, change_tokenizer(base(), **changes)), [])
 
 
 def test_a_space_that_two_files_put_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"add_prefix_space is True, .* put no space before"):
-        written(folder_of(tmp_path, pieces_json(), add_prefix_space=True))
+        written_tokenizer(folder_of(tmp_path, pieces_json(), add_prefix_space=True))
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ SAID: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_readers_of_a_gguf_do_otherwise_is_said_in_a_line(name: str, tmp_path: Path) -> None:
     base, changes, line = SAID[name]
     notes: list[str] = []
-    written(folder_of(tmp_path, changed(base(), **changes)), notes)
+    written_tokenizer(folder_of(tmp_path, change_tokenizer(base(), **changes)), notes)
     assert len(notes) == 1 and line in notes[0]
 
 
@@ -270,22 +272,22 @@ def test_bos_and_eos_are_added_as_the_post_processor_does(tmp_path: Path) -> Non
             if single is None
             else step("TemplateProcessing", single=single, pair=[], special_tokens=listed)
         )
-        fast = changed(pieces_json(), post_processor=after)
-        assert written(folder_of(tmp_path, fast, **about)).encode("h") == ids
+        fast = change_tokenizer(pieces_json(), post_processor=after)
+        assert written_tokenizer(folder_of(tmp_path, fast, **about)).encode("h") == ids
 
 
 def test_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:
     folder = tmp_path / "phi-3-mini"
     folder.mkdir()
-    fast = changed(pieces_json(), added_tokens=last(rstrip=True))
-    tokenizer = written(folder_of(folder, fast), **{"general.name": "phi-3-mini"})
+    fast = change_tokenizer(pieces_json(), added_tokens=special_tokens(rstrip=True))
+    tokenizer = written_tokenizer(folder_of(folder, fast), **{"general.name": "phi-3-mini"})
     assert tokenizer.encode("h</s>  h") == [265, 2, 265]
 
 
 # ---- tokenizer.model -------------------------------------------------------------------------------------------
 
 
-def trained(kind: str, **options: Any) -> bytes:
+def train_sentencepiece(kind: str, **options: Any) -> bytes:
     words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "aeiou" for c in "lmnrst"]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -295,18 +297,18 @@ def trained(kind: str, **options: Any) -> bytes:
     return model.getvalue()
 
 
-PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+IDENTITY_RULES = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 
 
 @pytest.mark.parametrize("name", ["nfkc", "plain", "no space in front"])
 def test_a_unigram_model_is_written_as_one(name: str, tmp_path: Path) -> None:
     options: dict[str, dict[str, Any]] = {
-        "nfkc": {}, "plain": PLAIN, "no space in front": PLAIN | {"add_dummy_prefix": False},
+        "nfkc": {}, "plain": IDENTITY_RULES, "no space in front": IDENTITY_RULES | {"add_dummy_prefix": False},
     }  # fmt: skip
-    model_bytes = trained("unigram", **options[name])
+    model_bytes = train_sentencepiece("unigram", **options[name])
     (tmp_path / "tokenizer.model").write_bytes(model_bytes)
     model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
-    tokenizer = written(tmp_path)
+    tokenizer = written_tokenizer(tmp_path)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.unk) == (1, 2, 0)
     for text in ("bal cem  dis", " hor\uff21 ", "x\u00e9y bal", ""):
         assert tokenizer.encode(text) == [1, *model.encode(text)]
@@ -317,26 +319,30 @@ def test_a_unigram_model_is_written_as_one(name: str, tmp_path: Path) -> None:
     [
         ("unigram", {"byte_fallback": True}, "byte_fallback must be false for UNIGRAM"),
         ("bpe", {"remove_extra_whitespaces": False}, "normalization_rule_name must be identity"),
-        ("word", PLAIN, "model_type must be BPE or UNIGRAM"),
-        ("bpe", PLAIN | {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix must be"),
+        ("word", IDENTITY_RULES, "model_type must be BPE or UNIGRAM"),
+        (
+            "bpe",
+            IDENTITY_RULES | {"treat_whitespace_as_suffix": True},
+            "treat_whitespace_as_suffix must be",
+        ),
     ],
 )
 def test_sentencepiece_models_that_a_gguf_cannot_have_are_refused(
     kind: str, options: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(trained(kind, **options))
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(kind, **options))
     with pytest.raises(InputError, match=line):
-        written(tmp_path)
+        written_tokenizer(tmp_path)
 
 
 def test_runs_of_spaces_that_a_bpe_model_joins_are_said(tmp_path: Path) -> None:
     """Readers of a llama vocabulary keep them; other texts get the model's ids."""
-    model_bytes = trained(
-        "bpe", **PLAIN | {"remove_extra_whitespaces": True, "byte_fallback": True}
+    model_bytes = train_sentencepiece(
+        "bpe", **IDENTITY_RULES | {"remove_extra_whitespaces": True, "byte_fallback": True}
     )
     (tmp_path / "tokenizer.model").write_bytes(model_bytes)
     lines: list[str] = []
-    tokenizer = written(tmp_path, lines)
+    tokenizer = written_tokenizer(tmp_path, lines)
     assert any("tokenizer.model: remove_extra_whitespaces is true" in line for line in lines)
     model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     assert tokenizer.encode("bal cem dis") == [1, *model.encode("bal cem dis")]
@@ -349,20 +355,24 @@ def test_other_ids_are_refused_with_the_first_text_that_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package that lowers texts stands for a step that the table does not know."""
-    tokenizer = written(folder_of(tmp_path, bytes_json()))
+    tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json()))
     monkeypatch.setattr(
-        tokenizer_agreement, "_by_package", lambda path: lambda text: tokenizer.encode(text.lower())
+        tokenizer_agreement,
+        "_package_encoder",
+        lambda path: lambda text: tokenizer.encode(text.lower()),
     )
     with pytest.raises(
         InputError, match="the tokenizers package encodes \"Hello World, it's I'M we'll\" as"
     ):
-        written(tmp_path)
+        written_tokenizer(tmp_path)
 
 
 def test_the_texts_are_about_two_hundred_of_many_scripts_then_neighbours(tmp_path: Path) -> None:
-    tokenizer = written(folder_of(tmp_path, bytes_json()))
-    texts = list(tokenizer_agreement._texts(tokenizer))
-    fixed = len(tokenizer_agreement.SAMPLES.split("|")) * len(tokenizer_agreement.FRAMES.split("|"))
+    tokenizer = written_tokenizer(folder_of(tmp_path, bytes_json()))
+    texts = list(tokenizer_agreement._hard_texts(tokenizer))
+    fixed = len(tokenizer_agreement.SAMPLE_TEXTS.split("|")) * len(
+        tokenizer_agreement.FRAME_TEXTS.split("|")
+    )
     assert 180 <= fixed <= 240 and len(texts) > fixed
     for part in (
         "e\u0301",
@@ -382,6 +392,6 @@ def test_the_texts_are_about_two_hundred_of_many_scripts_then_neighbours(tmp_pat
 def test_recorded_ids_are_those_of_the_package_where_it_is_installed(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     for changes, ids in RECORDED.values():
-        folder_of(tmp_path, changed(pieces_json(), **changes))
+        folder_of(tmp_path, change_tokenizer(pieces_json(), **changes))
         hf_tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert hf_tokenizer.encode("hell worL h").ids == ids

@@ -17,12 +17,20 @@ import pytest
 
 from packtrain import gguf, kernels
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.memory import private_nbytes, settle
-from packtrain.data.text import Corpus, Text, Tokens, documents, prepare, records, text_streams
+from packtrain.common.memory import private_nbytes, release_memory
+from packtrain.data.text import (
+    Corpus,
+    CorpusRecipe,
+    DocumentTokens,
+    documents,
+    prepare_corpus,
+    records,
+    text_streams,
+)
 from packtrain.data.text.build_corpus import write_corpus
 from packtrain.data.text.corpus_cache import _fingerprint, read_corpus
-from packtrain.data.text.documents import split
-from packtrain.data.text.reading_report import Report
+from packtrain.data.text.documents import split_documents
+from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.data.train_vocabulary import train_vocabulary, vocabulary_of
 
@@ -35,20 +43,20 @@ PROSE = "Some words, größer and 12 more.\n" * 40
 @pytest.fixture(scope="session")
 def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vocab") / "vocab.gguf"
-    gguf.write(path, train_vocabulary([PROSE], 320, True, len(PROSE)), {})
+    gguf.write_gguf(path, train_vocabulary([PROSE], 320, True, len(PROSE)), {})
     return path
 
 
-def text_of(data: Path, vocab: Path | None = None, **more: object) -> Text:
-    options = {"vocab_size": 512, "auto": True, "separator": None, "val_split": 0.0} | more
-    return Text(data, vocab, **options)  # type: ignore[arg-type]
+def text_of(data: Path, vocab: Path | None = None, **overrides: object) -> CorpusRecipe:
+    options = {"vocab_size": 512, "auto": True, "separator": None, "val_split": 0.0} | overrides
+    return CorpusRecipe(data, vocab, **options)  # type: ignore[arg-type]
 
 
 def silent(sentence: str) -> None:
     pass
 
 
-def texts_of(tokens: Tokens, corpus: Corpus) -> list[str]:
+def texts_of(tokens: DocumentTokens, corpus: Corpus) -> list[str]:
     """The documents, decoded, each of which must begin with BOS and end with EOS."""
     tokenizer = Tokenizer({key: value.value for key, value in corpus.vocabulary.items()})
     documents = []
@@ -63,17 +71,17 @@ def texts_of(tokens: Tokens, corpus: Corpus) -> list[str]:
     return documents
 
 
-def parts_of(data: Path, vocab: Path, **more: object) -> tuple[list[str], list[str] | None]:
+def parts_of(data: Path, vocab: Path, **overrides: object) -> tuple[list[str], list[str] | None]:
     """The documents for training and for validation, made in this process."""
-    text = text_of(data, vocab, **more)
+    text = text_of(data, vocab, **overrides)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(text, Path(folder), silent)
-        corpus = read_corpus(Path(folder), documents.parts_of(text, documents.find_sources(data)))
+        corpus = read_corpus(Path(folder), documents.splits_of(text, documents.find_sources(data)))
         valid = corpus.valid and texts_of(corpus.valid, corpus)
         return texts_of(corpus.train, corpus), valid
 
 
-def written(folder: Path, **files: str | bytes) -> Path:
+def write_files(folder: Path, **files: str | bytes) -> Path:
     """A folder with these files; `_` stands for the dot of a name."""
     for name, content in files.items():
         path = folder / ".".join(name.rsplit("_", 1))
@@ -81,15 +89,15 @@ def written(folder: Path, **files: str | bytes) -> Path:
     return folder
 
 
-def one(folder: Path, content: str | bytes) -> Path:
-    return written(folder, data_txt=content) / "data.txt"
+def write_text(folder: Path, content: str | bytes) -> Path:
+    return write_files(folder, data_txt=content) / "data.txt"
 
 
 # ---- documents
 
 
 @pytest.mark.parametrize(
-    ("text", "separator", "wanted"),
+    ("text", "separator", "expected"),
     [
         ("a\r\nb\rc\r\n", None, ["a\nb\nc\n"]),
         ("  a \ufeff\u2028", None, ["  a \ufeff\u2028"]),
@@ -108,19 +116,19 @@ def one(folder: Path, content: str | bytes) -> Path:
 )
 @pytest.mark.parametrize("chunk", [1 << 20, 1, 3, 16])
 def test_documents_of_a_text(
-    tmp_path: Path, vocab: Path, text: str, separator: str | None, wanted: list[str], chunk: int,
+    tmp_path: Path, vocab: Path, text: str, separator: str | None, expected: list[str], chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
-    assert parts_of(one(tmp_path, text), vocab, separator=separator) == (wanted, None)
+    assert parts_of(write_text(tmp_path, text), vocab, separator=separator) == (expected, None)
 
 
 def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch):
     chunks = ["some words and lines\n" * 5] * 1000
-    pieces = list(split(iter(chunks), None))
+    pieces = list(split_documents(iter(chunks), None))
     assert "".join(piece.text for piece in pieces) == "".join(chunks)
     assert max(len(piece.text) for piece in pieces) < 2 * len(chunks[0])
-    assert [piece.ends for piece in pieces].count(True) == 1 and pieces[-1].ends
+    assert [piece.is_last for piece in pieces].count(True) == 1 and pieces[-1].is_last
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -129,7 +137,7 @@ def test_borders_of_pieces_change_no_token(
 ):
     text = PROSE + "größer  \n\n\U0001f600\u2581 \n x" * 9
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
-    documents, _ = parts_of(one(tmp_path, text), vocab)  # texts_of encodes it as a whole
+    documents, _ = parts_of(write_text(tmp_path, text), vocab)  # texts_of encodes it as a whole
     assert documents == [text.replace("\u2581", " ")]
 
 
@@ -150,23 +158,25 @@ def test_byte_level_vocabularies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     vocab = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf"
     texts = ["  It's 12345 o'clock\n\n\n\u4e2d\u6587\u3002\u2581 <|end_of_text|> x", "\U0001f600 a"]
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 7)
-    documents, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
+    documents, _ = parts_of(write_text(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
     assert documents == texts
 
 
 def test_json_lines(tmp_path: Path, vocab: Path):
     lines = [{"text": "a\nb"}, {"id": 3, "text": " \n"}, {"text": "ü\n<|endoftext|>\n\0"}]
     content = "\n\n".join(map(json.dumps, lines)) + "\r\n" + '{"text": "ö"}'
-    data = written(tmp_path, data_jsonl=content) / "data.jsonl"
+    data = write_files(tmp_path, data_jsonl=content) / "data.jsonl"
     assert parts_of(data, vocab) == (["a\nb", "ü\n<|endoftext|>\n\0", "ö"], None)
 
 
 def test_folders(tmp_path: Path, vocab: Path):
-    folder = written(tmp_path, b_txt="b", a_txt="a\n<|endoftext|>\nc", notes_md="no", empty_txt="")
+    folder = write_files(
+        tmp_path, b_txt="b", a_txt="a\n<|endoftext|>\nc", notes_md="no", empty_txt=""
+    )
     assert parts_of(folder, vocab) == (["a", "c", "b"], None)
-    written(tmp_path, train_txt="t", test_txt="no")
+    write_files(tmp_path, train_txt="t", test_txt="no")
     assert parts_of(folder, vocab) == (["t"], None)
-    written(tmp_path, val_jsonl='{"text": "v"}')
+    write_files(tmp_path, val_jsonl='{"text": "v"}')
     assert parts_of(folder, vocab) == (["t"], ["v"])
     assert parts_of(folder, vocab, val_split=0.5) == (["t"], ["v"])
 
@@ -176,7 +186,9 @@ def test_folders(tmp_path: Path, vocab: Path):
 
 def test_every_kth_document_is_for_validation(tmp_path: Path, vocab: Path):
     names = [f"name {i}" for i in range(1, 41)]
-    train, valid = parts_of(one(tmp_path, "\n".join(names)), vocab, separator="\n", val_split=0.1)
+    train, valid = parts_of(
+        write_text(tmp_path, "\n".join(names)), vocab, separator="\n", val_split=0.1
+    )
     assert valid == ["name 10", "name 20", "name 30", "name 40"]
     assert train == [name for name in names if name not in valid]
 
@@ -186,7 +198,9 @@ def test_of_few_documents_the_end_is_for_validation(tmp_path: Path, vocab: Path,
     """Also of more documents than 20, if every k-th would be none of them."""
     lines = [f"{i}: one line\nand one more" for i in range(count)]
     train, valid = parts_of(
-        one(tmp_path, "\n<|endoftext|>\n".join(lines)), vocab, val_split=0.03 if count > 20 else 0.2
+        write_text(tmp_path, "\n<|endoftext|>\n".join(lines)),
+        vocab,
+        val_split=0.03 if count > 20 else 0.2,
     )
     assert valid and len("".join(valid)) < len("".join(train)) / 2
     joined = "".join(train + valid)
@@ -195,17 +209,17 @@ def test_of_few_documents_the_end_is_for_validation(tmp_path: Path, vocab: Path,
 
 
 @pytest.mark.parametrize(
-    ("text", "at", "wanted"),
+    ("text", "at", "expected"),
     [("aa\nbb\ncc", 4, 6), ("aa\nbbbb\n ", 4, 3), ("aaaa", 3, 3), ("aa\n", 2, 2), ("\na\nb", 1, 3)],
 )
-def test_where_a_text_is_cut(text: str, at: int, wanted: int):
-    assert documents._line_break(text, at) == wanted
+def test_where_a_text_is_cut(text: str, at: int, expected: int):
+    assert documents._line_break(text, at) == expected
 
 
 def test_a_cut_between_two_pieces(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     for chunk in range(1, 12):
         monkeypatch.setattr(text_streams, "CHUNK_NBYTES", chunk)
-        train, valid = parts_of(one(tmp_path, "abcdefghij" * 8), vocab, val_split=0.5)
+        train, valid = parts_of(write_text(tmp_path, "abcdefghij" * 8), vocab, val_split=0.5)
         assert train + (valid or []) == ["abcdefghij" * 4] * 2
 
 
@@ -250,31 +264,31 @@ def test_bad_folders(tmp_path: Path):
         documents.find_sources(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"holds no text; it must have train\.txt"):
         documents.find_sources(tmp_path)
-    written(tmp_path, valid_txt="a")
+    write_files(tmp_path, valid_txt="a")
     with pytest.raises(InputError, match=r"has valid\.txt, but no train\.txt or train\.jsonl"):
         documents.find_sources(tmp_path)
-    written(tmp_path, train_txt="a", train_jsonl="{}")
+    write_files(tmp_path, train_txt="a", train_jsonl="{}")
     with pytest.raises(InputError, match=r"has train\.txt and train\.jsonl; keep one"):
         documents.find_sources(tmp_path)
 
 
 def test_texts_too_short_to_divide(tmp_path: Path, vocab: Path):
     with pytest.raises(InputError, match="leaves no text for training"):
-        parts_of(one(tmp_path, "a"), vocab, val_split=0.1)
-    folder = written(tmp_path, train_txt="a", valid_txt="\n")
+        parts_of(write_text(tmp_path, "a"), vocab, val_split=0.1)
+    folder = write_files(tmp_path, train_txt="a", valid_txt="\n")
     with pytest.raises(InputError, match="leaves no text for validation"):
         parts_of(folder, vocab, val_split=0.1)
     with pytest.raises(InputError, match=r"--val-split: 0\.9 must be from 0 to 0\.5"):
-        prepare(text_of(folder, val_split=0.9), tmp_path, silent)
+        prepare_corpus(text_of(folder, val_split=0.9), tmp_path, silent)
 
 
 # ---- the cache and the child
 
 
 def test_a_corpus_is_made_once_and_found_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    data, cache = one(tmp_path, PROSE * 20), tmp_path / "deep/cache"
+    data, cache = write_text(tmp_path, PROSE * 20), tmp_path / "deep/cache"
     text = text_of(data, val_split=0.1)
-    corpus = prepare(text, cache, silent)
+    corpus = prepare_corpus(text, cache, silent)
     assert corpus.train.ids.dtype == np.uint16 and not corpus.train.ids.flags.writeable
     assert isinstance(corpus.train.ids, np.memmap) and isinstance(corpus.train.starts, np.memmap)
     assert (
@@ -286,7 +300,7 @@ def test_a_corpus_is_made_once_and_found_again(tmp_path: Path, capfd: pytest.Cap
     inside = {path: path.stat().st_mtime_ns for path in (cache / corpus.fingerprint).iterdir()}
     assert [path.name for path in cache.iterdir()] == [corpus.fingerprint]
 
-    reloaded = prepare(text, cache, silent)
+    reloaded = prepare_corpus(text, cache, silent)
     assert (reloaded.fingerprint, reloaded.notes) == (corpus.fingerprint, corpus.notes)
     assert reloaded.vocabulary.keys() == corpus.vocabulary.keys()
     assert inside == {
@@ -296,38 +310,38 @@ def test_a_corpus_is_made_once_and_found_again(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_damaged_caches_are_made_anew(tmp_path: Path, vocab: Path):
-    text, cache = text_of(one(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
-    corpus = prepare(text, cache, silent)
+    text, cache = text_of(write_text(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
+    corpus = prepare_corpus(text, cache, silent)
     ids, folder = corpus.train.ids.tolist(), cache / corpus.fingerprint
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 6
     for name in names:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-40] if name != "notes.txt" else b"\xff")
-        assert prepare(text, cache, silent).train.ids.tolist() == ids
+        assert prepare_corpus(text, cache, silent).train.ids.tolist() == ids
         assert (folder / name).read_bytes() == content
     for name in ("valid.npy", "notes.txt"):
         (folder / name).unlink()
-        rebuilt = prepare(text, cache, silent)
+        rebuilt = prepare_corpus(text, cache, silent)
         assert rebuilt.train.ids.tolist() == ids and rebuilt.valid
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_caches_with_impossible_numbers_are_made_anew(tmp_path: Path, vocab: Path):
-    text, cache = text_of(one(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
-    corpus = prepare(text, cache, silent)
+    text, cache = text_of(write_text(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
+    corpus = prepare_corpus(text, cache, silent)
     ids = corpus.train.ids.tolist()
     for name, value in (("train.npy", b"\xff\xff"), ("train.starts.npy", b"\xff" * 8)):
         path = cache / corpus.fingerprint / name
         content = path.read_bytes()
         path.write_bytes(content[: -len(value)] + value)
-        assert prepare(text, cache, silent).train.ids.tolist() == ids
+        assert prepare_corpus(text, cache, silent).train.ids.tolist() == ids
         assert path.read_bytes() == content
 
 
 def test_what_a_fingerprint_depends_on(tmp_path: Path, vocab: Path):
-    def fingerprint(content: str = PROSE, vocab: Path | None = None, **more: object) -> str:
-        text = text_of(one(tmp_path, content), vocab, **more)
+    def fingerprint(content: str = PROSE, vocab: Path | None = None, **overrides: object) -> str:
+        text = text_of(write_text(tmp_path, content), vocab, **overrides)
         vocab_tokens = vocabulary_of(vocab) if vocab else None
         return _fingerprint(text, documents.find_sources(text.data), vocab_tokens)
 
@@ -341,15 +355,15 @@ def test_what_a_fingerprint_depends_on(tmp_path: Path, vocab: Path):
 
 
 def test_errors_of_the_child_come_back(tmp_path: Path, vocab: Path):
-    text = text_of(one(tmp_path, b"ab\xff"), vocab)
+    text = text_of(write_text(tmp_path, b"ab\xff"), vocab)
     with pytest.raises(InputError, match=r"data\.txt: byte 2 is not UTF-8; save it as UTF-8"):
-        prepare(text, tmp_path / "cache", silent)
+        prepare_corpus(text, tmp_path / "cache", silent)
     assert list((tmp_path / "cache").iterdir()) == []
-    text = text_of(one(tmp_path, PROSE), None, auto=False, vocab_size=9999)
+    text = text_of(write_text(tmp_path, PROSE), None, auto=False, vocab_size=9999)
     with pytest.raises(InputError, match="--vocab-size: the text is too small for 9999 tokens"):
-        prepare(text, tmp_path / "cache", silent)
+        prepare_corpus(text, tmp_path / "cache", silent)
     with pytest.raises(InputError, match=r"data\.txt: tokens cannot be cached there: "):
-        prepare(text, tmp_path / "data.txt", silent)
+        prepare_corpus(text, tmp_path / "data.txt", silent)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="process groups are POSIX's")
@@ -367,7 +381,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(
         "    text = Text(Path('data.txt'), Path('vocab.gguf'), 320, True, None, 0.0)\n"
         "    prepare(text, Path('cache'), print)"
     )
-    one(tmp_path, PROSE * 6_000)
+    write_text(tmp_path, PROSE * 6_000)
     shutil.copy(vocab, tmp_path / "vocab.gguf")
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE,
@@ -388,7 +402,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(
 def test_a_child_that_fails_says_why(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONHOME", "/nothing/there")
     with pytest.raises(RuntimeError, match="the child process that prepares the text failed: "):
-        prepare(text_of(one(tmp_path, PROSE), vocab), tmp_path / "cache", silent)
+        prepare_corpus(text_of(write_text(tmp_path, PROSE), vocab), tmp_path / "cache", silent)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -398,7 +412,7 @@ def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.Monke
     said: list[str] = []
     folder = tmp_path / "made"
     folder.mkdir()
-    write_corpus(text_of(one(tmp_path, PROSE * 2000), vocab), folder, said.append)
+    write_corpus(text_of(write_text(tmp_path, PROSE * 2000), vocab), folder, said.append)
     assert said[:2] == ["reading: 0 of 3 MB", "reading: 1 of 3 MB"]
     assert "tokenizing: 2 of 3 MB" in said
 
@@ -409,19 +423,19 @@ def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a b"}\n' + row + "\n", encoding="utf-8")
     kernels.prepare(("tokens", "splitting"))  # in no more than the rest
-    settle()
+    release_memory()
     used = private_nbytes() + (72 << 20)
     with pytest.raises(InputError, match=r"rows.jsonl: line 2 needs more memory to be read than"):
-        prepare(text_of(data), tmp_path / "cache", silent, f"{used}B")
+        prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{used}B")
     with pytest.raises(DoesNotFit, match="reading the data needs at least"):
-        prepare(text_of(data), tmp_path / "cache", silent, "8MiB")
+        prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
 
 
 def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST", 1000)
+    monkeypatch.setattr(records, "MAX_RECORD_LENGTH", 1000)
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 100)
     for name, text in (("a.jsonl.gz", '{"text": "a"}\n"%s"'), ("b.json.gz", '[\n"%s"]')):
         path = tmp_path / name
         path.write_bytes(gzip.compress((text % ("x" * 5000)).encode()))
         with pytest.raises(InputError, match=f"{name}: line 2 has more than"):
-            list(records.read_records("", Report(path)))
+            list(records.read_records("", ReadingReport(path)))

@@ -15,43 +15,45 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.interpreter import interpret
 from packtrain.engine.ops import delta_rule, delta_rule_back
 from packtrain.engine.tensor import input
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import open_model
-from packtrain.models.model_metadata import metadata
+from packtrain.models.model_metadata import model_metadata
 from tests.architectures import CONFIGS, random_weights, vocabulary
 from tests.hugging_face import write_checkpoint, write_safetensors
-from tests.models import bind
+from tests.models import bind_graph
 
-Keys = dict[str, Value]
+Keys = dict[str, MetadataValue]
 
 
-def saved(path: Path, name: str, gone: tuple[str, ...] = (), **changes: Value) -> Path:
+def save_random_model(
+    path: Path, name: str, gone: tuple[str, ...] = (), **changes: MetadataValue
+) -> Path:
     """A model of random weights without some keys, and with others changed."""
     config = CONFIGS[name]
-    keys = metadata(config, "random") | vocabulary()
+    keys = model_metadata(config, "random") | vocabulary()
     keys |= {f"{name}.{key.replace('__', '.')}": value for key, value in changes.items()}
     for key in gone:
         del keys[f"{name}.{key}"]
-    write(path, keys, random_weights(config))
+    write_gguf(path, keys, random_weights(config))
     return path
 
 
 def test_blocks_with_attention_are_every_fourth_or_those_that_are_not_listed(
     tmp_path: Path,
 ) -> None:
-    loaded = open_model(saved(tmp_path / "a.gguf", "qwen3next")).config
+    loaded = open_model(save_random_model(tmp_path / "a.gguf", "qwen3next")).config
     assert loaded.attending == (False, True, False, False)
     config = replace(CONFIGS["qwen3next"], attending=(False, False, False, True))
-    keys = metadata(config, "random") | vocabulary()
+    keys = model_metadata(config, "random") | vocabulary()
     assert keys["qwen3next.full_attention_interval"].value == 4
     for name in ("full_attention_interval", "attention.recurrent_layers"):
         del keys[f"qwen3next.{name}"]
-    write(tmp_path / "b.gguf", keys, random_weights(config))
+    write_gguf(tmp_path / "b.gguf", keys, random_weights(config))
     assert open_model(tmp_path / "b.gguf").config == config
 
 
 def test_a_file_with_experts_alone_has_no_other_width(tmp_path: Path) -> None:
-    path = saved(tmp_path / "m.gguf", "qwen35moe", ("feed_forward_length",))
+    path = save_random_model(tmp_path / "m.gguf", "qwen35moe", ("feed_forward_length",))
     assert open_model(path).config == replace(CONFIGS["qwen35moe"], feed_forward_length=256)
 
 
@@ -71,8 +73,10 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
     gone, overrides = BAD[line]
-    changes = {k: Value("i32" if isinstance(v, list) else "u32", v) for k, v in overrides.items()}
-    path = saved(tmp_path / "m.gguf", "qwen35", gone, **changes)
+    changes = {
+        k: MetadataValue("i32" if isinstance(v, list) else "u32", v) for k, v in overrides.items()
+    }
+    path = save_random_model(tmp_path / "m.gguf", "qwen35", gone, **changes)
     with pytest.raises(InputError) as error:
         open_model(path)
     assert line in str(error.value)
@@ -81,18 +85,20 @@ def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize("value", [4, -1, 0.5, True, "x"])
 def test_recurrent_blocks_that_are_not_listed_get_their_line(tmp_path: Path, value: object) -> None:
     kind = {int: "i32", float: "f32", bool: "bool", str: "string"}[type(value)]
-    path = saved(tmp_path / "m.gguf", "qwen3next", attention__recurrent_layers=Value(kind, value))
+    path = save_random_model(
+        tmp_path / "m.gguf", "qwen3next", attention__recurrent_layers=MetadataValue(kind, value)
+    )
     with pytest.raises(InputError, match=f"recurrent_layers is {value!r}; it must be such that"):
         open_model(path)
 
 
 @pytest.mark.parametrize("key", ["block_count", "rope__dimension_count"])
 def test_a_large_number_takes_little_memory(tmp_path: Path, key: str) -> None:
-    path = saved(
+    path = save_random_model(
         tmp_path / "m.gguf",
         "qwen35",
         ("attention.recurrent_layers",),
-        **{key: Value("u32", 1 << 24)},
+        **{key: MetadataValue("u32", 1 << 24)},
     )
     tracemalloc.start()
     try:
@@ -155,7 +161,7 @@ def test_many_tokens_with_decays_that_vanish() -> None:
         "beta": rng.random((1, time, heads)).astype(np.float32),
         "dy": rng.standard_normal(dy.shape).astype(np.float32),
     }  # fmt: skip
-    expected, got = interpret(graph, inputs), bind(graph, {})(inputs)
+    expected, got = interpret(graph, inputs), bind_graph(graph, {})(inputs)
     for name in graph.outputs:
         tolerance = 3e-6 * np.abs(expected[name]).max()
         np.testing.assert_allclose(got[name], expected[name], atol=tolerance, rtol=0)

@@ -13,42 +13,42 @@ import pytest
 import packtrain as pt
 from packtrain import kernels
 from packtrain.cli.main import main
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.running import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph
-from packtrain.gguf import write
+from packtrain.gguf import write_gguf
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.distillation_loss import Distill
+from packtrain.models.distillation_loss import DistillationLoss
 from packtrain.models.model_file import open_model
-from packtrain.models.transformer import Loss
+from packtrain.models.transformer import LossOutputs
 from packtrain.training.monitoring import metrics_file
-from packtrain.training.teacher_logits import FILE
+from packtrain.training.teacher_logits import TEACHER_FILE
 from tests.architectures import CONFIGS, random_model
-from tests.room import room
+from tests.room import memory_limit
 from tests.test_train import assert_resumes, said, signal_after
 
 B, T, C, V = 2, 5, 8, 23
 CONFIG = Config(V, 16, C, 1, 16, 2, 1)
 SETTINGS = {
-    "plain": Distill(0.3, 1.0, 4),
-    "hot": Distill(0.6, 2.5, 4),
-    "alone": Distill(1.0, 0.7, 3),
+    "plain": DistillationLoss(0.3, 1.0, 4),
+    "hot": DistillationLoss(0.6, 2.5, 4),
+    "alone": DistillationLoss(1.0, 0.7, 3),
 }
 
 
-def example(how: Distill) -> dict[str, np.ndarray]:
+def example(distill: DistillationLoss) -> dict[str, np.ndarray]:
     """Values of the inputs; one position counts nothing."""
     rng = np.random.default_rng(1)
     targets = rng.integers(0, V, (B, T)).astype(np.int32)
     weights = rng.uniform(0.1, 1, (B, T)).astype(np.float32)
     weights[0, 0], targets[0, 0] = 0, -1
     teacher = rng.standard_normal((B * T, V)).astype(np.float32) * 2
-    ids = np.argsort(-teacher, axis=-1)[:, : how.top].astype(np.int32)
+    ids = np.argsort(-teacher, axis=-1)[:, : distill.top].astype(np.int32)
     logits = np.take_along_axis(teacher, ids, -1)
     teacher_ids = np.concatenate((np.maximum(targets, 0).reshape(-1, 1), ids), -1)
-    parts = how.parts(logits) * (weights.reshape(-1, 1) > 0)
+    parts = distill.row_weights(logits) * (weights.reshape(-1, 1) > 0)
     by_row = {"teacher_ids": teacher_ids.astype(np.int32), "teacher_parts": parts}
     by_position = {n: v.reshape(B, T, -1).swapaxes(1, 2).copy() for n, v in by_row.items()}
     x = rng.standard_normal((B, T, C)).astype(np.float32)
@@ -59,33 +59,35 @@ def example(how: Distill) -> dict[str, np.ndarray]:
     }
 
 
-def graph(how: Distill) -> tuple[pt.Tensor, list[pt.Tensor]]:
+def graph(distill: DistillationLoss) -> tuple[pt.Tensor, list[pt.Tensor]]:
     x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
     targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
     results = ops.linear_cross_entropy(x, head, targets, counted, chunk=4)
-    base_loss = Loss(*results[:3], [], x, targets, counted)
-    return how.loss(CONFIG, {"token_embd.weight": head}, base_loss, 4), [x, head]
+    base_loss = LossOutputs(*results[:3], [], x, targets, counted)
+    return distill.loss(CONFIG, {"token_embd.weight": head}, base_loss, 4), [x, head]
 
 
-def wanted(how: Distill, given: dict[str, np.ndarray], x: np.ndarray, head: np.ndarray) -> float:
+def expected_loss(
+    distill: DistillationLoss, arrays: dict[str, np.ndarray], x: np.ndarray, head: np.ndarray
+) -> float:
     """The loss in f64, written out over the whole vocabulary."""
     z = x.astype(np.float64) @ head.astype(np.float64).T
 
     def likelihoods(z: np.ndarray) -> np.ndarray:
         return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
-    at = np.maximum(given["targets"], 0)[..., None]
+    at = np.maximum(arrays["targets"], 0)[..., None]
     hard_losses = -np.take_along_axis(likelihoods(z), at, -1)[..., 0]
-    p = np.exp(given["logits"].astype(np.float64) / how.temperature)
+    p = np.exp(arrays["logits"].astype(np.float64) / distill.temperature)
     p /= p.sum(-1, keepdims=True)
-    q = np.take_along_axis(likelihoods(z / how.temperature), given["ids"], -1)
-    soft_losses = -(p * q).sum(-1) * how.temperature**2
-    token_losses = (1 - how.weight) * hard_losses + how.weight * soft_losses
-    return float((token_losses * given["weights"]).sum())
+    q = np.take_along_axis(likelihoods(z / distill.temperature), arrays["ids"], -1)
+    soft_losses = -(p * q).sum(-1) * distill.temperature**2
+    token_losses = (1 - distill.weight) * hard_losses + distill.weight * soft_losses
+    return float((token_losses * arrays["weights"]).sum())
 
 
-def inputs(given: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
-    return {n: v for n, v in {**given, "token_embd.weight": given["head"]}.items() if n in names}
+def inputs(arrays: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
+    return {n: v for n, v in {**arrays, "token_embd.weight": arrays["head"]}.items() if n in names}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -94,16 +96,18 @@ def test_the_loss_and_its_slope(name: str) -> None:
     arrays, (loss, leaves) = example(settings), graph(settings)
     gradients = differentiate(loss, leaves)
     loss_graph = Graph({"loss": loss} | {t.label: d for t, d in gradients.items()})
-    actual = run(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
+    actual = run_graph(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
     x, head = arrays["x"], arrays["head"]
-    assert float(actual["loss"]) == pytest.approx(wanted(settings, arrays, x, head), rel=1e-5)
+    assert float(actual["loss"]) == pytest.approx(
+        expected_loss(settings, arrays, x, head), rel=1e-5
+    )
     for label, array in (("x", x), ("token_embd.weight", head)):
         for at in [*np.ndindex(array.shape)][::7]:
             step = np.zeros(array.shape)
             step[at] = 1e-5
             sides = [array + step, array - step]
             up, down = (
-                wanted(settings, arrays, *((side, head) if label == "x" else (x, side)))
+                expected_loss(settings, arrays, *((side, head) if label == "x" else (x, side)))
                 for side in sides
             )
             assert actual[label][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), (label, at)
@@ -124,13 +128,13 @@ def test_a_bias_of_the_head_counts_as_a_column_of_it_by_ones(name: str) -> None:
         b = pt.weight("output.bias", (V,)) if biased else None
         targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
         results = ops.linear_cross_entropy(x, head, targets, counted, b, chunk=4)
-        base_loss = Loss(*results[:3], [], x, targets, counted)
+        base_loss = LossOutputs(*results[:3], [], x, targets, counted)
         leaves = {"token_embd.weight": head} | ({} if b is None else {"output.bias": b})
         loss = settings.loss(CONFIG, leaves, base_loss, 4)
         slopes = differentiate(loss, [x, *leaves.values()])
         loss_graph = Graph({"loss": loss} | {t.label: d for t, d in slopes.items()})
         fed = inputs(values, {leaf.label for leaf in loss_graph.leaves})
-        outputs.append(run(loss_graph, fed | ({} if b is None else {"output.bias": bias})))
+        outputs.append(run_graph(loss_graph, fed | ({} if b is None else {"output.bias": bias})))
     biased_output, widened_output = outputs
     assert float(biased_output["loss"]) == pytest.approx(float(widened_output["loss"]), rel=1e-6)
     for actual, expected in (
@@ -149,7 +153,7 @@ def test_pytorch_agrees(name: str) -> None:
     arrays, (loss, leaves) = example(settings), graph(settings)
     gradients = differentiate(loss, leaves)
     loss_graph = Graph({"loss": loss} | {t.label: d for t, d in gradients.items()})
-    actual = run(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
+    actual = run_graph(loss_graph, inputs(arrays, {leaf.label for leaf in loss_graph.leaves}))
     x, head = (torch.tensor(arrays[n]).double().requires_grad_() for n in ("x", "head"))
     z, counted = x @ head.T, torch.tensor(arrays["weights"]).double()
     functional = torch.nn.functional
@@ -189,11 +193,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tuned(folder: Path, output: Path, *more: str, base: str = "llama tied") -> int:
+def run_finetune(folder: Path, output: Path, *extra_flags: str, base: str = "llama tied") -> int:
     args = [str(folder / f"{base}.gguf"), "--data", str(folder / "data.jsonl"), "-o", str(output)]
     common_flags = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
-    teacher = ["--teacher", str(folder / "llama tied.gguf")] if "--teacher" not in more else []
-    return main(["finetune", *args, *common_flags, *teacher, *more])
+    teacher = (
+        ["--teacher", str(folder / "llama tied.gguf")] if "--teacher" not in extra_flags else []
+    )
+    return main(["finetune", *args, *common_flags, *teacher, *extra_flags])
 
 
 def losses(output: Path) -> list[float]:
@@ -204,17 +210,17 @@ def losses(output: Path) -> list[float]:
 def test_what_the_teacher_says_is_kept(folder: Path, tmp_path: Path, capsys: Any) -> None:
     """Its likeliest tokens are those of its logits; the file is read again, unless it is of something else."""
     output = tmp_path / "tuned.gguf"
-    assert tuned(folder, output, "--iters", "2", "--distill-top", "5") == 0, said(capsys)
-    path = output.with_suffix(".run") / FILE
+    assert run_finetune(folder, output, "--iters", "2", "--distill-top", "5") == 0, said(capsys)
+    path = output.with_suffix(".run") / TEACHER_FILE
     with np.load(path) as file:
         ids, top_logits = file["ids"], file["logits"]
     has_teacher = ids[:, 0] >= 0
     assert has_teacher.any() and ids.shape[1] == 5
     assert (np.diff(top_logits[has_teacher], axis=-1) <= 0).all()
     mtime_before = path.stat().st_mtime_ns
-    assert tuned(folder, output, "--iters", "2", "--distill-top", "5", "--overwrite") == 0
+    assert run_finetune(folder, output, "--iters", "2", "--distill-top", "5", "--overwrite") == 0
     assert path.stat().st_mtime_ns == mtime_before
-    assert tuned(folder, output, "--iters", "2", "--distill-top", "6", "--overwrite") == 0
+    assert run_finetune(folder, output, "--iters", "2", "--distill-top", "6", "--overwrite") == 0
     with np.load(path) as file:
         assert file["ids"].shape[1] == 6
 
@@ -223,28 +229,28 @@ def test_a_teacher_that_is_the_model_leaves_it_as_it_is(folder: Path, tmp_path: 
     """Alone and with all that it finds likely, its loss has no slope where the student says the same."""
     output = tmp_path / "tuned.gguf"
     flags = ["--iters", "1", "--distill-weight", "1", "--distill-top", "128"]
-    assert tuned(folder, output, *flags) == 0
+    assert run_finetune(folder, output, *flags) == 0
     record = next(iter(metrics_file.read(output.with_suffix(".run") / "metrics.jsonl")))
     other_output = tmp_path / "other.gguf"
-    assert tuned(folder, other_output, "--iters", "1", "--distill-weight", "0.001") == 0
+    assert run_finetune(folder, other_output, "--iters", "1", "--distill-weight", "0.001") == 0
     plain_record = next(iter(metrics_file.read(other_output.with_suffix(".run") / "metrics.jsonl")))
     assert record["grad_norm"] < 0.5 * plain_record["grad_norm"]
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    assert_resumes(partial(tuned, folder), losses, tmp_path, capsys)
+    assert_resumes(partial(run_finetune, folder), losses, tmp_path, capsys)
 
 
 def test_a_resumed_run_reads_no_more_with_the_teacher_than_it_sees(folder, tmp_path, capsys):
     output = tmp_path / "tuned.gguf"
     flags = ["--iters", "3", "--batch-size", "1", "--ctx", "64"]
     with signal_after(1):
-        assert tuned(folder, output, *flags) == 130
-    path = output.with_suffix(".run") / FILE
+        assert run_finetune(folder, output, *flags) == 130
+    path = output.with_suffix(".run") / TEACHER_FILE
     with np.load(path) as file:
         saved_ids = file["ids"]
     assert (saved_ids[:, 0] < 0).any()
-    assert tuned(folder, output, *flags, "--resume") == 0, said(capsys)
+    assert run_finetune(folder, output, *flags, "--resume") == 0, said(capsys)
     with np.load(path) as file:
         assert np.array_equal(file["ids"], saved_ids)
 
@@ -253,7 +259,7 @@ def test_the_specification_learns_the_same(folder: Path, tmp_path: Path, capsys:
     loss_curves = []
     for device in ("cpu", "numpy"):
         output = tmp_path / f"{device}.gguf"
-        assert tuned(folder, output, "--iters", "2", "--device", device) == 0, said(capsys)
+        assert run_finetune(folder, output, "--iters", "2", "--device", device) == 0, said(capsys)
         loss_curves.append(losses(output))
     np.testing.assert_allclose(loss_curves[1], loss_curves[0], rtol=1e-4)
 
@@ -268,8 +274,8 @@ def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, c
         changed[f"tokenizer.ggml.{name}"] = replace(entry, value=[*entry.value][:-3])
     size = changed["qwen2.vocab_size"]
     changed["qwen2.vocab_size"] = replace(size, value=size.value - 3)
-    write(tmp_path / "less.gguf", changed, arrays)
-    assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "less.gguf")) == 2
+    write_gguf(tmp_path / "less.gguf", changed, arrays)
+    assert run_finetune(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "less.gguf")) == 2
     count = len(arrays["token_embd.weight"])
     assert f"less.gguf has {count} tokens, and the data has token" in said(capsys)[-1]
     monkeypatch.setitem(CONFIGS, "gpt2", replace(CONFIGS["gpt2"], context_length=128))
@@ -277,28 +283,28 @@ def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, c
     long_record = {"prompt": "say it", "completion": "sun " * 100}
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(long_record)] * 9))
     flags = ["--teacher", str(tmp_path / "gpt2.gguf"), "--data", str(tmp_path / "data.jsonl")]
-    assert tuned(folder, tmp_path / "t.gguf", *flags, "--ctx", "300") == 2
+    assert run_finetune(folder, tmp_path / "t.gguf", *flags, "--ctx", "300") == 2
     last = said(capsys)[-1]
     assert "gpt2.gguf has learned 128 positions" in last and "give --ctx 128" in last
-    assert tuned(folder, tmp_path / "t.gguf", *flags, "--ctx", "128", "--iters", "1") == 0
+    assert run_finetune(folder, tmp_path / "t.gguf", *flags, "--ctx", "128", "--iters", "1") == 0
 
 
 def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
     loss_curves = []
     for name, flags in (
         ("a", []),
-        ("b", ["--memory", room(600)]),
+        ("b", ["--memory", memory_limit(600)]),
         ("c", ["--recompute", "blocks"]),
     ):
         output = tmp_path / f"{name}.gguf"
-        assert tuned(folder, output, "--iters", "2", *flags) == 0
+        assert run_finetune(folder, output, "--iters", "2", *flags) == 0
         loss_curves.append(losses(output))
     np.testing.assert_allclose(loss_curves[1], loss_curves[0], rtol=1e-5)
     np.testing.assert_allclose(loss_curves[2], loss_curves[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("base", "more", "why"),
+    ("base", "extra_flags", "message"),
     [
         ("llama tied", ["--loss", "dpo"], "--teacher has no effect with a loss of pairs"),
         ("gemma2", ["--teacher", "gemma2.gguf"], "caps its logits"),
@@ -306,10 +312,10 @@ def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path)
         ("llama tied", ["--memory", "40MiB"], "--memory"),
     ],
 )
-def test_what_it_is_not_for_is_refused(base, more, why, folder, tmp_path, capsys):
-    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
-    assert tuned(folder, tmp_path / "tuned.gguf", *more, base=base) in (2, 3)
-    assert any(why in line for line in said(capsys))
+def test_what_it_is_not_for_is_refused(base, extra_flags, message, folder, tmp_path, capsys):
+    extra_flags = [str(folder / one) if one.endswith(".gguf") else one for one in extra_flags]
+    assert run_finetune(folder, tmp_path / "tuned.gguf", *extra_flags, base=base) in (2, 3)
+    assert any(message in line for line in said(capsys))
 
 
 def test_settings_without_a_teacher_are_refused(folder, tmp_path, capsys):
@@ -326,7 +332,7 @@ def test_another_vocabulary_is_refused_by_name(folder, tmp_path, capsys):
     tokens = changed["tokenizer.ggml.tokens"]
     changed_tokens = replace(tokens, value=[*tokens.value[:-1], b"another"])
     arrays = {n: model.gguf.array(n) for n in transformer.weights(model.config)}
-    write(tmp_path / "other.gguf", changed | {"tokenizer.ggml.tokens": changed_tokens}, arrays)
-    assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "other.gguf")) == 2
+    write_gguf(tmp_path / "other.gguf", changed | {"tokenizer.ggml.tokens": changed_tokens}, arrays)
+    assert run_finetune(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "other.gguf")) == 2
     last = said(capsys)[-1]
     assert "b'another'" in last and "a teacher needs the same" in last

@@ -10,11 +10,11 @@ import pytest
 import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError, Interrupted
-from packtrain.common.events import Callbacks
-from packtrain.gguf import GGUF, Value, write
-from packtrain.inference.embeddings import batches, normalized
+from packtrain.common.events import TaskCallbacks
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
+from packtrain.inference.embeddings import batches, normalize_vector
 from packtrain.models.model_file import open_model
-from packtrain.workflows.text_embeddings import Embed, embed
+from packtrain.workflows.text_embeddings import EmbedSettings, embed
 from tests.architectures import random_model
 from tests.numpy_models import Model
 
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(path: Path, text: str, pooling: str) -> np.ndarray:
     """By the forward pass of the tests, in float64."""
     model = open_model(path)
-    tensors = {name: model.weight(name) for name in model.names}
+    tensors = {name: model.weight(name) for name in model.weight_names}
     ids = np.array(model.tokenizer().encode(text))
     rows = Model(model.gguf.metadata, tensors, len(ids)).hidden(ids)
     return {"mean": rows.mean(0), "cls": rows[0], "last": rows[-1]}[pooling]
@@ -69,8 +69,8 @@ def test_norms_are_those_of_llama_embedding():
     v = np.array([3, -4, 0], np.float32)
     expected_by_norm = {-1: v, 0: v * 8190, 1: v / 7, 2: v / 5, 3: v / 91 ** (1 / 3)}
     for norm, values in expected_by_norm.items():
-        np.testing.assert_allclose(normalized(v, norm), values, rtol=1e-6)
-    assert not normalized(np.zeros(3, np.float32), 2).any()
+        np.testing.assert_allclose(normalize_vector(v, norm), values, rtol=1e-6)
+    assert not normalize_vector(np.zeros(3, np.float32), 2).any()
 
 
 @pytest.mark.parametrize(("stored", "pooling"), [(1, "mean"), (2, "cls"), (3, "last"), (0, "mean")])
@@ -83,8 +83,8 @@ def test_the_file_says_how_it_pools(path: Path, tmp_path: Path, stored: int, poo
 
 def with_pooling(path: Path, folder: Path, stored: int) -> Path:
     gguf = GGUF(path)
-    keys = gguf.values | {"llama.pooling_type": Value("u32", stored)}
-    write(folder / "b.gguf", keys, {name: gguf.array(name) for name in gguf.entries})
+    keys = gguf.values | {"llama.pooling_type": MetadataValue("u32", stored)}
+    write_gguf(folder / "b.gguf", keys, {name: gguf.array(name) for name in gguf.entries})
     return folder / "b.gguf"
 
 
@@ -110,7 +110,7 @@ def test_the_command_prints_arrays_or_what_openai_does(
     assert [entry["index"] for entry in response["data"]] == [0, 1, 2]
     assert response["data"][1]["embedding"] == json.loads(arrays)[1]
     assert response["usage"]["total_tokens"] == sum(
-        embed(Embed(path, ("the cat", "the dog", "birds")), Callbacks()).tokens
+        embed(EmbedSettings(path, ("the cat", "the dog", "birds")), TaskCallbacks()).tokens
     )
     np.testing.assert_allclose(response["cosineSimilarity"], reference @ reference.T, atol=2e-6)
     assert main([*args, "--embd-output-format", "json", "--embd-normalize", "-1"]) == 0
@@ -121,7 +121,7 @@ def test_the_command_prints_arrays_or_what_openai_does(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("options", "said"),
     [
         ({}, "there is no text to embed; give some with --prompt or --file"),
         ({"prompt": ("a", "\ud800")}, "--prompt: the text is not UTF-8"),
@@ -129,26 +129,26 @@ def test_the_command_prints_arrays_or_what_openai_does(
         ({"prompt": ("a",), "cache_type": "q8_0"}, ""),
     ],
 )  # fmt: skip
-def test_what_is_refused(path: Path, how: dict, said: str):
-    settings = replace(Embed(path), **how)
+def test_what_is_refused(path: Path, options: dict, said: str):
+    settings = replace(EmbedSettings(path), **options)
     if not said:
-        assert embed(settings, Callbacks()).vectors.shape == (1, 256)
+        assert embed(settings, TaskCallbacks()).vectors.shape == (1, 256)
         return
     with pytest.raises(InputError, match=said):
-        embed(settings, Callbacks())
+        embed(settings, TaskCallbacks())
 
 
 def test_a_stopped_run_gives_no_result(path: Path):
-    callbacks = Callbacks()
+    callbacks = TaskCallbacks()
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped after 0 of 4 texts, without a result"):
-        embed(Embed(path, tuple(TEXTS)), callbacks)
+        embed(EmbedSettings(path, tuple(TEXTS)), callbacks)
 
 
 def test_a_model_with_damaged_weights_has_no_embeddings(path: Path, tmp_path: Path):
     file, bad = GGUF(path), tmp_path / "bad.gguf"
     arrays = {name: file.array(name).copy() for name in file.entries}
     arrays["output_norm.weight"][0] = np.nan
-    write(bad, file.values, arrays)
+    write_gguf(bad, file.values, arrays)
     with pytest.raises(InputError, match="the embeddings are not finite; weights of the model"):
         pt.embed(bad, ["a"])

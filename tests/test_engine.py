@@ -8,39 +8,39 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
 from packtrain.engine.placement import place
 from packtrain.models import transformer
-from packtrain.models.cached_transformer import Cache, generation
-from packtrain.models.kv_cell_table import Cells
-from packtrain.planner.checkpointing import uniform
+from packtrain.models.cached_transformer import CacheLayout, generation
+from packtrain.models.kv_cell_table import CellTable
+from packtrain.planner.checkpointing import uniform_choice
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, make_plans
-from packtrain.training.lr_schedule import Schedule
-from packtrain.training.training_engine import Engine
-from tests.models import CONFIG, batch, values
+from packtrain.training.lr_schedule import LrSchedule
+from packtrain.training.training_engine import TrainingEngine
+from tests.models import CONFIG, seeded_batch, seeded_weights
 
 ROWS, TIME = 4, 16
 
 
-def engine(rows: int, micros: int, **given) -> Engine:
-    model_engine = Engine(
-        make_plans(StepShape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW()
+def engine(rows: int, micros: int, **shape_options) -> TrainingEngine:
+    model_engine = TrainingEngine(
+        make_plans(StepShape(CONFIG, rows, TIME, micros, **shape_options), AdamW()), AdamW()
     )
-    model_engine.session.set(values(CONFIG))
+    model_engine.session.set(seeded_weights(CONFIG))
     return model_engine
 
 
 def windows(seed: int) -> dict[str, np.ndarray]:
     """A batch whose weights are 1 or 0, as data has them, unevenly over its rows."""
-    inputs = batch(CONFIG, ROWS, TIME, seed)
+    inputs = seeded_batch(CONFIG, ROWS, TIME, seed)
     keep = np.arange(TIME)[None] < np.array([[TIME], [3], [9], [TIME - 1]])
     return inputs | {"weights": keep.astype(np.float32)}
 
 
-def part(whole: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
-    return {name: value[rows] for name, value in whole.items()}
+def part(arrays: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
+    return {name: value[rows] for name, value in arrays.items()}
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
+@pytest.mark.parametrize("keep", [None, uniform_choice(CONFIG.block_count, ())])
 def test_micro_batches_are_one_batch(max_norm, keep):
     reference = engine(ROWS, 1, max_norm=max_norm, keep=keep)
     parts = engine(ROWS // 4, 4, max_norm=max_norm, keep=keep)
@@ -52,7 +52,7 @@ def test_micro_batches_are_one_batch(max_norm, keep):
         assert a.tokens == b.tokens == int(full_batch["weights"].sum())
         np.testing.assert_allclose([b.loss, b.norm], [a.loss, a.norm], rtol=1e-5)
     for name in transformer.weights(CONFIG):
-        change = reference.session.get(name) - values(CONFIG)[name]
+        change = reference.session.get(name) - seeded_weights(CONFIG)[name]
         assert np.abs(change).max() > 1e-3
         np.testing.assert_allclose(
             parts.session.get(name), reference.session.get(name), atol=1e-4, err_msg=name
@@ -67,10 +67,10 @@ def test_a_bad_step_is_skipped_named_and_its_sums_forgotten():
     huge = np.full_like(good, 3e38)
     parts.session.set({name: huge})
     did = parts.step(halves, 1, 1e-2)
-    assert did.bad is not None and "blk.0.ffn_up" in did.bad
+    assert did.skip_reason is not None and "blk.0.ffn_up" in did.skip_reason
     assert (parts.session.get(name) == huge).all() and not parts.session.get(f"m/{name}").any()
     parts.session.set({name: good})
-    assert parts.step(halves, 1, 1e-2).bad is None
+    assert parts.step(halves, 1, 1e-2).skip_reason is None
     assert np.isfinite(parts.session.get(name)).all() and parts.session.get(f"m/{name}").any()
 
 
@@ -101,33 +101,37 @@ def test_a_plan_counts_every_leaf_once_and_one_arena():
 
 
 def test_schedules():
-    cosine = Schedule("cosine", 1.0, 0.1, warmup=10, steps=110)
+    cosine = LrSchedule("cosine", 1.0, 0.1, warmup_steps=10, steps=110)
     assert [cosine.rate(s) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
     assert cosine.rate(11) == 1.0
     assert cosine.rate(110) == pytest.approx(0.1)
-    assert Schedule("cosine", 1.0, 0.0, 0, 101).rate(51) == pytest.approx(0.5)
-    assert Schedule("linear", 1.0, 0.2, 0, 101).rate(26) == pytest.approx(0.8)
-    assert {Schedule("constant", 0.3, 0.0, 2, 9).rate(s) for s in range(2, 10)} == {0.3}
-    cycles = Schedule("cosine", 1.0, 0.0, 0, 101, cycles=2)
+    assert LrSchedule("cosine", 1.0, 0.0, 0, 101).rate(51) == pytest.approx(0.5)
+    assert LrSchedule("linear", 1.0, 0.2, 0, 101).rate(26) == pytest.approx(0.8)
+    assert {LrSchedule("constant", 0.3, 0.0, 2, 9).rate(s) for s in range(2, 10)} == {0.3}
+    cycles = LrSchedule("cosine", 1.0, 0.0, 0, 101, num_cycles=2)
     assert cycles.rate(50) < 0.01 and cycles.rate(51) == pytest.approx(1.0)
     assert cycles.rate(101) == pytest.approx(0.0, abs=1e-9)
-    assert Schedule("cosine", 1.0, 0.0, 1, 1).rate(1) == 1.0
-    growing = Schedule("linear", 1.0, 0.0, 0, 71, cycles=3, growth=2.0)  # of 10, 20 and 40 steps
+    assert LrSchedule("cosine", 1.0, 0.0, 1, 1).rate(1) == 1.0
+    growing = LrSchedule(
+        "linear", 1.0, 0.0, 0, 71, num_cycles=3, cycle_growth=2.0
+    )  # of 10, 20 and 40 steps
     assert [s for s in range(1, 71) if growing.rate(s) == 1.0] == [1, 11, 31]
     assert growing.rate(21) == pytest.approx(0.5) and growing.rate(71) == 0.0
-    warm = Schedule("constant", 1.0, 0.0, 4, 9, start=0.2)
+    warm = LrSchedule("constant", 1.0, 0.0, 4, 9, start_lr=0.2)
     assert [warm.rate(s) for s in (1, 3, 4, 5)] == pytest.approx([0.4, 0.8, 1.0, 1.0])
-    halving = Schedule("halving", 1.0, 0.2, 1, 99, every=3)
+    halving = LrSchedule("halving", 1.0, 0.2, 1, 99, halving_steps=3)
     assert [halving.rate(s) for s in (1, 2, 4, 5, 7, 8, 99)] == [1, 1, 1, 0.5, 0.5, 0.25, 0.2]
 
 
 def test_accuracy_counts_the_targets_that_were_likeliest():
     model_engine, inputs = engine(ROWS, 1), windows(5)
-    logits, handles = generation(CONFIG, transformer.weights(CONFIG), TIME, Cache(TIME), TIME)
+    logits, handles = generation(CONFIG, transformer.weights(CONFIG), TIME, CacheLayout(TIME), TIME)
     run = model_engine.session.executor(place(Graph({"logits": logits}, handles)))
     likeliest = []
     for row in range(ROWS):
-        fed = Cells(TIME).feed(inputs["tokens"][row], inputs["seq"][row], np.arange(TIME))
+        fed = CellTable(TIME).feed_inputs(
+            inputs["tokens"][row], inputs["seq"][row], np.arange(TIME)
+        )
         likeliest.append(run(fed)["logits"].argmax(-1))
     inputs["targets"][:, ::2] = np.array(likeliest)[:, ::2]
     right = (np.array(likeliest) == inputs["targets"]) * inputs["weights"]

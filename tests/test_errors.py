@@ -16,17 +16,17 @@ from packtrain.engine.tensor import Kernel, named
 from packtrain.models.config import PRESETS
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import make_plans
-from tests.models import CONFIG, batch, bind, same_bits, steps, values
+from tests.models import CONFIG, bind_graph, same_bits, seeded_batch, seeded_weights, step_graph
 
 FILE = "test_errors.py"
 
 
-def line() -> int:
+def caller_line() -> int:
     """The number of the line that calls this."""
     return inspect.currentframe().f_back.f_lineno
 
 
-def message(error: pytest.ExceptionInfo[BaseException]) -> str:
+def error_text(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value)
 
 
@@ -35,11 +35,11 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 def test_a_shape_that_does_not_fit():
     h, w = pt.input("h", (3, 4)), pt.weight("blk.0.attn_q.weight", (5, 6))
-    made_at = line() + 1
+    made_at = caller_line() + 1
     x = named("blk.0.attn_norm", ops.rms_norm(h, eps=1e-5))
     with pytest.raises(GraphError) as error:
         ops.matmul(x, w)
-    assert message(error).splitlines() == [
+    assert error_text(error).splitlines() == [
         "matmul: last axis of x f32[3, 4] (4) must equal last axis of w f32[5, 6] (6)",
         f"  at {FILE}:{made_at + 2}",
         f"    blk.0.attn_norm: f32[3, 4] = rms_norm(h, eps=1e-05)  # {FILE}:{made_at}",
@@ -51,9 +51,9 @@ def test_a_dtype_that_does_not_fit():
     ids = pt.input("ids", (3,), i32)
     with pytest.raises(GraphError) as error:
         ops.add(ids, pt.input("x", (3,)))
-    assert message(error).startswith("add: ")
-    assert "i32[3]" in message(error) and "f32[3]" in message(error)
-    assert "    ids: i32[3]\n    x: f32[3]" in message(error)
+    assert error_text(error).startswith("add: ")
+    assert "i32[3]" in error_text(error) and "f32[3]" in error_text(error)
+    assert "    ids: i32[3]\n    x: f32[3]" in error_text(error)
 
 
 def test_an_input_that_is_no_tensor():
@@ -99,27 +99,27 @@ def test_only_a_whole_leaf_is_written():
 # ---- handles -------------------------------------------------------------------------------------------------
 
 
-def written() -> tuple[pt.Tensor, pt.Tensor, int]:
+def written_state() -> tuple[pt.Tensor, pt.Tensor, int]:
     """A state leaf, its handle after a write, and the line of that write."""
     leaf, x = pt.state("cache", (5, 3)), pt.input("x", (2, 3))
-    at = line() + 1
+    at = caller_line() + 1
     (handle,) = ops.set_rows(leaf, x, pt.constant("ids", np.arange(2), i32))
     return leaf, handle, at
 
 
 def test_a_leaf_read_as_it_was_before_a_write():
-    leaf, handle, wrote_at = written()
+    leaf, handle, wrote_at = written_state()
     stale_view = ops.narrow(leaf, axis=0, start=1, length=2)
     with pytest.raises(GraphError) as error:
         Graph([ops.neg(stale_view)], updates=[handle])
-    assert message(error) == (
+    assert error_text(error) == (
         f"narrow: reads cache as it was before set_rows wrote it at {FILE}:{wrote_at}; read the handle that "
         f"set_rows returned, or copy the value before the write\n  at {FILE}:{stale_view.call.origin[1]}"
     )
 
 
 def test_a_leaf_read_before_the_write_and_an_output_of_it():
-    leaf, _, _ = written()
+    leaf, _, _ = written_state()
     with pytest.raises(GraphError, match="output old: reads cache as it was before set_rows"):
         Graph({"old": leaf, "new": written_again(leaf)})
 
@@ -148,7 +148,7 @@ def test_missing_gradients_are_named_all_at_once():
     silu_gradient = ops.silu_back(dy, ops.mul(x, ops.broadcast_to(gate, shape=(3, 4))))
     with pytest.raises(GraphError) as error:
         differentiate(ops.sum(silu_gradient), [x])
-    text = message(error).splitlines()
+    text = error_text(error).splitlines()
     assert text[0] == "no gradient (vjp) for 2 calls:"
     assert [re.search(r"= (\w+)\(", entry).group(1) for entry in text[1:]] == [
         "clip_gate",
@@ -184,10 +184,10 @@ def test_a_target_of_nothing():
 
 
 def test_a_plan_of_another_graph():
-    def placed(n: int) -> pt.Placed:
+    def place_neg(n: int) -> pt.Placed:
         return place(Graph({"y": ops.neg(pt.input("x", (n,)))}))
 
-    planned_graph, equal_graph, other_graph = placed(3), placed(3), placed(4)
+    planned_graph, equal_graph, other_graph = place_neg(3), place_neg(3), place_neg(4)
     plan = make_plan(planned_graph)
     pt.Session().executor(equal_graph, plan)
     for use in (
@@ -201,7 +201,7 @@ def test_a_plan_of_another_graph():
         expected = (
             f"the plan is for graph {made_for}, not for this graph {fingerprint}; plan it again"
         )
-        assert message(error) == expected
+        assert error_text(error) == expected
 
 
 def test_text_that_is_no_plan():
@@ -217,14 +217,14 @@ def test_text_that_is_no_plan():
 
 def test_nan_in_the_forward_pass_names_op_and_line():
     x = pt.input("x", (2, 3))
-    at = line() + 1
+    at = caller_line() + 1
     y = named("root", ops.sqrt(x))
-    run = bind(Graph({"y": ops.neg(y)}))
+    run = bind_graph(Graph({"y": ops.neg(y)}))
     values = np.array([[1, 4, 9], [1, -7, 2]], np.float32)
     assert np.isnan(run({"x": values})["y"]).any()
     with debug("nan"), pytest.raises(FloatingPointError) as error:
         run({"x": values})
-    assert message(error).splitlines() == [
+    assert error_text(error).splitlines() == [
         "sqrt: root is nan at [1, 1]",
         f"  at {FILE}:{at} (forward)",
         "    x: f32[2, 3] from -7 to 9",
@@ -234,13 +234,13 @@ def test_nan_in_the_forward_pass_names_op_and_line():
 def test_nan_in_the_backward_pass_names_the_forward_line():
     x = pt.weight("x", (3,))
     y = ops.scale(x, by=4.0)
-    at = line() + 1
+    at = caller_line() + 1
     loss = ops.sum(ops.sqrt(y))
-    run = bind(Graph({"loss": loss, "d/x": differentiate(loss, [x])[x]}))
+    run = bind_graph(Graph({"loss": loss, "d/x": differentiate(loss, [x])[x]}))
     run.session.set({"x": np.array([1, 0, 4])})
     with debug("nan"), pytest.raises(FloatingPointError) as error:
         run({})
-    summary, location, *inputs = message(error).splitlines()
+    summary, location, *inputs = error_text(error).splitlines()
     assert re.fullmatch(r"\w+: \S+ is (inf|nan) at \[1\]", summary)
     assert location == f"  at {FILE}:{at} (backward)"
     assert "    sqrt: f32[3] from 0 to 4" in inputs
@@ -252,11 +252,11 @@ def test_an_unknown_flag(monkeypatch):
         pass
     monkeypatch.setenv("PACKTRAIN_DEBUG", "poison,nans,x")
     with pytest.raises(ValueError, match=text):
-        bind(Graph({"y": ops.neg(pt.input("x", (3,)))}))
+        bind_graph(Graph({"y": ops.neg(pt.input("x", (3,)))}))
 
 
 def test_flags_come_from_the_environment(monkeypatch):
-    run = bind(Graph({"y": ops.sqrt(pt.input("x", (3,)))}))
+    run = bind_graph(Graph({"y": ops.sqrt(pt.input("x", (3,)))}))
     monkeypatch.setenv("PACKTRAIN_DEBUG", " nan, ")
     with pytest.raises(FloatingPointError, match="sqrt: "):
         run({"x": np.array([-1, 0, 1])})
@@ -267,7 +267,7 @@ def test_flags_come_from_the_environment(monkeypatch):
 def test_printing_flags(capsys):
     x = pt.input("x", (3,))
     with debug("graph,place,plan,time"):
-        bind(Graph({"y": ops.neg(x)}))({"x": np.ones(3)})
+        bind_graph(Graph({"y": ops.neg(x)}))({"x": np.ones(3)})
     printed = capsys.readouterr().err
     for expected in (
         "graph of 1 calls", "input x: f32[3]", "neg: neg on cpu", "plan of 1 steps", "ms 100.0%  neg",
@@ -281,21 +281,22 @@ def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
         y.reshape(-1)[-1] *= 1.01
 
     monkeypatch.setitem(ops.swiglu.kernels, "cpu", Kernel(wrong, strided=False))
-    run = bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG))
-    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    run = bind_graph(step_graph(CONFIG, 1, 8, AdamW(), max_norm=1.0), seeded_weights(CONFIG))
+    fed = seeded_batch(CONFIG, 1, 8) | AdamW().inputs(1)
     with debug("compare"), pytest.raises(AssertionError) as error:
         run(fed)
     text = (
         r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at block.py:\d+"
     )
-    assert re.fullmatch(text, message(error))
+    assert re.fullmatch(text, error_text(error))
 
 
 def test_comparing_finds_nothing_where_nothing_is_wrong():
     plain_run, compared = (
-        bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG)) for _ in range(2)
+        bind_graph(step_graph(CONFIG, 1, 8, AdamW(), max_norm=1.0), seeded_weights(CONFIG))
+        for _ in range(2)
     )
-    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    fed = seeded_batch(CONFIG, 1, 8) | AdamW().inputs(1)
     expected = plain_run(fed)
     with debug("compare,poison,nan"):
         assert same_bits(compared(fed), expected)
@@ -306,8 +307,10 @@ def test_comparing_finds_nothing_where_nothing_is_wrong():
 
 @pytest.mark.parametrize("keep", [None, "blocks"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
-    run = bind(steps(CONFIG, 1, 8, AdamW(), keep=keep, max_norm=1.0), values(CONFIG))
-    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    run = bind_graph(
+        step_graph(CONFIG, 1, 8, AdamW(), keep=keep, max_norm=1.0), seeded_weights(CONFIG)
+    )
+    fed = seeded_batch(CONFIG, 1, 8) | AdamW().inputs(1)
     run(fed)
     leaves = [x.label for x in run.placed.graph.leaves if x.kind in ("weight", "state")]
     state_before = {name: run.session.get(name) for name in leaves}
@@ -329,8 +332,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
 
 
 def test_watchers_see_what_the_pattern_names():
-    run = bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG))
-    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    run = bind_graph(step_graph(CONFIG, 1, 8, AdamW(), max_norm=1.0), seeded_weights(CONFIG))
+    fed = seeded_batch(CONFIG, 1, 8) | AdamW().inputs(1)
     watched: list[tuple[str, np.ndarray]] = []
     for pattern in ("blk.?.ffn_down", "d/blk.0.attn_q.weight", "loss"):
         run.watch(pattern, lambda name, value: watched.append((name, value)))

@@ -15,22 +15,22 @@ import pytest
 from packtrain.cli import evaluate
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError, Interrupted
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import open_model, save_model
-from packtrain.training.model_loss import Mean, losses_of
+from packtrain.training.model_loss import MeanEstimate, loss_executor
 from packtrain.training.monitoring import progress
-from packtrain.training.monitoring.work_progress import Count
-from packtrain.training.perplexity_windows import Windows, read_whole
-from packtrain.workflows.evaluation import Evaluate, file_to_measure
+from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
+from packtrain.workflows.evaluation import EvaluateSettings, find_eval_file
 from tests.adapters import random_adapter
 from tests.architectures import random_model
-from tests.kill import chats
+from tests.kill import sample_chats
 from tests.numpy_models import Model as Independent
 from tests.test_model_file import SHARED, STORIES, needs_shared, save
 
 WORDS = "the cat the hat a bad head\nan added deed, the face of a cafe. "
 SAMPLE = SHARED / "text/tinystories_sample.txt"
-FOUND = re.compile(r"loss ([\d.]+) ± ([\d.]+) nats per token, perplexity ([\d.]+) ± ([\d.]+)\n")
+RESULT_RE = re.compile(r"loss ([\d.]+) ± ([\d.]+) nats per token, perplexity ([\d.]+) ± ([\d.]+)\n")
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +44,11 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
 
 
-def with_values(model: Path, path: Path, **values: Value) -> Path:
+def with_values(model: Path, path: Path, **values: MetadataValue) -> Path:
     """The same model with other metadata of the tokenizer."""
     file = GGUF(model)
     tokenizer_metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
-    write(
+    write_gguf(
         path,
         {**file.values, **tokenizer_metadata},
         {name: file.array(name) for name in file.entries},
@@ -63,11 +63,11 @@ Read = Callable[..., tuple[float, float, str]]
 def evaluated(capsys: pytest.CaptureFixture[str]) -> Read:
     """Loss and perplexity as they are printed for one model, and all else on both streams."""
 
-    def run(model: Path, data: Path, **more: object) -> tuple[float, float, str]:
+    def run(model: Path, data: Path, **options: object) -> tuple[float, float, str]:
         capsys.readouterr()
-        assert evaluate.run(Evaluate((model,), data, **more)) == 0  # type: ignore[arg-type]
+        assert evaluate.run(EvaluateSettings((model,), data, **options)) == 0  # type: ignore[arg-type]
         out, said = capsys.readouterr()
-        match = FOUND.match(out)
+        match = RESULT_RE.match(out)
         assert match, out
         return float(match[1]), float(match[3]), out + said
 
@@ -78,7 +78,7 @@ def test_nothing_held_out_is_not_measured(tmp_path: Path, model: Path):
     data = tmp_path / "a.csv"
     data.write_text("text\nthe cat\n")
     with pytest.raises(InputError, match=r"a\.csv has too few records; --val-split holds out none"):
-        evaluate.run(Evaluate((model,), data, split="valid"))
+        evaluate.run(EvaluateSettings((model,), data, split="valid"))
 
 
 # ---- text, as llama-perplexity measures it
@@ -88,7 +88,7 @@ def by_hand(model: Path, text: str, context: int, add_bos: bool) -> np.ndarray:
     """Losses that llama-perplexity counts, by an independent forward pass: read from its source, perplexity.cpp."""
     opened = open_model(model)
     tokenizer = opened.tokenizer()
-    weights = {name: opened.weight(name) for name in opened.names}
+    weights = {name: opened.weight(name) for name in opened.weight_names}
     independent = Independent(opened.gguf.metadata, weights, context)
     ids = tokenizer.encode(text.removesuffix("\n"), bos=add_bos, eos=False, special=False)
     losses = []
@@ -107,7 +107,7 @@ def test_a_text_is_measured_as_llama_perplexity_does(
 ) -> None:
     random_model(tmp_path / "base.gguf", name)
     model = with_values(
-        tmp_path / "base.gguf", tmp_path / "m.gguf", add_bos_token=Value("bool", add_bos)
+        tmp_path / "base.gguf", tmp_path / "m.gguf", add_bos_token=MetadataValue("bool", add_bos)
     )
     text = WORDS * 6 + "the <s> </s> end\n\n"
     (tmp_path / "t.txt").write_text(text)
@@ -116,7 +116,7 @@ def test_a_text_is_measured_as_llama_perplexity_does(
     error = expected_losses.std() / math.sqrt(len(expected_losses) - 1)
     assert abs(loss - expected_losses.mean()) < 1e-4
     assert abs(perplexity / math.exp(expected_losses.mean()) - 1) < 1e-4
-    printed = FOUND.search(said)
+    printed = RESULT_RE.search(said)
     assert printed and abs(float(printed[2]) - error) < 1e-3 and len(expected_losses) > 100
     assert abs(float(printed[4]) / (perplexity * error) - 1) < 1e-2
     windows = len(expected_losses) // (context - 1 - context // 2)
@@ -135,11 +135,11 @@ def test_counted_losses_are_those_of_the_whole_window(tmp_path: Path) -> None:
     random_model(tmp_path / "m.gguf", "llama")
     model = open_model(tmp_path / "m.gguf")
     ids = np.arange(40, dtype=np.int32) % 30 + 260
-    batch = Windows(ids, 1, 3, 13)[0]
-    got = losses_of(model, 3, 12, skipped=6)(batch)["losses"]
+    batch = PerplexityWindows(ids, 1, 3, 13)[0]
+    got = loss_executor(model, 3, 12, skipped=6)(batch)["losses"]
     assert got.shape == (3, 6) and batch["weights"].sum() == 18
     padded = {name: np.pad(batch[name], ((0, 0), (6, 0))) for name in ("targets", "weights")}
-    expected = losses_of(model, 3, 12)({**batch, **padded})["losses"]
+    expected = loss_executor(model, 3, 12)({**batch, **padded})["losses"]
     np.testing.assert_allclose(got, expected[:, 6:], rtol=1e-6)
 
 
@@ -149,11 +149,11 @@ def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
     for text in ("the cat\n", "\n\nthe </s>cat\r\n\n", "the cat\r\n"):
         path.write_bytes(text.encode())
         expected = tokenizer.encode(text.removesuffix("\n"), eos=False, special=False)
-        got = read_whole(path, None, tokenizer)
+        got = read_single_text(path, None, tokenizer)
         assert got is not None and got.tolist() == expected
     path.write_text("the cat\n<|endoftext|>\nthe hat\n")
-    assert read_whole(path, None, tokenizer) is None
-    token_ids = read_whole(path, "", tokenizer)
+    assert read_single_text(path, None, tokenizer) is None
+    token_ids = read_single_text(path, "", tokenizer)
     text = path.read_text().removesuffix("\n")
     assert token_ids is not None and token_ids.tolist() == tokenizer.encode(
         text, eos=False, special=False
@@ -163,7 +163,7 @@ def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
 def test_windows_cover_the_text_but_its_tail() -> None:
     ids = np.arange(23, dtype=np.int32)
     for rows in (1, 2, 3):
-        windows = Windows(ids, None, rows, 5)
+        windows = PerplexityWindows(ids, None, rows, 5)
         batches = [windows[i] for i in range(len(windows))]
         counted = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
         assert counted.tolist() == [3, 4, 8, 9, 13, 14, 18, 19]
@@ -188,7 +188,7 @@ def test_all_positions_count_each_document_from_its_beginning(
 
     model = open_model(STORIES)
     tokenizer, expected_losses = model.tokenizer(), list[float]()
-    weights = {name: model.weight(name) for name in model.names}
+    weights = {name: model.weight(name) for name in model.weight_names}
     independent = Independent(model.gguf.metadata, weights, 128)
     windows = 0
     stories = [story.strip("\n") for story in text.split("<|endoftext|>")]
@@ -228,30 +228,30 @@ def test_short_texts_and_long_windows(tmp_path: Path, model: Path, evaluated: Re
 
 def test_what_cannot_be_measured(tmp_path: Path, model: Path) -> None:
     with pytest.raises(InputError, match=r"--data: .*none\.txt does not exist"):
-        evaluate.run(Evaluate((model,), model.parent / "none.txt"))
+        evaluate.run(EvaluateSettings((model,), model.parent / "none.txt"))
     (tmp_path / "t.txt").write_text(WORDS)
     opened = open_model(model)
-    weights = {name: opened.weight(name).copy() for name in opened.names}
+    weights = {name: opened.weight(name).copy() for name in opened.weight_names}
     weights["output_norm.weight"][0] = np.nan
     vocabulary = {k: v for k, v in opened.gguf.values.items() if k.startswith("tokenizer.")}
     broken = tmp_path / "nan.gguf"
     save_model(broken, opened.config, vocabulary, weights.__getitem__, name="nan")
     with pytest.raises(InputError, match=r"nan\.gguf: the loss is nan"):
-        evaluate.run(Evaluate((broken,), tmp_path / "t.txt"))
+        evaluate.run(EvaluateSettings((broken,), tmp_path / "t.txt"))
 
 
 def test_it_can_be_stopped(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.txt").write_text(WORDS * 10)
-    original_getitem = Windows.__getitem__
+    original_getitem = PerplexityWindows.__getitem__
 
-    def then_stop(windows: Windows, index: int) -> dict[str, np.ndarray]:
+    def then_stop(windows: PerplexityWindows, index: int) -> dict[str, np.ndarray]:
         if index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original_getitem(windows, index)
 
-    monkeypatch.setattr(Windows, "__getitem__", then_stop)
+    monkeypatch.setattr(PerplexityWindows, "__getitem__", then_stop)
     with pytest.raises(Interrupted, match=r"stopped after 2 of \d+ batches"):
-        evaluate.run(Evaluate((model,), tmp_path / "t.txt", batch_size=1))
+        evaluate.run(EvaluateSettings((model,), tmp_path / "t.txt", batch_size=1))
 
 
 # ---- conversations, and models side by side
@@ -267,7 +267,7 @@ def test_conversations_lose_what_finetune_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random_model(tmp_path / "base.gguf", "llama tied")
-    (tmp_path / "chats.jsonl").write_text(chats())
+    (tmp_path / "chats.jsonl").write_text(sample_chats())
     base, data = str(tmp_path / "base.gguf"), ["--data", str(tmp_path / "chats.jsonl")]
     output = str(tmp_path / "tuned.gguf")
     train_flags = ["--iters", "3", "--lr", "0.01", "--batch-size", "2", "--val-batches", "0"]
@@ -291,7 +291,7 @@ def test_conversations_lose_what_finetune_says(
     assert abs(table[output][4] - (table[output][0] - table[base][0])) < 2e-4
     assert "chats.jsonl (valid split): " in out and "as in finetune's validation" in out
     assert main(["eval", base, *data, "--all-positions"]) == 0
-    assert f"{FOUND.match(capsys.readouterr().out)[1]}" != f"{table[base][0]:.4f}"  # type: ignore[index]
+    assert f"{RESULT_RE.match(capsys.readouterr().out)[1]}" != f"{table[base][0]:.4f}"  # type: ignore[index]
 
 
 def test_adapters_add_up_unless_they_are_compared(tmp_path: Path, capsys, evaluated: Read) -> None:
@@ -308,18 +308,20 @@ def test_adapters_add_up_unless_they_are_compared(tmp_path: Path, capsys, evalua
     both = evaluated(base, tmp_path / "t.txt", lora=(first_lora, second_lora))[0]
     assert len({*single_losses, both}) == 4
     evaluate.run(
-        Evaluate((base,), tmp_path / "t.txt", lora=(first_lora, second_lora), compare=True)
+        EvaluateSettings((base,), tmp_path / "t.txt", lora=(first_lora, second_lora), compare=True)
     )
     table = lines(capsys.readouterr().out)
     assert [numbers[0] for numbers in list(table.values())[:3]] == single_losses
     with pytest.raises(InputError, match="--compare: there is no adapter to compare"):
-        evaluate.run(Evaluate((base,), tmp_path / "t.txt", compare=True))
+        evaluate.run(EvaluateSettings((base,), tmp_path / "t.txt", compare=True))
 
 
 def test_other_vocabularies_do_not_compare(tmp_path: Path, model: Path, capsys) -> None:
-    other_model = with_values(model, tmp_path / "o.gguf", add_space_prefix=Value("bool", False))
+    other_model = with_values(
+        model, tmp_path / "o.gguf", add_space_prefix=MetadataValue("bool", False)
+    )
     (tmp_path / "t.txt").write_text(WORDS * 6)
-    evaluate.run(Evaluate((model, other_model), tmp_path / "t.txt"))
+    evaluate.run(EvaluateSettings((model, other_model), tmp_path / "t.txt"))
     out = capsys.readouterr().out
     assert "losses and perplexities cannot be compared" in out and "difference" not in out
 
@@ -332,23 +334,23 @@ def test_which_part_of_the_data(tmp_path: Path) -> None:
     folder.mkdir()
     file.write_text("{}")
     (folder / "train.jsonl").write_text("{}")
-    assert file_to_measure(folder, None) == (folder / "train.jsonl", "")
+    assert find_eval_file(folder, None) == (folder / "train.jsonl", "")
     for split in ("valid", "train"):
-        assert file_to_measure(folder, split) == (folder / "train.jsonl", split)
+        assert find_eval_file(folder, split) == (folder / "train.jsonl", split)
     with pytest.raises(InputError, match=r"--split test: .*data has no test\.jsonl, test\.txt"):
-        file_to_measure(folder, "test")
+        find_eval_file(folder, "test")
     for name in ("val", "test"):
         (folder / f"{name}.txt").write_text("a")
-        assert file_to_measure(folder, None) == (folder / f"{name}.txt", "")
-    assert file_to_measure(folder, "valid") == (folder / "val.txt", "")
-    assert file_to_measure(folder, "train") == (folder / "train.jsonl", "")
-    assert file_to_measure(file, None) == (file, "") and file_to_measure(file, "valid") == (
+        assert find_eval_file(folder, None) == (folder / f"{name}.txt", "")
+    assert find_eval_file(folder, "valid") == (folder / "val.txt", "")
+    assert find_eval_file(folder, "train") == (folder / "train.jsonl", "")
+    assert find_eval_file(file, None) == (file, "") and find_eval_file(file, "valid") == (
         file,
         "valid",
     )
     with pytest.raises(InputError, match=r"--split test: .*one\.jsonl is one file; give a folder"):
-        file_to_measure(file, "test")
-    assert file_to_measure(tmp_path, None) == (tmp_path, "")
+        find_eval_file(file, "test")
+    assert find_eval_file(tmp_path, None) == (tmp_path, "")
 
 
 def test_the_test_file_of_a_folder_is_measured(
@@ -373,19 +375,19 @@ def test_the_test_file_of_a_folder_is_measured(
 
 def test_means_have_an_error() -> None:
     values = np.random.default_rng(0).normal(3, 2, 500).astype(np.float32)
-    mean = Mean.of(values)
+    mean = MeanEstimate.of(values)
     assert abs(mean.error - values.std(ddof=1) / 500**0.5) < 1e-6
     assert mean.exponential.value == math.exp(mean.value)
     assert mean.exponential.error == mean.exponential.value * mean.error
-    assert str(Mean.of(values[:1])) == f"{values[0]:.4f}"
-    assert Mean(1e4, 0.1).exponential.value == math.inf
+    assert str(MeanEstimate.of(values[:1])) == f"{values[0]:.4f}"
+    assert MeanEstimate(1e4, 0.1).exponential.value == math.inf
 
 
 def test_a_count_is_plain_where_nobody_sees_it_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     stream = StringIO()
-    with Count(stream, "text", "window") as count:
+    with WorkCounter(stream, "text", "window") as count:
         for done in range(1, 61):
             now += 1
             count(done, 60, f"perplexity {done}")
@@ -399,7 +401,7 @@ def test_a_count_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("COLUMNS", "120")
     stream = StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
-    with Count(stream, "text", "window") as count:
+    with WorkCounter(stream, "text", "window") as count:
         for done in range(1, 4):
             count(done, 3, "perplexity 7")
     assert (

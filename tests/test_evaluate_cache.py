@@ -10,7 +10,7 @@ import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from tests.architectures import random_model
-from tests.kill import chats
+from tests.kill import sample_chats
 from tests.test_evaluate import WORDS
 
 
@@ -19,8 +19,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtrain.workflows.evaluation.cache_root", lambda: tmp_path / "cache")
 
 
-def losses(model: Path, data: Path, **how: Any) -> np.ndarray:
-    (token_losses,) = pt.evaluate(model, data, **how).losses.values()
+def losses(model: Path, data: Path, **options: Any) -> np.ndarray:
+    (token_losses,) = pt.evaluate(model, data, **options).losses.values()
     return token_losses
 
 
@@ -29,7 +29,7 @@ def losses(model: Path, data: Path, **how: Any) -> np.ndarray:
 def test_through_a_cache_in_f32_losses_are_the_same(tmp_path: Path, name: str, kind: str):
     random_model(tmp_path / "m.gguf", name)
     data = tmp_path / ("t.txt" if kind == "text" else "t.jsonl")
-    data.write_text(WORDS * 6 if kind == "text" else chats(9))
+    data.write_text(WORDS * 6 if kind == "text" else sample_chats(9))
     options = {"ctx": 33 if kind == "text" else None, "batch_size": 2}
     reference = losses(tmp_path / "m.gguf", data, **options)
     got = losses(tmp_path / "m.gguf", data, cache_type="f32", **options)

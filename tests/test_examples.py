@@ -60,8 +60,8 @@ def test_example(path):
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize(("net", "least"), [("fc", 92.0), ("conv", 70.0)])
-def test_handwritten_digits(net, least, tmp_path):
+@pytest.mark.parametrize(("net", "min_accuracy"), [("fc", 92.0), ("conv", 70.0)])
+def test_handwritten_digits(net, min_accuracy, tmp_path):
     data = SHARED / "mnist"
     options = [
         data,
@@ -76,6 +76,6 @@ def test_handwritten_digits(net, least, tmp_path):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     accuracy = re.search(r"test: loss .*acc ([\d.]+)", done.stdout)
-    assert accuracy and float(accuracy[1]) > least
+    assert accuracy and float(accuracy[1]) > min_accuracy
     peak, planned = map(int, re.search(r"peak (\d+) of (\d+) MiB", done.stdout).groups())
     assert peak <= planned

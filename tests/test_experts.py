@@ -25,7 +25,7 @@ def block(used: int, norm: bool) -> pt.Graph:
     return pt.Graph({"y": y, "loss": loss} | {f"d/{t.label}": g for t, g in grads.items()})
 
 
-def given(seed: int = 0) -> dict[str, np.ndarray]:
+def random_values(seed: int = 0) -> dict[str, np.ndarray]:
     """Values in which expert 2 is chosen by nobody."""
     rng = np.random.default_rng(seed)
     values = {name: rng.standard_normal(shape) * 0.3 for name, shape in SHAPES.items()}
@@ -80,16 +80,16 @@ each_routing = pytest.mark.parametrize(
 @pytest.mark.torch
 @each_routing
 def test_a_mixture_and_its_gradients_equal_pytorch(used: int, norm: bool) -> None:
-    values, graph = given(), block(used, norm)
+    values, graph = random_values(), block(used, norm)
     expected = in_torch(values, used, norm)
-    checks.all_close(pt.interpret(graph, values), expected, "float64", 1e-9)
+    checks.assert_all_close(pt.interpret(graph, values), expected, "float64", 1e-9)
     small = {name: value.astype(np.float32) for name, value in values.items()}
-    checks.all_close(checks.run(graph, small), expected, "float32", 1e-4)
+    checks.assert_all_close(checks.run_graph(graph, small), expected, "float32", 1e-4)
 
 
 def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
-    values = {name: value.astype(np.float32) for name, value in given().items()}
-    got = checks.run(block(2, True), values)
+    values = {name: value.astype(np.float32) for name, value in random_values().items()}
+    got = checks.run_graph(block(2, True), values)
     for name in ("gate", "up", "down"):
         assert not got[f"d/{name}"][2].any()
         assert all(got[f"d/{name}"][e].any() for e in range(E) if e != 2)
@@ -98,27 +98,29 @@ def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
 @each_routing
 def test_a_mixture_is_that_of_its_tokens_and_experts(used: int, norm: bool) -> None:
     """And its gradients in f32 are those of the specification, which are its slope; without PyTorch, too."""
-    values, graph = given(), block(used, norm)
+    values, graph = random_values(), block(used, norm)
     reference = pt.interpret(graph, values)
-    checks.all_close({"y": reference["y"]}, {"y": one_by_one(values, used, norm)}, "float64", 1e-9)
+    checks.assert_all_close(
+        {"y": reference["y"]}, {"y": one_by_one(values, used, norm)}, "float64", 1e-9
+    )
     rng = np.random.default_rng(1)
     direction = {name: rng.standard_normal(value.shape) * 1e-2 for name, value in values.items()}
     measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), values, direction)
-    checks.is_slope(
+    checks.assert_slope(
         measured, {n: reference[f"d/{n}"] * step for n, step in direction.items()}, "mixture"
     )
     small = {name: value.astype(np.float32) for name, value in values.items()}
-    checks.all_close(checks.run(graph, small), reference, "float32", 1e-4)
+    checks.assert_all_close(checks.run_graph(graph, small), reference, "float32", 1e-4)
 
 
 def test_threads_change_no_bit() -> None:
-    values = {name: value.astype(np.float32) for name, value in given().items()}
-    parallel = checks.run(block(2, True), values)
+    values = {name: value.astype(np.float32) for name, value in random_values().items()}
+    parallel = checks.run_graph(block(2, True), values)
     count = kernels.threads()
     kernels.set_threads(1)
-    serial = checks.run(block(2, True), values)
+    serial = checks.run_graph(block(2, True), values)
     kernels.set_threads(count)
-    checks.same_bits(serial, parallel, "threads")
+    checks.assert_same_bits(serial, parallel, "threads")
 
 
 @pytest.mark.parametrize("dtype", [pt.dtypes.DTYPES["q8_0"], pt.f16], ids=str)
@@ -146,8 +148,8 @@ def test_packed_experts_compute_what_their_values_do(dtype: pt.dtypes.Dtype) -> 
         loss = ops.sum(ops.sqr(ops.experts(x, router, *matrices, used=2)))
         slopes = pt.differentiate(loss, [x, router])
         outputs = {"loss": loss} | {f"d/{t.label}": d for t, d in slopes.items()}
-        results.append(checks.run(pt.Graph(outputs), inputs))
-    checks.all_close(*results, f"{dtype} against f32", 2e-5)
+        results.append(checks.run_graph(pt.Graph(outputs), inputs))
+    checks.assert_all_close(*results, f"{dtype} against f32", 2e-5)
 
 
 def test_equal_logits_go_to_the_lower_experts() -> None:
@@ -155,13 +157,13 @@ def test_equal_logits_go_to_the_lower_experts() -> None:
     x[1, 2:] = 1
     graph = pt.Graph({"ids": ops.top_k(pt.input("x", x.shape), k=2)})
     expected = [[0, 1], [2, 3], [0, 1]]
-    np.testing.assert_array_equal(checks.run(graph, {"x": x})["ids"], expected)
+    np.testing.assert_array_equal(checks.run_graph(graph, {"x": x})["ids"], expected)
 
 
 def test_not_a_number_routes_somewhere_and_shows_in_the_result() -> None:
-    values = {name: value.astype(np.float32) for name, value in given().items()}
+    values = {name: value.astype(np.float32) for name, value in random_values().items()}
     values["x"][0, 0] = np.nan
-    y = checks.run(block(2, True), values)["y"]
+    y = checks.run_graph(block(2, True), values)["y"]
     assert np.isnan(y[0, 0]).all()
     assert np.isfinite(y.reshape(T, C)[1:]).all()
 
@@ -172,8 +174,8 @@ def test_what_cannot_be_routed_is_refused() -> None:
     descending = pt.constant("ids", np.array([1, 0]), pt.i32)
     y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), descending)
     with pytest.raises(IndexError, match="matmul_id: ids must ascend"):
-        checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})
+        checks.run_graph(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})
     out_of_range = pt.constant("ids", np.array([0, 2]), pt.i32)
     y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), out_of_range)
     with pytest.raises(IndexError, match="matmul_id: index 2 at position 1 is outside 0 to 1"):
-        checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})
+        checks.run_graph(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})

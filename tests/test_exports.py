@@ -23,9 +23,9 @@ LEFT_OUT = (
 MODULES = [
     packtrain,
     *(
-        importlib.import_module(found.name)
-        for found in pkgutil.walk_packages(packtrain.__path__, "packtrain.")
-        if not found.name.startswith(LEFT_OUT)
+        importlib.import_module(module_info.name)
+        for module_info in pkgutil.walk_packages(packtrain.__path__, "packtrain.")
+        if not module_info.name.startswith(LEFT_OUT)
     ),
 ]
 DECLARING = [module for module in MODULES if hasattr(module, "__all__")]

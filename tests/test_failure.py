@@ -11,11 +11,11 @@ import pytest
 
 import packtrain as pt
 from packtrain.common.signals import stop_on_signals
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import make_plans
-from packtrain.training.training_engine import IN_A_ROW, Engine, NotFinite
-from tests.models import CONFIG, batch, values
+from packtrain.training.training_engine import MAX_BAD_STEPS, NotFinite, TrainingEngine
+from tests.models import CONFIG, seeded_batch, seeded_weights
 
 ROOT = Path(pt.__file__).parents[1]
 
@@ -48,7 +48,7 @@ def step_of_one_weight():
     loss = pt.sum(pt.log(pt.mul(x, w)))
     optimizer = AdamW()
     session = pt.Session()
-    run = session.executor(pt.place(training({"loss": loss}, [w], optimizer, max_norm=1.0)))
+    run = session.executor(pt.place(training_graph({"loss": loss}, [w], optimizer, max_norm=1.0)))
     session.set({"w": np.ones(3)})
     return session, run, optimizer.inputs(1)
 
@@ -66,17 +66,17 @@ def test_a_bad_step_changes_nothing_and_is_named():
 
 
 def test_good_steps_reset_the_count_and_three_bad_ones_raise():
-    engine = Engine(make_plans(StepShape(CONFIG, 2, 16, max_norm=1.0), AdamW()), AdamW())
-    engine.session.set(values(CONFIG))
-    good = values(CONFIG)
+    engine = TrainingEngine(make_plans(StepShape(CONFIG, 2, 16, max_norm=1.0), AdamW()), AdamW())
+    engine.session.set(seeded_weights(CONFIG))
+    good = seeded_weights(CONFIG)
     huge = {"output_norm.weight": np.full_like(good["output_norm.weight"], 3e38)}
 
     def is_bad(weights: dict[str, np.ndarray]) -> bool:
         engine.session.set(weights)
-        return engine.step([batch(CONFIG, 2, 16)], 1, 1e-3).bad is not None
+        return engine.step([seeded_batch(CONFIG, 2, 16)], 1, 1e-3).skip_reason is not None
 
     assert [*map(is_bad, (huge, huge, good, huge, huge))] == [True, True, False, True, True]
-    assert engine.bad == IN_A_ROW - 1
+    assert engine.num_bad_steps == MAX_BAD_STEPS - 1
     with pytest.raises(NotFinite, match="3 steps in a row"):
         is_bad(huge)
 
@@ -88,8 +88,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:0] = [{str(ROOT)!r}]
 import packtrain_command
 from packtrain.cli import main as cli
-load = cli._module
-cli._module = lambda name: os.kill(os.getpid(), signal.SIGINT) or load(name)
+load = cli._command_module
+cli._command_module = lambda name: os.kill(os.getpid(), signal.SIGINT) or load(name)
 sys.argv[1:] = ["inspect", "none.gguf"]
 sys.exit(packtrain_command.main())"""
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packtrain.common.errors import InputError
-from packtrain.data.chat_template import SOURCES, ChatTemplate, choose_template, template_named
+from packtrain.data.chat_template import TEMPLATES, ChatTemplate, choose_template, load_template
 from packtrain.data.chat_template.template_families import MARKERS, family_of
 from packtrain.data.tokenizer import CONTROL, NORMAL
 
@@ -43,15 +43,19 @@ TEXTS = {
 }
 
 
-def vocabulary(*texts: str, kind: int = CONTROL, **more: Any) -> dict[str, Any]:
+def vocabulary(*texts: str, kind: int = CONTROL, **extra_values: Any) -> dict[str, Any]:
     tokens = [b"a", *(text.encode() for text in texts)]
-    values = {"tokens": tokens, "token_type": np.array([NORMAL] + [kind] * len(texts)), **more}
+    values = {
+        "tokens": tokens,
+        "token_type": np.array([NORMAL] + [kind] * len(texts)),
+        **extra_values,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_texts_are_those_of_llama_cpp(name: str):
-    assert ChatTemplate(SOURCES[name]).render(TURNS, add_generation_prompt=True) == TEXTS[name]
+    assert ChatTemplate(TEMPLATES[name]).render(TURNS, add_generation_prompt=True) == TEXTS[name]
 
 
 @pytest.mark.parametrize("name", MARKERS)
@@ -60,7 +64,7 @@ def test_a_vocabulary_tells_its_family(name: str):
     assert family_of(vocab) == name
     assert family_of(vocabulary(*MARKERS[name][1:])) in ("", "chatml", "mistral-v3")
     template = choose_template(vocab, None)
-    assert (template.source, template.name) == (SOURCES[name], name)
+    assert (template.source, template.name) == (TEMPLATES[name], name)
     assert template.note == (
         f"chat template: {name}, since the model has none and its vocabulary has {MARKERS[name][0]};"
         " choose another with --chat-template"
@@ -82,12 +86,14 @@ def test_markers_that_a_text_is_not_searched_for_are_none():
 
 def test_what_is_asked_for_comes_first(tmp_path: Path):
     vocab = vocabulary(*MARKERS["gemma"])
-    assert choose_template(vocab, "own").source == "own" and choose_template(vocab, "own").why == ""
-    template = choose_template(vocab, "own", template_named("phi3"))
+    assert (
+        choose_template(vocab, "own").source == "own" and choose_template(vocab, "own").reason == ""
+    )
+    template = choose_template(vocab, "own", load_template("phi3"))
     assert template.note == "chat template: phi3, from --chat-template, in place of the model's own"
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages[0].content }}")
-    template = choose_template(vocab, None, template_named(str(path)))
+    template = choose_template(vocab, None, load_template(str(path)))
     assert (template.source, template.note) == (
         "{{ messages[0].content }}",
         "chat template: custom, from --chat-template",
@@ -96,14 +102,14 @@ def test_what_is_asked_for_comes_first(tmp_path: Path):
 
 def test_other_vocabularies_get_chatml():
     with_end = choose_template(vocabulary("<|im_end|>"), None)
-    assert with_end.source == SOURCES["chatml"]
-    assert with_end.why.startswith(
+    assert with_end.source == TEMPLATES["chatml"]
+    assert with_end.reason.startswith(
         "since the model has none and its vocabulary has no known markers"
     )
     eos_template = choose_template(vocabulary("</s>"), None)
     assert (
         "{{ eos_token }}" in eos_template.source
-        and "turns end with its EOS token" in eos_template.why
+        and "turns end with its EOS token" in eos_template.reason
     )
 
 
@@ -111,8 +117,8 @@ def test_templates_that_are_not_there(tmp_path: Path):
     with pytest.raises(
         InputError, match=r"--chat-template: llama4 is no file, and no known templ.*chatml, gemma"
     ):
-        template_named("llama4")
+        load_template("llama4")
     path = tmp_path / "mine.jinja"
     path.write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"mine\.jinja is not UTF-8"):
-        template_named(str(path))
+        load_template(str(path))

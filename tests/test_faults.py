@@ -9,17 +9,17 @@ from tests.faults import FAULTS, Check, Fault
 
 # they filled FAULTS when they were imported
 LISTS = (faults_experts, faults_kernels, faults_gradients, faults_plans)
-passed: set[Check] = set()
+passed_checks: set[Check] = set()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in fault.by:
-        if check not in passed:
+    for check in fault.caught_by:
+        if check not in passed_checks:
             check()
-            passed.add(check)
+            passed_checks.add(check)
     fault.plant(monkeypatch)
-    for check in fault.by:
+    for check in fault.caught_by:
         with pytest.raises(fault.raised):
             check()
 

@@ -11,20 +11,20 @@ import pytest
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.messages import Conversation
-from packtrain.data.conversations.record_formats import Reader
+from packtrain.data.conversations.record_formats import RecordReader
 from packtrain.data.text import columnar_files
-from packtrain.data.text.documents import Source, find_sources, left_out
-from packtrain.data.text.field_names import read_columns
-from packtrain.data.text.text_streams import SUFFIXES
+from packtrain.data.text.documents import SourceFile, find_sources, unread_notes
+from packtrain.data.text.field_names import parse_columns
+from packtrain.data.text.text_streams import DATA_SUFFIXES
 from tests.test_corpus import parts_of, vocab
-from tests.test_samples import made, model, one
+from tests.test_samples import build_dataset, model, write_data
 
 __all__ = ["model", "vocab"]  # fixtures
 
 
 def pairs(path: Path, columns: str | None = None) -> tuple[list[tuple[str, ...]], list[str]]:
     """The contents of each conversation's messages, and the notes."""
-    reader, contents = Reader(Source(path), columns=columns), []
+    reader, contents = RecordReader(SourceFile(path), columns=columns), []
     for record in reader:
         assert isinstance(record, Conversation)
         contents.append(tuple(message["content"] for message in record.messages))
@@ -51,7 +51,7 @@ def pairs(path: Path, columns: str | None = None) -> tuple[list[tuple[str, ...]]
 def test_common_names_are_guessed_and_said(
     tmp_path: Path, header: str, row: str, contents: tuple[str, ...], said: str | None
 ):
-    records, notes = pairs(one(tmp_path, f"{header}\n{row}\n{row}x", "a.csv"))
+    records, notes = pairs(write_data(tmp_path, f"{header}\n{row}\n{row}x", "a.csv"))
     assert records[0] == contents
     assert notes[1:] == ([] if said is None else [f"a.csv: columns: {said}"])
 
@@ -62,18 +62,18 @@ def test_fields_of_json_lines_are_guessed(tmp_path: Path):
         {"Instruction": "do", "response": "so"},
         {"instruction": "do", "response": "so", "context": "c"},
     ]
-    examples, notes = pairs(one(tmp_path, records))
+    examples, notes = pairs(write_data(tmp_path, records))
     assert examples == [("do", "so"), ("do\nc", "so")]
     assert notes[1] == "data.jsonl: columns: Instruction → prompt, response → completion"
     answers = {"question": "why", "context": "c", "chosen": "so", "rejected": "no"}
     (tmp_path / "pairs").mkdir()
-    (pair,) = Reader(Source(one(tmp_path / "pairs", [answers])))
-    assert not isinstance(pair, Conversation) and pair.where.endswith("line 1")
+    (pair,) = RecordReader(SourceFile(write_data(tmp_path / "pairs", [answers])))
+    assert not isinstance(pair, Conversation) and pair.location.endswith("line 1")
     assert pair.chosen.messages[0]["content"] == "why\nc"  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_joined_is_refused(tmp_path: Path):
-    data = one(tmp_path, [{"question": "why", "context": ["c"], "answer": "so"}])
+    data = write_data(tmp_path, [{"question": "why", "context": ["c"], "answer": "so"}])
     with pytest.raises(InputError, match=r"line 1: context is no text; it must be to be joined to"):
         pairs(data)
 
@@ -89,15 +89,15 @@ def test_what_cannot_be_joined_is_refused(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_columns_by_name(tmp_path: Path, text: str, contents: tuple[str, ...], notes: str):
-    data = one(tmp_path, "Thema,Die Frage,Antwort\nt,why,so", "a.csv")
+    data = write_data(tmp_path, "Thema,Die Frage,Antwort\nt,why,so", "a.csv")
     assert pairs(data, text)[0] == [contents]
     assert pairs(data, text)[1][1] == f"a.csv: columns: {notes}"
     record = {"Thema": "t", "Die Frage": "why", "Antwort": "so"}
-    assert pairs(one(tmp_path, [record]), text)[0] == [contents]
+    assert pairs(write_data(tmp_path, [record]), text)[0] == [contents]
 
 
 def test_a_column_in_the_way_of_a_given_one_is_not_used(tmp_path: Path):
-    data = one(tmp_path, "prompt,ask,context,answer\nold,why,c,so", "a.csv")
+    data = write_data(tmp_path, "prompt,ask,context,answer\nold,why,c,so", "a.csv")
     records, notes = pairs(data, "ask=prompt")
     assert records == [("why", "so")]
     assert notes[0] == "a.csv: 1 record of prompt/completion; not used: context, prompt"
@@ -117,30 +117,30 @@ def test_a_column_in_the_way_of_a_given_one_is_not_used(tmp_path: Path):
 )  # fmt: skip
 def test_bad_columns(tmp_path: Path, text: str, content: str, said: str):
     with pytest.raises(InputError, match=said):
-        pairs(one(tmp_path, content, "a.csv"), text)
+        pairs(write_data(tmp_path, content, "a.csv"), text)
 
 
 def test_columns_of_files_without_them(tmp_path: Path):
     with pytest.raises(InputError, match=r"--columns: \S+a\.txt is plain text and has none; leave"):
-        list(Reader(Source(one(tmp_path, "a", "a.txt")), columns="a=text"))
+        list(RecordReader(SourceFile(write_data(tmp_path, "a", "a.txt")), columns="a=text"))
     with pytest.raises(InputError, match=r"line 1 has none of them; there are q, a"):
-        pairs(one(tmp_path, [{"q": "why", "a": "so"}]), "x=prompt")
+        pairs(write_data(tmp_path, [{"q": "why", "a": "so"}]), "x=prompt")
     with pytest.raises(InputError, match=r"has the fields q, a; .*; --columns NAME=FIELD renames"):
-        pairs(one(tmp_path, [{"q": "why", "a": "so"}]))
+        pairs(write_data(tmp_path, [{"q": "why", "a": "so"}]))
 
 
 def test_a_table_without_a_header(tmp_path: Path):
     """No row is lost: by number, the first one is a record, and that is said."""
-    data = one(tmp_path, "sep=;\nwhy;so\n\nhow;thus\n;x\n", "a.csv")
+    data = write_data(tmp_path, "sep=;\nwhy;so\n\nhow;thus\n;x\n", "a.csv")
     with pytest.raises(InputError, match=r"row 4: 1: the user's content is empty"):
         pairs(data, "1=prompt,2=completion")
-    reader = Reader(Source(data), skip_bad=True, columns="1=prompt,2=completion")
-    assert [record.where for record in reader] == [f"{data}: row 1", f"{data}: row 3"]
+    reader = RecordReader(SourceFile(data), skip_bad=True, columns="1=prompt,2=completion")
+    assert [record.location for record in reader] == [f"{data}: row 1", f"{data}: row 3"]
     assert "a.csv: row 1 is a record, as --columns has numbers" in reader.notes
 
 
 def test_train_reads_text_from_another_column(tmp_path: Path, vocab: Path):
-    data = one(tmp_path, "id,Body\n1,a\n2,b\n", "a.csv")
+    data = write_data(tmp_path, "id,Body\n1,a\n2,b\n", "a.csv")
     assert parts_of(data, vocab, columns="body=text") == (["a", "b"], None)
     with pytest.raises(InputError, match=r"say which to read as text, for example --columns id=te"):
         parts_of(data, vocab)
@@ -148,7 +148,9 @@ def test_train_reads_text_from_another_column(tmp_path: Path, vocab: Path):
 
 def test_repeated_records_are_counted(tmp_path: Path, model: Path):
     rows = "".join(f"{i},why {i % 5},so\n" for i in range(8))
-    dataset = made(one(tmp_path, f"id,prompt,completion\n{rows}", "a.csv"), model, tmp_path)
+    dataset = build_dataset(
+        write_data(tmp_path, f"id,prompt,completion\n{rows}", "a.csv"), model, tmp_path
+    )
     assert dataset.notes[1] == "a.csv: 3 records repeat another, word for word"
     assert len(dataset.train) == 8
 
@@ -164,17 +166,17 @@ def test_how_many_rows_are_held_out(
     tmp_path: Path, model: Path, count: int, split: float, held_out: int, said: str
 ):
     rows = "".join(f"why,so {i}\n" for i in range(count))
-    data = one(tmp_path, f"prompt,completion\n{rows}", "a.csv")
-    dataset = made(data, model, tmp_path, val_split=split)
+    data = write_data(tmp_path, f"prompt,completion\n{rows}", "a.csv")
+    dataset = build_dataset(data, model, tmp_path, val_split=split)
     assert len(dataset.valid or ()) == held_out and len(dataset.train) == count - held_out
     assert dataset.notes[-1] == said
-    assert dataset.places[0] == "a.csv: row 2" and len(dataset.places) == len(dataset.train)
+    assert dataset.locations[0] == "a.csv: row 2" and len(dataset.locations) == len(dataset.train)
 
 
 def test_the_data_command_takes_columns(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    data = one(tmp_path, "Frage,Antwort\nwhy,so\n", "a.csv")
+    data = write_data(tmp_path, "Frage,Antwort\nwhy,so\n", "a.csv")
     named = ["--columns", "Frage=prompt,Antwort=completion", "--show", "1"]
     assert main(["data", str(data), "--model", str(model), *named]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -236,9 +238,9 @@ def workbook(path: Path, **sheets: list[list[Any]]) -> Path:
 def test_a_spreadsheet(tmp_path: Path):
     rows = [[], ["Question", "Answer", "n"], ["why\noh", 4, 1], [], ["how", 4.5, 2], [None, "x", 3]]
     path = workbook(tmp_path / "a.xlsx", Chats=rows, Notes=[["x"]])
-    reader = Reader(Source(path), skip_bad=True)
+    reader = RecordReader(SourceFile(path), skip_bad=True)
     contents = [
-        (record.where, *(message["content"] for message in record.messages))
+        (record.location, *(message["content"] for message in record.messages))
         for record in reader
         if isinstance(record, Conversation)
     ]
@@ -258,7 +260,7 @@ def test_a_damaged_spreadsheet(tmp_path: Path, name: str):
     with pytest.raises(
         InputError, match=rf"{name} cannot be read as \.\w+: .*in Excel, save it as"
     ):
-        pairs(one(tmp_path, "no table at all", name))
+        pairs(write_data(tmp_path, "no table at all", name))
 
 
 @pytest.mark.calamine
@@ -275,24 +277,26 @@ def test_without_the_reader_of_spreadsheets(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(
             InputError, match=r"is a spreadsheet: in Excel, .*pip install python-calamine"
         ):
-            pairs(one(tmp_path, "x", name))
+            pairs(write_data(tmp_path, "x", name))
 
 
 def test_a_spreadsheet_beside_its_table_is_not_read_twice(tmp_path: Path):
-    one(tmp_path, "prompt,completion\nwhy,so", "a.csv")
-    one(tmp_path, "x", "a.xlsx")
-    sources = find_sources(tmp_path, SUFFIXES)
+    write_data(tmp_path, "prompt,completion\nwhy,so", "a.csv")
+    write_data(tmp_path, "x", "a.xlsx")
+    sources = find_sources(tmp_path, DATA_SUFFIXES)
     assert [source.path.name for source in sources] == ["a.csv"]
-    assert left_out(tmp_path, sources) == (f"{tmp_path}: not read: a.xlsx",)
+    assert unread_notes(tmp_path, sources) == (f"{tmp_path}: not read: a.xlsx",)
     (tmp_path / "a.csv").unlink()
     with pytest.raises(InputError, match=r"of a\.xlsx give one by name"):
-        find_sources(tmp_path, SUFFIXES)
+        find_sources(tmp_path, DATA_SUFFIXES)
 
 
 def test_json_of_a_cell_is_still_read(tmp_path: Path):
     turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
     cell = json.dumps(turns).replace('"', '""')
-    assert pairs(one(tmp_path, f'Chat\n"{cell}"', "a.csv"), "chat=messages")[0] == [("why", "so")]
+    assert pairs(write_data(tmp_path, f'Chat\n"{cell}"', "a.csv"), "chat=messages")[0] == [
+        ("why", "so")
+    ]
 
 
 # ---- names with commas
@@ -300,7 +304,7 @@ def test_json_of_a_cell_is_still_read(tmp_path: Path):
 
 def test_a_column_whose_name_has_a_comma_is_quoted(tmp_path: Path):
     header = '"Question, short","Answer ""best"", long",other'
-    path = one(tmp_path, f"{header}\nwhy,so,x\n", "a.csv")
+    path = write_data(tmp_path, f"{header}\nwhy,so,x\n", "a.csv")
     columns = '"Question, short"=prompt, "Answer ""best"", long"=completion'
     assert pairs(path, columns)[0] == [("why", "so")]
     with pytest.raises(InputError) as caught:
@@ -311,7 +315,7 @@ def test_a_column_whose_name_has_a_comma_is_quoted(tmp_path: Path):
         InputError,
         match=r'Question must be like NAME=FIELD; .*; a NAME with a comma is in double quotes, such as "Quest',
     ):
-        read_columns("Question, short=prompt,other=completion")
+        parse_columns("Question, short=prompt,other=completion")
 
 
 @pytest.mark.parametrize(
@@ -325,10 +329,10 @@ def test_a_column_whose_name_has_a_comma_is_quoted(tmp_path: Path):
     ],
 )
 def test_names_are_read_as_they_are_quoted(text: str, fields: dict[str, str]):
-    assert read_columns(text) == fields
+    assert parse_columns(text) == fields
 
 
 @pytest.mark.parametrize("text", ["", ",", "a=prompt,", '"a, b=prompt', '""=text', "a"])
 def test_what_is_no_name_and_field_is_refused(text: str):
     with pytest.raises(InputError, match="must be like NAME=FIELD"):
-        read_columns(text)
+        parse_columns(text)

@@ -15,8 +15,8 @@ from packtrain.common.errors import InputError
 from packtrain.common.files import atomic_file, check_not_read, check_writable, write_text
 from packtrain.data.text.text_streams import data_files
 from packtrain.dtypes import f32
-from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
-from packtrain.gguf.gguf_writer import _write_behind
+from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
+from packtrain.gguf.gguf_writer import _write_pieces
 
 FULL = """
 import resource, signal, sys, numpy as np
@@ -70,7 +70,7 @@ def test_a_file_that_threads_write_is_of_one_of_them(tmp_path: Path) -> None:
         return [np.full(1000, number, np.float32)] * 50
 
     def write_one(number: int) -> None:
-        write(path, {}, {"a": Deferred(f32, (50_000,), lambda: parts(number))})
+        write_gguf(path, {}, {"a": DeferredTensor(f32, (50_000,), lambda: parts(number))})
 
     threads = [threading.Thread(target=write_one, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -93,7 +93,7 @@ def test_after_an_error_what_waits_is_not_written() -> None:
 
     file = Slow()
     with pytest.raises(ValueError, match="a part cannot be made"):
-        _write_behind(file, pieces(), 1000)  # type: ignore[arg-type]
+        _write_pieces(file, pieces(), 1000)  # type: ignore[arg-type]
     assert len(file.getvalue()) < 50
 
 
@@ -107,22 +107,22 @@ def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, 3, 1 << 21])
 def test_an_alignment_that_cannot_be_read_is_not_written(tmp_path: Path, value: int) -> None:
-    values = {"general.alignment": Value("u32", value)}
+    values = {"general.alignment": MetadataValue("u32", value)}
     with pytest.raises(GGUFError, match=f"alignment is {value}; it must be a power of two"):
-        write(tmp_path / "m.gguf", values, {"a": np.zeros(4, np.float32)})
+        write_gguf(tmp_path / "m.gguf", values, {"a": np.zeros(4, np.float32)})
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a regular file") as caught:
-        write(tmp_path, {}, {"a": np.zeros(4, np.float32)})
+        write_gguf(tmp_path, {}, {"a": np.zeros(4, np.float32)})
     assert caught.value.filename == str(tmp_path)
 
 
 def test_a_missing_folder_is_named_and_not_the_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "none" / "m.gguf"
     with pytest.raises(FileNotFoundError) as caught:
-        write(path, {}, {"a": np.zeros(4, np.float32)})
+        write_gguf(path, {}, {"a": np.zeros(4, np.float32)})
     assert caught.value.filename == str(path)
 
 
@@ -130,7 +130,7 @@ def test_a_missing_folder_is_named_and_not_the_temporary_file(tmp_path: Path) ->
 def test_the_old_file_is_closed_where_no_thread_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*given: object) -> None:
+    def refused(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("packtrain.common.files.start_new_thread", refused)

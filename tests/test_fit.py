@@ -32,20 +32,20 @@ def mean_plus_weight(rows: int) -> pt.Model:
     return pt.Model.average(pt.add(pt.input("x", (rows, 1)), pt.weight("w", (1,))))
 
 
-def six(shard: int = 1) -> pt.Dataset:
+def six_samples(shard: int = 1) -> pt.Dataset:
     return pt.Dataset({"x": np.arange(6.0)[:, None]}, shard=shard)
 
 
-def trainer(optimizer: Optimizer, **asked: object) -> pt.Trainer:
-    return pt.Trainer(plus_weight, optimizer, **{"batch": 1, "values": START, **asked})  # type: ignore[arg-type]
+def trainer(optimizer: Optimizer, **options: object) -> pt.Trainer:
+    return pt.Trainer(plus_weight, optimizer, **{"batch": 1, "values": START, **options})  # type: ignore[arg-type]
 
 
-def one(runs: pt.Trainer) -> float:
+def weight_value(runs: pt.Trainer) -> float:
     return float(runs.weights["w"][0])
 
 
-def near(got: float, want: float, within: float = EXACT) -> None:
-    assert abs(got - want) <= within, f"{got} instead of {want}"
+def assert_near(got: float, expected: float, tolerance: float = EXACT) -> None:
+    assert abs(got - expected) <= tolerance, f"{got} instead of {expected}"
 
 
 # ---- ggml's test-opt -----------------------------------------------------------------------------------------
@@ -61,10 +61,10 @@ def test_a_result_before_any_batch():
 @OPTIMIZERS
 def test_an_epoch_without_training(optimizer):
     runs = trainer(optimizer)
-    _, result = pt.epoch(runs, six(), 0)
-    assert (one(runs), result.ndata) == (3.0, 6)
-    near(result.loss, 33.0)
-    near(result.loss_error, math.sqrt(3.5))
+    _, result = pt.epoch(runs, six_samples(), 0)
+    assert (weight_value(runs), result.ndata) == (3.0, 6)
+    assert_near(result.loss, 33.0)
+    assert_near(result.loss_error, math.sqrt(3.5))
     assert math.isnan(result.accuracy) and math.isnan(result.accuracy_error)
 
 
@@ -77,25 +77,25 @@ def test_an_epoch_of_training(optimizer, by_step):
             (outputs,) = runs.step({"x": np.array([[float(at)]])}).outputs
             result.add(1, float(outputs["loss"]), None, None)
     else:
-        result, _ = pt.epoch(runs, six())
-    near(one(runs), -3.0)
+        result, _ = pt.epoch(runs, six_samples())
+    assert_near(weight_value(runs), -3.0)
     assert result.ndata == 6
-    near(result.loss, 18.0)
-    near(result.loss_error, 0.0)
+    assert_near(result.loss, 18.0)
+    assert_near(result.loss_error, 0.0)
 
 
 def test_gradients_without_an_update():
     runs = trainer(ADAMW, batch=6, physical=1)
     for at in range(6):
         runs.add_gradients({"x": np.array([[float(at)]])}, fresh=at == 0)
-        near(float(runs.gradients["w"][0]), at + 1)
-    assert one(runs) == 3.0
+        assert_near(float(runs.gradients["w"][0]), at + 1)
+    assert weight_value(runs) == 3.0
 
 
 @OPTIMIZERS
 @pytest.mark.parametrize("by_step", [False, True], ids=["epoch", "steps"])
 def test_some_datapoints_train_and_the_others_evaluate(optimizer, by_step):
-    runs, data = trainer(optimizer), six()
+    runs, data = trainer(optimizer), six_samples()
     for e in (1, 2, 3, 4):
         train_result, eval_result = pt.Result(mean=False), pt.Result(mean=False)
         if by_step:
@@ -105,16 +105,16 @@ def test_some_datapoints_train_and_the_others_evaluate(optimizer, by_step):
                 (train_result if at < 4 else eval_result).add(1, float(outputs["loss"]), None, None)
         else:
             train_result, eval_result = pt.epoch(runs, data, 4)
-        near(one(runs), 3 - 4 * e)
-        near(train_result.loss, 28 - 16 * e)
-        near(train_result.loss_error, 0)
-        near(eval_result.loss, 15 - 8 * e)
-        near(eval_result.loss_error, math.sqrt(0.5))
+        assert_near(weight_value(runs), 3 - 4 * e)
+        assert_near(train_result.loss, 28 - 16 * e)
+        assert_near(train_result.loss_error, 0)
+        assert_near(eval_result.loss, 15 - 8 * e)
+        assert_near(eval_result.loss_error, math.sqrt(0.5))
 
 
 @OPTIMIZERS
 def test_epochs_and_fit_agree(optimizer):
-    runs, data = trainer(optimizer), six()
+    runs, data = trainer(optimizer), six_samples()
     for _ in range(3):
         pt.epoch(runs, data)
     done = pt.fit(plus_weight, data, optimizer, epochs=3, batch=1, shuffle=False, values=START)
@@ -150,17 +150,17 @@ def test_shards_move_as_a_whole_and_epochs_differ():
 @pytest.mark.parametrize("model", [plus_weight, mean_plus_weight], ids=["sum", "mean"])
 def test_accumulation(optimizer, physical, model):
     runs = pt.Trainer(model, optimizer, batch=6, physical=physical, values=START)
-    divisor, data = (6 if runs.model.mean else 1), six()
+    divisor, data = (6 if runs.model.mean else 1), six_samples()
     # SGD moves by the gradient, 6 for a sum
     pace = 1 if optimizer is ADAMW or runs.model.mean else 6
     for e in (1, 2, 3, 4):
         for count, batch in enumerate(data.batches(physical), 1):
             runs.add_gradients(batch, fresh=count == 1)
-            near(float(runs.gradients["w"][0]), count * physical / divisor, 1e-6)
+            assert_near(float(runs.gradients["w"][0]), count * physical / divisor, 1e-6)
         result, _ = pt.epoch(runs, data)
-        near(one(runs), 3 - pace * e, 1e-5)
+        assert_near(weight_value(runs), 3 - pace * e, 1e-5)
         start = 3 - pace * (e - 1)
-        near(result.loss, (6 * start + 15) / divisor, 1e-5)
+        assert_near(result.loss, (6 * start + 15) / divisor, 1e-5)
 
 
 POINTS = np.linspace(-100, 100, 201, dtype=np.float32)
@@ -184,8 +184,8 @@ def test_regression_by_adamw():
     start = {"a": np.array([1.0]), "b": np.array([3.0])}
     optimizer = pt.AdamW(lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.0)
     done = pt.fit(line, noisy(), optimizer, epochs=1000, batch=201, values=start)
-    near(float(done.weights["a"][0]), 1.2, 0.01)
-    near(float(done.weights["b"][0]), 3.4, 0.01)
+    assert_near(float(done.weights["a"][0]), 1.2, 0.01)
+    assert_near(float(done.weights["b"][0]), 3.4, 0.01)
 
 
 def test_regression_by_sgd():
@@ -194,15 +194,15 @@ def test_regression_by_sgd():
         line, noisy(), pt.SGD(lr=1e-4), epochs=900, batch=201, values=start,
         schedule=lambda step: 1e-4 * 0.99 ** (1000 * step / 900),
     )  # fmt: skip
-    near(float(done.weights["a"][0]), 1.2, 0.01)
-    near(float(done.weights["b"][0]), 3.4, 0.41)
+    assert_near(float(done.weights["a"][0]), 1.2, 0.01)
+    assert_near(float(done.weights["b"][0]), 3.4, 0.41)
 
 
 def test_regression_by_lbfgs_needs_few_steps():
     start = {"a": np.array([1.0]), "b": np.array([3.0])}
     done = pt.fit(line, noisy(), pt.LBFGS(), epochs=10, batch=201, values=start)
-    near(float(done.weights["a"][0]), 1.2, 0.01)
-    near(float(done.weights["b"][0]), 3.4, 0.01)
+    assert_near(float(done.weights["a"][0]), 1.2, 0.01)
+    assert_near(float(done.weights["b"][0]), 3.4, 0.01)
 
 
 def test_lbfgs_sees_that_the_next_batch_is_another():
@@ -241,12 +241,12 @@ def test_accuracy_predictions_and_loss_are_those_of_numpy():
     _, result = pt.epoch(done.trainer, data, 0, keep=True)
     right = result.predictions.argmax(-1) == data.columns["y"]
     assert result.accuracy == right.mean() > 0.6
-    near(result.accuracy_error, math.sqrt(right.mean() * (1 - right.mean()) / 239), 1e-9)
+    assert_near(result.accuracy_error, math.sqrt(right.mean() * (1 - right.mean()) / 239), 1e-9)
     z = result.predictions.astype(np.float64)
     rows = np.log(np.exp(z).sum(-1)) - z[np.arange(240), data.columns["y"]]
-    near(result.loss, rows.mean(), 1e-6)
+    assert_near(result.loss, rows.mean(), 1e-6)
     batches = rows.reshape(4, 60).mean(-1)
-    near(result.loss_error, batches.std(ddof=1) / 2, 1e-6)
+    assert_near(result.loss_error, batches.std(ddof=1) / 2, 1e-6)
 
 
 def test_soft_labels_equal_ids():
@@ -287,8 +287,8 @@ def test_callbacks_come_before_and_after_every_batch_and_may_change_numbers():
     called = pt.Callbacks(halve, note, note, note)
     runs = trainer(SGD)
     plans = dict(runs.form.plans)
-    pt.epoch(runs, six(), 4, callbacks=called)
-    near(one(runs), 3 - (1 / 2 + 1 / 4 + 1 / 8 + 1 / 16))
+    pt.epoch(runs, six_samples(), 4, callbacks=called)
+    assert_near(weight_value(runs), 3 - (1 / 2 + 1 / 4 + 1 / 8 + 1 / 16))
     assert seen[:2] == [("before", True, 1, 4, 0), ("after", True, 1, 4, 1)]
     assert seen[-2:] == [("after", False, 2, 2, 1), ("after", False, 2, 2, 2)]
     assert runs.form.plans == plans
@@ -309,29 +309,29 @@ def test_schedules_by_name_and_by_function():
 def test_the_numbers_of_an_optimizer_can_change_but_not_its_plan():
     runs = trainer(pt.SGD(lr=1.0))
     runs.change(pt.SGD(lr=0.5))
-    pt.epoch(runs, six())
-    near(one(runs), 0.0)
+    pt.epoch(runs, six_samples())
+    assert_near(weight_value(runs), 0.0)
     with pytest.raises(pt.InputError, match="needs another plan"):
         runs.change(pt.AdamW())
 
 
 def test_a_loss_of_ones_own_frozen_weights_and_inputs_that_are_not_data():
-    def own(rows: int) -> pt.Model:
+    def scaled_model(rows: int) -> pt.Model:
         x, factor = pt.input("x", (rows, 1)), pt.input("factor", ())
         y = pt.mul(pt.add(pt.mul(x, pt.weight("a", (1,))), pt.weight("b", (1,))), factor)
         return pt.Model(pt.mean(pt.abs(y)), frozen=("b",))
 
     values = {"a": np.array([1.0]), "b": np.array([2.0])}
     done = pt.fit(
-        own,
-        six(),
+        scaled_model,
+        six_samples(),
         pt.SGD(lr=0.1),
         batch=6,
         values=values,
         inputs=lambda step: {"factor": np.array(2.0)},
     )
     assert done.weights["b"][0] == 2.0
-    near(float(done.weights["a"][0]), 1 - 0.1 * 2 * 2.5, 1e-6)
+    assert_near(float(done.weights["a"][0]), 1 - 0.1 * 2 * 2.5, 1e-6)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -360,9 +360,11 @@ def test_a_budget_makes_parts_smaller_and_is_refused_by_name():
 def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
     """Their memory is then part of the baseline. Those that write quantized files are not: no model calls them."""
     optimizers = (name for kind in OPTIMIZER_KINDS.values() for name in kind.kernels)
-    named = {*kernels.LEARNING, *kernels.OF_OPS, *optimizers}
+    named = {*kernels.TRAINING_KERNELS, *kernels.OP_KERNELS, *optimizers}
     loaded = frozenset().union(*map(store.needed, named))
-    writing = frozenset().union(*map(store.needed, (*kernels.PACKING, *kernels.WEIGHING)))
+    writing = frozenset().union(
+        *map(store.needed, (*kernels.QUANTIZE_KERNELS, *kernels.WEIGHTED_QUANTIZE_KERNELS))
+    )
     of_children = {"splitting", "tokens", "peak"}  # which tokenize, and of `packtrain bench`
     assert set(store.MADE_OF) - loaded - of_children <= writing
 
@@ -409,17 +411,17 @@ def from_form(runs: pt.Trainer, recomputed: str) -> None:
     from packtrain.engine.backends import CPU
     from packtrain.training.generic import fit_variants
 
-    request = fit_variants.Asked(wide, None, 64, 64)
-    form = fit_variants.build(request, 64, recomputed, runs.optimizer, CPU)
+    request = fit_variants.FitRequest(wide, None, 64, 64)
+    form = fit_variants.build_variant(request, 64, recomputed, runs.optimizer, CPU)
     assert form is not None
     runs.form = form
     runs.run = {n: runs.session.executor(p, form.plans[n]) for n, p in form.placed.items()}
 
 
 def values_of(model: pt.Model) -> dict[str, np.ndarray]:
-    from packtrain.training.generic.fit_model import initial
+    from packtrain.training.generic.fit_model import initial_weight
 
-    return {leaf.label: initial(leaf, 1) for leaf in model.trained}
+    return {leaf.label: initial_weight(leaf, 1) for leaf in model.trained}
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
@@ -491,7 +493,7 @@ def test_bad_datasets(columns, shard, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "how", "message"),
+    ("change", "options", "message"),
     [
         ({}, {"batch": 500}, "a batch of 500 is more than the 240 datapoints"),
         ({}, {"batch": 60, "physical": 7}, "batch=60 must be a multiple of the physical batch, 7"),
@@ -521,9 +523,9 @@ def test_bad_datasets(columns, shard, message):
         ),
     ],
 )
-def test_bad_requests(change, how, message):
+def test_bad_requests(change, options, message):
     with pytest.raises(pt.InputError, match=message):
-        pt.fit(net, blobs() | change, **how)
+        pt.fit(net, blobs() | change, **options)
 
 
 def test_a_missing_column_is_named():
@@ -556,4 +558,4 @@ def test_not_a_number_names_op_tensor_and_step():
 
 def test_a_loss_without_weights_is_refused():
     with pytest.raises(pt.GraphError, match="depends on no weight that can be trained"):
-        pt.fit(lambda rows: pt.sum(pt.input("x", (rows, 1))), six(), batch=6)
+        pt.fit(lambda rows: pt.sum(pt.input("x", (rows, 1))), six_samples(), batch=6)

@@ -192,7 +192,7 @@ def test_one_datapoint_has_no_error():
     assert str(result) == "loss 0.5000 acc 100.0%"
 
 
-def several(rows: int) -> pt.Model:
+def four_label_model(rows: int) -> pt.Model:
     """Four labels for each datapoint."""
     x, w = pt.input("x", (rows, 4, 5)), pt.weight("w", (3, 5))
     logits = pt.matmul(pt.reshape(x, shape=(rows * 4, 5)), w)
@@ -205,7 +205,7 @@ def test_accuracy_is_a_share_of_labels_where_a_datapoint_has_several() -> None:
     x = rng.standard_normal((8, 4, 5)).astype(np.float32)
     y = x @ rng.standard_normal((5, 3))
     data = {"x": x, "y": y.argmax(-1).astype(np.int32)}
-    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    trainer = pt.Trainer(four_label_model, pt.AdamW(lr=0.1), batch=4)
     first, tested = pt.epoch(trainer, data, 4)
     for result in (first, tested):
         assert 0 <= result.accuracy <= 1 and result.labels == 16
@@ -216,14 +216,14 @@ def test_accuracy_is_a_share_of_labels_where_a_datapoint_has_several() -> None:
 def test_a_label_that_is_no_class_is_named(wrong: int) -> None:
     data = {"x": np.zeros((8, 4, 5), np.float32), "y": np.zeros((8, 4), np.int32)}
     data["y"][5, 2] = wrong
-    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    trainer = pt.Trainer(four_label_model, pt.AdamW(lr=0.1), batch=4)
     with pytest.raises(pt.InputError, match=rf"y\[5, 2\] is {wrong}; classes are .* from 0 to 2"):
         pt.epoch(trainer, data)
 
 
 def test_a_short_run_on_nan_ends_with_an_error() -> None:
     data = {"x": np.full((4, 4, 5), np.nan, np.float32), "y": np.zeros((4, 4), np.int32)}
-    trainer = pt.Trainer(several, pt.AdamW(lr=0.1), batch=4)
+    trainer = pt.Trainer(four_label_model, pt.AdamW(lr=0.1), batch=4)
     with pytest.raises(ArithmeticError, match="step 1: the loss or gradient is not finite"):
         pt.epoch(trainer, data)
 
@@ -231,4 +231,4 @@ def test_a_short_run_on_nan_ends_with_an_error() -> None:
 def test_a_short_fit_on_nan_ends_with_an_error() -> None:
     data = {"x": np.full((4, 4, 5), np.nan, np.float32), "y": np.zeros((4, 4), np.int32)}
     with pytest.raises(ArithmeticError, match="step 2: the loss or gradient is not finite"):
-        pt.fit(several, data, pt.AdamW(lr=0.1), batch=2, epochs=1, val_split=0)
+        pt.fit(four_label_model, data, pt.AdamW(lr=0.1), batch=2, epochs=1, val_split=0)

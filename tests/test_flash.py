@@ -19,29 +19,29 @@ from packtrain.engine.backends import CPU, Host, Target
 from packtrain.engine.backends.host import Inputs
 from packtrain.engine.executor import Session
 from packtrain.engine.tensor import Kernel, Op
-from packtrain.inference.kv_cache import Cache, Context, Sizes, placements
-from packtrain.models.attention_choice import missing, with_flash
+from packtrain.inference.kv_cache import CacheLayout, Context, RunSizes, place_runs
+from packtrain.models.attention_choice import missing_attention_ops, with_flash
 from packtrain.models.config import Config
 from tests.architectures import random_model
-from tests.models import CONFIG, values
+from tests.models import CONFIG, seeded_weights
 
 Q8_0 = BLOCK_TYPES["q8_0"]
 WINDOWED = replace(
     CONFIG, embedding_length=128, block_count=3, window=9, window_pattern=(True, False, True), attention_softcap=2.0
 )  # fmt: skip
-SIZES = Sizes((8, 4, 1), 8)
+SIZES = RunSizes((8, 4, 1), 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Lesser(Host):
     """The cpu without some ops; allocates nothing while it is asked for them."""
 
-    without: tuple[str, ...] = ()
+    missing_ops: tuple[str, ...] = ()
     halves: bool = True
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         narrow = not self.halves and any(t is not None and t.dtype == f16 for t in inputs)
-        is_missing = op.name in self.without or (narrow and op.name == "attention_cells")
+        is_missing = op.name in self.missing_ops or (narrow and op.name == "attention_cells")
         return None if is_missing else op.kernels.get("cpu")
 
     def workspaces(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Any:
@@ -52,34 +52,36 @@ class Lesser(Host):
         raise AssertionError("it was only asked")
 
 
-def context(config: Config, cache: Cache, target: Target = CPU, sequences: int = 3) -> Context:
+def context(
+    config: Config, cache: CacheLayout, target: Target = CPU, sequences: int = 3
+) -> Context:
     session = Session()
-    runs = session.executors(placements(config, cache, SIZES, target=target, moves=True))
-    session.set(values(config))
+    runs = session.executors(place_runs(config, cache, SIZES, target=target, has_moves=True))
+    session.set(seeded_weights(config))
     return Context.within(config, cache, SIZES, runs, sequences)
 
 
-def schedule(made: Context) -> np.ndarray:
+def schedule(ctx: Context) -> np.ndarray:
     """Logits of some batches of three sequences that share a beginning and lose parts."""
     rng, logits = np.random.default_rng(3), list[np.ndarray]()
-    logits.append(made.decode(rng.integers(0, 50, 14).tolist(), 0, wanted=range(14)))
-    made.copy(0, 1)
-    made.copy(0, 2, 0, 6)
+    logits.append(ctx.decode(rng.integers(0, 50, 14).tolist(), 0, wanted=range(14)))
+    ctx.copy(0, 1)
+    ctx.copy(0, 2, 0, 6)
     for _ in range(6):
         count = int(rng.integers(1, 7))
         seqs = np.sort(rng.integers(0, 3, count)).tolist()
         tokens = rng.integers(0, 50, count).tolist()
-        logits.append(made.decode(tokens, seqs, wanted=range(count)))
-    made.remove(1, 3, 5)
-    made.shift(1, -2, 5)
-    logits.append(made.decode([7, 8], [1, 2], wanted=range(2)))
+        logits.append(ctx.decode(tokens, seqs, wanted=range(count)))
+    ctx.remove(1, 3, 5)
+    ctx.shift(1, -2, 5)
+    logits.append(ctx.decode([7, 8], [1, 2], wanted=range(2)))
     return np.concatenate(logits)
 
 
 @pytest.mark.parametrize("ring", [0, 60])
 @pytest.mark.parametrize(("dtype", "off"), [(f32, 1e-5), (f16, 1e-4), (Q8_0, 1e-3)])
 def test_a_context_computes_the_same_written_out(dtype: Dtype, off: float, ring: int):
-    cache = Cache(96, ring, dtype, 3)
+    cache = CacheLayout(96, ring, dtype, 3)
     config = replace(WINDOWED, head_count=4, head_count_kv=2)
     fused, unfused = (
         schedule(context(replace(config, flash=use_flash), cache)) for use_flash in (True, False)
@@ -88,7 +90,9 @@ def test_a_context_computes_the_same_written_out(dtype: Dtype, off: float, ring:
     assert not np.array_equal(fused, unfused)
 
 
-def chosen(target: Target, mode: str = "auto", cache: Dtype | None = f16) -> tuple[bool, list[str]]:
+def choose_flash(
+    target: Target, mode: str = "auto", cache: Dtype | None = f16
+) -> tuple[bool, list[str]]:
     said = list[str]()
     return with_flash(
         replace(CONFIG, embedding_length=128), mode, target, said.append, cache
@@ -96,33 +100,38 @@ def chosen(target: Target, mode: str = "auto", cache: Dtype | None = f16) -> tup
 
 
 def test_auto_takes_the_op_where_the_backend_has_it():
-    assert chosen(CPU) == (True, []) == chosen(CPU, "on")
-    assert chosen(CPU, "off") == (False, ["attention is written out: --flash-attn off"])
+    assert choose_flash(CPU) == (True, []) == choose_flash(CPU, "on")
+    assert choose_flash(CPU, "off") == (False, ["attention is written out: --flash-attn off"])
     for cache in (f32, f16, Q8_0, None):
-        lesser = Target.of(Lesser("lesser", without=("attention_cells", "attention_back")))
-        flash, said = chosen(lesser, cache=cache)
+        lesser = Target.for_backend(
+            Lesser("lesser", missing_ops=("attention_cells", "attention_back"))
+        )
+        flash, said = choose_flash(lesser, cache=cache)
         name = "attention_cells" if cache else "attention_back"
         assert not flash and f"attention is written out: lesser has no {name} of f32[" in said[0]
         with pytest.raises(InputError, match=f"--flash-attn on: lesser has no {name} of f32"):
-            chosen(lesser, "on", cache)
+            choose_flash(lesser, "on", cache)
 
 
 def test_it_depends_on_types_and_on_where_keys_and_values_live():
     lesser = Lesser("lesser", halves=False)
-    assert [chosen(Target.of(lesser), cache=kind)[0] for kind in (f32, f16)] == [True, False]
-    assert not chosen(Target((lesser, *CPU.backends)))[0]
-    assert not chosen(Target(CPU.backends, {"cache.0": lesser}))[0]
-    assert chosen(Target((lesser,), {"cache": CPU.backends[0]}), "on") == (True, [])
-    assert missing(CONFIG, Target.of(lesser), f16).endswith(
+    assert [choose_flash(Target.for_backend(lesser), cache=kind)[0] for kind in (f32, f16)] == [
+        True,
+        False,
+    ]
+    assert not choose_flash(Target((lesser, *CPU.backends)))[0]
+    assert not choose_flash(Target(CPU.backends, {"cache.0": lesser}))[0]
+    assert choose_flash(Target((lesser,), {"cache": CPU.backends[0]}), "on") == (True, [])
+    assert missing_attention_ops(CONFIG, Target.for_backend(lesser), f16).endswith(
         "f32[1, 4, 6], f16[1, 2, 6], f16[1, 2, 6]"
     )
 
 
 def test_a_backend_without_attention_runs_what_is_written_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Lesser, "alloc", Host.alloc)
-    lesser = Target.of(Lesser("lesser", without=("attention_cells",)))
+    lesser = Target.for_backend(Lesser("lesser", missing_ops=("attention_cells",)))
     config = with_flash(CONFIG, "auto", lesser, lambda line: None, f32)
-    cache = Cache(96, 0, f32, 3)
+    cache = CacheLayout(96, 0, f32, 3)
     actual, expected = (schedule(context(config, cache, target)) for target in (lesser, CPU))
     assert np.array_equal(actual, expected)
 
@@ -150,10 +159,10 @@ def test_the_commands_take_it(path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "measured",
     [
-        lambda model, text, **how: pt.evaluate(model, text, ctx=24, **how).losses.popitem()[1],
-        lambda model, text, **how: pt.embed(model, ["the cat", "a"], **how),
-        lambda model, text, **how: pt.finetune(
-            model, text, output=text.with_suffix(".gguf"), iters=2, ctx=24, full=True, overwrite=True, **how
+        lambda model, text, **options: pt.evaluate(model, text, ctx=24, **options).losses.popitem()[1],
+        lambda model, text, **options: pt.embed(model, ["the cat", "a"], **options),
+        lambda model, text, **options: pt.finetune(
+            model, text, output=text.with_suffix(".gguf"), iters=2, ctx=24, full=True, overwrite=True, **options
         ).losses,
     ],
     ids=["eval", "embed", "finetune"],
@@ -161,6 +170,6 @@ def test_the_commands_take_it(path: Path, capsys: pytest.CaptureFixture[str]):
 def test_both_give_the_same(path: Path, tmp_path: Path, measured: Callable):
     (tmp_path / "t.txt").write_text("the cat sees the dog\n" * 60)
     fused, unfused = (
-        np.array(measured(path, tmp_path / "t.txt", flash_attn=how)) for how in ("on", "off")
+        np.array(measured(path, tmp_path / "t.txt", flash_attn=mode)) for mode in ("on", "off")
     )
     np.testing.assert_allclose(unfused, fused, rtol=2e-5, atol=2e-5)

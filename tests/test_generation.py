@@ -12,10 +12,10 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import constant, input, state
 from packtrain.kernels import quantized_arrays
 from packtrain.models import transformer
-from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CacheFull, Cells
-from tests.models import CONFIG, bind, logits, same_bits, values
+from packtrain.models.kv_cell_table import CacheFull, CellTable
+from tests.models import CONFIG, bind_graph, logits_graph, same_bits, seeded_weights
 
 TOLERANCE = 1e-5  # of the largest logit
 CELLS, SEQUENCES = 48, 3
@@ -28,7 +28,7 @@ class Cached:
 
     sizes: tuple[int, ...] = (1, 8)
     config: Config = CONFIG
-    cells: Cells = field(default_factory=lambda: Cells(CELLS))
+    cells: CellTable = field(default_factory=lambda: CellTable(CELLS))
     cache: Dtype = f32
     session: Session = field(default_factory=Session)
     runs: dict[int, Executor] = field(default_factory=dict)
@@ -39,42 +39,44 @@ class Cached:
                 self.config,
                 transformer.weights(self.config),
                 size,
-                Cache(len(self.cells), dtype=self.cache, sequences=SEQUENCES),
+                CacheLayout(len(self.cells), dtype=self.cache, max_sequences=SEQUENCES),
                 size,
             )
-            self.runs[size] = bind(Graph([logits], handles), session=self.session)
-        self.session.set(values(self.config))
+            self.runs[size] = bind_graph(Graph([logits], handles), session=self.session)
+        self.session.set(seeded_weights(self.config))
 
     def feed(self, tokens: np.ndarray, seqs: np.ndarray) -> np.ndarray:
         """The logits of every token given; the smallest plan that holds them runs, filled with padding."""
         count = len(tokens)
         size = min(size for size in self.sizes if size >= count)
         rows = np.append(np.arange(count), np.full(size - count, -1))
-        feeds = self.cells.feed(tokens, seqs, rows, size=size, sequences=SEQUENCES)
+        feeds = self.cells.feed_inputs(tokens, seqs, rows, size=size, max_sequences=SEQUENCES)
         return self.runs[size](feeds)["logits"][:count]
 
-    def say(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
+    def feed_sequence(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
         """The logits of one sequence's next tokens, a chunk at a time."""
         pieces = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
         return np.concatenate([self.feed(p, np.full(len(p), seq, np.int32)) for p in pieces])
 
 
-def prompt(length: int, seed: int) -> np.ndarray:
+def random_prompt(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, CONFIG.vocab_size, length).astype(np.int32)
 
 
-def full(tokens: np.ndarray, config: Config = CONFIG) -> np.ndarray:
+def full_logits(tokens: np.ndarray, config: Config = CONFIG) -> np.ndarray:
     """Logits (T, V) of the full forward, by the specification in float64."""
     positions = np.arange(len(tokens), dtype=np.int32)[None]
     feeds = {"tokens": tokens[None], "pos": positions, "seq": np.zeros_like(positions)}
-    return interpret(logits(config, 1, len(tokens)), values(config) | feeds)["logits"][0]
+    return interpret(logits_graph(config, 1, len(tokens)), seeded_weights(config) | feeds)[
+        "logits"
+    ][0]
 
 
-def close(got: np.ndarray, expected: np.ndarray) -> bool:
+def is_close(got: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max())
 
 
-def pieces(tokens: np.ndarray, lengths: Iterable[int]) -> list[np.ndarray]:
+def split_tokens(tokens: np.ndarray, lengths: Iterable[int]) -> list[np.ndarray]:
     return np.split(tokens, np.cumsum([*lengths]))[:-1]
 
 
@@ -92,52 +94,56 @@ CUTTINGS = {
 
 
 def test_the_full_forward_on_the_cpu():
-    tokens = prompt(23, 1)
+    tokens = random_prompt(23, 1)
     positions = np.arange(23, dtype=np.int32)[None]
     feeds = {"tokens": tokens[None], "pos": positions, "seq": np.zeros_like(positions)}
-    got = bind(logits(CONFIG, 1, 23), values(CONFIG))(feeds)["logits"][0]
-    assert close(got, full(tokens))
+    got = bind_graph(logits_graph(CONFIG, 1, 23), seeded_weights(CONFIG))(feeds)["logits"][0]
+    assert is_close(got, full_logits(tokens))
 
 
 @pytest.mark.parametrize("lengths", CUTTINGS.values(), ids=CUTTINGS)
 def test_any_cutting_of_the_prompt_gives_the_full_logits(lengths):
-    tokens = prompt(23, 1)
-    cut = [piece for part in pieces(tokens, lengths) for piece in np.split(part, [8, 16])]
+    tokens = random_prompt(23, 1)
+    cut = [piece for part in split_tokens(tokens, lengths) for piece in np.split(part, [8, 16])]
     model = Cached()
-    got = [model.say(0, piece) for piece in cut if len(piece)]
-    assert close(np.concatenate(got), full(tokens))
+    got = [model.feed_sequence(0, piece) for piece in cut if len(piece)]
+    assert is_close(np.concatenate(got), full_logits(tokens))
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 64])
 def test_a_prompt_longer_than_a_block_of_attention(chunk):
-    model, tokens, other = Cached((1, 64), LONG, Cells(320)), prompt(250, 12), prompt(70, 13)
-    model.say(0, other[:30], chunk)
-    got = model.say(1, tokens, chunk)
-    model.say(0, other[30:], chunk)
-    assert close(got, full(tokens, LONG))
+    model, tokens, other = (
+        Cached((1, 64), LONG, CellTable(320)),
+        random_prompt(250, 12),
+        random_prompt(70, 13),
+    )
+    model.feed_sequence(0, other[:30], chunk)
+    got = model.feed_sequence(1, tokens, chunk)
+    model.feed_sequence(0, other[30:], chunk)
+    assert is_close(got, full_logits(tokens, LONG))
 
 
 def test_logits_of_the_wanted_rows_alone():
-    model, tokens = Cached((8,)), prompt(8, 1)
-    logits, handles = generation(CONFIG, transformer.weights(CONFIG), 8, Cache(CELLS), 2)
-    run = bind(Graph([logits], handles), session=model.session)
-    feeds = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
-    assert close(run(feeds)["logits"], full(tokens)[[7, 2]])
+    model, tokens = Cached((8,)), random_prompt(8, 1)
+    logits, handles = generation(CONFIG, transformer.weights(CONFIG), 8, CacheLayout(CELLS), 2)
+    run = bind_graph(Graph([logits], handles), session=model.session)
+    feeds = model.cells.feed_inputs(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
+    assert is_close(run(feeds)["logits"], full_logits(tokens)[[7, 2]])
 
 
 def test_padding_leaves_no_trace():
-    tokens = prompt(5, 2)
+    tokens = random_prompt(5, 2)
     padded = Cached((8,))
-    assert close(padded.say(0, tokens), full(tokens))
+    assert is_close(padded.feed_sequence(0, tokens), full_logits(tokens))
     for name in (f"cache.{kv}.{i}" for kv in "kv" for i in range(CONFIG.block_count)):
         assert padded.session.get(name)[:5].all(), f"tokens were not written to {name}"
         assert not padded.session.get(name)[5:].any(), f"padding was written to {name}"
 
 
 def test_one_decode_plan_serves_every_position():
-    model, tokens = Cached((1,)), prompt(CELLS, 3)
+    model, tokens = Cached((1,)), random_prompt(CELLS, 3)
     before = model.session.generation
-    assert close(model.say(0, tokens, chunk=1), full(tokens))
+    assert is_close(model.feed_sequence(0, tokens, chunk=1), full_logits(tokens))
     assert model.session.generation == before and len(model.runs) == 1
 
 
@@ -158,15 +164,19 @@ ORDER = "aab b a babab aaa b bbab a b"
 
 def test_two_sequences_do_not_see_each_other():
     count = {c: ORDER.count(c) for c in "ab"}
-    first, second = prompt(count["a"], 4), prompt(count["b"], 5)
+    first, second = random_prompt(count["a"], 4), random_prompt(count["b"], 5)
     got = interleaved(Cached(), first, second, ORDER)
-    assert close(got[: count["a"]], full(first))
-    assert close(got[count["a"] :], full(second))
+    assert is_close(got[: count["a"]], full_logits(first))
+    assert is_close(got[count["a"] :], full_logits(second))
 
 
 def test_changing_one_sequence_changes_no_bit_of_the_other():
     count = {c: ORDER.count(c) for c in "ab"}
-    first, second, third = prompt(count["a"], 4), prompt(count["b"], 5), prompt(count["b"], 6)
+    first, second, third = (
+        random_prompt(count["a"], 4),
+        random_prompt(count["b"], 5),
+        random_prompt(count["b"], 6),
+    )
     before = interleaved(Cached(), first, second, ORDER)
     after = interleaved(Cached(), first, third, ORDER)
     assert same_bits({"a": after[: count["a"]]}, {"a": before[: count["a"]]})
@@ -174,36 +184,43 @@ def test_changing_one_sequence_changes_no_bit_of_the_other():
 
 
 def test_cells_of_a_dropped_sequence_are_used_again():
-    model, gone, stays, comes = Cached(), prompt(20, 7), prompt(24, 8), prompt(22, 9)
-    model.say(0, gone)
-    got_stays = [model.say(1, stays[:12])]
+    model, gone, stays, comes = (
+        Cached(),
+        random_prompt(20, 7),
+        random_prompt(24, 8),
+        random_prompt(22, 9),
+    )
+    model.feed_sequence(0, gone)
+    got_stays = [model.feed_sequence(1, stays[:12])]
     left_by_gone = set(model.cells.of(0))
-    model.cells.drop(0)
-    got_comes = model.say(2, comes)
-    got_stays.append(model.say(1, stays[12:]))
+    model.cells.drop_positions(0)
+    got_comes = model.feed_sequence(2, comes)
+    got_stays.append(model.feed_sequence(1, stays[12:]))
     assert set(model.cells.of(2)) & left_by_gone
-    assert close(got_comes, full(comes))
-    assert close(np.concatenate(got_stays), full(stays))
+    assert is_close(got_comes, full_logits(comes))
+    assert is_close(np.concatenate(got_stays), full_logits(stays))
 
 
 def test_a_sequence_is_taken_back_to_an_earlier_position():
-    model, tokens, other = Cached(), prompt(18, 10), prompt(9, 11)
-    model.say(0, tokens)
-    model.cells.drop(0, since=7)
+    model, tokens, other = Cached(), random_prompt(18, 10), random_prompt(9, 11)
+    model.feed_sequence(0, tokens)
+    model.cells.drop_positions(0, since=7)
     full_prompt = np.concatenate((tokens[:7], other))
-    assert close(model.say(0, other), full(full_prompt)[7:])
+    assert is_close(model.feed_sequence(0, other), full_logits(full_prompt)[7:])
 
 
 @pytest.mark.parametrize("after", [0, 12, 30])
 def test_a_reply_stopped_between_two_ops_is_taken_back(after):
-    model, tokens = Cached((8,)), prompt(16, 1)
-    model.say(0, tokens[:8])
-    feeds = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8), sequences=SEQUENCES)
+    model, tokens = Cached((8,)), random_prompt(16, 1)
+    model.feed_sequence(0, tokens[:8])
+    feeds = model.cells.feed_inputs(
+        tokens[8:], np.zeros(8, np.int32), np.arange(8), max_sequences=SEQUENCES
+    )
     stop_calls = iter(range(1000))
     with pytest.raises(Stopped):
         model.runs[8](feeds, stop=lambda: next(stop_calls) >= after)
-    model.cells.drop(0, since=8)
-    assert close(model.say(0, tokens[8:]), full(tokens)[8:])
+    model.cells.drop_positions(0, since=8)
+    assert is_close(model.feed_sequence(0, tokens[8:]), full_logits(tokens)[8:])
 
 
 @pytest.mark.parametrize("kind", [f16, BLOCK_TYPES["q8_0"]], ids=str)
@@ -222,7 +239,7 @@ def test_attention_reads_what_is_packed_as_the_values_it_has(time, width, kind):
         y = ops.attention_cells(
             q, k, v, pos, *cell_inputs, of_cells, scale=width**-0.5, window=70, softcap=3.0
         )
-        run = bind(Graph({"y": y}))
+        run = bind_graph(Graph({"y": y}))
         queries = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
         outputs.append(run({"q": queries}))
     assert same_bits(*outputs)
@@ -239,7 +256,7 @@ def test_rows_are_packed_as_the_quantizer_packs_them(kind, count):
     ids[::3] = -1
     leaf = state("cache", (2 * count, 2, 64), kind)
     (handle,) = ops.set_rows(leaf, input("x", x.shape), constant("ids", ids, i32))
-    run = bind(Graph({}, [handle]))
+    run = bind_graph(Graph({}, [handle]))
     run({"x": x})
     expected = run.session.get("cache")
     expected[ids[ids >= 0]] = (
@@ -254,11 +271,11 @@ def test_rows_are_packed_as_the_quantizer_packs_them(kind, count):
 
 
 def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
-    tokens, model = prompt(23, 1), Cached(cache=f16)
-    got = model.say(0, tokens)
-    assert 0 < np.abs(got - full(tokens)).max() < 5e-3
+    tokens, model = random_prompt(23, 1), Cached(cache=f16)
+    got = model.feed_sequence(0, tokens)
+    assert 0 < np.abs(got - full_logits(tokens)).max() < 5e-3
     exact = Cached()
-    exact.say(0, tokens)
+    exact.feed_sequence(0, tokens)
     for name in ("cache.k.0", "cache.v.0"):
         halves = model.session.get(name)
         assert halves.dtype == np.float16
@@ -266,24 +283,24 @@ def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
 
 
 def test_a_full_cache_refuses_and_takes_nothing():
-    cells = Cells(6)
-    cells.take(0, 4)
+    cells = CellTable(6)
+    cells.take_cells(0, 4)
     before = cells.sets.copy(), cells.pos.copy()
     with pytest.raises(CacheFull, match="3 cells wanted, 2 of 6 are free"):
-        cells.take(1, 3)
+        cells.take_cells(1, 3)
     tokens = np.zeros(3, np.int32)
     with pytest.raises(CacheFull):
-        cells.feed(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
+        cells.feed_inputs(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
     assert np.array_equal(cells.sets, before[0]) and np.array_equal(cells.pos, before[1])
-    cells.drop(0)
+    cells.drop_positions(0)
     assert not cells.sets.any()
-    cells.take(1, 6)
+    cells.take_cells(1, 6)
 
 
 def test_positions_go_on_where_a_sequence_stopped():
-    cells = Cells(8)
-    cells.take(5, 2)
-    cells.take(6, 2)
-    assert cells.take(5, 2)[1].tolist() == [2, 3]
-    cells.drop(5, since=1)
-    assert cells.take(5, 1)[1].tolist() == [1]
+    cells = CellTable(8)
+    cells.take_cells(5, 2)
+    cells.take_cells(6, 2)
+    assert cells.take_cells(5, 2)[1].tolist() == [2, 3]
+    cells.drop_positions(5, since=1)
+    assert cells.take_cells(5, 1)[1].tolist() == [1]

@@ -12,81 +12,83 @@ import pytest
 
 from packtrain import Graph, Session, interpret
 from tests import golden
-from tests.models import apart, bind, gradients, steps, values
+from tests.models import bind_graph, gradient_graph, relative_error, seeded_weights, step_graph
 
 F32, F64 = 1e-4, 1e-9
 RECORDED, LIVE = ("recorded tied", "recorded untied"), ("live tied", "live untied", "live wide")
 
 
 @cache
-def live(case: golden.Case) -> golden.Record:
-    return golden.record(case)
+def torch_record(case: golden.Case) -> golden.Record:
+    return golden.record_torch(case)
 
 
 @pytest.fixture(params=[*RECORDED, *(pytest.param(name, marks=pytest.mark.torch) for name in LIVE)])
-def known(request: pytest.FixtureRequest) -> tuple[golden.Case, golden.Record]:
+def recorded_case(request: pytest.FixtureRequest) -> tuple[golden.Case, golden.Record]:
     """A case and what PyTorch says about it."""
     source, name = request.param.split()
     case = golden.CASES.get(name, golden.WIDE)
     if source == "recorded":
-        return case, golden.load(name)
-    return case, live(case)
+        return case, golden.load_record(name)
+    return case, torch_record(case)
 
 
-def mistakes(got: golden.Record, expected: golden.Record, tolerance: float) -> list[str]:
+def find_mismatches(got: golden.Record, expected: golden.Record, tolerance: float) -> list[str]:
     """Names on one side only, and names whose values are further apart than the tolerance."""
     unpaired = [f"only one side has {name}" for name in sorted(got.keys() ^ expected.keys())]
-    distances = {name: apart(got[name], expected[name]) for name in got.keys() & expected.keys()}
+    distances = {
+        name: relative_error(got[name], expected[name]) for name in got.keys() & expected.keys()
+    }
     return unpaired + [f"{k}: {d:.3g}" for k, d in distances.items() if not d <= tolerance]
 
 
-def part(record: golden.Record, prefix: str) -> golden.Record:
+def loss_and_gradients(record: golden.Record, prefix: str) -> golden.Record:
     """`loss` and `d/<name>` of one precision."""
     named = {k.removeprefix(prefix): v for k, v in record.items() if k.startswith(prefix)}
     return {k: v for k, v in named.items() if k == "loss" or k.startswith("d/")}
 
 
-def test_loss_and_every_gradient_on_the_cpu(known):
-    case, record = known
-    graph = gradients(case.config, case.rows, case.time)
-    got = bind(graph, values(case.config))(case.batches[0])
+def test_loss_and_every_gradient_on_the_cpu(recorded_case):
+    case, record = recorded_case
+    graph = gradient_graph(case.config, case.rows, case.time)
+    got = bind_graph(graph, seeded_weights(case.config))(case.batches[0])
     del got["losses"]
-    assert mistakes(got, part(record, "f32/"), F32) == []
+    assert find_mismatches(got, loss_and_gradients(record, "f32/"), F32) == []
 
 
-def test_loss_and_every_gradient_with_recomputation(known):
-    case, record = known
-    graph = gradients(case.config, case.rows, case.time, keep="blocks")
-    got = bind(graph, values(case.config))(case.batches[0])
+def test_loss_and_every_gradient_with_recomputation(recorded_case):
+    case, record = recorded_case
+    graph = gradient_graph(case.config, case.rows, case.time, keep="blocks")
+    got = bind_graph(graph, seeded_weights(case.config))(case.batches[0])
     del got["losses"]
-    assert mistakes(got, part(record, "f32/"), F32) == []
+    assert find_mismatches(got, loss_and_gradients(record, "f32/"), F32) == []
 
 
-def test_the_specification_in_float64(known):
-    case, record = known
-    graph = gradients(case.config, case.rows, case.time)
-    got = interpret(graph, values(case.config) | case.batches[0], np.float64)
+def test_the_specification_in_float64(recorded_case):
+    case, record = recorded_case
+    graph = gradient_graph(case.config, case.rows, case.time)
+    got = interpret(graph, seeded_weights(case.config) | case.batches[0], np.float64)
     del got["losses"]
-    assert mistakes(got, part(record, "f64/"), F64) == []
+    assert find_mismatches(got, loss_and_gradients(record, "f64/"), F64) == []
 
 
 @pytest.mark.parametrize("kind", golden.MAX_NORM)
-def test_losses_of_twenty_steps(known, kind):
-    case, record = known
-    graph = steps(
+def test_losses_of_twenty_steps(recorded_case, kind):
+    case, record = recorded_case
+    graph = step_graph(
         case.config, case.rows, case.time, golden.OPTIMIZER, max_norm=golden.MAX_NORM[kind]
     )
     got = [*_train(graph, case)]
     losses, norms = np.array(got).T
-    assert apart(losses, record[f"f32/{kind}/losses"]) <= F32
-    assert apart(norms, record[f"f32/{kind}/norms"]) <= F32
+    assert relative_error(losses, record[f"f32/{kind}/losses"]) <= F32
+    assert relative_error(norms, record[f"f32/{kind}/norms"]) <= F32
     worst = np.abs(losses / record[f"f32/{kind}/losses"] - 1).max()
     assert worst <= F32
 
 
 def _train(graph: Graph, case: golden.Case) -> Iterator[tuple[float, float]]:
     """Loss and gradient norm of each step, on the cpu."""
-    run = bind(graph, values(case.config), Session())
+    run = bind_graph(graph, seeded_weights(case.config), Session())
     for t, batch in enumerate(case.batches, 1):
         out = run(batch | golden.OPTIMIZER.inputs(t, golden.RATES[t - 1]))
         yield float(out["loss"]), float(out["squares"]) ** 0.5
@@ -94,12 +96,12 @@ def _train(graph: Graph, case: golden.Case) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize("kind", golden.MAX_NORM)
 def test_twenty_steps_of_the_specification_in_float64(kind):
-    case, record = golden.CASES["tied"], golden.load("tied")
-    graph = steps(
+    case, record = golden.CASES["tied"], golden.load_record("tied")
+    graph = step_graph(
         case.config, case.rows, case.time, golden.OPTIMIZER, max_norm=golden.MAX_NORM[kind]
     )
     zeros = {leaf.label: np.zeros(leaf.shape) for leaf in graph.leaves if leaf.kind == "state"}
-    current, losses = {**values(case.config), **zeros}, []
+    current, losses = {**seeded_weights(case.config), **zeros}, []
     for t, batch in enumerate(case.batches, 1):
         out = interpret(graph, current | batch | {"adamw": _exact_settings(t)}, np.float64)
         losses.append(float(out["loss"]))
@@ -116,7 +118,7 @@ def _exact_settings(t: int) -> np.ndarray:
 
 def test_the_records_cover_what_they_should():
     for name, case in golden.CASES.items():
-        record = golden.load(name)
+        record = golden.load_record(name)
         clipped = record["f32/clipped/norms"]
         assert (clipped > golden.MAX_NORM["clipped"]).all(), "clipping never clipped"
         assert case.config.head_count > case.config.head_count_kv, "no grouped queries"

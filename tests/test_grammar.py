@@ -16,9 +16,9 @@ from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar import Grammar
-from packtrain.inference.grammar.gbnf import parse
+from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
-from packtrain.workflows.text_generation import Generate, generate
+from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
 
 BYTES, CONTROLS = 3, 3 + 256
@@ -65,8 +65,8 @@ def matches(grammar: Grammar, text: str | list[int | str]) -> bool:
             return False
         matcher.accept(id)
     final_allowed = matcher.allowed(TOKENIZER.vocab_size)
-    assert final_allowed is not None and final_allowed[2] == matcher.complete
-    return matcher.complete
+    assert final_allowed is not None and final_allowed[2] == matcher.is_complete
+    return matcher.is_complete
 
 
 def control(number: int) -> str:
@@ -181,7 +181,7 @@ def test_llama_cpps_cases(name: str):
     assert [t for t in rejected if matches(grammar, t)] == []
 
 
-def written(rng: random.Random, depth: int, names: list[str]) -> Any:
+def random_node(rng: random.Random, depth: int, names: list[str]) -> Any:
     """A random node: a text, or a list that begins with its kind."""
     kind = rng.choice(
         ["text", "text", "set", "seq", "or", "rep", "name"] if depth else ["text", "set"]
@@ -195,13 +195,13 @@ def written(rng: random.Random, depth: int, names: list[str]) -> Any:
     if kind == "rep":
         return [
             "rep",
-            written(rng, depth - 1, names),
+            random_node(rng, depth - 1, names),
             *rng.choice([(0, None), (1, None), (0, 1), (1, 2)]),
         ]
-    return [kind, *(written(rng, depth - 1, names) for _ in range(rng.randint(2, 3)))]
+    return [kind, *(random_node(rng, depth - 1, names) for _ in range(rng.randint(2, 3)))]
 
 
-def shown(node: Any) -> str:
+def render_node(node: Any) -> str:
     if isinstance(node, str):
         return f'"{node}"'
     kind, *parts = node
@@ -210,11 +210,11 @@ def shown(node: Any) -> str:
     if kind == "name":
         return str(parts[0])
     if kind == "rep":
-        return f"({shown(parts[0])}){{{parts[1]},{'' if parts[2] is None else parts[2]}}}"
-    return f"({(' | ' if kind == 'or' else ' ').join(map(shown, parts))})"
+        return f"({render_node(parts[0])}){{{parts[1]},{'' if parts[2] is None else parts[2]}}}"
+    return f"({(' | ' if kind == 'or' else ' ').join(map(render_node, parts))})"
 
 
-def ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]:
+def match_ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]:
     """Where a text of this node that begins here can end."""
     if isinstance(node, str):
         return frozenset([at + len(node)] if text.startswith(node, at) else [])
@@ -222,25 +222,25 @@ def ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]
     if kind == "set":
         return frozenset([at + 1] if text[at : at + 1] and text[at] in parts[0] else [])
     if kind == "name":
-        return ends(rules, rules[parts[0]], text, at)
+        return match_ends(rules, rules[parts[0]], text, at)
     if kind == "or":
-        return frozenset().union(*(ends(rules, part, text, at) for part in parts))
+        return frozenset().union(*(match_ends(rules, part, text, at) for part in parts))
     if kind == "rep":
         part, min_count, max_count = parts
         end_offsets, offsets, count = set(), {at}, 0
         while offsets and (max_count is None or count <= max_count) and count <= len(text) + 2:
             end_offsets |= offsets if count >= min_count else set()
-            offsets = {e for h in offsets for e in ends(rules, part, text, h)}
+            offsets = {e for h in offsets for e in match_ends(rules, part, text, h)}
             count += 1
         return frozenset(end_offsets)
     places = {at}
     for part in parts:
-        places = {e for p in places for e in ends(rules, part, text, p)}
+        places = {e for p in places for e in match_ends(rules, part, text, p)}
     return frozenset(places)
 
 
 @cache
-def texts(longest: int) -> list[str]:
+def all_texts(longest: int) -> list[str]:
     strings = [""]
     for text in strings:
         if len(text) < longest:
@@ -253,17 +253,17 @@ def texts(longest: int) -> list[str]:
 def test_random_grammars_match_what_their_characters_say(seed: int):
     rng = random.Random(seed)
     names = ["root", "x", "y"]
-    rules = {name: written(rng, 3, names) for name in names}
-    text = "\n".join(f"{name} ::= {shown(rule)}" for name, rule in rules.items())
+    rules = {name: random_node(rng, 3, names) for name in names}
+    text = "\n".join(f"{name} ::= {render_node(rule)}" for name, rule in rules.items())
     grammar = Grammar.from_gbnf(TOKENIZER, text)
-    sample = texts(4) + ["".join(rng.choices("abc", k=rng.randint(5, 7))) for _ in range(60)]
-    expected = [t for t in sample if len(t) in ends(rules, rules["root"], t, 0)]
+    sample = all_texts(4) + ["".join(rng.choices("abc", k=rng.randint(5, 7))) for _ in range(60)]
+    expected = [t for t in sample if len(t) in match_ends(rules, rules["root"], t, 0)]
     assert [t for t in sample if matches(grammar, t)] == expected, text
 
 
 def lexemes(text: str) -> list[str]:
     """The regular expressions of a grammar's lexemes, with characters as they are."""
-    lines = [line for line in to_lark(parse(text)).splitlines() if line.startswith("T")]
+    lines = [line for line in to_lark(parse_gbnf(text)).splitlines() if line.startswith("T")]
     return sorted(
         re.sub(r"\[\\x\{(\w+)}-\\x\{\1}]", lambda m: chr(int(m[1], 16)), line) for line in lines
     )
@@ -312,7 +312,7 @@ def test_wrong_grammars_are_refused_by_line_and_column(text: str):
     with pytest.raises(
         InputError, match=f"^grammar, line {line}, column {column}: .*{fact.replace('|', '[|]')}"
     ):
-        parse(text)
+        parse_gbnf(text)
 
 
 @needed
@@ -544,7 +544,7 @@ def test_rollback_and_copies():
     copied = grammar.copy()
     for id in ids_of("bde"):
         grammar.accept(id)
-    assert grammar.over and grammar.complete and not copied.over
+    assert grammar.over and grammar.is_complete and not copied.over
     grammar.rollback(2)
     assert matches(grammar, "ce") and not matches(grammar, "e") and matches(copied, "bce")
 
@@ -558,14 +558,14 @@ def test_lazy_grammars_begin_with_their_trigger():
         lazy.accept(id)
     for id in ids_of("l>"):
         lazy.accept(id)
-    assert not lazy.awaits and matches(lazy, "12</tool>") and not matches(lazy, "x")
+    assert not lazy.awaits_trigger and matches(lazy, "12</tool>") and not matches(lazy, "x")
     lazy.rollback(1)
-    assert lazy.awaits and lazy.allowed(9) is None
+    assert lazy.awaits_trigger and lazy.allowed(9) is None
     lazy.accept(ids_of(">")[0])
     assert matches(lazy, "1</tool>")
     token = Grammar.from_gbnf(TOKENIZER, "root ::= <|7|> [0-9]+", tokens=[CONTROLS + 7])
     for id in ids_of(["<|7|>", 6, 7]):
-        assert token.awaits
+        assert token.awaits_trigger
         token.accept(id)
     assert matches(token, "42") and not matches(token, "x")
 
@@ -574,7 +574,7 @@ def test_lazy_grammars_begin_with_their_trigger():
 def test_a_trigger_in_the_middle_of_a_token():
     lazy = Grammar.from_gbnf(TOKENIZER, 'root ::= "bc" "d"+', words=["bc"])
     lazy.accept(TOKENIZER.vocab_size - 5)  # abc
-    assert not lazy.awaits and matches(lazy, "dd") and not matches(lazy, "c")
+    assert not lazy.awaits_trigger and matches(lazy, "dd") and not matches(lazy, "c")
     with pytest.raises(InputError, match="does not follow it"):
         wrong = Grammar.from_gbnf(TOKENIZER, 'root ::= "bd"', words=["bc"])
         wrong.accept(TOKENIZER.vocab_size - 5)
@@ -596,7 +596,7 @@ def test_the_command_writes_what_the_grammar_says(tmp_path):
     }
     outputs = set()
     for seed in range(4):
-        done = generate(Generate(path, seed=seed, grammar_file=file, **options), Events())
+        done = generate(GenerateSettings(path, seed=seed, grammar_file=file, **options), Events())
         outputs.add(done.text.strip())
         assert (
             done.ended == "end"
@@ -605,9 +605,9 @@ def test_the_command_writes_what_the_grammar_says(tmp_path):
         )
     assert len(outputs) > 1
     with pytest.raises(InputError, match="exclude each other"):
-        generate(Generate(path, grammar="x", json_schema="{}"), Events())
+        generate(GenerateSettings(path, grammar="x", json_schema="{}"), Events())
     with pytest.raises(InputError, match=r"--grammar-file: .* does not exist"):
-        generate(Generate(path, grammar_file=tmp_path / "no"), Events())
+        generate(GenerateSettings(path, grammar_file=tmp_path / "no"), Events())
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch):

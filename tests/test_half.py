@@ -11,23 +11,23 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.devtools.bench.training import of_preset
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.running import run_graph
 from packtrain.dtypes import BLOCK_TYPES, i32
 from packtrain.engine import backends, ops
 from packtrain.engine.interpreter import interpret
-from packtrain.engine.ops.arrays import rounded
+from packtrain.engine.ops.arrays import round_to_bf16
 from packtrain.engine.tensor import Tensor, constant, input
 from packtrain.kernels.quantized_arrays import quantize
 from packtrain.models.model_file import open_model
-from packtrain.workflows.evaluation import Evaluate, evaluate
-from packtrain.workflows.text_generation import Generate, generate
+from packtrain.workflows.evaluation import EvaluateSettings, evaluate
+from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
-from tests.checks import same_bits
+from tests.checks import assert_same_bits
 
 pytestmark = pytest.mark.skipif(not kernels.panels.HALF, reason="this CPU has no AVX512_BF16")
 
 SHAPES = ((1, 1, 1), (3, 15, 16), (4, 48, 7), (9, 65, 33), (70, 300, 129), (130, 97, 1100), (64, 31, 515))  # fmt: skip
-HOW = {"precision": "bf16"}
+BF16_PRECISION = {"precision": "bf16"}
 AMX = pytest.mark.skipif(not kernels.panels.AMX, reason="this CPU has no AMX")
 PRECISIONS = ("bf16", pytest.param("bf16x3", marks=AMX))
 
@@ -44,26 +44,28 @@ def values(graph: pt.Graph, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def one_thread_gives(
-    ours: dict[str, np.ndarray], graph: pt.Graph, given: dict[str, np.ndarray]
+def check_one_thread(
+    ours: dict[str, np.ndarray], graph: pt.Graph, inputs: dict[str, np.ndarray]
 ) -> None:
     count = kernels.threads()
     kernels.set_threads(1)
     try:
-        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
+        assert_same_bits(run_graph(graph, inputs, (backends.cpu,)), ours, "threads")
     finally:
         kernels.set_threads(count)
 
 
-def both(outputs: dict[str, Tensor]) -> None:
+def check_backends(outputs: dict[str, Tensor]) -> None:
     """Both backends give the same up to the order of sums; one thread gives what all give."""
     graph = pt.Graph(outputs)
     inputs = values(graph)
-    ours, spec = (run(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy))
+    ours, spec = (
+        run_graph(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy)
+    )
     for name in outputs:
         scale = max(1.0, float(np.abs(spec[name]).max()))
         assert np.abs(ours[name] - spec[name]).max() <= 2e-5 * scale, name
-    one_thread_gives(ours, graph, inputs)
+    check_one_thread(ours, graph, inputs)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -71,8 +73,10 @@ def both(outputs: dict[str, Tensor]) -> None:
 def test_products_round_alike_on_both_backends(m: int, n: int, k: int, precision: str) -> None:
     options = {"precision": precision}
     x, w, dy = input("x", (m, k)), input("w", (n, k)), input("dy", (m, n))
-    both({"y": ops.matmul(x, w, input("acc", (m, n)), **options)})
-    both({"dx": ops.matmul(dy, ops.transpose(w), **options), "dw": ops.out_prod(dy, x, **options)})
+    check_backends({"y": ops.matmul(x, w, input("acc", (m, n)), **options)})
+    check_backends(
+        {"dx": ops.matmul(dy, ops.transpose(w), **options), "dw": ops.out_prod(dy, x, **options)}
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -81,8 +85,8 @@ def test_products_with_packed_weights_round_alike(name: str, precision: str) -> 
     options = {"precision": precision}
     dense_weights = np.random.default_rng(1).standard_normal((75, 768)).astype(np.float32)
     w = constant("w", quantize(dense_weights, BLOCK_TYPES[name]), BLOCK_TYPES[name])
-    both({"y": ops.matmul(input("x", (33, 768)), w, **options)})
-    both({"dx": ops.matmul_back(input("dy", (33, 75)), w, **options)})
+    check_backends({"y": ops.matmul(input("x", (33, 768)), w, **options)})
+    check_backends({"dx": ops.matmul_back(input("dy", (33, 75)), w, **options)})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,9 @@ def test_the_head_rounds_alike(precision: str, bound: float) -> None:
     )
     graph = pt.Graph({"loss": loss, "losses": losses, "right": right, "dx": dx, "dw": dw})
     inputs = values(graph)
-    ours, spec = (run(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy))
+    ours, spec = (
+        run_graph(graph, inputs, (backend,)) for backend in (backends.cpu, backends.numpy)
+    )
     for (
         name,
         expected,
@@ -112,13 +118,15 @@ def test_heads_whose_rows_do_not_fill_tiles(c: int) -> None:
     rng = np.random.default_rng(3)
     x, w = input("x", (64, c)), input("w", (6000, c))
     targets, weights = input("targets", (64,), i32), input("weights", (64,))
-    outputs = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, softcap=2.5, **HOW)
+    outputs = ops.linear_cross_entropy(
+        x, w, targets, weights, chunk=64, softcap=2.5, **BF16_PRECISION
+    )
     graph = pt.Graph({str(i): one for i, one in enumerate(outputs)})
     inputs = values(graph) | {"w": rng.standard_normal((6000, c)).astype(np.float32) / 16}
     # some of its logits are infinite before the cap
     inputs["x"][0] = np.where(np.arange(c) < 1, 3e38, 0.0)
     inputs["w"][7, 0] = 1e20
-    ours, spec = (run(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
+    ours, spec = (run_graph(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
     assert np.allclose(ours["1"], spec["1"], atol=1e-4)
     for name in ("3", "4"):
         scale = float(np.nanmax(np.abs(spec[name])))
@@ -143,30 +151,30 @@ def test_a_head_of_several_slices_and_chunks(
     graph = pt.Graph({str(i): one for i, one in enumerate(outputs)})
     inputs = values(graph) | {"targets": rng.integers(-v // 4, v, 300).astype(np.int32)}
     inputs |= {"w": dense_weights} if dtype == "f32" else {}
-    ours, spec = (run(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
+    ours, spec = (run_graph(graph, inputs, (one,)) for one in (backends.cpu, backends.numpy))
     for name, expected in spec.items():
         assert np.abs(ours[name] - expected).max() <= 2**-8 * max(
             1.0, float(np.abs(expected).max())
         ), name
         has_large_error = np.abs(ours[name] - expected) > 1e-3 * float(np.abs(expected).max())
         assert has_large_error.mean() <= 0.01, name  # probabilities at the edge between two bf16
-    one_thread_gives(ours, graph, inputs)
+    check_one_thread(ours, graph, inputs)
 
 
 def test_rounding_is_to_even_and_keeps_what_is_not_finite() -> None:
     x = np.float32([1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf, 3.4e38, 1e-40])
-    assert rounded(x)[:5].tolist() == [1.0, 1 + 4 * 2**-8, np.inf, -np.inf, np.inf]
-    assert np.isnan(rounded(np.float32([np.nan]))).all()
+    assert round_to_bf16(x)[:5].tolist() == [1.0, 1 + 4 * 2**-8, np.inf, -np.inf, np.inf]
+    assert np.isnan(round_to_bf16(np.float32([np.nan]))).all()
     y = np.full((5, 8), np.nan, np.float32)
-    graph = pt.Graph({"y": ops.matmul(input("x", (5, 8)), input("w", (3, 8)), **HOW)})
+    graph = pt.Graph({"y": ops.matmul(input("x", (5, 8)), input("w", (3, 8)), **BF16_PRECISION)})
     assert np.isnan(
-        run(graph, {"x": y, "w": np.ones((3, 8), np.float32)}, (backends.cpu,))["y"]
+        run_graph(graph, {"x": y, "w": np.ones((3, 8), np.float32)}, (backends.cpu,))["y"]
     ).all()
 
 
 def test_gradients_take_the_precision_of_their_product() -> None:
     w = pt.weight("w", (16, 8))
-    y = ops.sum(ops.matmul(input("x", (5, 8)), w, **HOW))
+    y = ops.sum(ops.matmul(input("x", (5, 8)), w, **BF16_PRECISION))
     graph = pt.Graph({"dw": pt.differentiate(y, [w])[w]})
     products = [call for call in graph.calls if call.op.name in ("matmul", "out_prod")]
     assert products and all(call.attrs["precision"] == "bf16" for call in products)
@@ -182,7 +190,7 @@ def test_without_the_instruction_the_product_is_refused(
     y = ops.matmul(input("x", (5, 8)), input("w", (3, 8)), precision=precision)
     graph = pt.Graph({"y": y})
     with pytest.raises(InputError, match=f"precision {precision}: this CPU has no {absent}"):
-        run(graph, values(graph), (backends.cpu,))
+        run_graph(graph, values(graph), (backends.cpu,))
 
 
 def test_other_precisions_are_refused() -> None:
@@ -208,9 +216,9 @@ def test_a_prompt_is_read_in_it_and_a_few_tokens_are_not(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("task", "precision", "absent"),
     [
-        (Generate, "bf16", "AVX512_BF16"),
-        (Evaluate, "bf16", "AVX512_BF16"),
-        (Evaluate, "bf16x3", "AMX"),
+        (GenerateSettings, "bf16", "AVX512_BF16"),
+        (EvaluateSettings, "bf16", "AVX512_BF16"),
+        (EvaluateSettings, "bf16x3", "AMX"),
     ],
 )
 def test_without_the_instruction_the_commands_refuse_it(
@@ -219,11 +227,13 @@ def test_without_the_instruction_the_commands_refuse_it(
     random_model(tmp_path / "m.gguf", "llama")
     monkeypatch.setattr("packtrain.training.training_job.multiplies", lambda precision: False)
     with pytest.raises(InputError, match=f"--precision {precision}: this CPU has no {absent}"):
-        if task is Generate:
-            generate(Generate(tmp_path / "m.gguf", prompt="a", precision=precision), Events())
+        if task is GenerateSettings:
+            generate(
+                GenerateSettings(tmp_path / "m.gguf", prompt="a", precision=precision), Events()
+            )
         else:
             options = {"data": tmp_path / "m.gguf", "precision": precision}
-            evaluate(Evaluate((tmp_path / "m.gguf",), **options), Events())
+            evaluate(EvaluateSettings((tmp_path / "m.gguf",), **options), Events())
 
 
 @AMX
@@ -246,7 +256,7 @@ def test_bf16x3_is_nearly_f32() -> None:
             / np.float32(np.sqrt(t.shape[1]))
             for t in (x, w, v)
         }
-        ours, expected = run(graph, inputs, (backends.cpu,)), interpret(graph, inputs)
+        ours, expected = run_graph(graph, inputs, (backends.cpu,)), interpret(graph, inputs)
         errors[precision] = [
             np.linalg.norm(ours[n] - expected[n]) / np.linalg.norm(expected[n]) for n in expected
         ]

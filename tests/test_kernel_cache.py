@@ -25,12 +25,12 @@ SMALL = ("softmax",)
 def clean() -> Iterator[None]:
     """What these functions remember is forgotten before and after."""
     remembering = (
-        store.roots,
-        store.target,
-        store.modules,
+        store.cache_roots,
+        store.target_folder,
+        store.kernel_modules,
         store.needed,
         store.folder_name,
-        store.kept,
+        store.saved_fingerprints,
     )
     for function in remembering:
         function.cache_clear()
@@ -40,7 +40,7 @@ def clean() -> Iterator[None]:
 
 
 def test_the_list_of_modules_says_what_each_imports():
-    files = {file.stem: ast.parse(file.read_text()) for file in store.FOLDER.glob("*.py")}
+    files = {file.stem: ast.parse(file.read_text()) for file in store.KERNELS_FOLDER.glob("*.py")}
     excluded = {
         "__init__",
         "__main__",
@@ -67,7 +67,7 @@ def test_a_module_needs_what_it_imports_however_far_away():
 
 
 @pytest.mark.parametrize(
-    ("changed", "again"),
+    ("changed", "recompiled"),
     [
         ("gemm", {"gemm", "matmul", "loss"}),
         ("softmax", {"softmax"}),
@@ -76,16 +76,16 @@ def test_a_module_needs_what_it_imports_however_far_away():
 )
 def test_a_change_reaches_all_that_contains_it(
     changed: str,
-    again: set[str],
+    recompiled: set[str],
     clean: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ):
-    names = store.modules()
+    names = store.kernel_modules()
     old_fingerprints = {name: store.fingerprint(name) for name in names}
     for name in names:
-        (tmp_path / f"{name}.py").write_text((store.FOLDER / f"{name}.py").read_text())
-    monkeypatch.setattr(store, "FOLDER", tmp_path)
+        (tmp_path / f"{name}.py").write_text((store.KERNELS_FOLDER / f"{name}.py").read_text())
+    monkeypatch.setattr(store, "KERNELS_FOLDER", tmp_path)
     assert {
         name: store.fingerprint(name) for name in names
     } == old_fingerprints  # a copy is the same
@@ -94,7 +94,7 @@ def test_a_change_reaches_all_that_contains_it(
     new_fingerprints = {name: store.fingerprint(name) for name in names}
     assert {
         name for name in old_fingerprints if old_fingerprints[name] != new_fingerprints[name]
-    } >= again
+    } >= recompiled
     if changed != "simd":
         assert new_fingerprints["norm"] == old_fingerprints["norm"]
 
@@ -102,7 +102,7 @@ def test_a_change_reaches_all_that_contains_it(
 def test_one_process_compiles_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     code = (
         "import sys, time; from pathlib import Path; from packtrain.kernels import ahead\n"
-        "with ahead.alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
+        "with ahead.file_lock(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "lock")]
     first, second = (subprocess.Popen(command) for _ in range(2))
@@ -119,11 +119,13 @@ x, none = np.ones((2, 3), np.float32), np.zeros((0, 0), np.float32)
 kernels.softmax.soft_max(x, x, none, 1.0)
 assert abs(x - 1 / 3).max() < 1e-6
 from packtrain.kernels import store
-print(store.folder_of("softmax").parent)
+print(store.module_folder("softmax").parent)
 """
 
 
-def used(cache: Path, temporary: Path, tree: Path = store.FOLDER.parents[1]) -> tuple[str, str]:
+def kernel_location(
+    cache: Path, temporary: Path, tree: Path = store.KERNELS_FOLDER.parents[1]
+) -> tuple[str, str]:
     """Where a process found a kernel that it used, and what it said."""
     values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary), "PYTHONPATH": str(tree)}
     done = subprocess.run(
@@ -137,20 +139,20 @@ def used(cache: Path, temporary: Path, tree: Path = store.FOLDER.parents[1]) -> 
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with what `softmax` needs, compiled by a child."""
     cache = tmp_path_factory.mktemp("filled")
-    location, said = used(cache, cache)
+    location, said = kernel_location(cache, cache)
     assert location == str(cache / "packtrain/kernels")
     assert f"compiling {len(store.needed('softmax'))} kernel modules" in said
     return cache
 
 
-def everything(folder: Path) -> dict[Path, int]:
+def modification_times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_complete_cache_is_only_read(filled: Path, tmp_path: Path):
-    snapshot = everything(filled)
-    assert used(filled, tmp_path) == (str(filled / "packtrain/kernels"), "")
-    assert everything(filled) == snapshot
+    snapshot = modification_times(filled)
+    assert kernel_location(filled, tmp_path) == (str(filled / "packtrain/kernels"), "")
+    assert modification_times(filled) == snapshot
     assert not any(tmp_path.iterdir())
 
 
@@ -178,7 +180,7 @@ def test_cached_kernels_load_without_what_compiles_them_and_other_code_still_com
     subprocess.run([sys.executable, "-c", LEAN], check=True)
 
 
-SAME = """
+NUMBA_CHECK_SOURCE = """
 import sys
 import numpy as np
 from packtrain import kernels
@@ -192,17 +194,17 @@ assert "numba" not in sys.modules
 itself = kernels.ahead.with_numba("quantize")
 assert kernels.quantize is itself is not light and not hasattr(light.rows, "overloads")
 assert [quantize(x, dtype).tobytes() for dtype in WRITABLE] == before
-assert light.LINE == itself.LINE and light.squares_of is not itself.squares_of
-assert light.bytes2 is itself.bytes2  # what is no kernel and no constant
+assert light.MAX_CHUNK == itself.MAX_CHUNK and light.sum_of_squares is not itself.sum_of_squares
+assert light.bytes2_type is itself.bytes2_type  # what is no kernel and no constant
 """
 
 
 def test_machine_code_from_the_cache_and_numba_beside_it_give_the_same_bits():
     ahead.prepare(["quantize"])
-    subprocess.run([sys.executable, "-c", SAME], check=True)
+    subprocess.run([sys.executable, "-c", NUMBA_CHECK_SOURCE], check=True)
 
 
-GIVEN = """
+ARGUMENT_CHECK_SOURCE = """
 import numpy as np
 from packtrain import kernels
 kernels.set_threads(1)
@@ -223,7 +225,7 @@ for wrong in (x.astype(np.float64), x[0], x[:, ::2], fixed):
 def test_the_debug_flag_calls_refuses_arrays_of_other_types():
     ahead.prepare(SMALL)
     env = os.environ | {"PACKTRAIN_DEBUG": "nan,calls"}
-    subprocess.run([sys.executable, "-c", GIVEN], check=True, env=env)
+    subprocess.run([sys.executable, "-c", ARGUMENT_CHECK_SOURCE], check=True, env=env)
 
 
 def test_a_variable_gives_the_number_of_threads():
@@ -262,35 +264,37 @@ def test_kept_fingerprints_are_those_of_the_sources(
     filled: Path, clean: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(filled))
-    assert store.kept() == {name: store.fingerprint(name) for name in store.modules()}
-    store.kept.cache_clear()
-    monkeypatch.setattr(store, "platform_parts", lambda: ("another",))
-    assert store.kept() == {}
+    assert store.saved_fingerprints() == {
+        name: store.fingerprint(name) for name in store.kernel_modules()
+    }
+    store.saved_fingerprints.cache_clear()
+    monkeypatch.setattr(store, "platform_identity", lambda: ("another",))
+    assert store.saved_fingerprints() == {}
 
 
-def cut(file: Path) -> None:
+def truncate_file(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip(file: Path) -> None:
+def corrupt_file(file: Path) -> None:
     code = bytearray(file.read_bytes())
     for at in range(len(code) // 3, len(code) // 3 + 40):
         code[at] ^= 16
     file.write_bytes(code)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate_file, corrupt_file, Path.unlink])
 def test_damaged_machine_code_is_compiled_again(
     damage: Callable[[Path], None], filled: Path, tmp_path: Path
 ):
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "packtrain/kernels"
-    code = folder / store.folder_name("softmax") / machine.FILE
+    code = folder / store.folder_name("softmax") / machine.CODE_FILE
     damage(code)
-    location, said = used(tmp_path, tmp_path)
+    location, said = kernel_location(tmp_path, tmp_path)
     assert location == str(folder) and said.count("compiling 1 kernel modules") == 1
     assert f"{code.parent} is damaged" in said
-    assert used(tmp_path, tmp_path) == (str(folder), "")
+    assert kernel_location(tmp_path, tmp_path) == (str(folder), "")
 
 
 def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path):
@@ -299,8 +303,8 @@ def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path
     folder = tmp_path / "packtrain/kernels"
     shutil.rmtree(folder / store.folder_name("softmax"))
     for file in (folder / store.folder_name("simd")).glob("*.nb?"):
-        cut(file)
-    location, said = used(tmp_path, tmp_path)
+        truncate_file(file)
+    location, said = kernel_location(tmp_path, tmp_path)
     assert location == str(folder) and "failed" not in said
 
 
@@ -308,25 +312,27 @@ def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path
 def test_damaged_fingerprints_are_made_again(
     text: str, clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    name = store.kept_name()
+    name = store.fingerprints_file()
     expected = {module: store.fingerprint(module) for module in store.MADE_OF}
-    monkeypatch.setattr(store, "roots", lambda: [tmp_path])
+    monkeypatch.setattr(store, "cache_roots", lambda: [tmp_path])
     (tmp_path / name).write_bytes(text.encode("latin-1"))
-    assert store.kept() == {} and store.folder_name("simd") == f"simd-{expected['simd']}"
-    store.keep()
-    store.kept.cache_clear()
-    assert store.kept() == expected
+    assert (
+        store.saved_fingerprints() == {} and store.folder_name("simd") == f"simd-{expected['simd']}"
+    )
+    store.save_fingerprints()
+    store.saved_fingerprints.cache_clear()
+    assert store.saved_fingerprints() == expected
 
 
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
     tree = tmp_path / "elsewhere"
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(store.FOLDER.parent, tree / "packtrain", ignore=ignored)
+    shutil.copytree(store.KERNELS_FOLDER.parent, tree / "packtrain", ignore=ignored)
     for file in tree.rglob("*.py"):
         os.utime(file, (1, 1))
-    snapshot = everything(filled)
-    assert used(filled, tmp_path, tree) == (str(filled / "packtrain/kernels"), "")
-    assert everything(filled) == snapshot
+    snapshot = modification_times(filled)
+    assert kernel_location(filled, tmp_path, tree) == (str(filled / "packtrain/kernels"), "")
+    assert modification_times(filled) == snapshot
 
 
 def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_the_user(
@@ -336,17 +342,17 @@ def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_t
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     default_folder = filled / "packtrain/kernels"
     monkeypatch.setattr(
-        store, "refusal", lambda root: "read-only" if root == default_folder else None
+        store, "write_error", lambda root: "read-only" if root == default_folder else None
     )
     requests: list[list[str]] = []
-    monkeypatch.setattr(ahead, "_compile", lambda names, way: requests.append(names))
+    monkeypatch.setattr(ahead, "_compile", lambda names, compiler: requests.append(names))
     (tmp_path / f"packtrain-{os.getuid()}/kernels").mkdir(parents=True, mode=0o700)
     (tmp_path / f"packtrain-{os.getuid()}").chmod(0o700)
     assert ahead.prepare(SMALL) == 0 and requests == []
     assert ahead.prepare(("norm",)) == 1 and requests == [["norm"]]
-    assert store.target() == tmp_path / f"packtrain-{os.getuid()}/kernels"
-    assert store.folder_of("simd").parent == default_folder
-    assert store.folder_of("norm").parent == store.target()
+    assert store.target_folder() == tmp_path / f"packtrain-{os.getuid()}/kernels"
+    assert store.module_folder("simd").parent == default_folder
+    assert store.module_folder("norm").parent == store.target_folder()
 
 
 def test_packtrain_compile_fills_a_cache(
@@ -359,8 +365,10 @@ def test_packtrain_compile_fills_a_cache(
     names = sorted(store.needed("softmax"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(store, "modules", lambda: names)
-    monkeypatch.setattr(compile, "needed", lambda experts, packed, optimizer: ("softmax",))
+    monkeypatch.setattr(store, "kernel_modules", lambda: names)
+    monkeypatch.setattr(
+        compile, "required_kernel_modules", lambda experts, packed, optimizer: ("softmax",)
+    )
     folder = tmp_path / "packtrain/kernels"
     for count in (len(names), 0):
         assert main(["compile"]) == 0
@@ -369,11 +377,11 @@ def test_packtrain_compile_fills_a_cache(
             rf"{len(names)} kernel modules, {count} compiled now in \d+ s, in {folder}\n", said.out
         )
         assert said.err.count("kernels compiled in ") == (count > 0)
-    assert {path.parent for path in folder.glob(f"*/{store.COMPLETE}")} == {
+    assert {path.parent for path in folder.glob(f"*/{store.CHECKSUM_FILE}")} == {
         folder / store.folder_name(name) for name in names
     }
     assert len(list(folder.parent.glob("loaded-*.json"))) == 1  # what a budget reads
-    assert used(tmp_path, tmp_path) == (str(folder), "")
+    assert kernel_location(tmp_path, tmp_path) == (str(folder), "")
 
 
 def without_rights(*command: str) -> list[str]:
@@ -389,11 +397,11 @@ def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path)
     cache, temporary, model = (tmp_path / name for name in ("cache", "temporary", "m.gguf"))
     save(model)
     temporary.mkdir()
-    kernels.prepare(kernels.WRITING)
-    for name in set[str]().union(*map(store.needed, kernels.WRITING)):
-        folder = store.folder_of(name)
+    kernels.prepare(kernels.GENERATION_KERNELS)
+    for name in set[str]().union(*map(store.needed, kernels.GENERATION_KERNELS)):
+        folder = store.module_folder(name)
         shutil.copytree(folder, cache / "packtrain/kernels" / folder.name)
-    snapshot = everything(cache)
+    snapshot = modification_times(cache)
     for path in (cache, *snapshot):
         path.chmod(path.stat().st_mode & ~0o222)
     values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
@@ -404,7 +412,7 @@ def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path)
         done = subprocess.run(command, env=variables() | values, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, done.stderr
         assert "compil" not in done.stderr and "cannot write" not in done.stderr
-        assert everything(cache) == snapshot and not any(temporary.iterdir())
+        assert modification_times(cache) == snapshot and not any(temporary.iterdir())
     finally:
         for path in (cache, *snapshot):
             path.chmod(path.stat().st_mode | 0o200)
@@ -415,10 +423,10 @@ def test_a_folder_that_others_can_write_is_not_trusted(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = tmp_path / f"packtrain-{os.getuid()}"
-    assert store.own_folder() == []
-    assert store.own_folder(make=True) == [folder / "kernels"]
+    assert store.private_folder() == []
+    assert store.private_folder(create=True) == [folder / "kernels"]
     folder.chmod(0o777)
-    assert store.own_folder() == []
+    assert store.private_folder() == []
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    assert store.own_folder() == []
+    assert store.private_folder() == []

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli.main import COMMANDS, _settings, main
-from packtrain.common.errors import SHELL_OR_FLAG, InputError, keyworded
-from packtrain.common.options import options
-from packtrain.gguf import Value
+from packtrain.cli.main import COMMANDS, _settings_class, main
+from packtrain.common.errors import SHELL_OR_FLAG, InputError, with_keywords
+from packtrain.common.options import option_fields
+from packtrain.gguf import MetadataValue
 from tests.test_model_file import CONFIG, save
 
 ROOT = Path(pt.__file__).parent
@@ -25,13 +25,13 @@ FLAG = re.compile(
 )  # or a command of the chat
 WRONG = object(), "nonsense", "", -7, 1e300, float("nan"), ["nonsense"], {"a": 1}
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "vocab_size": 300}
-CALLBACKS = {field.name for field in fields(pt.api.Callbacks) if field.init}  # type: ignore[attr-defined]
+CALLBACKS = {field.name for field in fields(pt.api.TaskCallbacks) if field.init}  # type: ignore[attr-defined]
 ALIASES = re.compile(r"(?:--?[a-z-]+ ?)+")  # of flags
 OF_OTHERS = {"include", "local-dir"}  # of hf download
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong value may be a name of a file."""
     monkeypatch.chdir(tmp_path)
 
@@ -39,7 +39,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("keywords")
-    template = {"tokenizer.chat_template": Value("string", TEMPLATE)}
+    template = {"tokenizer.chat_template": MetadataValue("string", TEMPLATE)}
     save(folder / "base.gguf", replace(CONFIG, context_length=64), extra=template)
     (folder / "chats.jsonl").write_text('{"prompt": "a b", "completion": "b a"}\n' * 40)
     output_path = folder / "out.gguf"
@@ -60,22 +60,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def call(name: str, given: dict[str, Any]) -> Any:
+def call_command(name: str, arguments: dict[str, Any]) -> Any:
     """Of training the plan: what is wrong shows there."""
     if name in ("train", "finetune"):
         task = getattr(pt, name)
-        positional = [given.pop(key) for key in ("model", "data") if key in given]
-        return pt.plan(task, *positional, **given)
-    return getattr(pt, name)(**given)
+        positional = [arguments.pop(key) for key in ("model", "data") if key in arguments]
+        return pt.plan(task, *positional, **arguments)
+    return getattr(pt, name)(**arguments)
 
 
-def check(function: Callable[[], Any], what: str) -> str:
+def check_message(function: Callable[[], Any], label: str) -> str:
     """Call it; what it raises names no flag, unless in a shell command."""
     try:
         function()
     except Exception as error:
         text = str(error)
-        assert not FLAG.search(re.sub(r"`[^`]*`|packtrain [a-z]+ .*", "", text)), f"{what}: {text}"
+        assert not FLAG.search(re.sub(r"`[^`]*`|packtrain [a-z]+ .*", "", text)), f"{label}: {text}"
         return text
     return ""
 
@@ -101,14 +101,19 @@ def test_commands_name_the_keyword_of_a_wrong_value(name: str, files: dict[str, 
             continue
         texts = []
         for value in WRONG:
-            given = files[name] | {keyword: value}
-            texts.append(check(lambda given=given: call(name, {**given}), f"{name} {keyword}"))  # type: ignore[misc]
+            arguments = files[name] | {keyword: value}
+            texts.append(
+                check_message(
+                    lambda arguments=arguments: call_command(name, {**arguments}),
+                    f"{name} {keyword}",
+                )
+            )  # type: ignore[misc]
         assert any(keyword in text for text in texts), (keyword, texts)
         tried += 1
     assert tried >= 5
 
 
-def engine() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+def engine_functions() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Functions and classes that are no commands, each with what it needs."""
 
     def net(rows: int) -> Any:
@@ -122,10 +127,10 @@ def engine() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield "Trainer", pt.fit, {"model": net, "data": data, "batch": 4, "epochs": 1}
     yield "epoch", pt.epoch, {"trainer": pt.Trainer(**trainer), "data": pt.Dataset(data)}
     for kind in (pt.SGD, pt.AdamW, pt.Muon, pt.LBFGS):
-        yield kind.__name__, lambda kind=kind, **how: kind(**how).check(), {}  # type: ignore[misc]
+        yield kind.__name__, lambda kind=kind, **settings: kind(**settings).check(), {}  # type: ignore[misc]
     yield "Sampling", pt.Sampling, {}
-    yield "Chain", lambda **how: pt.Chain(pt.Sampling(**how)), {}
-    yield "Sampling", lambda **how: pt.Sampling(**how).check_sampling(9), {}
+    yield "Chain", lambda **settings: pt.Chain(pt.Sampling(**settings)), {}
+    yield "Sampling", lambda **settings: pt.Sampling(**settings).check_sampling(9), {}
     yield "Dataset", pt.Dataset, {}
 
 
@@ -135,12 +140,15 @@ def test_the_engine_names_the_keyword_of_a_wrong_value(
     base = files["chat"]["model"]
     context = "Context", pt.Context, {"model": base, "cells": 32}
     file = "load", pt.load, {"path": base}
-    for name, function, needed in [*engine(), context, file]:
+    for name, function, needed in [*engine_functions(), context, file]:
         listed = getattr(pt, name) if name != "Chain" else pt.Sampling
         for keyword in inspect.signature(listed).parameters:
             for value in WRONG:
-                given = needed | {keyword: value}
-                check(lambda given=given, run=function: run(**given), f"{name} {keyword}={value!r}")  # type: ignore[misc]
+                arguments = needed | {keyword: value}
+                check_message(
+                    lambda arguments=arguments, run=function: run(**arguments),
+                    f"{name} {keyword}={value!r}",
+                )  # type: ignore[misc]
 
 
 def test_positional_values_and_those_that_are_checked_late(files: dict[str, Any]) -> None:
@@ -196,7 +204,9 @@ def sentences() -> Iterator[tuple[Path, str]]:
 
 
 def test_each_flag_in_a_sentence_is_a_keyword() -> None:
-    keywords = {field.name for name in COMMANDS for field in options(_settings(name))} | {"config"}
+    keywords = {
+        field.name for name in COMMANDS for field in option_fields(_settings_class(name))
+    } | {"config"}
     wrong = []
     for path, text in sentences():
         for match in SHELL_OR_FLAG.finditer("" if ALIASES.fullmatch(text) else text):
@@ -212,6 +222,8 @@ def test_shell_commands_stay_as_they_are() -> None:
         "run `packtrain data x --show 3` first",
         "make a GGUF file of it: packtrain convert x --base BASE.gguf -o x.gguf",
     ):
-        assert keyworded(text) == text
+        assert with_keywords(text) == text
     sentence = "run `packtrain compile --jobs 2` first, or give --memory 128MiB"
-    assert keyworded(sentence) == "run `packtrain compile --jobs 2` first, or give memory 128MiB"
+    assert (
+        with_keywords(sentence) == "run `packtrain compile --jobs 2` first, or give memory 128MiB"
+    )

@@ -47,7 +47,7 @@ OUTSIDE = {
     "conversion": {"numpy", "sentencepiece"},
     "training/monitoring": {"numpy", "rich"},
 }
-LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
+LAZY_MODULES = {"kernels"}  # numba and llvmlite are loaded when first needed
 NUMBAS = {"_defns", "_locator_classes"}  # of numba, which has no public names for them
 TORCHS = {  # of PyTorch, likewise
     "_python_dispatch",
@@ -65,7 +65,7 @@ def sources() -> Iterator[tuple[str, str, ast.Module]]:
             yield path.parts[0].removesuffix(".py"), str(path), ast.parse(file.read_text())
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
     """Dotted names of what is imported; `from a import b` counts as a.b, which may be more than a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def test_the_layers_have_no_cycle():
 def test_imports_point_down_the_layers():
     wrong = []
     for module, path, tree in sources():
-        for node, name in imported(tree):
+        for node, name in imported_names(tree):
             top, *rest = name.split(".")
             target = rest[0] if top == "packtrain" else module
             if target not in {module, *LAYERS[module].split()}:
@@ -101,7 +101,7 @@ def test_other_packages_are_imported_where_they_may_be():
     for module, path, tree in sources():
         rooms = (packages for folder, packages in OUTSIDE.items() if path.startswith(folder))
         allowed = next(rooms, {"numpy"}) | sys.stdlib_module_names | {"packtrain"}
-        for node, name in imported(tree):
+        for node, name in imported_names(tree):
             if name.partition(".")[0] not in allowed:
                 wrong.append(f"{path}:{node.lineno}: {module} imports {name}")
     assert wrong == []
@@ -112,24 +112,26 @@ def test_nothing_is_imported_late():
     for module, path, tree in sources():
         tried = [node for part in tree.body if isinstance(part, ast.Try) for node in part.body]
         top = {id(node) for node in (*tree.body, *tried)}  # tried: what not every system has
-        late_lines = [node.lineno for node, _ in imported(tree) if id(node) not in top]
-        wrong += [f"{path}:{number}: a late import" for number in late_lines if module not in LATE]
+        late_lines = [node.lineno for node, _ in imported_names(tree) if id(node) not in top]
+        wrong += [
+            f"{path}:{number}: a late import" for number in late_lines if module not in LAZY_MODULES
+        ]
     assert wrong == []
 
 
 @pytest.mark.parametrize(
-    "code, without",
+    "code, unloaded",
     [
         ("import packtrain.cli.main", ["numpy"]),  # --version
         ("import packtrain.cli.quantize", ["packtrain.engine.ops", "rich"]),
     ],
 )
-def test_a_command_loads_what_it_needs(code, without):
+def test_a_command_loads_what_it_needs(code, unloaded):
     said = "import sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; {said}"], capture_output=True, text=True, check=True
     )
-    assert not {*without} & {*done.stdout.split()}
+    assert not {*unloaded} & {*done.stdout.split()}
 
 
 def test_importing_is_light(tmp_path):
@@ -163,7 +165,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     nodes = [*ast.walk(tree)]
     outside = {
         (alias.asname or alias.name).partition(".")[0]
-        for node, name in imported(tree)
+        for node, name in imported_names(tree)
         if not name.startswith("packtrain")
         for alias in node.names
     }
@@ -176,7 +178,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         for n in nodes
         if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
-    for node, name in imported(tree):
+    for node, name in imported_names(tree):
         private = [part for part in name.split(".")[1:] if part.startswith("_")]
         if name.startswith("packtrain.") and any(not part.startswith("__") for part in private):
             yield node.lineno, name

@@ -11,19 +11,26 @@ import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.engine import ops
-from packtrain.engine.optim import LBFGS, AdamW, accumulating, updating
-from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
+from packtrain.engine.optim import LBFGS, AdamW, accumulation_graph, update_graph
+from packtrain.engine.optim.linesearch import (
+    CONDITIONS,
+    NONE,
+    STRONG,
+    LinePoint,
+    LineSearch,
+    lbfgs_direction,
+)
 from packtrain.engine.tensor import GraphError, Tensor, weight
 from packtrain.gguf import GGUF
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import MICRO, UPDATE, make_plans
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.ineffective_settings import check_effects
-from packtrain.training.training_engine import Engine, Turn
+from packtrain.training.training_engine import EngineStep, TrainingEngine
 from tests.architectures import random_model
-from tests.kill import chats
-from tests.models import CONFIG, batch, same_bits, values
-from tests.room import room
+from tests.kill import sample_chats
+from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights
+from tests.room import memory_limit
 
 LINE_SEARCHES = [c for c in CONDITIONS if c != NONE]
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -38,16 +45,16 @@ class Descent:
         weights = {t.label: t for t in pt.Graph([loss]).leaves if t.kind == "weight"}
         trained = [weights[name] for name in start]
         graphs = {
-            MICRO: accumulating({"loss": loss}, trained),
-            UPDATE: updating(trained, self.optimizer),
+            MICRO: accumulation_graph({"loss": loss}, trained),
+            UPDATE: update_graph(trained, self.optimizer),
         }
         self.run = {name: self.session.executor(pt.place(g)) for name, g in graphs.items()}
         self.session.set(start)
-        self.before: Turn | None = None
+        self.before: EngineStep | None = None
         self.losses, self.notes, self.number, self.evaluations = [], [], 0, 0
 
     def step(self, lr: float = 1.0) -> np.ndarray:
-        turn = Turn(self.run, [{}], {}, self.before)
+        turn = EngineStep(self.run, [{}], {}, self.before)
         self.number += 1
         got = self.optimizer.drive(turn, self.number, lr)
         self.losses.append(float(got["loss"]))
@@ -105,8 +112,8 @@ def rosenbrock() -> tuple[Tensor, dict[str, np.ndarray], Function]:
 FUNCTIONS = {"quadratic": quadratic, "rosenbrock": rosenbrock}
 
 
-def reference(
-    value: Function, x: np.ndarray, steps: int, history: int, search: Search
+def reference_path(
+    value: Function, x: np.ndarray, steps: int, history: int, search: LineSearch
 ) -> list[np.ndarray]:
     """The path in float64, by the two loops over vectors as the book has them."""
     pairs, path = [], []
@@ -123,11 +130,11 @@ def reference(
             q += (share - y @ q / (s @ y)) * s
         first = 1.0 if pairs else min(1.0, 1 / float(np.linalg.norm(g)))
 
-        def at(length: float, x=x, q=q) -> Point:
+        def at(length: float, x=x, q=q) -> LinePoint:
             loss, slope = value(x - length * q)
-            return Point(length, loss, float(-slope @ q))
+            return LinePoint(length, loss, float(-slope @ q))
 
-        point, failure = search.along(Point(0.0, loss, float(-g @ q)), first, at)
+        point, failure = search.find_point(LinePoint(0.0, loss, float(-g @ q)), first, at)
         assert failure is None
         next_x = x - point.length * q
         pairs = [*pairs, (next_x - x, value(next_x)[1] - g)][-history:]
@@ -147,7 +154,7 @@ def test_the_path_is_the_rule(name: str, condition: str) -> None:
     descent = Descent(loss, start, history=3, line_search=condition)
     x = np.concatenate([v.ravel() for v in start.values()]).astype(np.float64)
     assert np.array_equal(descent.x, x)
-    for expected in reference(value, x, 8, 3, Search(condition)):
+    for expected in reference_path(value, x, 8, 3, LineSearch(condition)):
         np.testing.assert_allclose(descent.step(), expected, rtol=2e-3, atol=2e-4)
 
 
@@ -200,7 +207,7 @@ def test_products_alone_give_the_direction() -> None:
     y = s @ hessian
     y[1] *= -1  # a pair without curvature does not count
     every = np.concatenate([g[None], s, y])
-    step_direction = direction(every @ np.concatenate([g[None], y]).T, order) @ every
+    step_direction = lbfgs_direction(every @ np.concatenate([g[None], y]).T, order) @ every
     q, shares = g.copy(), {}
     for i in (2, 0, 3):
         shares[i] = s[i] @ q / (s[i] @ y[i])
@@ -214,7 +221,7 @@ def test_products_alone_give_the_direction() -> None:
 # ---- line searches -----------------------------------------------------------------------------------------------
 
 
-def lines() -> dict[str, Callable[[float], tuple[float, float]]]:
+def line_functions() -> dict[str, Callable[[float], tuple[float, float]]]:
     """Functions of a length and their derivatives, all falling at 0."""
     return {
         "parabola": lambda t: ((t - 3) ** 2, 2 * (t - 3)),
@@ -226,18 +233,20 @@ def lines() -> dict[str, Callable[[float], tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("condition", LINE_SEARCHES)
-@pytest.mark.parametrize("name", lines())
+@pytest.mark.parametrize("name", line_functions())
 @pytest.mark.parametrize("first", [1e-4, 1.0, 1e3])
 def test_an_accepted_point_fulfils_the_condition(name: str, condition: str, first: float) -> None:
-    line, tried = lines()[name], []
+    line, tried = line_functions()[name], []
     armijo, wolfe = 1e-3, 0.4
 
-    def at(length: float) -> Point:
-        tried.append(Point(length, *line(length)))
+    def at(length: float) -> LinePoint:
+        tried.append(LinePoint(length, *line(length)))
         return tried[-1]
 
-    start = Point(0.0, *line(0.0))
-    accepted, failure = Search(condition, armijo, wolfe, trials=40).along(start, first, at)
+    start = LinePoint(0.0, *line(0.0))
+    accepted, failure = LineSearch(condition, armijo, wolfe, max_trials=40).find_point(
+        start, first, at
+    )
     assert failure is None and accepted is tried[-1] and len(tried) <= 20
     assert accepted.loss <= start.loss + armijo * accepted.length * start.slope < start.loss
     if condition != "armijo":
@@ -247,9 +256,9 @@ def test_an_accepted_point_fulfils_the_condition(name: str, condition: str, firs
 
 
 def test_a_search_that_fails_returns_the_best_point_and_says_why() -> None:
-    start = Point(0.0, 1.0, -1.0)
-    best_point, failure = Search(STRONG, trials=5).along(
-        start, 1.0, lambda t: Point(t, 1.0 + t, 1.0)
+    start = LinePoint(0.0, 1.0, -1.0)
+    best_point, failure = LineSearch(STRONG, max_trials=5).find_point(
+        start, 1.0, lambda t: LinePoint(t, 1.0 + t, 1.0)
     )
     assert (
         best_point is start
@@ -257,10 +266,12 @@ def test_a_search_that_fails_returns_the_best_point_and_says_why() -> None:
         and "none of 5 lengths" in failure
         and "flat enough" in failure
     )
-    falling = Search(STRONG, trials=5, most=50.0).along(start, 1.0, lambda t: Point(t, 1 - t, -1.0))
+    falling = LineSearch(STRONG, max_trials=5, max_length=50.0).find_point(
+        start, 1.0, lambda t: LinePoint(t, 1 - t, -1.0)
+    )
     assert falling[0].length == 10.0 and falling[1] and "is left" in falling[1]
-    shrinking = Search("armijo", trials=99, least=1e-3).along(
-        start, 1.0, lambda t: Point(t, 2.0, 1.0)
+    shrinking = LineSearch("armijo", max_trials=99, min_length=1e-3).find_point(
+        start, 1.0, lambda t: LinePoint(t, 2.0, 1.0)
     )
     assert shrinking[0] is start and shrinking[1] and "is left" in shrinking[1]
 
@@ -293,13 +304,16 @@ def test_at_the_minimum_nothing_moves() -> None:
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def engine(micros: int = 1, **settings) -> tuple[Engine, list[dict[str, np.ndarray]]]:
+def lbfgs_engine_of(
+    micros: int = 1, **settings
+) -> tuple[TrainingEngine, list[dict[str, np.ndarray]]]:
     optimizer = LBFGS(**settings)
-    lbfgs_engine = Engine(
-        make_plans(StepShape(CONFIG, 4 // micros, 16, micros, evaluations=2), optimizer), optimizer
+    lbfgs_engine = TrainingEngine(
+        make_plans(StepShape(CONFIG, 4 // micros, 16, micros, num_evaluations=2), optimizer),
+        optimizer,
     )
-    lbfgs_engine.session.set(values(CONFIG))
-    full_batch = batch(CONFIG, 4, 16) | {"weights": np.ones((4, 16), np.float32)}
+    lbfgs_engine.session.set(seeded_weights(CONFIG))
+    full_batch = seeded_batch(CONFIG, 4, 16) | {"weights": np.ones((4, 16), np.float32)}
     parts = range(0, 4, 4 // micros)
     return lbfgs_engine, [
         {n: x[at : at + 4 // micros] for n, x in full_batch.items()} for at in parts
@@ -309,7 +323,7 @@ def engine(micros: int = 1, **settings) -> tuple[Engine, list[dict[str, np.ndarr
 @pytest.mark.parametrize("micros", [1, 2])
 def test_a_start_that_is_known_is_not_evaluated_again(micros: int) -> None:
     """With the same bits as when it is; a batch that differs is evaluated at its start."""
-    (cached_engine, micro), (fresh_engine, _) = engine(micros), engine(micros)
+    (cached_engine, micro), (fresh_engine, _) = lbfgs_engine_of(micros), lbfgs_engine_of(micros)
     counts = []
     for t in range(1, 5):
         cached_engine.step(micro, t, 1.0)
@@ -328,36 +342,36 @@ def test_a_start_that_is_known_is_not_evaluated_again(micros: int) -> None:
 
 
 def test_its_state_is_counted_saved_and_enough_to_go_on() -> None:
-    trained, micro = engine(history=4)
+    trained, micro = lbfgs_engine_of(history=4)
     adamw_plans = make_plans(StepShape(CONFIG, 4, 16), AdamW())
     assert trained.plans.state_nbytes == 4 * adamw_plans.state_nbytes
     assert trained.plans.gradient_nbytes == 2 * adamw_plans.weight_nbytes  # sums, and the direction
     for t in range(1, 8):
         trained.step(micro, t, 1.0)
-    resumed, _ = engine(history=4)
-    resumed.session.set({n: trained.session.get(n) for n in trained.plans.saved})
+    resumed, _ = lbfgs_engine_of(history=4)
+    resumed.session.set({n: trained.session.get(n) for n in trained.plans.checkpoint_tensors})
     for lbfgs_engine in (trained, resumed):
         lbfgs_engine.step(micro, 8, 1.0)
-    names = trained.plans.saved
+    names = trained.plans.checkpoint_tensors
     assert same_bits(*({n: e.session.get(n) for n in names} for e in (trained, resumed)))
 
 
 def test_a_bad_start_is_skipped_and_its_pairs_forgotten() -> None:
-    lbfgs_engine, micro = engine()
+    lbfgs_engine, micro = lbfgs_engine_of()
     for t in (1, 2):
         lbfgs_engine.step(micro, t, 1.0)
-    good = {n: lbfgs_engine.session.get(n) for n in lbfgs_engine.plans.trained}
+    good = {n: lbfgs_engine.session.get(n) for n in lbfgs_engine.plans.trained_names}
     huge = good | {"output_norm.weight": np.full(CONFIG.embedding_length, 3e38, np.float32)}
     lbfgs_engine.session.set(huge)
     lbfgs_engine.before = None
-    assert lbfgs_engine.step(micro, 3, 1.0).bad is not None
+    assert lbfgs_engine.step(micro, 3, 1.0).skip_reason is not None
     assert same_bits({n: lbfgs_engine.session.get(n) for n in huge}, huge)
     assert not any(lbfgs_engine.session.get(f"s/{n}").any() for n in huge)
     lbfgs_engine.session.set(good)
     lbfgs_engine.before = None
     assert (
-        lbfgs_engine.step(micro, 4, 1.0).bad is None
-        and lbfgs_engine.step(micro, 5, 1.0).bad is None
+        lbfgs_engine.step(micro, 4, 1.0).skip_reason is None
+        and lbfgs_engine.step(micro, 5, 1.0).skip_reason is None
     )
 
 
@@ -372,7 +386,7 @@ def test_train_resumes_bit_for_bit(tmp_path: Path, capsys, monkeypatch) -> None:
     Path("text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
     small = "train --data text.txt --dim 32 --layers 2 --heads 2 --ffn 64 --ctx 32 --batch-size 4"
     small += " --vocab-size 290 --grad-accumulation-steps 2 --history 3"
-    small += f" --memory {room(300)}"
+    small += f" --memory {memory_limit(300)}"
     small += " --optimizer lbfgs --no-tensorboard --steps-per-eval 0"
     for name, steps in (("whole", "6"), ("parts", "4"), ("parts", "6 --resume")):
         assert main([*small.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (
@@ -393,13 +407,13 @@ def test_train_resumes_bit_for_bit(tmp_path: Path, capsys, monkeypatch) -> None:
 def test_finetune_resumes_bit_for_bit(kind: str, tmp_path: Path, capsys, monkeypatch) -> None:
     """All of the data in each step, so that a start is known; in one life and in two."""
     monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text(chats(12))
+    Path("chats.jsonl").write_text(sample_chats(12))
     random_model(Path("base.gguf"), "llama tied")
     flags = (
         "finetune base.gguf --data chats.jsonl --batch-size 2 --grad-accumulation-steps 9 --ctx 64"
     )
     flags += " --optimizer lbfgs --val-split 0 --no-tensorboard"
-    flags += f" --memory {room(400)}"
+    flags += f" --memory {memory_limit(400)}"
     flags += " --full" if kind == "full" else " --lora-rank 4"
     for name, steps in (("whole", "5"), ("parts", "2"), ("parts", "5 --resume")):
         assert main([*flags.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (

@@ -11,7 +11,7 @@ import pytest
 
 import packtrain as pt
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.events import Step
+from packtrain.common.events import StepReport
 from packtrain.gguf import GGUF
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "batch_size": 2}
@@ -31,7 +31,7 @@ def weights(path: Path) -> dict[str, bytes]:
 
 
 def test_training_tells_every_step_and_gives_a_result(text: Path, tmp_path: Path) -> None:
-    steps, plans, said, saved = list[Step](), [], list[str](), list[Path]()
+    steps, plans, said, saved = list[StepReport](), [], list[str](), list[Path]()
     done = pt.train(
         text, output=tmp_path / "m.gguf", iters=4, **SMALL,
         on_step=steps.append, on_plan=plans.append, on_message=said.append, on_save=saved.append,
@@ -72,10 +72,10 @@ def test_a_stop_from_another_thread_saves_and_returns(text: Path, tmp_path: Path
     options |= {"iters": steps + 2}
     mapped = list[bool]()  # a mapped file takes room on the disk after saves have replaced it
 
-    def look(step: Step) -> None:
+    def record_mapping(step: StepReport) -> None:
         mapped.append(str(done.folder) in Path("/proc/self/maps").read_text())
 
-    on = pt.train(text, **options, resume=True, on_step=look)
+    on = pt.train(text, **options, resume=True, on_step=record_mapping)
     assert on.progress.step == steps + 2 and not on.stopped and mapped == [False, False]
 
 

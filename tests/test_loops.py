@@ -9,10 +9,10 @@ import pytest
 
 import packtrain as pt
 from packtrain.cli import chat, generate
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 from packtrain.inference.generator import LOOP_REPEATS, LOOP_TOKENS, is_loop
-from packtrain.workflows.chat_session import Chat
-from packtrain.workflows.text_generation import Generate
+from packtrain.workflows.chat_session import ChatSettings
+from packtrain.workflows.text_generation import GenerateSettings
 from tests.test_chat import TEMPLATE
 from tests.test_model_file import CONFIG, save
 
@@ -56,13 +56,13 @@ def test_what_people_want_repeated_is_no_loop() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of random weights; LOOP makes it repeat one token for ever."""
     path = tmp_path_factory.mktemp("loops") / "m.gguf"
-    template = {"tokenizer.chat_template": Value("string", TEMPLATE)}
+    template = {"tokenizer.chat_template": MetadataValue("string", TEMPLATE)}
     save(path, replace(CONFIG, context_length=1024), extra=template)
     return path
 
 
 def test_generate_stops_a_loop_and_says_so(model: Path, capsys: Capture) -> None:
-    settings = Generate(model, prompt="the", n_predict=400, **LOOP)  # type: ignore[arg-type]
+    settings = GenerateSettings(model, prompt="the", n_predict=400, **LOOP)  # type: ignore[arg-type]
     assert generate.run(settings) == 0
     assert "ended by a loop: the text repeats itself (--no-stop-loops" in capsys.readouterr().err
     looped = pt.generate(model, "the", n_predict=400, **LOOP)
@@ -83,9 +83,9 @@ def test_a_conversation_goes_on_after_a_loop_and_a_cut(
         (9, "cut at 9 tokens; -n sets another"),
     ):
         monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-        assert chat.run(Chat(model, n_predict=max_tokens, **LOOP)) == 0  # type: ignore[arg-type]
+        assert chat.run(ChatSettings(model, n_predict=max_tokens, **LOOP)) == 0  # type: ignore[arg-type]
         assert capsys.readouterr().err.count(said) == 2
 
 
 def test_chat_bounds_answers_by_default(model: Path) -> None:
-    assert 512 <= Chat(model).n_predict <= 1024
+    assert 512 <= ChatSettings(model).n_predict <= 1024

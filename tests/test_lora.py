@@ -12,8 +12,8 @@ from packtrain.models import transformer
 from packtrain.models.lora import KEY, A, B, Lora
 from packtrain.training.finetune_job import TuneSettings, lora_of
 from tests.architectures import CONFIGS
-from tests.checks import close
-from tests.models import CONFIG, batch, bind, gradients, same_bits, values
+from tests.checks import assert_close
+from tests.models import CONFIG, bind_graph, gradient_graph, same_bits, seeded_batch, seeded_weights
 
 ROWS, TIME = 2, 16
 LORA = Lora((("blk.1.attn_q.*", 3), ("*attn_*", 4), ("*ffn_down*", 2), ("*ffn_up*", 2)), alpha=8.0)
@@ -26,36 +26,36 @@ def of_additions(config: transformer.Config, types=transformer.NO_TYPES) -> Grap
     leaves = transformer.weights(config, types)
     loss_graph = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
     trained = [leaf for name, leaf in leaves.items() if name.endswith((A, B))]
-    gradients = differentiate(loss_graph.loss, trained, loss_graph.blocks)
+    gradients = differentiate(loss_graph.loss, trained, loss_graph.block_outputs)
     return Graph({"loss": loss_graph.loss, **{f"d/{w.name}": d for w, d in gradients.items()}})
 
 
-def merged(given: dict[str, np.ndarray], alpha: float) -> dict[str, np.ndarray]:
-    def one(name: str, value: np.ndarray) -> np.ndarray:
-        if name + A not in given:
+def merged_weights(tensors: dict[str, np.ndarray], alpha: float) -> dict[str, np.ndarray]:
+    def merge_matrix(name: str, value: np.ndarray) -> np.ndarray:
+        if name + A not in tensors:
             return value
-        a, b = given[name + A], given[name + B]
+        a, b = tensors[name + A], tensors[name + B]
         return value + value.dtype.type(alpha / len(a)) * (b @ a)
 
-    return {name: one(name, v) for name, v in given.items() if not name.endswith((A, B))}
+    return {name: merge_matrix(name, v) for name, v in tensors.items() if not name.endswith((A, B))}
 
 
 @pytest.mark.parametrize("base", [CONFIG, FUSED], ids=["llama", "phi3"])
 def test_additions_are_as_good_as_merged_matrices(base):
     config = replace(base, lora=LORA)
-    weights, inputs = values(config), batch(base, ROWS, TIME)
-    changed = merged(weights, LORA.alpha)
-    actual = bind(of_additions(config), weights)(inputs)
-    expected = bind(gradients(base, ROWS, TIME), changed)(inputs)
-    close(actual["loss"], expected["loss"], "loss")
+    weights, inputs = seeded_weights(config), seeded_batch(base, ROWS, TIME)
+    changed = merged_weights(weights, LORA.alpha)
+    actual = bind_graph(of_additions(config), weights)(inputs)
+    expected = bind_graph(gradient_graph(base, ROWS, TIME), changed)(inputs)
+    assert_close(actual["loss"], expected["loss"], "loss")
     added = [name for name in changed if name + A in weights]
     assert len(added) == (8 if base is FUSED else 12)
     for name in added:
         a, b, d = weights[name + A], weights[name + B], expected[f"d/{name}"]
         scale = np.float32(LORA.alpha / len(a))
         assert len(a) == (3 if name == "blk.1.attn_q.weight" else 4 if "attn" in name else 2)
-        close(actual[f"d/{name}{A}"], scale * b.T @ d, f"{name}{A}")
-        close(actual[f"d/{name}{B}"], scale * d @ a.T, f"{name}{B}")
+        assert_close(actual[f"d/{name}{A}"], scale * b.T @ d, f"{name}{A}")
+        assert_close(actual[f"d/{name}{B}"], scale * d @ a.T, f"{name}{B}")
 
 
 def test_only_the_last_blocks_have_additions_where_so_many_are_asked_for():
@@ -68,14 +68,17 @@ def test_only_the_last_blocks_have_additions_where_so_many_are_asked_for():
 def test_dropout_is_drawn_from_seed_and_step_alone(base):
     lora = replace(LORA, dropout=0.5, ranks=LORA.ranks if base is CONFIG else (("*_exps*", 2),))
     config = replace(base, lora=lora)
-    run, inputs = bind(of_additions(config), values(config)), batch(CONFIG, ROWS, TIME)
+    run, inputs = (
+        bind_graph(of_additions(config), seeded_weights(config)),
+        seeded_batch(CONFIG, ROWS, TIME),
+    )
 
-    def at(seed: int, step: int):
+    def run_step(seed: int, step: int):
         return run(inputs | {KEY: np.array([seed, step], np.int64)})
 
-    reference = at(3, 1)
-    assert same_bits(at(3, 1), reference)
-    assert at(3, 2)["loss"] != reference["loss"] != at(4, 1)["loss"]
+    reference = run_step(3, 1)
+    assert same_bits(run_step(3, 1), reference)
+    assert run_step(3, 2)["loss"] != reference["loss"] != run_step(4, 1)["loss"]
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_K"])
@@ -83,13 +86,13 @@ def test_gradients_on_packed_matrices_are_those_of_what_they_hold(dtype):
     """Merged in float64, as the specification says, which tests/test_golden.py compares with PyTorch."""
     wide_config = replace(CONFIG, embedding_length=256, feed_forward_length=512)
     config, packed = replace(wide_config, lora=LORA), BLOCK_TYPES[dtype]
-    weights = values(config)
+    weights = seeded_weights(config)
     base = {
         name: quantize(value, packed)
         for name, value in weights.items()
         if value.ndim == 2 and not name.endswith((A, B))
     }
-    session, inputs = Session(), batch(wide_config, ROWS, TIME)
+    session, inputs = Session(), seeded_batch(wide_config, ROWS, TIME)
     session.share(base)
     run = session.executor(place(of_additions(config, dict.fromkeys(base, packed))))
     session.set({name: value for name, value in weights.items() if name not in base})
@@ -97,8 +100,10 @@ def test_gradients_on_packed_matrices_are_those_of_what_they_hold(dtype):
 
     w = {name: v.astype(np.float64) for name, v in weights.items()}
     w |= {name: dequantize(array).astype(np.float64) for name, array in base.items()}
-    expected = interpret(gradients(wide_config, ROWS, TIME), merged(w, LORA.alpha) | inputs)
-    close(actual["loss"], expected["loss"], "loss", 1e-5)
+    expected = interpret(
+        gradient_graph(wide_config, ROWS, TIME), merged_weights(w, LORA.alpha) | inputs
+    )
+    assert_close(actual["loss"], expected["loss"], "loss", 1e-5)
     added = [name.removesuffix(A) for name in w if name.endswith(A)]
     assert len(added) == 12
     for name in added:

@@ -17,11 +17,14 @@ import pytest
 from packtrain.common.errors import InputError
 from packtrain.data.chat_template import ChatTemplate
 from packtrain.data.conversations import conversation_renderer as rendering
-from packtrain.data.conversations.conversation_renderer import Rendered, Renderer
-from packtrain.data.conversations.loss_mask import Masker, Sample, places_of
+from packtrain.data.conversations.conversation_renderer import (
+    ConversationRenderer,
+    RenderedConversation,
+)
+from packtrain.data.conversations.loss_mask import LossMasker, MaskedSample, places_of
 from packtrain.data.conversations.messages import Conversation
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS, Chat
@@ -32,9 +35,10 @@ VOCABULARIES = Path(__file__).parent.parent.parent / "shared/data/tokenizers/ggm
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 each = pytest.mark.parametrize("name", CHATS)
 # with a vocabulary of bytes, and with the model's own where the shared data have it
-OWN = [f"{name} of the model" for name, chat in CHATS.items() if chat.vocabulary]
+MODEL_VOCABULARIES = [f"{name} of the model" for name, chat in CHATS.items() if chat.vocabulary]
 each_vocabulary = pytest.mark.parametrize(
-    "model", [*CHATS, *(pytest.param(name, marks=pytest.mark.shared) for name in OWN)]
+    "model",
+    [*CHATS, *(pytest.param(name, marks=pytest.mark.shared) for name in MODEL_VOCABULARIES)],
 )
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}
@@ -47,52 +51,56 @@ TOOLS = [
 CALL = {"name": "weather", "arguments": {"city": "Zürich"}}
 
 
-def asked(*words: str) -> list[dict[str, Any]]:
+def dialogue(*words: str) -> list[dict[str, Any]]:
     """What a user and the assistant say in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(words)]
 
 
 RECORDS: dict[str, dict[str, Any]] = {
-    "one question": {"messages": asked("Who are you?", "A program.")},
+    "one question": {"messages": dialogue("Who are you?", "A program.")},
     "three turns and a system": {
-        "messages": [SYSTEM, *asked("Hi.", "Hello!", "Say A program.", "A program.", "Bye.", "Bye.\n\nTill soon.")]
+        "messages": [SYSTEM, *dialogue("Hi.", "Hello!", "Say A program.", "A program.", "Bye.", "Bye.\n\nTill soon.")]
     },
     "a call of a tool": {
         "tools": TOOLS,
         "messages": [
             SYSTEM,
-            *asked("Is it warm in Zürich?"),
+            *dialogue("Is it warm in Zürich?"),
             {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "content": '{"celsius": 31}'},
             {"role": "assistant", "content": "Yes, 31 °C."},
-            *asked("Thanks.", "You are welcome."),
+            *dialogue("Thanks.", "You are welcome."),
         ],
     },
     "thoughts": {
-        "messages": asked("1 + 1?", "<think>\nEasy.\n</think>\n\n2", "2 + 2?", "<think>\nTwice.\n</think>\n\n4")
+        "messages": dialogue("1 + 1?", "<think>\nEasy.\n</think>\n\n2", "2 + 2?", "<think>\nTwice.\n</think>\n\n4")
     },
-    "blanks around words": {"messages": asked(" a ", " \n b\n", "c", "d ")},
+    "blanks around words": {"messages": dialogue(" a ", " \n b\n", "c", "d ")},
 }  # fmt: skip
 
 
-def conversation(record: dict[str, Any], folder: Path) -> Conversation:
+def make_conversation(record: dict[str, Any], folder: Path) -> Conversation:
     """A record as it comes out of a file."""
     path = folder / "data.jsonl"
     path.write_text(json.dumps(record))
-    (parsed,) = Reader(Source(path))
+    (parsed,) = RecordReader(SourceFile(path))
     assert isinstance(parsed, Conversation)
     return parsed
 
 
-def template(chat: Chat) -> ChatTemplate:
+def template_of(chat: Chat) -> ChatTemplate:
     return ChatTemplate(chat.source, chat.bos, chat.eos)
 
 
-def rendered(chat: Chat, record: dict[str, Any], folder: Path, **how: bool) -> list[Rendered]:
-    return Renderer(template(chat), list(chat.ends), **how).render(conversation(record, folder))
+def render_record(
+    chat: Chat, record: dict[str, Any], folder: Path, **options: bool
+) -> list[RenderedConversation]:
+    return ConversationRenderer(template_of(chat), list(chat.eog_texts), **options).render(
+        make_conversation(record, folder)
+    )
 
 
-def marked(one: Rendered) -> str:
+def mark_spans(one: RenderedConversation) -> str:
     """The text with [[…]] around what is learnt."""
     text, at = "", 0
     for begin, end in one.spans:
@@ -101,16 +109,16 @@ def marked(one: Rendered) -> str:
     return text + one.text[at:]
 
 
-def golden(name: str, folder: Path) -> str:
+def golden_text(name: str, folder: Path) -> str:
     parts = []
     for about, record in RECORDS.items():
-        parts += [f"==== {about}", *map(marked, rendered(CHATS[name], record, folder))]
+        parts += [f"==== {about}", *map(mark_spans, render_record(CHATS[name], record, folder))]
     return "\n".join(parts) + "\n"
 
 
 @each
 def test_goldens(name: str, tmp_path: Path):
-    assert golden(name, tmp_path) == (GOLDENS / f"{name}.txt").read_text(encoding="utf-8")
+    assert golden_text(name, tmp_path) == (GOLDENS / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @each
@@ -120,12 +128,12 @@ def test_what_is_learnt_is_what_the_assistant_says(name: str, about: str, tmp_pa
     said = [m for m in RECORDS[about]["messages"] if m["role"] == "assistant"]
     target_texts = [
         sample.text[begin:end]
-        for sample in rendered(CHATS[name], RECORDS[about], tmp_path)
+        for sample in render_record(CHATS[name], RECORDS[about], tmp_path)
         for begin, end in sample.spans
     ]
     assert len(target_texts) == len(said)
     for words, message in zip(target_texts, said, strict=True):
-        (mark,) = (end for end in CHATS[name].ends if words.endswith(end))
+        (mark,) = (end for end in CHATS[name].eog_texts if words.endswith(end))
         body = THOUGHT.sub("", words.removesuffix(mark)).strip()
         if "tool_calls" in message:
             assert '"weather"' in body and '{"city": "Zürich"}' in body
@@ -138,16 +146,18 @@ def test_what_is_learnt_is_what_the_assistant_says(name: str, about: str, tmp_pa
 @pytest.mark.parametrize("about", RECORDS)
 def test_what_is_not_learnt_has_no_reply_in_it(name: str, about: str, tmp_path: Path):
     """Where all turns are in one text, nothing that only the assistant says is left outside of the spans."""
-    texts = rendered(CHATS[name], RECORDS[about], tmp_path)
+    texts = render_record(CHATS[name], RECORDS[about], tmp_path)
     if len(texts) == 1:
-        rest = re.sub(r"\[\[.*?\]\]", "", marked(texts[0]).replace("\\]", ""), flags=re.DOTALL)
+        rest = re.sub(r"\[\[.*?\]\]", "", mark_spans(texts[0]).replace("\\]", ""), flags=re.DOTALL)
         for only in ("Hello!", "Till soon", "31 °C", "You are welcome", "Easy.", "Twice."):
             assert only not in rest
 
 
 @each
 def test_the_last_turn_alone(name: str, tmp_path: Path):
-    (sample,) = rendered(CHATS[name], RECORDS["three turns and a system"], tmp_path, last_only=True)
+    (sample,) = render_record(
+        CHATS[name], RECORDS["three turns and a system"], tmp_path, last_only=True
+    )
     ((begin, end),) = sample.spans
     assert "Till soon." in sample.text[begin:end] and "Hello!" in sample.text[:begin]
 
@@ -182,11 +192,11 @@ HARMONY = """
 )
 def test_thoughts_go_where_the_template_has_them(said: dict[str, str], tmp_path: Path):
     """In channels of their own, of the last turn only: each turn is learnt as it is said, in a text that ends there."""
-    messages = [*asked("1 + 1?"), {"role": "assistant", **said}]
-    messages += [*asked("2 + 2?"), {"role": "assistant", **said}]
+    messages = [*dialogue("1 + 1?"), {"role": "assistant", **said}]
+    messages += [*dialogue("2 + 2?"), {"role": "assistant", **said}]
     end_markers = ["<|return|>", "<|call|>"]
-    texts = Renderer(ChatTemplate(HARMONY, "", ""), end_markers).render(
-        conversation({"messages": messages}, tmp_path)
+    texts = ConversationRenderer(ChatTemplate(HARMONY, "", ""), end_markers).render(
+        make_conversation({"messages": messages}, tmp_path)
     )
     first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
     target_text = (
@@ -196,13 +206,15 @@ def test_thoughts_go_where_the_template_has_them(said: dict[str, str], tmp_path:
     second = (
         "<|channel|>final<|message|>4<|end|><|start|>user<|message|>2 + 2?<|end|><|start|>assistant"
     )
-    assert [*map(marked, texts)] == [first + target_text, first + second + target_text]
+    assert [*map(mark_spans, texts)] == [first + target_text, first + second + target_text]
 
 
 def test_a_call_with_thoughts_ends_with_its_own_mark(tmp_path: Path):
     call = {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [CALL]}
-    renderer = Renderer(ChatTemplate(HARMONY, "", ""), ["<|return|>", "<|call|>"])
-    (sample,) = renderer.render(conversation({"messages": [*asked("Warm?"), call]}, tmp_path))
+    renderer = ConversationRenderer(ChatTemplate(HARMONY, "", ""), ["<|return|>", "<|call|>"])
+    (sample,) = renderer.render(
+        make_conversation({"messages": [*dialogue("Warm?"), call]}, tmp_path)
+    )
     ((begin, end),) = sample.spans
     assert sample.text[begin:end] == (
         "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.weather"
@@ -215,12 +227,12 @@ def test_thoughts_calls_and_results_in_one_turn(tmp_path: Path):
     call = {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [CALL]}
     result = {"role": "tool", "name": "weather", "content": "31"}
     said = {"role": "assistant", "content": "Yes.", "reasoning_content": "31 is warm."}
-    turn = [*asked("Warm?"), call, result, said]
+    turn = [*dialogue("Warm?"), call, result, said]
     record = {"messages": [SYSTEM, *turn], "tools": TOOLS}
-    renderer = Renderer(ChatTemplate(GEMMA_4, "<bos>", ""), list(GEMMA_4_ENDS))
-    (sample,) = renderer.render(conversation(record, tmp_path))
+    renderer = ConversationRenderer(ChatTemplate(GEMMA_4, "<bos>", ""), list(GEMMA_4_ENDS))
+    (sample,) = renderer.render(make_conversation(record, tmp_path))
     written = '<|tool_call>call:weather{city:<|"|>Zürich<|"|>}<tool_call|>'
-    assert marked(sample) == (
+    assert mark_spans(sample) == (
         "<bos><|turn>system\n<|think|>\nYou answer briefly.<|tool>declaration:weather{}<tool|><turn|>\n"
         "<|turn>user\nWarm?<turn|>\n<|turn>model\n"
         f"[[<|channel>thought\nI ask.\n<channel|>{written}<|tool_response>]]"
@@ -229,21 +241,21 @@ def test_thoughts_calls_and_results_in_one_turn(tmp_path: Path):
     )
     assert not renderer.notes
     # no thoughts: none are asked for; and those of earlier turns are not in later ones
-    without_thoughts = conversation({"messages": [*asked("Warm?", "Yes.")]}, tmp_path)
-    assert marked(renderer.render(without_thoughts)[0]) == (
+    without_thoughts = make_conversation({"messages": [*dialogue("Warm?", "Yes.")]}, tmp_path)
+    assert mark_spans(renderer.render(without_thoughts)[0]) == (
         "<bos><|turn>user\nWarm?<turn|>\n<|turn>model\n[[Yes.<turn|>]]\n"
     )
     *_, last = renderer.render(
-        conversation({"messages": [*turn, *asked("Sure?", "I am.")]}, tmp_path)
+        make_conversation({"messages": [*turn, *dialogue("Sure?", "I am.")]}, tmp_path)
     )
     assert "I ask." not in last.text and "31 is warm." not in last.text
 
 
 def test_thoughts_that_a_template_does_not_read_are_counted(tmp_path: Path):
     said = {"role": "assistant", "content": "4", "reasoning_content": "Twice."}
-    renderer = Renderer(template(CHATS["chatml"]), list(CHATS["chatml"].ends))
-    renderer.render(conversation({"messages": [*asked("2 + 2?"), said]}, tmp_path))
-    assert renderer.notes[rendering.THOUGHTLESS] == 1
+    renderer = ConversationRenderer(template_of(CHATS["chatml"]), list(CHATS["chatml"].eog_texts))
+    renderer.render(make_conversation({"messages": [*dialogue("2 + 2?"), said]}, tmp_path))
+    assert renderer.notes[rendering.THOUGHTS_NOTE] == 1
 
 
 # ---- tokens
@@ -275,7 +287,7 @@ def tokenizer_of(model: str) -> tuple[Chat, Tokenizer]:
     return chat, Tokenizer(GGUF(VOCABULARIES / f"ggml-vocab-{chat.vocabulary}.gguf").metadata)
 
 
-def learnt(masker: Masker, sample: Sample) -> str:
+def learned_text(masker: LossMasker, sample: MaskedSample) -> str:
     """The text of the tokens that are learnt."""
     pairs = zip(sample.ids, sample.weights, strict=True)
     return b"".join(masker.tokenizer.piece(id) for id, weight in pairs if weight).decode()
@@ -286,22 +298,23 @@ def learnt(masker: Masker, sample: Sample) -> str:
 def test_tokens(model: str, about: str, tmp_path: Path):
     """Ids are those of the whole text with one BOS; tokens that are learnt spell what is learnt of the text."""
     chat, tokenizer = tokenizer_of(model)
-    masker = Masker(tokenizer)
-    assert set(chat.ends) <= set(masker.ends)
-    for text in rendered(chat, RECORDS[about], tmp_path):
-        sample = masker.conversation(text)
+    masker = LossMasker(tokenizer)
+    assert set(chat.eog_texts) <= set(masker.eog_texts)
+    for text in render_record(chat, RECORDS[about], tmp_path):
+        sample = masker.mask_conversation(text)
         text_body = text.text.removeprefix(chat.bos) if tokenizer.add_bos else text.text
         assert sample.ids == tokenizer.encode(text_body)
         assert sample.ids.count(tokenizer.bos) == (1 if chat.bos else 0) or tokenizer.bos is None
         spelt = "".join(text.text[begin:end] for begin, end in text.spans)
-        words = learnt(masker, sample)
+        words = learned_text(masker, sample)
         assert "".join(words.split()) == "".join(spelt.split())
         if (
             not tokenizer.add_space_prefix and about != "blanks around words"
         ):  # a token with the prompt's line break
             assert words == spelt
         assert all(
-            weight == 1 for weight in Masker(tokenizer, everything=True).conversation(text).weights
+            weight == 1
+            for weight in LossMasker(tokenizer, everything=True).mask_conversation(text).weights
         )
 
 
@@ -337,27 +350,34 @@ def test_where_tokens_begin(model: str, text: str):
     ],
 )
 def test_a_token_across_a_border(text: str, span: tuple[int, int], weights: list[int]):
-    class Pairs(Tokenizer):
-        def encode(self, text: str, *given: Any, **more: Any) -> list[int]:
+    class PairTokenizer(Tokenizer):
+        def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
             return [self.tokens.index(text[i : i + 2].encode()) for i in range(0, len(text), 2)]
 
-    given = metadata(TINY) | {"tokenizer.ggml.add_bos_token": False}
+    pair_metadata = metadata(TINY) | {"tokenizer.ggml.add_bos_token": False}
     pairs = sorted({text[i : i + 2].encode() for i in range(0, len(text), 2)})
-    given["tokenizer.ggml.tokens"] = [*given["tokenizer.ggml.tokens"], *pairs]
+    pair_metadata["tokenizer.ggml.tokens"] = [*pair_metadata["tokenizer.ggml.tokens"], *pairs]
     count = len(pairs)
     for key, value in (("token_type", 1), ("scores", 0.0)):
-        given[f"tokenizer.ggml.{key}"] = np.append(given[f"tokenizer.ggml.{key}"], [value] * count)
-    assert Masker(Pairs(given)).conversation(Rendered(text, [span])).weights == weights
+        pair_metadata[f"tokenizer.ggml.{key}"] = np.append(
+            pair_metadata[f"tokenizer.ggml.{key}"], [value] * count
+        )
+    assert (
+        LossMasker(PairTokenizer(pair_metadata))
+        .mask_conversation(RenderedConversation(text, [span]))
+        .weights
+        == weights
+    )
 
 
 def test_a_text_ends_once():
     tokenizer = Tokenizer(metadata(TINY))
-    masker = Masker(tokenizer)
+    masker = LossMasker(tokenizer)
     bos, eos = tokenizer.bos, tokenizer.eos
     words = tokenizer.encode("ab", bos=False)
 
-    def ids(*given: Any) -> list[int | None]:
-        return [id for part in masker.text(*given) for id in part]
+    def ids(*args: Any) -> list[int | None]:
+        return [id for part in masker.encode_text(*args) for id in part]
 
     assert ids(["a", "b"], False) == [bos, *words, eos]
     assert ids(["<s>ab</s>"], True) == [bos, *words, eos]
@@ -374,17 +394,22 @@ def test_a_text_ends_once():
 def test_notes(tmp_path: Path):
     """What a template does not take is said, with a count."""
     expected_notes = {
-        "gemma": {rendering.SYSTEM, rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
-        "phi-3": {rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
-        "chatml": {rendering.CALLS, rendering.TOOLS},
+        "gemma": {
+            rendering.SYSTEM_NOTE,
+            rendering.CALLS_NOTE,
+            rendering.RESULTS_NOTE,
+            rendering.TOOLS_NOTE,
+        },
+        "phi-3": {rendering.CALLS_NOTE, rendering.RESULTS_NOTE, rendering.TOOLS_NOTE},
+        "chatml": {rendering.CALLS_NOTE, rendering.TOOLS_NOTE},
         "mistral": {rendering.UNSTABLE},
         "qwen3": {rendering.UNSTABLE},
         "qwen2.5": set(),
         "llama-3": set(),
     }
     for name, notes in expected_notes.items():
-        renderer = Renderer(template(CHATS[name]), list(CHATS[name].ends))
-        renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+        renderer = ConversationRenderer(template_of(CHATS[name]), list(CHATS[name].eog_texts))
+        renderer.render(make_conversation(RECORDS["a call of a tool"], tmp_path))
         assert set(renderer.notes) == notes and set(renderer.notes.values()) <= {1}
 
 
@@ -395,34 +420,34 @@ def test_a_prompt_that_asks_for_thoughts(tmp_path: Path):
     )
     source = source.replace("m.content", "m.content.split('</think>')[-1]|trim")
     assert source.count("think") == 2
-    renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
+    renderer = ConversationRenderer(ChatTemplate(source), list(CHATS["chatml"].eog_texts))
     for about, replies in (("one question", ["A program."]), ("thoughts", ["2", "4"])):
-        (sample,) = renderer.render(conversation(RECORDS[about], tmp_path))
+        (sample,) = renderer.render(make_conversation(RECORDS[about], tmp_path))
         assert [sample.text[a:b] for a, b in sample.spans] == [
             f"{words}<|im_end|>" for words in replies
         ]
-    assert renderer.notes == {rendering.CHANGED: 2}
+    assert renderer.notes == {rendering.CHANGED_NOTE: 2}
 
 
 def test_bad_templates(tmp_path: Path):
-    parsed = conversation(RECORDS["one question"], tmp_path)
+    parsed = make_conversation(RECORDS["one question"], tmp_path)
     raising = CHATS["gemma"].source.replace(
         "messages[0].role == 'system'", "messages[0].role == 'user'"
     )
     with pytest.raises(InputError, match="the chat template: System role not supported"):
-        Renderer(ChatTemplate(raising, "", ""), []).render(parsed)
+        ConversationRenderer(ChatTemplate(raising, "", ""), []).render(parsed)
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ add_generation_prompt }}"
     with pytest.raises(InputError, match="no text in which the reply can be told from the prompt"):
-        Renderer(ChatTemplate(silent, "", ""), []).render(parsed)
+        ConversationRenderer(ChatTemplate(silent, "", ""), []).render(parsed)
 
 
 def test_a_template_without_an_end(tmp_path: Path):
     source = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
-    renderer = Renderer(ChatTemplate(source, "", ""), ["</s>"])
-    (sample,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
-    assert marked(sample) == "user: Who are you?\nassistant: [[A program.]]\n"
-    assert renderer.notes == {rendering.ENDLESS: 1}
+    renderer = ConversationRenderer(ChatTemplate(source, "", ""), ["</s>"])
+    (sample,) = renderer.render(make_conversation(RECORDS["one question"], tmp_path))
+    assert mark_spans(sample) == "user: Who are you?\nassistant: [[A program.]]\n"
+    assert renderer.notes == {rendering.ENDLESS_NOTE: 1}
 
 
 GLM = (
@@ -439,27 +464,29 @@ GLM = (
 
 
 @pytest.mark.parametrize(
-    ("about", "learnt"),
+    ("about", "learned_texts"),
     [
         ("one question", ["A program.<|user|>"]),
         ("a call of a tool", ['weather {"city": "Zürich"}<|observation|>', "Yes, 31 °C.<|user|>"]),
         ("thoughts", ["<think>\nEasy.\n</think>\n\n2<|user|>", "<think>\nTwice.\n</think>\n\n4<|user|>"]),
     ],
 )  # fmt: skip
-def test_an_end_that_the_next_message_brings(about: str, learnt: list[str], tmp_path: Path):
-    renderer = Renderer(ChatTemplate(GLM), ["<|endoftext|>", "<|user|>", "<|observation|>"])
-    samples = renderer.render(conversation(RECORDS[about], tmp_path))
+def test_an_end_that_the_next_message_brings(about: str, learned_texts: list[str], tmp_path: Path):
+    renderer = ConversationRenderer(
+        ChatTemplate(GLM), ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    )
+    samples = renderer.render(make_conversation(RECORDS[about], tmp_path))
     said = [sample.text[a:b] for sample in samples for a, b in sample.spans]
-    assert said[: len(learnt)] == learnt
-    assert rendering.ENDLESS not in renderer.notes
+    assert said[: len(learned_texts)] == learned_texts
+    assert rendering.ENDLESS_NOTE not in renderer.notes
 
 
 def test_a_template_that_needs_a_list_of_tools(tmp_path: Path):
     """As those of `tokenizer.chat_template.tool_use`: no tools are an empty list there."""
     source = "{% for t in tools %}{{ t.function.name }}\n{% endfor %}" + CHATS["chatml"].source
-    renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
+    renderer = ConversationRenderer(ChatTemplate(source), list(CHATS["chatml"].eog_texts))
     assert renderer.takes_tools and renderer.takes_system
-    (sample,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
+    (sample,) = renderer.render(make_conversation(RECORDS["one question"], tmp_path))
     assert [sample.text[a:b] for a, b in sample.spans] == ["A program.<|im_end|>"]
 
 
@@ -470,11 +497,12 @@ def test_a_template_that_needs_arguments_as_text(tmp_path: Path):
         "{% for c in m.tool_calls %}{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}"
         "<|eot_id|>{% endfor %}{% if add_generation_prompt %}>>>assistant\n{% endif %}"
     )
-    renderer = Renderer(ChatTemplate(source), ["<|eot_id|>"])
-    (sample,) = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+    renderer = ConversationRenderer(ChatTemplate(source), ["<|eot_id|>"])
+    (sample,) = renderer.render(make_conversation(RECORDS["a call of a tool"], tmp_path))
     first = sample.text[slice(*sample.spans[0])]
     assert (
-        first == 'weather\n{"city": "Zürich"}<|eot_id|>' and rendering.CALLS not in renderer.notes
+        first == 'weather\n{"city": "Zürich"}<|eot_id|>'
+        and rendering.CALLS_NOTE not in renderer.notes
     )
 
 
@@ -486,8 +514,8 @@ def test_a_call_where_the_prompt_begins_thoughts(tmp_path: Path):
         "{% else %}{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}{% endif %}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
     )
-    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
-    samples = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+    renderer = ConversationRenderer(ChatTemplate(source), ["<|end|>"])
+    samples = renderer.render(make_conversation(RECORDS["a call of a tool"], tmp_path))
     said = [sample.text[a:b] for sample in samples for a, b in sample.spans]
     assert said[0] == "<call>weather<|end|>"  # not within the token
     assert said[1].endswith("Yes, 31 °C.<|end|>")
@@ -496,7 +524,7 @@ def test_a_call_where_the_prompt_begins_thoughts(tmp_path: Path):
 def write(folder: Path) -> None:
     GOLDENS.mkdir(parents=True, exist_ok=True)
     for name in CHATS:
-        (GOLDENS / f"{name}.txt").write_text(golden(name, folder), encoding="utf-8")
+        (GOLDENS / f"{name}.txt").write_text(golden_text(name, folder), encoding="utf-8")
 
 
 if __name__ == "__main__":

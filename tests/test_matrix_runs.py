@@ -5,16 +5,16 @@ import re
 import pytest
 
 from benchmarks.budget import READING
-from benchmarks.watched import packtrain
+from benchmarks.watched import run_packtrain
 from packtrain.common.memory import parse_size
 from packtrain.models.config import ARCHITECTURES
 from packtrain.training.monitoring import metrics_file
 from tests.architectures import CONFIGS, random_model
-from tests.kill import chats
+from tests.kill import sample_chats
 
-LEAST = re.compile(r"the smallest --memory that would do is (\w+)")
+SMALLEST_MEMORY = re.compile(r"the smallest --memory that would do is (\w+)")
 FEED_FORWARD = {"full": 2048, "frozen": 4096, "last": 4096, "lora": 16384, "lora last": 16384}
-WAYS = {
+KIND_FLAGS = {
     "full": ("--full",),
     "frozen": ("--full", "--freeze", "token_embd*", "--freeze", "blk.*.ffn_*"),
     "last": ("--full", "--num-layers", "1"),
@@ -73,12 +73,12 @@ ROWS = {
 @pytest.fixture(scope="module")
 def compiled():
     """A refusal names what compiling needs where kernels are missing; here it shall name what the run needs."""
-    assert packtrain("compile").code == 0
+    assert run_packtrain("compile").code == 0
 
 
 def test_every_architecture_and_every_way_has_a_row():
     assert {CONFIGS[name].architecture for name in ROWS} == ARCHITECTURES.keys()
-    assert set(ROWS.values()) == WAYS.keys()
+    assert set(ROWS.values()) == KIND_FLAGS.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -86,7 +86,7 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
     """Children count, those that search among them; wide models, so that runs need more than their searches."""
     base, data, output = tmp_path / "base.gguf", tmp_path / "chats.jsonl", tmp_path / "m.gguf"
     random_model(base, name, feed_forward=FEED_FORWARD[ROWS[name]])
-    data.write_text(chats())
+    data.write_text(sample_chats())
     flags = ["--data", data, "-o", output, "--chat-template", "chatml", "--iters", 2]
     flags += [
         "--val-batches",
@@ -96,19 +96,21 @@ def test_the_smallest_budget_runs_within_itself(name, compiled, tmp_path):
         "--no-tensorboard",
         "--replay",
         0,
-        *WAYS[ROWS[name]],
+        *KIND_FLAGS[ROWS[name]],
     ]
     batch = 1 if name in SINGLE else BATCHES[[*ROWS].index(name) % len(BATCHES)]
     flags += ["--batch-size", batch]
-    refused = packtrain("finetune", base, *flags, "--memory", "10MiB")
+    refused = run_packtrain("finetune", base, *flags, "--memory", "10MiB")
     reads = READING.search(refused.said)  # first the data must be read, then the run be planned
     if reads:
-        read = packtrain("finetune", base, *flags, "-o", tmp_path / "r.gguf", "--memory", reads[1])
+        read = run_packtrain(
+            "finetune", base, *flags, "-o", tmp_path / "r.gguf", "--memory", reads[1]
+        )
         assert "to be read" not in read.said, read.said
-        refused = packtrain("finetune", base, *flags, "--memory", "10MiB")
-    budget_match = LEAST.search(refused.said)
+        refused = run_packtrain("finetune", base, *flags, "--memory", "10MiB")
+    budget_match = SMALLEST_MEMORY.search(refused.said)
     assert refused.code == 3 and budget_match, refused.said
-    done = packtrain("finetune", base, *flags, "--memory", budget_match[1])
+    done = run_packtrain("finetune", base, *flags, "--memory", budget_match[1])
     assert done.code == 0, done.said
     limit = parse_size(budget_match[1], "")
     assert 0.9 * limit < done.peak <= limit

@@ -7,11 +7,18 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.data.conversations import samples_cache
-from packtrain.data.conversations.field_meanings import BESIDE, FALSE, LABEL, LOSS, ROW, TURN
-from packtrain.data.conversations.messages import Conversation, Pair
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
-from tests.test_samples import PAIR, made, model, one, texts
+from packtrain.data.conversations.field_meanings import (
+    FALSE,
+    LABEL,
+    LOSS,
+    OTHER_FIELDS_TABLE,
+    ROW_TABLE,
+    TURN,
+)
+from packtrain.data.conversations.messages import AnswerPair, Conversation
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
+from tests.test_samples import PAIR, build_dataset, learned_texts, model, write_data
 from tests.test_samples import TURN as ASKS
 
 __all__ = ["model"]  # a fixture
@@ -19,37 +26,46 @@ ASK = {"question": "why", "answer": "so"}
 CALL = {"name": "f", "arguments": '{"a": 1}'}
 
 
-def record(tmp_path: Path, row: dict[str, Any]) -> Conversation:
-    (conversation,) = Reader(Source(one(tmp_path, [row])))
+def read_conversation(tmp_path: Path, row: dict[str, Any]) -> Conversation:
+    (conversation,) = RecordReader(SourceFile(write_data(tmp_path, [row])))
     assert isinstance(conversation, Conversation)
     return conversation
 
 
-@pytest.mark.parametrize("name", sorted(ROW | LABEL))
+@pytest.mark.parametrize("name", sorted(ROW_TABLE | LABEL))
 def test_a_column_with_a_meaning_is_refused_and_an_empty_one_is_not(tmp_path: Path, name: str):
-    harmful = (ROW | LABEL)[name][2]
+    harmful = (ROW_TABLE | LABEL)[name][2]
     row = {"text": "why"} if name in ("system", "tools", "history", "chosen", "rejected") else ASK
-    empty = row | {name: "" if harmful or name not in ROW else []}
-    assert len([*Reader(Source(one(tmp_path, [empty])))]) == 1
+    empty = row | {name: "" if harmful or name not in ROW_TABLE else []}
+    assert len([*RecordReader(SourceFile(write_data(tmp_path, [empty])))]) == 1
     with pytest.raises(InputError, match=rf"line 1: {name} is .*; in data of .* it "):
-        record(tmp_path, row | {name: harmful[0] if harmful else "some"})
+        read_conversation(tmp_path, row | {name: harmful[0] if harmful else "some"})
 
 
 def test_a_context_beside_messages_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"line 1: context is some; .* part of the prompt"):
-        record(tmp_path, {"messages": PAIR, "context": "some"})
-    assert record(tmp_path, {**ASK, "context": "some"}).messages[0]["content"] != "why"
-    assert len([*Reader(Source(one(tmp_path, [{"text": "a film", "context": "some"}])))]) == 1
+        read_conversation(tmp_path, {"messages": PAIR, "context": "some"})
+    assert read_conversation(tmp_path, {**ASK, "context": "some"}).messages[0]["content"] != "why"
+    assert (
+        len(
+            [
+                *RecordReader(
+                    SourceFile(write_data(tmp_path, [{"text": "a film", "context": "some"}]))
+                )
+            ]
+        )
+        == 1
+    )
 
 
-@pytest.mark.parametrize("name", sorted(BESIDE))
+@pytest.mark.parametrize("name", sorted(OTHER_FIELDS_TABLE))
 def test_another_question_or_answer_is_refused_where_names_are_guessed(tmp_path: Path, name: str):
     row = {"query": "why", "input": "a", "response": "so"} | {name: "some"}
-    columns = {"query", "response", *BESIDE} & row.keys()
+    columns = {"query", "response", *OTHER_FIELDS_TABLE} & row.keys()
     if len(columns) > 2:
         with pytest.raises(InputError, match=rf"line 1: ({'|'.join(columns)}) is .* is another"):
-            record(tmp_path, row)
-    assert record(tmp_path, {"prompt": "why", "completion": "so", name: "some"})
+            read_conversation(tmp_path, row)
+    assert read_conversation(tmp_path, {"prompt": "why", "completion": "so", name: "some"})
 
 
 @pytest.mark.parametrize("name", sorted(TURN))
@@ -59,7 +75,7 @@ def test_a_key_of_a_message_with_a_meaning_is_refused(tmp_path: Path, name: str)
         {"prompt": "why", "completion": [{**PAIR[1], name: 5}]},
     ):
         with pytest.raises(InputError, match=rf"\[\d\]: {name} is .*; in data of .* it "):
-            record(tmp_path, form)
+            read_conversation(tmp_path, form)
 
 
 @pytest.mark.parametrize("value", [False, "False", 0, "0"])
@@ -70,69 +86,74 @@ def test_an_answer_that_is_not_wanted_is_refused_whatever_writes_the_label(
         with pytest.raises(
             InputError, match=r"line 1: label is .*marks answers that are not wanted"
         ):
-            record(tmp_path, {**row, "Label": value})
+            read_conversation(tmp_path, {**row, "Label": value})
     for accepted_label in (True, 1, "1", "spam", None, 3):
-        assert record(tmp_path, {**ASK, "label": accepted_label}).messages[0]["content"] == "why"
-    assert [*Reader(Source(one(tmp_path, [{"text": "a film", "label": value}])))]
+        assert (
+            read_conversation(tmp_path, {**ASK, "label": accepted_label}).messages[0]["content"]
+            == "why"
+        )
+    assert [*RecordReader(SourceFile(write_data(tmp_path, [{"text": "a film", "label": value}])))]
 
 
 def test_columns_that_other_tools_call_otherwise_are_read(tmp_path: Path):
     tools = [{"name": "f", "parameters": {}}]
-    conversation = record(tmp_path, {**ASK, "system_prompt": "be", "functions": tools})
+    conversation = read_conversation(tmp_path, {**ASK, "system_prompt": "be", "functions": tools})
     assert [m["content"] for m in conversation.messages] == [
         "be",
         "why",
         "so",
     ] and conversation.tools is not None
     row = {"query": "why", "response": "so", "rejected_response": "no"}
-    (pair,) = Reader(Source(one(tmp_path, [row])))
-    assert isinstance(pair, Pair) and pair.rejected.messages[-1]["content"] == "no"
+    (pair,) = RecordReader(SourceFile(write_data(tmp_path, [row])))
+    assert isinstance(pair, AnswerPair) and pair.rejected.messages[-1]["content"] == "no"
 
 
 @pytest.mark.parametrize("key", LOSS)
 def test_what_says_whether_a_turn_is_trained_on_is_understood_or_refused(tmp_path: Path, key: str):
     for value in ("0", 0.5, [0, 1], "no", -1):
         with pytest.raises(InputError, match=rf"messages\[1\]: {key} is .*; it must be 0 or 1"):
-            record(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: value}]})
+            read_conversation(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: value}]})
     with pytest.raises(
         InputError, match=rf"{key} is True for the user; only the assistant's turns"
     ):
-        record(tmp_path, {"messages": [{**PAIR[0], key: True}, PAIR[1]]})
+        read_conversation(tmp_path, {"messages": [{**PAIR[0], key: True}, PAIR[1]]})
     other_key = "loss" if key == "weight" else "weight"
     with pytest.raises(InputError, match="contradict each other"):
-        record(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: 1, other_key: False}]})
+        read_conversation(tmp_path, {"messages": [PAIR[0], {**PAIR[1], key: 1, other_key: False}]})
     part = {"type": "text", "text": "so", key: False}
     with pytest.raises(InputError, match=rf"messages\[1\]: {key} is False; .* which parts"):
-        record(tmp_path, {"messages": [PAIR[0], {"role": "assistant", "content": [part]}]})
+        read_conversation(
+            tmp_path, {"messages": [PAIR[0], {"role": "assistant", "content": [part]}]}
+        )
     for value in FALSE:
         with pytest.raises(InputError, match=rf"line 1: {key} is {value}"):
-            record(tmp_path, {**ASK, key: value})
+            read_conversation(tmp_path, {**ASK, key: value})
 
 
 def test_no_turn_of_weight_0_is_trained_on_in_pairs_or_beside_the_prompt(
     tmp_path: Path, model: Path
 ):
     context, trained_turn = {**PAIR[1], "weight": 0}, {"role": "assistant", "content": "two"}
-    data = one(
+    data = write_data(
         tmp_path, [{"prompt": "why", "chosen": [context, ASKS, trained_turn], "rejected": "one"}]
     )
-    dataset = made(data, model, tmp_path, pairs=True)
-    assert texts(dataset.train, model)[0].count("[[") == 1
+    dataset = build_dataset(data, model, tmp_path, pairs=True)
+    assert learned_texts(dataset.train, model)[0].count("[[") == 1
     (folder := tmp_path / "more").mkdir()
-    bad = one(folder, [{"prompt": "why", "chosen": [context], "rejected": "one"}])
+    bad = write_data(folder, [{"prompt": "why", "chosen": [context], "rejected": "one"}])
     with pytest.raises(InputError, match="chosen has no answer with a weight of 1"):
-        made(bad, model, folder, pairs=True)
+        build_dataset(bad, model, folder, pairs=True)
     (folder := folder / "more").mkdir()
-    turns = one(folder, [{"messages": [PAIR[0], context, ASKS, trained_turn]}])
+    turns = write_data(folder, [{"messages": [PAIR[0], context, ASKS, trained_turn]}])
     with pytest.raises(InputError, match="must not be trained on; --no-mask-prompt would"):
-        made(turns, model, folder, everything=True)
+        build_dataset(turns, model, folder, everything=True)
 
 
 def test_an_older_run_does_not_resume_on_data_that_gives_other_samples(tmp_path: Path, model: Path):
     context = {"messages": [PAIR[0], {**PAIR[1], "train": False}, *PAIR]}
     for name, row in (("a", ASK), ("b", context), ("c", {**ASK, "system_prompt": "be"})):
         (folder := tmp_path / name).mkdir()
-        notes = made(one(folder, [row]), model, folder).notes
+        notes = build_dataset(write_data(folder, [row]), model, folder).notes
         assert any(map(samples_cache.SINCE.search, notes)) == (name != "a")
 
 
@@ -140,12 +161,12 @@ def test_an_older_run_does_not_resume_on_data_that_gives_other_samples(tmp_path:
 def test_a_legacy_call_of_a_function_is_a_call_of_a_tool(tmp_path: Path, content: dict[str, Any]):
     result = {"role": "function", "name": "f", "content": "2"}
     turns = [PAIR[0], {"role": "assistant", **content, "function_call": CALL}, result, PAIR[1]]
-    called, answered = record(tmp_path, {"messages": turns}).messages[1:3]
+    called, answered = read_conversation(tmp_path, {"messages": turns}).messages[1:3]
     (call,) = called["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": {"a": 1}} and called["content"] == ""
     assert answered["role"] == "tool" and answered["tool_call_id"] == call["id"]
     both = {"role": "assistant", "function_call": CALL, "tool_calls": [CALL]}
     with pytest.raises(InputError, match="has tool_calls and function_call"):
-        record(tmp_path, {"messages": [PAIR[0], both]})
+        read_conversation(tmp_path, {"messages": [PAIR[0], both]})
     with pytest.raises(InputError, match="the user calls a tool; only the assistant can"):
-        record(tmp_path, {"messages": [{**PAIR[0], "tool_calls": [CALL]}, PAIR[1]]})
+        read_conversation(tmp_path, {"messages": [{**PAIR[0], "tool_calls": [CALL]}, PAIR[1]]})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from packtrain.common import memory
-from packtrain.common.memory import Peak, private_nbytes, private_nbytes_of, settle
+from packtrain.common.memory import MemoryPeak, private_nbytes, private_nbytes_of, release_memory
 
 MIB = 1 << 20
 SLACK = 6 * MIB  # of what else happens in this process
@@ -20,19 +20,19 @@ SLACK = 6 * MIB  # of what else happens in this process
 @pytest.fixture(params=["kernel", "psutil"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to count, wherever the test runs; only Linux has the first."""
-    if request.param == "kernel" and not memory.KERNEL_COUNTS:
+    if request.param == "kernel" and not memory.HAS_RSS_COUNTERS:
         pytest.skip("the kernel does not count private memory")
-    monkeypatch.setattr(memory, "KERNEL_COUNTS", request.param == "kernel")
+    monkeypatch.setattr(memory, "HAS_RSS_COUNTERS", request.param == "kernel")
 
 
 @pytest.mark.usefixtures("source")
 def test_what_is_touched_counts() -> None:
-    settle()  # other tests may have left a heap with room for all of it
+    release_memory()  # other tests may have left a heap with room for all of it
     before = private_nbytes()
     buffer = np.ones(64 * MIB, np.uint8)
     assert abs(private_nbytes() - before - buffer.nbytes) < SLACK
     del buffer
-    settle()
+    release_memory()
     assert abs(private_nbytes() - before) < SLACK
 
 
@@ -76,8 +76,8 @@ def test_shared_memory_counts() -> None:
 
 
 def test_a_peak_is_seen_when_it_is_over() -> None:
-    settle()
-    with Peak() as peak:
+    release_memory()
+    with MemoryPeak() as peak:
         assert peak.nbytes >= peak.baseline > MIB
         buffer = np.ones(64 * MIB, np.uint8)
         time.sleep(0.2)
@@ -85,7 +85,7 @@ def test_a_peak_is_seen_when_it_is_over() -> None:
         time.sleep(0.05)
         assert abs(peak.nbytes - peak.baseline - 64 * MIB) < SLACK
     assert not peak._thread.is_alive()
-    settle()
+    release_memory()
     assert private_nbytes() - peak.baseline < SLACK
 
 
@@ -95,7 +95,7 @@ def test_to_look_costs_next_to_nothing() -> None:
         private_nbytes()
     assert (time.thread_time() - start_time) / 100 < 0.001
     before = private_nbytes()
-    with Peak() as peak:
+    with MemoryPeak() as peak:
         time.sleep(0.3)
     assert peak.nbytes - before < MIB
 

@@ -14,17 +14,17 @@ from packtrain.cli import merge
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, write_adapter
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import adapted, split_scale
 from packtrain.models.rewrite_model import write_changed
 from packtrain.planner.training_plans import LOOP_NBYTES
-from packtrain.workflows.adapter_merge import Merge
+from packtrain.workflows.adapter_merge import MergeSettings
 from tests.adapters import random_adapter
 from tests.architectures import random_model
-from tests.kill import chats, words
+from tests.kill import sample_chats, sample_text
 
 Capture = pytest.CaptureFixture[str]
 RNG = np.random.default_rng(8)
@@ -32,36 +32,36 @@ Q, DOWN, EMBEDDING, NORM = (
     "blk.0.attn_q.weight", "blk.0.ffn_down.weight", "token_embd.weight", "output_norm.weight"
 )  # fmt: skip
 BASE = {
-    "general.architecture": Value("string", "llama"),
-    "general.name": Value("string", "base"),
-    "general.base_model.0.name": Value("string", "an older one"),
-    "general.base_model.0.repo_url": Value("string", "somewhere"),
-    "own.key": Value("string", [b"x", b"y"]),
+    "general.architecture": MetadataValue("string", "llama"),
+    "general.name": MetadataValue("string", "base"),
+    "general.base_model.0.name": MetadataValue("string", "an older one"),
+    "general.base_model.0.repo_url": MetadataValue("string", "somewhere"),
+    "own.key": MetadataValue("string", [b"x", b"y"]),
 }
 
 
-def normal(*shape: int) -> np.ndarray:
+def random_normal(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape, dtype=np.float32)
 
 
 def tensors() -> dict[str, np.ndarray]:
     return {
-        EMBEDDING: normal(8, 256),
-        Q: quantize(normal(64, 256), DTYPES["q8_0"]),
-        DOWN: quantize(normal(256, 64), DTYPES["f16"]),
-        NORM: normal(256),
+        EMBEDDING: random_normal(8, 256),
+        Q: quantize(random_normal(64, 256), DTYPES["q8_0"]),
+        DOWN: quantize(random_normal(256, 64), DTYPES["f16"]),
+        NORM: random_normal(256),
     }
 
 
-def pair(out: int, width: int, rank: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    return normal(rank, width), normal(out, rank)
+def random_pair(out: int, width: int, rank: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    return random_normal(rank, width), random_normal(out, rank)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Merge:
-    write(tmp_path / "base.gguf", BASE, tensors())
-    adapter(tmp_path / "a.gguf", {Q: pair(64, 256)})
-    return Merge(tmp_path / "base.gguf", (str(tmp_path / "a.gguf"),), tmp_path / "out.gguf")
+def settings(tmp_path: Path) -> MergeSettings:
+    write_gguf(tmp_path / "base.gguf", BASE, tensors())
+    adapter(tmp_path / "a.gguf", {Q: random_pair(64, 256)})
+    return MergeSettings(tmp_path / "base.gguf", (str(tmp_path / "a.gguf"),), tmp_path / "out.gguf")
 
 
 def adapter(path: Path, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
@@ -69,22 +69,30 @@ def adapter(path: Path, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
     return str(path)
 
 
-def dense(name: str, path: str) -> np.ndarray:
+def dense_addition(name: str, path: str) -> np.ndarray:
     """The addition that an adapter file makes, alpha 8 and rank 4."""
     a, b = (np.float64(GGUF(path).array(f"{name}.lora_{half}")) for half in "ab")
     return 2.0 * (b @ a)
 
 
-def test_several_adapters_add_with_their_scales(settings: Merge, tmp_path: Path, capsys: Capture):
+def test_several_adapters_add_with_their_scales(
+    settings: MergeSettings, tmp_path: Path, capsys: Capture
+):
     first_adapter = settings.adapters[0]
-    second_adapter = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
+    second_adapter = adapter(
+        tmp_path / "b.gguf", {Q: random_pair(64, 256), DOWN: random_pair(256, 64)}
+    )
     merge_settings = replace(
         settings, adapters=(first_adapter, f"{second_adapter}:-0.5"), type="F32"
     )
     assert merge.run(merge_settings) == 0
     base, merged = GGUF(settings.model), GGUF(settings.output)
-    q = dequantize(base.array(Q)) + dense(Q, first_adapter) - 0.5 * dense(Q, second_adapter)
-    down = dequantize(base.array(DOWN)) - 0.5 * dense(DOWN, second_adapter)
+    q = (
+        dequantize(base.array(Q))
+        + dense_addition(Q, first_adapter)
+        - 0.5 * dense_addition(Q, second_adapter)
+    )
+    down = dequantize(base.array(DOWN)) - 0.5 * dense_addition(DOWN, second_adapter)
     np.testing.assert_allclose(merged.array(Q), q, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(merged.array(DOWN), down, rtol=1e-5, atol=1e-5)
     for name in (EMBEDDING, NORM):
@@ -93,25 +101,27 @@ def test_several_adapters_add_with_their_scales(settings: Merge, tmp_path: Path,
     assert len(said) == 3 and "q8_0 -> f32" in said[0] and "2 of 4 tensors changed" in said[2]
 
 
-def test_metadata_stays_but_for_where_the_model_comes_from(settings: Merge):
+def test_metadata_stays_but_for_where_the_model_comes_from(settings: MergeSettings):
     merge.run(settings)
     values = GGUF(settings.output).values
     assert values == {
         **{key: value for key, value in BASE.items() if not key.startswith("general.base")},
-        "general.name": Value("string", "out"),
-        "general.base_model.count": Value("u32", 1),
-        "general.base_model.0.name": Value("string", "base"),
+        "general.name": MetadataValue("string", "out"),
+        "general.base_model.count": MetadataValue("u32", 1),
+        "general.base_model.0.name": MetadataValue("string", "base"),
     }
 
 
-def test_split_bases_become_one_file(settings: Merge, tmp_path: Path):
+def test_split_bases_become_one_file(settings: MergeSettings, tmp_path: Path):
     all_tensors = tensors()
     for i, names in enumerate(((EMBEDDING, Q), (DOWN, NORM))):
-        split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
+        split = {"split.no": MetadataValue("u16", i), "split.count": MetadataValue("u16", 2)}
         part = {name: all_tensors[name] for name in names}
         path = tmp_path / f"m-0000{i + 1}-of-00002.gguf"
-        write(
-            path, (BASE if not i else {}) | split | {"split.tensors.count": Value("i32", 4)}, part
+        write_gguf(
+            path,
+            (BASE if not i else {}) | split | {"split.tensors.count": MetadataValue("i32", 4)},
+            part,
         )
     merge.run(replace(settings, model=tmp_path / "m-00002-of-00002.gguf"))
     merged = GGUF(settings.output)
@@ -121,18 +131,20 @@ def test_split_bases_become_one_file(settings: Merge, tmp_path: Path):
     assert merged.array(Q).tobytes() != all_tensors[Q].tobytes()
 
 
-def test_a_type_that_is_only_read_gets_the_next_larger_one(settings: Merge, capsys: Capture):
+def test_a_type_that_is_only_read_gets_the_next_larger_one(
+    settings: MergeSettings, capsys: Capture
+):
     zeros = np.zeros((64, 1), BLOCK_TYPES["iq3_s"].numpy)
-    write(settings.model, BASE, tensors() | {Q: zeros})
+    write_gguf(settings.model, BASE, tensors() | {Q: zeros})
     merge.run(settings)
     assert GGUF(settings.output).entries[Q].dtype is BLOCK_TYPES["q4_K"]
     assert "iq3_s -> q4_K" in capsys.readouterr().out
 
 
-def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: Capture):
+def test_norms_beside_an_adapter_are_left_out_and_said(settings: MergeSettings, capsys: Capture):
     gguf = GGUF(settings.adapters[0])
     halves = {name: gguf.array(name).copy() for name in gguf.entries}
-    write(settings.adapters[0], gguf.values, halves | {NORM: normal(256)})
+    write_gguf(settings.adapters[0], gguf.values, halves | {NORM: random_normal(256)})
     merge.run(settings)
     assert GGUF(settings.output).array(NORM).tobytes() == GGUF(settings.model).array(NORM).tobytes()
     assert f"1 vector in the adapters left out, which no merge uses; the first: {NORM}" in (
@@ -141,9 +153,12 @@ def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: 
 
 
 def test_the_embedding_of_a_tied_model_changes_its_head_and_that_is_said(
-    settings: Merge, capsys: Capture
+    settings: MergeSettings, capsys: Capture
 ):
-    path = adapter(settings.output.with_name("e.gguf"), {EMBEDDING: (normal(8, 4), normal(256, 4))})
+    path = adapter(
+        settings.output.with_name("e.gguf"),
+        {EMBEDDING: (random_normal(8, 4), random_normal(256, 4))},
+    )
     merge.run(replace(settings, adapters=(path,)))
     a, b = (GGUF(path).array(f"{EMBEDDING}.lora_{half}") for half in "ab")
     expected = GGUF(settings.model).array(EMBEDDING) + 2.0 * (a @ b.T)
@@ -169,8 +184,10 @@ def test_scales_beyond_reason_are_refused(scale: str):
         split_scale(f"a.gguf:{scale}")
 
 
-def test_rows_that_a_type_cannot_hold_are_said(settings: Merge, tmp_path: Path, capsys: Capture):
-    both = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
+def test_rows_that_a_type_cannot_hold_are_said(
+    settings: MergeSettings, tmp_path: Path, capsys: Capture
+):
+    both = adapter(tmp_path / "b.gguf", {Q: random_pair(64, 256), DOWN: random_pair(256, 64)})
     assert merge.run(replace(settings, adapters=(both,), type="q4_K")) == 0
     said = capsys.readouterr().out.splitlines()
     assert "q8_0 -> q4_K" in said[0] and "no blocks" not in said[0]
@@ -180,7 +197,7 @@ def test_rows_that_a_type_cannot_hold_are_said(settings: Merge, tmp_path: Path, 
 # ---- what is refused -----------------------------------------------------------------------------------------
 
 
-def refused(settings: Merge, said: str) -> None:
+def check_refusal(settings: MergeSettings, said: str) -> None:
     """One line, and nothing is written or left behind."""
     before = {path: path.read_bytes() for path in settings.model.parent.iterdir()}
     with pytest.raises(InputError, match=said) as raised:
@@ -189,73 +206,75 @@ def refused(settings: Merge, said: str) -> None:
     assert {path: path.read_bytes() for path in settings.model.parent.iterdir()} == before
 
 
-def test_files_that_would_be_lost_are_kept(settings: Merge):
-    refused(replace(settings, output=settings.model), "is one of the files that are read")
-    refused(
+def test_files_that_would_be_lost_are_kept(settings: MergeSettings):
+    check_refusal(replace(settings, output=settings.model), "is one of the files that are read")
+    check_refusal(
         replace(settings, output=Path(settings.adapters[0])), "is one of the files that are read"
     )
     texts = settings.model.with_name("texts.txt")
     texts.write_text("a text")
     conflicting = replace(settings, output=texts, calibrate=texts, overwrite=True)
-    refused(conflicting, "is one of the files that are read")
+    check_refusal(conflicting, "is one of the files that are read")
     settings.output.write_bytes(b"earlier")
-    refused(settings, "exists; give another name, or --overwrite")
+    check_refusal(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))
     assert GGUF(settings.output).entries
 
 
-def test_another_base_is_refused(settings: Merge, tmp_path: Path):
-    wrong = adapter(tmp_path / "w.gguf", {Q: pair(64, 32)})
-    refused(replace(settings, adapters=(*settings.adapters, wrong)), "do not fit .* another base")
-    missing = adapter(tmp_path / "x.gguf", {"blk.7.attn_q.weight": pair(64, 32)})
-    refused(replace(settings, adapters=(missing,)), "no tensor blk.7.attn_q.weight")
+def test_another_base_is_refused(settings: MergeSettings, tmp_path: Path):
+    wrong = adapter(tmp_path / "w.gguf", {Q: random_pair(64, 32)})
+    check_refusal(
+        replace(settings, adapters=(*settings.adapters, wrong)), "do not fit .* another base"
+    )
+    missing = adapter(tmp_path / "x.gguf", {"blk.7.attn_q.weight": random_pair(64, 32)})
+    check_refusal(replace(settings, adapters=(missing,)), "no tensor blk.7.attn_q.weight")
 
 
-def test_quantized_halves_are_refused(settings: Merge, tmp_path: Path):
-    values, (a, b) = GGUF(settings.adapters[0]).values, pair(64, 256)
+def test_quantized_halves_are_refused(settings: MergeSettings, tmp_path: Path):
+    values, (a, b) = GGUF(settings.adapters[0]).values, random_pair(64, 256)
     halves = {f"{Q}.lora_a": quantize(a, DTYPES["q8_0"]), f"{Q}.lora_b": b}
-    write(tmp_path / "q.gguf", values, halves)
+    write_gguf(tmp_path / "q.gguf", values, halves)
     merge_settings = replace(settings, adapters=(str(tmp_path / "q.gguf"),))
-    refused(merge_settings, "lora_a is q8_0.* it must be a matrix of f32, f16, bf16")
+    check_refusal(merge_settings, "lora_a is q8_0.* it must be a matrix of f32, f16, bf16")
 
 
-def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
-    write(settings.model, BASE, tensors() | {Q: np.zeros((64, 2), BLOCK_TYPES["q1_0"].numpy)})
-    refused(settings, "attn_q.weight is q1_0, which cannot be merged into")
+def test_a_base_whose_type_cannot_be_read_is_refused(settings: MergeSettings):
+    write_gguf(settings.model, BASE, tensors() | {Q: np.zeros((64, 2), BLOCK_TYPES["q1_0"].numpy)})
+    check_refusal(settings, "attn_q.weight is q1_0, which cannot be merged into")
 
 
-def test_an_unknown_type_is_refused(settings: Merge):
-    refused(replace(settings, type="iq3_s"), "--type: iq3_s is unknown")
+def test_an_unknown_type_is_refused(settings: MergeSettings):
+    check_refusal(replace(settings, type="iq3_s"), "--type: iq3_s is unknown")
 
 
-def test_values_that_are_no_numbers_are_refused(settings: Merge, tmp_path: Path):
-    a, b = pair(64, 256)
+def test_values_that_are_no_numbers_are_refused(settings: MergeSettings, tmp_path: Path):
+    a, b = random_pair(64, 256)
     b[3, 1] = np.nan
     bad = adapter(tmp_path / "n.gguf", {Q: (a, b)})
-    refused(replace(settings, adapters=(bad,)), "lora_b has values that are not finite")
+    check_refusal(replace(settings, adapters=(bad,)), "lora_b has values that are not finite")
     settings.output.write_bytes(b"earlier")
     b[3, 1] = 3e38  # finite, but what is added is not
     overflow_settings = replace(
         settings, adapters=(adapter(tmp_path / "n.gguf", {Q: (a, b)}),), overwrite=True
     )
-    refused(overflow_settings, "attn_q.weight has values that are not finite")
+    check_refusal(overflow_settings, "attn_q.weight has values that are not finite")
     b[3, 1] = 1e6
     large_adapter = adapter(tmp_path / "n.gguf", {Q: (a, b)})
-    refused(
+    check_refusal(
         replace(overflow_settings, adapters=(large_adapter,), type="f16"),
         "values too large for f16",
     )
 
 
-def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.MonkeyPatch):
-    seen, rows = [], Adapter.rows
+def test_few_rows_are_in_memory_at_a_time(settings: MergeSettings, monkeypatch: pytest.MonkeyPatch):
+    seen, rows = [], Adapter.delta_rows
 
     def counted(self: Adapter, name: str, start: int, stop: int) -> np.ndarray:
         seen.append((start, stop))
         return rows(self, name, start, stop)
 
-    monkeypatch.setattr(Adapter, "rows", counted)
-    monkeypatch.setattr("packtrain.models.rewrite_model.PART", 256 * 24)
+    monkeypatch.setattr(Adapter, "delta_rows", counted)
+    monkeypatch.setattr("packtrain.models.rewrite_model.CHUNK_ELEMENTS", 256 * 24)
     merge.run(settings)
     assert seen == [(0, 24), (24, 48), (48, 64)]
 
@@ -263,8 +282,8 @@ def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", ("f32", "q8_0"))
 def test_a_tuned_matrix_is_written_in_the_room_of_the_loop(tmp_path: Path, dtype: str) -> None:
     """All memory of the run is still held then, and its plan has no other row for this."""
-    values = normal(1024, 1024)
-    write(tmp_path / "base.gguf", BASE, {Q: quantize(values, DTYPES[dtype])})
+    values = random_normal(1024, 1024)
+    write_gguf(tmp_path / "base.gguf", BASE, {Q: quantize(values, DTYPES[dtype])})
     base, changes = GGUF(tmp_path / "base.gguf"), {Q: lambda start, stop: values[start:stop]}
     write_changed(tmp_path / "first.gguf", base, changes, name="compiled")
     tracemalloc.start()
@@ -278,18 +297,18 @@ def test_a_tuned_matrix_is_written_in_the_room_of_the_loop(tmp_path: Path, dtype
 
 
 @pytest.fixture
-def tunable(tmp_path: Path) -> Merge:
+def tunable(tmp_path: Path) -> MergeSettings:
     """A model with a template of its own making, an adapter of its blocks, and conversations."""
     random_model(tmp_path / "f32.gguf", "llama tied")
     assert (
         main(["quantize", str(tmp_path / "f32.gguf"), str(tmp_path / "base.gguf"), "Q4_K_M"]) == 0
     )
     adapter_path = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
-    (tmp_path / "chats.jsonl").write_text(chats())
-    return Merge(tmp_path / "base.gguf", (f"{adapter_path}:0.1",), tmp_path / "out.gguf")
+    (tmp_path / "chats.jsonl").write_text(sample_chats())
+    return MergeSettings(tmp_path / "base.gguf", (f"{adapter_path}:0.1",), tmp_path / "out.gguf")
 
 
-def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: Merge, capsys: Capture):
+def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: MergeSettings, capsys: Capture):
     assert merge.run(tunable) == 0
     assert "--calibrate DATA" in capsys.readouterr().err
     uncalibrated = tunable.output.read_bytes()
@@ -324,7 +343,7 @@ print(private_nbytes() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere malloc is another one")
-def test_what_a_merge_with_data_frees_is_not_kept(tunable: Merge) -> None:
+def test_what_a_merge_with_data_frees_is_not_kept(tunable: MergeSettings) -> None:
     """--memory counts the matrices that are there at once: those that malloc kept took 30 MiB more."""
     merge_args = ["merge", tunable.model, *tunable.adapters, "-o", tunable.output]
     data = ["--calibrate", tunable.model.with_name("chats.jsonl")]
@@ -333,16 +352,18 @@ def test_what_a_merge_with_data_frees_is_not_kept(tunable: Merge) -> None:
     assert int(done.stdout.splitlines()[-1]) < 4 << 20
 
 
-def test_text_calibrates_and_so_do_matrices_of_another_type(tunable: Merge, capsys: Capture):
+def test_text_calibrates_and_so_do_matrices_of_another_type(
+    tunable: MergeSettings, capsys: Capture
+):
     data = tunable.model.with_name("text.txt")
-    data.write_text(words(2000))
+    data.write_text(sample_text(2000))
     assert merge.run(replace(tunable, calibrate=data, type="q5_1")) == 0
     merged = GGUF(tunable.output)
     assert merged.entries["blk.1.ffn_down.weight"].dtype.name == "q5_1"
     assert tunable.model.with_name("text.txt").exists()
 
 
-def test_too_little_memory_and_missing_data_are_refused(tunable: Merge, capsys: Capture):
+def test_too_little_memory_and_missing_data_are_refused(tunable: MergeSettings, capsys: Capture):
     data = tunable.model.with_name("chats.jsonl")
     with pytest.raises(DoesNotFit, match="--memory: 2MiB is too small to merge with --calibrate"):
         merge.run(replace(tunable, calibrate=data, memory="2MiB"))
@@ -355,14 +376,14 @@ def test_too_little_memory_and_missing_data_are_refused(tunable: Merge, capsys: 
 def test_a_scale_that_overflows_is_an_error(tmp_path: Path):
     random_model(tmp_path / "m.gguf", "llama")
     model = open_model(tmp_path / "m.gguf")
-    pairs = {Q: pair(*model.gguf.entries[Q].shape)}
+    pairs = {Q: random_pair(*model.gguf.entries[Q].shape)}
     with pytest.raises(
         InputError, match=rf"{Q}: the adapter's values, or its scale, are too large"
     ):
         adapted(model, [(Adapter("llama", 1e38, pairs), 1e3)])
 
 
-def test_what_a_killed_merge_left_is_removed(settings: Merge, tmp_path: Path):
+def test_what_a_killed_merge_left_is_removed(settings: MergeSettings, tmp_path: Path):
     with subprocess.Popen(["true"]) as process:
         process.wait()
     part_file = tmp_path / f".out.gguf.0.{process.pid}.part"

@@ -11,13 +11,13 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
 from packtrain.models.config import Config
 from packtrain.models.model_file import open_model, save_model
-from packtrain.models.model_metadata import WINDOWS, metadata
-from packtrain.models.per_block_metadata import KV, NEAR
+from packtrain.models.model_metadata import WINDOWS, model_metadata
+from packtrain.models.per_block_metadata import KV, WINDOW_WIDTHS
 from tests.architectures import CONFIGS, TOKENS, vocabulary
-from tests.models import values
+from tests.models import seeded_weights
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 STORIES = SHARED / "models/stories260K/stories260K.gguf"
@@ -26,10 +26,10 @@ needs_shared = pytest.mark.shared
 CONFIG = Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
 
 
-def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
+def save(path: Path, config: Config = CONFIG, **options: Any) -> dict[str, np.ndarray]:
     """A model of random values in a file; gives the values."""
-    weights = values(config)
-    save_model(path, config, vocabulary(), weights.__getitem__, name="small", **how)
+    weights = seeded_weights(config)
+    save_model(path, config, vocabulary(), weights.__getitem__, name="small", **options)
     return weights
 
 
@@ -39,10 +39,12 @@ def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarra
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_saved_opens_as_it_was(tmp_path: Path, tied: bool) -> None:
     config = replace(CONFIG, tied=tied)
-    weights = save(tmp_path / "m.gguf", config, extra={"general.author": Value("string", "me")})
+    weights = save(
+        tmp_path / "m.gguf", config, extra={"general.author": MetadataValue("string", "me")}
+    )
     model = open_model(tmp_path / "m.gguf")
     assert model.config == config
-    assert list(model.names) == list(weights) == list(model.gguf.entries)
+    assert list(model.weight_names) == list(weights) == list(model.gguf.entries)
     assert all(np.array_equal(model.weight(name), weights[name]) for name in weights)
     assert model.tokenizer().decode(model.tokenizer().encode("the cat")) == "the cat"
     keys = model.gguf.metadata
@@ -53,7 +55,7 @@ def test_what_is_saved_opens_as_it_was(tmp_path: Path, tied: bool) -> None:
 def test_f32_is_mapped_and_not_copied(tmp_path: Path) -> None:
     save(tmp_path / "m.gguf")
     model = open_model(tmp_path / "m.gguf")
-    assert all(not model.weight(name).flags.owndata for name in model.names)
+    assert all(not model.weight(name).flags.owndata for name in model.weight_names)
     assert np.shares_memory(model.weight("output_norm.weight"), model.weight("output_norm.weight"))
 
 
@@ -78,7 +80,7 @@ def test_bf16_ties_go_to_even_and_nan_stays(tmp_path: Path) -> None:
     bits = np.array(
         [0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0xFF800000, 0x7FFFFFFF], np.uint32
     )
-    weights = values(CONFIG)
+    weights = seeded_weights(CONFIG)
     weights["token_embd.weight"][0, :6] = bits.view(np.float32)
     save_model(
         tmp_path / "m.gguf",
@@ -95,7 +97,7 @@ def test_bf16_ties_go_to_even_and_nan_stays(tmp_path: Path) -> None:
 
 
 def test_f16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
-    weights = values(CONFIG)
+    weights = seeded_weights(CONFIG)
     weights["blk.1.ffn_up.weight"][0, 0] = 70_000
     (tmp_path / "m.gguf").write_bytes(b"before")
     with pytest.raises(InputError, match=r"blk\.1\.ffn_up\.weight has values up to 7e\+04, beyond"):
@@ -111,7 +113,7 @@ def test_f16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_weights_are_asked_for_one_by_one_in_order(tmp_path: Path) -> None:
-    arrays, requested_names = values(CONFIG), []
+    arrays, requested_names = seeded_weights(CONFIG), []
 
     def weights(name: str) -> np.ndarray:
         requested_names.append(name)
@@ -132,9 +134,9 @@ def test_a_weight_of_another_shape_or_vocabulary_is_not_saved(tmp_path: Path) ->
 
 
 def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
-    deferred = Deferred(BLOCK_TYPES["q8_0"], (2, 32), lambda: [np.zeros((2, 33), np.uint8)])
+    deferred = DeferredTensor(BLOCK_TYPES["q8_0"], (2, 32), lambda: [np.zeros((2, 33), np.uint8)])
     with pytest.raises(GGUFError, match="t: 66 bytes were written, 68 announced"):
-        write(tmp_path / "m.gguf", {}, {"t": deferred})
+        write_gguf(tmp_path / "m.gguf", {}, {"t": deferred})
 
 
 @needs_shared
@@ -147,20 +149,22 @@ def test_a_real_model_opens_and_is_saved_again(tmp_path: Path) -> None:
     resaved = open_model(tmp_path / "m.gguf")
     assert resaved.config == model.config
     assert resaved.tokenizer().tokens == model.tokenizer().tokens
-    assert all(resaved.weight(n).tobytes() == model.weight(n).tobytes() for n in model.names)
+    assert all(resaved.weight(n).tobytes() == model.weight(n).tobytes() for n in model.weight_names)
 
 
 # ---- what is refused
 
-Change = Callable[[dict[str, Value], dict[str, Any]], object]
+Change = Callable[[dict[str, MetadataValue], dict[str, Any]], object]
 
 
 def key(name: str, kind: str, value: Any) -> Change:
-    return lambda keys, tensors: keys.update({name: Value(kind, value)})
+    return lambda keys, tensors: keys.update({name: MetadataValue(kind, value)})
 
 
-def keys(*given: tuple[str, str, Any]) -> Change:
-    return lambda keys, tensors: keys.update({n: Value(kind, value) for n, kind, value in given})
+def set_keys(*entries: tuple[str, str, Any]) -> Change:
+    return lambda keys, tensors: keys.update(
+        {n: MetadataValue(kind, value) for n, kind, value in entries}
+    )
 
 
 def no_key(name: str) -> Change:
@@ -175,7 +179,7 @@ def no_tensor(name: str) -> Change:
     return lambda keys, tensors: tensors.pop(name)
 
 
-def packed(rows: int, width: int) -> np.ndarray:
+def packed_zeros(rows: int, width: int) -> np.ndarray:
     return np.zeros((rows, width // 128), BLOCK_TYPES["q1_0"].numpy)
 
 
@@ -202,10 +206,10 @@ BAD: dict[str, Change] = {
     "llama.rope.scaling.type is 'ntk'; it must be none or linear": key("llama.rope.scaling.type", "string", "ntk"),
     "llama.rope.scaling.yarn_beta_fast is 8.0; it must be 32.0 or": key("llama.rope.scaling.yarn_beta_fast", "f32", 8),
     "llama.attention.head_count is 40; it must be a divisor": key("llama.attention.head_count", "u32", 40),
-    "llama.rope.scaling.factor is 0.5; it must be 1 or more": keys(
+    "llama.rope.scaling.factor is 0.5; it must be 1 or more": set_keys(
         ("llama.rope.scaling.type", "string", "yarn"), ("llama.rope.scaling.factor", "f32", 0.5)
     ),
-    "llama.rope.freq_base is 1.0; it must be above 1 with yarn": keys(
+    "llama.rope.freq_base is 1.0; it must be above 1 with yarn": set_keys(
         ("llama.rope.scaling.type", "string", "yarn"), ("llama.rope.freq_base", "f32", 1)
     ),
     "llama.expert_used_count is missing; it must": key("llama.expert_count", "u32", 8),
@@ -233,9 +237,12 @@ BAD: dict[str, Change] = {
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.gguf"
-    keys, tensors = metadata(CONFIG, "small") | vocabulary(), dict[str, Any](values(CONFIG))
+    keys, tensors = (
+        model_metadata(CONFIG, "small") | vocabulary(),
+        dict[str, Any](seeded_weights(CONFIG)),
+    )
     BAD[line](keys, tensors)
-    write(path, keys, tensors)
+    write_gguf(path, keys, tensors)
     with pytest.raises(InputError) as error:
         open_model(path)
     assert line in str(error.value) and str(error.value).startswith(f"{path}: ")
@@ -243,10 +250,10 @@ def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
 
 
 GEMMA_4 = {
-    "sliding_window_pattern is array([1., 0., 1., 0.], dtype=float32); it": {WINDOWS: Value("f32", [1, 0, 1, 0])},
-    "sliding_window_pattern is array([ True]); it must be 4 times": {WINDOWS: Value("bool", [True])},
-    "head_count_kv is array([3, 1, 3, 1], dtype=int32); it must be a": {KV: Value("i32", [3, 1, 3, 1])},
-    "key_length_swa is 63; it must be even": dict.fromkeys(NEAR, Value("u32", 63)),
+    "sliding_window_pattern is array([1., 0., 1., 0.], dtype=float32); it": {WINDOWS: MetadataValue("f32", [1, 0, 1, 0])},
+    "sliding_window_pattern is array([ True]); it must be 4 times": {WINDOWS: MetadataValue("bool", [True])},
+    "head_count_kv is array([3, 1, 3, 1], dtype=int32); it must be a": {KV: MetadataValue("i32", [3, 1, 3, 1])},
+    "key_length_swa is 63; it must be even": dict.fromkeys(WINDOW_WIDTHS, MetadataValue("u32", 63)),
 }  # fmt: skip
 
 
@@ -254,8 +261,8 @@ GEMMA_4 = {
 def test_a_wrong_size_of_some_blocks_is_the_one_named(tmp_path: Path, line: str) -> None:
     config, path = CONFIGS["gemma4"], tmp_path / "bad.gguf"
     changed_keys = {f"gemma4.{key}": value for key, value in GEMMA_4[line].items()}
-    keys = metadata(config, "small") | vocabulary() | changed_keys
-    write(path, keys, dict[str, Any](values(config)))
+    keys = model_metadata(config, "small") | vocabulary() | changed_keys
+    write_gguf(path, keys, dict[str, Any](seeded_weights(config)))
     with pytest.raises(InputError, match=re.escape(f"{path}: gemma4.attention.{line}")):
         open_model(path)
 
@@ -263,21 +270,26 @@ def test_a_wrong_size_of_some_blocks_is_the_one_named(tmp_path: Path, line: str)
 def test_gemma3n_shares_as_llama_cpp_has_it(tmp_path: Path) -> None:
     """Whatever its key says; the last blocks with keys of their own must be one with a window and one without."""
     config, path = CONFIGS["gemma3n shared"], tmp_path / "m.gguf"
-    keys = metadata(config, "small") | vocabulary()
-    keys["gemma3n.attention.shared_kv_layers"] = Value("u32", 7)
-    write(path, keys, dict[str, Any](values(config)))
+    keys = model_metadata(config, "small") | vocabulary()
+    keys["gemma3n.attention.shared_kv_layers"] = MetadataValue("u32", 7)
+    write_gguf(path, keys, dict[str, Any](seeded_weights(config)))
     assert open_model(path).config == config
-    keys["gemma3n.attention.sliding_window_pattern"] = Value("bool", [True] * config.block_count)
-    write(path, keys, dict[str, Any](values(config)))
+    keys["gemma3n.attention.sliding_window_pattern"] = MetadataValue(
+        "bool", [True] * config.block_count
+    )
+    write_gguf(path, keys, dict[str, Any](seeded_weights(config)))
     with pytest.raises(InputError, match="such that block 18 has a window and block 19 has none"):
         open_model(path)
 
 
 def test_a_type_that_cannot_be_read_is_named_with_its_tensor(tmp_path: Path) -> None:
     config = replace(CONFIG, embedding_length=256)
-    keys, tensors = metadata(config, "small") | vocabulary(), dict[str, Any](values(config))
-    tensors["blk.0.attn_q.weight"] = packed(256, 256)
-    write(tmp_path / "m.gguf", keys, tensors)
+    keys, tensors = (
+        model_metadata(config, "small") | vocabulary(),
+        dict[str, Any](seeded_weights(config)),
+    )
+    tensors["blk.0.attn_q.weight"] = packed_zeros(256, 256)
+    write_gguf(tmp_path / "m.gguf", keys, tensors)
     with pytest.raises(InputError, match=r"blk\.0\.attn_q\.weight is of type q1_0; only f32, f16"):
         open_model(tmp_path / "m.gguf")
 
@@ -290,9 +302,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_cannot_be_used_names_its_file(tmp_path: Path) -> None:
-    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "mine")}
+    words = vocabulary() | {"tokenizer.ggml.model": MetadataValue("string", "mine")}
     path = tmp_path / "m.gguf"
-    save_model(path, CONFIG, words, values(CONFIG).__getitem__, name="small")
+    save_model(path, CONFIG, words, seeded_weights(CONFIG).__getitem__, name="small")
     with pytest.raises(InputError) as error:
         open_model(path).tokenizer()
     assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'mine'")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests import hugging_face
-from tests.copied import copy_package, edit, python_in
+from tests.copied import copy_package, edit_file, python_in
 
 MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
 
@@ -65,7 +65,7 @@ def with_toy(folder: Path) -> Path:
     """A copy of packtrain that has the toy, too: a module, and its name in a list."""
     arch_folder = copy_package(folder) / "models/arch"
     (arch_folder / "toy.py").write_text(MODULE)
-    edit(arch_folder / "__init__.py", (' "smollm3",\n)', ' "smollm3", "toy",\n)'))
+    edit_file(arch_folder / "__init__.py", (' "smollm3",\n)', ' "smollm3", "toy",\n)'))
     return folder
 
 

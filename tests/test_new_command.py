@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.copied import copy_package, edit, link_tests, packtrain_in, python_in
+from tests.copied import copy_package, edit_file, link_tests, packtrain_in, python_in
 
 MODULE = '''"""packtrain count: count the letters of a text."""
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     home = copy_package(folder)
     (home / "cli/count.py").write_text(MODULE)
-    edit(
+    edit_file(
         home / "cli/main.py",
         ('    "compile": (', '    "count": ("count", "Count"),\n    "compile": ('),
     )
@@ -61,7 +61,7 @@ def test_its_help_is_what_its_module_says(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         ("text.txt --least 0", "--least is 0; it must be 1 or more"),
         ("text.txt --lest 2", "there is no option --lest; did you mean --least?"),
@@ -69,8 +69,8 @@ def test_its_help_is_what_its_module_says(folder: Path) -> None:
         ("", "the following arguments are required: TEXT"),
     ],
 )
-def test_what_is_wrong_is_one_line(folder: Path, given: str, said: str) -> None:
-    ran = packtrain_in(folder, f"count {given}")
+def test_what_is_wrong_is_one_line(folder: Path, arguments: str, said: str) -> None:
+    ran = packtrain_in(folder, f"count {arguments}")
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     assert ran.stderr.startswith(f"packtrain: error: {said}")
 

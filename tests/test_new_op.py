@@ -11,7 +11,7 @@ import pytest
 from tests.copied import (
     SOURCE,
     copy_package,
-    edit,
+    edit_file,
     link_tests,
     own_cache,
     packtrain_in,
@@ -24,16 +24,16 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import flat
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, sigmoid
-from packtrain.engine.tensor import Spec, Tensor, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
 
 @op(inplace=(0,))
 def toy_plus(x: Tensor) -> Spec:
     """y = log(1 + exp(x))."""
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
     return x.spec
 
 
@@ -49,10 +49,10 @@ def toy_plus_numpy(y, x):
 
 @toy_plus.kernel("cpu")
 def toy_plus_cpu(y, x):
-    kernels.toy.toy_plus(flat(y), flat(x))
+    kernels.toy.toy_plus(flatten(y), flatten(x))
 
 
-toy_plus.cost(elementwise(2.0))
+toy_plus.cost(elementwise_cost(2.0))
 
 
 @toy_plus.samples
@@ -78,7 +78,7 @@ def toy_plus(y, x):
 USE = """
 import numpy as np
 import packtrain as pt
-from packtrain.planner.cost_model import Rates, seconds
+from packtrain.planner.cost_model import BackendRates, graph_seconds
 
 x, w = pt.input("x", (5, 8)), pt.weight("w", (3, 8))
 y = pt.toy_plus(pt.matmul(x, w))
@@ -99,8 +99,8 @@ z = given["x"] @ given["w"].T
 np.testing.assert_allclose(got["y"], np.log1p(np.exp(z)), rtol=1e-5, atol=1e-5)
 for name in wanted:
     np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-4)
-quick, slow = (Rates(1e9, 1e9, kinds={"exp": rate}) for rate in (1e9, 1.0))
-assert seconds(placed, slow) - seconds(placed, quick) > 2 * y.spec.size - 1
+quick, slow = (BackendRates(1e9, 1e9, kinds={"exp": rate}) for rate in (1e9, 1.0))
+assert graph_seconds(placed, slow) - graph_seconds(placed, quick) > 2 * y.spec.size - 1
 from tests import bit_checks
 bit_checks.check_threads("toy_plus")
 """
@@ -125,13 +125,13 @@ def copy_with_op(folder: Path) -> Path:
     (home / "engine/ops/toy.py").write_text(ROOM)
     (home / "kernels/toy.py").write_text(KERNEL)
     last = "from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares\n"
-    edit(
+    edit_file(
         home / "engine/ops/__init__.py",
         (last, f"from packtrain.engine.ops.toy import toy_plus\n{last}"),
         (name, f'"toy_plus", {name}'),
     )
     tile = '    "tile": "call simd",\n'
-    edit(home / "kernels/store.py", (tile, f'{tile}    "toy": "call simd",\n'))
+    edit_file(home / "kernels/store.py", (tile, f'{tile}    "toy": "call simd",\n'))
     link_tests(folder)
     return folder
 
@@ -144,12 +144,14 @@ def copy_with_example(folder: Path) -> Path:
     (home / "engine/ops/expm1.py").write_text(room)
     (line,) = re.findall(r"`(from packtrain\.engine\.ops\.expm1 import expm1)`", page)
     first, name = "from packtrain.engine.ops.unary_functions import (\n", '    "experts", '
-    edit(home / "engine/ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", '))
+    edit_file(
+        home / "engine/ops/__init__.py", (first, f"{line}\n{first}"), (name, f'{name}"expm1", ')
+    )
     link_tests(folder)
     return folder
 
 
-def outcomes(
+def op_outcomes(
     folder: Path, cache: dict[str, str], files: tuple[str, ...] = CHECKS, chosen: str = CHOSEN
 ) -> dict[str, str]:
     """What the tests of all ops say of the new one, by test."""
@@ -162,7 +164,7 @@ def outcomes(
 
 def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) -> None:
     folder = copy_with_op(tmp_path)
-    said = outcomes(folder, cache)
+    said = op_outcomes(folder, cache)
     assert set(said.values()) == {"PASSED"}, said
     assert {name for name in said if name.endswith("[toy_plus]")} == {
         f"{t}[toy_plus]" for t in TESTS
@@ -175,11 +177,13 @@ def test_the_example_of_the_page_for_contributors_works(
     tmp_path: Path, cache: dict[str, str]
 ) -> None:
     folder = copy_with_example(tmp_path)
-    said = outcomes(folder, cache, CHECKS[:2], CHOSEN.replace("toy_plus", "expm1"))
+    said = op_outcomes(folder, cache, CHECKS[:2], CHOSEN.replace("toy_plus", "expm1"))
     assert set(said.values()) == {"PASSED"} and {f"{t}[expm1]" for t in TESTS} <= {*said}, said
     checked = packtrain_in(folder, "check expm1", **cache)
     assert checked.returncode == 0 and "expm1                f32      cpu" in checked.stdout
-    edit(folder / "packtrain/engine/ops/expm1.py", ('@expm1.kernel("cpu", strided=True)\n', ""))
+    edit_file(
+        folder / "packtrain/engine/ops/expm1.py", ('@expm1.kernel("cpu", strided=True)\n', "")
+    )
     checked = packtrain_in(folder, "check expm1", **cache)
     assert checked.returncode == 1
     assert "expm1 has no kernel for cpu, and nothing was checked there" in checked.stderr
@@ -187,7 +191,7 @@ def test_the_example_of_the_page_for_contributors_works(
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "found"),
+    ("file", "old", "new", "failing_test"),
     [
         ("engine/ops/toy.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
         ("engine/ops/toy.py", "in (1, 15, 40_000)", "in ()", VALUE),
@@ -195,9 +199,9 @@ def test_the_example_of_the_page_for_contributors_works(
     ],
 )
 def test_what_a_room_says_wrong_is_found(
-    file: str, old: str, new: str, found: str, tmp_path: Path, cache: dict[str, str]
+    file: str, old: str, new: str, failing_test: str, tmp_path: Path, cache: dict[str, str]
 ) -> None:
     folder = copy_with_op(tmp_path)
-    edit(folder / "packtrain" / file, (old, new))
-    said = outcomes(folder, cache, CHECKS[:1], f"{found} and toy_plus")
-    assert said == {f"{found}[toy_plus]": "FAILED"}
+    edit_file(folder / "packtrain" / file, (old, new))
+    said = op_outcomes(folder, cache, CHECKS[:1], f"{failing_test} and toy_plus")
+    assert said == {f"{failing_test}[toy_plus]": "FAILED"}

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 import packtrain as pt
-from packtrain.common.errors import InputError, keyworded
-from packtrain.training.monitoring.notebook import data_path
+from packtrain.common.errors import InputError, with_keywords
+from packtrain.training.monitoring.notebook import records_path
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "vocab_size": 300}
 TEXTS = [f"the {i} cats see {i * 7 % 13} dogs." for i in range(400)]
@@ -107,7 +107,7 @@ def test_ctrl_c_in_fit_saves(tmp_path):
     assert "<svg" in resumed._repr_html_() and "\n" not in repr(resumed)
 
 
-class Frame:
+class FakeDataFrame:
     """What of a DataFrame of pandas is used."""
 
     columns = ("prompt", "completion")
@@ -122,13 +122,13 @@ class Frame:
 
 def test_data_in_memory_becomes_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data_path("a.csv") == "a.csv"
-    path = data_path([{"prompt": "Hi?", "completion": "Yes."}])
-    assert path == data_path(({"prompt": "Hi?", "completion": "Yes."},))
+    assert records_path("a.csv") == "a.csv"
+    path = records_path([{"prompt": "Hi?", "completion": "Yes."}])
+    assert path == records_path(({"prompt": "Hi?", "completion": "Yes."},))
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"prompt": "Hi?", "completion": "Yes."}
     ]
-    frame = data_path(Frame()).read_text().splitlines()
+    frame = records_path(FakeDataFrame()).read_text().splitlines()
     assert json.loads(frame[1]) == {"prompt": "Ho?", "completion": None}
 
 
@@ -151,11 +151,11 @@ def test_other_data_is_refused(data, said):
 def test_errors_name_keywords(trained, tmp_path):
     with pytest.raises(InputError, match=r"^lora_rank has no effect with full"):
         pt.finetune(trained.output, TEXTS, output=tmp_path / "a.gguf", full=True, lora_rank="8")
-    assert keyworded("give --no-pack or --lora-rank 8") == "give pack=False or lora_rank 8"
-    assert keyworded("data/my--notes.csv: row 3, see --skip-bad") == (
+    assert with_keywords("give --no-pack or --lora-rank 8") == "give pack=False or lora_rank 8"
+    assert with_keywords("data/my--notes.csv: row 3, see --skip-bad") == (
         "data/my--notes.csv: row 3, see skip_bad"
     )
-    assert keyworded("continue with: packtrain train -o 'my model.gguf' --resume") == (
+    assert with_keywords("continue with: packtrain train -o 'my model.gguf' --resume") == (
         "continue with: the same call of train and resume=True"
     )
 

@@ -17,20 +17,28 @@ from packtrain.engine.memory_plan import verify
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.planner.checkpointing import ALWAYS, MAYBE, NEVER
-from packtrain.planner.cost_model import Rates
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import Search, search
-from packtrain.planner.plan_table import choices, put_away_nbytes
+from packtrain.planner.checkpointing import ALWAYS_OFFLOAD, MAY_OFFLOAD, NEVER_OFFLOAD
+from packtrain.planner.cost_model import BackendRates
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import PlanSearch, find_fastest_shape
+from packtrain.planner.plan_table import choice_texts, offloaded_activation_nbytes
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import make_plans
-from tests.models import CONFIG, batch, bind, values
+from tests.models import CONFIG, bind_graph, seeded_batch, seeded_weights
 from tests.test_recompute import ROWS, TIME
-from tests.test_spread import MIB, SIZES, folder, held, one_thread, refused, trained
+from tests.test_spread import (
+    MIB,
+    SIZES,
+    folder,
+    one_thread,
+    peak_nbytes,
+    refusal_text,
+    run_training,
+)
 
-__all__ = ["folder", "held", "one_thread"]
-THERE = backend("cpu:1")
-AWAY = Target((THERE,))
+__all__ = ["folder", "one_thread", "peak_nbytes"]
+OTHER_BACKEND = backend("cpu:1")
+OTHER_TARGET = Target((OTHER_BACKEND,))
 
 
 def gradients(seed: int | None, device: Backend) -> tuple[Any, dict[str, np.ndarray]]:
@@ -46,17 +54,19 @@ def gradients(seed: int | None, device: Backend) -> tuple[Any, dict[str, np.ndar
     graph = Graph(
         {"loss": loss_graph.loss} | {f"d/{w.name}": d for w, d in weight_gradients.items()}
     )
-    graph.away = frozenset(t for t, rank in (keep or {}).items() if rank < 0)
+    graph.offloaded = frozenset(t for t, rank in (keep or {}).items() if rank < 0)
     placed = place(graph, Target((device,)))
     verify(make_plan(placed), placed)
-    return placed, bind(graph, values(CONFIG), backend=device)(batch(CONFIG, ROWS, TIME))
+    return placed, bind_graph(graph, seeded_weights(CONFIG), backend=device)(
+        seeded_batch(CONFIG, ROWS, TIME)
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_values_that_wait_elsewhere_change_no_bit(seed: int) -> None:
     _, reference = gradients(None, cpu)
     resident_plan, resident_gradients = gradients(seed, cpu)
-    offloaded_plan, offloaded_gradients = gradients(seed, THERE)
+    offloaded_plan, offloaded_gradients = gradients(seed, OTHER_BACKEND)
     assert not resident_plan.put_away and len(offloaded_plan.put_away) > 10
     for name, value in reference.items():
         assert (
@@ -68,7 +78,7 @@ def test_random_values_that_wait_elsewhere_change_no_bit(seed: int) -> None:
 
 def test_each_value_goes_once_and_comes_back_once() -> None:
     """After the last forward call that reads it, and before the first other one; no later step reads it in between."""
-    placed, _ = gradients(0, THERE)
+    placed, _ = gradients(0, OTHER_BACKEND)
     copied_out = {
         s.reads[0]: i
         for i, s in enumerate(placed.steps)
@@ -90,10 +100,12 @@ def test_each_value_goes_once_and_comes_back_once() -> None:
     ],
 )
 def test_activations_that_wait_here_train_the_same(
-    folder: Path, held: dict[str, int], device: str, recompute: str
+    folder: Path, peak_nbytes: dict[str, int], device: str, recompute: str
 ) -> None:
     resident_run, offloaded_run = (
-        trained(folder, device=device, offload=mode, recompute=recompute, layers=8, max_grad_norm=0)
+        run_training(
+            folder, device=device, offload=mode, recompute=recompute, layers=8, max_grad_norm=0
+        )
         for mode in ("none", "activations")
     )
     assert list(offloaded_run.losses) == list(resident_run.losses)
@@ -104,7 +116,7 @@ def test_activations_that_wait_here_train_the_same(
     assert (
         offloaded_device_nbytes < device_nbytes
         and offloaded_host_nbytes > host_nbytes
-        and held.get("cpu:1", 0) <= device_nbytes
+        and peak_nbytes.get("cpu:1", 0) <= device_nbytes
     )
     assert "of activations wait in the memory of this process" in str(offloaded_run.plan)
     assert "of activations wait" not in str(resident_run.plan)
@@ -114,28 +126,42 @@ def test_a_refusal_names_the_least_with_activations_elsewhere(folder: Path) -> N
     """It does, with the losses of a run that keeps all on the device; a MiB less does not."""
     device, too_small = {"device": "cpu:1"}, {"device_memory": "1MiB"}
     offloaded_min, resident_min = (
-        re.search(r"would do is (\d+)MiB", refused(folder, **device, offload=mode, **too_small))
+        re.search(
+            r"would do is (\d+)MiB", refusal_text(folder, **device, offload=mode, **too_small)
+        )
         for mode in ("all", "none")
     )
     assert offloaded_min and resident_min and int(offloaded_min[1]) < int(resident_min[1])
-    done = trained(folder, **device, offload="all", device_memory=f"{offloaded_min[1]}MiB")
+    done = run_training(folder, **device, offload="all", device_memory=f"{offloaded_min[1]}MiB")
     assert done.plan.plans.nbytes_in("cpu:1") <= int(offloaded_min[1]) * MIB
-    reference_losses = list(trained(folder, **device).losses)
+    reference_losses = list(run_training(folder, **device).losses)
     assert list(done.losses) == pytest.approx(reference_losses, rel=1e-5)
-    refused(folder, **device, offload="all", device_memory=f"{int(offloaded_min[1]) - 1}MiB")
+    refusal_text(folder, **device, offload="all", device_memory=f"{int(offloaded_min[1]) - 1}MiB")
 
 
 def test_the_search_moves_what_is_slower_to_recompute() -> None:
     """By the rate of the link: over a fast one values are moved, over a slow one recomputed. All keep to the limit."""
     shape = StepShape(Config(300, 64, 64, 6, 192, 4, 4), 8, 64, evaluate=False, max_norm=1.0)
-    base_request, outcomes = Request(AdamW(), Rates(1e10, 1e10), target=AWAY), []
-    limit = Search(base_request).rough(shape).nbytes * 2 // 3
-    for link, offload in ((1e12, MAYBE), (1e5, MAYBE), (1e12, NEVER), (1e5, ALWAYS)):
-        linked_request = replace(base_request, rates=Rates(1e10, 1e10, link=link), offload=offload)
-        answer = search(shape, linked_request.within(limit))
-        plans = make_plans(answer.shape, AdamW(), target=AWAY)
-        assert answer.fits and plans.nbytes_in("cpu:1") <= limit
-        outcomes.append((bool(put_away_nbytes(plans)), "recomputed" in ";".join(choices(plans))))
+    base_request, outcomes = PlanRequest(AdamW(), BackendRates(1e10, 1e10), target=OTHER_TARGET), []
+    limit = PlanSearch(base_request).rough(shape).nbytes * 2 // 3
+    for link, offload in (
+        (1e12, MAY_OFFLOAD),
+        (1e5, MAY_OFFLOAD),
+        (1e12, NEVER_OFFLOAD),
+        (1e5, ALWAYS_OFFLOAD),
+    ):
+        linked_request = replace(
+            base_request, rates=BackendRates(1e10, 1e10, link=link), offload_mode=offload
+        )
+        answer = find_fastest_shape(shape, linked_request.with_limit(limit))
+        plans = make_plans(answer.shape, AdamW(), target=OTHER_TARGET)
+        assert answer.is_within_limits and plans.nbytes_in("cpu:1") <= limit
+        outcomes.append(
+            (
+                bool(offloaded_activation_nbytes(plans)),
+                "recomputed" in ";".join(choice_texts(plans)),
+            )
+        )
     (is_offloaded, _), (_, is_recomputed), (is_never_moved, _), (is_always_moved, _) = outcomes
     assert (
         is_offloaded

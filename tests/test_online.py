@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.online import BARRIER, Allocator, NoSpace, Use, best_fit, follow
+from benchmarks.online import BARRIER, Allocator, BufferUse, NoSpace, best_fit, replay_steps
 
 FULL = 1000  # bytes of the allocators below
 
@@ -27,7 +27,7 @@ TRACES = {
 }  # fmt: skip
 
 
-def replay(allocator: Allocator, trace: str) -> None:
+def replay_trace(allocator: Allocator, trace: str) -> None:
     allocations: dict[str, tuple[int, int]] = {}
     for act in trace.split(", "):
         if act.startswith("-"):
@@ -41,10 +41,10 @@ def replay(allocator: Allocator, trace: str) -> None:
 @pytest.mark.parametrize("name", TRACES)
 def test_blocks_go_where_ggml_puts_them(name: str) -> None:
     allocator = Allocator(nbytes=FULL)
-    replay(allocator, TRACES[name])
+    replay_trace(allocator, TRACES[name])
     allocator.reset()
     assert allocator.free == [(0, FULL)] and allocator.nbytes_used == 0
-    replay(allocator, TRACES[name])
+    replay_trace(allocator, TRACES[name])
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -56,7 +56,7 @@ def test_alignment_scales_everything(name: str) -> None:
         for word in TRACES[name].split()
         for w in [word.rstrip(",")]
     )  # fmt: skip
-    replay(Allocator(alignment=32, nbytes=32 * FULL + 24, base=8), scaled)
+    replay_trace(Allocator(alignment=32, nbytes=32 * FULL + 24, base=8), scaled)
 
 
 def test_free_blocks_after_each_merge() -> None:
@@ -144,15 +144,20 @@ def test_measuring_gives_the_offsets_of_the_real_run(seed: int) -> None:
 # ---- steps -----------------------------------------------------------------------------------------------------
 
 
-def host(name: str, size: int, *reads: str, space: str = "host") -> Use:
-    return Use({name: (space, size)}, reads)
+def buffer_of(name: str, size: int, *reads: str, space: str = "host") -> BufferUse:
+    return BufferUse({name: (space, size)}, reads)
 
 
-CHAIN = [host("a", 10), host("b", 10, "a"), host("c", 10, "b"), host("d", 10, "c", "a")]
+CHAIN = [
+    buffer_of("a", 10),
+    buffer_of("b", 10, "a"),
+    buffer_of("c", 10, "b"),
+    buffer_of("d", 10, "c", "a"),
+]
 
 
 @pytest.mark.parametrize(
-    ("sequence", "wanted"),
+    ("sequence", "expected_offsets"),
     [
         (None, [0, 10, 20, 10]),
         ([0, 1, 2, 3], [0, 10, 20, 30]),
@@ -162,17 +167,22 @@ CHAIN = [host("a", 10), host("b", 10, "a"), host("c", 10, "b"), host("d", 10, "c
     ],
 )
 def test_bytes_are_freed_after_the_last_reader_or_at_barriers(
-    sequence: list[int] | None, wanted: list[int]
+    sequence: list[int] | None, expected_offsets: list[int]
 ) -> None:
     allocators = {"host": Allocator()}
-    placed = follow(CHAIN, allocators, sequence)
-    assert [placed[name] for name in "abcd"] == wanted
+    placed = replay_steps(CHAIN, allocators, sequence)
+    assert [placed[name] for name in "abcd"] == expected_offsets
 
 
 def test_steps_may_be_followed_in_another_order() -> None:
-    steps = [host("a", 10), host("b", 20), host("c", 5, "a"), host("d", 10, "b")]
-    assert follow(steps, {"host": Allocator()}) == {"a": 0, "b": 10, "c": 30, "d": 0}
-    reordered_offsets = follow(
+    steps = [
+        buffer_of("a", 10),
+        buffer_of("b", 20),
+        buffer_of("c", 5, "a"),
+        buffer_of("d", 10, "b"),
+    ]
+    assert replay_steps(steps, {"host": Allocator()}) == {"a": 0, "b": 10, "c": 30, "d": 0}
+    reordered_offsets = replay_steps(
         steps, {"host": Allocator()}, [1, BARRIER, 3, BARRIER, 0, BARRIER, 2]
     )
     assert reordered_offsets == {"b": 0, "d": 20, "a": 0, "c": 10}
@@ -180,20 +190,25 @@ def test_steps_may_be_followed_in_another_order() -> None:
 
 def test_several_spaces_at_once() -> None:
     steps = [
-        host("a", 10),
-        host("far a", 30, "a", space="far"),
-        Use({"b": ("host", 10), "far b": ("far", 40)}, ["far a"]),
-        host("far c", 30, space="far"),
+        buffer_of("a", 10),
+        buffer_of("far a", 30, "a", space="far"),
+        BufferUse({"b": ("host", 10), "far b": ("far", 40)}, ["far a"]),
+        buffer_of("far c", 30, space="far"),
     ]
     allocators = {"host": Allocator(), "far": Allocator(alignment=32)}
-    placed = follow(steps, allocators)
+    placed = replay_steps(steps, allocators)
     assert placed == {"a": 0, "far a": 0, "b": 0, "far b": 32, "far c": 0}
     assert (allocators["host"].nbytes_used, allocators["far"].nbytes_used) == (10, 96)
 
 
 def test_what_nobody_reads_stays_and_reading_twice_frees_once() -> None:
-    steps = [host("kept", 10), host("x", 10), host("y", 10, "x", "x"), host("z", 10, "y")]
-    assert follow(steps, {"host": Allocator()}) == {"kept": 0, "x": 10, "y": 20, "z": 10}
+    steps = [
+        buffer_of("kept", 10),
+        buffer_of("x", 10),
+        buffer_of("y", 10, "x", "x"),
+        buffer_of("z", 10, "y"),
+    ]
+    assert replay_steps(steps, {"host": Allocator()}) == {"kept": 0, "x": 10, "y": 20, "z": 10}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -206,6 +221,6 @@ def test_best_fit_is_the_allocator_over_lifetimes(seed: int) -> None:
     end[-1] = n + 1  # the last one has no reader
     size = rng.integers(1, 100, n)
     reads = [[str(j) for j in range(n) if end[j] == i + 1 and j < i] for i in range(n)]
-    steps = [host(str(i), int(size[i]), *reads[i]) for i in range(n)]
-    placed = follow(steps, {"host": Allocator()})
+    steps = [buffer_of(str(i), int(size[i]), *reads[i]) for i in range(n)]
+    placed = replay_steps(steps, {"host": Allocator()})
     assert best_fit(start, end, size).tolist() == [placed[str(i)] for i in range(n)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.devtools.check.check_cases import STRAIGHT
-from packtrain.devtools.check.op_samples import graph_of, samples, values
+from packtrain.devtools.check.check_cases import STRAIGHT_THROUGH
+from packtrain.devtools.check.op_samples import graph_of, random_values, samples_of_op
 from packtrain.devtools.check.running import execute
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Target
@@ -19,7 +19,7 @@ from packtrain.engine.tensor import OPS
 from tests import bit_checks, checks
 
 NAMES = sorted(OPS)
-TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | STRAIGHT]
+TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | STRAIGHT_THROUGH]
 # views that exist only of some layouts; everything else takes any view
 REFUSED = {"reshape": {"permuted x", "narrowed x", "repeated x"}}
 
@@ -75,11 +75,11 @@ def test_in_place_gives_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_specification_can_run_again(name: str) -> None:
     """What a kernel returns is called the next time, so that a specification returns nothing."""
-    for call in samples(name)[:1]:
+    for call in samples_of_op(name)[:1]:
         graph = graph_of(call.results)
         executor = pt.Session().executor(pt.place(graph, Target((backends.numpy,))))
         for _ in range(2):
-            execute(executor, values(graph))
+            execute(executor, random_values(graph))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,8 +137,8 @@ NOTHING = {
 @pytest.mark.parametrize("name", NOTHING)
 def test_axes_of_no_elements(name: str) -> None:
     graph = pt.Graph({"y": NOTHING[name]()})
-    inputs = checks.values(graph)
-    checks.all_close(checks.run(graph, inputs), pt.interpret(graph, inputs), name)
+    inputs = checks.random_values(graph)
+    checks.assert_all_close(checks.run_graph(graph, inputs), pt.interpret(graph, inputs), name)
 
 
 def test_threads_change_no_bit() -> None:
@@ -155,9 +155,9 @@ def test_views_are_numpys() -> None:
     """Views have no kernel, so no specification either; NumPy's own functions stand in."""
     assert set(VIEWS) == {name for name in NAMES if OPS[name].view}
     for name, view in VIEWS.items():
-        for call in samples(name):
+        for call in samples_of_op(name):
             graph = pt.Graph({"x": call.reads[0], "y": call.results[0]})
-            outputs = checks.run(graph, checks.values(graph))
+            outputs = checks.run_graph(graph, checks.random_values(graph))
             np.testing.assert_array_equal(outputs["y"], view(outputs["x"], **call.attrs))
 
 

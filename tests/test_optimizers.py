@@ -18,25 +18,25 @@ from packtrain.engine.optim import (
     OPTIMIZERS,
     SGD,
     AdamW,
-    Given,
     Muon,
     Optimizer,
-    Turn,
-    leaner,
+    StepInputs,
+    StepRunner,
+    leaner_optimizers,
     moment,
 )
-from packtrain.engine.optim.muon import orthogonal
+from packtrain.engine.optim.muon import orthogonalize
 from packtrain.engine.optim.optimizer import Values
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.tensor import Tensor, input, state, weight
 from packtrain.gguf import GGUF
-from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.step_variants import candidates
 from packtrain.planner.training_plans import MICRO, UPDATE, make_plans, runs
-from packtrain.training.train_settings import with_those_of_optimizers
-from packtrain.training.training_engine import Engine
-from tests.copied import copy_package, edit, packtrain_in
-from tests.models import CONFIG, batch, same_bits, values
+from packtrain.training.train_settings import with_optimizer_options
+from packtrain.training.training_engine import TrainingEngine
+from tests.copied import copy_package, edit_file, packtrain_in
+from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights
 
 TIME = 16
 TOY = '''"""Steps of one size along the sign of a running mean of gradients."""
@@ -46,7 +46,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.engine.optim.optimizer import StepInputs, Optimizer, moment
 from packtrain.common.options import TRAINING
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, weight
 
@@ -66,9 +66,9 @@ class Toy(Optimizer):
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
         return (moment("mu", w),)
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> tuple[Tensor, ...]:
         (mu,) = states
-        return toy_step(w, g, mu, given.hyper, given.gate)
+        return toy_step(w, g, mu, step_inputs.hyper, given.gate)
 
 
 @op(writes=(0, 2))
@@ -101,7 +101,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     home = copy_package(folder) / "engine/optim"
     (home / "toy.py").write_text(TOY)
-    edit(
+    edit_file(
         home / "__init__.py",
         ("(AdamW, SGD, Muon, LBFGS)", "(AdamW, SGD, Muon, LBFGS, Toy)"),
         ("\n\n__all__", "\nfrom packtrain.engine.optim.toy import Toy\n\n__all__"),
@@ -153,38 +153,40 @@ class Momentum(SGD):
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
         return (moment("blk.0.mu", w),)  # as a weight could be called
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
-        fresh = ops.scale(given.gate, by=0.0)
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
+        fresh = ops.scale(step_inputs.gate, by=0.0)
         (total,) = (ops.accumulate(*states, g, fresh),)
-        hyper = ops.narrow(given.hyper, axis=0, start=0, length=2)
-        return total, *opt_step_sgd(w, total, hyper, given.gate, decay=True)
+        hyper = ops.narrow(step_inputs.hyper, axis=0, start=0, length=2)
+        return total, *opt_step_sgd(w, total, hyper, step_inputs.gate, decay=True)
 
 
 def test_a_moment_counts_whatever_it_is_called() -> None:
     """Of a base of which one block is trained, what is not trained is mapped; moments are not."""
-    shape = StepShape(CONFIG, 2, TIME, base=Base((), last=1))
+    shape = StepShape(CONFIG, 2, TIME, base=BaseModel((), num_trained_blocks=1))
     sgd_plans, momentum_plans = (make_plans(shape, optimizer) for optimizer in (SGD(), Momentum()))
     assert (
-        set(momentum_plans.trained) == set(sgd_plans.trained)
+        set(momentum_plans.trained_names) == set(sgd_plans.trained_names)
         and momentum_plans.mapped_nbytes == sgd_plans.mapped_nbytes > 0
     )
     assert momentum_plans.state_nbytes == sgd_plans.weight_nbytes == momentum_plans.weight_nbytes
     assert momentum_plans.nbytes >= sgd_plans.nbytes + sgd_plans.weight_nbytes
-    assert set(momentum_plans.saved) == {
-        f"{kind}{name}" for kind in ("", "blk.0.mu/") for name in sgd_plans.trained
+    assert set(momentum_plans.checkpoint_tensors) == {
+        f"{kind}{name}" for kind in ("", "blk.0.mu/") for name in sgd_plans.trained_names
     }
 
 
 def test_sums_and_caches_begin_anew() -> None:
     plans = make_plans(StepShape(CONFIG, 1, TIME, 2), AdamW())
-    assert {leaf.role for leaf in plans.kept.values()} == {"weight", "moment", "sum"}
-    assert {leaf.role for leaf in plans.saved.values()} == {"weight", "moment"}
+    assert {leaf.role for leaf in plans.resident_leaves.values()} == {"weight", "moment", "sum"}
+    assert {leaf.role for leaf in plans.checkpoint_tensors.values()} == {"weight", "moment"}
     assert state("x", (2,)).role == "moment" and weight("w", (2,), bf16).role == "weight"
 
 
 def test_others_that_keep_less_are_proposed() -> None:
-    assert [optimizer.name for optimizer in leaner(AdamW())] == ["sgd", "muon"]
-    assert [*leaner(SGD())] == []
+    assert [optimizer.name for optimizer in leaner_optimizers(AdamW())] == ["sgd", "muon"]
+    assert [*leaner_optimizers(SGD())] == []
     assert all(name == kind.name for name, kind in OPTIMIZERS.items())
 
 
@@ -202,19 +204,19 @@ def test_two_settings_of_one_name_are_refused(name: str, monkeypatch: pytest.Mon
         "Bare", (), {"__annotations__": {"optimizer": str}, "batch_size": TRAINING(8, "")}
     )
     with pytest.raises(TypeError, match=f"other: another setting is called {name}"):
-        with_those_of_optimizers(settings_class)
+        with_optimizer_options(settings_class)
 
 
 # ---- several evaluations ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Careful(SGD):
+class TwoStepSGD(SGD):
     """Two steps on a batch, the second one only where the first made the loss less."""
 
     evaluations: ClassVar[int] = 2
 
-    def drive(self, turn: Turn, t: int, lr: float) -> Values:
+    def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
         first = turn.evaluate()
         squares = turn.update(self.inputs(t, lr))
         if turn.evaluate()["loss"] < first["loss"]:
@@ -226,30 +228,35 @@ def trained(
     optimizer: Optimizer, shape: StepShape, rates: list[float]
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of a step at each rate on one batch, and the weights after them."""
-    engine = Engine(make_plans(shape, optimizer), optimizer)
-    engine.session.set(values(CONFIG))
-    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
-    parts = range(0, 4, shape.rows)
-    micros = [{name: x[at : at + shape.rows] for name, x in full_batch.items()} for at in parts]
+    engine = TrainingEngine(make_plans(shape, optimizer), optimizer)
+    engine.session.set(seeded_weights(CONFIG))
+    full_batch = seeded_batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    parts = range(0, 4, shape.micro_batch_size)
+    micros = [
+        {name: x[at : at + shape.micro_batch_size] for name, x in full_batch.items()}
+        for at in parts
+    ]
     losses = [engine.step(micros, t, rate).loss for t, rate in enumerate(rates, 1)]
-    return losses, {name: engine.session.get(name) for name in engine.plans.trained}
+    return losses, {name: engine.session.get(name) for name in engine.plans.trained_names}
 
 
 @pytest.mark.parametrize("micros", [1, 2])
 def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
     shape = StepShape(CONFIG, 4 // micros, TIME, micros, max_norm=1.0)
-    double_shape = replace(shape, evaluations=2)
+    double_shape = replace(shape, num_evaluations=2)
     assert runs(double_shape) == {MICRO: 2 * micros, UPDATE: 2}
     losses, expected = trained(SGD(), shape, [1e-2, 1e-2])
     assert losses[1] < losses[0]
-    got = trained(Careful(), double_shape, [1e-2])
+    got = trained(TwoStepSGD(), double_shape, [1e-2])
     assert got[0] == losses[:1] and same_bits(got[1], expected)
     # a step that is too long is not followed by another
-    assert same_bits(trained(Careful(), double_shape, [30.0])[1], trained(SGD(), shape, [30.0])[1])
+    assert same_bits(
+        trained(TwoStepSGD(), double_shape, [30.0])[1], trained(SGD(), shape, [30.0])[1]
+    )
 
 
 def test_forms_of_several_evaluations_sum_their_gradients() -> None:
-    forms = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
+    forms = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, num_evaluations=2))]
     assert len(forms) == 3 and not any(form.layered or form.two_passes for form in forms)
 
 
@@ -260,7 +267,7 @@ def test_a_step_of_muon_is_nearly_orthogonal() -> None:
     """Wide and tall alike: singular values near 1, and in the directions of the gradient's."""
     for shape in ((8, 24), (24, 8), (16, 16)):
         x = np.random.default_rng(1).standard_normal(shape)
-        y = interpret(Graph({"y": orthogonal(input("x", shape))}), {"x": x})["y"]
+        y = interpret(Graph({"y": orthogonalize(input("x", shape))}), {"x": x})["y"]
         u, _, v = np.linalg.svd(x, full_matrices=False)
         inner = u.T @ y @ v.T
         assert np.diag(inner).min() > 0.5 and np.diag(inner).max() < 1.3
@@ -274,7 +281,7 @@ def test_momentum_is_the_sum_that_it_says() -> None:
     for nesterov in (False, True):
         optimizer = SGD(momentum=0.9, nesterov=nesterov)
         _, updated = trained(optimizer, shape, rates)
-        expected, sums = values(CONFIG), dict[str, np.ndarray]()
+        expected, sums = seeded_weights(CONFIG), dict[str, np.ndarray]()
         for rate in rates:
             for name, g in gradients_at(expected).items():
                 sums[name] = 0.9 * sums.get(name, 0) + g
@@ -287,9 +294,9 @@ def test_momentum_is_the_sum_that_it_says() -> None:
 
 def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of the batch that `trained` takes."""
-    engine = Engine(make_plans(StepShape(CONFIG, 4, TIME), SGD()), SGD())
+    engine = TrainingEngine(make_plans(StepShape(CONFIG, 4, TIME), SGD()), SGD())
     engine.session.set(weights)
-    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    full_batch = seeded_batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
     engine.step([full_batch], 1, 1.0)
     return {name: w - engine.session.get(name) for name, w in weights.items()}
 
@@ -308,7 +315,7 @@ def test_values_are_clipped_after_the_norm(max_norm: float | None) -> None:
     """As the rule says in NumPy, and alike in one pass, in two and from sums of micro-batches."""
     max_value = 2e-3
     shape = StepShape(CONFIG, 4, TIME, max_norm=max_norm, max_value=max_value)
-    start, raw = values(CONFIG), gradients_at(values(CONFIG))
+    start, raw = seeded_weights(CONFIG), gradients_at(seeded_weights(CONFIG))
     norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in raw.values()))
     gate = 1.0 if max_norm is None else min(1.0, max_norm / norm)
     _, updated = trained(SGD(), shape, [1.0])
@@ -321,23 +328,27 @@ def test_values_are_clipped_after_the_norm(max_norm: float | None) -> None:
     rates = [1e-2, 1e-2]
     _, reference = trained(AdamW(), shape, rates)
     clipped_by_norm = replace(shape, max_norm=max_norm or float("inf"))
-    for variant in ({"two_passes": True}, {"twice": 1}, {"twice": CONFIG.block_count}):
+    for variant in (
+        {"two_passes": True},
+        {"num_two_pass_blocks": 1},
+        {"num_two_pass_blocks": CONFIG.block_count},
+    ):
         assert same_bits(trained(AdamW(), replace(clipped_by_norm, **variant), rates)[1], reference)
-    _, summed = trained(AdamW(), replace(shape, evaluations=2), rates)
+    _, summed = trained(AdamW(), replace(shape, num_evaluations=2), rates)
     for name, w in reference.items():
         np.testing.assert_allclose(summed[name], w, atol=1e-6 if max_norm else 0, err_msg=name)
 
 
 def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
     shape = StepShape(CONFIG, 4, TIME, max_value=1e-3)
-    for form in (replace(shape, max_norm=1.0), replace(shape, evaluations=2)):
-        engine = Engine(make_plans(form, AdamW()), AdamW())
-        weights = values(CONFIG) | {
+    for form in (replace(shape, max_norm=1.0), replace(shape, num_evaluations=2)):
+        engine = TrainingEngine(make_plans(form, AdamW()), AdamW())
+        weights = seeded_weights(CONFIG) | {
             "output_norm.weight": np.full(CONFIG.embedding_length, 3e38, "f")
         }
         engine.session.set(weights)
-        full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
-        assert engine.step([full_batch], 1, 1e-2).bad is not None
+        full_batch = seeded_batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+        assert engine.step([full_batch], 1, 1e-2).skip_reason is not None
         assert same_bits({name: engine.session.get(name) for name in weights}, weights)
 
 
@@ -356,19 +367,19 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
 def test_numbers_change_between_steps_without_a_new_plan(first: Optimizer, then: Optimizer) -> None:
     """The same bits as an engine that was planned for them, from the same state."""
     shape = StepShape(CONFIG, 4, TIME)
-    full_batch = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    full_batch = seeded_batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
     engine, fresh, unchanged = (
-        Engine(make_plans(shape, kind), kind) for kind in (first, then, first)
+        TrainingEngine(make_plans(shape, kind), kind) for kind in (first, then, first)
     )
     for runner in (engine, unchanged):
-        runner.session.set(values(CONFIG))
+        runner.session.set(seeded_weights(CONFIG))
         runner.step([full_batch], 1, 1e-2)
-    fresh.session.set({name: engine.session.get(name) for name in engine.plans.saved})
+    fresh.session.set({name: engine.session.get(name) for name in engine.plans.checkpoint_tensors})
     engine.optimizer = then
     for runner in (engine, fresh, unchanged):
         runner.step([full_batch], 2, 3e-2)
     result, expected, unlike = (
-        {name: runner.session.get(name) for name in runner.plans.saved}
+        {name: runner.session.get(name) for name in runner.plans.checkpoint_tensors}
         for runner in (engine, fresh, unchanged)
     )
     assert same_bits(result, expected) and not same_bits(result, unlike)
@@ -376,10 +387,10 @@ def test_numbers_change_between_steps_without_a_new_plan(first: Optimizer, then:
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
 def test_decay_is_of_tensors_with_so_many_axes(kind: type[AdamW | SGD]) -> None:
-    shape, start, rate, share = StepShape(CONFIG, 4, TIME), values(CONFIG), 1e-2, 0.5
+    shape, start, rate, share = StepShape(CONFIG, 4, TIME), seeded_weights(CONFIG), 1e-2, 0.5
 
-    def after(**given: float) -> dict[str, np.ndarray]:
-        return trained(kind(**given), shape, [rate])[1]
+    def after(**settings: float) -> dict[str, np.ndarray]:
+        return trained(kind(**settings), shape, [rate])[1]
 
     still = after(weight_decay=0.0)
     for axes in (1, 2, 3):
@@ -391,7 +402,7 @@ def test_decay_is_of_tensors_with_so_many_axes(kind: type[AdamW | SGD]) -> None:
 
 def test_the_eps_of_adamw_is_added_to_the_root() -> None:
     """At step 1 both moments are those of the gradient itself: w = w - lr g / (|g| + eps)."""
-    start, raw = values(CONFIG), gradients_at(values(CONFIG))
+    start, raw = seeded_weights(CONFIG), gradients_at(seeded_weights(CONFIG))
     _, updated = trained(AdamW(eps=0.1, weight_decay=0.0), StepShape(CONFIG, 4, TIME), [1e-2])
     for name, g in raw.items():
         expected = start[name] - 1e-2 * g / (np.abs(g) + 0.1)

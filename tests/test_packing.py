@@ -16,18 +16,18 @@ import pytest
 import packtrain as pt
 from benchmarks import packing as benchmark
 from packtrain import kernels
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.engine.packing import (
     Packing,
-    clash,
     exact,
-    height,
+    find_overlap,
     large,
     lower_bound,
     pack,
+    packing_height,
     packings,
 )
-from packtrain.engine.packing.search_clock import Clock
+from packtrain.engine.packing.search_clock import SearchClock
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 
@@ -39,9 +39,9 @@ CAPACITY = 1_048_576
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def problem(seed: int, most: int, steps: int = 8) -> Problem:
+def problem(seed: int, max_buffers: int, steps: int = 8) -> Problem:
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, most + 1))
+    n = int(rng.integers(2, max_buffers + 1))
     start = rng.integers(0, steps, n)
     return start, start + rng.integers(1, 2 + steps // 2, n), 64 * rng.integers(1, 9, n)
 
@@ -90,15 +90,15 @@ def test_small_problems_are_packed_best(hundred: int) -> None:
         start, end, size = problem(seed, 7)
         *_, best = packings(start, end, size)
         min_nbytes = optimum(start, end, size)
-        assert (best.nbytes, best.proved) == (min_nbytes, True), seed
-        assert height(size, best.offsets) == min_nbytes and best.offsets.min() == 0
+        assert (best.nbytes, best.is_optimal) == (min_nbytes, True), seed
+        assert packing_height(size, best.offsets) == min_nbytes and best.offsets.min() == 0
         assert pairs_apart(start, end, size, best.offsets), seed
         stacked_offsets = np.cumsum(size) - size
         bound, _ = lower_bound(start, end, size)
         searched = list(exact.lower(start, end, size, stacked_offsets, bound))
-        if height(size, stacked_offsets) > bound:
+        if packing_height(size, stacked_offsets) > bound:
             offsets, proved = searched[-1]
-            assert (height(size, offsets), proved) == (min_nbytes, True), seed
+            assert (packing_height(size, offsets), proved) == (min_nbytes, True), seed
             assert pairs_apart(start, end, size, offsets), seed
 
 
@@ -106,7 +106,7 @@ def test_small_problems_are_packed_best(hundred: int) -> None:
 GAPS = [60, 65, 186, 547, 868, 1508, 1695, 1823]
 
 
-def level(seed: int) -> Problem:
+def level_problem(seed: int) -> Problem:
     """Up to 9 buffers with equally many bytes alive at every step, so that nothing may be left between them."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, 6, 5)
@@ -121,11 +121,11 @@ def level(seed: int) -> Problem:
 
 @pytest.mark.parametrize("seed", [*GAPS, *range(20)])
 def test_what_cannot_reach_the_bound_is_proved(seed: int) -> None:
-    start, end, size = level(seed)
+    start, end, size = level_problem(seed)
     *_, best = packings(start, end, size)
-    assert best.proved and best.nbytes == optimum(start, end, size)
-    assert (best.nbytes > best.bound) == (seed in GAPS)
-    assert clash(start, end, size, best.offsets) is None
+    assert best.is_optimal and best.nbytes == optimum(start, end, size)
+    assert (best.nbytes > best.bound_nbytes) == (seed in GAPS)
+    assert find_overlap(start, end, size, best.offsets) is None
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -134,11 +134,11 @@ def test_larger_problems_are_packed_soundly(seed: int) -> None:
     results = list(itertools.islice(packings(start, end, size, seconds=0.2), 20))
     for packing in results:
         assert pairs_apart(start, end, size, packing.offsets)
-        assert packing.nbytes == height(size, packing.offsets) >= packing.bound
-        alive = (start <= packing.witness) & (packing.witness < end)
-        assert size[alive].sum() == packing.bound
+        assert packing.nbytes == packing_height(size, packing.offsets) >= packing.bound_nbytes
+        alive = (start <= packing.peak_step) & (packing.peak_step < end)
+        assert size[alive].sum() == packing.bound_nbytes
     for before, after in itertools.pairwise(results):
-        assert after.nbytes < before.nbytes or (after.proved and not before.proved)
+        assert after.nbytes < before.nbytes or (after.is_optimal and not before.is_optimal)
 
 
 def cut_up(seed: int, pieces: int, steps: int, nbytes: int) -> Problem:
@@ -172,10 +172,10 @@ def test_what_was_cut_up_goes_together_again() -> None:
         start, end, size = cut_up(*case)
         stacked_offsets, nbytes = np.cumsum(size) - size, case[-1]
         *_, (offsets, proved) = exact.lower(
-            start, end, size, stacked_offsets, nbytes, clock=Clock(30)
+            start, end, size, stacked_offsets, nbytes, clock=SearchClock(30)
         )
         assert pairs_apart(start, end, size, offsets), case
-        assert (height(size, offsets), proved) == (nbytes, True), case
+        assert (packing_height(size, offsets), proved) == (nbytes, True), case
 
 
 def beside_each_other(columns: int, pieces: int, steps: int, nbytes: int) -> Problem:
@@ -197,49 +197,52 @@ def test_a_part_of_thousands_goes_together_again() -> None:
     assert all((start < t).sum() > (end <= t).sum() for t in range(1, int(end.max())))
     results = list(packings(*columns))
     assert [p.nbytes == 51 for p in results] == [False] * (len(results) - 1) + [True]
-    assert results[-1].bound == 51 and clash(*columns, results[-1].offsets) is None
+    assert results[-1].bound_nbytes == 51 and find_overlap(*columns, results[-1].offsets) is None
     *_, (offsets, proved) = exact.lower(*columns, np.cumsum(size) - size, 51)
-    assert proved and height(size, offsets) == 51
+    assert proved and packing_height(size, offsets) == 51
 
 
 # ---- the caller says when it is enough -------------------------------------------------------------------------
 
 
-def last(*columns: np.ndarray, **limits: float) -> Packing:
+def last_packing(*columns: np.ndarray, **limits: float) -> Packing:
     *_, best = packings(*columns, **limits)
     return best
 
 
-def hard(pieces: int) -> Problem:
+def hard_problem(pieces: int) -> Problem:
     return cut_up(0, pieces, steps=200, nbytes=100_000)
 
 
 def test_time_is_kept() -> None:
     start_time = time.monotonic()
-    best = last(*hard(400), seconds=1.0)
-    assert not best.proved and best.gap > 0
+    best = last_packing(*hard_problem(400), seconds=1.0)
+    assert not best.is_optimal and best.gap > 0
     assert 0.5 < time.monotonic() - start_time < 5
 
 
 def test_no_time_still_gives_offsets() -> None:
     kernels.load_all(["packing"])
-    best = last(*hard(200), seconds=0.0)
-    assert clash(*hard(200), best.offsets) is None
-    assert last(*hard(200), seconds=3.0, target_height=best.nbytes - 1).nbytes < best.nbytes
+    best = last_packing(*hard_problem(200), seconds=0.0)
+    assert find_overlap(*hard_problem(200), best.offsets) is None
+    assert (
+        last_packing(*hard_problem(200), seconds=3.0, target_height=best.nbytes - 1).nbytes
+        < best.nbytes
+    )
 
 
 def test_it_stops_at_what_is_enough() -> None:
-    columns = hard(200)
+    columns = hard_problem(200)
     first, *_ = packings(*columns)
-    target = (first.nbytes + first.bound) // 2
+    target = (first.nbytes + first.bound_nbytes) // 2
     results = list(packings(*columns, target_height=target, seconds=20))
     assert results[-1].nbytes <= target
     assert all(packing.nbytes > target for packing in results[:-1])
 
 
 def test_equal_problems_have_equal_offsets() -> None:
-    columns = hard(60)
-    assert last(*columns).gap == 0
+    columns = hard_problem(60)
+    assert last_packing(*columns).gap == 0
     assert np.array_equal(pack(*columns), pack(*columns))
 
 
@@ -257,13 +260,13 @@ def test_thousands_of_buffers_need_no_deep_stack_of_the_caller() -> None:
             ).result()
     finally:
         threading.stack_size(before)
-    assert height(size, results[-1][0]) == bound
+    assert packing_height(size, results[-1][0]) == bound
 
 
 def test_times_may_be_far_apart_and_negative() -> None:
     start, end, size = problem(3, 7)
     far = start * 10**14 - 10**15, end * 10**14 - 10**15
-    assert last(*far, size).nbytes == last(start, end, size).nbytes
+    assert last_packing(*far, size).nbytes == last_packing(start, end, size).nbytes
     assert lower_bound(*far, size)[0] == lower_bound(start, end, size)[0]
 
 
@@ -293,7 +296,7 @@ def test_the_checker_agrees_with_looking_at_each_pair() -> None:
     for seed in range(300):
         start, end, size = problem(seed, 7)
         at = 64 * np.random.default_rng(seed).integers(0, 30, len(size))
-        clashing_pair = clash(start, end, size, at)
+        clashing_pair = find_overlap(start, end, size, at)
         assert (clashing_pair is None) == pairs_apart(start, end, size, at), seed
         if clashing_pair is not None:
             two = list(clashing_pair)
@@ -310,7 +313,7 @@ def test_the_checker_finds_one_byte_too_low() -> None:
         moved = best.copy()
         moved[i] -= 1
         buffers_below = (best + size == best[i]) & (start < end[i]) & (start[i] < end)
-        assert (clash(start, end, size, moved) is not None) == buffers_below.any()
+        assert (find_overlap(start, end, size, moved) is not None) == buffers_below.any()
 
 
 # ---- known problems --------------------------------------------------------------------------------------------
@@ -320,16 +323,16 @@ def test_the_checker_finds_one_byte_too_low() -> None:
 @pytest.mark.parametrize("name", ["C", "G", "K"])
 def test_problems_of_minimalloc_fit(name: str) -> None:
     columns = minimalloc(name)
-    best = last(*columns, target_height=CAPACITY, seconds=30)
+    best = last_packing(*columns, target_height=CAPACITY, seconds=30)
     assert best.nbytes <= CAPACITY
-    assert clash(*columns, best.offsets) is None
+    assert find_overlap(*columns, best.offsets) is None
 
 
 def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
     config = PRESETS["110m"]
     weights = transformer.weights(config)
     outputs = transformer.loss(config, weights, 1, config.context_length)
-    graph = training({"loss": outputs.loss}, list(weights.values()), AdamW(), max_norm=1.0)
+    graph = training_graph({"loss": outputs.loss}, list(weights.values()), AdamW(), max_norm=1.0)
     plan = pt.make_plan(pt.place(graph))
     assert plan.arena().gap == 0
     assert plan == pt.make_plan(pt.place(graph))
@@ -339,16 +342,16 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
     code = (
         "import sys, packtrain as pt; from packtrain.models import transformer; "
         "from packtrain.models.config import PRESETS; "
-        "from packtrain.engine.optim import AdamW, training; config = PRESETS['1m']; "
+        "from packtrain.engine.optim import AdamW, training_graph; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
-        "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
+        "graph = training_graph({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print(pt.kernels.is_loaded('packing'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "False"
 
 
-def many(seed: int, count: int) -> Problem:
+def pareto_problem(seed: int, count: int) -> Problem:
     rng = np.random.default_rng(seed)
     start = rng.integers(0, 2 * count, count)
     lifetimes = 1 + np.minimum(rng.pareto(1.0, count) * 4, count).astype(np.int64)
@@ -358,26 +361,26 @@ def many(seed: int, count: int) -> Problem:
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> None:
     module = importlib.import_module("packtrain.engine.packing.pack")
-    columns = many(seed, 50 + 150 * seed)
+    columns = pareto_problem(seed, 50 + 150 * seed)
     for packer, keys in module._orders(*columns):
         order, limits = np.lexsort(keys), np.zeros(4, np.int64)
-        args = packer.__name__, np.stack(columns, 1), order, limits, Clock(None)
+        args = packer.__name__, np.stack(columns, 1), order, limits, SearchClock(None)
         assert np.array_equal(large.compiled(*args), packer(*columns, order))
 
 
 def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    columns = many(0, 500)
+    columns = pareto_problem(0, 500)
     expected = [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)]
-    monkeypatch.setattr(large, "MANY", 499)
+    monkeypatch.setattr(large, "MIN_BUFFERS", 499)
     assert [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)] == expected
     kernels.load_all(["packing"])
     limited = packings(*columns, seconds=30)
-    assert clash(*columns, next(limited).offsets) is None  # shelves
-    assert clash(*columns, next(limited).offsets) is None
+    assert find_overlap(*columns, next(limited).offsets) is None  # shelves
+    assert find_overlap(*columns, next(limited).offsets) is None
     limited.close()
-    expired_clock = Clock(0.0)
+    expired_clock = SearchClock(0.0)
     assert (
         large.compiled(
             "skyline", np.stack(columns, 1), np.arange(500), np.ones(4, int), expired_clock
@@ -391,7 +394,7 @@ def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"  # MiniMalloc's, fits into 12
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> int:
+def run_benchmark(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> int:
     monkeypatch.setattr(sys, "argv", ["packing.py", *map(str, flags)])
     return benchmark.main()
 
@@ -423,7 +426,7 @@ def test_a_problem_in_a_file(tmp_path: Path) -> None:
     assert head == "id,offset" and list(offsets) == ["b1", "b2", "b3", "b4", "b5"]
     start, end, size = np.array([line.split(",")[1:] for line in EXAMPLE.split()[1:]], int).T
     at = np.array(list(offsets.values()), int)
-    assert pairs_apart(start, end, size, at) and height(size, at) == 12
+    assert pairs_apart(start, end, size, at) and packing_height(size, at) == 12
 
 
 @pytest.mark.parametrize(
@@ -449,7 +452,7 @@ def test_a_bad_file_gets_one_line(
 ) -> None:  # fmt: skip
     problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
     problem_file.write_text(text)
-    assert command(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
+    assert run_benchmark(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and line.startswith("packing: error: --csv: ")
     assert re.search(said, line) and str(problem_file) in line
@@ -460,7 +463,7 @@ def test_bad_flags_get_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
-    assert command(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
+    assert run_benchmark(monkeypatch, "--csv", problem_file, "--solution", solution_file) == 2
     assert "does not exist" in capsys.readouterr().err
     problem_file.write_bytes(b"id,lower,upper,size\n\xff\xfe,1,2,3\n")
     for flags in (
@@ -473,7 +476,7 @@ def test_bad_flags_get_one_line(
         ("--csv", problem_file, "--solution", solution_file, "--capacity", "-1"),
         ("--csv", problem_file, "--solution", solution_file, "--seconds", "nan"),
     ):
-        assert command(monkeypatch, *flags) == 2, flags
+        assert run_benchmark(monkeypatch, *flags) == 2, flags
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and line.startswith("packing: error: --"), line
 
@@ -484,7 +487,9 @@ def test_a_capacity_out_of_reach_is_told_apart(
     problem_file, solution_file = tmp_path / "in.csv", tmp_path / "out.csv"
     problem_file.write_text(EXAMPLE)
     assert (
-        command(monkeypatch, "--csv", problem_file, "--solution", solution_file, "--capacity", 11)
+        run_benchmark(
+            monkeypatch, "--csv", problem_file, "--solution", solution_file, "--capacity", 11
+        )
         == 3
     )
     assert "within 11: it cannot be" in capsys.readouterr().err

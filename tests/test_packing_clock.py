@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks import packing as benchmark
 from packtrain import kernels
-from packtrain.engine.packing import Packing, clash, exact, height, packings
-from packtrain.engine.packing.pack import crowd, shelves
-from packtrain.engine.packing.search_clock import Clock
-from tests.test_packing import EXAMPLE, Problem, hard, last, pairs_apart, problem
+from packtrain.engine.packing import Packing, exact, find_overlap, packing_height, packings
+from packtrain.engine.packing.pack import peak_alive_nbytes, shelves
+from packtrain.engine.packing.search_clock import SearchClock
+from tests.test_packing import EXAMPLE, Problem, hard_problem, last_packing, pairs_apart, problem
 
 
-class Ticking:
+class TickingClock:
     """A clock of which each look takes a second."""
 
     def __init__(self) -> None:
@@ -29,22 +29,22 @@ class Ticking:
 def test_every_phase_looks_at_the_clock(seconds: int) -> None:
     """Each buffer placed costs a look: time runs out in first fits, in skylines, and in the search."""
     kernels.load_all(["packing"])
-    columns, clock = hard(400), Ticking()
+    columns, clock = hard_problem(400), TickingClock()
     *_, best = packings(*columns, seconds=seconds, now=clock)
     assert clock.looks <= seconds + 10
-    assert clash(*columns, best.offsets) is None
-    repeated = last(*columns, seconds=seconds, now=Ticking())
+    assert find_overlap(*columns, best.offsets) is None
+    repeated = last_packing(*columns, seconds=seconds, now=TickingClock())
     assert seconds > 3_000 or np.array_equal(best.offsets, repeated.offsets)
 
 
 def test_a_search_is_stopped_by_the_clock() -> None:
     """Its limit of work would last for years."""
-    start, end, size = hard(400)
-    part = exact._Part(start, end, size, np.cumsum(size) - size, 1, np.arange(400))
-    clock = Ticking()
-    budget = exact._Budget(Clock(20, clock))
-    assert budget.left == exact.ENDLESS
-    assert not part._search(100_000, exact.ENDLESS, budget)
+    start, end, size = hard_problem(400)
+    part = exact._PackingPart(start, end, size, np.cumsum(size) - size, 1, np.arange(400))
+    clock = TickingClock()
+    budget = exact._WorkBudget(SearchClock(20, clock))
+    assert budget.work_left == exact.UNLIMITED_WORK
+    assert not part._search_height(100_000, exact.UNLIMITED_WORK, budget)
     assert 20 < clock.looks < 30
 
 
@@ -60,7 +60,7 @@ def test_shelves_hold_what_has_no_time() -> None:
             * int(size[members].max())
             for members in kinds
         )
-        assert height(size, offsets) <= max_height
+        assert packing_height(size, offsets) <= max_height
 
 
 def test_the_crowd_of_a_buffer_is_the_most_alive_in_its_life() -> None:
@@ -68,7 +68,7 @@ def test_the_crowd_of_a_buffer_is_the_most_alive_in_its_life() -> None:
         start, end, size = problem(seed, 40, steps=20)
         alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
         expected = [max(alive[s:e]) for s, e in zip(start, end, strict=True)]
-        assert crowd(start, end, size).tolist() == expected
+        assert peak_alive_nbytes(start, end, size).tolist() == expected
 
 
 def test_the_time_of_reading_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ def test_the_time_of_reading_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def timed(columns: Problem, enough: int, seconds: float) -> tuple[Packing, float]:
         left.append(seconds)
-        return last(*columns), 0.0
+        return last_packing(*columns), 0.0
 
-    monkeypatch.setattr(benchmark, "timed", timed)
+    monkeypatch.setattr(benchmark, "timed_packing", timed)
     assert benchmark.solve(source, 0, 10.0, output, start) == 0
     assert left[0] <= 3

@@ -23,7 +23,7 @@ PRODUCTS = (
 FLAGS = "from packtrain.kernels import panels; print(panels.AVX512, panels.HALF, panels.AMX)"
 
 
-def run(cpu, *command, **variables):
+def run_python(cpu, *command, **variables):
     """The output of Python, with kernels for this CPU."""
     environment = os.environ | {"PACKTRAIN_CPU": cpu} | variables
     argv = [sys.executable, *command]
@@ -33,14 +33,14 @@ def run(cpu, *command, **variables):
 
 
 def test_products_on_a_lesser_cpu():
-    assert run("avx2", "-c", FLAGS) == "False False False\n"
-    run("avx2", "-m", "packtrain", "check", *PRODUCTS)
+    assert run_python("avx2", "-c", FLAGS) == "False False False\n"
+    run_python("avx2", "-m", "packtrain", "check", *PRODUCTS)
 
 
 @pytest.mark.skipif(not panels.AMX, reason="this CPU has no AMX")
 def test_bf16_without_amx():
-    assert run("avx512", "-c", FLAGS) == "True True False\n"
-    run("avx512", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_half.py")
+    assert run_python("avx512", "-c", FLAGS) == "True True False\n"
+    run_python("avx512", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_half.py")
 
 
 @pytest.mark.skipif(not panels.AMX, reason="this CPU has no AMX")
@@ -48,4 +48,4 @@ def test_tiles_that_linux_refuses_are_not_used(tmp_path):
     """In a cache of its own: to the children that compile, Linux does not refuse them."""
     refused = "from packtrain.kernels import runtime; runtime.ARCH_PRCTL = -1; "
     env_variables = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run("", "-c", refused + FLAGS, **env_variables) == "True True False\n"
+    assert run_python("", "-c", refused + FLAGS, **env_variables) == "True True False\n"

@@ -12,9 +12,9 @@ import pytest
 
 from packtrain.engine.executor import Session
 from packtrain.planner.training_plans import BOUND_NBYTES
-from tests.kill import KINDS, chats
+from tests.kill import RUN_KINDS, sample_chats
 from tests.real import BASE
-from tests.test_budget import deep, request
+from tests.test_budget import deep_shape, make_request
 
 # prints the modules that are loaded after the plan is shown
 WATCHED = """
@@ -24,12 +24,12 @@ from packtrain.cli import event_output
 
 known = set()
 
-class Noting(event_output.Shown):
+class Noting(event_output.TerminalEvents):
     def plan(self, ready):
         super().plan(ready)
         known.update(sys.modules)
 
-event_output.Shown = Noting
+event_output.TerminalEvents = Noting
 code = main(sys.argv[1:])
 print(*sorted(set(sys.modules) - known))
 sys.exit(code)
@@ -37,14 +37,14 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RUN_KINDS)
 def test_a_run_without_a_budget_stays_within_its_plan(
     kind: str, terminal: bool, tmp_path: Path
 ) -> None:
     """A module that is loaded inside the plan takes memory that nothing counts: 6 MiB where it has to be compiled."""
-    KINDS[kind].prepare(tmp_path)
+    RUN_KINDS[kind].prepare(tmp_path)
     run_flags = ["--iters", "12", "--steps-per-eval", "4", "-o", str(tmp_path / "m.gguf")]
-    command = [sys.executable, "-c", WATCHED, *KINDS[kind].flags(tmp_path), *run_flags]
+    command = [sys.executable, "-c", WATCHED, *RUN_KINDS[kind].flags(tmp_path), *run_flags]
     inside, outside = pty.openpty() if terminal else os.pipe()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     with (
@@ -67,7 +67,7 @@ def test_a_run_without_a_budget_stays_within_its_plan(
 @pytest.mark.real
 @pytest.mark.parametrize("budget", [[], ["--memory", "500MiB"]])
 def test_a_run_on_the_real_base_stays_within_its_plan(budget: list[str], tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(chats())
+    (tmp_path / "chats.jsonl").write_text(sample_chats())
     data = ["--data", str(tmp_path / "chats.jsonl"), "-o", str(tmp_path / "m.gguf")]
     short_flags = ["--iters", "2", "--merge", "none", *budget]
     command = [sys.executable, "-m", "packtrain", "finetune", str(BASE), *data, *short_flags]
@@ -85,10 +85,10 @@ def _read(file: int) -> bytes:
 
 def test_a_plan_counts_what_executors_take() -> None:
     """The bytes of each call in a deep model, where they are megabytes together."""
-    plans = request().plans(deep(24))
+    plans = make_request().make_plans(deep_shape(24))
     tracemalloc.start()
     try:
-        executors = Session().executors(plans.placed, plans.plans)
+        executors = Session().executors(plans.placed_graphs, plans.plans)
         python = tracemalloc.DomainFilter(
             True, 0
         )  # not NumPy's buffers, which hold what is planned

@@ -14,7 +14,7 @@ from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import convert
 from packtrain.conversion.hugging_face.safetensors import open_file
-from packtrain.conversion.peft import CONFIG, FIELD_KINDS, FIELDS, TENSORS, read_peft
+from packtrain.conversion.peft import CONFIG, CONFIG_FIELDS, FIELD_KINDS, TENSORS, read_peft
 from packtrain.dtypes import f32
 from packtrain.inference.generator import Generator
 from packtrain.models.adapter_file import read_adapter
@@ -82,7 +82,7 @@ def check_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     expected = hugging_face.logits(config, tensors | changed, IDS)[-1]
     model = open_model(tmp_path / "base.gguf")
     adapted_model = adapted(model, read_scaled((adapter_path,), model.gguf))
-    got = Generator.of(adapted_model, len(IDS), f32).feed([*map(int, IDS)])
+    got = Generator.from_model(adapted_model, len(IDS), f32).feed([*map(int, IDS)])
     assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
     assert main(["convert", adapter_path, "--base", base, "--peft", peft_folder]) == 0
     first, second = (open_file(Path(folder) / TENSORS) for folder in (lora, peft_folder))
@@ -94,7 +94,8 @@ def check_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
         adapter_a.alpha
     )
     assert all(
-        np.array_equal(adapter_a.pairs[n][1], adapter_b.pairs[n][1]) for n in adapter_a.pairs
+        np.array_equal(adapter_a.lora_pairs[n][1], adapter_b.lora_pairs[n][1])
+        for n in adapter_a.lora_pairs
     )
 
 
@@ -120,7 +121,7 @@ def test_an_adapter_of_peft_computes_the_same(kind: str, changes: dict[str, Any]
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_rows_in_their_old_order_are_seen(kind: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.conversion.peft.paired", lambda rows, heads: rows)
+    monkeypatch.setattr("packtrain.conversion.peft.pair_halves", lambda rows, heads: rows)
     with pytest.raises(AssertionError):
         check_same(kind, {}, tmp_path)
 
@@ -140,10 +141,10 @@ def test_a_module_with_another_alpha_has_its_scale_in_b(llama: Path):
     (llama / "lora" / CONFIG).write_text(json.dumps(GOOD | changes))
     scaled_adapter = read_peft(llama / "lora", model)
     assert scaled_adapter.alpha == base_adapter.alpha == ALPHA
-    for tensor in base_adapter.pairs:
+    for tensor in base_adapter.lora_pairs:
         by = 3 if tensor == name else 1
         np.testing.assert_allclose(
-            scaled_adapter.pairs[tensor][1], by * base_adapter.pairs[tensor][1], rtol=1e-6
+            scaled_adapter.lora_pairs[tensor][1], by * base_adapter.lora_pairs[tensor][1], rtol=1e-6
         )
 
 
@@ -154,7 +155,7 @@ def test_experts_without_additions_have_zeros(tmp_path: Path):
     pair = random_halves(tensors, False)[module]
     write_folder(tmp_path / "lora", {module: pair})
     adapter = read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
-    ((name, (a, b)),) = adapter.pairs.items()
+    ((name, (a, b)),) = adapter.lora_pairs.items()
     assert name == "blk.0.ffn_up_exps.weight" and a.shape[0] == b.shape[0] == 4
     np.testing.assert_array_equal(a[2], pair[0])
     assert not a[[0, 1, 3]].any() and not b[[0, 1, 3]].any()
@@ -182,7 +183,10 @@ HALVES = {
             (f"{key} is set, unknown to packtrain; merge", {key: 2}, {})
             for key in ("use_next", "r_next")
         ),
-        *((f"{key} is set, which", {key: {"a": 1}}, {}) for key in FIELDS["refused"].split()),
+        *(
+            (f"{key} is set, which", {key: {"a": 1}}, {})
+            for key in CONFIG_FIELDS["refused"].split()
+        ),
         ("q_proj has A and B, and target_modules", {"target_modules": ["k_proj", "proj"]}, {}),
         (
             "q_proj has A and B, and target_modules",
@@ -255,7 +259,10 @@ def test_starts_that_leave_the_base_alone_are_read(llama: Path, start):
     peft_config = GOOD | targets | {"init_lora_weights": start, "layers_to_transform": None}
     (llama / "lora" / CONFIG).write_text(json.dumps(peft_config))
     loaded = read_peft(llama / "lora", open_model(llama / "base.gguf"))
-    assert loaded.alpha == base_adapter.alpha and loaded.pairs.keys() == base_adapter.pairs.keys()
+    assert (
+        loaded.alpha == base_adapter.alpha
+        and loaded.lora_pairs.keys() == base_adapter.lora_pairs.keys()
+    )
 
 
 def test_every_field_of_pefts_configuration_is_in_the_table():
@@ -277,7 +284,7 @@ def test_a_copy_of_the_head_beside_an_adapter_is_the_bases(llama: Path, times: i
     tensors = HALVES | halves | {f"{name}.base_layer.weight": head}
     write_safetensors(llama / "lora" / TENSORS, tensors)
     if times == 1:
-        assert read_peft(llama / "lora", model).pairs.keys() == {
+        assert read_peft(llama / "lora", model).lora_pairs.keys() == {
             "blk.0.attn_q.weight",
             "output.weight",
         }

@@ -16,12 +16,12 @@ import packtrain.planner.plan_view
 from packtrain.engine.memory_plan import Arena, Buffer, Plan, make_plan, size_text
 from packtrain.engine.optim import AdamW
 from packtrain.engine.placement import Placed, place
-from packtrain.planner.plan_view import chart, page, terminal, trace
+from packtrain.planner.plan_view import chart_svg, page_html, terminal_text, trace_json
 from packtrain.planner.plan_view.memory_chart import (
-    ABOVE,
     BELOW,
     BOTTOM,
     LEFT,
+    LIVE_TOP,
     RIGHT,
     TOP,
     byte_ticks,
@@ -29,13 +29,13 @@ from packtrain.planner.plan_view.memory_chart import (
 )
 from packtrain.planner.plan_view.scene import (
     CATEGORIES,
-    OWNERS,
-    READING,
-    Scene,
-    fullest,
+    NUM_PEAK_BUFFERS,
+    READING_HINT,
+    PlanScene,
+    fullest_steps,
     make_scene,
 )
-from packtrain.planner.plan_view.terminal import LINES, MARGIN
+from packtrain.planner.plan_view.terminal import MARGIN, NUM_LINES
 from tests import models
 from tests.browser import chromium
 
@@ -45,8 +45,8 @@ HOSTILE = "</script><script>alert(1)</script>&<img src=x onerror=alert(1)>\"'\x1
 SHOWN = "</script><script>alert(1)</script>&<img src=x onerror=alert(1)>\"'�[2J���"
 
 
-def buffer(name: str, start: int, end: int, offset: int, nbytes: int, **more: Any) -> Buffer:
-    about = {"op": "matmul", "category": "activation", "space": "host", "tensors": (name,)} | more
+def buffer(name: str, start: int, end: int, offset: int, nbytes: int, **fields: Any) -> Buffer:
+    about = {"op": "matmul", "category": "activation", "space": "host", "tensors": (name,)} | fields
     return Buffer(name=name, start=start, end=end, offset=offset, nbytes=nbytes, **about)
 
 
@@ -67,7 +67,7 @@ def plan_of(*buffers: Buffer, weight_nbytes: int = 0) -> Plan:
     return Plan("f" * 16, steps, (arena,), buffers)
 
 
-def small(name: str = "h", op: str = "matmul") -> Plan:
+def small_plan(name: str = "h", op: str = "matmul") -> Plan:
     """Eight steps. The peak, 4 MiB, is at step 3; the arena needs no more."""
     return plan_of(
         buffer("tokens", 0, 4, 3 * MIB, MIB, op="input", category="input"),
@@ -82,7 +82,7 @@ def small(name: str = "h", op: str = "matmul") -> Plan:
 @pytest.fixture(scope="module")
 def placed() -> Placed:
     """A training step that recomputes its blocks."""
-    return place(models.steps(models.CONFIG, 2, 16, AdamW(), keep="blocks"))
+    return place(models.step_graph(models.CONFIG, 2, 16, AdamW(), keep="blocks"))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def plan(placed: Placed) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def many() -> Plan:
+def large_plan() -> Plan:
     """10,000 buffers whose names are as long as GGUF allows."""
     names = [f"blk.{k:05}.".ljust(64, "w") for k in range(10_000)]
     size = 123 * MIB
@@ -116,42 +116,45 @@ def many() -> Plan:
 
 def test_live_bytes_are_those_of_the_buffers(plan: Plan) -> None:
     scene = make_scene(plan, "host", title="")
-    assert scene.live.sum(axis=0).tolist() == [alive(plan, t) for t in range(scene.last)]
+    assert scene.live_nbytes.sum(axis=0).tolist() == [alive(plan, t) for t in range(scene.last)]
     for k, category in enumerate(CATEGORIES):
         of_kind = [b for b in plan.buffers if b.category == category]
-        assert scene.live[k].sum() == sum(b.nbytes * (b.end - b.start) for b in of_kind)
+        assert scene.live_nbytes[k].sum() == sum(b.nbytes * (b.end - b.start) for b in of_kind)
     assert scene.used() == CATEGORIES  # a recomputing step of training has them all
 
 
 @pytest.mark.parametrize("parts", [1, 3, 8, 20])
 def test_of_each_stretch_of_time_the_fullest_step_is_shown(parts: int) -> None:
-    plan = small()
-    steps = fullest(make_scene(plan, "host", title="").live, parts).tolist()
+    plan = small_plan()
+    steps = fullest_steps(make_scene(plan, "host", title="").live_nbytes, parts).tolist()
     assert len(steps) == parts and steps == sorted(steps)
     assert plan.arena().peak_step in steps
 
 
-def levels(scene: Scene) -> dict[str, int]:
-    return {level.kind: level.nbytes for level in scene.levels}
+def level_nbytes(scene: PlanScene) -> dict[str, int]:
+    return {level.line_kind: level.nbytes for level in scene.levels}
 
 
 def test_the_budget_line_is_what_the_rows_leave() -> None:
-    plan, rows = small(), [("weights", 6 * MIB, ""), ("process", 90 * MIB, "")]
+    plan, rows = small_plan(), [("weights", 6 * MIB, ""), ("process", 90 * MIB, "")]
     for budget, line in ((100, None), (101, 5 * MIB), (96, None), (95, None), (105, None)):
         scene = make_scene(plan, "host", title="", rows=rows, budget_nbytes=budget * MIB)
         expected = 4 * MIB if budget == 100 else line
-        assert levels(scene).get("budget") == expected, budget
-        assert scene.total == 100 * MIB
+        assert level_nbytes(scene).get("budget") == expected, budget
+        assert scene.total_nbytes == 100 * MIB
 
 
 def test_a_gap_has_two_lines() -> None:
     gapped_plan = plan_of(buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB))
-    assert levels(make_scene(gapped_plan, "host", title="")) == {"bound": 2 * MIB, "arena": 4 * MIB}
-    assert "100.00% over its lower bound" in page(gapped_plan)
-    assert levels(make_scene(small(), "host", title="")) == {"bound": 4 * MIB}
+    assert level_nbytes(make_scene(gapped_plan, "host", title="")) == {
+        "bound": 2 * MIB,
+        "arena": 4 * MIB,
+    }
+    assert "100.00% over its lower bound" in page_html(gapped_plan)
+    assert level_nbytes(make_scene(small_plan(), "host", title="")) == {"bound": 4 * MIB}
 
 
-@pytest.mark.parametrize("draw", [page, chart, trace, terminal])
+@pytest.mark.parametrize("draw", [page_html, chart_svg, trace_json, terminal_text])
 def test_a_plan_without_buffers_has_pictures(draw: Any) -> None:
     assert draw(plan_of())
 
@@ -159,7 +162,7 @@ def test_a_plan_without_buffers_has_pictures(draw: Any) -> None:
 # ---- the page ------------------------------------------------------------------------------------------------
 
 
-class Read(HTMLParser):
+class ParsedPage(HTMLParser):
     """Elements, scripts, and the cells of tables row by row."""
 
     def __init__(self, text: str) -> None:
@@ -196,7 +199,7 @@ class Read(HTMLParser):
 
 
 def test_the_page_draws_every_buffer(plan: Plan) -> None:
-    data = Read(page(plan)).data
+    data = ParsedPage(page_html(plan)).data
     for field in ("start", "end", "offset", "nbytes", "name"):
         assert data[field] == [getattr(b, field) for b in plan.buffers], field
     assert [data["ops"][k] for k in data["op"]] == [b.op for b in plan.buffers]
@@ -210,13 +213,13 @@ def test_the_page_draws_every_buffer(plan: Plan) -> None:
 
 def test_a_long_chain_is_counted() -> None:
     names = tuple(f"t{k}" for k in range(1_010))
-    data = Read(page(plan_of(buffer("t0", 0, 1, 0, 64, tensors=names)))).data
+    data = ParsedPage(page_html(plan_of(buffer("t0", 0, 1, 0, 64, tensors=names)))).data
     assert data["later"] == {"0": [*names[1:7], "1,003 more"]}
 
 
 def test_the_page_needs_nothing_and_runs_only_its_own_script(plan: Plan) -> None:
-    text = page(plan)
-    read = Read(text)
+    text = page_html(plan)
+    read = ParsedPage(text)
     assert (
         "<!--" not in text
         and "url(" not in text
@@ -238,9 +241,9 @@ def test_the_page_needs_nothing_and_runs_only_its_own_script(plan: Plan) -> None
 
 def test_a_hostile_name_stays_a_name() -> None:
     rows = [(HOSTILE, MIB, HOSTILE)]
-    text = page(small(HOSTILE, HOSTILE), title=HOSTILE, rows=rows)
-    reference = Read(page(small()))
-    read = Read(text)
+    text = page_html(small_plan(HOSTILE, HOSTILE), title=HOSTILE, rows=rows)
+    reference = ParsedPage(page_html(small_plan()))
+    read = ParsedPage(text)
     assert [tag for tag, _ in read.tags] == [tag for tag, _ in reference.tags]
     assert len(read.scripts) == 2 and read.scripts[1] == reference.scripts[1]
     assert not set("<>&") & set(read.scripts[0])
@@ -251,24 +254,24 @@ def test_a_hostile_name_stays_a_name() -> None:
 
 
 def test_the_owners_of_the_peak_are_a_table(plan: Plan) -> None:
-    rows = Read(page(plan)).rows
+    rows = ParsedPage(page_html(plan)).rows
     assert rows[0] == ["name", "op", "category", "bytes", "share"]
-    owners, remaining = plan.peak()[:OWNERS], plan.peak()[OWNERS:]
-    assert len(owners) == OWNERS and remaining
+    owners, remaining = plan.peak()[:NUM_PEAK_BUFFERS], plan.peak()[NUM_PEAK_BUFFERS:]
+    assert len(owners) == NUM_PEAK_BUFFERS and remaining
     bound = plan.arena().lower_bound
-    assert rows[1 : OWNERS + 1] == [
+    assert rows[1 : NUM_PEAK_BUFFERS + 1] == [
         [b.name, b.op, b.category, size_text(b.nbytes), f"{b.nbytes / bound:.1%}"] for b in owners
     ]
     rest = sum(b.nbytes for b in remaining)
     last = [f"{len(remaining)} others", size_text(rest), f"{rest / bound:.1%}"]
-    assert rows[OWNERS + 1] == last
+    assert rows[NUM_PEAK_BUFFERS + 1] == last
     assert alive(plan, plan.arena().peak_step) == sum(b.nbytes for b in [*owners, *remaining])
 
 
 def test_all_bytes_are_a_table() -> None:
     rows = [("weights", 6 * MIB, "trained"), ("process", 90 * MIB, "as measured")]
-    text = page(small(), rows=rows, budget_nbytes=110 * MIB, measured=99 * MIB)
-    assert Read(text).rows[-6:] == [
+    text = page_html(small_plan(), rows=rows, budget_nbytes=110 * MIB, measured=99 * MIB)
+    assert ParsedPage(text).rows[-6:] == [
         ["weights", "6.0 MiB", "trained"],
         ["process", "90.0 MiB", "as measured"],
         ["arena", "4.0 MiB", "drawn here, 4.0% of the whole"],
@@ -276,22 +279,22 @@ def test_all_bytes_are_a_table() -> None:
         ["measured", "99.0 MiB", "99.0% of what was planned"],
         ["budget", "110.0 MiB", "10.0 MiB to spare"],
     ]
-    assert Read(text).data["samples"] == [[0, 3 * MIB], [8, 3 * MIB]]
-    tight = Read(page(small(), budget_nbytes=9 * MIB)).rows
+    assert ParsedPage(text).data["samples"] == [[0, 3 * MIB], [8, 3 * MIB]]
+    tight = ParsedPage(page_html(small_plan(), budget_nbytes=9 * MIB)).rows
     assert tight[-4] == ["weights", "6.0 MiB", "trained and frozen weights"]
     assert tight[-1] == ["budget", "9.0 MiB", "1.0 MiB too little"]
 
 
 def test_samples_are_drawn_over_the_steps() -> None:
     samples = [(0.0, 7 * MIB), (2.5, 10 * MIB), (8.0, 5 * MIB)]
-    data = Read(page(small(), measured=samples)).data
+    data = ParsedPage(page_html(small_plan(), measured=samples)).data
     assert data["samples"] == [[0, MIB], [2.5, 4 * MIB], [8, 0]]  # beside 6 MiB of weights
-    assert "measured 10.0 MiB</li>" in page(small(), measured=samples)
+    assert "measured 10.0 MiB</li>" in page_html(small_plan(), measured=samples)
 
 
-def test_sizes_of_files(many: Plan) -> None:
-    assert len(page(many).encode()) <= 2_000_000
-    assert len(chart(many).encode()) <= 200_000
+def test_sizes_of_files(large_plan: Plan) -> None:
+    assert len(page_html(large_plan).encode()) <= 2_000_000
+    assert len(chart_svg(large_plan).encode()) <= 200_000
     folder = Path(packtrain.planner.plan_view.__file__).parent
     for name in ("page.js", "page.html"):
         assert len((folder / name).read_text().splitlines()) <= 400, name
@@ -300,17 +303,20 @@ def test_sizes_of_files(many: Plan) -> None:
 # ---- the drawing ---------------------------------------------------------------------------------------------
 
 
-def paths(text: str) -> dict[str, str]:
+def paths_by_fill(text: str) -> dict[str, str]:
     """By their fill."""
     elements = ElementTree.fromstring(text).findall(f"{SVG}path")
     return {p.attrib["fill"]: p.attrib["d"] for p in reversed(elements) if "fill" in p.attrib}
 
 
 def test_rectangles_stand_where_the_plan_says() -> None:
-    text = chart(small())
-    drawn = paths(text)["url(#hatch)"]  # x again: steps 5 to 8, the lowest MiB
+    text = chart_svg(small_plan())
+    drawn = paths_by_fill(text)["url(#hatch)"]  # x again: steps 5 to 8, the lowest MiB
     x, y, end, base = (float(n) for n in re.findall(r"[\d.]+", drawn)[:4])
-    step, mib = (RIGHT - LEFT) / 8, (BOTTOM - TOP) * MIB / make_scene(small(), "host", title="").top
+    step, mib = (
+        (RIGHT - LEFT) / 8,
+        (BOTTOM - TOP) * MIB / make_scene(small_plan(), "host", title="").max_nbytes,
+    )
     gap = 0.5
     assert (x, end) == pytest.approx((LEFT + 5 * step, RIGHT - gap), abs=0.06)
     assert (y, base) == pytest.approx((BOTTOM - mib, BOTTOM - gap), abs=0.06)
@@ -318,23 +324,23 @@ def test_rectangles_stand_where_the_plan_says() -> None:
 
 
 def test_bytes_alive_stand_under_their_steps() -> None:
-    elements = ElementTree.fromstring(chart(small())).findall(f"{SVG}path")
+    elements = ElementTree.fromstring(chart_svg(small_plan())).findall(f"{SVG}path")
     stacks = [p.attrib["d"] for p in elements if p.attrib["d"].startswith(f"M{LEFT} {BELOW}V")]
-    top = make_scene(small(), "host", title="").top
+    top = make_scene(small_plan(), "host", title="").max_nbytes
     heights = [float(y) for y in re.findall(r"V([\d.]+)h", stacks[0])]  # the first is the highest
-    expected = [BELOW - (BELOW - ABOVE) * alive(small(), t) / top for t in range(8)]
+    expected = [BELOW - (BELOW - LIVE_TOP) * alive(small_plan(), t) / top for t in range(8)]
     assert heights == pytest.approx(expected, abs=0.06)
 
 
 def test_names_in_a_drawing_are_text() -> None:
-    root = ElementTree.fromstring(chart(small(HOSTILE, HOSTILE), title=HOSTILE))
+    root = ElementTree.fromstring(chart_svg(small_plan(HOSTILE, HOSTILE), title=HOSTILE))
     texts = [element.text or "" for element in root.iter(f"{SVG}text")]
     assert SHOWN in texts and any(SHOWN[:20] in text and "activation" in text for text in texts)
     assert not list(root.iter(f"{SVG}script"))
 
 
 def test_a_drawing_says_what_was_measured() -> None:
-    root = ElementTree.fromstring(chart(small(), budget_nbytes=11 * MIB, measured=9 * MIB))
+    root = ElementTree.fromstring(chart_svg(small_plan(), budget_nbytes=11 * MIB, measured=9 * MIB))
     texts = {element.text for element in root.iter(f"{SVG}text")}
     assert {"measured 9.0 MiB", "budget leaves 5.0 MiB", "peak at op 3: 4.0 MiB alive"} <= texts
     assert len(root.findall(f"{SVG}polyline")) == 1
@@ -347,7 +353,7 @@ def test_ticks_are_round() -> None:
     assert step_ticks(1, 10) == [0, 1]
 
 
-def apart() -> dict[str, Any]:
+def close_lines() -> dict[str, Any]:
     """Arguments of a picture in which the lines of arena and budget are next to each other."""
     buffers = buffer("a", 0, 2, 0, MIB), buffer("b", 1, 3, 3 * MIB, MIB)
     samples = [(0.0, MIB), (1.5, 4 * MIB), (3.0, 2 * MIB)]
@@ -362,8 +368,8 @@ LINES_NAMED = ["lower bound 2.0 MiB", "arena 4.0 MiB", "budget leaves 4.0 MiB", 
 def test_a_page_says_how_to_read_it_and_names_lines_beside_the_drawing(width: int) -> None:
     with chromium() as browser:
         opened = browser.new_page(viewport={"width": width, "height": 800})
-        opened.set_content(page(**apart()))
-        assert opened.locator("#reading").inner_text() == READING
+        opened.set_content(page_html(**close_lines()))
+        assert opened.locator("#reading").inner_text() == READING_HINT
         assert opened.locator("li.line").all_inner_texts() == LINES_NAMED
         boxes = opened.evaluate(BOXES, "li, #plot, .hint")
         assert not crossing(boxes) and all(box[2] <= width for box in boxes)
@@ -373,9 +379,9 @@ def test_a_page_says_how_to_read_it_and_names_lines_beside_the_drawing(width: in
 def test_no_line_of_a_drawing_goes_through_a_text() -> None:
     with chromium() as browser:
         opened = browser.new_page()
-        opened.set_content(chart(**apart()))
+        opened.set_content(chart_svg(**close_lines()))
         texts = opened.locator("svg text").all_text_contents()
-        assert READING in texts and set(LINES_NAMED) <= set(texts)
+        assert READING_HINT in texts and set(LINES_NAMED) <= set(texts)
         drawn = opened.evaluate(BOXES, "svg text, svg path, svg polyline")
         texts = opened.evaluate(BOXES, "svg text")
         assert not [t for t in texts if sum(overlap(t, box) for box in drawn) > 1]  # itself
@@ -406,7 +412,7 @@ def crossing(boxes: list[list[float]]) -> list[tuple[list[float], list[float]]]:
 
 
 def events(plan: Plan, *ops: str) -> list[dict[str, Any]]:
-    trace_events: list[dict[str, Any]] = json.loads(trace(plan, ops))["traceEvents"]
+    trace_events: list[dict[str, Any]] = json.loads(trace_json(plan, ops))["traceEvents"]
     return trace_events
 
 
@@ -451,7 +457,7 @@ def test_a_category_has_no_more_threads_than_buffers_at_once(plan: Plan) -> None
 
 
 def test_a_hostile_name_in_a_trace_can_be_read() -> None:
-    slices = [e for e in events(small(HOSTILE, HOSTILE), *[HOSTILE] * 8) if e["ph"] == "X"]
+    slices = [e for e in events(small_plan(HOSTILE, HOSTILE), *[HOSTILE] * 8) if e["ph"] == "X"]
     assert sum(e["name"] == SHOWN for e in slices) == 8 + 1
     assert any(e.get("args", {}).get("tensors", [""])[0] == SHOWN for e in slices)
 
@@ -459,24 +465,24 @@ def test_a_hostile_name_in_a_trace_can_be_read() -> None:
 # ---- the terminal --------------------------------------------------------------------------------------------
 
 
-def bare(text: str) -> list[str]:
+def uncolored_lines(text: str) -> list[str]:
     return re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
 @pytest.mark.parametrize("color", [False, True])
 def test_lines_fit_the_terminal(plan: Plan, width: int, color: bool) -> None:
-    text = terminal(
+    text = terminal_text(
         plan, width, color=color, title="t" * 200, budget_nbytes=1 << 40, measured=1 << 39
     )
-    lines = bare(text)
+    lines = uncolored_lines(text)
     assert all(len(line) <= width for line in lines)
-    assert sum("┤" in line and len(line) == width for line in lines) == LINES
+    assert sum("┤" in line and len(line) == width for line in lines) == NUM_LINES
     assert color == ("\x1b" in text)
 
 
 def test_the_terminal_shows_addresses_over_time() -> None:
-    lines = terminal(small(), 8 * 9 + MARGIN).splitlines()
+    lines = terminal_text(small_plan(), 8 * 9 + MARGIN).splitlines()
     picture = [line[MARGIN:] for line in lines if "┤" in line]
     # the fifth column of each step, from the top; 4 MiB and some air are 28 heights
     eighth = {k: "".join(line[9 * k + 4] for line in picture) for k in range(8)}
@@ -491,20 +497,22 @@ def test_the_terminal_shows_addresses_over_time() -> None:
 
 def test_an_arrow_stands_under_the_peak() -> None:
     late_plan = plan_of(buffer("a", 0, 8, 0, MIB), buffer("b", 7, 8, MIB, MIB))
-    for plan, said in ((small(), "↑ peak, op 3"), (late_plan, "peak, op 7 ↑")):
-        lines = terminal(plan, 60).splitlines()
+    for plan, said in ((small_plan(), "↑ peak, op 3"), (late_plan, "peak, op 7 ↑")):
+        lines = terminal_text(plan, 60).splitlines()
         at = next(k for k, line in enumerate(lines) if said in line)
         assert lines[at - 1][lines[at].index("↑")] == "█" and len(lines[at]) <= 60
 
 
 def test_half_blocks_in_colour_have_two_heights() -> None:
-    uncolored, colored = (bare(terminal(small(), 80, color=color)) for color in (False, True))
+    uncolored, colored = (
+        uncolored_lines(terminal_text(small_plan(), 80, color=color)) for color in (False, True)
+    )
     free = [[c == " " for c in line[MARGIN:]] for line in uncolored if "┤" in line]
     assert free == [[c == " " for c in line[MARGIN:]] for line in colored if "┤" in line]
     assert set("".join(line[MARGIN:] for line in colored if "┤" in line)) <= set("▀▄ ")
 
 
 def test_a_hostile_name_does_not_reach_the_terminal() -> None:
-    text = terminal(small(HOSTILE, HOSTILE), 80, title=HOSTILE)
+    text = terminal_text(small_plan(HOSTILE, HOSTILE), 80, title=HOSTILE)
     assert all(c.isprintable() for line in text.split("\n") for c in line)
     assert "</script>" in text

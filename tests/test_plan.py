@@ -12,10 +12,10 @@ from packtrain.engine import backends, ops
 from packtrain.engine.backends import Target
 from packtrain.engine.memory_plan import Plan
 from packtrain.engine.memory_plan.memory_plan import Packer
-from packtrain.engine.packing import height, lower_bound, pack
+from packtrain.engine.packing import lower_bound, pack, packing_height
 from packtrain.engine.packing.pack import first_fit
 from tests import checks, plan_checks
-from tests.plan_checks import small
+from tests.plan_checks import small_graph
 from tests.random_graphs import random_case
 
 SEEDS = range(200)
@@ -101,7 +101,7 @@ def test_a_plan_of_another_graph_is_refused() -> None:
 
 
 def test_a_plan_of_the_same_graph_placed_otherwise_is_refused() -> None:
-    placed = small()
+    placed = small_graph()
     plan = pt.make_plan(pt.place(placed.graph, Target((backends.numpy,))))
     with pytest.raises(pt.GraphError, match="the plan is for"):
         pt.Session().executor(placed, plan)
@@ -122,7 +122,9 @@ def test_names_that_collide_do_not_share_bytes() -> None:
     assert len(set(placed.names.values())) == len(placed.names)
     pt.verify(pt.make_plan(placed), placed)
     leaf_values = {"x": np.full((2, 3), 4.0, np.float32)}
-    checks.all_close(checks.run(graph, leaf_values), pt.interpret(graph, leaf_values), "names")
+    checks.assert_all_close(
+        checks.run_graph(graph, leaf_values), pt.interpret(graph, leaf_values), "names"
+    )
 
 
 def test_outputs_listed_with_one_name_are_refused() -> None:
@@ -165,7 +167,7 @@ def test_equal_graphs_have_equal_plans() -> None:
 
 
 def test_the_peak_is_where_the_most_bytes_are_alive() -> None:
-    plan = pt.make_plan(small())
+    plan = pt.make_plan(small_graph())
     arena, alive = plan.arena(), plan.peak()
     assert sum(b.nbytes for b in alive) == arena.lower_bound == arena.nbytes
     assert arena.gap == 0
@@ -178,7 +180,7 @@ def test_the_peak_is_where_the_most_bytes_are_alive() -> None:
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_verifier_accepts_what_was_planned(reuse: bool) -> None:
-    placed = small()
+    placed = small_graph()
     pt.verify(pt.make_plan(placed, reuse=reuse), placed)
 
 
@@ -203,11 +205,13 @@ def test_packing_a_few_buffers_is_best() -> None:
     """First fit in the best of all orders is the optimum; pack finds it on almost every small problem."""
     num_optimal = 0
     for seed in range(40):
-        start, end, size = plan_checks.problem(seed, 6)
+        start, end, size = plan_checks.packing_problem(seed, 6)
         orders = (np.array(order) for order in itertools.permutations(range(len(size))))
-        min_height = min(height(size, first_fit(start, end, size, order)) for order in orders)
-        packed_height = height(size, pack(start, end, size))
-        assert min_height <= packed_height <= height(size, best_fit(start, end, size)), seed
+        min_height = min(
+            packing_height(size, first_fit(start, end, size, order)) for order in orders
+        )
+        packed_height = packing_height(size, pack(start, end, size))
+        assert min_height <= packed_height <= packing_height(size, best_fit(start, end, size)), seed
         num_optimal += packed_height == min_height
     assert num_optimal >= 39
 
@@ -215,7 +219,7 @@ def test_packing_a_few_buffers_is_best() -> None:
 def test_nothing_needs_nothing() -> None:
     none = np.zeros(0, np.int64)
     assert lower_bound(none, none, none) == (0, 0)
-    assert height(none, none) == 0
+    assert packing_height(none, none) == 0
     assert pack(none, none, none).shape == best_fit(none, none, none).shape == (0,)
 
 

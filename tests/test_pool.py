@@ -39,7 +39,7 @@ SOURCE = textwrap.dedent("""
 """)
 
 
-def outcome(folder: Path, body: str) -> str:
+def program_output(folder: Path, body: str) -> str:
     """What a program prints that has these kernels."""
     file = folder / "program.py"
     file.write_text(SOURCE + textwrap.dedent(body))
@@ -61,7 +61,7 @@ def test_each_task_runs_once_whatever_their_number_and_also_after_a_pause(tmp_pa
                     time.sleep(0.002)
         print("good")
     """
-    assert outcome(tmp_path, body) == "good"
+    assert program_output(tmp_path, body) == "good"
 
 
 def test_regions_within_regions_and_beside_each_other_run_each_task_once(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_regions_within_regions_and_beside_each_other_run_each_task_once(tmp_pat
             worker.join()
         print(wrong or "good")
     """
-    assert outcome(tmp_path, body) == "good"
+    assert program_output(tmp_path, body) == "good"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -98,7 +98,7 @@ def test_a_forked_child_computes_alone(tmp_path: Path):
             os._exit(0 if (counts == 2).all() else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (counts == 2).all())
     """
-    assert outcome(tmp_path, body) == "0 True"
+    assert program_output(tmp_path, body) == "0 True"
 
 
 def test_threads_that_have_nothing_to_do_sleep(tmp_path: Path):
@@ -110,4 +110,4 @@ def test_threads_that_have_nothing_to_do_sleep(tmp_path: Path):
             time.sleep(0.1)
         print("good" if time.process_time() - used < 0.1 else time.process_time() - used)
     """
-    assert outcome(tmp_path, body) == "good"
+    assert program_output(tmp_path, body) == "good"

@@ -9,7 +9,7 @@ from packtrain.cli.main import main
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
-from tests.kill import chats
+from tests.kill import sample_chats
 
 LEARNED = CONFIGS["gpt2"].context_length
 SHORT = CONFIGS["phi3 long"].original_context
@@ -46,7 +46,7 @@ def test_positions_do_not_change(gpt2: Path) -> None:
 def test_commands_refuse_longer_contexts(
     gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "chats.jsonl").write_text(chats())
+    (tmp_path / "chats.jsonl").write_text(sample_chats())
     data = ["--data", str(tmp_path / "chats.jsonl"), "--chat-template", "chatml"]
     for command in (
         ["generate", str(gpt2), "-p", "the", "-n", "3"],

@@ -13,32 +13,32 @@ import pytest
 import packtrain as pt
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
-from packtrain.data.conversations import Samples
-from packtrain.data.conversations.messages import Pair
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
-from packtrain.devtools.check.running import run
+from packtrain.data.conversations import TokenizedSamples
+from packtrain.data.conversations.messages import AnswerPair
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
+from packtrain.devtools.check.running import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph
 from packtrain.gguf import GGUF
-from packtrain.models.preference_loss import KINDS, Preference, preference
+from packtrain.models.preference_loss import KINDS, PreferenceLoss, make_preference
 from packtrain.training import precomputed
 from packtrain.training.monitoring import metrics_file
 from packtrain.training.pair_batches import PairBatches
 from packtrain.training.reference_logprobs import FILE
 from tests.architectures import CONFIGS, random_model
 from tests.preferred import PAIRS, preference_base
-from tests.room import room
-from tests.test_train import said, signal_after, weights
+from tests.room import memory_limit
+from tests.test_train import said, signal_after, weight_bytes
 
 LOSSES = {
     **KINDS,
-    "smooth": preference("dpo", smoothing=0.2),
-    "mean": preference("dpo", measure="mean", beta=2.0),
-    "free": preference("dpo", reference=False),
-    "margin": preference("dpo", gamma=0.3),
-    "sft": preference("dpo", nll=0.7),
+    "smooth": make_preference("dpo", smoothing=0.2),
+    "mean": make_preference("dpo", measure="mean", beta=2.0),
+    "free": make_preference("dpo", reference=False),
+    "margin": make_preference("dpo", gamma=0.3),
+    "sft": make_preference("dpo", nll=0.7),
 }
 CHOSEN = np.array([2, 1, 1])  # tokens of the chosen answers below
 
@@ -70,7 +70,7 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
     losses = rng.uniform(0.1, 3, (2, time)).astype(np.float32)
     owner = np.array([[0, 0, 2, 2, 2, 1, 3, 3, 3], [0, 2, 2, 2, -1, -1, -1, -1, -1]])
     sides = np.stack([owner == side for side in range(4)], 1).astype(np.float32)
-    if preference.divides:
+    if preference.uses_mean:
         sides /= np.maximum(sides.sum(-1, keepdims=True), 1)
     ref_logps = rng.uniform(-3, -1, (2, 4)).astype(np.float32)
     share = np.array([[1 / 3, 1 / 3], [1 / 3, 0]], np.float32)
@@ -83,15 +83,15 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
     ]
     inputs = {"losses": losses, "sides": sides, "pairs": share}
     inputs |= {"reference": ref_logps} if preference.reference else {}
-    inputs |= {"shares": np.float32([[1 / 2, 1], [1, 0]])} if preference.shares else {}
+    inputs |= {"shares": np.float32([[1 / 2, 1], [1, 0]])} if preference.needs_shares else {}
     leaf = pt.weight("losses", losses.shape)
     loss, said = preference.loss(leaf, 2)
-    got = run(Graph({"loss": loss, "logps": said}), inputs)
+    got = run_graph(Graph({"loss": loss, "logps": said}), inputs)
     assert float(got["loss"]) == pytest.approx(np.mean(expected_losses), rel=1e-5)
     np.testing.assert_allclose(got["logps"], logps, rtol=1e-5)
     pairs = np.array([[logps[i, p], logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
     refs = np.array([[ref_logps[i, p], ref_logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
-    metrics = preference.judged(pairs, refs, 1 / CHOSEN if preference.shares else 1.0)
+    metrics = preference.judged(pairs, refs, 1 / CHOSEN if preference.needs_shares else 1.0)
     np.testing.assert_allclose(metrics["loss"], expected_losses, rtol=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
     targets[:, 0] = -1
     owner = np.array([[-1, 0, 0, 1, 1, 1], [-1, 0, 0, 0, 1, 1]])
     sides = np.stack([owner == side for side in range(2)], 1).astype(np.float32)
-    if preference.divides:
+    if preference.uses_mean:
         sides /= sides.sum(-1, keepdims=True)
     ref_logps = np.full((2, 2), -4, np.float32)
     share = np.full((2, 1), 0.5, np.float32)
@@ -122,13 +122,13 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
     outputs = {t.label: g for t, g in grads.items()}
     inputs = {"x": x, "w": w, "targets": targets, "sides": sides, "pairs": share}
     inputs |= {"reference": ref_logps} if preference.reference else {}
-    inputs |= {"shares": np.float32([[1 / 2], [1 / 3]])} if preference.shares else {}
+    inputs |= {"shares": np.float32([[1 / 2], [1 / 3]])} if preference.needs_shares else {}
     if not trained:
         inputs.pop("w")
     graph = Graph(outputs)
     heads = sum(step.op.name == "linear_cross_entropy" for step in graph.calls)
     assert heads == (2 if trained else 1)
-    got = run(graph, inputs)
+    got = run_graph(graph, inputs)
 
     def value(x: np.ndarray, w: np.ndarray) -> float:
         logits = x @ w.astype(np.float64).T
@@ -137,7 +137,7 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
         at = np.maximum(targets, 0)[..., None]
         token = np.take_along_axis(logps, at, -1)[..., 0] * (targets >= 0)
         s = (sides * token[:, None]).sum(-1)
-        shares = np.array([1 / 2, 1 / 3]) if preference.shares else 1.0
+        shares = np.array([1 / 2, 1 / 3]) if preference.needs_shares else 1.0
         return float(preference.judged(s, ref_logps.astype(np.float64), shares)["loss"].mean())
 
     for name, array in (("x", x), ("w", w)) if trained else (("x", x),):
@@ -153,10 +153,10 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
 # ---- data
 
 
-def records(tmp_path: Path, *lines: object) -> list[Pair]:
+def read_pairs(tmp_path: Path, *lines: object) -> list[AnswerPair]:
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    return [*Reader(Source(path))]  # type: ignore[list-item]
+    return [*RecordReader(SourceFile(path))]  # type: ignore[list-item]
 
 
 USER, GOOD, BAD = (
@@ -179,19 +179,19 @@ MEANT = {
 
 @pytest.mark.parametrize("form", MEANT)
 def test_pairs_in_every_form_that_trl_reads(form: str, tmp_path: Path) -> None:
-    (pair,) = records(tmp_path, MEANT[form])
+    (pair,) = read_pairs(tmp_path, MEANT[form])
     assert pair.chosen.messages == [USER, GOOD] and pair.rejected.messages == [USER, BAD]
-    assert pair.chosen.answer == pair.rejected.answer == 1
+    assert pair.chosen.num_answer_messages == pair.rejected.num_answer_messages == 1
 
 
 def test_a_pair_keeps_the_turns_before_it_out_of_the_loss(tmp_path: Path) -> None:
     before = [SYSTEM, USER, GOOD, {"role": "user", "content": "And?"}]
-    (pair,) = records(tmp_path, {"chosen": [*before, GOOD], "rejected": [*before, BAD]})
-    assert pair.chosen.messages == [*before, GOOD] and pair.chosen.answer == 1
+    (pair,) = read_pairs(tmp_path, {"chosen": [*before, GOOD], "rejected": [*before, BAD]})
+    assert pair.chosen.messages == [*before, GOOD] and pair.chosen.num_answer_messages == 1
 
 
 @pytest.mark.parametrize(
-    "record, why",
+    "record, message",
     [
         ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
         ({"chosen": "a", "rejected": "b"}, "chosen is a text"),
@@ -201,9 +201,9 @@ def test_a_pair_keeps_the_turns_before_it_out_of_the_loss(tmp_path: Path) -> Non
         ({"chosen": [GOOD], "rejected": [BAD]}, "no answer of the assistant"),
     ],
 )
-def test_bad_pairs_are_refused_by_place(record: dict, why: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=why) as refusal:
-        records(tmp_path, record)
+def test_bad_pairs_are_refused_by_place(record: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as refusal:
+        read_pairs(tmp_path, record)
     assert "pairs.jsonl" in str(refusal.value) and "line 1" in str(refusal.value)
 
 
@@ -215,23 +215,23 @@ def test_rows_hold_whole_pairs_and_say_which_targets_are_whose(measure: str, nll
     token_weights = (rng.random(ids.size) < 0.6).astype(np.uint8)
     token_weights[starts + 2] = 1
     preference = replace(KINDS["simpo"], nll=nll, measure=measure)
-    batches = PairBatches(Samples(ids, token_weights, starts), 2, 24, preference, seed=1)
-    batches.known[:] = np.arange(8)
+    batches = PairBatches(TokenizedSamples(ids, token_weights, starts), 2, 24, preference, seed=1)
+    batches.known_logps[:] = np.arange(8)
     seen = []
     for index in range(len(batches)):
-        batch, rows = batches[index], batches.answers(index)
+        batch, rows = batches[index], batches.row_samples(index)
         for at, row in enumerate(rows):
-            max_pairs = batches.most
+            max_pairs = batches.max_pairs
             assert batch["pairs"][at].sum() * 2 == len(row)
             for number, sample in enumerate(row):
                 seen.append(sample)
                 pair, side = divmod(number, 2)
                 assert sample % 2 == side and (side == 0 or row[number - 1] == sample - 1)
                 sides = batch["sides"][at, side * max_pairs + pair]
-                sample_ids, sample_weights = Samples(ids, token_weights, starts)[sample]
+                sample_ids, sample_weights = TokenizedSamples(ids, token_weights, starts)[sample]
                 columns = np.flatnonzero(sides)
-                assert sides.sum() == pytest.approx(1 if preference.divides else columns.size)
-                if preference.shares and not side:
+                assert sides.sum() == pytest.approx(1 if preference.uses_mean else columns.size)
+                if preference.needs_shares and not side:
                     assert batch["shares"][at, pair] == pytest.approx(1 / columns.size)
                 expected = sample_ids[1:][sample_weights[1:] > 0]
                 assert batch["targets"][at, columns].tolist() == expected.tolist()
@@ -257,17 +257,19 @@ def folder(tmp_path_factory):
     return root
 
 
-def tuned(folder: Path, output: Path, *more: str, base: str = "f32") -> int:
+def run_finetune(folder: Path, output: Path, *flags: str, base: str = "f32") -> int:
     paths = [str(folder / f"{base}.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
     defaults = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
-    loss = () if "--loss" in more else ("--loss", "dpo")
-    return main(["finetune", *paths, *defaults, *loss, "--lora-rank", "4", *more])
+    loss = () if "--loss" in flags else ("--loss", "dpo")
+    return main(["finetune", *paths, *defaults, *loss, "--lora-rank", "4", *flags])
 
 
 @pytest.mark.parametrize("loss", KINDS)
 def test_a_run_learns_the_preference_on_pairs_it_has_not_seen(folder, tmp_path, capsys, loss):
     output = tmp_path / "tuned.gguf"
-    assert tuned(folder, output, "--loss", loss, "--iters", "30", base="q4") == 0, said(capsys)
+    assert run_finetune(folder, output, "--loss", loss, "--iters", "30", base="q4") == 0, said(
+        capsys
+    )
     records = [*metrics_file.read(tmp_path / "tuned.run/metrics.jsonl")]
     first, last = records[0], next(r for r in reversed(records) if "val_loss" in r)
     assert last["val_accuracy"] == 1 and last["rewards_margin"] > first["rewards_margin"] + 0.05
@@ -283,7 +285,7 @@ def test_the_loss_does_not_depend_on_micro_batches_packing_or_memory(folder, tmp
         (["--batch-size", "4"], ["--batch-size", "2", "--grad-accumulation-steps", "2"])
     ):
         output = tmp_path / f"{number}.gguf"
-        assert tuned(folder, output, "--iters", "4", *extra_args) == 0, said(capsys)
+        assert run_finetune(folder, output, "--iters", "4", *extra_args) == 0, said(capsys)
         records = metrics_file.read(tmp_path / f"{number}.run/metrics.jsonl")
         results.append([(r["loss"], r["rewards_margin"]) for r in records if "loss" in r])
     np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=2e-6)
@@ -291,26 +293,26 @@ def test_the_loss_does_not_depend_on_micro_batches_packing_or_memory(folder, tmp
 
 def test_a_stopped_run_resumes_bit_for_bit_and_reads_the_reference_once(folder, tmp_path, capsys):
     full_model, resumed_model = tmp_path / "whole.gguf", tmp_path / "parted.gguf"
-    assert tuned(folder, full_model, "--iters", "8") == 0
+    assert run_finetune(folder, full_model, "--iters", "8") == 0
     with signal_after(4):
-        assert tuned(folder, resumed_model, "--iters", "8") == 130
+        assert run_finetune(folder, resumed_model, "--iters", "8") == 130
     capsys.readouterr()
-    assert tuned(folder, resumed_model, "--iters", "8", "--resume") == 0
+    assert run_finetune(folder, resumed_model, "--iters", "8", "--resume") == 0
     assert "reference model" not in "\n".join(said(capsys))
-    assert weights(full_model) == weights(resumed_model)
+    assert weight_bytes(full_model) == weight_bytes(resumed_model)
     # a lost or damaged file is made again, from the base's values
     (tmp_path / "parted.run" / FILE).write_bytes(b"damaged")
-    assert tuned(folder, resumed_model, "--iters", "10", "--resume") == 0
-    assert tuned(folder, full_model, "--iters", "10", "--resume") == 0
-    assert weights(full_model) == weights(resumed_model)
+    assert run_finetune(folder, resumed_model, "--iters", "10", "--resume") == 0
+    assert run_finetune(folder, full_model, "--iters", "10", "--resume") == 0
+    assert weight_bytes(full_model) == weight_bytes(resumed_model)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) -> None:
     path, arrays = tmp_path / "known.npz", {"a": np.arange(99.0), "b": np.arange(50)}
-    precomputed.write(path, "mark", arrays)
+    precomputed.write_arrays(path, "mark", arrays)
     got = {name: np.zeros_like(array) for name, array in arrays.items()}
-    precomputed.read(path, "another", got)
+    precomputed.read_arrays(path, "another", got)
     assert not got["a"].any()
     raw = bytearray(path.read_bytes())
     if damage == "cut":
@@ -318,9 +320,9 @@ def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) 
     else:
         raw[raw.index(arrays["b"].tobytes()) + 3] ^= 1
     (tmp_path / "damaged.npz").write_bytes(raw)
-    precomputed.read(tmp_path / "damaged.npz", "mark", got)
+    precomputed.read_arrays(tmp_path / "damaged.npz", "mark", got)
     assert not got["a"].any() and not got["b"].any()
-    precomputed.read(path, "mark", got)
+    precomputed.read_arrays(path, "mark", got)
     assert all(np.array_equal(got[name], array) for name, array in arrays.items())
 
 
@@ -344,7 +346,7 @@ def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "more, why",
+    "flags, message",
     [
         (["--loss", "next-token"], "is a pair of answers"),
         (["--loss", "simpo", "--reference-free"], "--reference-free: --loss simpo has no such"),
@@ -355,10 +357,10 @@ def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
         (["--loss", "dpo", "--beta", "0"], "--beta"),
     ],
 )
-def test_what_does_not_go_together_is_refused(folder, tmp_path, capsys, more, why):
-    assert tuned(folder, tmp_path / "tuned.gguf", *more) == 2
-    (line,) = [line for line in said(capsys) if "error" in line or why in line][-1:]
-    assert why in line
+def test_what_does_not_go_together_is_refused(folder, tmp_path, capsys, flags, message):
+    assert run_finetune(folder, tmp_path / "tuned.gguf", *flags) == 2
+    (line,) = [line for line in said(capsys) if "error" in line or message in line][-1:]
+    assert message in line
 
 
 def test_other_data_is_refused_for_such_a_loss(folder, tmp_path, capsys):
@@ -371,12 +373,15 @@ def test_other_data_is_refused_for_such_a_loss(folder, tmp_path, capsys):
 
 
 def test_a_budget_is_kept_or_refused(folder, tmp_path, capsys):
-    assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "2", "--memory", room(600)) == 0
-    assert tuned(folder, tmp_path / "small.gguf", "--iters", "2", "--memory", "40MiB") == 3
+    assert (
+        run_finetune(folder, tmp_path / "tuned.gguf", "--iters", "2", "--memory", memory_limit(600))
+        == 0
+    )
+    assert run_finetune(folder, tmp_path / "small.gguf", "--iters", "2", "--memory", "40MiB") == 3
 
 
 def test_judged_rewards_of_an_untrained_model_are_ties() -> None:
-    preference = Preference("dpo")
+    preference = PreferenceLoss("dpo")
     logps = np.array([[-3.0, -5.0]])
     metrics = preference.judged(logps, logps)
     assert metrics["chosen"] == metrics["rejected"] == 0 and metrics["loss"] == pytest.approx(
@@ -414,8 +419,8 @@ def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> Non
     args += ["--weight-decay", "0", "--no-pack", "--batch-size", "6", "--iters", str(len(steps))]
     args += ["--val-split", "0", "--no-tensorboard"]
     assert main(["finetune", str(base), "--data", str(data), "-o", str(output), *args]) == 0
-    found = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
-    for ours, theirs in zip(found, steps, strict=True):
+    logged = [r for r in metrics_file.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    for ours, theirs in zip(logged, steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         for name in ("chosen", "rejected") if loss == "dpo" else ():  # TRL shows sums for ipo, too
             expected = theirs[f"rewards/{name}"]
@@ -424,7 +429,7 @@ def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> Non
     moved = golden["moved"]
     assert len(moved) == len(before.entries)
     for name, theirs in moved.items():
-        ours = TENSOR_NAMES.sub(lambda found: NAMES[found[0]], name).replace("model.layers", "blk")
+        ours = TENSOR_NAMES.sub(lambda match: NAMES[match[0]], name).replace("model.layers", "blk")
         change = after.array(ours).astype(np.float64) - before.array(ours)
         assert np.square(change).sum() == pytest.approx(theirs, rel=1e-4), name
 

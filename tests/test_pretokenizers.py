@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 
 from packtrain.data.tokenizer import Tokenizer, TokenizerError
-from packtrain.data.tokenizer.split_rules import ROWS, RULES
-from packtrain.data.tokenizer.word_splitter import Splitter
-from tests.vocabularies import PIECES, charsmap, checksum, drawn, joining, pieces
+from packtrain.data.tokenizer.split_rules import RULES, RULES_BY_NAMES
+from packtrain.data.tokenizer.word_splitter import WordSplitter
+from tests.vocabularies import (
+    PIECES,
+    charsmap,
+    checksum,
+    merging_metadata,
+    pieces_metadata,
+    random_texts,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens/pretokenizers.json").read_text())
-LEADERS = [names.split()[0] for names in ROWS]
-MADE = [*LEADERS, *PIECES]
+LEADERS = [names.split()[0] for names in RULES_BY_NAMES]
+VOCABULARIES = [*LEADERS, *PIECES]
 # those in the source of llama.cpp, in its order
 NAMES = (
     "default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano "
@@ -32,29 +39,29 @@ NAMES = (
 
 
 def test_all_names_are_known_once():
-    assert sorted(NAMES.split()) == sorted(RULES) == sorted(" ".join(ROWS).split())
+    assert sorted(NAMES.split()) == sorted(RULES) == sorted(" ".join(RULES_BY_NAMES).split())
 
 
-def made(name: str) -> dict[str, Any]:
-    return pieces(name) if name in PIECES else joining(name)
+def vocabulary_metadata(name: str) -> dict[str, Any]:
+    return pieces_metadata(name) if name in PIECES else merging_metadata(name)
 
 
-@pytest.mark.parametrize("few", [0, sys.maxsize])
-@pytest.mark.parametrize("name", MADE)
-def test_the_ids_of_llama_cpp(name: str, few: int):
+@pytest.mark.parametrize("min_compiled_length", [0, sys.maxsize])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_the_ids_of_llama_cpp(name: str, min_compiled_length: int):
     """`python -m benchmarks.pretokenizers --record` recorded them; the vocabulary joins any two neighbours."""
-    tokenizer = Tokenizer(made(name), few=few)
-    texts = drawn(7, len(GOLDEN[name]))
+    tokenizer = Tokenizer(vocabulary_metadata(name), compile_threshold=min_compiled_length)
+    texts = random_texts(7, len(GOLDEN[name]))
     for text, expected in zip(texts, GOLDEN[name], strict=True):
         assert checksum(tokenizer.encode(text, bos=False, eos=False, special=False)) == expected, (
             repr(text)
         )
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", VOCABULARIES)
 def test_pieces_give_the_ids_of_the_whole(name: str):
-    tokenizer, draw = Tokenizer(made(name)), random.Random(5)
-    for text in drawn(8, 100, 60):
+    tokenizer, draw = Tokenizer(vocabulary_metadata(name)), random.Random(5)
+    for text in random_texts(8, 100, 60):
         size = draw.randint(1, 12)
         pieces = tokenizer.encode_pieces(text[i : i + size] for i in range(0, len(text), size))
         ids = [id for part in pieces for id in part]
@@ -65,7 +72,7 @@ def test_pieces_give_the_ids_of_the_whole(name: str):
 def test_a_long_text_is_cut_somewhere(name: str):
     text = "The year 1998, said he.\n" * 20
     parts = list(
-        Tokenizer(joining(name)).encode_pieces(text[i : i + 24] for i in range(0, 480, 24))
+        Tokenizer(merging_metadata(name)).encode_pieces(text[i : i + 24] for i in range(0, 480, 24))
     )
     assert len(parts) >= 19
 
@@ -88,20 +95,20 @@ def test_a_long_text_is_cut_somewhere(name: str):
     ],
 )
 def test_words(name: str, text: str, words: list[str]):
-    assert Splitter(RULES[name]).split(text) == words
+    assert WordSplitter(RULES[name]).split(text) == words
 
 
 def test_gemma_4_always_begins_with_bos():
-    metadata = joining("gemma4") | {"tokenizer.ggml.add_bos_token": False}
+    metadata = merging_metadata("gemma4") | {"tokenizer.ggml.add_bos_token": False}
     assert Tokenizer(metadata).encode("ab")[0] == 1
     del metadata["tokenizer.ggml.pre"]
     named = Tokenizer(metadata | {"tokenizer.ggml.model": "gemma4"})
-    assert named.encode("a b\n\n") == Tokenizer(joining("gemma4")).encode("a b\n\n")
+    assert named.encode("a b\n\n") == Tokenizer(merging_metadata("gemma4")).encode("a b\n\n")
     assert named.decode(named.encode("a b\n\n", bos=False)) == "a b\n\n"
 
 
 def test_only_kimi_needs_no_merges():
-    metadata = joining("kimi-k2")
+    metadata = merging_metadata("kimi-k2")
     del metadata["tokenizer.ggml.merges"]
     assert len(Tokenizer(metadata).encode("abc")) == 3
     with pytest.raises(TokenizerError, match="merges"):
@@ -109,7 +116,7 @@ def test_only_kimi_needs_no_merges():
 
 
 def test_whitespace_has_no_tokens_where_it_only_parts_words():
-    metadata = joining("whitespace")
+    metadata = merging_metadata("whitespace")
     cased = Tokenizer(metadata)
     assert cased.encode("ab  cd\n") == cased.encode("ab\u2003cd") == [
         id for word in ("ab", "cd") for id in cased.encode(word)
@@ -126,34 +133,34 @@ def test_whitespace_has_no_tokens_where_it_only_parts_words():
     ],
 )
 def test_cleaned_texts(name: str, text: str, cleaned: str):
-    tokenizer = Tokenizer(joining(name))
+    tokenizer = Tokenizer(merging_metadata(name))
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and tokenizer.decode(ids, clean=True) == cleaned
 
 
-def special(texts: list[str], kinds: list[int], **more: Any) -> Tokenizer:
+def special_tokenizer(texts: list[str], kinds: list[int], **fields: Any) -> Tokenizer:
     """A vocabulary with some special tokens."""
-    metadata = joining(more.pop("pre", "gpt-2"))
+    metadata = merging_metadata(fields.pop("pre", "gpt-2"))
     metadata["tokenizer.ggml.tokens"] = metadata["tokenizer.ggml.tokens"] + [
         t.encode() for t in texts
     ]
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], *kinds]
-    return Tokenizer(metadata | {f"tokenizer.ggml.{key}": value for key, value in more.items()})
+    return Tokenizer(metadata | {f"tokenizer.ggml.{key}": value for key, value in fields.items()})
 
 
 def test_a_mask_swallows_the_space_before_it():
     for pre, count in (("jina-v2-code", 3), ("gpt-2", 4)):
-        tokenizer = special(["<mask>"], [3], pre=pre)
+        tokenizer = special_tokenizer(["<mask>"], [3], pre=pre)
         assert len(tokenizer.encode("a  <mask>b")) == count
 
 
 def test_ends_that_are_none():
-    harmony = special(["<|end|>", "<|return|>", "<|call|>", "<|channel|>"], [3, 3, 3, 3])
-    named = {harmony.tokens[id] for id in harmony.ends}
+    harmony = special_tokenizer(["<|end|>", "<|return|>", "<|call|>", "<|channel|>"], [3, 3, 3, 3])
+    named = {harmony.tokens[id] for id in harmony.eog_ids}
     assert {b"<|return|>", b"<|call|>"} <= named and b"<|end|>" not in named
     assert harmony.encode("<|channel|>", special=False) == [harmony.vocab_size - 1]
-    gemma = special(["</s>", "<|tool_response>"], [3, 3])
-    named = {gemma.tokens[id] for id in gemma.ends}
+    gemma = special_tokenizer(["</s>", "<|tool_response>"], [3, 3])
+    named = {gemma.tokens[id] for id in gemma.eog_ids}
     assert b"<|tool_response>" in named and b"</s>" not in named
     assert len(gemma.encode("</s>")) > 1
 
@@ -161,18 +168,18 @@ def test_ends_that_are_none():
 # ---- WordPiece and Unigram
 
 
-def spelled(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
-    return [tokenizer.tokens[id].decode() for id in tokenizer.encode(text, **how)]
+def token_texts(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
+    return [tokenizer.tokens[id].decode() for id in tokenizer.encode(text, **options)]
 
 
-def listed(kind: str, tokens: dict[str, float], **more: Any) -> Tokenizer:
+def scored_tokenizer(kind: str, tokens: dict[str, float], **fields: Any) -> Tokenizer:
     """A vocabulary of these tokens and scores; those in brackets are control tokens."""
     metadata = {
         "model": kind,
         "tokens": [token.encode() for token in tokens],
         "scores": np.array([*tokens.values()], np.float32),
         "token_type": np.array([3 if token[0] in "[<" else 1 for token in tokens], np.int32),
-    } | more
+    } | fields
     return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
 
 
@@ -182,13 +189,13 @@ BERT_IDS = {"bos_token_id": 2, "unknown_token_id": 1, "seperator_token_id": 3}
 
 
 def test_word_pieces():
-    tokenizer = listed("bert", BERT, **BERT_IDS)
-    assert spelled(tokenizer, "The unaffable, Caf\u00e9\u4e2d") == ["[CLS]", *WORDS, "[SEP]"]
-    assert spelled(tokenizer, "unaffected [SEP] the", bos=False, eos=False) == [
+    tokenizer = scored_tokenizer("bert", BERT, **BERT_IDS)
+    assert token_texts(tokenizer, "The unaffable, Caf\u00e9\u4e2d") == ["[CLS]", *WORDS, "[SEP]"]
+    assert token_texts(tokenizer, "unaffected [SEP] the", bos=False, eos=False) == [
         "[UNK]", "[SEP]", "\u2581the",
     ]  # fmt: skip
-    cased = listed("bert", BERT, **BERT_IDS, **{"normalizer.lowercase": False})
-    assert spelled(cased, "The the caf\u00e9", bos=False) == [
+    cased = scored_tokenizer("bert", BERT, **BERT_IDS, **{"normalizer.lowercase": False})
+    assert token_texts(cased, "The the caf\u00e9", bos=False) == [
         "[UNK]",
         "\u2581the",
         "[UNK]",
@@ -206,34 +213,34 @@ T5 = {
 
 
 def test_unigrams():
-    tokenizer = listed("t5", T5, add_space_prefix=True)
-    assert spelled(tokenizer, "ab b") == ["\u2581a", "b", "\u2581", "b", "</s>"]
-    assert spelled(tokenizer, "bab") == ["\u2581", "b", "ab", "</s>"]
-    assert spelled(tokenizer, "axyb", eos=False) == ["\u2581a", "<unk>", "b"]
+    tokenizer = scored_tokenizer("t5", T5, add_space_prefix=True)
+    assert token_texts(tokenizer, "ab b") == ["\u2581a", "b", "\u2581", "b", "</s>"]
+    assert token_texts(tokenizer, "bab") == ["\u2581", "b", "ab", "</s>"]
+    assert token_texts(tokenizer, "axyb", eos=False) == ["\u2581a", "<unk>", "b"]
     assert tokenizer.decode(tokenizer.encode("ab b")) == "ab b"
-    assert spelled(listed("t5", T5), "ab") == ["ab", "</s>"]
-    joined = listed("t5", T5, remove_extra_whitespaces=True)
-    assert spelled(joined, " a   a ", eos=False) == ["\u2581a", "\u2581a"]
+    assert token_texts(scored_tokenizer("t5", T5), "ab") == ["ab", "</s>"]
+    joined = scored_tokenizer("t5", T5, remove_extra_whitespaces=True)
+    assert token_texts(joined, " a   a ", eos=False) == ["\u2581a", "\u2581a"]
 
 
 def test_replacements_of_characters():
     mapped = np.frombuffer(charsmap({"x": "a", "xy": "ab", "z": ""}), np.int8)
-    tokenizer = listed("t5", T5, precompiled_charsmap=mapped)
-    assert spelled(tokenizer, "xxyz", eos=False) == ["a", "ab"]
+    tokenizer = scored_tokenizer("t5", T5, precompiled_charsmap=mapped)
+    assert token_texts(tokenizer, "xxyz", eos=False) == ["a", "ab"]
     for wrong in ("text", np.zeros(9, np.float32), 5):
         with pytest.raises(TokenizerError, match="precompiled_charsmap is no array of bytes"):
-            listed("t5", T5, precompiled_charsmap=wrong)
+            scored_tokenizer("t5", T5, precompiled_charsmap=wrong)
     for end, said in ((3, "does not fit in"), (len(mapped) - 1, "no end of a replacement")):
         with pytest.raises(TokenizerError, match=said):
-            listed("t5", T5, precompiled_charsmap=mapped[:end]).encode("z")
+            scored_tokenizer("t5", T5, precompiled_charsmap=mapped[:end]).encode("z")
 
 
 def test_pieces_without_an_unknown_token():
     vocab = {"\u2581the": 0.0, "b": 0.0}
-    tokenizer = listed("bert", vocab, bos_token_id=0, seperator_token_id=1)
+    tokenizer = scored_tokenizer("bert", vocab, bos_token_id=0, seperator_token_id=1)
     with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
         tokenizer.encode("of")
     with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
-        listed("t5", vocab)
+        scored_tokenizer("t5", vocab)
     with pytest.raises(TokenizerError, match="seperator_token_id must name one"):
-        listed("bert", vocab, bos_token_id=0)
+        scored_tokenizer("bert", vocab, bos_token_id=0)

@@ -13,10 +13,10 @@ from packtrain.common.memory import private_nbytes_of
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, TRAINABLE, Dtype
 from packtrain.engine import ops
 from packtrain.engine.executor import RunError
-from packtrain.gguf import GGUF, write
+from packtrain.gguf import GGUF, write_gguf
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models import transformer
-from packtrain.models.model_file import metadata
+from packtrain.models.model_file import model_metadata
 from tests import checks
 from tests.test_model_file import TOKENS, vocabulary
 from tests.test_quant import SCALES
@@ -24,17 +24,17 @@ from tests.test_quant import SCALES
 # ---- shared arrays -------------------------------------------------------------------------------------------
 
 
-def doubled(name: str = "w") -> pt.Graph:
+def doubled_weight(name: str = "w") -> pt.Graph:
     return pt.Graph({"y": ops.scale(pt.weight(name, (3, 4)), by=2.0)})
 
 
 def test_a_shared_array_is_the_leaf(tmp_path: Path) -> None:
     w = np.arange(12, dtype=np.float32).reshape(3, 4)
-    write(tmp_path / "w.gguf", {}, {"w": w})
+    write_gguf(tmp_path / "w.gguf", {}, {"w": w})
     mapped = GGUF(tmp_path / "w.gguf").array("w")
     session = pt.Session()
     session.share({"w": mapped})
-    run = session.executor(pt.place(doubled()))
+    run = session.executor(pt.place(doubled_weight()))
     assert np.shares_memory(session.view("w"), mapped)
     np.testing.assert_array_equal(run()["y"], 2 * w)
 
@@ -43,17 +43,17 @@ def test_a_shared_array_cannot_be_changed() -> None:
     w = np.ones((3, 4), np.float32)
     session = pt.Session()
     session.share({"w": w})
-    session.executor(pt.place(doubled()))
+    session.executor(pt.place(doubled_weight()))
     for change in (
         lambda: session.set({"w": 2 * w}),
         lambda: session.fill("w", lambda array: array.fill(2)),
-        lambda: session.executor(pt.place(written())),
+        lambda: session.executor(pt.place(row_writer())),
     ):
         with pytest.raises(RunError, match="w is a shared array"):
             change()
 
 
-def written() -> pt.Graph:
+def row_writer() -> pt.Graph:
     ids = pt.constant("ids", np.array([1]), pt.i32)
     (handle,) = ops.set_rows(pt.weight("w", (3, 4)), pt.input("x", (1, 4)), ids)
     return pt.Graph({}, [handle])
@@ -63,10 +63,10 @@ def test_only_arrays_of_the_leafs_own_kind_are_shared_and_in_time() -> None:
     session = pt.Session()
     session.share({"w": np.ones((3, 4)), "v": np.ones((4, 3), np.float32)})
     with pytest.raises(RunError, match=r"w is f32\[3, 4\]; a value of float64 does not fit"):
-        session.executor(pt.place(doubled()))
+        session.executor(pt.place(doubled_weight()))
     with pytest.raises(RunError, match=r"v is f32\[3, 4\]; a value of shape \[4, 3\] does not fit"):
-        session.executor(pt.place(doubled("v")))
-    session.executor(pt.place(doubled("u")))
+        session.executor(pt.place(doubled_weight("v")))
+    session.executor(pt.place(doubled_weight("u")))
     with pytest.raises(RunError, match="u has its memory already"):
         session.share({"u": np.ones((3, 4), np.float32)})
 
@@ -74,8 +74,8 @@ def test_only_arrays_of_the_leafs_own_kind_are_shared_and_in_time() -> None:
 def test_a_dirty_session_is_clean_when_all_of_its_own_leaves_are_set() -> None:
     session = pt.Session()
     session.share({"w": np.ones((3, 4), np.float32)})
-    session.executor(pt.place(doubled("v")))
-    session.executor(pt.place(doubled()))
+    session.executor(pt.place(doubled_weight("v")))
+    session.executor(pt.place(doubled_weight()))
     session.dirty = "an update failed"
     session.set({"v": np.ones((3, 4), np.float32)})
     assert session.dirty is None
@@ -128,7 +128,7 @@ def test_the_weights_of_these_tests_are_ordinary_numbers() -> None:
         assert np.isfinite(values).all() and 0.01 < values.std() < 50, dtype
 
 
-def graphs(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
+def product_graph(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
     """Everything that reads a packed matrix, with a gradient where there is one."""
     w, x = pt.weight("w", (n, k), dtype), pt.input("x", (m, k))
     ids = pt.constant("ids", np.arange(m) * 7 % n, pt.i32)
@@ -149,9 +149,9 @@ def test_packed_weights_give_what_their_values_give(dtype: Dtype, m: int) -> Non
     n, k = 150, {1: 99, 32: 352}.get(dtype.block, 512)
     packed = random_weights(dtype, n, k)
     inputs = {"x": np.random.default_rng(0).standard_normal((m, k)), "weights": np.full(m, 0.1)}
-    actual = checks.run(graphs(dtype, m, n, k), inputs | {"w": packed})
-    expected = checks.run(graphs(pt.f32, m, n, k), inputs | {"w": dequantize(packed)})
-    checks.all_close(actual, expected, f"{dtype} {m}")
+    actual = checks.run_graph(product_graph(dtype, m, n, k), inputs | {"w": packed})
+    expected = checks.run_graph(product_graph(pt.f32, m, n, k), inputs | {"w": dequantize(packed)})
+    checks.assert_all_close(actual, expected, f"{dtype} {m}")
     np.testing.assert_array_equal(actual["rows"], expected["rows"])
 
 
@@ -170,7 +170,7 @@ def test_packed_weights_have_no_gradient(dtype: Dtype) -> None:
 WIDTH, RANK, ROWS = 256, 4, 6
 
 
-def adapted(dtype: Dtype, packed: bool = True) -> tuple[pt.Graph, dict[str, np.ndarray]]:
+def adapter_graph(dtype: Dtype, packed: bool = True) -> tuple[pt.Graph, dict[str, np.ndarray]]:
     """Two layers with low-rank adapters and a head, packed or as f32; gradients of adapters and input; values."""
     stored = [random_weights(dtype, WIDTH, WIDTH), random_weights(dtype, WIDTH, WIDTH)[::-1].copy()]
     bases = [
@@ -198,10 +198,10 @@ def adapted(dtype: Dtype, packed: bool = True) -> tuple[pt.Graph, dict[str, np.n
 @pytest.mark.parametrize("name", ("f16", "bf16", "q8_0", "q4_0", "q4_K", "q6_K"))
 def test_gradients_through_a_packed_base(name: str) -> None:
     """They are what the specification says in float64 of a base that holds the same values in f32."""
-    graph, leaf_values = adapted(DTYPES[name])
-    unpacked, _ = adapted(DTYPES[name], packed=False)
+    graph, leaf_values = adapter_graph(DTYPES[name])
+    unpacked, _ = adapter_graph(DTYPES[name], packed=False)
     expected = pt.interpret(unpacked, leaf_values)
-    actual = checks.run(graph, leaf_values)
+    actual = checks.run_graph(graph, leaf_values)
     for key, value in expected.items():
         top = float(np.abs(value).max())
         assert top > 1e-4, f"{key} says nothing"
@@ -209,13 +209,13 @@ def test_gradients_through_a_packed_base(name: str) -> None:
 
 
 def test_gradients_through_a_packed_base_are_the_slope() -> None:
-    graph, leaf_values = adapted(DTYPES["q4_K"])
+    graph, leaf_values = adapter_graph(DTYPES["q4_K"])
     float64_values = {n: v.astype(np.float64) for n, v in leaf_values.items()}
     gradients = pt.interpret(graph, float64_values)
     random = np.random.default_rng(11)
     direction = {n: random.standard_normal(v.shape) for n, v in float64_values.items()}
     measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), float64_values, direction)
-    checks.is_slope(
+    checks.assert_slope(
         measured, {n: gradients[f"d/{n}"] * v for n, v in direction.items()}, "packed base"
     )
 
@@ -243,9 +243,12 @@ def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
     private_sizes = []
     for blocks in (1, SHAPE.block_count):
         config = replace(SHAPE, block_count=blocks)
-        packed = {n: stored(v, BLOCK_TYPES["q8_0"]) for n, v in transformer.initial(config).items()}
+        packed = {
+            n: quantize_matrix(v, BLOCK_TYPES["q8_0"])
+            for n, v in transformer.initial_weights(config).items()
+        }
         path = tmp_path / f"{blocks}.gguf"
-        write(path, metadata(config, "small") | vocabulary(), packed)
+        write_gguf(path, model_metadata(config, "small") | vocabulary(), packed)
         with subprocess.Popen(
             [sys.executable, "-c", READ, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
@@ -258,7 +261,7 @@ def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
     )
 
 
-def stored(values: np.ndarray, dtype: Dtype) -> np.ndarray:
+def quantize_matrix(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     return quantize(values, dtype) if values.ndim > 1 else values
 
 
@@ -271,10 +274,10 @@ def test_a_product_with_infinity_is_found_and_all_inputs_are_named() -> None:
     packed.view(np.uint8)[0, :2] = np.float16([np.inf]).view(np.uint8)
     y = ops.matmul(pt.input("x", (2, 32)), pt.constant("w", packed, q8_0))
     with pt.debug("nan"), pytest.raises(FloatingPointError, match=r"w: q8_0\[3, 32\]$"):
-        checks.run(pt.Graph({"y": y}), {"x": np.ones((2, 32))})
+        checks.run_graph(pt.Graph({"y": y}), {"x": np.ones((2, 32))})
     with pt.debug("compare"):
         good = pt.constant("w", random_weights(q8_0, 3, 32), q8_0)
-        checks.run(
+        checks.run_graph(
             pt.Graph({"y": ops.matmul(pt.input("x", (2, 32)), good)}), {"x": np.ones((2, 32))}
         )
 

@@ -30,14 +30,14 @@ ERRORS = {
     ("positive", "q5_K"): 3.022596e-04,
     ("positive", "q6_K"): 2.225591e-04,
 }
-MORE = 1.02  # as much error of theirs is allowed
+MAX_ERROR_RATIO = 1.02  # as much error of theirs is allowed
 
 
-def kind(dtype: Dtype) -> gguf.GGMLQuantizationType:
+def ggml_type(dtype: Dtype) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType(dtype.number)
 
 
-def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
+def random_blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
     """Random bytes, u8 (blocks, bytes of one), every f16 scale one of `scales`."""
     rng = np.random.default_rng(0)
     packed = rng.integers(0, 256, (BLOCKS, dtype.block_nbytes), np.uint8)
@@ -47,7 +47,7 @@ def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
     return packed
 
 
-def read(dtype: Dtype, packed: np.ndarray, rows: int = 4) -> np.ndarray:
+def decode_rows(dtype: Dtype, packed: np.ndarray, rows: int = 4) -> np.ndarray:
     return dequantize(packed.reshape(rows, -1).view(dtype.numpy))
 
 
@@ -57,10 +57,10 @@ every_type = pytest.mark.parametrize("dtype", READABLE, ids=str)
 @every_type
 def test_values_are_those_of_ggml_bit_for_bit(dtype: Dtype):
     finite = np.arange(1 << 16)[np.arange(1 << 16) & 0x7C00 != 0x7C00]
-    packed = blocks(dtype, finite)
+    packed = random_blocks(dtype, finite)
     with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
-    actual = read(dtype, packed)
+        expected = gguf.quants.dequantize(packed.reshape(4, -1), ggml_type(dtype))
+    actual = decode_rows(dtype, packed)
     assert actual.shape == expected.shape == (4, BLOCKS // 4 * dtype.block)
     both_nan = np.isnan(actual) & np.isnan(expected)  # of f32, f16 and bf16: the payload may differ
     assert ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
@@ -69,15 +69,15 @@ def test_values_are_those_of_ggml_bit_for_bit(dtype: Dtype):
 @every_type
 def test_scales_that_are_zero_tiny_infinite_or_no_number_do_no_harm(dtype: Dtype):
     edge_scales = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x7C00, 0xFC00, 0x7E00, 0x7C01])
-    packed = blocks(dtype, edge_scales)
+    packed = random_blocks(dtype, edge_scales)
     with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.quants.dequantize(packed.reshape(4, -1), kind(dtype))
-    np.testing.assert_array_equal(read(dtype, packed), expected)
+        expected = gguf.quants.dequantize(packed.reshape(4, -1), ggml_type(dtype))
+    np.testing.assert_array_equal(decode_rows(dtype, packed), expected)
 
 
 @every_type
 def test_any_shape_is_read(dtype: Dtype):
-    packed = blocks(dtype, np.array([0x3C00]))[:24].view(dtype.numpy)
+    packed = random_blocks(dtype, np.array([0x3C00]))[:24].view(dtype.numpy)
     flat = dequantize(packed.reshape(-1))
     for shape in ((24,), (3, 8), (2, 3, 4), (24, 1)):
         actual = dequantize(packed.reshape(shape))
@@ -94,7 +94,7 @@ def test_rows_of_any_width_end_where_they_should(name: str, width: int):
     dtype = DTYPES[name]
     packed = np.random.default_rng(1).integers(0, 256, (3, width * 2), np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.quants.dequantize(packed, kind(dtype))
+        expected = gguf.quants.dequantize(packed, ggml_type(dtype))
     np.testing.assert_array_equal(dequantize(packed.view(dtype.numpy)), expected)
 
 
@@ -111,7 +111,11 @@ def test_what_cannot_be_read_is_said():
 
 blockwise = pytest.mark.parametrize(
     "dtype",
-    [d for d in WRITABLE if not d.name.endswith("_K") and d.name not in ggml_packed.PLAIN],
+    [
+        d
+        for d in WRITABLE
+        if not d.name.endswith("_K") and d.name not in ggml_packed.UNWEIGHED_TYPES
+    ],
     ids=str,
 )
 
@@ -120,7 +124,7 @@ blockwise = pytest.mark.parametrize(
 def test_values_are_packed_as_ggml_packs_them_bit_for_bit(dtype: Dtype):
     x = odd_rows()
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = gguf.quants.quantize(x, kind(dtype))
+        expected = gguf.quants.quantize(x, ggml_type(dtype))
     actual = quantize(x, dtype)
     assert actual.dtype == dtype.numpy
     assert actual.shape == dtype.array_shape(x.shape)
@@ -154,11 +158,11 @@ def test_shapes_and_threads_change_nothing(dtype: Dtype):
 @pytest.mark.parametrize("name", ("f32", "f16", "bf16"))
 def test_scalars_of_any_width_are_written(name: str, width: int):
     x = odd_rows()[-3:, :width]
-    expected = gguf.quants.quantize(np.ascontiguousarray(x), kind(DTYPES[name]))
+    expected = gguf.quants.quantize(np.ascontiguousarray(x), ggml_type(DTYPES[name]))
     np.testing.assert_array_equal(quantize(x, DTYPES[name]).view(np.uint8), expected.view(np.uint8))
 
 
-def error(x: np.ndarray, packed: np.ndarray) -> float:
+def squared_error(x: np.ndarray, packed: np.ndarray) -> float:
     x_f64 = x.astype(np.float64)
     return float(np.square(dequantize(packed) - x_f64).sum() / np.square(x_f64).sum())
 
@@ -166,7 +170,7 @@ def error(x: np.ndarray, packed: np.ndarray) -> float:
 @pytest.mark.parametrize(("rows", "name"), ERRORS)
 def test_blocks_with_parts_are_as_near_as_llama_quantize_makes_them(rows: str, name: str):
     x = rows_of(rows)
-    assert error(x, quantize(x, DTYPES[name])) <= MORE * ERRORS[rows, name]
+    assert squared_error(x, quantize(x, DTYPES[name])) <= MAX_ERROR_RATIO * ERRORS[rows, name]
 
 
 @pytest.mark.parametrize(("name", "codes"), (("q4_K", 15), ("q5_K", 31), ("q6_K", 31)))
@@ -188,7 +192,7 @@ def test_values_too_small_for_a_scale_become_zeros(dtype: Dtype):
 def test_groups_of_zeros_leave_those_behind_them_in_their_places():
     x = rows_of("normal").copy()
     x[:, 64:96] = 0
-    assert error(x, quantize(x, DTYPES["iq3_s"])) < 0.04  # of ggml 0.25 more than 0.3
+    assert squared_error(x, quantize(x, DTYPES["iq3_s"])) < 0.04  # of ggml 0.25 more than 0.3
 
 
 def test_what_cannot_be_written_is_said():

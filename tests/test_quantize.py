@@ -12,11 +12,11 @@ import pytest
 from packtrain.cli import quantize
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, f16, f32
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels import quantized_arrays
 from packtrain.models import quant_recipe
-from packtrain.models.quant_recipe import MIXES, types_of
-from packtrain.workflows.quantization import Quantize
+from packtrain.models.quant_recipe import MIXES, tensor_dtypes
+from packtrain.workflows.quantization import QuantizeSettings
 from tests import mixes
 from tests.mixes import SHAPES, write_shape
 
@@ -29,7 +29,9 @@ def check_types(shape: str, folder: Path) -> None:
     gguf, recorded = GGUF(folder / "m.gguf"), mixes.load()
     for of, name, options in mixes.cases():
         if of == shape:
-            tensor_types = types_of(gguf, MIXES[name], **mixes.given(name, options)[1])
+            tensor_types = tensor_dtypes(
+                gguf, MIXES[name], **mixes.quantize_options(name, options)[1]
+            )
             expected = recorded[f"{shape}: {name}{options}"].split()
             assert list(map(str, tensor_types.values())) == expected, f"{name}{options}"
 
@@ -40,17 +42,17 @@ def test_types_are_those_llama_quantize_chooses(shape: str, tmp_path: Path):
 
 
 FAULTS = {
-    "tied": (quant_recipe, "_more", lambda i, count: i < count // 8),
-    "last block first": (quant_recipe, "_place", lambda name: 0),
-    "two experts": (quant_recipe, "_block", lambda name: None),
+    "tied": (quant_recipe, "_gets_more_bits", lambda i, count: i < count // 8),
+    "last block first": (quant_recipe, "_tensor_order", lambda name: 0),
+    "two experts": (quant_recipe, "_block_index", lambda name: None),
     "rows of 96": (
         quant_recipe,
-        "fitting",
+        "fit_block_width",
         lambda dtype, width: f16 if width % dtype.block else dtype,
     ),
-    "eight experts": (quant_recipe, "EXPERTS", 4),
-    "untied": (quant_recipe, "FIRST_VALUES", 3),
-    "few values serve many": (quant_recipe._Rules, "_is_70b", lambda rules: False),
+    "eight experts": (quant_recipe, "NUM_RICH_EXPERTS", 4),
+    "untied": (quant_recipe, "NUM_FIRST_VALUES", 3),
+    "few values serve many": (quant_recipe._DtypeRules, "_is_70b", lambda rules: False),
 }
 
 
@@ -65,25 +67,25 @@ def test_a_rule_that_is_wrong_is_seen(shape: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Quantize:
+def settings(tmp_path: Path) -> QuantizeSettings:
     write_shape(tmp_path / "m.gguf", SHAPES["untied"])
-    return Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "q4_k_m")
+    return QuantizeSettings(tmp_path / "m.gguf", tmp_path / "q.gguf", "q4_k_m")
 
 
-def with_value(given: Path, to: Path, name: str, value: float) -> Path:
+def with_value(source_path: Path, output_path: Path, name: str, value: float) -> Path:
     """A copy with one value changed."""
-    gguf = GGUF(given)
+    gguf = GGUF(source_path)
     tensors = {name: gguf.array(name) for name in gguf.entries}
     tensors[name] = tensors[name].copy()
     tensors[name].flat[-1] = value
-    write(to, gguf.values, tensors)
-    return to
+    write_gguf(output_path, gguf.values, tensors)
+    return output_path
 
 
-def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys: Capture):
+def test_weights_are_packed_and_the_rest_is_as_it_was(settings: QuantizeSettings, capsys: Capture):
     assert quantize.run(settings) == 0
     source, quantized = GGUF(settings.model), GGUF(settings.output)
-    types = types_of(source, MIXES["Q4_K_M"])
+    types = tensor_dtypes(source, MIXES["Q4_K_M"])
     assert list(quantized.entries) == list(source.entries)
     assert {str(dtype) for dtype in types.values()} == {"f32", "q4_K", "q6_K"}
     for name, dtype in types.items():
@@ -109,7 +111,7 @@ def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys
 
 def test_rows_that_do_not_divide_are_said(tmp_path: Path, capsys: Capture):
     write_shape(tmp_path / "m.gguf", SHAPES["rows of 96"])
-    quantize.run(Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_K_M"))
+    quantize.run(QuantizeSettings(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_K_M"))
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "f32 -> q5_0 " in said["blk.0.attn_q.weight"]
     assert said["blk.0.attn_q.weight"].endswith("  rows of 96 do not fill blocks of q4_K")
@@ -117,18 +119,18 @@ def test_rows_that_do_not_divide_are_said(tmp_path: Path, capsys: Capture):
     assert "rows of" not in said["blk.2.ffn_down.weight"]
 
 
-def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
+def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: QuantizeSettings):
     source = GGUF(settings.model)
     extra_metadata = {
-        "general.file_type": Value("u32", 0),
-        "general.quantized_by": Value("string", "somebody"),
-        "general.alignment": Value("u32", 64),
-        "tokenizer.ggml.tokens": Value("string", [b"a", b"\xff"]),
-        "tokenizer.ggml.scores": Value("f32", np.array([0.5, np.nan], np.float32)),
-        "x.flag": Value("bool", True),
+        "general.file_type": MetadataValue("u32", 0),
+        "general.quantized_by": MetadataValue("string", "somebody"),
+        "general.alignment": MetadataValue("u32", 64),
+        "tokenizer.ggml.tokens": MetadataValue("string", [b"a", b"\xff"]),
+        "tokenizer.ggml.scores": MetadataValue("f32", np.array([0.5, np.nan], np.float32)),
+        "x.flag": MetadataValue("bool", True),
     }
     tensors = {name: source.array(name) for name in source.entries}
-    write(settings.model, source.values | extra_metadata, tensors)
+    write_gguf(settings.model, source.values | extra_metadata, tensors)
     quantize.run(replace(settings, type="Q8_0"))
     output_values = GGUF(settings.output).values
     expected = GGUF(settings.model).values
@@ -141,10 +143,14 @@ def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
     assert output_values["general.file_type"].value == 7
 
 
-def test_parts_of_tensors_give_the_same_file(settings: Quantize, monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_tensors_give_the_same_file(
+    settings: QuantizeSettings, monkeypatch: pytest.MonkeyPatch
+):
     quantize.run(replace(settings, type="Q5_K_S"))
     full_content = settings.output.read_bytes()
-    monkeypatch.setattr("packtrain.workflows.quantization.PART", 1)  # so that each part is one row
+    monkeypatch.setattr(
+        "packtrain.workflows.quantization.VALUES_PER_CHUNK", 1
+    )  # so that each part is one row
     quantize.run(replace(settings, type="Q5_K_S", overwrite=True))
     assert settings.output.read_bytes() == full_content
 
@@ -155,15 +161,15 @@ def test_a_split_file_becomes_one(tmp_path: Path):
         "a.weight": np.ones(3, np.float32),
     }
     for i, (name, value) in enumerate(tensors.items()):
-        split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
-        write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", split, {name: value})
-    quantize.run(Quantize(tmp_path / "m-00002-of-00002.gguf", tmp_path / "q.gguf", "Q8_0"))
+        split = {"split.no": MetadataValue("u16", i), "split.count": MetadataValue("u16", 2)}
+        write_gguf(tmp_path / f"m-0000{i + 1}-of-00002.gguf", split, {name: value})
+    quantize.run(QuantizeSettings(tmp_path / "m-00002-of-00002.gguf", tmp_path / "q.gguf", "Q8_0"))
     merged = GGUF(tmp_path / "q.gguf")
     assert [str(e.dtype) for e in merged.entries.values()] == ["q8_0", "f32"]
     assert merged.metadata.keys() == {"general.file_type", "general.quantization_version"}
 
 
-def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
+def test_what_is_packed_already_stays_unless_it_is_allowed(settings: QuantizeSettings):
     quantize.run(replace(settings, type="Q8_0"))
     requantize = replace(
         settings, model=settings.output, output=settings.output.with_name("r.gguf")
@@ -181,7 +187,7 @@ def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
     assert second.array(MATRIX).tobytes() == expected.tobytes()
 
 
-def test_packed_weights_can_be_unpacked(settings: Quantize):
+def test_packed_weights_can_be_unpacked(settings: QuantizeSettings):
     quantize.run(replace(settings, type="Q6_K"))
     unpack_settings = replace(
         settings, model=settings.output, output=settings.output.with_name("f.gguf")
@@ -200,7 +206,9 @@ def test_packed_weights_can_be_unpacked(settings: Quantize):
 
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("name", (MATRIX, NORM))
-def test_weights_that_are_no_numbers_are_refused(settings: Quantize, name: str, value: float):
+def test_weights_that_are_no_numbers_are_refused(
+    settings: QuantizeSettings, name: str, value: float
+):
     settings.output.write_bytes(b"before")
     bad = with_value(settings.model, settings.model.with_name("bad.gguf"), name, value)
     with pytest.raises(InputError, match=rf"bad.gguf: {name} has values that are not finite"):
@@ -210,7 +218,7 @@ def test_weights_that_are_no_numbers_are_refused(settings: Quantize, name: str, 
 
 @pytest.mark.parametrize(("mix", "dtype"), (("F16", "f16"), ("Q4_0", "q4_0"), ("Q4_K_M", "q6_K")))
 def test_weights_that_are_too_large_for_a_type_are_refused(
-    settings: Quantize, mix: str, dtype: str
+    settings: QuantizeSettings, mix: str, dtype: str
 ):
     large = with_value(settings.model, settings.model.with_name("large.gguf"), MATRIX, 1e9)
     with pytest.raises(InputError, match=rf"{MATRIX} has values too large for {dtype}; use"):
@@ -218,7 +226,7 @@ def test_weights_that_are_too_large_for_a_type_are_refused(
     quantize.run(replace(settings, model=large, type="BF16"))
 
 
-def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_path: Path):
+def test_the_smallest_types_need_an_importance_matrix(settings: QuantizeSettings, tmp_path: Path):
     small = replace(settings, type="IQ2_XXS")
     with pytest.raises(InputError, match=r"blk.0.attn_q.weight would be iq2_xxs, .* `packtrain im"):
         quantize.run(small)
@@ -246,7 +254,7 @@ def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_pa
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such pipes on Windows")
-def test_the_file_is_written_also_if_no_one_reads_the_table(settings: Quantize):
+def test_the_file_is_written_also_if_no_one_reads_the_table(settings: QuantizeSettings):
     reads, writes = os.pipe()
     os.close(reads)
     command = "-u", "-m", "packtrain", "quantize", str(settings.model), str(settings.output), "q8_0"
@@ -256,7 +264,7 @@ def test_the_file_is_written_also_if_no_one_reads_the_table(settings: Quantize):
     assert GGUF(settings.output).entries.keys() == GGUF(settings.model).entries.keys()
 
 
-def test_wrong_settings_are_said_before_any_work(settings: Quantize):
+def test_wrong_settings_are_said_before_any_work(settings: QuantizeSettings):
     wrong = {
         r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q4_0": {"type": "Q9"},
         r"--output-tensor-type: iq2_xs is unknown; it must be one of": {
@@ -286,7 +294,7 @@ def test_wrong_settings_are_said_before_any_work(settings: Quantize):
 
 def test_a_type_must_fit_the_rows_it_is_asked_for(tmp_path: Path):
     write_shape(tmp_path / "m.gguf", SHAPES["rows of 40"])
-    settings = Quantize(
+    settings = QuantizeSettings(
         tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0", token_embedding_type="Q8_0"
     )
     with pytest.raises(
@@ -305,19 +313,19 @@ def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
         "scale": np.float32(1).reshape(()),
         "none.weight": np.zeros((0, 32), np.float32),
     }
-    write(tmp_path / "m.gguf", {}, tensors)
-    settings = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0")
+    write_gguf(tmp_path / "m.gguf", {}, tensors)
+    settings = QuantizeSettings(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0")
     quantize.run(settings)
     copied = GGUF(tmp_path / "q.gguf")
     assert {name: copied.array(name).tobytes() for name in copied.entries} == {
         name: value.tobytes() for name, value in tensors.items()
     }
-    write(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})
+    write_gguf(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})
     with pytest.raises(InputError, match=r"token_embd.weight is q1_0, which cannot be converted"):
         quantize.run(replace(settings, overwrite=True, allow_requantize=True))
 
 
-def test_an_adapter_is_refused(settings: Quantize) -> None:
-    write(settings.model, {"general.type": Value("string", "adapter")}, {})
+def test_an_adapter_is_refused(settings: QuantizeSettings) -> None:
+    write_gguf(settings.model, {"general.type": MetadataValue("string", "adapter")}, {})
     with pytest.raises(InputError, match=r"m.gguf is an adapter, which stays in f32; merge it"):
         quantize.run(settings)

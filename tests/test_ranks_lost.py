@@ -12,8 +12,8 @@ import pytest
 
 from packtrain.distributed import heartbeat
 from tests import hosts
-from tests.kill import words
-from tests.ranked import begun, by_hand, done, errors, train
+from tests.kill import sample_text
+from tests.ranked import by_hand, last_errors, run_checked, train_command, wait_for_checkpoints
 
 ENDLESS = ["--iters", "100000", "--save-every", "3"]
 pytestmark = pytest.mark.torch
@@ -22,28 +22,28 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     run_folder = tmp_path_factory.mktemp("lost")
-    (run_folder / "text.txt").write_text(words())
+    (run_folder / "text.txt").write_text(sample_text())
     return run_folder
 
 
-def whole(folder: Path, name: str) -> None:
+def check_resumable(folder: Path, name: str) -> None:
     """The checkpoint can be resumed from, by one process."""
-    done(train(folder, name, "--iters", "4", "--resume"))
+    run_checked(train_command(folder, name, "--iters", "4", "--resume"))
 
 
 @pytest.mark.parametrize(("killed", "zero"), [(0, "0"), (1, "0"), (1, "2")])
 def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, killed, zero):
     name = f"killed{killed}{zero}"
-    started = by_hand(train(folder, name, *ENDLESS, "--zero", zero), [], [])
-    begun(folder / f"{name}.run/checkpoint.gguf", started)
+    started = by_hand(train_command(folder, name, *ENDLESS, "--zero", zero), [], [])
+    wait_for_checkpoints(folder / f"{name}.run/checkpoint.gguf", started)
     started[killed].kill()
-    said = errors(started, 30)[1 - killed]
+    said = last_errors(started, 30)[1 - killed]
     assert re.fullmatch(rf"packtrain: error: rank {killed} was lost: .*--resume", said), said
-    whole(folder, name)
+    check_resumable(folder, name)
 
 
 def test_a_rank_that_is_killed_before_it_has_joined_ends_the_others(folder):
-    command = train(folder, "early", *ENDLESS, "--nproc", "2")
+    command = train_command(folder, "early", *ENDLESS, "--nproc", "2")
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
     while len(child_ids := children.read_text().split()) < 2:
@@ -56,59 +56,59 @@ def test_a_rank_that_is_killed_before_it_has_joined_ends_the_others(folder):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_hangs_is_named_by_all_others(folder, stopped):
     name = f"hangs{stopped}"
-    started = by_hand(train(folder, name, *ENDLESS), [], [])
-    begun(folder / f"{name}.run/checkpoint.gguf", started)
+    started = by_hand(train_command(folder, name, *ENDLESS), [], [])
+    wait_for_checkpoints(folder / f"{name}.run/checkpoint.gguf", started)
     started[stopped].send_signal(signal.SIGSTOP)
     try:
-        (said,) = errors([started[1 - stopped]], 30)
+        (said,) = last_errors([started[1 - stopped]], 30)
     finally:
         started[stopped].kill()
     pattern = rf"packtrain: error: rank {stopped} was lost: nothing was heard .*--resume"
     assert re.fullmatch(pattern, said), said
     started[stopped].communicate()
-    whole(folder, name)
+    check_resumable(folder, name)
 
 
-@pytest.mark.skipif(not hosts.possible(), reason="needs network namespaces")
+@pytest.mark.skipif(not hosts.can_make_hosts(), reason="needs network namespaces")
 def test_a_host_that_is_cut_off_without_a_word_is_named(folder):
-    with hosts.hosts(2) as two:
-        started = by_hand(train(folder, "cut", *ENDLESS), [], [], on=two)
-        begun(folder / "cut.run/checkpoint.gguf", started)
+    with hosts.network_hosts(2) as two:
+        started = by_hand(train_command(folder, "cut", *ENDLESS), [], [], on=two)
+        wait_for_checkpoints(folder / "cut.run/checkpoint.gguf", started)
         two.cut(1)
-        first, second = errors(started, 30)
+        first, second = last_errors(started, 30)
     assert "rank 1 was lost: nothing was heard of it" in first
     assert "rank 0 was lost: nothing was heard of it" in second
-    whole(folder, "cut")
+    check_resumable(folder, "cut")
 
 
 def test_a_full_disk_of_rank_0_is_what_the_others_say(folder):
-    started = by_hand(train(folder, "full", *ENDLESS), [], [])
+    started = by_hand(train_command(folder, "full", *ENDLESS), [], [])
     checkpoint = folder / "full.run/checkpoint.gguf"
-    begun(checkpoint, started)
+    wait_for_checkpoints(checkpoint, started)
     limit = checkpoint.stat().st_size // 2
     resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
-    first, second = errors(started, 30)
+    first, second = last_errors(started, 30)
     assert "file too large" in first.lower()
     assert re.fullmatch("packtrain: error: rank 0 has ended: .*[Ff]ile too large.*", second), second
-    whole(folder, "full")
+    check_resumable(folder, "full")
 
 
 def test_ranks_end_with_the_process_that_started_them(folder):
-    command = train(folder, "parent", *ENDLESS, "--nproc", "2")
+    command = train_command(folder, "parent", *ENDLESS, "--nproc", "2")
     started = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    begun(folder / "parent.run/checkpoint.gguf", [started])
+    wait_for_checkpoints(folder / "parent.run/checkpoint.gguf", [started])
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
     assert len(children) == 2
     started.kill()
     started.wait()
     until = time.monotonic() + 30
-    while any(_runs(int(child)) for child in children):
+    while any(_is_running(int(child)) for child in children):
         assert time.monotonic() < until
         time.sleep(0.1)
-    whole(folder, "parent")
+    check_resumable(folder, "parent")
 
 
-def _runs(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -14,8 +14,15 @@ from packtrain.distributed import World
 from packtrain.training import precomputed
 from packtrain.training.monitoring import metrics_file
 from tests.architectures import random_model
-from tests.kill import words
-from tests.ranked import FEW, by_hand, done, errors, losses, train
+from tests.kill import sample_text
+from tests.ranked import (
+    COMMON_FLAGS,
+    by_hand,
+    last_errors,
+    metric_values,
+    run_checked,
+    train_command,
+)
 
 KINDS = {
     "pairs": ["--data", "pairs.jsonl", "--loss", "dpo", "--sft-weight", "0.5", "--lr", "1e-4"],
@@ -38,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model(directory / "base.gguf", "llama tied")
     random_model(directory / "teacher.gguf", "llama tied", seed=5)
     random_model(directory / "other.gguf", "llama tied", seed=6)
-    (directory / "text.txt").write_text(words())
+    (directory / "text.txt").write_text(sample_text())
     return directory
 
 
-def tune(folder: Path, name: str, kind: str, *more: str) -> list[str]:
+def finetune_command(folder: Path, name: str, kind: str, *extra_flags: str) -> list[str]:
     flags = [
         str(folder / flag) if "." in flag and flag[0].isalpha() else flag for flag in KINDS[kind]
     ]
@@ -63,7 +70,7 @@ def tune(folder: Path, name: str, kind: str, *more: str) -> list[str]:
         "constant",
         "--warmup-ratio",
         "0",
-        *FEW,
+        *COMMON_FLAGS,
     ]
     args = [str(folder / "base.gguf"), *flags, "-o", str(folder / f"{name}.gguf")]
     return [
@@ -74,7 +81,7 @@ def tune(folder: Path, name: str, kind: str, *more: str) -> list[str]:
         *args,
         *common_flags,
         *schedule_flags,
-        *more,
+        *extra_flags,
     ]
 
 
@@ -82,27 +89,31 @@ def tune(folder: Path, name: str, kind: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_are_told_and_learn_what_one_does(folder: Path, kind: str) -> None:
     single_run, double_run = (f"{kind}{count}" for count in (1, 2))
-    done(tune(folder, single_run, kind, "--iters", "26"))
-    done(tune(folder, double_run, kind, "--iters", "26", "--nproc", "2"))
+    run_checked(finetune_command(folder, single_run, kind, "--iters", "26"))
+    run_checked(finetune_command(folder, double_run, kind, "--iters", "26", "--nproc", "2"))
     for key in ("loss", "val_loss", "val_error", "val_accuracy", *MEASURED[kind]):
-        a, b = losses(folder, single_run, key), losses(folder, double_run, key)
+        a, b = metric_values(folder, single_run, key), metric_values(folder, double_run, key)
         assert len(a) == len(b) == (3 if key.startswith("val") else 26)
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=2e-6, err_msg=key)
-    assert losses(folder, single_run)[-1] < losses(folder, single_run)[0]
+    assert metric_values(folder, single_run)[-1] < metric_values(folder, single_run)[0]
     end = metrics_file.read(folder / f"{double_run}.run/metrics.jsonl")[-1]
     assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"]
     if kind == "pairs":
-        goes_on(folder, double_run)
+        check_resumed_pairs(folder, double_run)
 
 
-def goes_on(folder: Path, whole: str) -> None:
+def check_resumed_pairs(folder: Path, full_run: str) -> None:
     """A run of pairs in two parts, the second of which has lost what was told, has the same bits."""
-    done(tune(folder, "parts", "pairs", "--iters", "24", "--nproc", "2", "--zero", "1"))
+    run_checked(
+        finetune_command(folder, "parts", "pairs", "--iters", "24", "--nproc", "2", "--zero", "1")
+    )
     damaged_path = folder / "parts.run/reference.npz"
     saved_values = np.load(damaged_path)["train"]
     damaged_path.write_bytes(b"damaged")
-    done(tune(folder, "parts", "pairs", "--iters", "26", "--nproc", "2", "--resume"))
-    assert losses(folder, whole).tolist() == losses(folder, "parts").tolist()
+    run_checked(
+        finetune_command(folder, "parts", "pairs", "--iters", "26", "--nproc", "2", "--resume")
+    )
+    assert metric_values(folder, full_run).tolist() == metric_values(folder, "parts").tolist()
     assert np.isfinite(saved_values).all() and np.array_equal(
         np.load(damaged_path)["train"], saved_values
     )
@@ -111,8 +122,8 @@ def goes_on(folder: Path, whole: str) -> None:
 @pytest.mark.torch
 def test_another_teacher_on_a_rank_is_found_before_it_is_read(folder: Path) -> None:
     other_teacher = ["--teacher", str(folder / "other.gguf")]
-    first_error, second_error = errors(
-        by_hand(tune(folder, "odd", "teacher"), [], other_teacher), 110
+    first_error, second_error = last_errors(
+        by_hand(finetune_command(folder, "odd", "teacher"), [], other_teacher), 110
     )
     assert first_error == second_error and first_error.startswith(
         "packtrain: error: rank 1 has --teacher "
@@ -124,9 +135,9 @@ def test_another_teacher_on_a_rank_is_found_before_it_is_read(folder: Path) -> N
 def test_lbfgs_takes_the_steps_of_one_process(folder: Path) -> None:
     flags = ["--optimizer", "lbfgs", "--iters", "12", "--batch-size", "4", "--val-split", "0"]
     for name, rank_flags in (("one", []), ("two", ["--nproc", "2"]), ("again", ["--nproc", "2"])):
-        done(train(folder, name, *flags, *rank_flags))
+        run_checked(train_command(folder, name, *flags, *rank_flags))
     single_losses, double_losses, rerun_losses = (
-        losses(folder, name) for name in ("one", "two", "again")
+        metric_values(folder, name) for name in ("one", "two", "again")
     )
     np.testing.assert_allclose(double_losses, single_losses, rtol=1e-5)
     assert (
@@ -137,14 +148,14 @@ def test_lbfgs_takes_the_steps_of_one_process(folder: Path) -> None:
 # ---- without processes
 
 
-def together(count: int, work: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def run_ranks(count: int, work: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What `work` returns on each of so many ranks, which are threads here."""
     shared_values, thread_state = [None] * count, threading.local()
     barrier, results = threading.Barrier(count), [None] * count
 
-    class Thread(World):
+    class ThreadWorld(World):
         def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, count
+            self.rank, self.world_size = rank, count
 
         def gather(self, value: Any) -> list[Any]:
             shared_values[self.rank] = value
@@ -157,10 +168,10 @@ def together(count: int, work: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any
             return self.gather(value)[0]
 
     def run(rank: int) -> None:
-        thread_state.world = Thread(rank)
+        thread_state.world = ThreadWorld(rank)
         results[rank] = work(rank)
 
-    monkeypatch.setattr(precomputed, "here", lambda: thread_state.world)
+    monkeypatch.setattr(precomputed, "current_world", lambda: thread_state.world)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
@@ -181,9 +192,9 @@ def test_each_number_is_read_once_and_all_know_all(
             read.append(i)
             return [10 * i, 10 * i + 1]
 
-        return [said for turn in precomputed.in_turn(count, one) for said in turn]
+        return [said for turn in precomputed.in_rank_order(count, one) for said in turn]
 
-    results = together(ranks, work, monkeypatch)
+    results = run_ranks(ranks, work, monkeypatch)
     assert results == [[x for i in range(count) for x in (10 * i, 10 * i + 1)]] * ranks
     assert sorted(read) == [*range(count)]
 
@@ -191,7 +202,7 @@ def test_each_number_is_read_once_and_all_know_all(
 def test_all_ranks_know_what_is_in_the_file_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precomputed, "PART", 100)  # bytes
+    monkeypatch.setattr(precomputed, "SEND_NBYTES", 100)  # bytes
     expected = {"a": np.arange(99.0), "b": np.arange(60).reshape(20, 3), "c": np.zeros(0)}
 
     def work(rank: int) -> dict[str, np.ndarray]:
@@ -199,10 +210,10 @@ def test_all_ranks_know_what_is_in_the_file_of_the_first(
             tmp_path / f"{rank}.npz",
             {n: np.zeros_like(v) for n, v in expected.items()},
         )
-        precomputed.write(path, "mark", expected)
-        precomputed.recall(path, "mark", recalled)
+        precomputed.write_arrays(path, "mark", expected)
+        precomputed.restore_arrays(path, "mark", recalled)
         return recalled
 
-    for recalled in together(3, work, monkeypatch):
+    for recalled in run_ranks(3, work, monkeypatch):
         assert all(np.array_equal(recalled[name], expected[name]) for name in expected)
     assert [path.name for path in tmp_path.iterdir()] == ["0.npz"]

@@ -11,8 +11,8 @@ from benchmarks import real
 from benchmarks.first_tune import COMMANDS
 from benchmarks.real import PARTS
 from benchmarks.real_base import Row, Setup
-from packtrain.cli.demo import documents
-from tests.kill import chats
+from packtrain.cli.demo import library_documents
+from tests.kill import sample_chats
 from tests.real import BASE
 
 
@@ -50,16 +50,16 @@ def test_a_part_that_cannot_go_on_is_a_row(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         (["--parts=nothing"], "'nothing' is none of first, style, eval"),
         (["--parts=tutorial"], "--stories: the part tutorial needs a text"),
         (["--text=nowhere"], "--text: there is no nowhere"),
     ],
 )
-def test_bad_arguments(given: list[str], said: str, monkeypatch, capsys) -> None:
+def test_bad_arguments(arguments: list[str], said: str, monkeypatch, capsys) -> None:
     file_flags = [f"--{name}={__file__}" for name in ("base", "data", "text")]
-    monkeypatch.setattr(sys, "argv", ["real", *file_flags, *given])
+    monkeypatch.setattr(sys, "argv", ["real", *file_flags, *arguments])
     with pytest.raises(SystemExit, match="2"):
         real.main()
     assert said in capsys.readouterr().err
@@ -68,8 +68,8 @@ def test_bad_arguments(given: list[str], said: str, monkeypatch, capsys) -> None
 @pytest.fixture
 def setup(tmp_path: Path) -> Setup:
     data, text = tmp_path / "chats.jsonl", tmp_path / "text.txt"
-    data.write_text(chats(100))
-    text.write_text("\n".join(documents(20_000)))
+    data.write_text(sample_chats(100))
+    text.write_text("\n".join(library_documents(20_000)))
     return Setup(BASE, data, text, None, tmp_path / "no-llama", tmp_path / "work", short=True)
 
 
@@ -77,7 +77,7 @@ def setup(tmp_path: Path) -> Setup:
 @pytest.mark.parametrize("part", ["first", "eval", "memory"])
 def test_the_real_base(part: str, setup: Setup) -> None:
     rows = [*PARTS[part](setup)]
-    assert rows and all(row.good for row in rows), "\n".join(map(str, rows))
+    assert rows and all(row.is_good for row in rows), "\n".join(map(str, rows))
 
 
 def test_the_part_style_runs_the_guide_as_it_stands() -> None:

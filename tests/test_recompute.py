@@ -13,22 +13,30 @@ from packtrain.dtypes import i32, i64
 from packtrain.engine import ops
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
-from tests.models import CONFIG, batch, bind, gradients, same_bits, steps, values
+from tests.models import (
+    CONFIG,
+    bind_graph,
+    gradient_graph,
+    same_bits,
+    seeded_batch,
+    seeded_weights,
+    step_graph,
+)
 
 OPTIMIZER = AdamW(lr=1e-2)
 ROWS, TIME = 2, 17
 
 
-def phases(graph: Graph) -> list[str]:
+def step_phases(graph: Graph) -> list[str]:
     return [call.phase for call in graph.calls]
 
 
-def trained(graph: Graph) -> dict[str, np.ndarray]:
+def trained_values(graph: Graph) -> dict[str, np.ndarray]:
     """All outputs of three steps, and every leaf after them."""
     session, seen = Session(), {}
-    run = bind(graph, values(CONFIG), session)
+    run = bind_graph(graph, seeded_weights(CONFIG), session)
     for t in range(1, 4):
-        out = run(batch(CONFIG, ROWS, TIME, t) | OPTIMIZER.inputs(t))
+        out = run(seeded_batch(CONFIG, ROWS, TIME, t) | OPTIMIZER.inputs(t))
         seen |= {f"{t} {name}": value for name, value in out.items()}
     leaves = [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
     return seen | {name: session.get(name) for name in leaves}
@@ -36,10 +44,12 @@ def trained(graph: Graph) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_blocks_give_the_same_bits_as_keeping_everything(max_norm):
-    everything = steps(CONFIG, ROWS, TIME, OPTIMIZER, max_norm=max_norm)
-    blocks = steps(CONFIG, ROWS, TIME, OPTIMIZER, keep="blocks", max_norm=max_norm)
-    assert "recomputed" not in phases(everything) and phases(blocks).count("recomputed") > 10
-    assert same_bits(trained(blocks), trained(everything))
+    everything = step_graph(CONFIG, ROWS, TIME, OPTIMIZER, max_norm=max_norm)
+    blocks = step_graph(CONFIG, ROWS, TIME, OPTIMIZER, keep="blocks", max_norm=max_norm)
+    assert (
+        "recomputed" not in step_phases(everything) and step_phases(blocks).count("recomputed") > 10
+    )
+    assert same_bits(trained_values(blocks), trained_values(everything))
 
 
 def random_gradients(share: float, seed: int) -> Graph:
@@ -55,25 +65,27 @@ def random_gradients(share: float, seed: int) -> Graph:
 
 @cache
 def kept_everything() -> dict[str, np.ndarray]:
-    return bind(random_gradients(1.0, 0), values(CONFIG))(batch(CONFIG, ROWS, TIME))
+    return bind_graph(random_gradients(1.0, 0), seeded_weights(CONFIG))(
+        seeded_batch(CONFIG, ROWS, TIME)
+    )
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_kept_values_give_the_same_bits(share, seed):
     graph, session = random_gradients(share, seed), Session()
-    assert "recomputed" in phases(graph)
+    assert "recomputed" in step_phases(graph)
     placed = place(graph)
     plan = make_plan(placed)
     pt.verify(plan, placed)
     run = session.executor(placed, plan)
-    session.set(values(CONFIG))
-    assert same_bits(run(batch(CONFIG, ROWS, TIME)), kept_everything())
+    session.set(seeded_weights(CONFIG))
+    assert same_bits(run(seeded_batch(CONFIG, ROWS, TIME)), kept_everything())
 
 
 def arena(keep: str | None, max_norm: float | None) -> int:
     deep = replace(CONFIG, block_count=12, embedding_length=32, feed_forward_length=88)
-    graph = steps(deep, 4, 64, OPTIMIZER, keep=keep, max_norm=max_norm)
+    graph = step_graph(deep, 4, 64, OPTIMIZER, keep=keep, max_norm=max_norm)
     return make_plan(place(graph)).arena().nbytes
 
 
@@ -84,7 +96,7 @@ def test_blocks_at_least_halve_the_arena_of_twelve_blocks():
 # ---- randomness ----------------------------------------------------------------------------------------------
 
 
-def dropped(keep: bool) -> Graph:
+def dropout_graph(keep: bool) -> Graph:
     """Loss and gradients of three layers with dropout; keep decides whether their inputs alone are kept."""
     h, key = pt.input("x", (9, 32)), pt.input("key", (2,), i64)
     layers = [pt.weight(f"w{i}", (32, 32)) for i in range(3)]
@@ -104,8 +116,8 @@ def test_recomputed_dropout_drops_the_same():
     }
     x = rng.standard_normal((9, 32)).astype(np.float32)
     recompute_run, stored_run = (
-        bind(dropped(True), layer_weights),
-        bind(dropped(False), layer_weights),
+        bind_graph(dropout_graph(True), layer_weights),
+        bind_graph(dropout_graph(False), layer_weights),
     )
     recomputed = [c.op.name for c in recompute_run.placed.graph.calls if c.phase == "recomputed"]
     assert recomputed.count("dropout") == 3
@@ -118,7 +130,7 @@ def test_recomputed_dropout_drops_the_same():
 # ---- writes --------------------------------------------------------------------------------------------------
 
 
-def written(keep: Collection[str] | None) -> Graph:
+def state_graph(keep: Collection[str] | None) -> Graph:
     """A forward pass that writes rows of a state and reads them back, then two layers that could be recomputed."""
     x, w = pt.input("x", (2, 8)), pt.weight("w", (8, 8))
     memory, ids = pt.state("memory", (5, 8)), pt.constant("ids", np.array([3, 1]), i32)
@@ -134,20 +146,20 @@ def written(keep: Collection[str] | None) -> Graph:
 
 @pytest.mark.parametrize("keep", ["c", "ac", "bc"])
 def test_an_op_that_writes_is_never_recomputed(keep):
-    graph, plain_graph = written(keep), written(None)
+    graph, plain_graph = state_graph(keep), state_graph(None)
     recomputed_ops = [call.op for call in graph.calls if call.phase == "recomputed"]
     assert recomputed_ops and not any(op.writes for op in recomputed_ops)
     rng = np.random.RandomState(0)
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 8), (2, 8)))
     results = []
     for candidate in (graph, plain_graph):
-        run = bind(candidate, {"w": w * 0.3})
+        run = bind_graph(candidate, {"w": w * 0.3})
         results.append(run({"x": x}) | {"memory": run.session.get("memory")})
     assert same_bits(*results)
     assert results[0]["memory"].any(axis=1).tolist() == [False, True, False, True, False]
 
 
-def ranked(seed: int, deep: int) -> Graph:
+def random_rank_graph(seed: int, deep: int) -> Graph:
     """A llama of four blocks whose forward values have random ranks."""
     config = replace(CONFIG, block_count=4)
     weights = transformer.weights(config)
@@ -155,7 +167,7 @@ def ranked(seed: int, deep: int) -> Graph:
     rng = np.random.RandomState(seed)
     forward = [t for call in Graph([model.loss]).calls for t in call.results]
     ranks = {t: int(rng.randint(0, deep + 1)) for t in forward if rng.random_sample() < 0.5}
-    ranks |= {model.blocks[0]: 0, model.blocks[-1]: 0}
+    ranks |= {model.block_outputs[0]: 0, model.block_outputs[-1]: 0}
     weight_grads = differentiate(model.loss, list(weights.values()), ranks)
     return Graph({"loss": model.loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
@@ -164,29 +176,34 @@ def ranked(seed: int, deep: int) -> Graph:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_ranks_give_the_same_bits(seed, deep):
     config = replace(CONFIG, block_count=4)
-    graph, session = ranked(seed, deep), Session()
+    graph, session = random_rank_graph(seed, deep), Session()
     placed = place(graph)
     plan = make_plan(placed)
     pt.verify(plan, placed)
     run = session.executor(placed, plan)
-    session.set(values(config))
-    reference = bind(gradients(config, ROWS, TIME), values(config))(batch(config, ROWS, TIME))
-    got = run(batch(config, ROWS, TIME))
+    session.set(seeded_weights(config))
+    reference = bind_graph(gradient_graph(config, ROWS, TIME), seeded_weights(config))(
+        seeded_batch(config, ROWS, TIME)
+    )
+    got = run(seeded_batch(config, ROWS, TIME))
     assert same_bits(got, {name: reference[name] for name in got})
 
 
-def chained(stream: tuple[int, ...]) -> Graph:
+def residual_rank_graph(stream: tuple[int, ...]) -> Graph:
     """A llama whose residual stream has these ranks and nothing else is kept."""
     config = replace(CONFIG, block_count=len(stream) - 1)
     weights = transformer.weights(config)
     model = transformer.loss(config, weights, 8, 64, chunk=16)
-    ranks = dict(zip(model.blocks, stream, strict=True))
+    ranks = dict(zip(model.block_outputs, stream, strict=True))
     weight_grads = differentiate(model.loss, list(weights.values()), ranks)
     return Graph({"loss": model.loss} | {f"d/{w.name}": d for w, d in weight_grads.items()})
 
 
 def test_a_higher_rank_is_less_memory_and_more_work():
-    flat, nested = chained((0, 1, 1, 1, 1, 1, 1, 1, 0)), chained((0, 3, 2, 3, 1, 3, 2, 3, 0))
-    assert phases(nested).count("recomputed") > 1.2 * phases(flat).count("recomputed")
+    flat, nested = (
+        residual_rank_graph((0, 1, 1, 1, 1, 1, 1, 1, 0)),
+        residual_rank_graph((0, 3, 2, 3, 1, 3, 2, 3, 0)),
+    )
+    assert step_phases(nested).count("recomputed") > 1.2 * step_phases(flat).count("recomputed")
     arenas = [make_plan(place(graph)).arena().nbytes for graph in (nested, flat)]
     assert arenas[0] < arenas[1]

@@ -13,19 +13,19 @@ import pytest
 
 import packtrain as pt
 from packtrain import distributed, kernels
-from packtrain.distributed import here, world
+from packtrain.distributed import current_world, world
 from packtrain.engine import ops
 from packtrain.engine.backends import Target
 from packtrain.engine.backends import cuda_graphs as recording
-from packtrain.engine.backends.torch_backend import Apart
-from packtrain.engine.backends.torch_temporaries import measured
+from packtrain.engine.backends.torch_backend import TorchDevice
+from packtrain.engine.backends.torch_temporaries import kernel_footprint
 from packtrain.engine.executor import Session
-from packtrain.engine.optim import AdamW, Optimizer, accumulating
+from packtrain.engine.optim import AdamW, Optimizer, accumulation_graph
 from packtrain.engine.optim.lbfgs import LBFGS
 from packtrain.engine.placement import place
 from packtrain.planner import rank_exchange
 from packtrain.training import gradient_sums
-from tests.test_torch_backend import FAR, steps
+from tests.test_torch_backend import FAR, train_losses
 
 pytestmark = pytest.mark.torch
 
@@ -74,7 +74,7 @@ class Cuda:
 
         class Recording(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
             def __enter__(self) -> Any:
-                self.kept = dict[int, tuple[Any, Any]]()
+                self.saved_storages = dict[int, tuple[Any, Any]]()
                 self.fresh = set[int]()
                 return super().__enter__()
 
@@ -84,17 +84,17 @@ class Cuda:
                 if fails or function is torch.ops.aten._local_scalar_dense.default:
                     raise RuntimeError(fails or "operation not permitted when stream is capturing")
                 arg_storages = storages((args, kwargs))
-                for at in arg_storages.keys() - self.kept.keys() - self.fresh:
+                for at in arg_storages.keys() - self.saved_storages.keys() - self.fresh:
                     storage = arg_storages[at].untyped_storage()
-                    self.kept[at] = storage, storage.clone()
+                    self.saved_storages[at] = storage, storage.clone()
                 output = function(*args, **(kwargs or {}))
-                self.fresh |= storages(output).keys() - self.kept.keys()
+                self.fresh |= storages(output).keys() - self.saved_storages.keys()
                 graph.ops.append((function, args, kwargs or {}, output))
                 return output
 
             def __exit__(self, *error: Any) -> None:
                 super().__exit__(*error)
-                for storage, before in self.kept.values():
+                for storage, before in self.saved_storages.values():
                     storage.copy_(before)
 
         return Recording()
@@ -104,8 +104,8 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     fake_cuda = Cuda()
     monkeypatch.setattr(recording, "cuda_of", lambda device: fake_cuda)
-    monkeypatch.setattr(recording, "FAILED", set())
-    monkeypatch.setattr(recording, "POOLS", {})
+    monkeypatch.setattr(recording, "FAILED_DEVICES", set())
+    monkeypatch.setattr(recording, "GRAPH_POOLS", {})
     yield fake_cuda
 
 
@@ -113,23 +113,26 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def test_steps_have_the_same_bits(optimizer: Optimizer, count: int, cuda: Cuda) -> None:
     """Batches and numbers of a step change; L-BFGS also does other things in each run of a graph."""
     with pt.debug("norecord"):
-        expected = steps(Target.of(FAR), count, optimizer)
+        expected = train_losses(Target.for_backend(FAR), count, optimizer)
     assert not cuda.graphs
-    assert steps(Target.of(FAR), count, optimizer) == expected and len(set(expected)) == count
+    assert (
+        train_losses(Target.for_backend(FAR), count, optimizer) == expected
+        and len(set(expected)) == count
+    )
     assert cuda.graphs and cuda.replays >= 3 * (count - 1) and cuda.pools == 1
-    assert all(len(graph.ops) >= recording.LEAST for graph in cuda.graphs)
+    assert all(len(graph.ops) >= recording.MIN_GRAPH_CALLS for graph in cuda.graphs)
 
 
 def test_what_cannot_be_recorded_runs_call_by_call_and_says_why(cuda: Cuda) -> None:
     with pt.debug("norecord"):
-        expected = steps(Target.of(FAR), 4)
+        expected = train_losses(Target.for_backend(FAR), 4)
     cuda.fails = "no room for a pool"
     with pytest.warns(UserWarning, match="its calls run one by one, .* no room for a pool") as said:
-        assert steps(Target.of(FAR), 4) == expected
+        assert train_losses(Target.for_backend(FAR), 4) == expected
     assert len(said) == 1 and not cuda.replays
 
 
-def chain(ids: pt.Tensor, x: pt.Tensor) -> pt.Tensor:
+def chain_of_ops(ids: pt.Tensor, x: pt.Tensor) -> pt.Tensor:
     for _ in range(5):
         x = ops.sqr(ops.scale(x, by=0.5, bias=1.0))
     x = ops.get_rows(x, ids)
@@ -139,13 +142,15 @@ def chain(ids: pt.Tensor, x: pt.Tensor) -> pt.Tensor:
 
 
 def test_ids_are_checked_between_two_graphs(cuda: Cuda) -> None:
-    y = chain(pt.input("ids", (2,), pt.i32), pt.input("x", (4, 3)))
-    run = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))
+    y = chain_of_ops(pt.input("ids", (2,), pt.i32), pt.input("x", (4, 3)))
+    run = Session().executor(place(pt.Graph({"y": y}), Target.for_backend(FAR)))
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     for ids in ([0, 1], [3, 2], [1, 1]):
         inputs = {"ids": np.array(ids, np.int32), "x": x + ids[0]}
         with pt.debug("norecord"):
-            expected = Session().executor(place(pt.Graph({"y": y}), Target.of(FAR)))(inputs)
+            expected = Session().executor(place(pt.Graph({"y": y}), Target.for_backend(FAR)))(
+                inputs
+            )
         assert np.array_equal(run(inputs)["y"], expected["y"])
     assert len(cuda.graphs) == 1 + 2 and cuda.replays == 4  # the first keeps the pool
     with pytest.raises(IndexError, match="index 4 at position 1 is outside"):
@@ -153,7 +158,7 @@ def test_ids_are_checked_between_two_graphs(cuda: Cuda) -> None:
 
 
 def test_copies_from_another_memory_are_between_graphs(cuda: Cuda) -> None:
-    other_memory = Apart("farther", "cpu")
+    other_memory = TorchDevice("farther", "cpu")
     w = pt.weight("w", (3,))
     x = ops.mul(pt.input("x", (4, 3)), w)
     for _ in range(5):
@@ -179,32 +184,34 @@ def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
     monkeypatch.setattr(rank_exchange, "BUCKET", 4)
     sent = list[Any]()
 
-    class Two(distributed.World):
-        size = 2
+    class TwoRankWorld(distributed.World):
+        world_size = 2
 
-        def send(self, arrays: Any) -> None:
+        def start_all_reduce(self, arrays: Any) -> None:
             sent.extend(array.clone() for array in arrays)
 
-    monkeypatch.setattr(world, "_here", Two())
+    monkeypatch.setattr(world, "_current_world", TwoRankWorld())
     w = [pt.weight(f"w{i}", (8,)) for i in range(3)]
     h = pt.input("x", (8,))
     for param in w:
         h = ops.mul(h, param)
     session = Session()
-    micro = session.executor(place(accumulating({"loss": ops.sum(h)}, w), Target.of(FAR)))
-    session.set({param.label: np.full(8, 2.0) for param in w})
-    shape = SimpleNamespace(share=None)
-    plans: Any = SimpleNamespace(
-        leaves={param.label: param for param in w}, trained=[], shape=shape
+    micro = session.executor(
+        place(accumulation_graph({"loss": ops.sum(h)}, w), Target.for_backend(FAR))
     )
-    exchanged = gradient_sums.Exchanged(session, plans, micro)
+    session.set({param.label: np.full(8, 2.0) for param in w})
+    shape = SimpleNamespace(moment_share=None)
+    plans: Any = SimpleNamespace(
+        leaves={param.label: param for param in w}, trained_names=[], shape=shape
+    )
+    exchanged = gradient_sums.GradientExchange(session, plans, micro)
     for start in range(4):
         sent.clear()
-        exchanged.begin()
+        exchanged.begin_step()
         inputs = {"x": np.arange(start, start + 8, dtype=np.float32), "fresh": np.ones(())}
-        micro(inputs, stop=exchanged.leaving())
-        for _, leaves in exchanged.buckets[exchanged.sent :]:
-            here().send([session.array(leaf) for leaf in leaves])
+        micro(inputs, stop=exchanged.make_sender())
+        for _, leaves in exchanged.buckets[exchanged.num_sent :]:
+            current_world().start_all_reduce([session.array(leaf) for leaf in leaves])
         assert len(sent) == 3
         for array in sent:
             assert array.tolist() == (4 * inputs["x"]).tolist()
@@ -217,19 +224,21 @@ def test_which_calls_need_the_host() -> None:
     is_independent = {}
     for t in (ops.silu(x), ops.get_rows(x, ids), ops.rope_table(pos, dims=8, base=1e4)):
         assert t.call is not None
-        is_independent[t.call.op.name] = measured(t.call.op, t.call.inputs, t.call.attrs).alone
+        is_independent[t.call.op.name] = kernel_footprint(
+            t.call.op, t.call.inputs, t.call.attrs
+        ).is_recordable
     assert is_independent == {"silu": True, "get_rows": False, "rope_table": True}
 
 
 def test_a_plan_bound_anew_is_recorded_anew(cuda: Cuda) -> None:
     """A larger plan of the session moves its arena: addresses of graphs would be those of the old one."""
     session = Session()
-    y = chain(pt.input("ids", (2,), pt.i32), pt.input("x", (4, 3)))
-    run = session.executor(place(pt.Graph({"y": y}), Target.of(FAR)))
+    y = chain_of_ops(pt.input("ids", (2,), pt.i32), pt.input("x", (4, 3)))
+    run = session.executor(place(pt.Graph({"y": y}), Target.for_backend(FAR)))
     inputs = {"ids": np.array([0, 1], np.int32), "x": np.ones((4, 3), np.float32)}
     first = [run(inputs)["y"] for _ in range(3)]
     big = pt.Graph({"z": ops.scale(pt.input("x", (1000, 300)), by=2.0)})
-    session.executor(place(big, Target.of(FAR)))
+    session.executor(place(big, Target.for_backend(FAR)))
     second = [run(inputs)["y"] for _ in range(3)]
     assert all(np.array_equal(output, first[0]) for output in (*first, *second))
     assert len(cuda.graphs) == 1 + 4

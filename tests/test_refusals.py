@@ -14,25 +14,25 @@ from packtrain.cli.main import main
 from packtrain.common.errors import DiskFull, InputError
 from packtrain.data import token_cache
 from packtrain.engine.tensor import state, weight
-from packtrain.planner.training_plans import Plans
+from packtrain.planner.training_plans import TrainingPlans
 from packtrain.training import disk_space
-from packtrain.training.checkpoints import Progress, save
-from packtrain.training.disk_space import check_space, resumable, written
+from packtrain.training.checkpoints import TrainingProgress, save
+from packtrain.training.disk_space import check_space, resumable, run_files
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.ineffective_settings import (
-    RULES,
-    VALIDATING,
+    RULES_BY_SETTINGS,
+    VALIDATION_RULES,
     check_effects,
     check_validation,
 )
 from packtrain.training.resume_check import differences
-from packtrain.training.train_settings import FREE, RunSettings, TrainSettings
-from packtrain.training.training_job import HEAD_NBYTES, schedule_of
-from tests.test_train import arguments, data, refused, said, signal_after  # noqa: F401  data is a fixture
+from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
+from packtrain.training.training_job import HEAD_NBYTES, make_schedule
+from tests.test_train import data, refusal_line, said, signal_after, train_arguments  # noqa: F401  data is a fixture
 
 # ---- settings without effect
 
-IDLE = {
+INEFFECTIVE_SETTINGS = {
     TrainSettings: {
         "--epochs": {"epochs": 2.0, "iters": 9},
         "--offload": {"offload": "moments"},
@@ -102,10 +102,10 @@ def split_folder(folder: Path) -> Path:
     return folder / "split"
 
 
-@pytest.mark.parametrize("kind", IDLE)
+@pytest.mark.parametrize("kind", INEFFECTIVE_SETTINGS)
 def test_a_setting_without_effect_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(split_folder(tmp_path).parent)
-    for flag, settings in IDLE[kind].items():
+    for flag, settings in INEFFECTIVE_SETTINGS[kind].items():
         with pytest.raises(InputError, match=f"{flag} has no effect .*; leave one of them out"):
             check_effects(kind(**settings))
     check_effects(kind())
@@ -113,11 +113,15 @@ def test_a_setting_without_effect_is_refused(kind, tmp_path, monkeypatch):
 
 def test_each_rule_has_its_case():
     case_flags = {
-        flag.removeprefix("--").removeprefix("no-") for of in IDLE.values() for flag in of
+        flag.removeprefix("--").removeprefix("no-")
+        for of in INEFFECTIVE_SETTINGS.values()
+        for flag in of
     }
-    ruled = {name for _, rules in RULES for names, *_ in rules for name in names.split()}
+    ruled = {
+        name for _, rules in RULES_BY_SETTINGS for names, *_ in rules for name in names.split()
+    }
     assert {name.replace("_", "-") for name in ruled} == case_flags
-    for kind, rules in (*RULES, (RunSettings, VALIDATING)):
+    for kind, rules in (*RULES_BY_SETTINGS, (RunSettings, VALIDATION_RULES)):
         assert {n for names, *_ in rules for n in names.split()} <= {f.name for f in fields(kind)}
 
 
@@ -128,7 +132,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with():
 
 def test_rates_that_rise_to_their_end_are_refused():
     with pytest.raises(InputError, match=r"--lr-min 0\.1 is more than the peak, --lr 0\.01"):
-        schedule_of(TrainSettings(lr=0.01, lr_min=0.1), 10)
+        make_schedule(TrainSettings(lr=0.01, lr_min=0.1), 10)
 
 
 def test_a_rate_of_nothing_is_refused():
@@ -147,7 +151,7 @@ def test_a_rate_of_nothing_is_refused():
 )  # fmt: skip
 def test_commands_that_read_data_refuse_it_too(tmp_path, capsys, flags, line):
     split = split_folder(tmp_path)
-    assert line in refused(capsys, flags.format(split=split).split())
+    assert line in refusal_line(capsys, flags.format(split=split).split())
 
 
 @pytest.mark.parametrize(
@@ -155,54 +159,61 @@ def test_commands_that_read_data_refuse_it_too(tmp_path, capsys, flags, line):
 )
 def test_nothing_validates_without_validation_data(data, tmp_path, capsys, flags):  # noqa: F811
     split_flags = ["--val-split", "0", *flags]
-    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *split_flags))
+    line = refusal_line(capsys, train_arguments(data, tmp_path / "m.gguf", *split_flags))
     assert f"{flags[0]} has no effect without validation data" in line
-    assert "has no effect" in refused(
-        capsys, ["plan", *arguments(data, tmp_path / "m.gguf", *split_flags)]
+    assert "has no effect" in refusal_line(
+        capsys, ["plan", *train_arguments(data, tmp_path / "m.gguf", *split_flags)]
     )
 
 
 # ---- resuming
 
 
-def about(settings, fingerprint="aa bb", sources=None, **more):
+def about(settings, fingerprint="aa bb", sources=None, **changes):
     """What a checkpoint says of a run with these settings."""
     saved_fields = {
-        f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in FREE
+        f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in RESUMABLE
     }
     paths = {"data": "/x/chats.jsonl", "model": "/x/base.gguf"} | (sources or {})
-    record = {**saved_fields, "data": fingerprint, "sources": paths, "steps": 9, "rows": 4, **more}
+    record = {
+        **saved_fields,
+        "data": fingerprint,
+        "sources": paths,
+        "steps": 9,
+        "rows": 4,
+        **changes,
+    }
     return json.loads(json.dumps(record, default=str))
 
 
-BEGUN = TuneSettings(lr=1e-3)
+STARTED_SETTINGS = TuneSettings(lr=1e-3)
 CHANGES = (
     (about(TuneSettings(lr=2e-3)), ["--lr was 0.001 and is 0.002"]),
     (about(TuneSettings()), ["--lr was 0.001 and is not given"]),
     (about(TuneSettings(lr=1e-3, pack=False)), ["--pack was on and is off"]),
     (about(TuneSettings(lr=1e-3, lora_rank=("4", "attn_q=8"))), ["--lora-rank was 16 and is 4 attn_q=8"]),
-    (about(BEGUN, "cc bb"), ["the data chats.jsonl has changed since it began"]),
-    (about(BEGUN, "cc bb", {"data": "/x/b.jsonl"}), ["--data was /x/chats.jsonl and is /x/b.jsonl"]),
-    (about(BEGUN, "aa bb", {"data": "/y/chats.jsonl"}), []),  # the same, elsewhere
-    (about(BEGUN, "cc dd"), ["the base base.gguf is not the file it began with"]),
+    (about(STARTED_SETTINGS, "cc bb"), ["the data chats.jsonl has changed since it began"]),
+    (about(STARTED_SETTINGS, "cc bb", {"data": "/x/b.jsonl"}), ["--data was /x/chats.jsonl and is /x/b.jsonl"]),
+    (about(STARTED_SETTINGS, "aa bb", {"data": "/y/chats.jsonl"}), []),  # the same, elsewhere
+    (about(STARTED_SETTINGS, "cc dd"), ["the base base.gguf is not the file it began with"]),
     (about(TuneSettings(lr=1e-3, ctx=64), "cc bb"), ["--ctx was not given and is 64"]),
-    (about(BEGUN, rows=2), ["its order of additions (rows) was 4 and is 2"]),
+    (about(STARTED_SETTINGS, rows=2), ["its order of additions (rows) was 4 and is 2"]),
     (about(TuneSettings(lr=1e-3, batch_size=2), rows=2), ["--batch-size was 0 and is 2"]),
-    (about(BEGUN, steps=20), []),
+    (about(STARTED_SETTINGS, steps=20), []),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("now", "lines"), CHANGES)
 def test_what_changed_is_named_by_flag_or_file(now, lines):
-    assert differences(about(BEGUN), now, TuneSettings) == lines
+    assert differences(about(STARTED_SETTINGS), now, TuneSettings) == lines
 
 
 def test_checkpoints_of_older_versions_are_compared_by_what_they_know():
-    older_record = about(BEGUN)
+    older_record = about(STARTED_SETTINGS)
     del older_record["sources"], older_record["pack"], older_record["lora_rank"]
     older_record["gone"] = 7
-    assert differences(older_record, about(BEGUN), TuneSettings) == []
-    assert differences(older_record, about(BEGUN, "cc bb"), TuneSettings) == [
+    assert differences(older_record, about(STARTED_SETTINGS), TuneSettings) == []
+    assert differences(older_record, about(STARTED_SETTINGS, "cc bb"), TuneSettings) == [
         "the data chats.jsonl has changed since it began"
     ]
     text = "the data chats.jsonl or the vocabulary v.gguf has changed since it began"
@@ -218,16 +229,16 @@ def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # 
     data_copy = tmp_path / "mine.txt"
     shutil.copyfile(data, data_copy)
     output = tmp_path / "m.gguf"
-    assert main(arguments(data_copy, output, "--iters", "1")) == 0
+    assert main(train_arguments(data_copy, output, "--iters", "1")) == 0
     data_copy.write_text(data_copy.read_text()[:-40])
-    line = refused(capsys, ["train", "-o", str(output), "--resume"])
+    line = refusal_line(capsys, ["train", "-o", str(output), "--resume"])
     assert (
         f"{tmp_path / 'm.run'} cannot continue: the data mine.txt has changed since it began;"
         in line
     )
     other_file = tmp_path / "other.txt"
     other_file.write_text(data_copy.read_text())
-    line = refused(capsys, ["train", "-o", str(output), "--resume", "--data", str(other_file)])
+    line = refusal_line(capsys, ["train", "-o", str(output), "--resume", "--data", str(other_file)])
     assert f"--data was {data_copy} and is {other_file};" in line
     assert main(["train", "-o", str(output), "--resume", "--overwrite"]) == 2
 
@@ -238,23 +249,27 @@ def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # 
 def test_a_run_is_refused_where_the_disk_has_no_room(data, tmp_path, capsys, monkeypatch):  # noqa: F811
     free = SimpleNamespace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
-    line = refused(capsys, arguments(data, tmp_path / "m.gguf"), code=1)
+    line = refusal_line(capsys, train_arguments(data, tmp_path / "m.gguf"), code=1)
     assert f"{tmp_path}: the run needs " in line and "1.0 MiB are free" in line, line
     assert "two checkpoints" in line and "m.gguf" in line and "--output" in line
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("more", [[], ["--patience", "2", "--steps-per-eval", "2"]])
-def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more):  # noqa: F811
+@pytest.mark.parametrize("extra_flags", [[], ["--patience", "2", "--steps-per-eval", "2"]])
+def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, extra_flags):  # noqa: F811
     planned: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(
         "packtrain.workflows.run_training.check_space",
-        lambda job, plans, more: planned.extend(written(job, plans)),
+        lambda job, plans, extra_files: planned.extend(run_files(job, plans)),
     )
     output = tmp_path / "m.gguf"
-    assert main(arguments(data, output, "--iters", "6", "--save-every", "2", *more)) == 0
+    assert (
+        main(train_arguments(data, output, "--iters", "6", "--save-every", "2", *extra_flags)) == 0
+    )
     actual_nbytes = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
-    best = (tmp_path / "m.run/best.gguf").stat().st_size if more else 0  # once more while replaced
+    best = (
+        (tmp_path / "m.run/best.gguf").stat().st_size if extra_flags else 0
+    )  # once more while replaced
     logs = disk_space.LOGS_NBYTES
     needed = sum(nbytes for *_, nbytes in planned)
     # checkpoints name their leaves and settings: a few KB beside the values
@@ -267,19 +282,21 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
             folder=tmp_path, patience=0, save_every=20, save_name="", save_model=""
         ),
         steps=50,
-        subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
+        model=SimpleNamespace(output_files=lambda: {tmp_path / "m.gguf": 100}),
     )
     leaves = [weight("w", (1000,)), state("m/w", (1000,)), state("g/w", (1000,), role="sum")]
     leaves.append(state("cache.k", (9,), role="cache"))
-    plans = SimpleNamespace(kept={leaf.name: leaf for leaf in leaves}, trained=["w"])
-    plans.saved = Plans.saved.fget(plans)  # type: ignore[attr-defined]
-    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    plans = SimpleNamespace(
+        resident_leaves={leaf.name: leaf for leaf in leaves}, trained_names=["w"]
+    )
+    plans.checkpoint_tensors = TrainingPlans.checkpoint_tensors.fget(plans)  # type: ignore[attr-defined]
+    sizes = {label: nbytes for _, label, nbytes in run_files(job, plans)}  # type: ignore[arg-type]
     assert sizes == {"two checkpoints": 16000, "m.gguf": 100, "logs": disk_space.LOGS_NBYTES}
     (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))
-    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    sizes = {label: nbytes for _, label, nbytes in run_files(job, plans)}  # type: ignore[arg-type]
     assert sizes["two checkpoints"] == 8000
     job.settings.save_name = job.settings.save_model = "ITERATION.gguf"
-    sizes = {label: nbytes for _, label, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    sizes = {label: nbytes for _, label, nbytes in run_files(job, plans)}  # type: ignore[arg-type]
     assert sizes["numbered checkpoints"] == 3 * 8000
     assert sizes["numbered models"] == 3 * (4000 + HEAD_NBYTES)
     check_space(job, plans)  # type: ignore[arg-type]
@@ -291,7 +308,7 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
 def test_a_full_disk_says_how_to_go_on(tmp_path, step, saved):
     checkpoint = tmp_path / "checkpoint.gguf"
     if step is not None:
-        save(checkpoint, Progress(step), {"steps": 50}, {})
+        save(checkpoint, TrainingProgress(step), {"steps": 50}, {})
     full = OSError(errno.ENOSPC, "No space left on device", "m.gguf")
     with pytest.raises(DiskFull) as error, resumable(checkpoint, "packtrain train --resume"):
         raise full
@@ -306,7 +323,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, step, saved):
 def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch):  # noqa: F811
     output, real = tmp_path / "m.gguf", os.fsync
     with signal_after(3):
-        assert main(arguments(data, output, "--iters", "9")) == 130
+        assert main(train_arguments(data, output, "--iters", "9")) == 130
 
     def full(number: int) -> None:
         if "checkpoint" in os.readlink(f"/proc/self/fd/{number}"):
@@ -314,7 +331,7 @@ def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch): 
         real(number)
 
     monkeypatch.setattr(os, "fsync", full)
-    line = refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+    line = refusal_line(capsys, ["train", "-o", str(output), "--resume"], code=1)
     assert "no space left on device; step 3 is saved; make room, then continue with:" in line
     assert line.endswith(f"packtrain train -o {output} --resume")
     monkeypatch.setattr(os, "fsync", real)
@@ -322,12 +339,12 @@ def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch): 
 
 
 def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, capsys):
-    def full(request, folder, say) -> None:
+    def full(request, folder, report) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     request = json.dumps({"folder": str(tmp_path), "room": None})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
-    token_cache.answer(full, {"place": ""})
+    token_cache.serve_request(full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
 
 
@@ -337,7 +354,9 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
 def test_a_picture_never_replaces_what_a_run_reads(data, tmp_path, capsys):  # noqa: F811
     data_copy = tmp_path / "mine.txt"
     shutil.copyfile(data, data_copy)
-    line = refused(capsys, ["plan", "train", "--data", str(data_copy), "--json", str(data_copy)])
+    line = refusal_line(
+        capsys, ["plan", "train", "--data", str(data_copy), "--json", str(data_copy)]
+    )
     assert f"--json: {data_copy} is one of the files that are read; give another name" in line
     assert data_copy.read_text() == data.read_text()
 
@@ -347,7 +366,7 @@ def test_a_result_never_replaces_the_data_it_is_made_of(data, tmp_path, capsys):
     shutil.copyfile(data, data_copy)
     settings = f"--dim 32 --layers 1 --iters 1 --overwrite -o {data_copy}".split()
     for data_path in (data_copy, tmp_path):
-        line = refused(capsys, ["train", "--data", str(data_path), *settings])
+        line = refusal_line(capsys, ["train", "--data", str(data_path), *settings])
         assert f"--output: {data_copy} is one of the files that are read; give another name" in line
     assert data_copy.read_text() == data.read_text()
 
@@ -362,4 +381,4 @@ CONVERT = {
 
 @pytest.mark.parametrize("flags", CONVERT)
 def test_convert_refuses_what_would_be_ignored(flags, tmp_path, capsys):
-    assert CONVERT[flags] in refused(capsys, ["convert", str(tmp_path), *flags.split()])
+    assert CONVERT[flags] in refusal_line(capsys, ["convert", str(tmp_path), *flags.split()])

@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from packtrain.kernels.crew import AVAILABLE
+from packtrain.kernels.crew import HAS_THREAD_POOL
 
 pytestmark = pytest.mark.skipif(
-    not AVAILABLE, reason="kernels run with numba here, without entries"
+    not HAS_THREAD_POOL, reason="kernels run with numba here, without entries"
 )
 
 SOURCE = textwrap.dedent("""
@@ -37,7 +37,7 @@ SOURCE = textwrap.dedent("""
 """)
 
 
-def outcome(body: str) -> str:
+def program_output(body: str) -> str:
     """What a program prints that has this graph, in a process whose kernels come from the cache."""
     command = [sys.executable, "-c", SOURCE + textwrap.dedent(body)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -58,7 +58,7 @@ def test_runs_of_compiled_code_give_the_bits_of_single_calls():
         names = [step.op.name for step, row in zip(placed.steps, run.table.rows) if row[0]]
         print(*names)
     """
-    assert outcome(body) == "get_rows rms_norm matmul set_rows swiglu rms_norm"
+    assert program_output(body) == "get_rows rms_norm matmul set_rows swiglu rms_norm"
 
 
 def test_an_index_that_is_too_large_is_named_and_the_next_run_is_right():
@@ -76,7 +76,7 @@ def test_an_index_that_is_too_large_is_named_and_the_next_run_is_right():
         print("ids" in "".join(lines[2:]), "norm" in "".join(lines[2:]))
     """
     expected = "get_rows: index 9 at position 2 is outside the 5 rows\nTrue False"
-    assert outcome(body) == expected
+    assert program_output(body) == expected
 
 
 def test_what_no_wanted_output_needs_is_left_out():
@@ -90,7 +90,7 @@ def test_what_no_wanted_output_needs_is_left_out():
         assert not np.array_equal(there, whole["z"])
         print(run.table.needed({"y"}), run.table.needed(None), len(run.calls))
     """
-    assert outcome(body) == "5 7 7"
+    assert program_output(body) == "5 7 7"
 
 
 def test_a_replaced_call_is_made():
@@ -102,10 +102,10 @@ def test_a_replaced_call_is_made():
         run(given(4, 2, 1))
         print(*seen)
     """
-    assert outcome(body) == "0 1 2 3 4 5 6"
+    assert program_output(body) == "0 1 2 3 4 5 6"
 
 
-SEVERAL = """
+HELPERS_SOURCE = """
     from packtrain.dtypes import BLOCK_TYPES, f16
     from packtrain.engine.ops.rounded import matmul_rounded
 
@@ -142,7 +142,7 @@ def test_products_of_the_same_rows_are_one_call_with_the_same_bits():
                 if name != "q8_0":  # without VNNI f32 is multiplied in f32
                     print(m, name, *(int(row[0] == 1) for row in run.table.rows))
     """
-    stdout = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    stdout = program_output(textwrap.dedent(HELPERS_SOURCE) + textwrap.dedent(body))
     assert stdout.splitlines() == [
         "1 q4_0 0 1 1 0 0",
         "1 f16 0 1 1",
@@ -155,7 +155,7 @@ def test_products_that_write_over_weights_of_others_are_not_joined():
     body = """
         from functools import partial
         from packtrain import kernels
-        from packtrain.kernels.joined import joined
+        from packtrain.kernels.joined import join_calls
 
         x, room = np.ones((1, 96), np.float32), np.zeros((3, 40 * 96), np.float16)
         first, second, third = (one.reshape(40, 96).view(np.uint8) for one in room)
@@ -166,9 +166,9 @@ def test_products_that_write_over_weights_of_others_are_not_joined():
 
         for second_call in (own[1], second), (over, second), (own[1], first):
             calls = [call(own[0], first), call(*second_call)]
-            print(*((start, end) for start, end, _ in joined(calls)))
+            print(*((start, end) for start, end, _ in join_calls(calls)))
     """
-    stdout = outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body))
+    stdout = program_output(textwrap.dedent(HELPERS_SOURCE) + textwrap.dedent(body))
     assert stdout.splitlines() == ["(0, 2)", "", "(0, 2)"]
 
 
@@ -186,4 +186,4 @@ def test_a_joined_call_that_fails_is_made_one_by_one():
         got = run(given)
         assert all(np.array_equal(got[name], want[name]) for name in want)
     """
-    assert outcome(textwrap.dedent(SEVERAL) + textwrap.dedent(body)) == "0 1 2"
+    assert program_output(textwrap.dedent(HELPERS_SOURCE) + textwrap.dedent(body)) == "0 1 2"

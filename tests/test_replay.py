@@ -13,7 +13,7 @@ import pytest
 
 import packtrain as pt
 from packtrain.cli.main import main
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.running import run_graph
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
 from packtrain.engine.graph import Graph
@@ -21,8 +21,8 @@ from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.model_file import open_model
-from packtrain.models.replay_loss import CONSTANTS, IDS, MEANS, Replay
-from packtrain.models.transformer import Loss
+from packtrain.models.replay_loss import CONSTANTS, IDS, MEANS, ReplayLoss
+from packtrain.models.transformer import LossOutputs
 from packtrain.training import replay_texts
 from packtrain.training.monitoring import metrics_file
 from packtrain.training.replay_texts import FILE, ReplayBatches
@@ -31,7 +31,7 @@ from tests.test_train import assert_resumes, said
 
 B, T, C, V = 2, 6, 8, 23
 CONFIG = Config(V, 16, C, 1, 16, 2, 1)
-HOW = Replay(length=3, weight=0.7, texts=2, width=C)
+REPLAY = ReplayLoss(length=3, weight=0.7, num_texts=2, head_width=C)
 STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K/stories260K.gguf"
 
 
@@ -41,15 +41,15 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return logs
 
 
-def example(biased: bool) -> dict[str, np.ndarray]:
+def example_inputs(biased: bool) -> dict[str, np.ndarray]:
     """Inputs of two rows whose last three targets are a text of the base, as ReplayBatches would make them."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((B, T, C)).astype(np.float32)
     head = rng.standard_normal((V, C)).astype(np.float32)
     bias = rng.standard_normal(V).astype(np.float32) * biased
-    logp = log_softmax(rng.standard_normal((B, HOW.length, V)) * 2)
+    logp = log_softmax(rng.standard_normal((B, REPLAY.length, V)) * 2)
     p, targets = np.exp(logp), rng.integers(0, V, (B, T)).astype(np.int32)
-    ids = targets[:, -HOW.length :]
+    ids = targets[:, -REPLAY.length :]
     return {
         "x": x,
         "token_embd.weight": head,
@@ -63,20 +63,20 @@ def example(biased: bool) -> dict[str, np.ndarray]:
     }
 
 
-def expected(given: dict[str, np.ndarray], x: np.ndarray) -> float:
+def expected_loss(inputs: dict[str, np.ndarray], x: np.ndarray) -> float:
     """The loss in f64, written out over the whole vocabulary."""
-    head, n = given["token_embd.weight"].astype(np.float64), T - HOW.length
-    logq = log_softmax(x.astype(np.float64) @ head.T + given["output.bias"])
-    hard = -np.take_along_axis(logq, given["targets"][..., None], -1)[..., 0]
-    divergence = (np.exp(given["logp"]) * (given["logp"] - logq[:, n:])).sum(-1)
-    each = np.concatenate((hard[:, :n], divergence), -1) * given["weights"]
-    return float(each.sum() * (1 + HOW.weight))
+    head, n = inputs["token_embd.weight"].astype(np.float64), T - REPLAY.length
+    logq = log_softmax(x.astype(np.float64) @ head.T + inputs["output.bias"])
+    hard = -np.take_along_axis(logq, inputs["targets"][..., None], -1)[..., 0]
+    divergence = (np.exp(inputs["logp"]) * (inputs["logp"] - logq[:, n:])).sum(-1)
+    token_losses = np.concatenate((hard[:, :n], divergence), -1) * inputs["weights"]
+    return float(token_losses.sum() * (1 + REPLAY.weight))
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_loss_and_its_slope(biased: bool) -> None:
     """By the definition, and by finite differences in float64."""
-    tensors = example(biased)
+    tensors = example_inputs(biased)
     x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
     leaves = {"token_embd.weight": head}
     if biased:
@@ -85,16 +85,16 @@ def test_the_loss_and_its_slope(biased: bool) -> None:
     results = ops.linear_cross_entropy(
         x, head, targets, counted, leaves.get("output.bias"), chunk=4
     )
-    base_loss = Loss(results[0], results[1], results[2], [], x, targets, counted)
-    loss = HOW.loss(CONFIG, leaves, base_loss, 4)
+    base_loss = LossOutputs(results[0], results[1], results[2], [], x, targets, counted)
+    loss = REPLAY.loss(CONFIG, leaves, base_loss, 4)
     graph = Graph({"loss": loss, "slope": differentiate(loss, [x])[x]})
     names = {leaf.label for leaf in graph.leaves}
-    got = run(graph, {n: v for n, v in tensors.items() if n in names})
-    assert float(got["loss"]) == pytest.approx(expected(tensors, tensors["x"]), rel=1e-5)
+    got = run_graph(graph, {n: v for n, v in tensors.items() if n in names})
+    assert float(got["loss"]) == pytest.approx(expected_loss(tensors, tensors["x"]), rel=1e-5)
     for at in [*np.ndindex(B, T, C)][::5]:
         step = np.zeros((B, T, C))
         step[at] = 1e-5
-        up, down = (expected(tensors, tensors["x"] + sign * step) for sign in (1, -1))
+        up, down = (expected_loss(tensors, tensors["x"] + sign * step) for sign in (1, -1))
         assert got["slope"][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), at
 
 
@@ -114,8 +114,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def tuned(
-    folder: Path, output: Path, *more: str, base: str = "llama tied", data: str = "data.jsonl"
+def run_finetune(
+    folder: Path, output: Path, *flags: str, base: str = "llama tied", data: str = "data.jsonl"
 ) -> int:
     args = [str(folder / f"{base}.gguf"), "--data", str(folder / data), "-o", str(output)]
     default_flags = [
@@ -127,15 +127,15 @@ def tuned(
         "--check-answers",
         "0",
     ]
-    return main(["finetune", *args, *default_flags, *more])
+    return main(["finetune", *args, *default_flags, *flags])
 
 
-def losses(output: Path) -> list[float]:
+def read_losses(output: Path) -> list[float]:
     path = output.with_suffix(".run") / "metrics.jsonl"
     return [r["loss"] for r in metrics_file.read(path) if "loss" in r]
 
 
-def texts(output: Path) -> dict[str, np.ndarray]:
+def read_texts(output: Path) -> dict[str, np.ndarray]:
     with np.load(output.with_suffix(".run") / FILE) as file:
         return {name: file[name] for name in file}
 
@@ -146,11 +146,11 @@ def test_answers_are_learned_beside_texts_of_the_base(
 ) -> None:
     """By default; each text is whole, and none holds an end. Its probabilities are the base's."""
     output = tmp_path / "tuned.gguf"
-    assert tuned(folder, output, "--iters", "2", base=base) == 0, said(capsys)
-    replay_texts = texts(output)
+    assert run_finetune(folder, output, "--iters", "2", base=base) == 0, said(capsys)
+    replay_texts = read_texts(output)
     assert replay_texts["tokens"].shape == (64, 129) and (replay_texts["tokens"] >= 0).all()
     base_file = open_model(folder / f"{base}.gguf")
-    eos_ids = [*base_file.tokenizer().ends]
+    eos_ids = [*base_file.tokenizer().eog_ids]
     assert not np.isin(replay_texts["tokens"][:, 1:], eos_ids).any()
     assert len({row.tobytes() for row in replay_texts["tokens"]}) == 64
     context = pt.Context(folder / f"{base}.gguf", cells=128, cache="f32")
@@ -169,8 +169,11 @@ def test_step_1_has_no_divergence(folder: Path, tmp_path: Path) -> None:
     """An adapter begins as the base: the loss is that without texts."""
     first_losses = []
     for flags in (["--replay", "0"], ["--replay", "4", "--replay-weight", "9"]):
-        assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *flags) == 0
-        first_losses.append(losses(tmp_path / "tuned.gguf")[0])
+        assert (
+            run_finetune(folder, tmp_path / "tuned.gguf", "--iters", "1", "--overwrite", *flags)
+            == 0
+        )
+        first_losses.append(read_losses(tmp_path / "tuned.gguf")[0])
     assert first_losses[1] == pytest.approx(first_losses[0], abs=2e-3)
 
 
@@ -183,7 +186,7 @@ def test_rows_end_in_a_text_that_counts_as_much_as_the_weight_says(
     )  # fmt: skip
     train = prepared_plan.job.train
     assert isinstance(train, ReplayBatches)
-    train.known["tokens"][:] = np.arange(3)[:, None]
+    train.text_arrays["tokens"][:] = np.arange(3)[:, None]
     for index in range(2 * len(train)):
         batch = train[index]
         for row in range(2):
@@ -211,35 +214,37 @@ def test_a_plan_counts_the_time_in_which_the_base_writes(folder: Path, tmp_path:
 
 
 def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    assert_resumes(partial(tuned, folder), losses, tmp_path, capsys)
+    assert_resumes(partial(run_finetune, folder), read_losses, tmp_path, capsys)
 
 
 def test_texts_written_before_a_stop_are_kept(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are written by the resumed run, as they would have been."""
-    monkeypatch.setattr(replay_texts, "TOGETHER", (16,))
-    assert tuned(folder, tmp_path / "whole.gguf", "--iters", "1", "--replay", "40") == 0
-    write = replay_texts._Writer.texts
+    monkeypatch.setattr(replay_texts, "TEXTS_AT_ONCE", (16,))
+    assert run_finetune(folder, tmp_path / "whole.gguf", "--iters", "1", "--replay", "40") == 0
+    write = replay_texts._ReplayWriter.generate
 
-    def stop_at_the_second(self: Any, which: np.ndarray) -> Any:
-        if which[0] == 16:
+    def stop_at_the_second(self: Any, text_ids: np.ndarray) -> Any:
+        if text_ids[0] == 16:
             os.kill(os.getpid(), signal.SIGINT)
-        return write(self, which)
+        return write(self, text_ids)
 
     output = tmp_path / "stopped.gguf"
     with monkeypatch.context() as patch:
-        patch.setattr(replay_texts._Writer, "texts", stop_at_the_second)
-        assert tuned(folder, output, "--iters", "1", "--replay", "40") == 130
-    assert (texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
-    assert tuned(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(capsys)
-    uninterrupted, resumed = texts(tmp_path / "whole.gguf"), texts(output)
+        patch.setattr(replay_texts._ReplayWriter, "generate", stop_at_the_second)
+        assert run_finetune(folder, output, "--iters", "1", "--replay", "40") == 130
+    assert (read_texts(output)["tokens"][:, 0] >= 0).tolist() == [True] * 32 + [False] * 8
+    assert run_finetune(folder, output, "--iters", "1", "--replay", "40", "--resume") == 0, said(
+        capsys
+    )
+    uninterrupted, resumed = read_texts(tmp_path / "whole.gguf"), read_texts(output)
     for name in ("tokens", "means", "constants"):
         assert np.array_equal(uninterrupted[name], resumed[name]), name
 
 
 @pytest.mark.parametrize(
-    ("more", "data"),
+    ("flags", "data"),
     [
         (["--replay", "0"], "data.jsonl"),
         (["--full", "--lr", "1e-4"], "data.jsonl"),
@@ -249,16 +254,16 @@ def test_texts_written_before_a_stop_are_kept(
     ids=["0", "full", "teacher", "text"],
 )
 def test_no_texts_are_written_where_none_count(
-    more: list[str], data: str, folder: Path, tmp_path: Path
+    flags: list[str], data: str, folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "tuned.gguf"
-    more = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in more]
-    assert tuned(folder, output, "--iters", "1", *more, data=data) == 0
+    flags = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in flags]
+    assert run_finetune(folder, output, "--iters", "1", *flags, data=data) == 0
     assert not (output.with_suffix(".run") / FILE).exists()
 
 
 @pytest.mark.parametrize(
-    ("base", "more", "why"),
+    ("base", "flags", "message"),
     [
         ("gemma2", ["--replay", "8"], "gemma2.gguf caps its logits"),
         ("llama tied", ["--replay", "8", "--teacher", "llama tied.gguf"], "--replay 8: --teacher"),
@@ -268,17 +273,17 @@ def test_no_texts_are_written_where_none_count(
     ],
 )
 def test_what_it_is_not_for_is_refused(
-    base: str, more: list[str], why: str, folder: Path, tmp_path: Path, capsys: Any
+    base: str, flags: list[str], message: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    more = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in more]
+    flags = [str(folder / flag) if flag.endswith(".gguf") else flag for flag in flags]
     data = "data.jsonl"
-    if "dpo" in more:
+    if "dpo" in flags:
         (folder / "pairs.jsonl").write_text(
             "\n".join([json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})] * 30)
         )
         data = "pairs.jsonl"
-    assert tuned(folder, tmp_path / "tuned.gguf", *more, base=base, data=data) == 2
-    assert any(why in line for line in said(capsys)), why
+    assert run_finetune(folder, tmp_path / "tuned.gguf", *flags, base=base, data=data) == 2
+    assert any(message in line for line in said(capsys)), message
 
 
 @pytest.mark.shared

@@ -15,23 +15,23 @@ from packtrain.engine import ops
 from packtrain.engine.ops.arrays import integers_of
 from packtrain.engine.tensor import input
 from packtrain.inference.generator import Generator
-from packtrain.inference.kv_cache.decode_plans import Sizes
+from packtrain.inference.kv_cache.decode_plans import RunSizes
 from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import cached_transformer, transformer
-from packtrain.models.activation_rounding import product
+from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import with_activations
-from packtrain.workflows.evaluation import Evaluate
-from packtrain.workflows.generation_settings import Speaking, opened
-from packtrain.workflows.quantization import Quantize
+from packtrain.workflows.evaluation import EvaluateSettings
+from packtrain.workflows.generation_settings import GenerationSettings, opened
+from packtrain.workflows.quantization import QuantizeSettings
 from tests.test_model_file import TOKENS, save
 
 CONFIG = Config(len(TOKENS), 64, 64, 2, 64, 4, 2)
 IDS = [3, 9, 4, 11, 5, 8, 13, 6, 7, 10]
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
+def rounded_values(x: np.ndarray) -> np.ndarray:
     out = np.empty_like(x)
     kernels.rounded.rounded(out, x)
     return out
@@ -41,8 +41,10 @@ def test_values_are_rounded_to_multiples_of_a_127th_of_the_largest() -> None:
     x = np.linspace(-1, 1, 32, dtype=np.float32) * np.float32(127)
     x[5:8] = 0.5, 1.5, 2.4  # ties to even
     expected = np.rint(x)
-    np.testing.assert_array_equal(rounded(x), expected)
-    np.testing.assert_array_equal(rounded(x * np.float32(2**-20)), expected * np.float32(2**-20))
+    np.testing.assert_array_equal(rounded_values(x), expected)
+    np.testing.assert_array_equal(
+        rounded_values(x * np.float32(2**-20)), expected * np.float32(2**-20)
+    )
     assert expected[5:8].tolist() == [0, 2, 2]
 
 
@@ -50,7 +52,7 @@ def test_blocks_of_zeros_of_denormals_and_of_what_is_not_finite() -> None:
     x = np.zeros(128, np.float32)
     x[32:64] = 1e-42
     x[70], x[100] = np.nan, np.inf
-    result = rounded(x)
+    result = rounded_values(x)
     assert not result[:64].any()
     assert np.isnan(result[64:]).all()
 
@@ -71,7 +73,7 @@ def test_products_are_those_of_the_rounded_values(dtype: Dtype) -> None:
 
 def with_small_scales(dtype: Dtype, bits: np.ndarray) -> np.ndarray:
     """Rows of blocks of these bits."""
-    for place in dtype.layout.halves if dtype.layout else (0,):
+    for place in dtype.layout.half_offsets if dtype.layout else (0,):
         bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
     return bits.reshape(len(bits), -1)
 
@@ -108,7 +110,7 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes:
         product_in_integers(acc[i : i + 1], x[i : i + 1], dtype, w, planes) for i in range(15)
     ]
     np.testing.assert_array_equal(products, np.concatenate(row_products))
-    rounded_x = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
+    rounded_x = rounded_values(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
     expected = acc + rounded_x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(
         np.float64
     )
@@ -130,7 +132,7 @@ def test_many_rows_have_the_products_of_the_rounded_values(dtype: Dtype) -> None
     random, k = np.random.default_rng(0), 2144 if dtype.block == 32 else 2304
     x = random.standard_normal((29, k), np.float32)
     x[3, 70] = np.nan
-    rounded_x = rounded(np.delete(x, 3, 0).reshape(-1)).reshape(28, k).astype(np.float64)
+    rounded_x = rounded_values(np.delete(x, 3, 0).reshape(-1)).reshape(28, k).astype(np.float64)
     for n in (1, 40, 147):
         w, acc = random_rows(dtype, n, k), random.standard_normal((29, n), np.float32)
         products = product_of_many(acc, x, dtype, w)
@@ -144,7 +146,7 @@ def test_many_rows_have_the_products_of_the_rounded_values(dtype: Dtype) -> None
         try:
             np.testing.assert_array_equal(product_of_many(acc, x, dtype, w), products)
         finally:
-            kernels.set_threads(kernels.COUNT)
+            kernels.set_threads(kernels.MAX_THREADS)
         assert np.isnan(products[3]).all()
         exact = dequantize(w.view(dtype.numpy)).T.astype(np.float64)
         expected = np.delete(acc, 3, 0) + rounded_x @ exact
@@ -221,15 +223,15 @@ def models(tmp_path: Path) -> dict[str, Path]:
     """The same model in f32 and in q8_0."""
     source, packed = tmp_path / "plain.gguf", tmp_path / "packed.gguf"
     save(source, CONFIG)
-    quantize.run(Quantize(source, packed, "Q8_0"))
+    quantize.run(QuantizeSettings(source, packed, "Q8_0"))
     return {"plain": source, "packed": packed}
 
 
 def logits(model: ModelFile, chunks: tuple[int, ...]) -> np.ndarray:
-    generator = Generator.of(model, 16, f32)
+    generator = Generator.from_model(model, 16, f32)
     for count in chunks[:-1]:
-        generator.feed(IDS[len(generator.fed) : len(generator.fed) + count])
-    return generator.feed(IDS[len(generator.fed) :]).copy()
+        generator.feed(IDS[len(generator.cached_tokens) : len(generator.cached_tokens) + count])
+    return generator.feed(IDS[len(generator.cached_tokens) :]).copy()
 
 
 def test_prompts_and_single_tokens_are_rounded_alike(models: dict[str, Path]) -> None:
@@ -247,9 +249,11 @@ def test_few_rows_have_products_in_integers_and_many_where_that_is_faster(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, w = replace(CONFIG, activations="q8"), pt.weight("w", (4, 64), DTYPES["q8_0"])
-    monkeypatch.setattr("packtrain.models.activation_rounding.multiplies_many", lambda: fast)
-    small_batch, large_batch = (product(config, pt.input("x", (n, 64)), w) for n in (8, 9))
-    half = product(replace(config, precision="bf16"), pt.input("x", (9, 64)), w)
+    monkeypatch.setattr(
+        "packtrain.models.activation_rounding.has_fast_integer_products", lambda: fast
+    )
+    small_batch, large_batch = (matmul_weight(config, pt.input("x", (n, 64)), w) for n in (8, 9))
+    half = matmul_weight(replace(config, precision="bf16"), pt.input("x", (9, 64)), w)
     done = [
         [call.op.name for call in pt.Graph({"y": y}).calls]
         for y in (small_batch, large_batch, half)
@@ -262,7 +266,7 @@ def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> N
     (tmp_path / "t.txt").write_text("the cat the hat a bad head\n" * 40)
     said = []
     for kind in ("f32", "q8"):
-        settings = Evaluate((models["packed"],), tmp_path / "t.txt", activations=kind)
+        settings = EvaluateSettings((models["packed"],), tmp_path / "t.txt", activations=kind)
         assert evaluate.run(settings) == 0
         said.append(float(capsys.readouterr().out.split("perplexity ")[1].split()[0]))
     assert said[0] != said[1]
@@ -271,14 +275,14 @@ def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> N
 
 def test_a_model_without_such_a_matrix_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=r"--activations q8: .*plain\.gguf has no matrix of q4_0"):
-        opened(Speaking(models["plain"], activations="q8"), lambda line: None)
+        opened(GenerationSettings(models["plain"], activations="q8"), lambda line: None)
 
 
 def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
-    config, cache = replace(CONFIG, precision="bf16"), cached_transformer.Cache(200)
+    config, cache = replace(CONFIG, precision="bf16"), cached_transformer.CacheLayout(200)
     for time, kinds in (
-        (cached_transformer.EXACT, {"f32"}),
-        (cached_transformer.EXACT + 1, {"bf16"}),
+        (cached_transformer.MAX_EXACT_TOKENS, {"f32"}),
+        (cached_transformer.MAX_EXACT_TOKENS + 1, {"bf16"}),
     ):
         result, handles = cached_transformer.generation(
             config, transformer.weights(config), time, cache
@@ -293,5 +297,10 @@ def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
 
 
 def test_guesses_are_checked_as_they_would_be_written() -> None:
-    max_draft = next(f for f in fields(Speaking) if f.name == "draft_max").metadata["bounds"][1]
-    assert Sizes.of(4096, 1 + max_draft).next(1 + max_draft) <= cached_transformer.EXACT
+    max_draft = next(f for f in fields(GenerationSettings) if f.name == "draft_max").metadata[
+        "bounds"
+    ][1]
+    assert (
+        RunSizes.of(4096, 1 + max_draft).next_size(1 + max_draft)
+        <= cached_transformer.MAX_EXACT_TOKENS
+    )

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.training.monitoring.history import QUIET, QUIET_MERGE, History
-from packtrain.training.monitoring.run_folders import lines, rows
+from packtrain.training.monitoring.history import QUIET_MERGE, QUIET_SECONDS, RunHistory
+from packtrain.training.monitoring.run_folders import comparison_rows, lines
 
 STEP = {"step": 3, "loss": 1.5, "tokens": 30, "seconds": 3.0}
 
 
-def run(folder: Path, *records: dict[str, object], age: float, merge: bool = True) -> History:
+def make_history(
+    folder: Path, *records: dict[str, object], age: float, merge: bool = True
+) -> RunHistory:
     """A run whose files were written so many seconds ago."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -20,7 +22,7 @@ def run(folder: Path, *records: dict[str, object], age: float, merge: bool = Tru
     for file in folder.iterdir():
         now = file.stat().st_mtime
         os.utime(file, (now - age, now - age))
-    history = History(folder, folder.name)
+    history = RunHistory(folder, folder.name)
     history.refresh(1)
     return history
 
@@ -29,27 +31,29 @@ def run(folder: Path, *records: dict[str, object], age: float, merge: bool = Tru
     ("records", "age", "merge", "state"),
     [
         ([STEP], 0, True, "running"),
-        ([STEP], 2 * QUIET, True, "stopped"),
+        ([STEP], 2 * QUIET_SECONDS, True, "stopped"),
         ([STEP | {"loss": float("nan")}], 0, True, "failed"),
-        ([STEP, {"step": 3, "event": "end"}], 2 * QUIET, True, "running"),
+        ([STEP, {"step": 3, "event": "end"}], 2 * QUIET_SECONDS, True, "running"),
         ([STEP, {"step": 3, "event": "end"}], 2 * QUIET_MERGE, True, "unmerged"),
         ([STEP, {"step": 3, "event": "end"}], 2 * QUIET_MERGE, False, "done"),
     ],
 )
 def test_the_state_of_a_run(records, age, merge, state, tmp_path: Path) -> None:
-    assert run(tmp_path / "a.run", *records, age=age, merge=merge).state() == state
+    assert make_history(tmp_path / "a.run", *records, age=age, merge=merge).state() == state
 
 
 def test_a_run_is_done_once_its_merge_has_ended(tmp_path: Path) -> None:
-    history = run(tmp_path / "a.run", STEP, {"step": 3, "event": "end"}, age=2 * QUIET_MERGE)
+    history = make_history(
+        tmp_path / "a.run", STEP, {"step": 3, "event": "end"}, age=2 * QUIET_MERGE
+    )
     (tmp_path / "a.run/Modelfile").write_text("FROM ../a.gguf\n")
     assert history.state() == "done"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_table_is_as_wide_as_the_terminal(width: int, tmp_path: Path) -> None:
-    run_folders = [run(tmp_path / f"{name}.run", STEP, age=0) for name in "ab"]
-    table = [*lines(rows(run_folders), width)]
+    run_folders = [make_history(tmp_path / f"{name}.run", STEP, age=0) for name in "ab"]
+    table = [*lines(comparison_rows(run_folders), width)]
     assert max(map(len, table[:-1])) <= width
     assert table[-1].endswith(": a wider terminal, --json or --html") and "last record" in table[-1]
-    assert len([*lines(rows(run_folders))]) == 3
+    assert len([*lines(comparison_rows(run_folders))]) == 3

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from packtrain.data.conversations import Samples
+from packtrain.data.conversations import TokenizedSamples
 from packtrain.models.transformer import Config
 from packtrain.training.sample_batches import SampleBatches, best_fit
 from tests import models
@@ -14,16 +14,18 @@ modes = pytest.mark.parametrize("pack", [True, False])
 shuffles = pytest.mark.parametrize("shuffle", [True, False])
 
 
-def samples_of(*lengths: int, vocabulary: int = 1000) -> Samples:
+def samples_of(*lengths: int, vocabulary: int = 1000) -> TokenizedSamples:
     """Samples of so many targets; about half of them are learnt, the last one always."""
     rng = np.random.default_rng(sum(lengths))
     ids = [rng.integers(1, vocabulary, n + 1, np.uint16) for n in lengths]
     weights = [np.append(rng.integers(0, 2, n), 1).astype(np.uint8) for n in lengths]
     starts = np.cumsum([0, *(n + 1 for n in lengths[:-1])])
-    return Samples(np.concatenate(ids), np.concatenate(weights), starts)
+    return TokenizedSamples(np.concatenate(ids), np.concatenate(weights), starts)
 
 
-def contents(batches: SampleBatches, epoch: int = 0) -> Counter[tuple[tuple[int, ...], ...]]:
+def count_batch_samples(
+    batches: SampleBatches, epoch: int = 0
+) -> Counter[tuple[tuple[int, ...], ...]]:
     """All samples of an epoch, read back from the rows: ids, targets and weights by sequence."""
     sample_counts: Counter[tuple[tuple[int, ...], ...]] = Counter()
     for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
@@ -38,7 +40,7 @@ def contents(batches: SampleBatches, epoch: int = 0) -> Counter[tuple[tuple[int,
     return sample_counts
 
 
-def wanted(samples: Samples) -> Counter[tuple[tuple[int, ...], ...]]:
+def count_samples(samples: TokenizedSamples) -> Counter[tuple[tuple[int, ...], ...]]:
     every = (samples[i] for i in range(len(samples)))
     parts = (((ids[:-1]), (ids[1:]), (weights[1:])) for ids, weights in every)
     return Counter(tuple(tuple(values.tolist()) for values in part) for part in parts)
@@ -51,7 +53,7 @@ def test_each_sample_is_there_once_an_epoch(pack: bool, shuffle: bool, rows: int
     samples = samples_of(5, 1, 9, 3, 3, 10, 2, 7, 7, 1, 4)
     batches = SampleBatches(samples, rows, 10, seed=3, shuffle=shuffle, pack=pack)
     for epoch in range(3):
-        assert contents(batches, epoch) == wanted(samples)
+        assert count_batch_samples(batches, epoch) == count_samples(samples)
     assert sum(int(batches[i]["weights"].sum()) for i in range(len(batches))) == samples.targets
 
 
@@ -70,7 +72,7 @@ def test_an_index_says_everything(pack: bool):
 
 
 def test_a_packed_row():
-    samples = Samples(
+    samples = TokenizedSamples(
         np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.uint16),
         np.array([0, 0, 1, 1, 0, 1, 0, 1, 1], np.uint8),
         np.array([0, 4, 6]),
@@ -119,10 +121,10 @@ def test_packed_and_unpacked_learn_the_same():
     """Loss and all gradients of an epoch, as sums over its targets."""
     config = Config(64, 32, 16, 2, 24, 4, 2)
     samples = samples_of(9, 3, 12, 4, 7, 16, 2, 5, vocabulary=config.vocab_size)
-    values, results = models.values(config), []
+    values, results = models.seeded_weights(config), []
     for pack in (True, False):
         batches = SampleBatches(samples, 2, 16, pack=pack)
-        run = models.bind(models.gradients(config, 2, 16), values)
+        run = models.bind_graph(models.gradient_graph(config, 2, 16), values)
         sums: dict[str, np.ndarray] = {}
         for i in range(len(batches)):
             for name, value in run(batches[i]).items():
@@ -132,4 +134,4 @@ def test_packed_and_unpacked_learn_the_same():
     (num_packed, packed), (num_unpacked, unpacked) = results
     assert num_packed < num_unpacked and packed.keys() == unpacked.keys()
     for name, value in unpacked.items():
-        assert models.apart(packed[name], value) <= 1e-5, name
+        assert models.relative_error(packed[name], value) <= 1e-5, name

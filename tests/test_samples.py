@@ -14,23 +14,29 @@ import pytest
 from packtrain import gguf
 from packtrain.cli.main import main
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.data import token_cache
 from packtrain.data.chat_template import choose_template
-from packtrain.data.conversations import Dataset, Recipe, Samples, build_samples, prepare
+from packtrain.data.conversations import (
+    DatasetRecipe,
+    SampleDataset,
+    TokenizedSamples,
+    build_samples,
+    prepare_dataset,
+)
 from packtrain.data.conversations.build_samples import sources_of
 from packtrain.data.conversations.field_meanings import LOSS
 from packtrain.data.conversations.messages import Conversation
-from packtrain.data.conversations.record_formats import Plain, Reader
-from packtrain.data.conversations.samples_cache import VOCABULARY, read_dataset
+from packtrain.data.conversations.record_formats import PlainText, RecordReader
+from packtrain.data.conversations.samples_cache import VOCABULARY_KEYS, read_dataset
 from packtrain.data.text import records, text_streams
-from packtrain.data.text.corpus_cache import checksum, plain
-from packtrain.data.text.documents import Source, find_sources
-from packtrain.data.text.reading_report import Report
-from packtrain.data.text.text_streams import SUFFIXES
+from packtrain.data.text.corpus_cache import checksum, plain_metadata
+from packtrain.data.text.documents import SourceFile, find_sources
+from packtrain.data.text.reading_report import ReadingReport
+from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.data.train_vocabulary import train_vocabulary
-from packtrain.gguf import GGUF, Value
+from packtrain.gguf import GGUF, MetadataValue
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 needs_shared = pytest.mark.shared
@@ -39,8 +45,8 @@ TEMPLATE = (
     "{{ '</s>' if m.role == 'assistant' }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
 )
 PAIR = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
-WHY = {"type": "text", "text": "why"}
-THREE = [{"role": "system", "content": "be"}, *PAIR]
+TEXT_PART = {"type": "text", "text": "why"}
+SYSTEM_AND_PAIR = [{"role": "system", "content": "be"}, *PAIR]
 
 
 @pytest.fixture(scope="session")
@@ -48,11 +54,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     words = "user assistant system why so one two three four five\n" * 40
     values = train_vocabulary([words], 300, True, len(words))
-    gguf.write(path, values | {"tokenizer.chat_template": Value("string", TEMPLATE)}, {})
+    gguf.write_gguf(
+        path, values | {"tokenizer.chat_template": MetadataValue("string", TEMPLATE)}, {}
+    )
     return path
 
 
-def one(tmp_path: Path, content: Any, name: str = "data.jsonl") -> Path:
+def write_data(tmp_path: Path, content: Any, name: str = "data.jsonl") -> Path:
     """A file of lines of JSON, of an array, or of text."""
     path = tmp_path / name
     if name.endswith((".jsonl", ".jsonl.gz")) and not isinstance(content, str):
@@ -62,22 +70,22 @@ def one(tmp_path: Path, content: Any, name: str = "data.jsonl") -> Path:
     return path
 
 
-def read(path: Path) -> tuple[list[Conversation | Plain], str]:
-    reader = Reader(Source(path))
+def read(path: Path) -> tuple[list[Conversation | PlainText], str]:
+    reader = RecordReader(SourceFile(path))
     return list(reader), reader.notes[0]
 
 
-def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
+def build_dataset(data: Path, model: Path, tmp_path: Path, **options: Any) -> SampleDataset:
     """Samples, made in this process."""
     folder = tmp_path / "made"
     folder.mkdir()
-    recipe = Recipe(data, model, more.pop("length", 100), **more)
+    recipe = DatasetRecipe(data, model, options.pop("length", 100), **options)
     build_samples.write_dataset(recipe, folder, lambda sentence: None)
-    parts = build_samples.parts_of(recipe, build_samples.sources_of(recipe))
+    parts = build_samples.splits_of(recipe, build_samples.sources_of(recipe))
     return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
 
 
-def texts(samples: Samples, model: Path) -> list[str]:
+def learned_texts(samples: TokenizedSamples, model: Path) -> list[str]:
     """The samples, with [[…]] around what is learnt."""
     tokenizer, marked_texts = Tokenizer(GGUF(model).metadata), []
     for ids, weights in (samples[i] for i in range(len(samples))):
@@ -98,13 +106,13 @@ def texts(samples: Samples, model: Path) -> list[str]:
         ({"messages": PAIR}, PAIR, "messages"),
         ({"messages": [*PAIR, {"role": "user", "content": "?"}]}, PAIR, "messages"),
         ({"prompt": "why", "completion": "so"}, PAIR, "prompt/completion"),
-        ({"prompt": THREE[:2], "completion": PAIR[1:]}, THREE, "prompt/completion"),
+        ({"prompt": SYSTEM_AND_PAIR[:2], "completion": PAIR[1:]}, SYSTEM_AND_PAIR, "prompt/completion"),
         ({"question": "why", "answer": "so"}, PAIR, "prompt/completion"),
         ({"instruction": "why", "output": "so"}, PAIR, "prompt/completion"),
         (
             {"instruction": "why", "input": "not", "output": "so", "system": "be", "history": [["a", "b"]]},
             [
-                THREE[0],
+                SYSTEM_AND_PAIR[0],
                 {"role": "user", "content": "a"},
                 {"role": "assistant", "content": "b"},
                 {"role": "user", "content": "why\nnot"},
@@ -117,9 +125,9 @@ def texts(samples: Samples, model: Path) -> list[str]:
             PAIR,
             "conversations",
         ),
-        ({"conversations": PAIR, "system": "be"}, THREE, "conversations"),
+        ({"conversations": PAIR, "system": "be"}, SYSTEM_AND_PAIR, "conversations"),
         (
-            {"messages": [{"role": "user", "content": [WHY, {"type": "text", "text": ""}]}, PAIR[1]]},
+            {"messages": [{"role": "user", "content": [TEXT_PART, {"type": "text", "text": ""}]}, PAIR[1]]},
             PAIR,
             "messages",
         ),
@@ -127,10 +135,10 @@ def texts(samples: Samples, model: Path) -> list[str]:
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
 def test_forms(tmp_path: Path, record: dict[str, Any], messages: list[Any], form: str, name: str):
-    records, note = read(one(tmp_path, [record, record], name))
+    records, note = read(write_data(tmp_path, [record, record], name))
     assert [conversation.messages for conversation in records] == [messages] * 2
     assert note == f"{name}: 2 records of {form}"
-    assert records[0].where == f"{tmp_path / name}: line {1 if 'jsonl' in name else 2}"
+    assert records[0].location == f"{tmp_path / name}: line {1 if 'jsonl' in name else 2}"
 
 
 def test_tools(tmp_path: Path):
@@ -149,15 +157,17 @@ def test_tools(tmp_path: Path):
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]  # fmt: skip
-    (a,), _ = read(one(tmp_path, [{"conversations": sharegpt, "tools": json.dumps([tool])}]))
+    (a,), _ = read(write_data(tmp_path, [{"conversations": sharegpt, "tools": json.dumps([tool])}]))
     (b,), _ = read(
-        one(tmp_path, [{"messages": openai, "tools": [{"type": "function", "function": tool}]}])
+        write_data(
+            tmp_path, [{"messages": openai, "tools": [{"type": "function", "function": tool}]}]
+        )
     )
     assert (a.messages, a.tools) == (b.messages, b.tools)
     openai[1]["tool_calls"][0]["id"] = openai[2]["tool_call_id"] = (
         None  # as columns of tables have them
     )
-    (c,), _ = read(one(tmp_path, [{"messages": openai}]))
+    (c,), _ = read(write_data(tmp_path, [{"messages": openai}]))
     assert c.messages == b.messages
     expected_function = {"name": "add", "description": "", "parameters": {"type": "object"}}
     assert a.tools == [{"type": "function", "function": expected_function}]
@@ -170,7 +180,7 @@ def test_tools(tmp_path: Path):
 def test_what_is_not_used_is_said_once(tmp_path: Path):
     pair = [{**PAIR[0], "time": 3}, PAIR[1]]
     _, note = read(
-        one(tmp_path, [{"messages": pair, "id": 1}, {"messages": pair, "id": 2, "tag": 1}])
+        write_data(tmp_path, [{"messages": pair, "id": 1}, {"messages": pair, "id": 2, "tag": 1}])
     )
     assert note == "data.jsonl: 2 records of messages; not used: id, tag, time"
 
@@ -182,9 +192,9 @@ def test_arrays_come_in_chunks(tmp_path: Path, chunk: int, monkeypatch: pytest.M
     for indent in (None, 2):
         path = tmp_path / "a.json"
         path.write_text("\ufeff" + json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
-        assert [value for _, value in records.read_records("", Report(path))] == values
+        assert [value for _, value in records.read_records("", ReadingReport(path))] == values
     path.write_text(" [ ] ")
-    assert list(records.read_records("", Report(path))) == []
+    assert list(records.read_records("", ReadingReport(path))) == []
 
 
 def test_memory_of_a_large_array(tmp_path: Path):
@@ -195,7 +205,7 @@ def test_memory_of_a_large_array(tmp_path: Path):
         file.write("]")
     assert path.stat().st_size > 30e6
     tracemalloc.start()
-    count = sum(1 for _ in records.read_records("", Report(path)))
+    count = sum(1 for _ in records.read_records("", ReadingReport(path)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 30_000 and peak < 8e6
@@ -203,7 +213,7 @@ def test_memory_of_a_large_array(tmp_path: Path):
 
 def test_folders(tmp_path: Path):
     def template_named() -> list[tuple[str, str]]:
-        return [(s.path.name, s.part) for s in find_sources(tmp_path, SUFFIXES)]
+        return [(s.path.name, s.split) for s in find_sources(tmp_path, DATA_SUFFIXES)]
 
     for name in ("b.txt", "a.json", "c.jsonl.gz", "d.md"):
         (tmp_path / name).write_text("x")
@@ -218,15 +228,15 @@ def test_folders(tmp_path: Path):
 @pytest.mark.parametrize("arguments", ["", " ", None, {}])
 def test_a_call_without_arguments(tmp_path: Path, arguments: Any):
     turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
-    ((conversation,), _) = read(one(tmp_path, [{"messages": [PAIR[0], turn]}]))
+    ((conversation,), _) = read(write_data(tmp_path, [{"messages": [PAIR[0], turn]}]))
     assert isinstance(conversation, Conversation)
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_marks_of_utf8_and_capital_suffixes_are_no_text(tmp_path: Path):
-    ((text,), _) = read(one(tmp_path, "\ufeffwhy \ufeff so", "a.txt"))
-    assert isinstance(text, Plain) and "".join(text.pieces) == "why \ufeff so"
-    records, note = read(one(tmp_path, json.dumps({"messages": PAIR}), "A.JSONL"))
+    ((text,), _) = read(write_data(tmp_path, "\ufeffwhy \ufeff so", "a.txt"))
+    assert isinstance(text, PlainText) and "".join(text.pieces) == "why \ufeff so"
+    records, note = read(write_data(tmp_path, json.dumps({"messages": PAIR}), "A.JSONL"))
     assert isinstance(records[0], Conversation) and "1 record of messages" in note
 
 
@@ -238,21 +248,21 @@ def test_small_files_of_a_folder_are_divided_together(tmp_path: Path, model: Pat
     folder = tmp_path / "data"
     folder.mkdir()
     for i in range(9):
-        one(folder, "why so" if suffix == ".txt" else [{"messages": PAIR}], f"{i}{suffix}")
-    dataset = made(folder, model, tmp_path, val_split=0.25)
+        write_data(folder, "why so" if suffix == ".txt" else [{"messages": PAIR}], f"{i}{suffix}")
+    dataset = build_dataset(folder, model, tmp_path, val_split=0.25)
     assert dataset.valid is not None and (len(dataset.train), len(dataset.valid)) == (7, 2)
 
 
 def test_too_few_records_for_a_validation_part(tmp_path: Path, model: Path):
-    data = one(tmp_path, [{"messages": PAIR}] * 3)
-    dataset = made(data, model, tmp_path, val_split=0.05)
+    data = write_data(tmp_path, [{"messages": PAIR}] * 3)
+    dataset = build_dataset(data, model, tmp_path, val_split=0.05)
     assert (len(dataset.train), dataset.valid) == (3, None)
     assert dataset.notes[-1] == (
         "nothing is held out for validation: --val-split 0.05 of 3 records is less than one"
         "; --val-split 0.33 holds out one"
     )
     (tmp_path / "larger").mkdir()
-    dataset = made(data, model, tmp_path / "larger", val_split=0.33)
+    dataset = build_dataset(data, model, tmp_path / "larger", val_split=0.33)
     assert dataset.valid is not None and len(dataset.valid) == 1
     assert dataset.notes[-1] == "1 of 3 records is held out for validation"
 
@@ -301,7 +311,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
 )  # fmt: skip
 def test_bad_records(tmp_path: Path, content: Any, said: str):
     with pytest.raises(InputError, match=said) as raised:
-        read(one(tmp_path, content))
+        read(write_data(tmp_path, content))
     assert "\n" not in str(raised.value) and "data.jsonl: line" in str(raised.value)
 
 
@@ -317,11 +327,11 @@ def test_bad_records(tmp_path: Path, content: Any, said: str):
 )
 def test_bad_arrays(tmp_path: Path, content: str, said: str):
     with pytest.raises(InputError, match=said):
-        read(one(tmp_path, content, "a.json"))
+        read(write_data(tmp_path, content, "a.json"))
 
 
 def test_a_damaged_gzip(tmp_path: Path):
-    path = one(tmp_path, [{"text": "a" * 1000}], "a.jsonl.gz")
+    path = write_data(tmp_path, [{"text": "a" * 1000}], "a.jsonl.gz")
     content = path.read_bytes()
     for damaged in (content[:-10], b"no gzip", content[:15] + b"\0\0\0\0" + content[19:]):
         path.write_bytes(damaged)
@@ -333,9 +343,11 @@ def test_a_damaged_gzip(tmp_path: Path):
 
 
 def test_conversations_become_samples(tmp_path: Path, model: Path):
-    data = one(tmp_path, [{"messages": THREE}, {"messages": [*PAIR, TURN, PAIR[1]]}])
-    dataset = made(data, model, tmp_path)
-    assert texts(dataset.train, model) == [
+    data = write_data(
+        tmp_path, [{"messages": SYSTEM_AND_PAIR}, {"messages": [*PAIR, TURN, PAIR[1]]}]
+    )
+    dataset = build_dataset(data, model, tmp_path)
+    assert learned_texts(dataset.train, model) == [
         "<s> system: be\nuser: why\nassistant:[[ so</s>]] \n",
         "<s> user: why\nassistant:[[ so</s>]] \nuser: a\nassistant:[[ so</s>]] \n",
     ]
@@ -344,13 +356,15 @@ def test_conversations_become_samples(tmp_path: Path, model: Path):
 
 
 def test_options(tmp_path: Path, model: Path):
-    data = one(tmp_path, [{"messages": [*PAIR, TURN, PAIR[1]]}])
+    data = write_data(tmp_path, [{"messages": [*PAIR, TURN, PAIR[1]]}])
     for name, options, expected in (
         ("all", {"everything": True}, "[[<s> user: why\nassistant: so</s> \nuser: a\nassistant: so</s> \n]]"),
         ("last", {"last_only": True}, "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n"),
     ):  # fmt: skip
         (tmp_path / name).mkdir()
-        assert texts(made(data, model, tmp_path / name, **options).train, model) == [expected]
+        assert learned_texts(
+            build_dataset(data, model, tmp_path / name, **options).train, model
+        ) == [expected]
 
 
 @pytest.mark.parametrize("key", LOSS)
@@ -363,8 +377,8 @@ def test_a_turn_that_is_not_trained_on_is_context(
         {"messages": [PAIR[0], context_turn, TURN, trained_turn]},
         {"messages": [PAIR[0], trained_turn, TURN, context_turn]},
     ]
-    dataset = made(one(tmp_path, records), model, tmp_path)
-    assert texts(dataset.train, model) == [
+    dataset = build_dataset(write_data(tmp_path, records), model, tmp_path)
+    assert learned_texts(dataset.train, model) == [
         "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n",
         "<s> user: why\nassistant:[[ so</s>]] \n",
     ]
@@ -376,9 +390,9 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     """It learns to stop at a token that it has; the same template must then go into its file."""
     values = {k: v for k, v in GGUF(model).values.items() if k != "tokenizer.chat_template"}
     bare_model = tmp_path / "bare.gguf"
-    gguf.write(bare_model, values, {})
-    dataset = made(one(tmp_path, [{"messages": PAIR}]), bare_model, tmp_path)
-    assert texts(dataset.train, bare_model) == [
+    gguf.write_gguf(bare_model, values, {})
+    dataset = build_dataset(write_data(tmp_path, [{"messages": PAIR}]), bare_model, tmp_path)
+    assert learned_texts(dataset.train, bare_model) == [
         "<s> <|im_start|>user\nwhy</s> \n<|im_start|>assistant\n[[so</s>]] \n"
     ]
     (note,) = dataset.notes[1:]
@@ -388,14 +402,14 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     assert dataset.template is not None and "<|im_end|>" not in dataset.template
     assert "eos_token" in dataset.template
     template = choose_template(GGUF(model).metadata, TEMPLATE)
-    assert (template.source, template.why) == (TEMPLATE, "")
+    assert (template.source, template.reason) == (TEMPLATE, "")
 
 
 def without_bos(model: Path, path: Path) -> Path:
     """The same model, which adds no BOS."""
     file = GGUF(model)
-    add_no_bos = {"tokenizer.ggml.add_bos_token": Value("bool", False)}
-    gguf.write(path, {**file.values, **add_no_bos}, {})
+    add_no_bos = {"tokenizer.ggml.add_bos_token": MetadataValue("bool", False)}
+    gguf.write_gguf(path, {**file.values, **add_no_bos}, {})
     return path
 
 
@@ -410,7 +424,7 @@ def test_texts_are_split(tmp_path: Path, model: Path, bos: bool):
     for name, content in (("a.txt", words), ("a.jsonl", [{"text": words}])):
         folder = tmp_path / name[2:]
         folder.mkdir()
-        samples = made(one(folder, content, name), model, folder, length=7).train
+        samples = build_dataset(write_data(folder, content, name), model, folder, length=7).train
         parts = [samples[i][0].tolist() for i in range(len(samples))]
         assert [len(part) for part in parts[:-1]] == [8] * (len(parts) - 1)
         assert parts[0] + [id for part in parts[1:] for id in part[1:]] == ids
@@ -426,10 +440,10 @@ LONG = {"messages": [PAIR[0], {"role": "assistant", "content": "one two three fo
     ("truncate", "said"), [("end", "cut at their end"), ("drop", "left out"), ("split", "split")]
 )
 def test_long_conversations(tmp_path: Path, model: Path, truncate: str, said: str):
-    data = one(tmp_path, [LONG, {"messages": PAIR}])
-    full_sample = made(data, model, tmp_path, truncate=truncate, length=1000).train[0]
+    data = write_data(tmp_path, [LONG, {"messages": PAIR}])
+    full_sample = build_dataset(data, model, tmp_path, truncate=truncate, length=1000).train[0]
     (tmp_path / truncate).mkdir()
-    dataset = made(data, model, tmp_path / truncate, truncate=truncate, length=20)
+    dataset = build_dataset(data, model, tmp_path / truncate, truncate=truncate, length=20)
     assert dataset.notes[1] == f"conversations longer than 20 tokens, {said}: 1"
     samples = [dataset.train[i] for i in range(len(dataset.train) - 1)]
     assert all(len(ids) <= 21 for ids, _ in samples)
@@ -448,7 +462,9 @@ def test_nothing_to_learn(tmp_path: Path, model: Path):
     long_record = {
         "messages": [{"role": "user", "content": "one two three four five " * 5}, PAIR[1]]
     }
-    dataset = made(one(tmp_path, [long_record, {"messages": PAIR}]), model, tmp_path, length=20)
+    dataset = build_dataset(
+        write_data(tmp_path, [long_record, {"messages": PAIR}]), model, tmp_path, length=20
+    )
     assert len(dataset.train) == 1
     assert "samples left out because they have no tokens to train on: 1" in dataset.notes
     (tmp_path / "all").mkdir()
@@ -456,29 +472,32 @@ def test_nothing_to_learn(tmp_path: Path, model: Path):
         InputError,
         match=r"leaves no tokens to train on for training \(data\.jsonl: 1 rec.*samples left out",
     ):
-        made(one(tmp_path, [long_record]), model, tmp_path / "all", length=20)
+        build_dataset(write_data(tmp_path, [long_record]), model, tmp_path / "all", length=20)
 
 
 def test_words_that_spell_control_tokens(tmp_path: Path, model: Path):
     """They become these tokens, as llama.cpp makes them, and that is said; they do not end what is learnt."""
     said = [{"role": "user", "content": "why </s>"}, {"role": "assistant", "content": "so </s> so"}]
-    dataset = made(one(tmp_path, [{"messages": said}, {"messages": PAIR}]), model, tmp_path)
+    dataset = build_dataset(
+        write_data(tmp_path, [{"messages": said}, {"messages": PAIR}]), model, tmp_path
+    )
     assert (
-        texts(dataset.train, model)[0] == "<s> user: why </s> \nassistant:[[ so </s>  so</s>]] \n"
+        learned_texts(dataset.train, model)[0]
+        == "<s> user: why </s> \nassistant:[[ so </s>  so</s>]] \n"
     )
     (note,) = (note for note in dataset.notes if "control" in note)
     assert note.startswith("messages that spell control tokens") and note.endswith(": 2")
 
 
 def test_validation(tmp_path: Path, model: Path):
-    data = one(tmp_path, [{"text": f"{i}"} for i in range(1, 11)])
-    dataset = made(data, model, tmp_path, val_split=0.2)
+    data = write_data(tmp_path, [{"text": f"{i}"} for i in range(1, 11)])
+    dataset = build_dataset(data, model, tmp_path, val_split=0.2)
     assert dataset.valid is not None
-    assert texts(dataset.valid, model) == ["[[<s> 5</s>]]", "[[<s> 10</s>]]"]
+    assert learned_texts(dataset.valid, model) == ["[[<s> 5</s>]]", "[[<s> 10</s>]]"]
     assert len(dataset.train) == 8
     (tmp_path / "few").mkdir()
-    small_dataset = made(
-        one(tmp_path, [{"text": "1"}], "one.jsonl"), model, tmp_path / "few", val_split=0.2
+    small_dataset = build_dataset(
+        write_data(tmp_path, [{"text": "1"}], "one.jsonl"), model, tmp_path / "few", val_split=0.2
     )
     assert small_dataset.valid is None and small_dataset.notes[-1].endswith(
         "--val-split 0.2 of 1 record is less than one"
@@ -489,85 +508,95 @@ def test_no_records(tmp_path: Path, model: Path):
     for name, content in (("a.jsonl", "\n"), ("a.json", "[]"), ("a.txt", " \n")):
         (tmp_path / name[2:]).mkdir()
         with pytest.raises(InputError, match=rf"{name} holds no records"):
-            made(one(tmp_path, content, name), model, tmp_path / name[2:])
+            build_dataset(write_data(tmp_path, content, name), model, tmp_path / name[2:])
 
 
 # ---- the cache
 
 
 def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
-    data, cache = one(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
-    recipe = Recipe(data, model, 100)
-    first = prepare(recipe, cache, lambda sentence: None)
-    assert texts(first.train, model) == ["<s> user: why\nassistant:[[ so</s>]] \n"]
+    data, cache = write_data(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
+    recipe = DatasetRecipe(data, model, 100)
+    first = prepare_dataset(recipe, cache, lambda sentence: None)
+    assert learned_texts(first.train, model) == ["<s> user: why\nassistant:[[ so</s>]] \n"]
 
-    def never(*given: Any) -> None:
+    def fail_if_called(*args: Any) -> None:
         raise AssertionError("made again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("packtrain.data.conversations.samples_cache.make", never)
-        second = prepare(recipe, cache, lambda sentence: None)
+        patch.setattr("packtrain.data.conversations.samples_cache.build_folder", fail_if_called)
+        second = prepare_dataset(recipe, cache, lambda sentence: None)
     assert second.fingerprint == first.fingerprint and second.notes == first.notes
     assert not second.train.ids.flags.owndata and not second.train.ids.flags.writeable
     (weights,) = cache.glob("*/train.weights.npy")
     weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
-    assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
-    moved = Recipe(data.rename(tmp_path / "other.jsonl"), model, 100)
-    renamed = prepare(moved, cache, lambda sentence: None)
+    assert (
+        prepare_dataset(recipe, cache, lambda sentence: None).train.targets == first.train.targets
+    )
+    moved = DatasetRecipe(data.rename(tmp_path / "other.jsonl"), model, 100)
+    renamed = prepare_dataset(moved, cache, lambda sentence: None)
     assert renamed.notes == ("other.jsonl: 1 record of messages", *first.notes[1:])
     assert renamed.fingerprint == first.fingerprint
 
 
 def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):
-    data, cache = one(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
+    data, cache = write_data(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
 
-    def name(**more: Any) -> str:
-        options = {"data": data, "model": model, "length": 100} | more
-        return prepare(Recipe(**options), cache, lambda sentence: None).fingerprint
+    def fingerprint_of(**changes: Any) -> str:
+        options = {"data": data, "model": model, "length": 100} | changes
+        return prepare_dataset(DatasetRecipe(**options), cache, lambda sentence: None).fingerprint
 
     other_model = tmp_path / "other.gguf"
     values = dict(GGUF(model).values)
-    gguf.write(
-        other_model, values | {"tokenizer.chat_template": Value("string", TEMPLATE + " ")}, {}
+    gguf.write_gguf(
+        other_model,
+        values | {"tokenizer.chat_template": MetadataValue("string", TEMPLATE + " ")},
+        {},
     )
     names = [
-        name(),
-        name(length=50),
-        name(everything=True),
-        name(last_only=True),
-        name(model=other_model),
+        fingerprint_of(),
+        fingerprint_of(length=50),
+        fingerprint_of(everything=True),
+        fingerprint_of(last_only=True),
+        fingerprint_of(model=other_model),
     ]
     data.write_text(data.read_text() + "\n" + data.read_text())
-    assert len({*names, name()}) == 6
+    assert len({*names, fingerprint_of()}) == 6
 
 
 def test_runs_from_before_columns_could_be_named_know_their_data(tmp_path: Path, model: Path):
-    recipe = Recipe(one(tmp_path, [{"messages": PAIR}]), model, 100)
+    recipe = DatasetRecipe(write_data(tmp_path, [{"messages": PAIR}]), model, 100)
     options = {**asdict(recipe), "data": "", "model": ""}
     del options["columns"]
-    values = {k: v for k, v in GGUF(model).values.items() if k.startswith(VOCABULARY)}
-    older = checksum((7, sorted(options.items()), plain(values)), sources_of(recipe))
-    assert prepare(recipe, tmp_path / "cache", lambda sentence: None).fingerprint == older
+    values = {k: v for k, v in GGUF(model).values.items() if k.startswith(VOCABULARY_KEYS)}
+    older = checksum((7, sorted(options.items()), plain_metadata(values)), sources_of(recipe))
+    assert prepare_dataset(recipe, tmp_path / "cache", lambda sentence: None).fingerprint == older
 
 
 def test_memory_counts_the_child_that_renders_chats(tmp_path: Path, model: Path):
     """A limit that would do for text is refused: chats are rendered in a further process."""
-    recipe = Recipe(one(tmp_path, [{"messages": PAIR}]), model, 100)
-    settle()
-    limit = private_nbytes() + token_cache.START_NBYTES + token_cache.RENDERING_NBYTES // 2
+    recipe = DatasetRecipe(write_data(tmp_path, [{"messages": PAIR}]), model, 100)
+    release_memory()
+    limit = private_nbytes() + token_cache.CHILD_START_NBYTES + token_cache.RENDERING_NBYTES // 2
     with pytest.raises(DoesNotFit, match="reading the data needs at least"):
-        prepare(recipe, tmp_path / "cache", lambda sentence: None, f"{limit}B")
+        prepare_dataset(recipe, tmp_path / "cache", lambda sentence: None, f"{limit}B")
 
 
 def test_errors_of_the_child(tmp_path: Path, model: Path):
     with pytest.raises(InputError, match=r"data\.jsonl: line 1 is not JSON"):
-        prepare(Recipe(one(tmp_path, "{"), model, 100), tmp_path / "cache", lambda sentence: None)
+        prepare_dataset(
+            DatasetRecipe(write_data(tmp_path, "{"), model, 100),
+            tmp_path / "cache",
+            lambda sentence: None,
+        )
     assert list((tmp_path / "cache").iterdir()) == []
     bare_model = tmp_path / "bare.gguf"
-    gguf.write(bare_model, {"general.name": Value("string", "a")}, {})
+    gguf.write_gguf(bare_model, {"general.name": MetadataValue("string", "a")}, {})
     with pytest.raises(InputError, match=r"bare\.gguf: the metadata has no tokenizer\.ggml\.model"):
-        prepare(
-            Recipe(one(tmp_path, "{}"), bare_model, 100), tmp_path / "cache", lambda sentence: None
+        prepare_dataset(
+            DatasetRecipe(write_data(tmp_path, "{}"), bare_model, 100),
+            tmp_path / "cache",
+            lambda sentence: None,
         )
 
 
@@ -583,7 +612,7 @@ def packtrain(*arguments: object) -> tuple[int, str]:
 
 def test_the_command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    data = one(tmp_path, [{"messages": PAIR, "id": 1}, {"messages": THREE}])
+    data = write_data(tmp_path, [{"messages": PAIR, "id": 1}, {"messages": SYSTEM_AND_PAIR}])
     code, said = packtrain("data", data, "--model", model, "--show", 1)
     assert code == 0
     lines = said.splitlines()

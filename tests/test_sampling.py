@@ -9,16 +9,23 @@ import numpy as np
 import pytest
 
 from packtrain.common.errors import InputError
-from packtrain.inference.sampling import ORDER, Candidates, Chain, Sampling, draws, find_breakers
+from packtrain.inference.sampling import (
+    SAMPLER_ORDER,
+    Candidates,
+    Chain,
+    Sampling,
+    find_breakers,
+    token_rng,
+)
 from packtrain.inference.sampling.bias import logit_bias
 from packtrain.inference.sampling.candidates import probabilities
-from packtrain.inference.sampling.dry import dry
+from packtrain.inference.sampling.dry import dry_penalty
 from packtrain.inference.sampling.min_p import min_p
-from packtrain.inference.sampling.mirostat import learnt, mirostat, mirostat_2
-from packtrain.inference.sampling.penalties import penalties
+from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
+from packtrain.inference.sampling.penalties import recent_penalties
 from packtrain.inference.sampling.sampling_settings import named
 from packtrain.inference.sampling.tail_free import tail_free
-from packtrain.inference.sampling.temperature import dynamic, temperature
+from packtrain.inference.sampling.temperature import dynamic_temperature, temperature
 from packtrain.inference.sampling.top_k import top_k
 from packtrain.inference.sampling.top_n_sigma import top_n_sigma
 from packtrain.inference.sampling.top_p import top_p
@@ -29,7 +36,7 @@ FOUR = (0.1, 0.2, 0.3, 0.4)
 RISING = np.arange(1, 10_001)
 
 
-def made(weights, order=False) -> Candidates:
+def candidates_of(weights, order=False) -> Candidates:
     """Candidates with these probabilities; zeros are left out as llama.cpp's expected values are."""
     weights = np.asarray(weights, float)
     return Candidates(np.arange(len(weights)), np.log(weights).astype(np.float32).astype(float))
@@ -42,36 +49,39 @@ def shares(c: Candidates, count: int) -> np.ndarray:
     return p
 
 
-def same(c: Candidates, want) -> None:
-    np.testing.assert_allclose(shares(c, len(want)), want, atol=1e-5)
+def check_shares(c: Candidates, expected) -> None:
+    np.testing.assert_allclose(shares(c, len(expected)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("temp", "want"), [(1.0, FOUR), (0.0, (0, 0, 0, 1))])
-def test_temperature(temp, want):
-    same(temperature(made(FOUR), temp), want)
-    same(dynamic(made(FOUR), temp, 0.0, 1.0), want)
+@pytest.mark.parametrize(("temp", "expected"), [(1.0, FOUR), (0.0, (0, 0, 0, 1))])
+def test_temperature(temp, expected):
+    check_shares(temperature(candidates_of(FOUR), temp), expected)
+    check_shares(dynamic_temperature(candidates_of(FOUR), temp, 0.0, 1.0), expected)
 
 
 def test_dynamic_temperature_follows_the_entropy():
     p = np.array(FOUR)
     share = -(p * np.log(p)).sum() / np.log(4)
     temp = 0.3 + (1.7 - 0.3) * share**2
-    same(dynamic(made(FOUR), 1.0, 0.7, 2.0), p ** (1 / temp) / (p ** (1 / temp)).sum())
+    check_shares(
+        dynamic_temperature(candidates_of(FOUR), 1.0, 0.7, 2.0),
+        p ** (1 / temp) / (p ** (1 / temp)).sum(),
+    )
     # all alike: the highest; a range beyond the temperature starts at 0
-    even = dynamic(made([0.25] * 4), 0.5, 1.0, 1.0)
-    same(even, [0.25] * 4)
+    even = dynamic_temperature(candidates_of([0.25] * 4), 0.5, 1.0, 1.0)
+    check_shares(even, [0.25] * 4)
 
 
 @pytest.mark.parametrize(
-    ("k", "want"),
+    ("k", "expected"),
     [(1, (0, 0, 0, 1)), (3, (0, 0.22222, 0.33333, 0.44444)), (4, FOUR), (0, FOUR)],
 )
-def test_top_k(k, want):
-    same(top_k(made(FOUR), k), want)
+def test_top_k(k, expected):
+    check_shares(top_k(candidates_of(FOUR), k), expected)
 
 
 @pytest.mark.parametrize(
-    ("p", "want"),
+    ("p", "expected"),
     [
         (0.0, (0, 0, 0, 1)),
         (
@@ -82,12 +92,12 @@ def test_top_k(k, want):
         (1.0, FOUR),
     ],
 )
-def test_top_p(p, want):
-    same(top_p(made(FOUR), p), want)
+def test_top_p(p, expected):
+    check_shares(top_p(candidates_of(FOUR), p), expected)
 
 
 @pytest.mark.parametrize(
-    ("p", "want"),
+    ("p", "expected"),
     [
         (0.0, FOUR),
         (0.24, FOUR),
@@ -100,38 +110,39 @@ def test_top_p(p, want):
         (1.05, (0, 0, 0, 1)),
     ],
 )
-def test_min_p(p, want):
-    same(min_p(made(FOUR), p), want)
+def test_min_p(p, expected):
+    check_shares(min_p(candidates_of(FOUR), p), expected)
 
 
 @pytest.mark.parametrize(
-    ("threshold", "kept"), [(0.09, [3]), (0.19, [2, 3]), (0.29, [1, 2, 3]), (0.39, [0, 1, 2, 3])]
+    ("threshold", "kept_ids"),
+    [(0.09, [3]), (0.19, [2, 3]), (0.29, [1, 2, 3]), (0.39, [0, 1, 2, 3])],
 )
-def test_xtc(threshold, kept):
-    rng = draws(0, 0)
+def test_xtc(threshold, kept_ids):
+    rng = token_rng(0, 0)
     assert rng.random() < 0.99  # so that it is applied
-    got = xtc(made((0.4, 0.3, 0.2, 0.1)), 0.99, threshold, draws(0, 0))
-    assert sorted(got.ids.tolist()) == kept
+    got = xtc(candidates_of((0.4, 0.3, 0.2, 0.1)), 0.99, threshold, token_rng(0, 0))
+    assert sorted(got.ids.tolist()) == kept_ids
 
 
 def test_xtc_is_applied_as_often_as_asked_and_never_over_a_half():
-    c = made((0.4, 0.3, 0.2, 0.1))
-    hits = sum(len(xtc(c, 0.3, 0.15, draws(5, i)).ids) < 4 for i in range(2000))
+    c = candidates_of((0.4, 0.3, 0.2, 0.1))
+    hits = sum(len(xtc(c, 0.3, 0.15, token_rng(5, i)).ids) < 4 for i in range(2000))
     assert abs(hits / 2000 - 0.3) < 4 * math.sqrt(0.21 / 2000)
-    assert len(xtc(c, 1.0, 0.51, draws(0, 0)).ids) == 4
+    assert len(xtc(c, 1.0, 0.51, token_rng(0, 0)).ids) == 4
 
 
 def test_typical():
-    assert typical(made((0.97, 0.01, 0.01, 0.01)), 0.5).ids.tolist() == [0]
-    assert sorted(typical(made((0.4, 0.2, 0.2, 0.2)), 0.5).ids.tolist()) == [1, 2, 3]
-    assert len(typical(made((0.4, 0.2, 0.2, 0.2)), 1.0).ids) == 4
+    assert typical(candidates_of((0.97, 0.01, 0.01, 0.01)), 0.5).ids.tolist() == [0]
+    assert sorted(typical(candidates_of((0.4, 0.2, 0.2, 0.2)), 0.5).ids.tolist()) == [1, 2, 3]
+    assert len(typical(candidates_of((0.4, 0.2, 0.2, 0.2)), 1.0).ids) == 4
 
 
 EVEN = [0.2] * 5
 
 
 @pytest.mark.parametrize(
-    ("last", "want", "how"),
+    ("last", "expected", "settings"),
     [
         ([0], (0, 0.25, 0.25, 0.25, 0.25), (50, 0, 0)),
         ([0, 1, 2], (0, 0, 0, 0.5, 0.5), (50, 0, 0)),
@@ -141,12 +152,12 @@ EVEN = [0.2] * 5
         ([0, 1, 2, 0, 0], (0.0, 0.000023, 0.000023, 0.499977, 0.499977), (1, 5, 5)),
     ],
 )
-def test_penalties(last, want, how):
-    same(penalties(made(EVEN), last, *how), want)
+def test_penalties(last, expected, settings):
+    check_shares(recent_penalties(candidates_of(EVEN), last, *settings), expected)
 
 
 @pytest.mark.parametrize(
-    ("last", "want", "how", "breakers"),
+    ("last", "expected", "settings", "breakers"),
     [
         ([0, 1], [0.25] * 4, (1.0, 1.1, 2), {}),
         ([0, 1, 2, 0, 1], (0.296923, 0.296923, 0.109232, 0.296923), (1.0, 1.1, 2), {}),
@@ -155,11 +166,14 @@ def test_penalties(last, want, how):
         ([0, 1, 2, 3, 4, 0, 1], [0.2] * 5, (1.0, 1.1, 4), {}),
     ],
 )
-def test_dry(last, want, how, breakers):
-    same(dry(made([1 / len(want)] * len(want)), last, breakers, *how), want)
+def test_dry(last, expected, settings, breakers):
+    check_shares(
+        dry_penalty(candidates_of([1 / len(expected)] * len(expected)), last, breakers, *settings),
+        expected,
+    )
 
 
-def repeated(text: list[int], id: int, most: int) -> int:
+def repeat_length(text: list[int], id: int, max_length: int) -> int:
     """The longest end of the text that occurred before `id`, tried one by one."""
     best = 0
     for at in range(1, len(text)):
@@ -167,7 +181,7 @@ def repeated(text: list[int], id: int, most: int) -> int:
             n = 0
             while n < at and n < len(text) and text[at - 1 - n] == text[-1 - n]:
                 n += 1
-            best = max(best, min(n, most))
+            best = max(best, min(n, max_length))
     return best
 
 
@@ -175,8 +189,10 @@ def test_dry_finds_the_longest_repetition_in_any_text():
     rng = np.random.default_rng(0)
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(3, 30)).tolist()
-        got = dry(made([1 / 3] * 3), text, {}, 0.5, 1.5, 2).logits - math.log(1 / 3)
-        lengths = [repeated(text, id, len(text)) for id in range(3)]
+        got = dry_penalty(candidates_of([1 / 3] * 3), text, {}, 0.5, 1.5, 2).logits - math.log(
+            1 / 3
+        )
+        lengths = [repeat_length(text, id, len(text)) for id in range(3)]
         expected = [-0.5 * 1.5 ** (n - 2) if n >= 2 else 0.0 for n in lengths]
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
@@ -190,35 +206,35 @@ def test_dry_breakers_are_found_in_pieces_and_across_them():
         len({*map(id, large_table.values())}) == 1
     )  # equal values are one: a client may name many
     text = [0, 1, 4, 5, 0, 1, 4, 5, 0, 1]  # `zU SER` ends what repeats: only 0 1 do
-    even = made([*EVEN, 0.2])
-    assert (dry(even, text, breakers, 1.0, 2.0, 3).logits == even.logits).all()
-    assert (dry(even, text, {}, 1.0, 2.0, 3).logits != even.logits).any()
+    even = candidates_of([*EVEN, 0.2])
+    assert (dry_penalty(even, text, breakers, 1.0, 2.0, 3).logits == even.logits).all()
+    assert (dry_penalty(even, text, {}, 1.0, 2.0, 3).logits != even.logits).any()
 
 
 def test_the_penalty_of_dry_is_bounded():
-    got = dry(made([0.5, 0.5]), [0] * 300, {}, 1.0, 1.75, 2).logits
+    got = dry_penalty(candidates_of([0.5, 0.5]), [0] * 300, {}, 1.0, 1.75, 2).logits
     assert np.isfinite(got).all() and got[0] < -1e30
-    assert dry(made([0.5, 0.5]), [0] * 300, {}, 1.0, 1e300, 0).logits[0] == -1e300
+    assert dry_penalty(candidates_of([0.5, 0.5]), [0] * 300, {}, 1.0, 1e300, 0).logits[0] == -1e300
 
 
 @pytest.mark.parametrize(
-    ("n", "want"), [(1.0, (0, 0, 0.428571, 0.571429)), (0.0, FOUR), (-1.0, FOUR), (3.0, FOUR)]
+    ("n", "expected"), [(1.0, (0, 0, 0.428571, 0.571429)), (0.0, FOUR), (-1.0, FOUR), (3.0, FOUR)]
 )
-def test_top_n_sigma(n, want):
-    same(top_n_sigma(made(FOUR), n), want)
+def test_top_n_sigma(n, expected):
+    check_shares(top_n_sigma(candidates_of(FOUR), n), expected)
 
 
 def test_tail_free():
     p = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
     curve = np.abs(np.diff(p, 2))  # 0.25, 0, 0
     assert np.allclose(curve, [0.25, 0.0, 0.0], atol=1e-9)
-    assert tail_free(made(p), 0.95).ids.tolist() == [0]
+    assert tail_free(candidates_of(p), 0.95).ids.tolist() == [0]
     p = np.array([0.4, 0.3, 0.1, 0.1, 0.1])  # 0.1, 0.2, 0: a third, then all
-    assert tail_free(made(p), 0.5).ids.tolist() == [0]
-    assert len(tail_free(made(p), 1.0).ids) == 5
+    assert tail_free(candidates_of(p), 0.5).ids.tolist() == [0]
+    assert len(tail_free(candidates_of(p), 1.0).ids) == 5
 
 
-def queue(steps: str, k: int, p: float, share: float) -> list[int]:
+def surviving_ids(steps: str, k: int, p: float, share: float) -> list[int]:
     """Of weights 0 to 9999 which ids stay: counted, not sampled."""
     ids = np.arange(10_000)[::-1]
     for step in steps:
@@ -247,15 +263,15 @@ def test_queues(steps, k, p, share):
             "p": lambda c: top_p(c, p),
             "m": lambda c: min_p(c, share),
         }[step](c)
-    assert sorted(c.ids.tolist()) == queue(steps, k, p, share)
+    assert sorted(c.ids.tolist()) == surviving_ids(steps, k, p, share)
 
 
 def test_mirostat_2_cuts_at_mu_and_learns():
-    c = made((0.5, 0.25, 0.125, 0.125))
+    c = candidates_of((0.5, 0.25, 0.125, 0.125))
     assert mirostat_2(c, 2.01).ids.tolist() == [0, 1]
     assert mirostat_2(c, 0.5).ids.tolist() == [0]
     assert len(mirostat_2(c, 3.01).ids) == 4
-    assert learnt(c, 1, 4.0, 5.0, 0.1) == pytest.approx(4.0 - 0.1 * (2 - 5))
+    assert update_mu(c, 1, 4.0, 5.0, 0.1) == pytest.approx(4.0 - 0.1 * (2 - 5))
 
 
 def test_mirostat_takes_as_many_as_a_zipf_law_says():
@@ -263,7 +279,7 @@ def test_mirostat_takes_as_many_as_a_zipf_law_says():
     weights = np.arange(1, count + 1.0) ** -s
     exponent = s - 1
     k = (exponent * 2**mu / (1 - count**-exponent)) ** (1 / s)
-    got = mirostat(made(weights), mu, count)
+    got = mirostat(candidates_of(weights), mu, count)
     assert got.ids.tolist() == list(range(int(k)))
 
 
@@ -282,7 +298,7 @@ def test_mirostat_holds_the_surprise_near_its_target(version):
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("settings", "line"),
     [
         ({"temp": math.nan}, "temp is nan; it must be finite"),
         ({"temp": -1}, "temp is -1.0; it must be 0 or more"),
@@ -290,9 +306,9 @@ def test_mirostat_holds_the_surprise_near_its_target(version):
         ({"top_k": "many"}, "top_k is 'many'; it must be a whole number"),
     ],
 )
-def test_settings_out_of_range(given, line):
+def test_settings_out_of_range(settings, line):
     with pytest.raises(InputError, match=line):
-        Sampling(**given)
+        Sampling(**settings)
 
 
 def test_settings_may_be_numbers_of_numpy():
@@ -301,7 +317,7 @@ def test_settings_may_be_numbers_of_numpy():
 
 
 def test_biases():
-    assert logit_bias(made(FOUR), {1: -math.inf, 2: 1.0}).logits[1] == -math.inf
+    assert logit_bias(candidates_of(FOUR), {1: -math.inf, 2: 1.0}).logits[1] == -math.inf
     logits = np.log(FOUR).astype(np.float32)
     assert Chain(Sampling(temp=0, logit_bias=("3-inf", "0+9.5"))).choose(logits) == 0
     assert Chain(Sampling(temp=0, logit_bias=("3-inf",))).choose(logits) == 2
@@ -309,10 +325,10 @@ def test_biases():
         Chain(Sampling(logit_bias=tuple(f"{i}-inf" for i in range(4)))).choose(logits)
 
 
-@pytest.mark.parametrize("given", ["3+1e31", "12", "x+1", "3*2", "3+", "3+inf", "3+nan", "-1+2"])
-def test_biases_that_cannot_be_read(given):
+@pytest.mark.parametrize("bias", ["3+1e31", "12", "x+1", "3*2", "3+", "3+inf", "3+nan", "-1+2"])
+def test_biases_that_cannot_be_read(bias):
     with pytest.raises(InputError, match="logit_bias is"):
-        Sampling(logit_bias=(given,)).check_sampling()
+        Sampling(logit_bias=(bias,)).check_sampling()
     with pytest.raises(InputError, match="there is no token 9"):
         Sampling(logit_bias=("9+1",)).check_sampling(9)
 
@@ -351,7 +367,10 @@ def test_defaults_are_llama_cpps():
         "temperature",
     ]
     assert [name for name in got.order if name != "tfs_z"] == expected_order
-    assert got.order == ORDER and ORDER.index("tfs_z") == ORDER.index("top_k") + 1
+    assert (
+        got.order == SAMPLER_ORDER
+        and SAMPLER_ORDER.index("tfs_z") == SAMPLER_ORDER.index("top_k") + 1
+    )
 
 
 def by_hand(logits, recent, s: Sampling) -> np.ndarray:
@@ -424,7 +443,7 @@ def test_a_copy_goes_its_own_way():
         chain.accept(id)
 
 
-class Few:
+class TwoTokenConstraint:
     """Lets 3 and 8 come, as often as asked."""
 
     def __init__(self, left: int) -> None:
@@ -441,17 +460,17 @@ class Few:
         assert id in (3, 8)
         self.left -= 1
 
-    def copy(self) -> "Few":
-        return Few(self.left)
+    def copy(self) -> "TwoTokenConstraint":
+        return TwoTokenConstraint(self.left)
 
 
 def test_only_allowed_tokens_come():
     logits = np.arange(100, dtype=np.float32)
-    assert Chain(Sampling(temp=0), constraint=Few(1)).choose(logits) == 8
+    assert Chain(Sampling(temp=0), constraint=TwoTokenConstraint(1)).choose(logits) == 8
     wide = Sampling(temp=50, min_p=0, top_p=1)
-    got = {Chain(wide, i, constraint=Few(1)).choose(logits) for i in range(50)}
+    got = {Chain(wide, i, constraint=TwoTokenConstraint(1)).choose(logits) for i in range(50)}
     assert got == {3, 8}
-    chain = Chain(wide, constraint=Few(2))
+    chain = Chain(wide, constraint=TwoTokenConstraint(2))
     clone = chain.copy()
     for _ in range(2):
         assert not chain.over

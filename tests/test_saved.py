@@ -6,18 +6,26 @@ import numpy as np
 import pytest
 
 from packtrain import Graph, input, kernels, place
-from packtrain.devtools.check.running import run
+from packtrain.devtools.check.running import run_graph
 from packtrain.dtypes import bf16
 from packtrain.engine import backends, ops
 from packtrain.engine.optim import AdamW
 from packtrain.models.lora import Lora
-from packtrain.planner.checkpointing import spaced, uniform
-from packtrain.planner.plan_search import Search, search
-from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.checkpointing import spaced_choice, uniform_choice
+from packtrain.planner.plan_search import PlanSearch, find_fastest_shape
+from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.training_plans import EVALUATE, STEP, build_graph, make_plans
-from packtrain.training.training_engine import Engine
+from packtrain.training.training_engine import TrainingEngine
 from tests.architectures import CONFIGS
-from tests.models import CONFIG, apart, batch, bind, gradients, same_bits, values
+from tests.models import (
+    CONFIG,
+    bind_graph,
+    gradient_graph,
+    relative_error,
+    same_bits,
+    seeded_batch,
+    seeded_weights,
+)
 from tests.search_checks import REQUEST
 from tests.search_checks import SHAPE as LARGE
 
@@ -32,22 +40,22 @@ def in_bf16(shape: StepShape) -> StepShape:
 
 def after_steps(shape: StepShape) -> dict[str, np.ndarray]:
     """Losses and weights of three steps."""
-    engine = Engine(make_plans(shape, AdamW()), AdamW())
-    engine.session.set(values(CONFIG))
-    batches = [batch(CONFIG, shape.rows, shape.time, at) for at in range(3)]
+    engine = TrainingEngine(make_plans(shape, AdamW()), AdamW())
+    engine.session.set(seeded_weights(CONFIG))
+    batches = [seeded_batch(CONFIG, shape.micro_batch_size, shape.seq_len, at) for at in range(3)]
     losses = [engine.step([fed], at + 1, 1e-2).loss for at, fed in enumerate(batches)]
-    return {"losses": np.array(losses)} | {n: engine.session.get(n) for n in values(CONFIG)}
+    return {"losses": np.array(losses)} | {n: engine.session.get(n) for n in seeded_weights(CONFIG)}
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        replace(SHAPE, keep=uniform(COUNT, ())),
-        replace(SHAPE, keep=uniform(COUNT, range(3, 30, 4))),
-        replace(SHAPE, keep=spaced(COUNT, 2)),
+        replace(SHAPE, keep=uniform_choice(COUNT, ())),
+        replace(SHAPE, keep=uniform_choice(COUNT, range(3, 30, 4))),
+        replace(SHAPE, keep=spaced_choice(COUNT, 2)),
         replace(SHAPE, two_passes=True),
-        replace(SHAPE, twice=2),
-        replace(SHAPE, keep=uniform(COUNT, ()), twice=1),
+        replace(SHAPE, num_two_pass_blocks=2),
+        replace(SHAPE, keep=uniform_choice(COUNT, ()), num_two_pass_blocks=1),
     ],
 )
 def test_what_is_recomputed_changes_no_bit(other):
@@ -58,10 +66,14 @@ def test_what_is_recomputed_changes_no_bit(other):
 
 def test_gradients_are_near_those_of_f32_and_not_the_same():
     f32_gradients, bf16_gradients = (
-        bind(gradients(config, 2, 17), values(CONFIG))(batch(CONFIG, 2, 17))
+        bind_graph(gradient_graph(config, 2, 17), seeded_weights(CONFIG))(
+            seeded_batch(CONFIG, 2, 17)
+        )
         for config in (CONFIG, SAVED)
     )
-    errors = {name: apart(bf16_gradients[name], f32_gradients[name]) for name in f32_gradients}
+    errors = {
+        name: relative_error(bf16_gradients[name], f32_gradients[name]) for name in f32_gradients
+    }
     assert all(1e-5 < error < 3e-2 for error in errors.values()), errors
 
 
@@ -83,25 +95,29 @@ def test_backward_reads_bf16_and_the_residual_stream(name):
 def test_a_plan_needs_fewer_bytes():
     none = replace(REQUEST, recompute="none")
     arenas = [
-        make_plans(search(shape, none.within(1 << 40)).shape, AdamW()).arena_nbytes
-        for shape in (replace(LARGE, rows=8), in_bf16(replace(LARGE, rows=8)))
+        make_plans(find_fastest_shape(shape, none.with_limit(1 << 40)).shape, AdamW()).arena_nbytes
+        for shape in (
+            replace(LARGE, micro_batch_size=8),
+            in_bf16(replace(LARGE, micro_batch_size=8)),
+        )
     ]
     assert arenas[1] < 0.75 * arenas[0]
 
 
 def test_a_search_recomputes_less_within_the_same_limit():
     """The type itself is chosen by the settings alone."""
-    shape = replace(LARGE, rows=8)
-    limit = int(Search(REQUEST).rough(in_bf16(shape)).nbytes * 1.05)
+    shape = replace(LARGE, micro_batch_size=8)
+    limit = int(PlanSearch(REQUEST).rough(in_bf16(shape)).nbytes * 1.05)
     f32_answer, bf16_answer = (
-        search(candidate, REQUEST.within(limit)) for candidate in (shape, in_bf16(shape))
+        find_fastest_shape(candidate, REQUEST.with_limit(limit))
+        for candidate in (shape, in_bf16(shape))
     )
     assert (
-        f32_answer.fits
+        f32_answer.is_within_limits
         and f32_answer.shape.config.saved == "f32"
         and f32_answer.shape.keep is not None
     )
-    assert bf16_answer.fits and bf16_answer.shape == in_bf16(shape)
+    assert bf16_answer.is_within_limits and bf16_answer.shape == in_bf16(shape)
 
 
 def test_evaluation_rounds_nothing():
@@ -115,7 +131,7 @@ def test_evaluation_rounds_nothing():
 def test_lora_on_a_frozen_base_keeps_what_its_adapters_read():
     lora = Lora((("blk.*", 2),))
     config = replace(SAVED, lora=lora)
-    built = build_graph(STEP, StepShape(config, 2, 17, base=Base(())), AdamW())
+    built = build_graph(STEP, StepShape(config, 2, 17, base=BaseModel(())), AdamW())
     read = {t.base for c in built.graph.calls if c.phase == "backward" for t in c.reads}
     assert sum(t.dtype == bf16 for t in read) >= 5 * COUNT
 
@@ -131,7 +147,7 @@ def test_casts_have_the_bits_of_the_specification(size):
     values = np.random.default_rng(0).integers(0, 2**32, size, np.uint32).view(np.float32)
     values[: min(size, 6)] = [np.nan, np.inf, -np.inf, 3.4e38, 1e-45, -0.0][: min(size, 6)]
     cpu_output, spec = (
-        run(graph, {"x": values}, (backend,)) for backend in (backends.cpu, backends.numpy)
+        run_graph(graph, {"x": values}, (backend,)) for backend in (backends.cpu, backends.numpy)
     )
     assert same_bits(cpu_output, spec)
     restored = cpu_output["back"]
@@ -141,7 +157,7 @@ def test_casts_have_the_bits_of_the_specification(size):
     count = kernels.threads()
     kernels.set_threads(1)
     try:
-        assert same_bits(run(graph, {"x": values}, (backends.cpu,)), cpu_output)
+        assert same_bits(run_graph(graph, {"x": values}, (backends.cpu,)), cpu_output)
     finally:
         kernels.set_threads(count)
 

@@ -12,17 +12,23 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
 from packtrain.planner import drafts
 from packtrain.planner.block_extrapolation import even
-from packtrain.planner.checkpointing import Choice, uniform
-from packtrain.planner.cost_model import Rates
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import FREE, SLACK, Search, unlimited
-from packtrain.planner.step_shape import Base
+from packtrain.planner.checkpointing import RecomputeChoice, uniform_choice
+from packtrain.planner.cost_model import BackendRates
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import FREE, SLACK, PlanSearch, unlimited
+from packtrain.planner.step_shape import BaseModel
 from packtrain.planner.training_plans import APPLY, MEASURE, build_graph, make_plans
-from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
+from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh_chain
 
-FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
+FORMS = [
+    SHAPE,
+    replace(SHAPE, num_micro_batches=2),
+    replace(SHAPE, num_micro_batches=2, layered=True),
+]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
-TWICE = [replace(FORMS[0], twice=count) for count in (1, 4, 6)] + [replace(FORMS[2], twice=4)]
+TWO_PASS_SHAPES = [replace(FORMS[0], num_two_pass_blocks=count) for count in (1, 4, 6)] + [
+    replace(FORMS[2], num_two_pass_blocks=4)
+]
 SAVED = replace(SHAPE, config=replace(SHAPE.config, saved="bf16"))
 FORMS += [SAVED]
 
@@ -30,7 +36,7 @@ FORMS += [SAVED]
 @pytest.mark.parametrize("form", FORMS)
 def test_ways_take_what_they_should_at_least(form):
     """Seconds and calls are right but for a cut that is computed again first; bytes are of a few rows less precise."""
-    block = fresh(form).block
+    block = fresh_chain(form).block
     bounds = {option.keep: option for option in block.options}
     assert block.measure(bounds) and not block.measure(bounds)
     for option in block.options:
@@ -40,7 +46,7 @@ def test_ways_take_what_they_should_at_least(form):
         assert bound.seconds <= option.seconds * (1 + 1e-9) and bound.calls <= option.calls
         if all(rank == 0 for _, rank in option.keep):
             assert bound.seconds == pytest.approx(option.seconds) and bound.calls == option.calls
-    assert block.least_work <= min(option.work for option in block.options)
+    assert block.min_work_nbytes <= min(option.work for option in block.options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -51,34 +57,40 @@ def test_ways_take_together_what_each_takes_alone(form):
 @pytest.mark.parametrize("form", FORMS[2:4])
 def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
     """And nothing is found that is faster than what was known before anything was measured."""
-    baseline_chain = fresh(form)
+    baseline_chain = fresh_chain(form)
     for budget in np.linspace(
-        baseline_chain.least().nbytes, baseline_chain.plan(None).nbytes, 4
+        baseline_chain.smallest_planned().nbytes, baseline_chain.plan_choice(None).nbytes, 4
     ).astype(int)[1:-1]:
-        partial_chain, exhaustive_chain, nbytes = fresh(form), fresh(form), int(budget)
-        bound = partial_chain.bound(int(nbytes * (1 + SLACK)))
-        exhaustive_chain.block.measure(exhaustive_chain.block.ways)
-        best_draft, exhaustive_draft = partial_chain.within(nbytes), exhaustive_chain.within(nbytes)
+        partial_chain, exhaustive_chain, nbytes = fresh_chain(form), fresh_chain(form), int(budget)
+        bound = partial_chain.seconds_bound(int(nbytes * (1 + SLACK)))
+        exhaustive_chain.block.measure(exhaustive_chain.block.strategies)
+        best_draft, exhaustive_draft = (
+            partial_chain.fastest_within(nbytes),
+            exhaustive_chain.fastest_within(nbytes),
+        )
         assert best_draft is not None and exhaustive_draft is not None
         assert (
             bound <= exhaustive_draft.seconds * 1.001
             and best_draft.seconds <= exhaustive_draft.seconds * 1.001
         )
-        assert len(partial_chain.block._known) < len(exhaustive_chain.block._known) / 2
+        assert (
+            len(partial_chain.block._measured_options)
+            < len(exhaustive_chain.block._measured_options) / 2
+        )
 
 
 def test_a_bound_lets_nothing_be_built_that_is_too_slow():
-    blocks = fresh(FORMS[3])
-    nbytes = (blocks.least().nbytes + blocks.plan(None).nbytes) // 2
-    built = set(blocks.found)
-    blocks.within(nbytes, blocks.bound(nbytes) * 0.99)
-    assert set(blocks.found) == built
+    blocks = fresh_chain(FORMS[3])
+    nbytes = (blocks.smallest_planned().nbytes + blocks.plan_choice(None).nbytes) // 2
+    built = set(blocks.planned_choices)
+    blocks.fastest_within(nbytes, blocks.seconds_bound(nbytes) * 0.99)
+    assert set(blocks.planned_choices) == built
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_without_a_limit_auto_recomputes_what_is_nearly_free(form):
-    form, search = replace(form, rows=16), Search(REQUEST)
-    full_draft, cheap_draft = search.draft(form), search.draft(search.freely(form))
+    form, search = replace(form, micro_batch_size=16), PlanSearch(REQUEST)
+    full_draft, cheap_draft = search.draft(form), search.draft(search.with_free_recompute(form))
     assert cheap_draft.shape.keep is not None and cheap_draft.nbytes < full_draft.nbytes * 0.99
     assert full_draft.seconds < cheap_draft.seconds <= full_draft.seconds * (1 + FREE)
     none = replace(REQUEST, recompute="none")
@@ -87,12 +99,12 @@ def test_without_a_limit_auto_recomputes_what_is_nearly_free(form):
 
 def test_what_takes_time_to_recompute_is_kept():
     """Where each call takes long, nothing is free."""
-    slow = Request(AdamW(), Rates(1e11, 1e10, call=1.0))
+    slow = PlanRequest(AdamW(), BackendRates(1e11, 1e10, call=1.0))
     assert unlimited(SHAPE, slow) == SHAPE
 
 
 def test_more_time_keeps_no_more():
-    block = fresh(SHAPE).block
+    block = fresh_chain(SHAPE).block
     places = set(block.read)
     saved_places = [
         set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)
@@ -106,23 +118,24 @@ def test_more_time_keeps_no_more():
 @pytest.mark.parametrize("form", FORMS[3:5])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_draft_of_two_passes_recomputes_in_both(form, recomputed):
-    keep = uniform(CONFIG.block_count, ()) if recomputed else None
+    keep = uniform_choice(CONFIG.block_count, ()) if recomputed else None
     shape = replace(form, keep=keep)
-    drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
+    drafted, planned = PlanSearch(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
     assert planned.plans[MEASURE].arena().nbytes <= planned.plans[APPLY].arena().nbytes
     assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
 
 
-@pytest.mark.parametrize("form", TWICE)
-@pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
+@pytest.mark.parametrize("form", TWO_PASS_SHAPES)
+@pytest.mark.parametrize("keep", [None, uniform_choice(CONFIG.block_count, ())])
 def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
-    shape, once = replace(form, keep=keep), replace(form, twice=0, keep=keep)
-    drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
+    shape, once = replace(form, keep=keep), replace(form, num_two_pass_blocks=0, keep=keep)
+    drafted, planned = PlanSearch(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
     assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
-    assert drafted.seconds == pytest.approx(planned.seconds(REQUEST.rates), rel=0.02)
+    assert drafted.seconds == pytest.approx(planned.step_seconds(REQUEST.rates), rel=0.02)
     num_recomputed, num_once = (
         sum(
-            call.phase == "recomputed" for call in make_plans(s, AdamW()).placed["step"].graph.calls
+            call.phase == "recomputed"
+            for call in make_plans(s, AdamW()).placed_graphs["step"].graph.calls
         )
         for s in (shape, once)
     )
@@ -134,46 +147,48 @@ def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
 
 def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():
     """The more do, the longer it takes, and the fewer bytes; two whole passes take longer."""
-    one_pass_form, *two_pass_forms, full_form = FORMS[0], *TWICE[:3], FORMS[3]
-    search = Search(REQUEST)
+    one_pass_form, *two_pass_forms, full_form = FORMS[0], *TWO_PASS_SHAPES[:3], FORMS[3]
+    search = PlanSearch(REQUEST)
     seconds = [search.rough(form).seconds for form in (one_pass_form, *two_pass_forms, full_form)]
     assert all(left < right for left, right in pairwise(seconds))
     recomputing_forms = [
-        replace(form, keep=uniform(CONFIG.block_count, ()))
+        replace(form, keep=uniform_choice(CONFIG.block_count, ()))
         for form in (one_pass_form, *two_pass_forms)
     ]
     drafts = [search.draft(form) for form in recomputing_forms]
     assert all(left.nbytes > right.nbytes for left, right in pairwise(drafts))
-    best_drafts = [search.best(one_pass_form, draft.nbytes) for draft in drafts]
+    best_drafts = [search.fastest_or_smallest(one_pass_form, draft.nbytes) for draft in drafts]
     for best, draft in zip(best_drafts, drafts, strict=True):
         assert best.nbytes <= draft.nbytes and best.seconds <= draft.seconds
-    assert best_drafts[-1].shape.twice
+    assert best_drafts[-1].shape.num_two_pass_blocks
 
 
-@pytest.mark.parametrize("twice", [2, 4])
-def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(twice):
+@pytest.mark.parametrize("num_two_pass_blocks", [2, 4])
+def test_what_goes_back_twice_is_kept_as_well_as_any_of_its_blocks_could_be(num_two_pass_blocks):
     """Against all ways in which each block keeps all of what is read, half of it, or nothing."""
-    form = replace(SHAPE, twice=twice)
-    blocks = Search(REQUEST).chain(form)
+    form = replace(SHAPE, num_two_pass_blocks=num_two_pass_blocks)
+    blocks = PlanSearch(REQUEST).chain(form)
     read = blocks.block.read
     kinds = [tuple((place, 0) for place in places) for places in (read, read[::2], ())]
     stream, count = (0,) * (CONFIG.block_count + 1), CONFIG.block_count
     all_drafts = [
-        blocks.plan(Choice(stream, (*first, *last)))
-        for first in combinations_with_replacement(kinds, twice)
-        for last in combinations_with_replacement(kinds, count - twice)
+        blocks.plan_choice(RecomputeChoice(stream, (*first, *last)))
+        for first in combinations_with_replacement(kinds, num_two_pass_blocks)
+        for last in combinations_with_replacement(kinds, count - num_two_pass_blocks)
     ]
-    for limit in np.linspace(blocks.least().nbytes, blocks.plan(None).nbytes, 6).astype(int)[1:]:
-        chain = Search(REQUEST).chain(form)
-        best_draft = chain.within(int(limit))
+    for limit in np.linspace(
+        blocks.smallest_planned().nbytes, blocks.plan_choice(None).nbytes, 6
+    ).astype(int)[1:]:
+        chain = PlanSearch(REQUEST).chain(form)
+        best_draft = chain.fastest_within(int(limit))
         best = min(draft.seconds for draft in all_drafts if draft.nbytes <= limit)
         assert best_draft is not None and best_draft.seconds <= best * 1.001
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
-    search = Search(REQUEST)
-    for form in (*FORMS, *TWICE):
-        min_draft = search.least_of([form])
+    search = PlanSearch(REQUEST)
+    for form in (*FORMS, *TWO_PASS_SHAPES):
+        min_draft = search.smallest_of([form])
         assert search._at_least(form) <= min_draft.nbytes
 
 
@@ -183,49 +198,58 @@ def graphs_alive() -> int:
 
 def test_a_search_keeps_no_graph_but_the_last_short_one():
     gc.collect()
-    search, before = Search(REQUEST), graphs_alive()
-    search.smallest(SHAPE)
-    search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
-    chains = {id(chain.block): chain for chain in search._chains.values() if chain.block.__dict__}
+    search, before = PlanSearch(REQUEST), graphs_alive()
+    search.smallest_draft(SHAPE)
+    search.fastest_or_smallest(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    chains = {
+        id(chain.block): chain for chain in search._block_chains.values() if chain.block.__dict__
+    }
     gc.collect()
     assert len(chains) > 1 and graphs_alive() - before <= 1
 
 
 def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
-    def watched(*given):
+    def counting_build(*args):
         alive.append(graphs_alive() - before)
-        return build_graph(*given)
+        return build_graph(*args)
 
-    shape = replace(SHAPE, base=Base((), ("blk.1.ffn_*", "blk.3.ffn_*")))
-    search, alive = Search(REQUEST), list[int]()
+    shape = replace(SHAPE, base=BaseModel((), ("blk.1.ffn_*", "blk.3.ffn_*")))
+    search, alive = PlanSearch(REQUEST), list[int]()
     assert not even(shape)
     gc.collect()
     before = graphs_alive()
-    monkeypatch.setattr(drafts, "build_graph", watched)
+    monkeypatch.setattr(drafts, "build_graph", counting_build)
     gc.disable()
     try:
-        search.smallest(shape)
+        search.smallest_draft(shape)
     finally:
         gc.enable()
     assert len(alive) > 10 and max(alive) <= 2
 
 
 def test_a_search_afresh_knows_of_its_chains_what_short_ones_say_and_no_more():
-    search = Search(REQUEST)
-    search.best(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
-    for shape in (SHAPE, replace(SHAPE, chunk=16, twice=2)):
-        search.chain(shape).plan(None)
-        search.chain(shape).block.measure(search.chain(shape).block.ways)
-        old, new = search.chain(shape), search.afresh().chain(shape)
-        assert old.found and old.block._known and not new.found and not new.block._known
+    search = PlanSearch(REQUEST)
+    search.fastest_or_smallest(SHAPE, int(0.7 * search.rough(SHAPE).nbytes))
+    for shape in (SHAPE, replace(SHAPE, chunk=16, num_two_pass_blocks=2)):
+        search.chain(shape).plan_choice(None)
+        search.chain(shape).block.measure(search.chain(shape).block.strategies)
+        old, new = search.chain(shape), search.with_fresh_chains().chain(shape)
+        assert (
+            old.planned_choices
+            and old.block._measured_options
+            and not new.planned_choices
+            and not new.block._measured_options
+        )
         assert new.block._middle is old.block._middle and new.head_work == old.head_work
-        assert new.smallest == Search(REQUEST).chain(shape).smallest
+        assert new.smallest_choice == PlanSearch(REQUEST).chain(shape).smallest_choice
 
 
 def test_a_context_far_too_long_is_answered_with_one_that_fits():
-    long = replace(SHAPE, config=replace(CONFIG, context_length=1 << 20), time=1 << 20)
-    min_nbytes = Search(REQUEST).least_of([SHAPE]).nbytes
+    long = replace(SHAPE, config=replace(CONFIG, context_length=1 << 20), seq_len=1 << 20)
+    min_nbytes = PlanSearch(REQUEST).smallest_of([SHAPE]).nbytes
     limited_request = replace(REQUEST, limits={HOST: 2 * min_nbytes})
-    said = Search(limited_request).change(long)
+    said = PlanSearch(limited_request).suggest_change(long)
     context = int(said.removeprefix("it would fit with --ctx "))
-    assert Search(REQUEST).least_of([replace(long, time=context)]).nbytes <= 2 * min_nbytes
+    assert (
+        PlanSearch(REQUEST).smallest_of([replace(long, seq_len=context)]).nbytes <= 2 * min_nbytes
+    )

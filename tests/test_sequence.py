@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from benchmarks.online import Allocator, Use, best_fit, follow
+from benchmarks.online import Allocator, BufferUse, best_fit, replay_steps
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Host, Target
-from packtrain.engine.memory_plan.memory_order import needed_before, orders
+from packtrain.engine.memory_plan.memory_order import call_dependencies, candidate_orders
 from packtrain.engine.placement import BARRIER, Placed
 from tests import checks, plan_checks
 from tests.random_graphs import random_case
@@ -24,22 +24,22 @@ W = pt.weight("w", (4, 4))
 B = BARRIER
 
 
-def product(name: str, x: pt.Tensor, y: pt.Tensor = W) -> pt.Tensor:
+def named_product(name: str, x: pt.Tensor, y: pt.Tensor = W) -> pt.Tensor:
     return pt.named(name, ops.matmul(x, y))
 
 
 def chain() -> pt.Graph:
     """x, a = x w, b = a w, c = b w, d = c a."""
-    a = product("a", pt.input("x", (4, 4)))
-    c = product("c", product("b", a))
-    return pt.Graph({"d": product("d", c, a)})
+    a = named_product("a", pt.input("x", (4, 4)))
+    c = named_product("c", named_product("b", a))
+    return pt.Graph({"d": named_product("d", c, a)})
 
 
 def offsets(plan: pt.Plan) -> dict[str, int]:
     return {name: b.offset // UNIT for b in plan.buffers for name in b.tensors}
 
 
-def traced(graph: pt.Graph, sequence: list[int] | None) -> dict[str, int]:
+def plan_offsets(graph: pt.Graph, sequence: list[int] | None) -> dict[str, int]:
     placed = pt.place(graph, NUMPY, sequence)
     plan = pt.make_plan(placed, packer=best_fit)
     pt.verify(plan, placed)
@@ -58,26 +58,30 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize(("sequence", "wanted"), CHAINS)
-def test_bytes_are_freed_at_barriers(sequence: list[int] | None, wanted: str) -> None:
-    assert traced(chain(), sequence) == {n: int(at) for n, at in zip("xabcd", wanted, strict=True)}
+@pytest.mark.parametrize(("sequence", "expected_offsets"), CHAINS)
+def test_bytes_are_freed_at_barriers(sequence: list[int] | None, expected_offsets: str) -> None:
+    assert plan_offsets(chain(), sequence) == {
+        n: int(at) for n, at in zip("xabcd", expected_offsets, strict=True)
+    }
 
 
-@pytest.mark.parametrize(("sequence", "wanted"), CHAINS)
-def test_the_allocator_that_knows_no_graphs_agrees(sequence: list[int] | None, wanted: str) -> None:
+@pytest.mark.parametrize(("sequence", "expected_offsets"), CHAINS)
+def test_the_allocator_that_knows_no_graphs_agrees(
+    sequence: list[int] | None, expected_offsets: str
+) -> None:
     """x is there before the first step, as one that a step of its own has made."""
     reads_by_name = {"x": "", "a": "x", "b": "a", "c": "b", "d": "ca"}
-    steps = [Use({name: ("host", 1)}, list(reads)) for name, reads in reads_by_name.items()]
+    steps = [BufferUse({name: ("host", 1)}, list(reads)) for name, reads in reads_by_name.items()]
     shifted = None if sequence is None else [0, *(i if i == B else i + 1 for i in sequence)]
-    offsets = follow(steps, {"host": Allocator()}, shifted)
-    assert "".join(str(offsets[name]) for name in reads_by_name) == wanted
+    offsets = replay_steps(steps, {"host": Allocator()}, shifted)
+    assert "".join(str(offsets[name]) for name in reads_by_name) == expected_offsets
 
 
 def test_a_value_is_overwritten_only_if_nobody_reads_it_since_the_barrier() -> None:
     """exp may overwrite a; b = a w reads it, too."""
-    a = product("a", pt.input("x", (4, 4)))
-    b, y = product("b", a), pt.named("y", ops.exp(a))
-    graph = pt.Graph({"z": product("z", b, y)})
+    a = named_product("a", pt.input("x", (4, 4)))
+    b, y = named_product("b", a), pt.named("y", ops.exp(a))
+    graph = pt.Graph({"z": named_product("z", b, y)})
     shared = ("a", "y")
     for sequence, is_shared in (
         (None, True),
@@ -95,8 +99,8 @@ def test_a_value_is_overwritten_only_if_nobody_reads_it_since_the_barrier() -> N
 def test_another_order_is_another_plan_of_the_same_bits() -> None:
     """p and q do not need one another: one after the other, or first all that p needs."""
     x = pt.input("x", (4, 4))
-    p, q = product("p", x), product("q", x)
-    graph = pt.Graph({"s": product("s", product("p2", p), product("q2", q))})
+    p, q = named_product("p", x), named_product("q", x)
+    graph = pt.Graph({"s": named_product("s", named_product("p2", p), named_product("q2", q))})
     values = {"x": np.eye(4, dtype=np.float32), "w": np.full((4, 4), 0.5, np.float32)}
     assert [call.op.name for call in graph.calls] == ["matmul"] * 5
     placed_plans = []
@@ -125,7 +129,7 @@ def test_wrong_sequences_are_refused(sequence: list[int], said: str) -> None:
         pt.place(chain(), NUMPY, sequence)
 
 
-def updated() -> pt.Graph:
+def updated_cache() -> pt.Graph:
     """A cache that is read, written, and read again; the number of its write is 1."""
     cache, ids = pt.state("cache", (4, 4)), pt.constant("ids", np.array([1]), pt.i32)
     before = ops.sum(ops.sqr(cache))
@@ -135,7 +139,7 @@ def updated() -> pt.Graph:
 
 
 def test_a_leaf_is_read_before_it_is_written() -> None:
-    graph = updated()
+    graph = updated_cache()
     names = [call.op.name for call in graph.calls]
     write, reader = names.index("set_rows"), names.index("sqr")
     late_order = [i for i in range(len(names)) if i not in (reader, reader + 1)] + [
@@ -144,16 +148,16 @@ def test_a_leaf_is_read_before_it_is_written() -> None:
     ]
     with pytest.raises(pt.GraphError, match=r"sqr: reads cache as it was before set_rows wrote it"):
         pt.place(graph, NUMPY, late_order)
-    assert reader in needed_before(graph)[write]
-    for order in orders(graph):
+    assert reader in call_dependencies(graph)[write]
+    for order in candidate_orders(graph):
         assert order.index(reader) < order.index(write)
 
 
 def test_the_verifier_knows_barriers() -> None:
     """A plan for one call after the other does not serve where two may run at once."""
-    a = product("a", pt.input("x", (4, 4)))
-    b, y = product("b", a), pt.named("y", ops.exp(a))
-    graph = pt.Graph({"z": product("z", b, y)})
+    a = named_product("a", pt.input("x", (4, 4)))
+    b, y = named_product("b", a), pt.named("y", ops.exp(a))
+    graph = pt.Graph({"z": named_product("z", b, y)})
     serial, concurrent = (pt.place(graph, NUMPY, s) for s in (None, [0, B, 1, 2, B, 3, B]))
     plan = replace(pt.make_plan(serial), fingerprint=concurrent.fingerprint)
     with pytest.raises(
@@ -166,7 +170,7 @@ def test_the_verifier_knows_barriers() -> None:
     )
     with pytest.raises(pt.PlanError, match=r"a: planned for steps \[0, 2\), used in \(0, 3\)"):
         pt.verify(truncated, concurrent)
-    graph = updated()
+    graph = updated_cache()
     calls = range(len(graph.calls))
     placed = pt.place(graph, NUMPY, list(calls))
     with pytest.raises(pt.PlanError, match="set_rows and step 0 sqr share bytes, and no barrier"):
@@ -222,8 +226,8 @@ def test_random_arenas_in_two_spaces_change_no_bit(seed: int) -> None:
     placed = pt.place(case.graph)
     plan = pt.make_plan(placed, arenas=lambda name: ("", "one", "two")[int(rng.integers(3))])
     pt.verify(plan, placed)
-    got = plan_checks.bits(case, placed, plan)
-    checks.same_bits(got, checks.run(case.graph, case.values), f"seed {seed}")
+    got = plan_checks.poisoned_results(case, placed, plan)
+    checks.assert_same_bits(got, checks.run_graph(case.graph, case.values), f"seed {seed}")
 
 
 def test_limits_count_all_arenas_of_a_space() -> None:
@@ -239,23 +243,23 @@ def test_limits_count_all_arenas_of_a_space() -> None:
 # ---- one buffer for the leaves ---------------------------------------------------------------------------------------
 
 
-class Counting(Host):
+class CountingHost(Host):
     """A memory that counts what is asked of it."""
 
-    asked: list[int]
+    requested_nbytes: list[int]
 
     def alloc(self, nbytes: int) -> np.ndarray:
-        self.asked.append(nbytes)
+        self.requested_nbytes.append(nbytes)
         return super().alloc(nbytes)
 
 
-def counting(space: str) -> Counting:
-    backend = Counting("numpy", space)
-    object.__setattr__(backend, "asked", [])
+def counting_backend(space: str) -> CountingHost:
+    backend = CountingHost("numpy", space)
+    object.__setattr__(backend, "requested_nbytes", [])
     return backend
 
 
-def leaves() -> tuple[pt.Graph, pt.Graph]:
+def shared_leaf_graphs() -> tuple[pt.Graph, pt.Graph]:
     """Graphs that share the weight u (100 bytes) and have v (36 bytes) and a state (4 bytes) each for itself."""
     u, v = pt.weight("u", (5, 5)), pt.weight("v", (3, 3))
     n, shared = pt.state("n", (1,)), pt.weight("shared", (5,))
@@ -264,14 +268,16 @@ def leaves() -> tuple[pt.Graph, pt.Graph]:
 
 
 def test_all_leaves_of_a_model_are_in_one_buffer() -> None:
-    memory = counting("there")
+    memory = counting_backend("there")
     target = Target((memory,))
-    placed = {str(i): pt.place(graph, target) for i, graph in enumerate(leaves())}
+    placed = {str(i): pt.place(graph, target) for i, graph in enumerate(shared_leaf_graphs())}
     session = pt.Session()
     session.share({"shared": np.ones(5, np.float32)})
     executors = session.executors(placed)
     arenas = [e.plan.arena("there").nbytes for e in executors.values()]
-    assert memory.asked[0] == 128 + 64 + 64 and memory.asked[1:] == [arenas[0]]
+    assert memory.requested_nbytes[0] == 128 + 64 + 64 and memory.requested_nbytes[1:] == [
+        arenas[0]
+    ]
     ones = {"u": np.ones((5, 5)), "v": np.ones((3, 3)), "n": np.ones(1)}
     session.set({name: value.astype(np.float32) for name, value in ones.items()})
     assert executors["0"]({})["y"] == 34 and executors["1"]({})["z"] == 26
@@ -283,12 +289,15 @@ def test_all_leaves_of_a_model_are_in_one_buffer() -> None:
 
 
 def test_what_comes_later_has_a_buffer_of_its_own() -> None:
-    memory = counting("there")
+    memory = counting_backend("there")
     session = pt.Session()
     session.share({"shared": np.ones(5, np.float32)})
-    for graph in leaves():
+    for graph in shared_leaf_graphs():
         session.executor(pt.place(graph, Target((memory,))))
-    assert next(n for n in memory.asked if n >= UNIT) == 128 + 64 and UNIT in memory.asked[1:]
+    assert (
+        next(n for n in memory.requested_nbytes if n >= UNIT) == 128 + 64
+        and UNIT in memory.requested_nbytes[1:]
+    )
 
 
 def test_a_plan_of_training_counts_what_is_allocated() -> None:
@@ -296,14 +305,14 @@ def test_a_plan_of_training_counts_what_is_allocated() -> None:
     from packtrain.engine.optim import AdamW
     from packtrain.planner.step_shape import StepShape
     from packtrain.planner.training_plans import make_plans
-    from packtrain.training.training_engine import Engine
+    from packtrain.training.training_engine import TrainingEngine
     from tests.models import CONFIG
 
-    memory = counting("there")
+    memory = counting_backend("there")
     plans = make_plans(StepShape(CONFIG, 2, 16), AdamW(), target=Target((memory,)))
-    Engine(plans, AdamW())
-    assert sum(memory.asked) == plans.nbytes_in("there")
-    assert len(memory.asked) <= 2 + len(plans.plans)
+    TrainingEngine(plans, AdamW())
+    assert sum(memory.requested_nbytes) == plans.nbytes_in("there")
+    assert len(memory.requested_nbytes) <= 2 + len(plans.plans)
 
 
 # ---- the order with the fewest bytes ---------------------------------------------------------------------------------
@@ -318,16 +327,16 @@ def test_the_least_order_needs_no_more_and_changes_no_bit(seed: int) -> None:
     pt.verify(other, min_placed)
     assert other.arena().nbytes <= plan.arena().nbytes
     got, expected = (
-        plan_checks.bits(case, p, memory_plan)
+        plan_checks.poisoned_results(case, p, memory_plan)
         for p, memory_plan in ((min_placed, other), (written, plan))
     )
-    checks.same_bits(got, expected, f"seed {seed}")
+    checks.assert_same_bits(got, expected, f"seed {seed}")
 
 
-def wide(count: int) -> pt.Graph:
+def wide_graph(count: int) -> pt.Graph:
     """ggml's shape of many branches written first and joined last: only one need be there at a time."""
     x = pt.input("x", (4, 4))
-    branches = [product(f"b{i}", product(f"a{i}", x)) for i in range(count)]
+    branches = [named_product(f"b{i}", named_product(f"a{i}", x)) for i in range(count)]
     total = branches[0]
     for branch in branches[1:]:
         total = ops.matmul(total, branch)
@@ -336,7 +345,7 @@ def wide(count: int) -> pt.Graph:
 
 def test_branches_are_joined_as_soon_as_they_are_there() -> None:
     """Written: x and 8 branches and the last a. Depth-first: x, the total, a branch and the next total."""
-    graph = wide(8)
+    graph = wide_graph(8)
     written = pt.place(graph, NUMPY)
     min_placed = pt.place(graph, NUMPY, pt.least_order(graph, NUMPY))
     assert pt.make_plan(written).arena().nbytes == 9 * UNIT
@@ -357,9 +366,9 @@ def placed_alone(graph: pt.Graph) -> str:
 
 def test_the_larger_part_comes_first() -> None:
     """Sethi and Ullman's rule: of two inputs the one that needs more while it is computed, and leaves as little."""
-    small = product("small", product("s", W))
-    big = product("big", pt.input("x", (4, 4)), pt.weight("up", (32, 4)))  # 8 units
-    y = product("y", small, product("narrow", big, pt.weight("down", (4, 32))))
+    small = named_product("small", named_product("s", W))
+    big = named_product("big", pt.input("x", (4, 4)), pt.weight("up", (32, 4)))  # 8 units
+    y = named_product("y", small, named_product("narrow", big, pt.weight("down", (4, 32))))
     graph = pt.Graph({"y": y})
     written, min_placed = (pt.place(graph, NUMPY, s) for s in (None, pt.least_order(graph, NUMPY)))
     assert pt.make_plan(written).arena().nbytes == 10 * UNIT  # big beside small and x, or narrow

@@ -20,15 +20,21 @@ from packtrain.common.errors import DoesNotFit  # noqa: E402
 from packtrain.common.events import Events  # noqa: E402
 from packtrain.common.memory import private_nbytes  # noqa: E402
 from packtrain.dtypes import f16  # noqa: E402
-from packtrain.inference.generator import Generator, Limits, Reply  # noqa: E402
+from packtrain.inference.generator import GenerationLimits, Generator, Reply  # noqa: E402
 from packtrain.inference.sampling import Sampling  # noqa: E402
 from packtrain.models.model_file import ModelFile, fingerprint, open_model  # noqa: E402
 from packtrain.models.model_with_adapters import adapted, read_scaled  # noqa: E402
-from packtrain.serving.generation_jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
+from packtrain.serving.generation_jobs import (  # noqa: E402
+    CANCELLED,
+    AnswerEnd,
+    GenerationJob,
+    JobEvent,
+    TextDelta,
+)
 from packtrain.serving.http_app import app  # noqa: E402
 from packtrain.serving.server_state import Server  # noqa: E402
-from packtrain.workflows.model_server import Serve, load  # noqa: E402
-from packtrain.workflows.text_embeddings import Embed, embed  # noqa: E402
+from packtrain.workflows.model_server import ServeSettings, load_server  # noqa: E402
+from packtrain.workflows.text_embeddings import EmbedSettings, embed  # noqa: E402
 from tests.adapters import random_adapter  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
@@ -52,7 +58,7 @@ def server(model, tmp_path_factory) -> Iterator[Server]:
         "slot_save_path": folder,
         "metrics": True,
     }
-    loaded = load(Serve(model, **options), Events())
+    loaded = load_server(ServeSettings(model, **options), Events())
     yield loaded
     loaded.engine.close(0)
 
@@ -63,25 +69,32 @@ def client(server) -> Iterator[TestClient]:
         yield client
 
 
-def alone(model: Path | ModelFile, prompt: list[int], count: int, **how: Any) -> list[int]:
+def generate_ids(
+    model: Path | ModelFile, prompt: list[int], count: int, **settings: Any
+) -> list[int]:
     """The tokens that generate writes."""
     file = model if isinstance(model, ModelFile) else open_model(model)
     reply = Reply(
-        Generator.of(file, 512, f16), file.tokenizer(), prompt, Sampling(**how), 5, Limits(count)
+        Generator.from_model(file, 512, f16),
+        file.tokenizer(),
+        prompt,
+        Sampling(**settings),
+        5,
+        GenerationLimits(count),
     )
     "".join(reply)
     return reply.ids
 
 
-def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
+def run_jobs(server: Server, jobs: list[GenerationJob]) -> list[tuple[list[int], AnswerEnd]]:
     """The tokens and the end of each job, all written together."""
 
-    async def run() -> list[tuple[list[int], End]]:
-        ids, job_ends = [list[int]() for _ in jobs], dict[int, End]()
-        async for updates in server.told(jobs):
+    async def run() -> list[tuple[list[int], AnswerEnd]]:
+        ids, job_ends = [list[int]() for _ in jobs], dict[int, AnswerEnd]()
+        async for updates in server.job_events(jobs):
             for number, update in updates:
-                if isinstance(update, Part):
-                    ids[number] += [token.id for token in update.tokens]
+                if isinstance(update, TextDelta):
+                    ids[number] += [token.token_id for token in update.tokens]
                 else:
                     job_ends[number] = update
         return [(ids[n], job_ends[n]) for n in range(len(jobs))]
@@ -90,51 +103,56 @@ def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
 
 
 @pytest.mark.parametrize(
-    "how", [{"temp": 0.0}, {"temp": 1.5}, {"temp": 1.0, "repeat_penalty": 1.3}]
+    "settings", [{"temp": 0.0}, {"temp": 1.5}, {"temp": 1.0, "repeat_penalty": 1.3}]
 )
-def test_answers_are_those_of_generate_alone_and_with_neighbours(server, model, how):
+def test_answers_are_those_of_generate_alone_and_with_neighbours(server, model, settings):
     """Nine at once: more than there are slots."""
     prompts = [[1, *range(40 + n, 40 + 3 * n + 5)] for n in range(9)]
-    expected = [alone(model, prompt, 12, **how) for prompt in prompts]
-    jobs = [Job(tuple(prompt), Sampling(**how), 5, 12) for prompt in prompts]
+    expected = [generate_ids(model, prompt, 12, **settings) for prompt in prompts]
+    jobs = [GenerationJob(tuple(prompt), Sampling(**settings), 5, 12) for prompt in prompts]
     for job, ids in zip(jobs, expected, strict=True):
-        (got, end) = told(server, [job])[0]
+        (got, end) = run_jobs(server, [job])[0]
         assert got == ids or end.reason == "end"
         assert [*got] == ids[: len(got)]
-    for (got, end), ids in zip(told(server, jobs), expected, strict=True):
+    for (got, end), ids in zip(run_jobs(server, jobs), expected, strict=True):
         assert [*got] == ids[: len(got)] and (end.reason == "end" or len(got) == 12)
 
 
 def test_a_full_context_pauses_the_last_and_loses_no_token(server, model):
     """Four answers of 200 tokens do not fit 512 cells together."""
     prompts = [[1, 50 + n, 60, 70] for n in range(4)]
-    jobs = [Job(tuple(p), Sampling(temp=0), 5, 200, endless=True) for p in prompts]
-    for (got, end), prompt in zip(told(server, jobs), prompts, strict=True):
+    jobs = [GenerationJob(tuple(p), Sampling(temp=0), 5, 200, ignore_eos=True) for p in prompts]
+    for (got, end), prompt in zip(run_jobs(server, jobs), prompts, strict=True):
         assert end.reason == "count" and len(got) == 200
-        assert alone(model, prompt, 40, temp=0)[:40] == got[: len(alone(model, prompt, 40, temp=0))]
+        assert (
+            generate_ids(model, prompt, 40, temp=0)[:40]
+            == got[: len(generate_ids(model, prompt, 40, temp=0))]
+        )
 
 
 def test_a_prompt_that_is_being_read_is_read_once(server):
     prompt = (1, *(30 + n % 90 for n in range(150)))
-    results = told(server, [Job(prompt, Sampling(temp=1), n, 4) for n in range(4)])
+    results = run_jobs(server, [GenerationJob(prompt, Sampling(temp=1), n, 4) for n in range(4)])
     cached = sorted(end.counts.cached for _, end in results)
     assert cached == [0, 150, 150, 150]
 
 
 def test_who_goes_away_frees_the_slot(server):
     seen, finished = threading.Event(), threading.Event()
-    updates = list[Told]()
+    updates = list[JobEvent]()
 
-    def tell(one: Told) -> None:
-        (seen if isinstance(one, Part) else finished).set()
+    def tell(one: JobEvent) -> None:
+        (seen if isinstance(one, TextDelta) else finished).set()
         updates.append(one)
 
-    ticket = server.engine.submit(Job((1, 40, 41), Sampling(temp=1), 3, 400, endless=True), tell)
+    ticket = server.engine.submit_job(
+        GenerationJob((1, 40, 41), Sampling(temp=1), 3, 400, ignore_eos=True), tell
+    )
     assert seen.wait(30)
     ticket.cancel()
     assert finished.wait(30)
-    assert isinstance(updates[-1], End) and updates[-1].reason == CANCELLED
-    assert not any(slot.writing for slot in server.engine.slots)
+    assert isinstance(updates[-1], AnswerEnd) and updates[-1].reason == CANCELLED
+    assert not any(slot.answer for slot in server.engine.slots)
 
 
 # ---- over HTTP
@@ -215,7 +233,8 @@ def test_a_slot_is_saved_restored_and_erased(client, server):
     assert first["id_slot"] == 1
     saved = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
     assert (
-        saved["n_saved"] == 24 and saved["n_written"] == (server.slots / "one.bin").stat().st_size
+        saved["n_saved"] == 24
+        and saved["n_written"] == (server.slots_folder / "one.bin").stat().st_size
     )
     assert (
         client.post("/slots/2?action=restore", json={"filename": "one.bin"}).json()["n_restored"]
@@ -327,18 +346,20 @@ def test_requests_choose_the_scales_of_adapters(model, tmp_path):
     adapter = random_adapter(tmp_path / "tuned.run/adapter.gguf", file)
     tuned = adapted(file, read_scaled([f"{adapter}:0.5"], file.gguf))
     expected = {
-        0.0: alone(file, [1, 40, 41], 10, temp=0),
-        0.5: alone(tuned, [1, 40, 41], 10, temp=0),
+        0.0: generate_ids(file, [1, 40, 41], 10, temp=0),
+        0.5: generate_ids(tuned, [1, 40, 41], 10, temp=0),
     }
     assert expected[0.0] != expected[0.5]
-    server = load(Serve(model, ctx=256, lora=(f"{adapter}:0.5",), chat_template="chatml"), Events())
+    server = load_server(
+        ServeSettings(model, ctx=256, lora=(f"{adapter}:0.5",), chat_template="chatml"), Events()
+    )
     try:
         jobs = [
-            Job((1, 40, 41), Sampling(temp=0), 1, 10, adapters=(scale,))
+            GenerationJob((1, 40, 41), Sampling(temp=0), 1, 10, adapter_scales=(scale,))
             for scale in (0.0, 0.5, 0.0)
         ]
-        for (got, _), job in zip(told(server, jobs), jobs, strict=True):
-            assert got == expected[job.adapters[0]][: len(got)] and got
+        for (got, _), job in zip(run_jobs(server, jobs), jobs, strict=True):
+            assert got == expected[job.adapter_scales[0]][: len(got)] and got
         with TestClient(app(server)) as client:
             listed = client.get("/lora-adapters").json()
             sha256 = hashlib.sha256(Path(adapter).read_bytes()).hexdigest()[:16]
@@ -363,12 +384,14 @@ def test_requests_choose_the_scales_of_adapters(model, tmp_path):
 
 
 def test_embeddings_are_those_of_embed(model):
-    server = load(Serve(model, ctx=256, embeddings=True, chat_template="chatml"), Events())
+    server = load_server(
+        ServeSettings(model, ctx=256, embeddings=True, chat_template="chatml"), Events()
+    )
     try:
         with TestClient(app(server)) as client:
             body = {"input": ["the a", "a"]}
             reply = client.post("/v1/embeddings", json=body).json()
-            expected = embed(Embed(model, prompt=("the a", "a")), Events()).vectors
+            expected = embed(EmbedSettings(model, prompt=("the a", "a")), Events()).vectors
             got = [item["embedding"] for item in reply["data"]]
             np.testing.assert_allclose(got, expected, atol=1e-6)
             packed = client.post("/v1/embeddings", json=body | {"encoding_format": "base64"}).json()
@@ -384,7 +407,11 @@ def test_memory_is_planned_before_it_listens(model):
     """The largest context that fits is named, and fits."""
     memory = f"{(private_nbytes() >> 20) + 300}MiB"
     with pytest.raises(DoesNotFit, match="the largest that fits is") as error:
-        load(Serve(model, ctx=1 << 20, memory=memory, chat_template="chatml"), Events())
+        load_server(
+            ServeSettings(model, ctx=1 << 20, memory=memory, chat_template="chatml"), Events()
+        )
     max_ctx = int(str(error.value).split(" is ")[1].replace(",", ""))
-    server = load(Serve(model, ctx=max_ctx, memory=memory, chat_template="chatml"), Events())
+    server = load_server(
+        ServeSettings(model, ctx=max_ctx, memory=memory, chat_template="chatml"), Events()
+    )
     server.engine.close(0)

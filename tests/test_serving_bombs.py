@@ -17,8 +17,8 @@ from packtrain.models.model_file import open_model
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask
-from tests.servers import serve
-from tests.test_serving_hostile import MEMORY, Hostile, each, head
+from tests.servers import serve_process
+from tests.test_serving_hostile import MEMORY, Hostile, ask_all, head
 
 TEMPLATE = (
     "{% if messages[-1].content == 'grow' %}{% set all = namespace(x='x' * 1000) %}{% for n in range(60) %}{% set"
@@ -60,7 +60,7 @@ MUCH: tuple[dict[str, Any], ...] = (
     {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(128)], "tool_choice": "required"},
     {"input": ["a b c"] * 512}, {"tokens": [40] * 100_000}, {"content": "\u4e00" * 100_000, "with_pieces": True},
 )  # fmt: skip
-OTHERS = {
+ROUTE_FIELDS = {
     "/v1/embeddings": "input",
     "/tokenize": "content",
     "/detokenize": "tokens",
@@ -77,7 +77,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
     (folder / "t.jinja").write_text(TEMPLATE)
     flags = ["--ctx", "512", "--memory", f"{MEMORY >> 20}MiB", "--embeddings", "--chat-template"]
     flags += [str(folder / "t.jinja"), "--lora", str(folder / "a.gguf")]
-    with serve(folder / "m.gguf", *flags) as served:
+    with serve_process(folder / "m.gguf", *flags) as served:
         hostile = Hostile(served, folder)
         yield hostile
         hostile.done.set()
@@ -89,30 +89,33 @@ def server(started: Hostile) -> Iterator[Hostile]:
     started.check()
 
 
-def asks(path: str, *more: dict[str, Any]) -> list[Ask]:
-    return [Ask("POST", path, json.dumps(BODY | fields).encode()) for fields in more]
+def post_requests(path: str, *variants: dict[str, Any]) -> list[Ask]:
+    return [Ask("POST", path, json.dumps(BODY | fields).encode()) for fields in variants]
 
 
 @pytest.mark.grammar
 def test_grammars_and_schemas_that_grow(server: Hostile) -> None:
     """Each is used or refused, and eight at once need no more memory than was planned."""
-    each(server, asks("/completion", *({"grammar": spec} for spec in GRAMMARS)))
-    each(server, asks("/completion", *({"json_schema": spec} for spec in SCHEMAS)))
+    ask_all(server, post_requests("/completion", *({"grammar": spec} for spec in GRAMMARS)))
+    ask_all(server, post_requests("/completion", *({"json_schema": spec} for spec in SCHEMAS)))
     tool = {"type": "function", "function": {"name": "f"}}
     tools = [
         {"tools": [tool | {"function": {"name": "f", "parameters": spec}}]} for spec in SCHEMAS
     ]
-    each(server, asks("/v1/chat/completions", *tools))
+    ask_all(server, post_requests("/v1/chat/completions", *tools))
 
 
 def test_much_of_everything(server: Hostile) -> None:
-    each(server, [*asks("/completion", *MUCH), *asks("/v1/chat/completions", *MUCH)])
+    ask_all(
+        server,
+        [*post_requests("/completion", *MUCH), *post_requests("/v1/chat/completions", *MUCH)],
+    )
     request_groups = [
-        asks(path, *(fields for fields in MUCH if field in fields))
-        for path, field in OTHERS.items()
+        post_requests(path, *(fields for fields in MUCH if field in fields))
+        for path, field in ROUTE_FIELDS.items()
     ]
     assert all(request_groups)
-    each(server, [ask for group in request_groups for ask in group])
+    ask_all(server, [ask for group in request_groups for ask in group])
 
 
 def test_large_requests_that_are_held_back(server: Hostile) -> None:
@@ -130,7 +133,7 @@ def test_large_requests_that_are_held_back(server: Hostile) -> None:
     with ThreadPoolExecutor(30) as pool:
         answers = pool.map(ask, range(30))
         time.sleep(0.5)
-        assert server.good() == server.before
+        assert server.good_answer() == server.before
         last.set()
         assert {*answers} == {b"HTTP/1.1 200"}
 
@@ -150,7 +153,7 @@ def test_slow_writers_keep_nobody_out(server: Hostile) -> None:
         for sock in slow:
             sock.sendall(request_bytes[at : at + 2])
         if at % 20 == 0:
-            assert server.good() == server.before
+            assert server.good_answer() == server.before
     for sock in slow:
         sock.sendall(request_bytes[60:])
     for sock in slow:

@@ -11,16 +11,16 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.data.chat_template import ChatTemplate
-from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.serving import slots
-from packtrain.serving.request_bodies import parsed
-from packtrain.serving.server_state import Limits
-from tests.clients import ASK, Api, connected, openai, opened
+from packtrain.serving.request_bodies import parse_json
+from packtrain.serving.server_state import RequestLimits
+from tests.clients import ASK, Api, model_api, openai, openai_client
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with opened(tmp_path_factory.mktemp("clients")) as api:
+    with model_api(tmp_path_factory.mktemp("clients")) as api:
         yield api
 
 
@@ -70,10 +70,10 @@ def test_a_stream_that_is_closed_frees_its_slot(api):
     with api.chat(max_tokens=1500, stream=True) as stream:
         texts = (part.choices[0].delta.content for part in stream)
         assert next(text for text in texts if text)
-        assert any(slot.writing for slot in api.server.engine.slots)
-    written_before = api.server.engine.totals.written
+        assert any(slot.answer for slot in api.server.engine.slots)
+    written_before = api.server.engine.totals.output_tokens
     assert api.idle()
-    assert api.server.engine.totals.written - written_before < 30
+    assert api.server.engine.totals.output_tokens - written_before < 30
 
 
 def test_what_a_chat_may_say(api):
@@ -100,10 +100,12 @@ def test_variables_of_the_chat_template(api, monkeypatch):
     source = (
         "{{ messages[0].content }} {{ enable_thinking | default('yes') }} {{ reasoning_effort }}"
     )
-    monkeypatch.setattr(api.server, "renderer", Renderer(ChatTemplate(source, "", ""), []))
+    monkeypatch.setattr(
+        api.server, "renderer", ConversationRenderer(ChatTemplate(source, "", ""), [])
+    )
 
-    def prompt(**asked: Any) -> str:
-        body = {"messages": ASK} | asked
+    def prompt(**fields: Any) -> str:
+        body = {"messages": ASK} | fields
         answer = httpx.post(f"{api.address}/apply-template", json=body, timeout=60).json()
         return answer["prompt"].removeprefix("the a").strip()
 
@@ -181,8 +183,8 @@ def test_several_answers_and_seeds(api):
 
 
 def test_settings_change_what_comes(api):
-    def ids(**how: Any) -> list[int]:
-        content = api.chat(max_tokens=40, logprobs=True, **how).choices[0].logprobs.content
+    def ids(**options: Any) -> list[int]:
+        content = api.chat(max_tokens=40, logprobs=True, **options).choices[0].logprobs.content
         return [entry.id for entry in content]
 
     baseline = ids()
@@ -238,7 +240,7 @@ def test_images_are_refused(api):
 def test_a_prompt_that_is_too_long(api, stream):
     with pytest.raises(openai.BadRequestError) as refused:
         api.chat([{"role": "user", "content": "e a " * 2000}], stream=stream)
-    fault, max_tokens = refused.value.body, api.server.engine.limit
+    fault, max_tokens = refused.value.body, api.server.engine.max_seq_tokens
     assert fault["type"] == "exceed_context_size_error" and fault["code"] == 400
     assert fault["n_ctx"] == max_tokens < fault["n_prompt_tokens"]
 
@@ -257,14 +259,14 @@ def test_what_there_is_not(api):
 
 def test_a_full_queue_is_told_and_asked_again(api, monkeypatch):
     """Before a stream begins, so that clients can try again, as this one does by itself."""
-    monkeypatch.setattr(api.server.engine, "_waiting", 0)
+    monkeypatch.setattr(api.server.engine, "_max_waiting", 0)
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="try again later") as refused:
             api.chat(stream=stream)
         assert refused.value.status_code == 503 and refused.value.type == "unavailable_error"
     timer = threading.Timer(0.2, monkeypatch.undo)
     timer.start()
-    with connected(api.address, max_retries=3) as patient:
+    with openai_client(api.address, max_retries=3) as patient:
         answer = patient.chat.completions.create(model="m", messages=ASK, max_tokens=1)
     assert answer.usage.completion_tokens == 1
     timer.join()
@@ -272,10 +274,10 @@ def test_a_full_queue_is_told_and_asked_again(api, monkeypatch):
 
 def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
     """A sentence, and the slot is free; in a stream what came before it comes."""
-    real = slots.chain_of
+    real = slots.make_chain
 
-    def chain_of(*given: Any) -> Any:
-        chain, remaining = real(*given), [None] * 3
+    def chain_of(*args: Any) -> Any:
+        chain, remaining = real(*args), [None] * 3
         choose = chain.choose
 
         def fails(row: Any) -> int:
@@ -287,7 +289,7 @@ def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
         monkeypatch.setattr(chain, "choose", fails)
         return chain
 
-    monkeypatch.setattr(slots, "chain_of", chain_of)
+    monkeypatch.setattr(slots, "make_chain", chain_of)
     with pytest.raises(openai.BadRequestError, match="nothing can come"):
         api.chat()
     received = []
@@ -300,7 +302,7 @@ def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
 
 
 def test_an_answer_that_takes_too_long_is_ended(api, monkeypatch):
-    monkeypatch.setattr(api.server, "limits", Limits(seconds=0.3))
+    monkeypatch.setattr(api.server, "limits", RequestLimits(max_seconds=0.3))
     options = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.InternalServerError, match=r"more than 0\.3 s"):
         api.chat(**options)
@@ -328,7 +330,7 @@ def test_a_task_that_is_cancelled_frees_the_slot(api):
 
 def test_who_waits_no_longer_frees_the_slot(api):
     expected = api.chat().choices[0].message.content
-    with connected(api.address, timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
+    with openai_client(api.address, timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
         hasty.chat.completions.create(model="m", messages=ASK, extra_body={"ignore_eos": True})
     assert api.idle()
     assert api.chat().choices[0].message.content == expected
@@ -336,5 +338,5 @@ def test_who_waits_no_longer_frees_the_slot(api):
 
 def test_half_a_surrogate_pair_is_named() -> None:
     with pytest.raises(InputError, match=r"half a surrogate pair, \\udc00; it needs both"):
-        parsed(rb'{"prompt": "a\udc00"}')
-    assert parsed(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}
+        parse_json(rb'{"prompt": "a\udc00"}')
+    assert parse_json(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clients import Api, openai, opened
+from tests.clients import Api, model_api, openai
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with opened(tmp_path_factory.mktemp("clients")) as api:
+    with model_api(tmp_path_factory.mktemp("clients")) as api:
         yield api
 
 

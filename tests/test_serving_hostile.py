@@ -22,30 +22,30 @@ from packtrain.common.memory import private_nbytes_of
 from packtrain.models.model_file import open_model
 from packtrain.serving import http_listener
 from packtrain.serving.http_app import app
-from packtrain.serving.response_shapes import KINDS
-from packtrain.serving.server_state import Limits
-from packtrain.workflows.model_server import Serve, load
+from packtrain.serving.response_shapes import ERROR_TYPES
+from packtrain.serving.server_state import RequestLimits
+from packtrain.workflows.model_server import ServeSettings, load_server
 from tests import hostile_requests
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask, routes
-from tests.servers import Served, serve
+from tests.servers import ServerProcess, serve_process
 
 MEMORY = 208 << 20  # hardly more than the least with which it starts
 SECRETS = b"Traceback", b'File "', b"site-packages", str(Path(__file__).parent.parent).encode()
-ASKED = 60  # answers that nobody takes
-EACH = 8  # wrong bodies for each route
-PLAIN = {400, 503}  # where the server below the application says so in plain text
-TYPES = {*KINDS.values(), "server_error", "exceed_context_size_error"}
+NUM_UNREAD_ANSWERS = 60  # answers that nobody takes
+BODIES_PER_ROUTE = 8  # wrong bodies for each route
+PLAIN_TEXT_STATUSES = {400, 503}  # where the server below the application says so in plain text
+TYPES = {*ERROR_TYPES.values(), "server_error", "exceed_context_size_error"}
 
 
-class Hostile(Served):
+class Hostile(ServerProcess):
     """A server with what it answered to a good request, and the most memory it ever had."""
 
-    def __init__(self, served: Served, folder: Path) -> None:
+    def __init__(self, served: ServerProcess, folder: Path) -> None:
         super().__init__(served.process, served.port, served.log)
         self.folder, self.peak, self.done = folder, 0, threading.Event()
-        self.before = self.good()
+        self.before = self.good_answer()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -53,7 +53,7 @@ class Hostile(Served):
         while not self.done.wait(0.02):
             self.peak = max(self.peak, private_nbytes_of(self.process.pid))
 
-    def good(self) -> str:
+    def good_answer(self) -> str:
         request = BODY | {"max_tokens": 12, "n_predict": 12, "lora": [{"id": 0, "scale": 1}]}
         status, _, body = self.ask(
             Ask("POST", "/v1/chat/completions", json.dumps(request).encode())
@@ -68,7 +68,7 @@ class Hostile(Served):
         while any(slot["is_processing"] for slot in json.loads(self.ask(Ask("GET", "/slots"))[2])):
             assert time.monotonic() < end, "a slot stays busy"
             time.sleep(0.05)
-        assert self.good() == self.before
+        assert self.good_answer() == self.before
         assert self.process.poll() is None
         assert "Traceback" not in self.log.read_text(errors="replace")
         assert self.peak <= MEMORY, f"{self.peak >> 20} MiB"
@@ -83,7 +83,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
     flags = ["--ctx", "512", "--memory", f"{MEMORY >> 20}MiB", "--metrics", "--embeddings", "--chat-template",
     "chatml"]  # fmt: skip
     flags += ["--slot-save-path", str(folder / "slots"), "--lora", str(folder / "a.gguf")]
-    with serve(folder / "m.gguf", *flags) as served:
+    with serve_process(folder / "m.gguf", *flags) as served:
         hostile_server = Hostile(served, folder)
         yield hostile_server
         hostile_server.done.set()
@@ -95,7 +95,7 @@ def server(started: Hostile) -> Iterator[Hostile]:
     started.check()
 
 
-def sound(server: Hostile, ask: Ask, status: int, kind: str, body: bytes) -> None:
+def check_answer(server: Hostile, ask: Ask, status: int, kind: str, body: bytes) -> None:
     """Raise AssertionError unless an answer has the right shape, and tells nothing of the inside."""
     assert 200 <= status < 600 and status != 500, (ask, status, body[:300])
     if ask.path.split("?")[0] != "/":
@@ -103,7 +103,7 @@ def sound(server: Hostile, ask: Ask, status: int, kind: str, body: bytes) -> Non
     if ask.method == "HEAD" or not body:
         return
     if status >= 400:
-        if status in PLAIN and kind.startswith("text/plain"):
+        if status in PLAIN_TEXT_STATUSES and kind.startswith("text/plain"):
             return
         fault = json.loads(body)["error"]
         assert fault["code"] == status and fault["type"] in TYPES, (ask, body[:300])
@@ -120,39 +120,39 @@ def refused(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def each(server: Hostile, asks: list[Ask], clients: int = 4) -> None:
+def ask_all(server: Hostile, asks: list[Ask], clients: int = 4) -> None:
     """Ask all, several at once. Raises AssertionError with all that was wrong."""
     wrong = list[str]()
 
-    def some(number: int) -> None:
+    def ask_share(number: int) -> None:
         with server.connection() as connection:
             for ask in asks[number::clients]:
                 try:
-                    sound(server, ask, *server.ask(ask, connection))
+                    check_answer(server, ask, *server.ask(ask, connection))
                 except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
                     connection.close()
                     wrong.append(f"{ask}: {error!r}")
 
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(some, range(clients)))
+        list(pool.map(ask_share, range(clients)))
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:40])
 
 
 def test_every_route_refuses_what_is_wrong(server: Hostile) -> None:
-    asks = hostile_requests.requests(1, EACH)
+    asks = hostile_requests.requests(1, BODIES_PER_ROUTE)
     assert {path.split("{")[0] for path, _ in routes()} >= {"/completion", "/slots/", "/health"}
-    each(server, asks)
+    ask_all(server, asks)
 
 
 def test_what_takes_long_or_much_is_refused_or_bounded(server: Hostile) -> None:
     """Each is answered in half a minute, while others are."""
-    each(server, hostile_requests.bombs(), clients=12)
+    ask_all(server, hostile_requests.bombs(), clients=12)
 
 
 # ---- bytes that are no proper request
 
 
-def raw(server: Served, *pieces: bytes, pause: float = 0.0) -> bytes:
+def send_bytes(server: ServerProcess, *pieces: bytes, pause: float = 0.0) -> bytes:
     """What the server answers to these bytes, until it closes the connection or says nothing for a while."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
         received = b""
@@ -168,8 +168,10 @@ def raw(server: Served, *pieces: bytes, pause: float = 0.0) -> bytes:
         return received
 
 
-def head(length: int | str, *more: str, path: str = "/completion", version: str = "1.1") -> bytes:
-    lines = f"POST {path} HTTP/{version}", "Host: a", f"Content-Length: {length}", *more, "", ""
+def head(
+    length: int | str, *headers: str, path: str = "/completion", version: str = "1.1"
+) -> bytes:
+    lines = f"POST {path} HTTP/{version}", "Host: a", f"Content-Length: {length}", *headers, "", ""
     return "\r\n".join(lines).encode("latin-1")
 
 
@@ -210,7 +212,7 @@ def test_bytes_that_are_no_proper_request(server: Hostile) -> None:
         changed = full_request[:at] + rng.randbytes(1) + full_request[at + 1 :]
         asks += [(rng.randbytes(rng.randrange(1, 3000)),), (full_request[:at],), (changed,)]
     with ThreadPoolExecutor(16) as pool:
-        answers = [*pool.map(lambda pieces: raw(server, *pieces), asks)]
+        answers = [*pool.map(lambda pieces: send_bytes(server, *pieces), asks)]
     statuses = Counter(answer[9:12].decode() for answer in answers)
     assert statuses.keys() <= {"", "100", "200", "400", "401", "404", "405", "413", "431", "501"}
     assert statuses["400"] > 40 and statuses["413"] >= 3 and statuses["200"] >= 3
@@ -219,9 +221,9 @@ def test_bytes_that_are_no_proper_request(server: Hostile) -> None:
 
 def test_old_and_pipelined_requests(server: Hostile) -> None:
     full_request = head(len(GOOD)) + GOOD
-    old_reply = raw(server, head(len(GOOD), version="1.0"), GOOD)
+    old_reply = send_bytes(server, head(len(GOOD), version="1.0"), GOOD)
     assert old_reply.startswith(b"HTTP/1.1 200") and b'"content"' in old_reply
-    pipelined = raw(
+    pipelined = send_bytes(
         server, full_request + full_request + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
     )
     assert pipelined.count(b"HTTP/1.1 200") == 3 and pipelined.endswith(b'{"status":"ok"}')
@@ -230,7 +232,7 @@ def test_old_and_pipelined_requests(server: Hostile) -> None:
 # ---- connections
 
 
-def streaming(server: Served, count: int = 400) -> socket.socket:
+def streaming(server: ServerProcess, count: int = 400) -> socket.socket:
     """A connection on which a long answer comes."""
     body = BODY | {"stream": True, "n_predict": count, "max_tokens": count, "ignore_eos": True}
     text = json.dumps(body).encode()
@@ -261,7 +263,7 @@ def test_idle_connections_keep_nobody_out(server: Hostile) -> None:
     sockets = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(200)]
     for sock in sockets[:100]:
         sock.sendall(head(999)[:60])
-    assert server.good() == server.before
+    assert server.good_answer() == server.before
     for sock in sockets:
         sock.close()
 
@@ -276,7 +278,7 @@ def test_slots_are_files_of_the_folder_only(server: Hostile) -> None:
     (slots / "empty").touch()
     os.mkfifo(slots / "pipe")
     asks = [Ask("POST", "/slots/0?action=save", b'{"filename": "good"}')]
-    each(server, asks)
+    ask_all(server, asks)
     content = (slots / "good").read_bytes()
     rng = random.Random(4)
     for number in range(12):
@@ -308,7 +310,7 @@ def test_slots_are_files_of_the_folder_only(server: Hostile) -> None:
         ask = Ask("POST", f"/slots/0?action={action}", json.dumps({"filename": name}).encode())
         status, kind, body = server.ask(ask)
         assert status == 400, (ask, status, body)
-        sound(server, ask, status, kind, body)
+        check_answer(server, ask, status, kind, body)
     assert outside.read_text() == "secret" and not (server.folder / "new").exists()
 
 
@@ -317,12 +319,14 @@ def impatient(
     started: Hostile, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[int]:
     """The port of a server that waits for clients not as long, and keeps not as much for them."""
-    server = load(Serve(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events())
-    server.limits = Limits(patience=0.5)
+    server = load_server(
+        ServeSettings(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events()
+    )
+    server.limits = RequestLimits(patience=0.5)
     for name, value in request.param.items():
         monkeypatch.setattr(http_listener, name, value)
-    sock = http_listener.bound("127.0.0.1", 0)
-    running = http_listener.listener(app(server), server.engine, print)
+    sock = http_listener.bind_socket("127.0.0.1", 0)
+    running = http_listener.make_listener(app(server), server.engine, print)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     port: int = sock.getsockname()[1]
     thread.start()
@@ -332,7 +336,7 @@ def impatient(
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("impatient", [{"IDLE": 0.5}], indirect=True)
+@pytest.mark.parametrize("impatient", [{"IDLE_SECONDS": 0.5}], indirect=True)
 def test_who_sends_too_slowly_is_cut(impatient: int) -> None:
     def connected() -> socket.socket:
         return socket.create_connection(("127.0.0.1", impatient), timeout=20)
@@ -348,7 +352,9 @@ def test_who_sends_too_slowly_is_cut(impatient: int) -> None:
             assert silent.recv(1) == b""
 
 
-@pytest.mark.parametrize("impatient", [{"IDLE": 0.5}, {"UNSENT": 1 << 16}], indirect=True)
+@pytest.mark.parametrize(
+    "impatient", [{"IDLE_SECONDS": 0.5}, {"MAX_UNSENT_NBYTES": 1 << 16}], indirect=True
+)
 def test_who_takes_no_answers_is_cut(impatient: int) -> None:
     body = json.dumps({"content": "a " * 100_000}).encode()
     received = b""
@@ -362,11 +368,11 @@ def test_who_takes_no_answers_is_cut(impatient: int) -> None:
         with suppress(ConnectionError):
             while piece := client.recv(1 << 20):
                 received += piece
-    assert 0 < received.count(b"HTTP/1.1 200") < ASKED
+    assert 0 < received.count(b"HTTP/1.1 200") < NUM_UNREAD_ANSWERS
 
 
 def flood(sock: socket.socket, text: bytes) -> None:
     """Ask again and again, and take no answer."""
     with suppress(OSError):
-        for _ in range(ASKED):
+        for _ in range(NUM_UNREAD_ANSWERS):
             sock.sendall(text)

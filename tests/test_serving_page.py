@@ -12,14 +12,14 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
 from packtrain.models.model_file import open_model
-from packtrain.serving.chat_page import page_text, policy
+from packtrain.serving.chat_page import page_text, security_policy
 from packtrain.serving.http_app import app
 from tests.adapters import random_adapter
 from tests.architectures import random_model
-from tests.browser import Served, chromium
+from tests.browser import RestartableServer, chromium
 from tests.real import BASE
 
 HOSTILE = "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script>"
@@ -33,7 +33,7 @@ def test_the_page_is_public_and_says_what_it_may_do():
     answer = TestClient(app(None, [KEY])).get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     allowed = answer.headers["content-security-policy"]
-    assert allowed == policy(answer.text) and "default-src 'none'" in allowed
+    assert allowed == security_policy(answer.text) and "default-src 'none'" in allowed
     assert "unsafe" not in allowed and len(re.findall("'sha256-", allowed)) == 2
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
@@ -81,10 +81,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, adapter
 
 
-def serve(folder: Path, model: Path, adapter: Path | None, *more: str) -> Served:
+def serve(folder: Path, model: Path, adapter: Path | None, *extra_flags: str) -> RestartableServer:
     """Random models never end an answer by themselves."""
     lora = ("--lora", str(adapter)) if adapter else ()
-    bias_flags = [f"--logit-bias={id}-inf" for id in open_model(model).tokenizer().ends]
+    bias_flags = [f"--logit-bias={id}-inf" for id in open_model(model).tokenizer().eog_ids]
     flags = (
         ("--chat-template", "chatml", "--ctx", "4096", *bias_flags)
         if model.name == "tiny.gguf"
@@ -93,11 +93,11 @@ def serve(folder: Path, model: Path, adapter: Path | None, *more: str) -> Served
             "512",
         )
     )
-    return Served(folder / "log", str(model), *lora, *flags, *more)
+    return RestartableServer(folder / "log", str(model), *lora, *flags, *extra_flags)
 
 
 @pytest.fixture(scope="module")
-def served(files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableServer]:
     with serve(tmp_path_factory.mktemp("served"), *files) as served:
         yield served
 
@@ -107,16 +107,16 @@ def opened(browser) -> Iterator[Any]:
     """Opens the page of a server; what the page does wrong fails the test."""
     faults, contexts = list[str](), list[Any]()
 
-    def told(message: Any) -> None:
+    def record_fault(message: Any) -> None:
         if "Content Security Policy" in message.text:
             faults.append(message.text)
 
-    def open_page(address: str, **how: Any) -> Any:
-        contexts.append(browser.new_context(accept_downloads=True, **how))
+    def open_page(address: str, **options: Any) -> Any:
+        contexts.append(browser.new_context(accept_downloads=True, **options))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", told)
+        page.on("console", record_fault)
         page.goto(address)
         page.locator(".column").first.wait_for(state="attached")
         return page
@@ -127,7 +127,7 @@ def opened(browser) -> Iterator[Any]:
     assert not faults
 
 
-def setting(page: Any, **values: str) -> None:
+def change_settings(page: Any, **values: str) -> None:
     page.click("#adjust")
     for name, value in values.items():
         page.fill(f"#settings [name={name}]", value)
@@ -150,15 +150,15 @@ def choose(page: Any, name: str) -> str:
     return chosen
 
 
-def sent(page: Any) -> list[dict[str, Any]]:
+def sent_bodies(page: Any) -> list[dict[str, Any]]:
     """Bodies of the chat requests from now on."""
     bodies = list[dict[str, Any]]()
 
-    def seen(request: Any) -> None:
+    def record_body(request: Any) -> None:
         if request.method == "POST" and request.url.endswith("/v1/chat/completions"):
             bodies.append(json.loads(request.post_data))
 
-    page.on("request", seen)
+    page.on("request", record_body)
     return bodies
 
 
@@ -174,12 +174,12 @@ def test_base_and_tuned_answer_side_by_side(kind, files, served, opened, tmp_pat
 
 
 def compare(page: Any) -> None:
-    bodies = sent(page)
+    bodies = sent_bodies(page)
     assert [page.input_value(f".column >> nth={n} >> [type=text]") for n in (0, 1)] == [
         "base",
         "tuned",
     ]
-    setting(page, max_tokens="12", temperature="0")
+    change_settings(page, max_tokens="12", temperature="0")
     ask(page, "the a")
     assert sorted((body["lora"] for body in bodies), key=str) == [
         [{"id": 0, "scale": n}] for n in (0, 1)
@@ -212,8 +212,8 @@ def test_several_adapters_have_columns_and_scales(files, opened, tmp_path):
         titles.first.fill("mine")
         titles.first.press("Tab")
         assert page.evaluate("document.activeElement.ariaLabel") == "Remove tuned"
-        bodies = sent(page)
-        setting(page, max_tokens="5")
+        bodies = sent_bodies(page)
+        change_settings(page, max_tokens="5")
         ask(page, "the a")
         scales = [[adapter["scale"] for adapter in body["lora"]] for body in bodies]
         assert sorted(scales) == [[0.05, 1], [1, 0]]
@@ -226,7 +226,7 @@ def test_several_adapters_have_columns_and_scales(files, opened, tmp_path):
 @pytest.mark.browser
 def test_a_conversation_that_is_deleted_or_left_while_it_is_written(served, opened):
     page = opened(served.address)
-    setting(page, max_tokens="1500")
+    change_settings(page, max_tokens="1500")
     for button in ("#drop", "#fresh"):
         ask(page, "the a", wait=False)
         page.locator(".answer .text span").nth(3).wait_for(state="attached")
@@ -241,11 +241,11 @@ def test_a_conversation_that_is_deleted_or_left_while_it_is_written(served, open
 @pytest.mark.browser
 def test_all_columns_go_on_from_a_kept_answer(served, opened):
     page = opened(served.address)
-    setting(page, max_tokens="8", system="be brief")
+    change_settings(page, max_tokens="8", system="be brief")
     ask(page, "one")
     page.get_by_role("button", name="Keep: answer of tuned").click()
     answer_text = page.locator(".text").nth(1).text_content()
-    bodies = sent(page)
+    bodies = sent_bodies(page)
     ask(page, "two")
     history = [
         {"role": "system", "content": "be brief"},
@@ -263,7 +263,7 @@ def test_all_columns_go_on_from_a_kept_answer(served, opened):
 @pytest.mark.browser
 def test_the_file_is_what_finetune_reads(served, opened, tmp_path):
     page = opened(served.address)
-    setting(page, max_tokens="6", system="be")
+    change_settings(page, max_tokens="6", system="be")
     words = f'line\nbreak, "quotes", \u2028\u0085 and {HOSTILE} 😀'
     for question in ("why", "how"):
         ask(page, question)
@@ -286,12 +286,12 @@ def test_the_file_is_what_finetune_reads(served, opened, tmp_path):
             page.click("#download")
         path = tmp_path / f"{column}.jsonl"
         download.value.save_as(path)
-        assert [record.messages for record in Reader(Source(path))] == turns
+        assert [record.messages for record in RecordReader(SourceFile(path))] == turns
     choose(page, "base")
     with page.expect_download() as download:
         page.click("#download")
     download.value.save_as(tmp_path / "base.jsonl")
-    assert len(list(Reader(Source(tmp_path / "base.jsonl")))) == 2
+    assert len(list(RecordReader(SourceFile(tmp_path / "base.jsonl")))) == 2
 
 
 @pytest.mark.browser
@@ -299,7 +299,7 @@ def test_a_server_that_goes_away_and_comes_back(files, opened, tmp_path):
     server = serve(tmp_path, *files)
     with server:
         page = opened(server.address)
-        setting(page, max_tokens="3500")
+        change_settings(page, max_tokens="3500")
         ask(page, "the a", wait=False)
         page.locator(".answer:first-child .text span").nth(5).wait_for(state="attached")
         server.kill()
@@ -312,7 +312,7 @@ def test_a_server_that_goes_away_and_comes_back(files, opened, tmp_path):
         fault.get_by_text("cannot be reached").wait_for()
         with server:
             fault.get_by_text("It is back: try again.").wait_for()
-            setting(page, max_tokens="5")
+            change_settings(page, max_tokens="5")
             page.get_by_role("button", name="Retry").first.click()
             page.get_by_text(re.compile("^5 tokens")).wait_for()
             assert fault.is_hidden()
@@ -328,7 +328,7 @@ def test_by_keyboard_alone(served, opened):
     page.keyboard.press("Escape")
     page.locator("#stop").wait_for(state="hidden")
     assert "stopped" in page.locator(".about").first.text_content()
-    reach(page, "Shift+Tab", ".text span")
+    focus_by_key(page, "Shift+Tab", ".text span")
     assert page.locator("#tip").is_visible()
     first = page.evaluate("document.activeElement.textContent")
     page.keyboard.press(
@@ -340,10 +340,10 @@ def test_by_keyboard_alone(served, opened):
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
-    reach(page, "Tab", "[data-does=keep]")
+    focus_by_key(page, "Tab", "[data-does=keep]")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.ariaPressed") == "true"
-    reach(page, "Tab", "[data-does=edit]")
+    focus_by_key(page, "Tab", "[data-does=edit]")
     page.keyboard.press("Enter")
     page.keyboard.type("mine")
     page.keyboard.press("Control+Enter")
@@ -353,15 +353,15 @@ def test_by_keyboard_alone(served, opened):
 
 def setting_keys(page: Any) -> None:
     """Many tokens, so that there is time to stop them."""
-    reach(page, "Shift+Tab", "#adjust")
+    focus_by_key(page, "Shift+Tab", "#adjust")
     page.keyboard.press("Enter")
-    reach(page, "Tab", "[name=max_tokens]")
+    focus_by_key(page, "Tab", "[name=max_tokens]")
     page.keyboard.press("Control+A")
     page.keyboard.type("3500")
-    reach(page, "Tab", "#question")
+    focus_by_key(page, "Tab", "#question")
 
 
-def reach(page: Any, key: str, selector: str) -> None:
+def focus_by_key(page: Any, key: str, selector: str) -> None:
     for _ in range(30):
         page.keyboard.press(key)
         if page.evaluate("selector => document.activeElement.matches(selector)", selector):
@@ -375,7 +375,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(served, opened, scheme):
     options = {"has_touch": True, "color_scheme": scheme}
     page = opened(served.address, viewport={"width": 360, "height": 740}, **options)
     page.click("#tools")
-    setting(page, max_tokens="60")
+    change_settings(page, max_tokens="60")
     ask(page, "a long word: " + "x" * 200)
     page.locator(".text span[tabindex]").nth(2).tap()
     page.locator("#tip").wait_for()
@@ -398,16 +398,16 @@ def test_errors_are_said_in_words(files, opened, tmp_path):
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         page.locator(".column").nth(1).wait_for()
-        setting(page, max_tokens="5")
+        change_settings(page, max_tokens="5")
         ask(page, "two")
         assert page.locator(".turn").nth(1).get_by_text("5 tokens").count() == 2
-        setting(page, schema='{"type": "hiccup"}')
+        change_settings(page, schema='{"type": "hiccup"}')
         ask(page, "three")
         assert "hiccup" in page.locator("#turns .fault").last.text_content()
-        setting(page, schema="")
+        change_settings(page, schema="")
         ask(page, "long " * 3000)
         assert "start a new conversation" in page.locator("#turns .fault").last.text_content()
-        setting(page, schema="{")
+        change_settings(page, schema="{")
         page.fill("#question", "four")
         page.press("#question", "Enter")
         assert page.locator("[name=schema]").is_visible(), "the setting that is wrong is shown"
@@ -422,7 +422,7 @@ def test_a_model_of_another_server_and_a_hostile_one(files, served, opened, tmp_
         page.fill("#other [name=address]", f"{other_server.address}/v1/")
         page.press("#other [name=address]", "Enter")
         page.locator(".column").nth(2).wait_for()
-        setting(page, max_tokens="5")
+        change_settings(page, max_tokens="5")
         ask(page, "the a")
         assert page.get_by_text("5 tokens").count() == 3
     chunk = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop"}]}

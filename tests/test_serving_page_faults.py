@@ -14,21 +14,21 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from packtrain.data.conversations.record_formats import Reader
-from packtrain.data.text.documents import Source
+from packtrain.data.conversations.record_formats import RecordReader
+from packtrain.data.text.documents import SourceFile
 from packtrain.models.model_file import open_model
 from tests.adapters import random_adapter
-from tests.browser import Served
+from tests.browser import RestartableServer
 from tests.test_serving_page import (  # noqa: F401
     ask,
     browser,
+    change_settings,
     choose,
     files,
     opened,
-    sent,
+    sent_bodies,
     serve,
     served,
-    setting,
 )
 
 pytestmark = pytest.mark.browser
@@ -53,7 +53,7 @@ def stream(text: str, has_logprobs: bool = True) -> str:
     return "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
 
 
-def script(page: Any, answer: Callable[[dict[str, Any], bool], str | None]) -> None:
+def answer_requests(page: Any, answer: Callable[[dict[str, Any], bool], str | None]) -> None:
     """Answer chat requests by a function of their body and of whether the adapter is on; None: none comes."""
 
     def respond(route: Any) -> None:
@@ -67,8 +67,8 @@ def script(page: Any, answer: Callable[[dict[str, Any], bool], str | None]) -> N
     page.route("**/v1/chat/completions", respond)
 
 
-def say(page: Any, base: str, tuned: str) -> None:
-    script(page, lambda body, is_tuned: stream(tuned if is_tuned else base))
+def answer_with(page: Any, base: str, tuned: str) -> None:
+    answer_requests(page, lambda body, is_tuned: stream(tuned if is_tuned else base))
 
 
 def button(page: Any, name: str) -> Any:
@@ -87,7 +87,9 @@ def downloaded(page: Any, path: Path) -> list[dict[str, Any]]:
 
 def test_kept_answers_count_wherever_they_stand(served, opened, tmp_path):  # noqa: F811
     page = opened(served.address)
-    script(page, lambda body, on: stream(f"{'tuned' if on else 'base'} {len(body['messages'])}"))
+    answer_requests(
+        page, lambda body, on: stream(f"{'tuned' if on else 'base'} {len(body['messages'])}")
+    )
     ask(page, "one")
     ask(page, "two")
     ask(page, "three")
@@ -105,12 +107,14 @@ def test_kept_answers_count_wherever_they_stand(served, opened, tmp_path):  # no
     ]
     said = page.locator("#said").text_content()
     assert "1 answer written, in 1 conversation; 1 other answer as context" in said
-    assert len(list(Reader(Source(tmp_path / "kept.jsonl")))) == 1
+    assert len(list(RecordReader(SourceFile(tmp_path / "kept.jsonl")))) == 1
 
 
 def test_a_column_learns_from_no_answer_of_another(served, opened, tmp_path):  # noqa: F811
     page = opened(served.address)
-    script(page, lambda body, on: stream(f"{'tuned' if on else 'base'} {len(body['messages'])}"))
+    answer_requests(
+        page, lambda body, on: stream(f"{'tuned' if on else 'base'} {len(body['messages'])}")
+    )
     ask(page, "one")
     button(page, "Keep: answer of base").click()
     ask(page, "two")
@@ -133,7 +137,7 @@ def test_answers_stay_with_the_adapter_that_wrote_them(files, opened, tmp_path):
     server = serve(tmp_path, model, adapter)
     with server:
         page = opened(server.address)
-        setting(page, max_tokens="6")
+        change_settings(page, max_tokens="6")
         ask(page, "the a")
         names = page.locator(".answer .model").all_text_contents()
         hashes = page.evaluate("[servers.get(OWN).hash, servers.get(OWN).adapters[0].sha256]")
@@ -192,7 +196,7 @@ def test_answers_stored_without_a_model_are_named_so(served, opened):  # noqa: F
 
 def test_probabilities_outlive_a_reload(served, opened):  # noqa: F811
     page = opened(served.address)
-    setting(page, max_tokens="12", temperature="0")
+    change_settings(page, max_tokens="12", temperature="0")
     ask(page, "the a")
     span = page.locator(".text span[tabindex]").nth(2)
     span.hover()
@@ -210,13 +214,13 @@ def test_probabilities_outlive_a_reload(served, opened):  # noqa: F811
 
 def test_tint_is_off_where_no_answer_has_probabilities(served, opened):  # noqa: F811
     page = opened(served.address)
-    script(page, lambda body, is_tuned: stream("one two three", has_logprobs=False))
+    answer_requests(page, lambda body, is_tuned: stream("one two three", has_logprobs=False))
     page.check("#tint")
     ask(page, "one")
     assert page.is_disabled("#tint") and not page.is_checked("#tint")
     assert page.locator("label", has_text="No probabilities to tint").count() == 1
     assert page.get_by_text("no probabilities: the server sent none").count() == 2
-    say(page, "four", "five six")
+    answer_with(page, "four", "five six")
     ask(page, "two")
     assert page.is_checked("#tint") and page.is_enabled("#tint")
     reasons = page.locator(".lacks").all_text_contents()
@@ -225,7 +229,7 @@ def test_tint_is_off_where_no_answer_has_probabilities(served, opened):  # noqa:
 
 def test_a_full_store_loses_probabilities_and_says_so(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "a short one", "word " * 1500)
+    answer_with(page, "a short one", "word " * 1500)
     ask(page, "one")
     page.click("#fresh")
     page.evaluate(
@@ -248,7 +252,7 @@ def test_a_full_store_loses_probabilities_and_says_so(served, opened):  # noqa: 
 
 def test_answers_are_as_high_as_they_are(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "yes", "word " * 900)
+    answer_with(page, "yes", "word " * 900)
     ask(page, "one")
     heights = page.locator(".answer").evaluate_all("all => all.map(one => one.clientHeight)")
     assert 2 * heights[0] < heights[1]
@@ -263,7 +267,7 @@ def test_answers_are_as_high_as_they_are(served, opened):  # noqa: F811
 
 def test_a_phone_folds_controls_and_long_answers(served, opened):  # noqa: F811
     page = opened(served.address, viewport=PHONE, has_touch=True)
-    say(page, "yes", "word " * 900)
+    answer_with(page, "yes", "word " * 900)
     ask(page, "one")
     height = "node => node.getBoundingClientRect().height"
     controls = sum(
@@ -293,7 +297,7 @@ def test_a_phone_folds_controls_and_long_answers(served, opened):  # noqa: F811
 @pytest.mark.parametrize("size", [PHONE, {"width": 1120, "height": 600}])
 def test_hints_do_not_move_the_page(size, served, opened):  # noqa: F811
     page = opened(served.address, viewport=size)
-    say(page, "yes", "no")
+    answer_with(page, "yes", "no")
     place = """() => ["#question", ".buttons", ".examples, .turn"].map(name => {
       const { left, top, width, height } = document.querySelector(name).getBoundingClientRect();
       return [left, top, width, name === "#question" ? height : 0];
@@ -317,7 +321,7 @@ def test_hints_do_not_move_the_page(size, served, opened):  # noqa: F811
 
 def test_deleting_can_be_undone(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "first", "second")
+    answer_with(page, "first", "second")
     ask(page, "one")
     button(page, "Keep: answer of tuned").click()
     page.click("#drop")
@@ -334,7 +338,7 @@ def test_deleting_can_be_undone(served, opened):  # noqa: F811
     button(page, "Remove base").click()
     button(page, "Undo remove").click()
     assert page.locator(".column").count() == 2 and page.locator(".others").count() == 0
-    say(page, "third", "fourth")
+    answer_with(page, "third", "fourth")
     button(page, "Regenerate: answer of tuned").click()
     page.locator(".text", has_text="fourth").wait_for()
     button(page, "Undo regenerate").click()
@@ -346,12 +350,12 @@ def test_deleting_can_be_undone(served, opened):  # noqa: F811
 
 def test_all_failed_answers_are_tried_again_at_once(served, opened):  # noqa: F811
     page = opened(served.address)
-    script(page, lambda body, is_tuned: None)
+    answer_requests(page, lambda body, is_tuned: None)
     ask(page, "one")
     ask(page, "two")
     assert page.locator(".fault:visible").count() == 4
-    bodies = sent(page)
-    say(page, "yes", "no")
+    bodies = sent_bodies(page)
+    answer_with(page, "yes", "no")
     button(page, "Retry all").click()
     page.locator(".text", has_text="no").nth(1).wait_for()
     page.locator("#stop").wait_for(state="hidden")
@@ -363,7 +367,7 @@ def test_all_failed_answers_are_tried_again_at_once(served, opened):  # noqa: F8
 
 def test_an_empty_page_has_questions_to_begin_with(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "yes", "no")
+    answer_with(page, "yes", "no")
     example = page.locator(".examples button").first
     question = example.text_content()
     example.focus()
@@ -383,7 +387,7 @@ def test_an_empty_page_has_questions_to_begin_with(served, opened):  # noqa: F81
 
 
 def test_the_page_says_whether_the_server_is_there(files, opened, tmp_path):  # noqa: F811
-    server: Served = serve(tmp_path, *files)
+    server: RestartableServer = serve(tmp_path, *files)
     with server:
         page = opened(server.address)
         link = page.locator("header .link")
@@ -406,7 +410,7 @@ def another_tab(page: Any) -> Any:
     return new_page
 
 
-def listed(page: Any) -> list[str]:
+def conversation_titles(page: Any) -> list[str]:
     return [text.partition(": ")[2] for text in page.locator("#talk option").all_text_contents()]
 
 
@@ -414,30 +418,30 @@ def test_conversations_of_two_tabs_are_all_kept(served, opened):  # noqa: F811
     page = opened(served.address)
     second_tab = another_tab(page)
     for tab, question in ((page, "one"), (second_tab, "two")):
-        say(tab, "yes", "no")
+        answer_with(tab, "yes", "no")
         ask(tab, question)
     button(page, "Keep: answer of tuned").click()
     for tab, question in ((page, "one"), (second_tab, "two")):
-        assert sorted(listed(tab)) == ["one", "two"]
+        assert sorted(conversation_titles(tab)) == ["one", "two"]
         assert tab.locator(".question p").text_content() == question
         tab.reload()
         tab.locator(".column").nth(1).wait_for()
-        assert sorted(listed(tab)) == ["one", "two"]
+        assert sorted(conversation_titles(tab)) == ["one", "two"]
         assert choose(tab, "kept answers") == "kept answers (1)"
         assert tab.locator(".question p").text_content() == question
 
 
 def test_a_conversation_in_two_tabs_goes_on_in_both(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "yes", "no")
+    answer_with(page, "yes", "no")
     ask(page, "one")
     second_tab = another_tab(page)
-    say(second_tab, "yes", "no")
+    answer_with(second_tab, "yes", "no")
     button(page, "Keep: answer of tuned").click()
     second_tab.locator(".answer.kept").wait_for()
     ask(second_tab, "two")
     page.locator(".turn").nth(1).wait_for()
-    assert listed(page) == listed(second_tab) == ["one"]
+    assert conversation_titles(page) == conversation_titles(second_tab) == ["one"]
     button(second_tab, "Edit: answer of base").first.click()
     ask(page, "three")
     second_tab.locator(".text textarea").fill("my own")
@@ -455,14 +459,14 @@ def test_a_conversation_in_two_tabs_goes_on_in_both(served, opened):  # noqa: F8
 
 def test_what_one_tab_deletes_the_other_does_not_bring_back(served, opened):  # noqa: F811
     page = opened(served.address)
-    say(page, "yes", "no")
+    answer_with(page, "yes", "no")
     ask(page, "one")
     second_tab = another_tab(page)
-    say(second_tab, "yes", "no")
+    answer_with(second_tab, "yes", "no")
     second_tab.click("#fresh")
     page.click("#drop")
     ask(second_tab, "two")
-    assert listed(second_tab) == ["two"]
+    assert conversation_titles(second_tab) == ["two"]
     page.click("#undo")
     second_tab.locator("#talk option").nth(1).wait_for(state="attached")
-    assert sorted(listed(second_tab)) == ["one", "two"]
+    assert sorted(conversation_titles(second_tab)) == ["one", "two"]

@@ -15,13 +15,13 @@ from packtrain.common.events import Events  # noqa: E402
 from packtrain.models.model_file import open_model  # noqa: E402
 from packtrain.serving.http_app import app  # noqa: E402
 from packtrain.serving.server_state import Server  # noqa: E402
-from packtrain.workflows.model_server import Serve, load  # noqa: E402
+from packtrain.workflows.model_server import ServeSettings, load_server  # noqa: E402
 from tests.adapters import random_adapter  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
 TEXT = {"prompt": [1, *range(40, 60)], "n_predict": 6, "temperature": 0}
 USER = {"role": "user", "content": "the a"}
-BEGUN = [USER, {"role": "assistant", "content": "It is"}]
+STARTED_MESSAGES = [USER, {"role": "assistant", "content": "It is"}]
 CHAT = {"messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CHATS = "/v1/chat/completions"
 ORIGIN = "http://a.example"
@@ -36,7 +36,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         "ctx": 512, "parallel": 2, "chat_template": "chatml", "seed": 42, "slot_save_path": folder, "metrics": True,
         "alias": "first, second,first", "lora": (f"{adapter}:0",), "embeddings": True, "kv_unified": False,
     }  # fmt: skip
-    instance = load(Serve(folder / "m.gguf", **options), Events())
+    instance = load_server(ServeSettings(folder / "m.gguf", **options), Events())
     yield instance
     instance.engine.close(0)
 
@@ -47,14 +47,14 @@ def client(server) -> Iterator[TestClient]:
         yield client
 
 
-def streamed(client: TestClient, path: str, body: Any) -> list[Any]:
+def stream_events(client: TestClient, path: str, body: Any) -> list[Any]:
     """The events of a stream."""
     text = client.post(path, json={**body, "stream": True}).text
     lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def asked(client: TestClient, path: str, body: Any) -> Any:
+def post_json(client: TestClient, path: str, body: Any) -> Any:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -79,13 +79,13 @@ def test_what_the_server_says_of_itself(client, server):
 
 
 def test_slots_can_be_hidden(client, server):
-    server.watched = False
+    server.has_slots = False
     try:
         refused = client.get("/slots")
         assert refused.status_code == 501
         assert refused.json()["error"]["type"] == "not_supported_error"
     finally:
-        server.watched = True
+        server.has_slots = True
 
 
 def test_browsers_may_ask_from_anywhere(client):
@@ -107,7 +107,7 @@ def test_counts_of_prometheus_add_up(client):
         return {name.removeprefix("llamacpp:"): float(x) for name, x in (p for p in lines if len(p) == 2)}  # fmt: skip
 
     before = counts()
-    timings = asked(client, "/completion", TEXT | {"ignore_eos": True})["timings"]
+    timings = post_json(client, "/completion", TEXT | {"ignore_eos": True})["timings"]
     after = counts()
     cached = "prompt_tokens_cached_total"
     assert after[cached] - before[cached] == timings["cache_n"]
@@ -118,8 +118,8 @@ def test_counts_of_prometheus_add_up(client):
 
 
 def test_a_stream_has_what_the_whole_answer_has(client):
-    full_answer = asked(client, "/completion", TEXT | {"return_tokens": True})
-    *parts, last = streamed(client, "/completion", TEXT)
+    full_answer = post_json(client, "/completion", TEXT | {"return_tokens": True})
+    *parts, last = stream_events(client, "/completion", TEXT)
     assert "".join(part["content"] for part in parts) + last["content"] == full_answer["content"]
     assert [id for part in parts for id in part["tokens"]] == full_answer["tokens"]
     assert all(part["stop"] is False for part in parts) and last["stop"] is True
@@ -128,24 +128,24 @@ def test_a_stream_has_what_the_whole_answer_has(client):
     settings = last["generation_settings"]
     assert settings["seed"] == 42 and settings["n_predict"] == 6 and settings["stream"] is True
     assert last["truncated"] is False and isinstance(last["has_new_line"], bool)
-    assert asked(client, "/completion", TEXT)["tokens"] == []
+    assert post_json(client, "/completion", TEXT)["tokens"] == []
 
 
 def test_the_same_seed_gives_the_same_text_and_others_others(client):
     warm = TEXT | {"temperature": 1.5, "top_k": 0, "top_p": 1, "min_p": 0, "n_predict": 8}
-    texts = [asked(client, "/completion", warm | {"seed": n})["content"] for n in (1, 2, 3, 1)]
+    texts = [post_json(client, "/completion", warm | {"seed": n})["content"] for n in (1, 2, 3, 1)]
     assert texts[0] == texts[3] and len({*texts}) == 3
     cold = warm | {"seed": 1, "cache_prompt": False}
-    assert asked(client, "/completion", cold)["content"] == texts[0]
+    assert post_json(client, "/completion", cold)["content"] == texts[0]
 
 
 def test_prompts_are_texts_tokens_and_both(client):
-    ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    ids = post_json(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
     prompts = [ids, "the a", {"prompt_string": "the a"}, ids]
-    completions = asked(client, "/completion", TEXT | {"prompt": prompts})
+    completions = post_json(client, "/completion", TEXT | {"prompt": prompts})
     assert [completion["index"] for completion in completions] == [0, 1, 2, 3]
     assert len({completion["content"] for completion in completions}) == 1
-    mixed = asked(client, "/completion", TEXT | {"prompt": [1, 40, "the a", 41, "the"]})
+    mixed = post_json(client, "/completion", TEXT | {"prompt": [1, 40, "the a", 41, "the"]})
     assert isinstance(mixed["content"], str)
     image = {"prompt_string": "a", "multimodal_data": "AAAA"}
     assert client.post("/completion", json=TEXT | {"prompt": image}).status_code == 400
@@ -153,26 +153,26 @@ def test_prompts_are_texts_tokens_and_both(client):
 
 def test_fields_of_an_answer_can_be_chosen(client):
     fields = ["content", "generation_settings/n_predict", "prompt"]
-    completion = asked(client, "/completion", TEXT | {"response_fields": fields})
+    completion = post_json(client, "/completion", TEXT | {"response_fields": fields})
     assert set(completion) == {*fields} and completion["generation_settings/n_predict"] == 6
-    assert "generation_settings" in asked(client, "/completion", TEXT | {"response_fields": []})
+    assert "generation_settings" in post_json(client, "/completion", TEXT | {"response_fields": []})
 
 
 def test_top_k_below_zero_is_off(client):
-    completion = asked(client, "/completion", TEXT | {"top_k": -1, "n_predict": 1})
+    completion = post_json(client, "/completion", TEXT | {"top_k": -1, "n_predict": 1})
     assert completion["generation_settings"]["top_k"] == 0
 
 
 @pytest.mark.parametrize("samplers", [["top_k", "temperature"], "top_k;temperature"])
 def test_samplers_are_a_list_or_a_text(client, samplers):
-    completion = asked(client, "/completion", TEXT | {"samplers": samplers})
+    completion = post_json(client, "/completion", TEXT | {"samplers": samplers})
     assert completion["generation_settings"]["samplers"] == ["top_k", "temperature"]
 
 
 def test_probabilities_before_the_samplers(client):
     body = TEXT | {"n_probs": 10, "cache_prompt": False}
-    tokens = asked(client, "/completion", body)["completion_probabilities"]
-    *parts, _ = streamed(client, "/completion", body)
+    tokens = post_json(client, "/completion", body)["completion_probabilities"]
+    *parts, _ = stream_events(client, "/completion", body)
     assert [entry for part in parts for entry in part["completion_probabilities"]] == tokens
     for token in tokens:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 10
@@ -182,65 +182,65 @@ def test_probabilities_before_the_samplers(client):
 def test_probabilities_after_the_samplers(client):
     body = TEXT | {"n_probs": 10, "temperature": 1.0, "top_k": 4, "min_p": 0, "top_p": 1}
     body |= {"post_sampling_probs": True, "ignore_eos": True}
-    tokens = asked(client, "/completion", body)["completion_probabilities"]
+    tokens = post_json(client, "/completion", body)["completion_probabilities"]
     assert len(tokens) == 6
     for token in tokens:
         likely = {candidate["id"]: candidate["prob"] for candidate in token["top_probs"]}
         assert len(likely) == 4 and sum(likely.values()) == pytest.approx(1)
         assert token["prob"] == likely[token["id"]] > 0
-    greedy = asked(client, "/completion", body | {"temperature": 0})["completion_probabilities"]
+    greedy = post_json(client, "/completion", body | {"temperature": 0})["completion_probabilities"]
     assert all(token["prob"] == 1 and len(token["top_probs"]) == 1 for token in greedy)
 
 
 def test_ends_are_forbidden_where_they_are_ignored(client, server):
-    settings = asked(client, "/completion", TEXT | {"ignore_eos": True})["generation_settings"]
+    settings = post_json(client, "/completion", TEXT | {"ignore_eos": True})["generation_settings"]
     eos_ids = {
         bias_entry["token"] for bias_entry in settings["logit_bias"] if bias_entry["bias"] is None
     }
     assert eos_ids == {*server.tokenizer.ends} and settings["ignore_eos"]
-    assert asked(client, "/completion", TEXT)["generation_settings"]["logit_bias"] == []
+    assert post_json(client, "/completion", TEXT)["generation_settings"]["logit_bias"] == []
 
 
 @pytest.mark.parametrize("openai", [False, True])
 def test_forbidden_tokens_do_not_come(client, openai):
-    first = asked(client, "/completion", TEXT | {"return_tokens": True, "ignore_eos": True})
+    first = post_json(client, "/completion", TEXT | {"return_tokens": True, "ignore_eos": True})
     banned = {str(id): -100 for id in first["tokens"]}
     logit_bias = banned if openai else [[int(id), False] for id in banned]
     body = TEXT | {"logit_bias": logit_bias, "return_tokens": True}
-    assert not {*asked(client, "/completion", body)["tokens"]} & {*first["tokens"]}
+    assert not {*post_json(client, "/completion", body)["tokens"]} & {*first["tokens"]}
 
 
 def test_a_long_answer_ends_in_time_and_by_its_lines(client):
     """Neither counts before there is a line."""
     lines = {"grammar": 'root ::= "a\\n" ("  b\\n" | "  c\\n") "d" [a-z]{50}', "n_predict": 100}
-    timed = asked(client, "/completion", TEXT | lines | {"t_max_predict_ms": 0.001})
+    timed = post_json(client, "/completion", TEXT | lines | {"t_max_predict_ms": 0.001})
     assert timed["content"] == "a\n" and timed["stop_type"] == "limit"
-    indented = asked(client, "/completion", TEXT | lines | {"n_indent": 2})
+    indented = post_json(client, "/completion", TEXT | lines | {"n_indent": 2})
     assert indented["content"][-1] == "d" and indented["content"].count("\n") == 2
-    assert len(asked(client, "/completion", TEXT | lines)["content"]) > 50
+    assert len(post_json(client, "/completion", TEXT | lines)["content"]) > 50
 
 
 def test_timings_come_with_each_token_if_asked_for(client):
     for path, body in (("/completion", TEXT), ("/v1/completions", TEXT), (CHATS, CHAT)):
         body = body | {"ignore_eos": True}
-        timed = streamed(client, path, body | {"timings_per_token": True})
+        timed = stream_events(client, path, body | {"timings_per_token": True})
         counts = [event["timings"]["predicted_n"] for event in timed if "timings" in event]
         assert counts == sorted(counts) and len(counts) > 2 and counts[-1] == 6, path
-        assert sum("timings" in event for event in streamed(client, path, body)) == 1
+        assert sum("timings" in event for event in stream_events(client, path, body)) == 1
 
 
 def test_the_reading_of_a_prompt_is_told(client):
     long = [1, *(30 + n % 80 for n in range(150))]
     body = {"prompt": long, "n_predict": 2, "return_progress": True, "id_slot": 0}
     for cached in (False, True):
-        events = streamed(client, "/completion", body | {"cache_prompt": cached})
+        events = stream_events(client, "/completion", body | {"cache_prompt": cached})
         progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
         assert progress[0]["processed"] == progress[0]["cache"] == (150 if cached else 0)
         assert [event["processed"] for event in progress] == (
             [150, 151] if cached else [0, 64, 128, 151]
         )
         assert {event["total"] for event in progress} == {151}
-    chat = streamed(client, CHATS, CHAT | {"return_progress": True})
+    chat = stream_events(client, CHATS, CHAT | {"return_progress": True})
     kinds = ["prompt_progress" in event for event in chat]
     assert kinds[0] and kinds == sorted(kinds, reverse=True)
     assert chat[kinds.index(False)]["choices"][0]["delta"]["role"] == "assistant"
@@ -251,38 +251,40 @@ def test_the_reading_of_a_prompt_is_told(client):
 
 def test_only_what_is_new_of_a_prompt_is_read(client):
     body = TEXT | {"id_slot": 1, "ignore_eos": True}
-    asked(client, "/slots/1?action=erase", {})
-    first = asked(client, "/completion", body)
+    post_json(client, "/slots/1?action=erase", {})
+    first = post_json(client, "/completion", body)
     assert first["timings"]["prompt_n"] == 21 and first["timings"]["cache_n"] == 0
-    repeated = asked(client, "/completion", body)
+    repeated = post_json(client, "/completion", body)
     assert repeated["timings"]["prompt_n"] == 1 and repeated["content"] == first["content"]
-    diverged = asked(client, "/completion", body | {"prompt": [*TEXT["prompt"][:15], 90, 91, 92]})
+    diverged = post_json(
+        client, "/completion", body | {"prompt": [*TEXT["prompt"][:15], 90, 91, 92]}
+    )
     assert (diverged["timings"]["cache_n"], diverged["timings"]["prompt_n"]) == (15, 3)
-    cold = asked(client, "/completion", body | {"cache_prompt": False})
+    cold = post_json(client, "/completion", body | {"cache_prompt": False})
     assert cold["timings"]["cache_n"] == 0 and cold["content"] == first["content"]
     assert cold["tokens_cached"] == 21 + 6 - 1
 
 
 def test_a_saved_slot_goes_on_in_another(client):
     body = TEXT | {"id_slot": 1, "cache_prompt": True, "ignore_eos": True}
-    asked(client, "/slots/1?action=erase", {})
-    asked(client, "/completion", body)
-    saved = asked(client, "/slots/1?action=save", {"filename": "slot1.bin"})
+    post_json(client, "/slots/1?action=erase", {})
+    post_json(client, "/completion", body)
+    saved = post_json(client, "/slots/1?action=save", {"filename": "slot1.bin"})
     similar_body = body | {"prompt": [*TEXT["prompt"][:18], 95, 96]}
-    expected = asked(client, "/completion", similar_body)
-    restored = asked(client, "/slots/0?action=restore", {"filename": "slot1.bin"})
+    expected = post_json(client, "/completion", similar_body)
+    restored = post_json(client, "/slots/0?action=restore", {"filename": "slot1.bin"})
     assert restored["n_restored"] == saved["n_saved"] == 26
-    continued = asked(client, "/completion", similar_body | {"id_slot": 0})
+    continued = post_json(client, "/completion", similar_body | {"id_slot": 0})
     assert continued["timings"]["prompt_n"] == 2 and continued["content"] == expected["content"]
-    assert asked(client, "/completion", similar_body)["timings"]["prompt_n"] == 1
+    assert post_json(client, "/completion", similar_body)["timings"]["prompt_n"] == 1
 
 
 def test_an_answer_ends_where_the_context_does(client):
     """Each of the two slots has 256 tokens."""
-    completion = asked(client, "/completion", TEXT | {"n_predict": -1, "ignore_eos": True})
+    completion = post_json(client, "/completion", TEXT | {"n_predict": -1, "ignore_eos": True})
     assert completion["truncated"] is True and completion["stop_type"] == "limit"
     assert completion["tokens_evaluated"] + completion["tokens_predicted"] in (256, 257)
-    short = asked(client, "/completion", TEXT | {"n_predict": 64, "ignore_eos": True})
+    short = post_json(client, "/completion", TEXT | {"n_predict": 64, "ignore_eos": True})
     assert short["truncated"] is False and short["timings"]["predicted_n"] == 64
     for stream in (False, True):
         refused = client.post("/completion", json=TEXT | {"prompt": [5] * 300, "stream": stream})
@@ -294,61 +296,67 @@ def test_an_answer_ends_where_the_context_does(client):
 def test_adapters_of_requests_and_of_the_server(client):
     zero_scales, full_scales = [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 1.0}]
     body = TEXT | {"ignore_eos": True, "return_tokens": True}
-    base = asked(client, "/completion", body | {"lora": zero_scales})["tokens"]
-    adapted_tokens = asked(client, "/completion", body | {"lora": full_scales})["tokens"]
-    assert base != adapted_tokens and asked(client, "/completion", body)["tokens"] == base
-    asked(client, "/lora-adapters", full_scales)
+    base = post_json(client, "/completion", body | {"lora": zero_scales})["tokens"]
+    adapted_tokens = post_json(client, "/completion", body | {"lora": full_scales})["tokens"]
+    assert base != adapted_tokens and post_json(client, "/completion", body)["tokens"] == base
+    post_json(client, "/lora-adapters", full_scales)
     assert client.get("/lora-adapters").json()[0]["scale"] == 1
-    assert asked(client, "/completion", body)["tokens"] == adapted_tokens
-    asked(client, "/lora-adapters", zero_scales)
+    assert post_json(client, "/completion", body)["tokens"] == adapted_tokens
+    post_json(client, "/lora-adapters", zero_scales)
 
 
 # ---- chats
 
 
 def test_an_answer_that_has_begun_goes_on(client):
-    def prompt(**more: Any) -> str:
-        return asked(client, "/apply-template", {"messages": BEGUN, **more})["prompt"]
+    def prompt(**fields: Any) -> str:
+        return post_json(client, "/apply-template", {"messages": STARTED_MESSAGES, **fields})[
+            "prompt"
+        ]
 
     text = prompt()
     assert text.endswith("<|im_start|>assistant\nIt is")
     assert prompt(continue_final_message=True, add_generation_prompt=False) == text
     both = {"continue_final_message": True, "add_generation_prompt": True}
     for path in ("/apply-template", CHATS):
-        assert client.post(path, json=CHAT | {"messages": BEGUN} | both).status_code == 400
+        assert (
+            client.post(path, json=CHAT | {"messages": STARTED_MESSAGES} | both).status_code == 400
+        )
     nothing = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}
     assert client.post("/apply-template", json=nothing).status_code == 400
     no_generation = {"messages": [USER], "add_generation_prompt": False}
-    rendered = asked(client, "/apply-template", no_generation)["prompt"]
+    rendered = post_json(client, "/apply-template", no_generation)["prompt"]
     assert rendered == "<|im_start|>user\nthe a<|im_end|>\n"
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "a"}]
-    assert asked(client, CHATS, CHAT | {"messages": [{"role": "user", "content": parts}]})["usage"]
+    assert post_json(client, CHATS, CHAT | {"messages": [{"role": "user", "content": parts}]})[
+        "usage"
+    ]
 
 
 def test_verbose_answers_have_the_prompt(client):
-    completion = asked(client, CHATS, CHAT | {"verbose": True})
+    completion = post_json(client, CHATS, CHAT | {"verbose": True})
     assert completion["__verbose"]["prompt"].endswith("<|im_start|>assistant\n")
     assert completion["__verbose"]["content"] == completion["choices"][0]["message"]["content"]
-    assert "__verbose" not in asked(client, CHATS, CHAT | {"verbose": False})
-    events = streamed(client, CHATS, CHAT | {"verbose": True})
+    assert "__verbose" not in post_json(client, CHATS, CHAT | {"verbose": False})
+    events = stream_events(client, CHATS, CHAT | {"verbose": True})
     assert events[-1]["__verbose"]["stop_type"] == "limit"
 
 
 def test_cached_tokens_of_a_chat_are_counted(client):
-    asked(client, "/slots/0?action=erase", {})
+    post_json(client, "/slots/0?action=erase", {})
     body = CHAT | {"id_slot": 0}
-    first, second = (asked(client, CHATS, body)["usage"] for _ in range(2))
+    first, second = (post_json(client, CHATS, body)["usage"] for _ in range(2))
     assert first["prompt_tokens"] == second["prompt_tokens"]
     num_cached = second["prompt_tokens_details"]["cached_tokens"]
     assert num_cached == second["prompt_tokens"] - 1
     assert first["completion_tokens"] == 6
-    counted = asked(client, f"{CHATS}/input_tokens", {"messages": [USER]})
+    counted = post_json(client, f"{CHATS}/input_tokens", {"messages": [USER]})
     assert counted["input_tokens"] == first["prompt_tokens"]
 
 
 def test_answers_to_one_chat_may_be_several(client):
     for _ in range(2):
-        choices = asked(client, CHATS, CHAT | {"n": 2, "id_slot": 0})["choices"]
+        choices = post_json(client, CHATS, CHAT | {"n": 2, "id_slot": 0})["choices"]
         assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
 
 
@@ -360,9 +368,9 @@ FORMATS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how, text", FORMATS)
-def test_answers_follow_formats(client, how, text):
-    completion = asked(client, CHATS, CHAT | {"max_tokens": 20, "ignore_eos": False} | how)
+@pytest.mark.parametrize("fields, text", FORMATS)
+def test_answers_follow_formats(client, fields, text):
+    completion = post_json(client, CHATS, CHAT | {"max_tokens": 20, "ignore_eos": False} | fields)
     assert completion["choices"][0]["message"]["content"] == text
 
 
@@ -373,13 +381,13 @@ WRONG: list[Any] = [
     {"messages": [123]},
     {"messages": [{}]},
     {"messages": [USER, {}]},
-    {"messages": [*BEGUN, BEGUN[-1]]},
+    {"messages": [*STARTED_MESSAGES, STARTED_MESSAGES[-1]]},
 ]
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_what_cannot_be_meant_is_refused(client, how):
-    refused = client.post(CHATS, json=CHAT | how)
+@pytest.mark.parametrize("fields", WRONG)
+def test_what_cannot_be_meant_is_refused(client, fields):
+    refused = client.post(CHATS, json=CHAT | fields)
     assert refused.status_code == 400 and refused.json()["error"]["message"]
 
 
@@ -387,20 +395,22 @@ def test_what_cannot_be_meant_is_refused(client, how):
 
 
 def test_special_tokens_are_read_where_they_are_asked_for(client, server):
-    ids = asked(client, "/tokenize", {"content": "the a"})["tokens"]
-    ids_with_bos = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    ids = post_json(client, "/tokenize", {"content": "the a"})["tokens"]
+    ids_with_bos = post_json(client, "/tokenize", {"content": "the a", "add_special": True})[
+        "tokens"
+    ]
     assert ids_with_bos == [server.tokenizer.bos, *ids]
     mark = server.tokenizer.piece(server.tokenizer.eos).decode()
-    special_ids = asked(client, "/tokenize", {"content": mark, "parse_special": True})["tokens"]
-    text_ids = asked(client, "/tokenize", {"content": mark, "parse_special": False})["tokens"]
+    special_ids = post_json(client, "/tokenize", {"content": mark, "parse_special": True})["tokens"]
+    text_ids = post_json(client, "/tokenize", {"content": mark, "parse_special": False})["tokens"]
     assert server.tokenizer.eos in special_ids and server.tokenizer.eos not in text_ids
-    pieces = asked(client, "/tokenize", {"content": "a é", "with_pieces": True})["tokens"]
+    pieces = post_json(client, "/tokenize", {"content": "a é", "with_pieces": True})["tokens"]
     assert all(piece["id"] > 0 and len(piece["piece"]) for piece in pieces)
 
 
 def test_embeddings_have_length_one_and_count_tokens(client):
-    ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
-    response = asked(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
+    ids = post_json(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    response = post_json(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
     assert "'input' is required" in client.post("/v1/embeddings", json={}).text
     first, second, third = (entry["embedding"] for entry in response["data"])
     assert first == pytest.approx(second, abs=1e-6) and first != pytest.approx(third, abs=1e-3)
@@ -414,5 +424,5 @@ def test_embeddings_have_length_one_and_count_tokens(client):
 
 
 def test_names_of_the_model_are_split_at_commas():
-    assert Serve(Path("m.gguf"), alias=" a, b,,a").names == ["a", "b"]
-    assert Serve(Path("m.gguf")).names == []
+    assert ServeSettings(Path("m.gguf"), alias=" a, b,,a").names == ["a", "b"]
+    assert ServeSettings(Path("m.gguf")).names == []

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from packtrain.data.chat_template import ChatTemplate
-from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.conversations.messages import Conversation
-from packtrain.inference.generator import Pieces
-from packtrain.serving.openai_completions import Chats
+from packtrain.inference.generator import StopTextFilter
+from packtrain.serving.openai_completions import ChatCompletionFormat
 from packtrain.serving.tool_call_styles import (
     COUNT,
     GRANITE,
     HERMES,
-    ID,
+    ID_MARK,
     KIMI,
     LFM2,
     LLAMA,
     MISTRAL,
-    Style,
-    style_of,
+    ToolCallStyle,
+    detect_style,
 )
-from packtrain.serving.tool_calls import Tools
+from packtrain.serving.tool_calls import RequestTools
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS
 
 TOOLS: list[Any] = [
@@ -76,16 +76,18 @@ BODIES = {
 }  # fmt: skip
 
 
-def renderer_of(name: str) -> Renderer:
+def renderer_of(name: str) -> ConversationRenderer:
     if name in CHATS:
         chat = CHATS[name]
-        return Renderer(ChatTemplate(chat.source, chat.bos, chat.eos), list(chat.ends))
+        return ConversationRenderer(
+            ChatTemplate(chat.source, chat.bos, chat.eos), list(chat.eog_texts)
+        )
     if name == "gemma-4":
-        return Renderer(ChatTemplate(GEMMA_4), list(GEMMA_4_ENDS))
-    return Renderer(ChatTemplate(HEAD + BODIES[name] + TAIL), ["<|end|>"])
+        return ConversationRenderer(ChatTemplate(GEMMA_4), list(GEMMA_4_ENDS))
+    return ConversationRenderer(ChatTemplate(HEAD + BODIES[name] + TAIL), ["<|end|>"])
 
 
-def written(renderer: Renderer, count: int, words: str = "") -> str:
+def written_answer(renderer: ConversationRenderer, count: int, words: str = "") -> str:
     """The answer of a conversation with so many calls, as the template writes it."""
     calls = [
         {"id": f"abcdefgh{i}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
@@ -95,17 +97,17 @@ def written(renderer: Renderer, count: int, words: str = "") -> str:
     rendered = renderer.render(Conversation("", [{"role": "user", "content": "a"}, answer], TOOLS))[
         -1
     ]
-    return renderer.without_end(rendered.text[slice(*rendered.spans[-1])])
+    return renderer.strip_end(rendered.text[slice(*rendered.spans[-1])])
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3", "mistral", "gemma-4", *BODIES])
 def test_what_a_template_writes_is_read_back(name: str):
     renderer = renderer_of(name)
-    style = style_of(renderer, "")
-    allows_many = style.again or style.listed
+    style = detect_style(renderer, "")
+    allows_many = style.separator or style.is_list
     assert allows_many or name == "llama-3"
     for count in (1, 2) if allows_many else (1,):
-        text = written(renderer, count)
+        text = written_answer(renderer, count)
         assert style.parse(text, NAMES) == ("" if "think" not in text else style.parse(text, NAMES)[0], [
             (tool, ARGUMENTS) for tool in NAMES[:count]
         ])  # fmt: skip
@@ -115,13 +117,16 @@ def test_what_a_template_writes_is_read_back(name: str):
 def test_calls_with_a_text_between_and_none_around():
     """As functionary 3.2 writes them."""
     body = "{% if not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
-    renderer = Renderer(ChatTemplate(HEAD + EACH + body + TAIL), ["<|end|>"])
-    style = style_of(renderer, "")
+    renderer = ConversationRenderer(ChatTemplate(HEAD + EACH + body + TAIL), ["<|end|>"])
+    style = detect_style(renderer, "")
     calls = [(tool, ARGUMENTS) for tool in NAMES]
-    assert style.parse(written(renderer, 2), NAMES) == ("", calls)
-    assert style.parse(f"Let me see.>>>{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
-    assert style.parse(f"Let me see.{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
-    plain_text = f"The weather\nis {written(renderer, 1)}"
+    assert style.parse(written_answer(renderer, 2), NAMES) == ("", calls)
+    assert style.parse(f"Let me see.>>>{written_answer(renderer, 2)}", NAMES) == (
+        "Let me see.",
+        calls,
+    )
+    assert style.parse(f"Let me see.{written_answer(renderer, 2)}", NAMES) == ("Let me see.", calls)
+    plain_text = f"The weather\nis {written_answer(renderer, 1)}"
     assert style.parse(plain_text, NAMES) == (plain_text, [])
 
 
@@ -130,9 +135,11 @@ def test_a_line_before_words_is_no_part_of_them():
         "{% if m.content or not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
     )
     head = HEAD.replace("{{ m.content }}", "{% if m.content %}all\n{% endif %}{{ m.content }}")
-    style = style_of(Renderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), "")
+    style = detect_style(
+        ConversationRenderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), ""
+    )
     text = 'weather\n{"days": 3}'
-    assert style.head == "all\n"
+    assert style.words_prefix == "all\n"
     assert style.parse(f"all\nLet me see.>>>{text}", NAMES) == (
         "Let me see.",
         [("weather", {"days": 3})],
@@ -140,22 +147,32 @@ def test_a_line_before_words_is_no_part_of_them():
     assert style.parse("all\nNo.", NAMES) == ("No.", [])
     assert style.parse(text, NAMES) == ("", [("weather", {"days": 3})])
     for parts in (["al", "l\nNo", "."], ["all\n", "No."], ["all\nNo."], ["No", "."]):
-        stream = object.__new__(Chats)
-        stream._leading, stream._texts, stream._shown = style.head, [""], [Pieces(())]
-        assert "".join(stream._next(0, part) for part in parts) + stream._shown[0].rest() == "No."
+        stream = object.__new__(ChatCompletionFormat)
+        stream._leading, stream._texts, stream._shown = (
+            style.words_prefix,
+            [""],
+            [StopTextFilter(())],
+        )
+        assert (
+            "".join(stream._next_text(0, part) for part in parts) + stream._shown[0].flush()
+            == "No."
+        )
 
 
-def streamed(style: Style, text: str, cuts: Iterable[int]) -> tuple[str, int]:
+def stream_text(style: ToolCallStyle, text: str, cuts: Iterable[int]) -> tuple[str, int]:
     """The words that a client gets of an answer in parts, and how many calls."""
-    stream = object.__new__(Chats)
+    stream = object.__new__(ChatCompletionFormat)
     functions = tuple({"name": name, "parameters": {}} for name in NAMES)
-    stream._tools = Tools(functions, "auto", True, style)
-    stream._leading, stream._texts, stream._thoughts = style.head, [""], None
-    stream._shown, stream._asked = [Pieces(stream._tools.awaited)], SimpleNamespace(counted=True)
-    stream._delta = lambda number, delta, *more: delta
-    stream._more = lambda *given: {}
-    shown = [stream._next(0, text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
-    events = stream.end(0, SimpleNamespace(reason="eos"))
+    stream._tools = RequestTools(functions, "auto", True, style)
+    stream._leading, stream._texts, stream._thoughts = style.words_prefix, [""], None
+    stream._shown, stream._request = (
+        [StopTextFilter(stream._tools.stream_openings)],
+        SimpleNamespace(has_usage=True),
+    )
+    stream._delta = lambda number, delta, *extra: delta
+    stream._verbose_fields = lambda *args: {}
+    shown = [stream._next_text(0, text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+    events = stream.end_events(0, SimpleNamespace(reason="eos"))
     shown += [event["content"] for event in events if "content" in event]
     return "".join(shown), sum("tool_calls" in event for event in events)
 
@@ -167,11 +184,13 @@ def streamed(style: Style, text: str, cuts: Iterable[int]) -> tuple[str, int]:
 def test_words_are_the_same_in_one_piece_and_in_parts(words: str, calls: int):
     body = "{% if not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
     head = HEAD.replace("{{ m.content }}", "{% if m.content %}all\n{% endif %}{{ m.content }}")
-    style = style_of(Renderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), "")
+    style = detect_style(
+        ConversationRenderer(ChatTemplate(head + EACH + body + TAIL), ["<|end|>"]), ""
+    )
     text = ">>>".join([f"all\n{words}", *['weather\n{"days": 3}'] * calls])
     expected = style.parse(text, NAMES)
     for cuts in ([], range(1, len(text)), range(2, len(text), 5), range(3, len(text), 7)):
-        assert streamed(style, text, cuts) == (expected[0], len(expected[1]))
+        assert stream_text(style, text, cuts) == (expected[0], len(expected[1]))
 
 
 @pytest.mark.parametrize(("name", "id"), [("call", "call_12"), ("a", "call00001"), ("way", 7)])
@@ -179,7 +198,7 @@ def test_an_id_that_has_a_name_within_a_word_does_not_say_it(name: str, id: Any)
     body = "<c>{{ c.id }}<a>" + OBJECT + "</c>{% endfor %}"
     result = "{% if m.role == 'tool' %}of {{ m.tool_call_id }}: {% endif %}{{ m.content }}"
     source = HEAD.replace("{{ m.content }}", result) + EACH + body + TAIL
-    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    renderer = ConversationRenderer(ChatTemplate(source), ["<|end|>"])
     call = {"id": id, "function": {"name": name, "arguments": {}}}
     turns = [{"role": "user", "content": "a"}]
     for _ in range(2):  # clients may begin to count again
@@ -195,11 +214,14 @@ def test_a_template_that_writes_ids_only_is_given_names_in_them():
     body = "<c>{{ c.id }}<a>" + OBJECT + "</c>{% endfor %}"
     result = "{% if m.role == 'tool' %}of {{ m.tool_call_id }}: {% endif %}{{ m.content }}"
     source = HEAD.replace("{{ m.content }}", result) + EACH + body + TAIL
-    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    renderer = ConversationRenderer(ChatTemplate(source), ["<|end|>"])
     call = "<c>functions.{}:{}<a>" + '{{"city": "New York", "days": 3}}</c>'
     text = "".join(call.format(tool, i) for i, tool in enumerate(NAMES))
-    assert written(renderer, 2) == text
-    assert style_of(renderer, "").parse(text, NAMES) == ("", [(tool, ARGUMENTS) for tool in NAMES])
+    assert written_answer(renderer, 2) == text
+    assert detect_style(renderer, "").parse(text, NAMES) == (
+        "",
+        [(tool, ARGUMENTS) for tool in NAMES],
+    )
     called = {"id": "functions.way:7", "function": {"name": "way", "arguments": {}}}
     turns = [
         {"role": "user", "content": "a"},
@@ -226,27 +248,27 @@ def test_a_name_that_only_begins_like_a_tool_is_none():
 
 def test_styles():
     """The parts of some."""
-    assert style_of(renderer_of("qwen2.5"), "").opening == HERMES.opening
-    assert replace(style_of(renderer_of("llama-3"), ""), keys=()) == LLAMA
-    assert style_of(renderer_of("kimi"), "").middle == f":{COUNT}<a>"
-    assert style_of(renderer_of("solar"), "").opening == f"<c>{ID}<n>"
-    cohere_style = style_of(renderer_of("cohere"), "")
-    assert (cohere_style.name, cohere_style.arguments, cohere_style.listed) == (
+    assert detect_style(renderer_of("qwen2.5"), "").opening == HERMES.opening
+    assert replace(detect_style(renderer_of("llama-3"), ""), keys=()) == LLAMA
+    assert detect_style(renderer_of("kimi"), "").middle == f":{COUNT}<a>"
+    assert detect_style(renderer_of("solar"), "").opening == f"<c>{ID_MARK}<n>"
+    cohere_style = detect_style(renderer_of("cohere"), "")
+    assert (cohere_style.name, cohere_style.arguments, cohere_style.is_list) == (
         "tool_name",
         "parameters",
         True,
     )
-    assert style_of(renderer_of("chatml"), "") == HERMES  # it has no place for tools
+    assert detect_style(renderer_of("chatml"), "") == HERMES  # it has no place for tools
     source = (
         HEAD
         + "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
-    assert style_of(renderer, '<tool_call> "parameters"') == HERMES
-    assert style_of(renderer, 'tools "parameters"') == LLAMA
-    assert style_of(renderer, "<|tool_call|> [") == GRANITE
-    assert style_of(renderer, "'List of tools: ['") == LFM2
-    kimi = style_of(renderer, "<|tool_calls_section_begin|>{{ call.id }}")
+    renderer = ConversationRenderer(ChatTemplate(source), ["<|end|>"])
+    assert detect_style(renderer, '<tool_call> "parameters"') == HERMES
+    assert detect_style(renderer, 'tools "parameters"') == LLAMA
+    assert detect_style(renderer, "<|tool_call|> [") == GRANITE
+    assert detect_style(renderer, "'List of tools: ['") == LFM2
+    kimi = detect_style(renderer, "<|tool_calls_section_begin|>{{ call.id }}")
     calls = (f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
              for i, name in enumerate(NAMES))  # fmt: skip
     text = f"So.<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
@@ -258,7 +280,7 @@ def test_styles():
 def test_examples_of_calls():
     """What a model is told whose template has no place for tools."""
     assert HERMES.example() == '<tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>'
-    example = style_of(renderer_of("glm"), "").example()
+    example = detect_style(renderer_of("glm"), "").example()
     assert (
         example
         == "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>"
@@ -266,7 +288,7 @@ def test_examples_of_calls():
     assert LFM2.example() == "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>"
     assert MISTRAL.example() == '[TOOL_CALLS][{"name": NAME, "arguments": {…}}]'
     assert (
-        style_of(renderer_of("deepseek"), "").example()
+        detect_style(renderer_of("deepseek"), "").example()
         == "<calls><call>NAME<sep>{…}</call></calls>"
     )
 
@@ -274,23 +296,23 @@ def test_examples_of_calls():
 @pytest.mark.parametrize("name", BODIES)
 def test_words_before_calls_and_cut_calls(name: str):
     renderer = renderer_of(name)
-    style = style_of(renderer, "")
-    text = written(renderer, 1, "I look.")
+    style = detect_style(renderer, "")
+    text = written_answer(renderer, 1, "I look.")
     assert style.parse(text, NAMES) == ("I look.", [("weather", ARGUMENTS)])
     assert style.parse("I look.", NAMES) == ("I look.", [])
     cut = text[: text.index("New") + 3]
     assert style.parse(cut, NAMES) == (cut, [])
-    (begins,) = {text.find(beginning) for beginning in style.beginnings(NAMES)}
-    assert begins == text.index(style.opening.split(ID)[0].strip())
+    (begins,) = {text.find(beginning) for beginning in style.call_openings(NAMES)}
+    assert begins == text.index(style.opening.split(ID_MARK)[0].strip())
 
 
 def test_kinds_of_values_and_values_of_python():
     """Texts that look like numbers are texts where a template says so; lists and objects may be Python's."""
-    style = style_of(renderer_of("deepseek 3.2"), "")
-    assert dict(style.typed).keys() == {"integer", "boolean", "array", "object", "null"}
-    text = written(renderer_of("deepseek 3.2"), 1).replace("New York", "7")
+    style = detect_style(renderer_of("deepseek 3.2"), "")
+    assert dict(style.typed_separators).keys() == {"integer", "boolean", "array", "object", "null"}
+    text = written_answer(renderer_of("deepseek 3.2"), 1).replace("New York", "7")
     assert style.parse(text, NAMES) == ("", [("weather", {"city": "7", "days": 3})])
-    style = style_of(renderer_of("lfm2"), "")
+    style = detect_style(renderer_of("lfm2"), "")
     for literal, value in (("{'a': [None, True]}", {"a": [None, True]}), ('{"a": null}', {"a": None}), ("-1.5", -1.5),
                          ("False", False), ('"it\'s"', "it's"), ("'it's, x'", "it's, x"),
                          ("[1, (2)]", [1, 2])):  # fmt: skip
@@ -298,13 +320,13 @@ def test_kinds_of_values_and_values_of_python():
         assert style.parse(text, NAMES) == ("So", [("way", {"a": value, "b": "c"}), ("way", {})])
     for cut in ("way(a=", "way(a='b", "way(a=[1", "way(a=x)"):
         assert style.parse(f"<begin>[{cut}", NAMES)[1] == []
-    pairs = style_of(renderer_of("glm"), "")
+    pairs = detect_style(renderer_of("glm"), "")
     text = "<tool_call>way\n<arg_key>a</arg_key>\n<arg_value>{'b': True}</arg_value>\n</tool_call>"
     assert pairs.parse(text, NAMES) == ("", [("way", {"a": {"b": True}})])
 
 
 def test_a_notation_with_bare_keys():
-    style = style_of(renderer_of("gemma-4"), "")
+    style = detect_style(renderer_of("gemma-4"), "")
     assert (style.opening, style.closing, style.quote) == (
         "<|tool_call>call:",
         "<tool_call|>",
@@ -321,7 +343,7 @@ def test_white_space_may_differ():
     text = 'So:\n<tool_call>{"name": "way","arguments":{}}</tool_call>\n'
     text += ' <tool_call>\n\n{"name":"way", "arguments":{"a":[1]}}'
     assert HERMES.parse(text, NAMES) == ("So:", [("way", {}), ("way", {"a": [1]})])
-    style = Style("<f=", "</f><f=", "</f>", middle="", pair=("<p=", ">", "</p>"))
+    style = ToolCallStyle("<f=", "</f><f=", "</f>", middle="", pair=("<p=", ">", "</p>"))
     text = "<f=way>".replace(">", "") + ' <p=n> 3 </p> <p=t>"x"</p>\n</f>'
     assert style.parse(text, NAMES) == ("", [("way", {"n": 3, "t": '"x"'})])
     assert style.parse("<f=way</f>", NAMES) == ("", [("way", {})])
@@ -329,34 +351,34 @@ def test_white_space_may_differ():
 
 @pytest.mark.grammar
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral", "llama-3", "gemma-4", *BODIES])
-@pytest.mark.parametrize("several", [False, True])
-def test_a_grammar_takes_what_the_template_writes(name: str, several: bool, tmp_path):
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_a_grammar_takes_what_the_template_writes(name: str, is_parallel: bool, tmp_path):
     pytest.importorskip("llguidance")
     from packtrain.data.tokenizer import Tokenizer
     from packtrain.gguf import GGUF
-    from packtrain.serving.tool_calls import Tools
+    from packtrain.serving.tool_calls import RequestTools
     from tests.architectures import random_model
 
     random_model(tmp_path / "m.gguf", "llama")
     tokenizer = Tokenizer(GGUF(tmp_path / "m.gguf").metadata)
     renderer = renderer_of(name)
-    style = style_of(renderer, "")
+    style = detect_style(renderer, "")
     functions = tuple(
         {**tool["function"], "parameters": {**tool["function"]["parameters"], "required": ["city", "days"]}}
         for tool in TOOLS
     )  # fmt: skip
-    count = 2 if several and (style.again or style.listed) else 1
-    text = written(renderer, count)
+    count = 2 if is_parallel and (style.separator or style.is_list) else 1
+    text = written_answer(renderer, count)
     for choice in ("required", "auto"):
-        grammar = Tools(functions, choice, several, style).grammar(tokenizer)
-        assert grammar.awaits == (choice == "auto")
+        grammar = RequestTools(functions, choice, is_parallel, style).grammar(tokenizer)
+        assert grammar.awaits_trigger == (choice == "auto")
         for id in (tokenizer.tokens.index(b"<0x%02X>" % byte) for byte in text.strip().encode()):
             allowed = grammar.allowed(tokenizer.vocab_size)
             assert allowed is None or allowed[id], text
             grammar.accept(id)
-        assert not grammar.awaits and grammar.complete
+        assert not grammar.awaits_trigger and grammar.is_complete
     strict = (
-        Tools(functions, "required", several, style)
+        RequestTools(functions, "required", is_parallel, style)
         .grammar(tokenizer)
         .allowed(tokenizer.vocab_size)
     )

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from packtrain.serving.reasoning_text import MARKS, Thoughts, is_thinking, marks_of, split
+from packtrain.serving.reasoning_text import (
+    MARKS,
+    ReasoningSplitter,
+    is_thinking,
+    split_reasoning,
+    thinking_marks,
+)
 
 starlette = pytest.importorskip("starlette")
 
@@ -14,9 +20,9 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from packtrain.common.events import Events  # noqa: E402
 from packtrain.data.chat_template import ChatTemplate  # noqa: E402
-from packtrain.data.conversations.conversation_renderer import Renderer  # noqa: E402
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer  # noqa: E402
 from packtrain.serving.http_app import app  # noqa: E402
-from packtrain.workflows.model_server import Serve, load  # noqa: E402
+from packtrain.workflows.model_server import ServeSettings, load_server  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 from tests.templates import GEMMA_4, GEMMA_4_ENDS  # noqa: E402
 
@@ -29,7 +35,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize(
-    ("text", "thinking", "found"),
+    ("text", "thinking", "expected"),
     [
         ("<think>\na b\n</think>\n\nc d", False, ("a b", "c d")),
         ("\n <think>a</think>c", False, ("a", "c")),
@@ -45,14 +51,14 @@ TEMPLATE = (
         ("", True, ("", "")),
     ],
 )
-def test_a_text_is_split_alike_in_all_pieces(text, thinking, found):
-    assert split(text, thinking) == found
+def test_a_text_is_split_alike_in_all_pieces(text, thinking, expected):
+    assert split_reasoning(text, thinking) == expected
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
-            thoughts = Thoughts(thinking)
+            thoughts = ReasoningSplitter(thinking)
             pieces = text[:first], text[first:second], text[second:]
-            outputs = [*map(thoughts.add, pieces), thoughts.rest()]
-            assert ("".join(t for t, _ in outputs), "".join(c for _, c in outputs)) == found
+            outputs = [*map(thoughts.add_piece, pieces), thoughts.flush()]
+            assert ("".join(t for t, _ in outputs), "".join(c for _, c in outputs)) == expected
 
 
 def test_prompts_that_open_thoughts():
@@ -68,19 +74,19 @@ CHANNEL = "<|channel>thought", "<channel|>"
 
 def test_the_marks_of_a_template():
     """Its own, as the renderer finds them, where it has no <think>; in all pieces, too."""
-    assert marks_of(TEMPLATE, ("", "")) == MARKS
-    assert marks_of("{{ messages }}", ("", "")) is None
-    renderer = Renderer(ChatTemplate(GEMMA_4), [*GEMMA_4_ENDS])
-    assert marks_of(GEMMA_4, renderer.marks) == CHANNEL
+    assert thinking_marks(TEMPLATE, ("", "")) == MARKS
+    assert thinking_marks("{{ messages }}", ("", "")) is None
+    renderer = ConversationRenderer(ChatTemplate(GEMMA_4), [*GEMMA_4_ENDS])
+    assert thinking_marks(GEMMA_4, renderer.marks) == CHANNEL
     text = "<|channel>thought\na </think> b\n<channel|>c d"
-    assert split(text, False, CHANNEL) == ("a </think> b", "c d")
-    thoughts = Thoughts(False, CHANNEL)
-    outputs = [*map(thoughts.add, text), thoughts.rest()]
+    assert split_reasoning(text, False, CHANNEL) == ("a </think> b", "c d")
+    thoughts = ReasoningSplitter(False, CHANNEL)
+    outputs = [*map(thoughts.add_piece, text), thoughts.flush()]
     assert ("".join(t for t, _ in outputs), "".join(c for _, c in outputs)) == (
         "a </think> b",
         "c d",
     )
-    assert split("<|channel>thought\n<channel|>c", False, CHANNEL) == ("", "c")
+    assert split_reasoning("<|channel>thought\n<channel|>c", False, CHANNEL) == ("", "c")
     assert is_thinking("<|turn>model\n<|channel>thought\n", None, CHANNEL)
     assert not is_thinking("<|turn>model\n<|channel>thought\n<channel|>", None, CHANNEL)
 
@@ -94,12 +100,12 @@ def test_an_answer_with_a_channel(tmp_path):
         "chat_template": str(tmp_path / "template.jinja"),
         "seed": 1,
     }
-    server = load(Serve(tmp_path / "m.gguf", **options), Events())
+    server = load_server(ServeSettings(tmp_path / "m.gguf", **options), Events())
     with TestClient(app(server), raise_server_exceptions=False) as client:
         payload = request("<|channel>thought\nthe a\n<channel|>the answer")
-        message = whole(client, **payload)
+        message = post_chat(client, **payload)
         said = {"reasoning_content": "the a", "content": "the answer"}
-        assert {name: message[name] for name in said} == said == streamed(client, **payload)
+        assert {name: message[name] for name in said} == said == stream_message(client, **payload)
     server.engine.close(0)
 
 
@@ -113,29 +119,29 @@ def client(tmp_path_factory) -> Iterator[TestClient]:
         "chat_template": str(folder / "template.jinja"),
         "seed": 1,
     }
-    server = load(Serve(folder / "m.gguf", **options), Events())
+    server = load_server(ServeSettings(folder / "m.gguf", **options), Events())
     with TestClient(app(server), raise_server_exceptions=False) as client:
         yield client
     server.engine.close(0)
 
 
-def request(answer: str, **more: Any) -> dict[str, Any]:
+def request(answer: str, **fields: Any) -> dict[str, Any]:
     """A chat whose answer is given by a grammar."""
     grammar = f"root ::= {json.dumps(answer)}"
     user = {"role": "user", "content": "the a"}
-    return {"messages": [user], "grammar": grammar, "max_tokens": 100} | more
+    return {"messages": [user], "grammar": grammar, "max_tokens": 100} | fields
 
 
-def whole(client: TestClient, **asked: Any) -> Any:
-    answer = client.post(CHATS, json=asked)
+def post_chat(client: TestClient, **fields: Any) -> Any:
+    answer = client.post(CHATS, json=fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]
 
 
-def streamed(client: TestClient, **asked: Any) -> dict[str, str]:
+def stream_message(client: TestClient, **fields: Any) -> dict[str, str]:
     """What the deltas of a stream say together."""
     message = dict[str, str]()
-    for line in client.post(CHATS, json=asked | {"stream": True}).text.split("\n\n"):
+    for line in client.post(CHATS, json=fields | {"stream": True}).text.split("\n\n"):
         if line.startswith("data: {"):
             delta = json.loads(line[6:])["choices"][0]["delta"]
             for name in ("reasoning_content", "content"):
@@ -152,13 +158,13 @@ CASES = [
 
 
 @pytest.mark.grammar
-@pytest.mark.parametrize(("answer", "more", "thought", "content"), CASES)
-def test_an_answer_and_its_thoughts(client, answer, more, thought, content):
-    payload = request(answer, **more)
-    message = whole(client, **payload)
+@pytest.mark.parametrize(("answer", "fields", "thought", "content"), CASES)
+def test_an_answer_and_its_thoughts(client, answer, fields, thought, content):
+    payload = request(answer, **fields)
+    message = post_chat(client, **payload)
     assert message.get("reasoning_content", "") == thought
     assert message["content"] == content
-    assert streamed(client, **payload) == {"reasoning_content": thought, "content": content}
+    assert stream_message(client, **payload) == {"reasoning_content": thought, "content": content}
 
 
 def test_a_format_that_is_none(client):

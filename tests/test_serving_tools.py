@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from packtrain.serving import event_stream, slots
-from packtrain.serving.tool_call_styles import HERMES, LLAMA, MISTRAL, Style
-from tests.clients import ASK, Api, openai, opened
+from packtrain.serving.tool_call_styles import HERMES, LLAMA, MISTRAL, ToolCallStyle
+from tests.clients import ASK, Api, model_api, openai
 
 pydantic = pytest.importorskip("pydantic")
 pytestmark = pytest.mark.grammar
@@ -51,9 +51,9 @@ STYLES = {  # as chat templates write calls
     "hermes": HERMES,
     "mistral": MISTRAL,
     "llama": LLAMA,
-    "functionary": Style("<function=", "</function><function=", "</function>", middle=">"),
-    "kimi": Style("<|calls|>functions.", "<|next|>functions.", "<|end|>", middle=":\1<|arguments|>"),
-    "coder": Style(
+    "functionary": ToolCallStyle("<function=", "</function><function=", "</function>", middle=">"),
+    "kimi": ToolCallStyle("<|calls|>functions.", "<|next|>functions.", "<|end|>", middle=":\1<|arguments|>"),
+    "coder": ToolCallStyle(
         "<tool_call><function=", "></function></tool_call><tool_call><function=", "></function></tool_call>",
         middle="", pair=("><parameter=", ">", "</parameter"),
     ),
@@ -62,7 +62,7 @@ STYLES = {  # as chat templates write calls
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with opened(tmp_path_factory.mktemp("tools"), ctx=4096) as api:
+    with model_api(tmp_path_factory.mktemp("tools"), ctx=4096) as api:
         yield api
 
 
@@ -79,20 +79,20 @@ def dense(api) -> dict[str, Any]:
 def saying(api, monkeypatch) -> Any:
     """Has answers begin with a text, as a trained model might."""
 
-    def say(text: str) -> None:
-        ids, real = api.server.tokenizer.encode(text, bos=False, eos=False), slots.chain_of
+    def begin_with(text: str) -> None:
+        ids, real = api.server.tokenizer.encode(text, bos=False, eos=False), slots.make_chain
 
-        def chain_of(*given: Any) -> Any:
-            chain, remaining_ids = real(*given), [*ids]
+        def chain_of(*args: Any) -> Any:
+            chain, remaining_ids = real(*args), [*ids]
             choose = chain.choose
             monkeypatch.setattr(
                 chain, "choose", lambda row: remaining_ids.pop(0) if remaining_ids else choose(row)
             )
             return chain
 
-        monkeypatch.setattr(slots, "chain_of", chain_of)
+        monkeypatch.setattr(slots, "make_chain", chain_of)
 
-    return say
+    return begin_with
 
 
 def put_together(chunks: Any) -> tuple[str, list[Any], str]:
@@ -160,7 +160,9 @@ def test_an_answer_calls_if_it_wants_to(api, saying):
 def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
     """As functionary's `all`, which it also writes where no tools are given."""
     head = " all\n"  # this tokenizer puts a space before texts
-    monkeypatch.setattr(api.server, "style", Style("", ">>>", "", middle="\n", head=head))
+    monkeypatch.setattr(
+        api.server, "style", ToolCallStyle("", ">>>", "", middle="\n", words_prefix=head)
+    )
     saying("all\nthe")
     for options in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
         content = api.chat(max_tokens=12, **options).choices[0].message.content
@@ -170,7 +172,7 @@ def test_a_line_before_words_is_in_no_answer(api, saying, monkeypatch):
 
 def test_a_connection_is_not_silent_while_a_call_is_written(api, dense, monkeypatch):
     """Proxies cut those; clients skip the comments."""
-    monkeypatch.setattr(event_stream, "QUIET", 0.01)
+    monkeypatch.setattr(event_stream, "KEEPALIVE_SECONDS", 0.01)
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": True} | dense
     text = httpx.post(f"{api.address}/v1/chat/completions", json=body, timeout=60).text
     first_event, *_, call, _, _ = text.removesuffix("\n\n").split("\n\n")
@@ -231,10 +233,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how, words", BAD)
-def test_bad_tools_are_refused(api, how, words):
+@pytest.mark.parametrize("fields, words", BAD)
+def test_bad_tools_are_refused(api, fields, words):
     with pytest.raises(openai.BadRequestError, match=words):
-        api.chat(**({"tools": TOOLS} | how))
+        api.chat(**({"tools": TOOLS} | fields))
 
 
 def test_a_tool_that_is_not_called_refuses_nothing(api, dense, saying):
@@ -329,12 +331,12 @@ def test_a_document_of_a_schema(api, dense):
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "response_format",
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}],
 )
-def test_any_object(api, dense, wanted):
+def test_any_object(api, dense, response_format):
     """The answer ends with the object, or is cut within one."""
-    (choice,) = api.chat(response_format=wanted, **dense).choices
+    (choice,) = api.chat(response_format=response_format, **dense).choices
     assert choice.message.content.startswith("{")
     if choice.finish_reason == "stop":
         assert isinstance(json.loads(choice.message.content), dict)

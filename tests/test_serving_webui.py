@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.clients import ASK, Api, connected, listening, openai, opened
+from tests.clients import ASK, Api, listening_server, model_api, openai, openai_client
 
 KEY = "secret-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 # what stands beside model and messages in its requests; most of it is for itself
-USUAL: dict[str, Any] = {
+COMMON_FIELDS: dict[str, Any] = {
     "stream": True, "stream_options": {"include_usage": True}, "params": {}, "files": [], "tool_ids": [],
     "features": {"image_generation": False, "code_interpreter": False, "web_search": False, "memory": False},
     "variables": {"{{USER_NAME}}": "User", "{{CURRENT_DATE}}": "2026-01-01"}, "tool_servers": [],
@@ -28,14 +28,14 @@ TASK = '### Task:\nGenerate a concise title.\n### Output:\nJSON format: { "title
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with opened(tmp_path_factory.mktemp("webui"), ctx=4096) as api:
+    with model_api(tmp_path_factory.mktemp("webui"), ctx=4096) as api:
         yield api
 
 
 @pytest.fixture(scope="module")
 def locked(api) -> Iterator[str]:
     """The same engine behind a key."""
-    with listening(api.server, KEY) as address:
+    with listening_server(api.server, KEY) as address:
         yield address
 
 
@@ -64,7 +64,7 @@ def test_its_conversation(webui, api):
     (model,) = checked.json()["data"]
     messages = [{"role": "system", "content": "e"}, *ASK]
     request = {"model": model["id"], "messages": messages, "max_tokens": 12, "temperature": 0}
-    with webui.stream("POST", "/chat/completions", json=request | USUAL) as answer:
+    with webui.stream("POST", "/chat/completions", json=request | COMMON_FIELDS) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         first, *parts, counts = events(answer.iter_lines())
@@ -72,11 +72,17 @@ def test_its_conversation(webui, api):
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
     assert parts[-1]["choices"][0]["finish_reason"] == "length" and text
     assert counts["usage"]["completion_tokens"] == 12
-    full_answer = webui.post("/chat/completions", json=request | USUAL | {"stream": False}).json()
+    full_answer = webui.post(
+        "/chat/completions", json=request | COMMON_FIELDS | {"stream": False}
+    ).json()
     assert full_answer["choices"][0]["message"]["content"] == text
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "e"}]
     for task in ("title_generation", "tags_generation", "follow_up_generation"):
-        metadata = {"task": task, "task_body": {"model": "m.gguf"}, "chat_id": USUAL["chat_id"]}
+        metadata = {
+            "task": task,
+            "task_body": {"model": "m.gguf"},
+            "chat_id": COMMON_FIELDS["chat_id"],
+        }
         body = {"model": "m.gguf", "messages": [{"role": "user", "content": TASK}], "stream": False}
         task_answer = webui.post(
             "/chat/completions", json=body | {"max_completion_tokens": 5, "metadata": metadata}
@@ -100,12 +106,12 @@ def test_a_click_on_stop_frees_the_slot(webui, api):
     with webui.stream("POST", "/chat/completions", json=request) as answer:
         lines = (line for line in answer.iter_lines() if '"content": "' in line)
         assert next(lines)
-    written = api.server.engine.totals.written
-    assert api.idle() and api.server.engine.totals.written - written < 100
+    written = api.server.engine.totals.output_tokens
+    assert api.idle() and api.server.engine.totals.output_tokens - written < 100
     long = [{"role": "user", "content": "the a " * 600}]
     with webui.stream("POST", "/chat/completions", json=request | {"messages": long}) as answer:
         assert answer.status_code == 200
-    assert api.idle() and api.server.engine.totals.written - written < 200
+    assert api.idle() and api.server.engine.totals.output_tokens - written < 200
 
 
 def test_tools_in_a_stream_as_it_asks_for_them(webui):
@@ -113,7 +119,7 @@ def test_tools_in_a_stream_as_it_asks_for_them(webui):
     parameters = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"]}  # fmt: skip
     tool = {"type": "function", "function": {"name": "get_time", "parameters": parameters}}
     request = {"model": "m", "messages": ASK, "tools": [tool], "tool_choice": "required"}
-    body = request | USUAL | {"temperature": 0, "max_tokens": 300}
+    body = request | COMMON_FIELDS | {"temperature": 0, "max_tokens": 300}
     with webui.stream("POST", "/chat/completions", json=body) as answer:
         choices = [event["choices"][0] for event in events(answer.iter_lines()) if event["choices"]]
     calls = [call for event in choices for call in event["delta"].get("tool_calls", ())]
@@ -141,12 +147,12 @@ def test_an_empty_key_is_none(api, locked):
 
 
 def test_keys_are_asked_for(locked):
-    with connected(locked, api_key="wrong") as wrong:
+    with openai_client(locked, api_key="wrong") as wrong:
         with pytest.raises(openai.AuthenticationError) as refused:
             wrong.chat.completions.create(model="m", messages=ASK)
         assert refused.value.type == "authentication_error"
         assert wrong.models.list().data[0].id == "m.gguf"
-    with connected(locked, api_key=KEY) as right:
+    with openai_client(locked, api_key=KEY) as right:
         answer = right.chat.completions.create(model="m", messages=ASK, max_tokens=1)
         assert answer.usage.completion_tokens == 1
         assert right.models.retrieve("m.gguf").id == "m.gguf"

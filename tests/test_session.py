@@ -20,8 +20,17 @@ from packtrain.engine.optim.adamw import opt_step_adamw
 from packtrain.engine.tensor import Kernel
 from tests import alternate
 from tests.alternate import Alternating
-from tests.models import CONFIG, apart, batch, bind, evaluation, same_bits, steps, values
-from tests.models import gradients as gradients_of
+from tests.models import (
+    CONFIG,
+    bind_graph,
+    eval_graph,
+    relative_error,
+    same_bits,
+    seeded_batch,
+    seeded_weights,
+    step_graph,
+)
+from tests.models import gradient_graph as gradients_of
 
 OPTIMIZER = alternate.OPTIMIZER
 LINUX = sys.platform.startswith("linux")
@@ -51,8 +60,8 @@ def leaves_of(graph: Graph) -> list[str]:
 def test_alternating_plans_give_the_losses_of_fresh_sessions():
     shared = Session()
     together = Alternating.bind(shared)
-    shared.set(values(alternate.CONFIG))
-    expected_values: dict[str, np.ndarray] = values(alternate.CONFIG)
+    shared.set(seeded_weights(alternate.CONFIG))
+    expected_values: dict[str, np.ndarray] = seeded_weights(alternate.CONFIG)
     for t, name in enumerate(("train", "eval", "small", "eval", "train", "small", "train"), 1):
         fresh = Session()
         single = Alternating.bind(fresh, (name,))
@@ -91,13 +100,13 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 def test_an_executor_added_later_moves_the_arena_of_the_earlier_ones():
     session = Session()
-    small = bind(evaluation(CONFIG, 1, 8), values(CONFIG), session)
-    before = small(batch(CONFIG, 1, 8))
+    small = bind_graph(eval_graph(CONFIG, 1, 8), seeded_weights(CONFIG), session)
+    before = small(seeded_batch(CONFIG, 1, 8))
     first_arena = weakref.ref(session.buffer("host"))
-    large = bind(evaluation(CONFIG, 4, 32), session=session)
-    large(batch(CONFIG, 4, 32))
+    large = bind_graph(eval_graph(CONFIG, 4, 32), session=session)
+    large(seeded_batch(CONFIG, 4, 32))
     assert large.plan.arena().nbytes > small.plan.arena().nbytes
-    assert same_bits(small(batch(CONFIG, 1, 8)), before)
+    assert same_bits(small(seeded_batch(CONFIG, 1, 8)), before)
     gc.collect()
     assert first_arena() is None, "the first arena is still held"
 
@@ -106,12 +115,12 @@ def test_an_executor_added_later_moves_the_arena_of_the_earlier_ones():
 
 
 def update() -> pt.Executor:
-    graph = steps(CONFIG, 1, 8, OPTIMIZER, max_norm=1.0)
-    return bind(graph, values(CONFIG))
+    graph = step_graph(CONFIG, 1, 8, OPTIMIZER, max_norm=1.0)
+    return bind_graph(graph, seeded_weights(CONFIG))
 
 
-def fed(t: int = 1) -> dict[str, np.ndarray]:
-    return batch(CONFIG, 1, 8, t) | OPTIMIZER.inputs(t)
+def step_inputs(t: int = 1) -> dict[str, np.ndarray]:
+    return seeded_batch(CONFIG, 1, 8, t) | OPTIMIZER.inputs(t)
 
 
 def test_later_runs_read_their_own_inputs():
@@ -139,35 +148,35 @@ def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
     monkeypatch.setitem(opt_step_adamw.kernels, "cpu", Kernel(failing, strided=False))
     run = update()
     with pytest.raises(OSError, match="lights"):
-        run(fed())
-    for refused in (lambda: run.session.get("output_norm.weight"), lambda: run(fed(2))):
+        run(step_inputs())
+    for refused in (lambda: run.session.get("output_norm.weight"), lambda: run(step_inputs(2))):
         with pytest.raises(RunError, match=r"dirty.*opt_step_adamw failed.*the lights went out"):
             refused()
 
 
 def test_an_exception_before_the_update_leaves_everything_as_it_was():
     run, other = update(), update()
-    run(fed(1)), other(fed(1))
-    bad = fed(2)
+    run(step_inputs(1)), other(step_inputs(1))
+    bad = step_inputs(2)
     bad["tokens"][0, 3] = CONFIG.vocab_size
     with pytest.raises(IndexError, match=f"index {CONFIG.vocab_size} at position 3"):
         run(bad)
     assert run.session.dirty is None
-    assert same_bits(run(fed(3)), other(fed(3)))
+    assert same_bits(run(step_inputs(3)), other(step_inputs(3)))
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("factor", [np.inf, np.nan, 1e25], ids=["inf", "nan", "overflow"])
 def test_training_goes_on_as_if_a_bad_step_had_not_been(max_norm, factor):
-    graph = steps(CONFIG, 1, 8, OPTIMIZER, max_norm=max_norm)
-    run, other = (bind(graph, values(CONFIG)) for _ in range(2))
-    run(fed(1)), other(fed(1))
-    bad = fed(2)
+    graph = step_graph(CONFIG, 1, 8, OPTIMIZER, max_norm=max_norm)
+    run, other = (bind_graph(graph, seeded_weights(CONFIG)) for _ in range(2))
+    run(step_inputs(1)), other(step_inputs(1))
+    bad = step_inputs(2)
     bad["weights"] *= np.float32(factor)
     got = run(bad)
     assert np.isfinite(got["loss"]) == (factor == 1e25) and not np.isfinite(got["squares"])
     for t in (2, 3):
-        assert same_bits(run(fed(t)), other(fed(t)))
+        assert same_bits(run(step_inputs(t)), other(step_inputs(t)))
 
 
 def test_stop_is_asked_before_each_step():
@@ -179,9 +188,9 @@ def test_stop_is_asked_before_each_step():
         return len(stop_calls) > 5
 
     with pytest.raises(Stopped, match=f"stopped before {run.placed.steps[5].op.name}"):
-        run(fed(), stop=stop)
+        run(step_inputs(), stop=stop)
     assert run.session.dirty is None
-    assert same_bits(run(fed(), stop=lambda: False), other(fed()))
+    assert same_bits(run(step_inputs(), stop=lambda: False), other(step_inputs()))
 
 
 def test_stopping_inside_the_update_makes_the_session_dirty():
@@ -193,15 +202,15 @@ def test_stopping_inside_the_update_makes_the_session_dirty():
         return steps_left[0] < 0
 
     with pytest.raises(Stopped):
-        run(fed(), stop=stop)
+        run(step_inputs(), stop=stop)
     with pytest.raises(RunError, match="dirty"):
         run.session.get("token_embd.weight")
 
 
 def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
     run, separate_run = update(), update()
-    other, refusals = bind(evaluation(CONFIG, 1, 8), session=run.session), list[str]()
-    inputs = batch(CONFIG, 1, 8)
+    other, refusals = bind_graph(eval_graph(CONFIG, 1, 8), session=run.session), list[str]()
+    inputs = seeded_batch(CONFIG, 1, 8)
 
     def intrude() -> None:
         try:
@@ -209,15 +218,15 @@ def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
         except RunError as error:
             refusals.append(str(error))
 
-    def see(name: str, value: np.ndarray) -> None:
+    def interrupt_run(name: str, value: np.ndarray) -> None:
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()
         intrude()
-        separate_run(fed())
+        separate_run(step_inputs())
 
-    run.watch("blk.0.attn_norm", see)
-    run(fed())
+    run.watch("blk.0.attn_norm", interrupt_run)
+    run(step_inputs())
     assert (
         refusals == ["another executor of this session is running; its arena has room for one"] * 2
     )
@@ -228,8 +237,8 @@ def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
 
 
 def test_inputs_missing_and_unknown_are_all_named():
-    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
-    inputs = batch(CONFIG, 1, 8)
+    run = bind_graph(eval_graph(CONFIG, 1, 8), seeded_weights(CONFIG))
+    inputs = seeded_batch(CONFIG, 1, 8)
     del inputs["pos"], inputs["seq"]
     with pytest.raises(RunError, match=r"inputs missing: \['pos', 'seq'\]; unknown: \['noise'\]"):
         run(inputs | {"noise": np.zeros(3)})
@@ -245,13 +254,16 @@ UNFIT = {
 
 @pytest.mark.parametrize(("value", "fact"), UNFIT.values(), ids=UNFIT)
 def test_an_input_that_does_not_fit_is_not_cut(value, fact):
-    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
+    run = bind_graph(eval_graph(CONFIG, 1, 8), seeded_weights(CONFIG))
     with pytest.raises(RunError, match=rf"tokens is i32\[1, 8\]; {fact}"):
-        run(batch(CONFIG, 1, 8) | {"tokens": value})
+        run(seeded_batch(CONFIG, 1, 8) | {"tokens": value})
 
 
 def test_wider_numbers_that_fit_are_taken():
-    run, inputs = bind(evaluation(CONFIG, 1, 8), values(CONFIG)), batch(CONFIG, 1, 8)
+    run, inputs = (
+        bind_graph(eval_graph(CONFIG, 1, 8), seeded_weights(CONFIG)),
+        seeded_batch(CONFIG, 1, 8),
+    )
     wide = {
         name: v.astype(np.int64 if v.dtype.kind == "i" else float) for name, v in inputs.items()
     }
@@ -261,16 +273,16 @@ def test_wider_numbers_that_fit_are_taken():
 
 
 def test_weights_without_a_value_are_all_named():
-    weights = values(CONFIG)
+    weights = seeded_weights(CONFIG)
     del weights["blk.0.attn_q.weight"], weights["output_norm.weight"]
-    run = bind(evaluation(CONFIG, 1, 8), weights)
+    run = bind_graph(eval_graph(CONFIG, 1, 8), weights)
     text = "weights without a value: blk.0.attn_q.weight, output_norm.weight"
     with pytest.raises(RunError, match=text):
-        run(batch(CONFIG, 1, 8))
+        run(seeded_batch(CONFIG, 1, 8))
 
 
 def test_values_that_fit_no_leaf():
-    session = bind(evaluation(CONFIG, 1, 8)).session
+    session = bind_graph(eval_graph(CONFIG, 1, 8)).session
     with pytest.raises(RunError, match=r"output_norm.weight is f32\[24\]; .* \[23\] does not fit"):
         session.set({"output_norm.weight": np.ones(23)})
     with pytest.raises(RunError, match=r"no leaf is called blk.9; there are blk.0.attn_k.weight"):
@@ -281,9 +293,9 @@ def test_values_that_fit_no_leaf():
 
 def test_a_leaf_that_two_graphs_see_differently():
     session = Session()
-    bind(Graph([ops.neg(pt.weight("w", (3,)))]), session=session)
+    bind_graph(Graph([ops.neg(pt.weight("w", (3,)))]), session=session)
     with pytest.raises(RunError, match=r"w is f32\[3\] on host .* wants f32\[4\] on host"):
-        bind(Graph([ops.neg(pt.weight("w", (4,)))]), session=session)
+        bind_graph(Graph([ops.neg(pt.weight("w", (4,)))]), session=session)
 
 
 def test_constants_belong_to_their_graphs():
@@ -291,17 +303,17 @@ def test_constants_belong_to_their_graphs():
     graphs = [
         Graph({"y": ops.mul(pt.input("x", (3,)), pt.constant("k", np.full(3, k)))}) for k in (2, 3)
     ]
-    double, triple = (bind(graph, session=session) for graph in graphs)
+    double, triple = (bind_graph(graph, session=session) for graph in graphs)
     for _ in range(2):
         assert double({"x": x})["y"].tolist() == [0, 2, 4]
         assert triple({"x": x})["y"].tolist() == [0, 3, 6]
 
 
 def test_outputs_and_leaves_are_copies():
-    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
-    first = run(batch(CONFIG, 1, 8, 1))
+    run = bind_graph(eval_graph(CONFIG, 1, 8), seeded_weights(CONFIG))
+    first = run(seeded_batch(CONFIG, 1, 8, 1))
     first_copy = {name: value.copy() for name, value in first.items()}
-    run(batch(CONFIG, 1, 8, 2))
+    run(seeded_batch(CONFIG, 1, 8, 2))
     assert same_bits(first, first_copy)
     run.session.get("output_norm.weight")[:] = 0
     assert run.session.get("output_norm.weight").all()
@@ -309,32 +321,39 @@ def test_outputs_and_leaves_are_copies():
 
 # ---- memory spaces -------------------------------------------------------------------------------------------
 
-PLAIN = (backends.numpy,)
-OTHER = backends.Host("numpy", "other")
-AWAY = [n for n in values(CONFIG) if n.startswith("blk.1.") or n == "output_norm.weight"]
+NUMPY_BACKENDS = (backends.numpy,)
+OTHER_HOST = backends.Host("numpy", "other")
+REMOTE_NAMES = [
+    n for n in seeded_weights(CONFIG) if n.startswith("blk.1.") or n == "output_norm.weight"
+]
 
 
 def test_weights_in_another_space_are_copied_to_and_fro():
     graph = gradients_of(CONFIG, 2, 9)
-    placed = place(graph, Target(homes=dict.fromkeys(AWAY, OTHER)))
+    placed = place(graph, Target(homes=dict.fromkeys(REMOTE_NAMES, OTHER_HOST)))
     plan = make_plan(placed)
     pt.verify(plan, placed)
     assert [a.space for a in plan.arenas] == ["host", "other"]
     assert all(a.nbytes > 0 for a in plan.arenas)
-    away_sizes = (aligned(values(CONFIG)[n].nbytes, OTHER.alignment) for n in AWAY)
+    away_sizes = (
+        aligned(seeded_weights(CONFIG)[n].nbytes, OTHER_HOST.alignment) for n in REMOTE_NAMES
+    )
     assert plan.arena("other").weight_nbytes == sum(away_sizes)
     session = Session()
     run = session.executor(placed, plan)
-    session.set(values(CONFIG))
-    got, expected = run(batch(CONFIG, 2, 9)), bind(graph, values(CONFIG))(batch(CONFIG, 2, 9))
+    session.set(seeded_weights(CONFIG))
+    got, expected = (
+        run(seeded_batch(CONFIG, 2, 9)),
+        bind_graph(graph, seeded_weights(CONFIG))(seeded_batch(CONFIG, 2, 9)),
+    )
     assert got.keys() == expected.keys()
-    deviations = {name: apart(got[name], expected[name]) for name in got}
+    deviations = {name: relative_error(got[name], expected[name]) for name in got}
     assert max(deviations.values()) < 1e-5
 
 
 def test_copies_stand_at_the_borders_and_nowhere_else():
-    graph = evaluation(CONFIG, 2, 9)
-    placed = place(graph, Target(PLAIN, homes=dict.fromkeys(AWAY, OTHER)))
+    graph = eval_graph(CONFIG, 2, 9)
+    placed = place(graph, Target(NUMPY_BACKENDS, homes=dict.fromkeys(REMOTE_NAMES, OTHER_HOST)))
     crossing = 0
     for step in placed.steps:
         spaces = {placed.home[t.base].space for t in (*step.reads, *step.results)}
@@ -342,25 +361,25 @@ def test_copies_stand_at_the_borders_and_nowhere_else():
         crossing += len(spaces) > 1
     assert crossing >= 2
     assert [b.space for b, _ in placed.splits][:2] == ["host", "other"]
-    at_home = bind(graph, values(CONFIG), backend=backends.numpy)
+    at_home = bind_graph(graph, seeded_weights(CONFIG), backend=backends.numpy)
     session = Session()
     run = session.executor(placed)
-    session.set(values(CONFIG))
-    assert same_bits(run(batch(CONFIG, 2, 9)), at_home(batch(CONFIG, 2, 9)))
+    session.set(seeded_weights(CONFIG))
+    assert same_bits(run(seeded_batch(CONFIG, 2, 9)), at_home(seeded_batch(CONFIG, 2, 9)))
 
 
 def test_training_with_weights_and_their_moments_away():
-    graph = steps(CONFIG, 2, 9, OPTIMIZER, max_norm=1.0)
-    homes = {f"{kind}{name}": OTHER for name in AWAY for kind in ("", "m/", "v/")}
+    graph = step_graph(CONFIG, 2, 9, OPTIMIZER, max_norm=1.0)
+    homes = {f"{kind}{name}": OTHER_HOST for name in REMOTE_NAMES for kind in ("", "m/", "v/")}
     session, reference = Session(), Session()
     runs = [
-        session.executor(place(graph, Target(PLAIN, homes=homes))),
-        bind(graph, session=reference, backend=backends.numpy),
+        session.executor(place(graph, Target(NUMPY_BACKENDS, homes=homes))),
+        bind_graph(graph, session=reference, backend=backends.numpy),
     ]
     for s in (session, reference):
-        s.set(values(CONFIG))
+        s.set(seeded_weights(CONFIG))
     for t in (1, 2, 3):
-        first, second = (run(batch(CONFIG, 2, 9, t) | OPTIMIZER.inputs(t)) for run in runs)
+        first, second = (run(seeded_batch(CONFIG, 2, 9, t) | OPTIMIZER.inputs(t)) for run in runs)
         assert same_bits(first, second)
     names = leaves_of(graph)
     assert same_bits({n: session.get(n) for n in names}, {n: reference.get(n) for n in names})
@@ -369,6 +388,6 @@ def test_training_with_weights_and_their_moments_away():
 def test_one_leaf_cannot_live_in_two_spaces_of_a_session():
     session = Session()
     graph = Graph([ops.neg(pt.weight("w", (3,)))])
-    session.executor(place(graph, Target(PLAIN)))
+    session.executor(place(graph, Target(NUMPY_BACKENDS)))
     with pytest.raises(RunError, match=r"w is f32\[3\] on host .* wants f32\[3\] on other"):
-        session.executor(place(graph, Target(PLAIN, homes={"w": OTHER})))
+        session.executor(place(graph, Target(NUMPY_BACKENDS, homes={"w": OTHER_HOST})))

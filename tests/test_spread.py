@@ -16,9 +16,9 @@ from packtrain import kernels
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.engine import backends
-from packtrain.engine.backends import Aside
+from packtrain.engine.backends import SeparateHost
 from packtrain.models.config import Config
-from packtrain.planner.device_spread import spread
+from packtrain.planner.device_spread import parse_spread
 from packtrain.planner.step_shape import StepShape
 
 MIB = 1 << 20
@@ -43,33 +43,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, **given: object) -> Any:
-    given = {"output": folder / "m.gguf", **SIZES, **SHORT, **given}
-    return pt.train(folder / "text.txt", **given)
+def run_training(folder: Path, **settings: object) -> Any:
+    settings = {"output": folder / "m.gguf", **SIZES, **SHORT, **settings}
+    return pt.train(folder / "text.txt", **settings)
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[float]:
-    return list(trained(folder).losses)
+def expected_losses(folder: Path) -> list[float]:
+    return list(run_training(folder).losses)
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def peak_nbytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The most bytes that a run takes at once of each memory beside the process's own."""
     current, peaks = dict[str, int](), dict[str, int]()
-    original_alloc = Aside.alloc
+    original_alloc = SeparateHost.alloc
 
     def take(space: str, nbytes: int) -> None:
         current[space] = current.get(space, 0) + nbytes
         peaks[space] = max(peaks.get(space, 0), current[space])
 
-    def alloc(self: Aside, nbytes: int) -> np.ndarray:
+    def alloc(self: SeparateHost, nbytes: int) -> np.ndarray:
         take(self.space, nbytes)
         buffer = original_alloc(self, nbytes)
         weakref.finalize(buffer, take, self.space, -nbytes)
         return buffer
 
-    monkeypatch.setattr(Aside, "alloc", alloc)
+    monkeypatch.setattr(SeparateHost, "alloc", alloc)
     return peaks
 
 
@@ -91,8 +91,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     ],
 )  # fmt: skip
 def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last: str) -> None:
-    settings = spread(**flags)
-    on = settings.homes(SHAPE, settings.number(SHAPE))
+    settings = parse_spread(**flags)
+    on = settings.spread_blocks(SHAPE, settings.num_device_blocks(SHAPE))
     first = on.backends[0]
     at = [on.homes.get(f"blk.{i}.ffn_up.weight", first).space for i in range(8)]
     assert [space.replace("host", "cpu") for space in at] == blocks.split()
@@ -121,7 +121,7 @@ def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last:
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(flags: dict[str, str], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        spread(**flags)
+        parse_spread(**flags)
 
 
 def test_memories_of_a_kind_are_their_own() -> None:
@@ -133,7 +133,7 @@ def test_memories_of_a_kind_are_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"device": "cpu,cpu:1", "split": "1,3", "sample_every": 2, "sample_prompt": "bal"},
         {"device": "cpu:1,cpu:2"},
@@ -141,26 +141,29 @@ def test_memories_of_a_kind_are_their_own() -> None:
         {"device": "cpu:1", "gpu_layers": "auto"},
         {"device": "cpu:1,cpu:2", "gpu_layers": "3", "split": "2,1", "grad_accumulation_steps": 2, "batch_size": 2},
     ],
-    ids=lambda given: " ".join(map(str, given.values())),
+    ids=lambda settings: " ".join(map(str, settings.values())),
 )  # fmt: skip
 def test_losses_are_those_of_one_memory(
-    given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
+    settings: dict[str, str],
+    folder: Path,
+    expected_losses: list[float],
+    peak_nbytes: dict[str, int],
 ) -> None:
-    done = trained(folder, **given)
-    if "batch_size" in given:
-        alone = list(trained(folder, batch_size=2, grad_accumulation_steps=2).losses)
-    assert list(done.losses) == alone
+    done = run_training(folder, **settings)
+    if "batch_size" in settings:
+        expected_losses = list(run_training(folder, batch_size=2, grad_accumulation_steps=2).losses)
+    assert list(done.losses) == expected_losses
     plans = done.plan.plans
-    spaces = {space for space in given["device"].split(",") if space != "cpu"}
-    assert held.keys() == spaces == {*plans.spaces}
-    for space, nbytes in held.items():
+    spaces = {space for space in settings["device"].split(",") if space != "cpu"}
+    assert peak_nbytes.keys() == spaces == {*plans.spaces}
+    for space, nbytes in peak_nbytes.items():
         assert nbytes <= plans.nbytes_in(space), space
         assert nbytes > 0.95 * plans.nbytes_in(space), space
 
 
-def test_finetune_on_two_memories(folder: Path, held: dict[str, int]) -> None:
+def test_finetune_on_two_memories(folder: Path, peak_nbytes: dict[str, int]) -> None:
     """LoRA on Q8_0, whose blocks were copied; an adapter of the same bits."""
-    trained(folder, output=folder / "b.gguf")
+    run_training(folder, output=folder / "b.gguf")
     pt.quantize(folder / "b.gguf", folder / "q.gguf", "q8_0")
     results = []
     for device in ("cpu", "cpu,cpu:1"):
@@ -168,66 +171,71 @@ def test_finetune_on_two_memories(folder: Path, held: dict[str, int]) -> None:
         options |= {"output": folder / "t.gguf", "overwrite": True}
         done = pt.finetune(folder / "q.gguf", folder / "text.txt", **options)
         results.append((done.losses, (folder / "t.run/adapter.gguf").read_bytes()))
-    assert results[0] == results[1] and held["cpu:1"] > 0
+    assert results[0] == results[1] and peak_nbytes["cpu:1"] > 0
 
 
 def test_a_run_over_two_memories_resumes_bit_for_bit(folder: Path) -> None:
     options = {"device": "cpu,cpu:1", "iters": 6, "save_every": 1}
-    full_losses, stop = trained(folder, **options).losses, threading.Event()
+    full_losses, stop = run_training(folder, **options).losses, threading.Event()
 
-    def third(step: Any) -> None:
+    def stop_at_third(step: Any) -> None:
         if step.step == 3:
             stop.set()
 
-    stopped = trained(folder, **options, on_step=third, cancel=stop)
+    stopped = run_training(folder, **options, on_step=stop_at_third, cancel=stop)
     assert stopped.stopped
     resume_options = {**options, "resume": True, "overwrite": False}
     with pytest.raises(InputError, match="split was"):
-        trained(folder, **resume_options, split="1,3")
-    assert trained(folder, **resume_options).losses == full_losses
+        run_training(folder, **resume_options, split="1,3")
+    assert run_training(folder, **resume_options).losses == full_losses
 
 
 @pytest.mark.torch
-def test_a_memory_of_pytorch_beside_the_cpu(folder: Path, alone: list[float]) -> None:
+def test_a_memory_of_pytorch_beside_the_cpu(folder: Path, expected_losses: list[float]) -> None:
     """Some blocks on each, and all on its own one."""
     for options in ({"gpu_layers": "2"}, {}):
-        done = trained(folder, device="torch:cpu:1", **options)
-        assert list(done.losses) == pytest.approx(alone, rel=1e-4)
-    done = trained(folder, device="cpu:1,torch:cpu:1")
-    assert list(done.losses) == pytest.approx(alone, rel=1e-4)
+        done = run_training(folder, device="torch:cpu:1", **options)
+        assert list(done.losses) == pytest.approx(expected_losses, rel=1e-4)
+    done = run_training(folder, device="cpu:1,torch:cpu:1")
+    assert list(done.losses) == pytest.approx(expected_losses, rel=1e-4)
     assert done.plan.plans.spaces == ["cpu:1", "torch:cpu:1"]
 
 
 # ---- limits --------------------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, **given: object) -> str:
+def refusal_text(folder: Path, **settings: object) -> str:
     with pytest.raises(pt.DoesNotFit) as caught:
-        trained(folder, **given)
+        run_training(folder, **settings)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("given", [{"device": "cpu:1"}, {"device": "cpu:1", "gpu_layers": "3"}])
+@pytest.mark.parametrize("settings", [{"device": "cpu:1"}, {"device": "cpu:1", "gpu_layers": "3"}])
 def test_a_refusal_names_the_least_which_does(
-    given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
+    settings: dict[str, str],
+    folder: Path,
+    expected_losses: list[float],
+    peak_nbytes: dict[str, int],
 ) -> None:
-    said = refused(folder, **given, device_memory="1MiB")
+    said = refusal_text(folder, **settings, device_memory="1MiB")
     hint = "the smallest device_memory that would do is"
     match = re.search(rf"it has 1\.0 MiB, .* needed; {hint} (\d+)MiB", said)
     assert match, said
     min_mib = int(match[1])
-    done = trained(folder, **given, device_memory=f"{min_mib}MiB")
+    done = run_training(folder, **settings, device_memory=f"{min_mib}MiB")
     assert done.plan.plans.nbytes_in("cpu:1") <= min_mib * MIB
-    assert held["cpu:1"] <= min_mib * MIB
-    assert list(done.losses) == pytest.approx(alone, rel=1e-5)
-    assert "the memory of cpu:1" in refused(folder, **given, device_memory=f"{min_mib - 1}MiB")
+    assert peak_nbytes["cpu:1"] <= min_mib * MIB
+    assert list(done.losses) == pytest.approx(expected_losses, rel=1e-5)
+    assert "the memory of cpu:1" in refusal_text(
+        folder, **settings, device_memory=f"{min_mib - 1}MiB"
+    )
 
 
 def test_as_many_blocks_as_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More memory, more blocks; all keep to it."""
     counts = []
     for size in ("3MiB", "5MiB", "1GiB"):
-        done = trained(folder, device="cpu:1", gpu_layers="auto", device_memory=size)
+        done = run_training(folder, device="cpu:1", gpu_layers="auto", device_memory=size)
         homes = done.plan.plans.target.homes
         counts.append(sum(name.startswith("cache.") for name in homes))
         assert done.plan.plans.nbytes_in("cpu:1") <= {"3": 3, "5": 5, "1": 1024}[size[0]] * MIB
@@ -259,13 +267,14 @@ def test_plan_prints_splits_copies_and_bytes(
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.01}, {"optimizer": "muon"}]
+    "settings", [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.01}, {"optimizer": "muon"}]
 )
 def test_moments_that_stay_here_train_the_same(
-    folder: Path, held: dict[str, int], given: dict[str, Any]
+    folder: Path, peak_nbytes: dict[str, int], settings: dict[str, Any]
 ) -> None:
     on_device, offloaded = (
-        trained(folder, device="cpu:1", offload=offload, **given) for offload in ("none", "moments")
+        run_training(folder, device="cpu:1", offload=offload, **settings)
+        for offload in ("none", "moments")
     )
     assert list(offloaded.losses) == pytest.approx(list(on_device.losses), rel=1e-5)
     plans = on_device.plan.plans, offloaded.plan.plans
@@ -274,26 +283,29 @@ def test_moments_that_stay_here_train_the_same(
     assert plans[1].nbytes_of("moment", space="host") == moved
     saved_nbytes = plans[0].nbytes_in("cpu:1") - plans[1].nbytes_in("cpu:1")
     assert moved / 2 <= saved_nbytes <= 2 * moved
-    assert 0 < held["cpu:1"] <= max(plan.nbytes_in("cpu:1") for plan in plans)
+    assert 0 < peak_nbytes["cpu:1"] <= max(plan.nbytes_in("cpu:1") for plan in plans)
 
 
 def test_moments_stay_here_where_a_run_else_would_not_fit(
-    folder: Path, alone: list[float], held: dict[str, int], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    expected_losses: list[float],
+    peak_nbytes: dict[str, int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     device = {"device": "cpu:1"}
-    assert not trained(folder, **device).plan.job.offloaded
+    assert not run_training(folder, **device).plan.job.offloaded
     no_offload, said = (
         re.search(r"smallest device_memory that would do is (\d+)MiB", text)
         for text in (
-            refused(folder, **device, offload="none", device_memory="1MiB"),
-            refused(folder, **device, device_memory="1MiB"),
+            refusal_text(folder, **device, offload="none", device_memory="1MiB"),
+            refusal_text(folder, **device, device_memory="1MiB"),
         )
     )
     assert no_offload and said and int(said[1]) < int(no_offload[1])
-    held.clear()
-    done = trained(folder, **device, device_memory=f"{said[1]}MiB")
-    assert done.plan.job.offloaded and held["cpu:1"] <= int(said[1]) * MIB
-    assert list(done.losses) == pytest.approx(alone, rel=1e-5)
+    peak_nbytes.clear()
+    done = run_training(folder, **device, device_memory=f"{said[1]}MiB")
+    assert done.plan.job.offloaded and peak_nbytes["cpu:1"] <= int(said[1]) * MIB
+    assert list(done.losses) == pytest.approx(expected_losses, rel=1e-5)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
     planned = ["plan", "train", "--data", str(folder / "text.txt"), "--device=cpu:1", *flags]
     for size, is_reported in ((said[1], True), ("100", False)):
@@ -304,9 +316,9 @@ def test_moments_stay_here_where_a_run_else_would_not_fit(
 def test_a_run_that_goes_on_leaves_moments_where_they_were(folder: Path) -> None:
     """Rounding depends on it, and a resumed run has the bits of one that was not stopped."""
     options = {"device": "cpu:1", "lr_scheduler": "constant", "val_split": 0.0}
-    full_run = trained(folder, **options, offload="moments")
+    full_run = run_training(folder, **options, offload="moments")
     expected = (folder / "m.gguf").read_bytes()
-    trained(folder, **options, offload="moments", iters=2)
-    done = trained(folder, **options, overwrite=False, resume=True)
+    run_training(folder, **options, offload="moments", iters=2)
+    done = run_training(folder, **options, overwrite=False, resume=True)
     assert done.plan.job.offloaded and list(done.losses)[-2:] == list(full_run.losses)[-2:]
     assert (folder / "m.gguf").read_bytes() == expected

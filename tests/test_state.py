@@ -8,23 +8,23 @@ import pytest
 
 from packtrain.common.errors import InputError
 from packtrain.training import checkpoints
-from packtrain.training.checkpoints import Progress
+from packtrain.training.checkpoints import TrainingProgress
 from packtrain.workflows.run_training import outcome
 
 ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "m/w": np.zeros((3, 4), np.float32)}
 
 
-def saved(path, step=7, **about):
-    progress = Progress(step, tokens=(1 << 40) + step, seconds=1.5, best=math.inf)
+def save_checkpoint(path, step=7, **about):
+    progress = TrainingProgress(step, tokens=(1 << 40) + step, seconds=1.5, best=math.inf)
     checkpoints.save(path, progress, {"lr": 0.1, "steps": 9, **about}, ARRAYS)
     return progress
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     path = tmp_path / "checkpoint.gguf"
-    progress = saved(path)
+    progress = save_checkpoint(path)
     said = []
-    checkpoint = checkpoints.load(path, said.append)
+    checkpoint = checkpoints.load_checkpoint(path, said.append)
     assert (
         checkpoint is not None
         and checkpoint.progress == progress
@@ -37,9 +37,9 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
 
 def test_the_one_before_is_kept_and_used_when_the_newest_is_damaged(tmp_path):
     path = tmp_path / "checkpoint.gguf"
-    saved(path, step=1)
-    saved(path, step=2)
-    saved(path, step=3)
+    save_checkpoint(path, step=1)
+    save_checkpoint(path, step=2)
+    save_checkpoint(path, step=3)
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "checkpoint.gguf",
         "checkpoint.previous.gguf",
@@ -48,29 +48,29 @@ def test_the_one_before_is_kept_and_used_when_the_newest_is_damaged(tmp_path):
     for damaged in (intact[:-40], intact[:-40] + bytes([intact[-40] ^ 1]) + intact[-39:], b""):
         path.write_bytes(damaged)
         said = []
-        checkpoint = checkpoints.load(path, said.append)
+        checkpoint = checkpoints.load_checkpoint(path, said.append)
         assert checkpoint is not None and checkpoint.progress.step == 2
         assert len(said) == 1 and "checkpoint.gguf" in said[0] and "previous" in said[0]
 
 
 def test_a_changed_number_is_noticed(tmp_path):
     path = tmp_path / "checkpoint.gguf"
-    saved(path)
+    save_checkpoint(path)
     raw = path.read_bytes()
     path.write_bytes(raw.replace(b'"step": 7', b'"step": 8'))
     with pytest.raises(InputError, match="checksum"):
-        checkpoints.load(path, print)
+        checkpoints.load_checkpoint(path, print)
 
 
 def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.gguf"
-    assert checkpoints.load(path, print) is None
+    assert checkpoints.load_checkpoint(path, print) is None
     monkeypatch.setattr(checkpoints, "FORMAT", 2)
-    saved(path)
+    save_checkpoint(path)
     monkeypatch.setattr(checkpoints, "FORMAT", 1)
     pattern = r"checkpoint\.gguf: checkpoint format 2, which packtrain \d\S* reads; .* up to 1"
     with pytest.raises(InputError, match=pattern):
-        checkpoints.load(path, print)
+        checkpoints.load_checkpoint(path, print)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch)
 def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, monkeypatch, changed):
     path = tmp_path / "checkpoint.gguf"
     monkeypatch.setattr(checkpoints, "asdict", lambda progress: asdict(progress) | changed)
-    saved(path)
+    save_checkpoint(path)
     with pytest.raises(InputError, match=r"checkpoint\.gguf: its description of the run"):
-        checkpoints.load(path, print)
+        checkpoints.load_checkpoint(path, print)
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
     path, new_fields = tmp_path / "checkpoint.gguf", ("best_step", "last")
     old_fields = {
-        name: value for name, value in asdict(Progress(7)).items() if name not in new_fields
+        name: value for name, value in asdict(TrainingProgress(7)).items() if name not in new_fields
     }
     monkeypatch.setattr(checkpoints, "asdict", lambda progress: old_fields)
-    saved(path)
-    checkpoint = checkpoints.load(path, print)
-    assert checkpoint is not None and checkpoint.progress == Progress(7)
+    save_checkpoint(path)
+    checkpoint = checkpoints.load_checkpoint(path, print)
+    assert checkpoint is not None and checkpoint.progress == TrainingProgress(7)
 
 
 @pytest.mark.parametrize(
@@ -114,40 +114,40 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
     ],
 )
 def test_the_end_says_which_step_the_result_is_of(losses, best, said):
-    progress = Progress()
+    progress = TrainingProgress()
     for loss in losses:
-        progress = progress.after(10, 1.0).validated(loss)
+        progress = progress.after_step(10, 1.0).validated(loss)
     assert outcome(progress, best).startswith(f"the result is {said}")
     old_progress = replace(progress, best_step=0, last=math.inf)
     assert math.isnan(losses[0]) or f"loss {min(losses):.4f}" in outcome(old_progress, best)
 
 
 def test_an_only_validation_has_no_best():
-    progress = Progress().after(10, 1.0).validated(2.0)
-    assert outcome(progress, False, several=False) == (
+    progress = TrainingProgress().after_step(10, 1.0).validated(2.0)
+    assert outcome(progress, False, has_several_evals=False) == (
         "the result is step 1, the last: validation loss 2.0000"
     )
 
 
 def test_a_model_is_no_checkpoint(tmp_path):
-    from packtrain.gguf import Value, write
+    from packtrain.gguf import MetadataValue, write_gguf
 
     path = tmp_path / "checkpoint.gguf"
-    write(path, {"general.architecture": Value("string", "llama")}, ARRAYS)
+    write_gguf(path, {"general.architecture": MetadataValue("string", "llama")}, ARRAYS)
     with pytest.raises(InputError, match="not a checkpoint"):
-        checkpoints.load(path, print)
+        checkpoints.load_checkpoint(path, print)
 
 
 def test_a_failed_save_leaves_both_files(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.gguf"
-    saved(path, step=1)
-    saved(path, step=2)
+    save_checkpoint(path, step=1)
+    save_checkpoint(path, step=2)
 
-    def full(*_):
+    def fail_full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", fail_full)
     with pytest.raises(OSError, match="No space"):
-        saved(path, step=3)
-    checkpoint = checkpoints.load(path, print)
+        save_checkpoint(path, step=3)
+    checkpoint = checkpoints.load_checkpoint(path, print)
     assert checkpoint is not None and checkpoint.progress.step == 2

@@ -11,21 +11,21 @@ import packtrain as pt
 from packtrain import Graph
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.engine import ops
-from packtrain.engine.backends import Aside, Backend, Target, cpu, cuda_streams
+from packtrain.engine.backends import Backend, SeparateHost, Target, cpu, cuda_streams
 from packtrain.engine.backends.host import BACKENDS
-from packtrain.engine.backends.torch_backend import Apart
+from packtrain.engine.backends.torch_backend import TorchDevice
 from packtrain.engine.memory_plan import PlanError, verify
 from packtrain.engine.placement import place
-from packtrain.engine.step import ARRIVE, BEGIN
+from packtrain.engine.step import BEGIN_COPY, FINISH_COPY
 from packtrain.planner import cost_model
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.cost_model import BackendRates
 from tests import stream_checks
 from tests.stream_checks import BUSY, WAITING, Streamed
 from tests.test_offload import gradients
-from tests.test_spread import folder, one_thread, trained
+from tests.test_spread import folder, one_thread, run_training
 
 __all__ = ["folder", "one_thread"]
-LATE = Streamed("cpu", "cpu:1")
+LATE_BACKEND = Streamed("cpu", "cpu:1")
 
 
 @pytest.mark.parametrize("check", ["late", "early", "verified"])
@@ -38,13 +38,13 @@ def test_activations_that_wait_elsewhere_change_no_bit(seed: int) -> None:
     _, resident_grads = gradients(None, cpu)
     BUSY["most"] = 0
     for is_late in (True, False):
-        placed, moved = gradients(seed, replace(LATE, late=is_late))
+        placed, moved = gradients(seed, replace(LATE_BACKEND, is_late=is_late))
         assert len(placed.put_away) > 10 and not WAITING
         for name, value in resident_grads.items():
             assert moved[name].tobytes() == value.tobytes(), name
-        begin_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN}
+        begin_steps = {s.results[0]: i for i, s in enumerate(placed.steps) if s.op is BEGIN_COPY}
         step_gaps = [
-            i - begin_steps[s.reads[0]] for i, s in enumerate(placed.steps) if s.op is ARRIVE
+            i - begin_steps[s.reads[0]] for i, s in enumerate(placed.steps) if s.op is FINISH_COPY
         ]
         assert len(step_gaps) == len(placed.copies) and np.mean(step_gaps) > 3
     assert 1 <= BUSY["most"] <= 2, "one copy at a time each way"
@@ -55,11 +55,13 @@ def test_training_with_values_that_wait_elsewhere_is_the_same(
 ) -> None:
     """Moments, gradients on their way to them and steps on their way back, and activations."""
     options: dict[str, Any] = {"device": "cpu:1", "offload": "all", "layers": 4, "iters": 3}
-    resident_run = trained(folder, **options)
-    monkeypatch.setitem(BACKENDS, "cpu:1", LATE)
-    got = trained(folder, **options)
+    resident_run = run_training(folder, **options)
+    monkeypatch.setitem(BACKENDS, "cpu:1", LATE_BACKEND)
+    got = run_training(folder, **options)
     assert got.losses == resident_run.losses and not WAITING
-    crossed = [p for p in got.plan.plans.placed.values() if any(s.op is ARRIVE for s in p.steps)]
+    crossed = [
+        p for p in got.plan.plans.placed.values() if any(s.op is FINISH_COPY for s in p.steps)
+    ]
     assert len(crossed) >= 1
     (device_nbytes, host_nbytes), (base_device_nbytes, base_host_nbytes) = (
         [trained_run.plan.plans.nbytes_in(s) for s in ("cpu:1", "host")]
@@ -70,21 +72,22 @@ def test_training_with_values_that_wait_elsewhere_is_the_same(
     )
 
 
-def chain(there: Backend) -> pt.Placed:
+def chain(other_backend: Backend) -> pt.Placed:
     """A weight that is read in another memory, and then updated."""
     w, x = pt.weight("w", (8,)), pt.input("x", (8,))
     v = pt.weight("v", (8,))
     y = ops.mul(ops.mul(x, w), v)
     for _ in range(4):
         y = ops.silu(y)
-    return place(Graph({"y": y}), Target((there,), {"w": cpu, "x": cpu}))
+    return place(Graph({"y": y}), Target((other_backend,), {"w": cpu, "x": cpu}))
 
 
 def test_the_verifier_sees_what_is_touched_before_it_has_arrived() -> None:
-    placed = chain(LATE)
+    placed = chain(LATE_BACKEND)
     verify(pt.make_plan(placed), placed)
     begin, end = (
-        next(i for i, s in enumerate(placed.steps) if s.op is op) for op in (BEGIN, ARRIVE)
+        next(i for i, s in enumerate(placed.steps) if s.op is op)
+        for op in (BEGIN_COPY, FINISH_COPY)
     )
     steps = placed.steps
     reader = next(i for i, s in enumerate(steps) if steps[end].results[0] in s.reads)
@@ -108,15 +111,15 @@ def test_the_verifier_sees_what_is_touched_before_it_has_arrived() -> None:
 
 def test_what_travels_beside_work_is_not_waited_for() -> None:
     """A copy of 1 s beside 24 calls of 0.1 s; with less work, what is left of it."""
-    rates = Rates(1e12, 1e12, call=0.1, region=0.0, link=32 / 1.0)
+    rates = BackendRates(1e12, 1e12, call=0.1, region=0.0, link=32 / 1.0)
     for calls, seconds, hidden in ((30, 3.2, 1.1), (4, 1.3, 0.4)):
         y, z = pt.input("y", (8,)), ops.silu(pt.input("z", (8,)))
         for _ in range(calls):
             y = ops.silu(y)
         graph = Graph({"y": ops.mul(y, z)})
         sync, overlapped = (
-            cost_model.seconds(place(graph, Target((backend,), {"z": cpu})), rates)
-            for backend in (Aside("cpu", "cpu:1"), LATE)
+            cost_model.graph_seconds(place(graph, Target((backend,), {"z": cpu})), rates)
+            for backend in (SeparateHost("cpu", "cpu:1"), LATE_BACKEND)
         )
         assert overlapped == pytest.approx(seconds, abs=0.01), calls
         assert sync == pytest.approx(seconds + hidden, abs=0.01), calls
@@ -173,9 +176,9 @@ def test_a_gpu_copies_on_a_stream_after_its_kernels_into_locked_memory(
     for module in (cuda_streams, of_torch):
         monkeypatch.setattr(module, "cuda_of", lambda device: cuda)
     monkeypatch.setattr(cuda_streams, "STREAMS", {})
-    monkeypatch.setattr(Apart, "recorded", lambda self, made, calls: calls)
-    monkeypatch.setattr(Apart, "reserve", lambda self, made: None)
-    far_backend = Apart("cuda", "cpu")
+    monkeypatch.setattr(TorchDevice, "recorded_calls", lambda self, op_calls, calls: calls)
+    monkeypatch.setattr(TorchDevice, "reserve", lambda self, op_calls: None)
+    far_backend = TorchDevice("cuda", "cpu")
     placed = chain(far_backend)
     session = pt.Session()
     run = session.executor(placed)
@@ -201,15 +204,15 @@ def test_arrays_of_any_type_travel_both_ways(dtype: Dtype, monkeypatch: pytest.M
     cuda = Cuda()
     monkeypatch.setattr(cuda_streams, "cuda_of", lambda device: cuda)
     monkeypatch.setattr(cuda_streams, "STREAMS", {})
-    far_backend, spec = Apart("cuda", "cpu"), pt.Spec((3, 32), dtype)
+    far_backend, spec = TorchDevice("cuda", "cpu"), pt.Spec((3, 32), dtype)
     raw = np.random.default_rng(0).integers(0, 255, spec.nbytes, dtype=np.uint8)
     host_array = cpu.view(raw, 0, spec, spec.strides)
     device_array = far_backend.view(far_backend.alloc(spec.nbytes), 0, spec, spec.strides)
     back = cpu.view(cpu.alloc(spec.nbytes), 0, spec, spec.strides)
-    far_backend.begin(device_array, host_array, cpu)
-    far_backend.arrived()
-    far_backend.begin(back, device_array, cpu)
-    far_backend.arrived()
+    far_backend.begin_copy(device_array, host_array, cpu)
+    far_backend.wait_for_copies()
+    far_backend.begin_copy(back, device_array, cpu)
+    far_backend.wait_for_copies()
     assert back.tobytes() == raw.tobytes()
 
 

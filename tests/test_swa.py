@@ -13,7 +13,9 @@ from tests.architectures import CONFIGS, random_model, random_weights, vocabular
 from tests.real import BASE
 
 
-def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple[np.ndarray, int]:
+def token_losses(
+    path: Path, text: np.ndarray, chunk: int, *, swa_full: bool
+) -> tuple[np.ndarray, int]:
     """−log p of each token after the first, and the cells of the ring."""
     ctx = Context(path, cells=len(text), rows=chunk, swa_full=swa_full)
     neg_logprobs = list[float]()
@@ -32,8 +34,8 @@ def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple
 def test_small_models(tmp_path: Path, name: str, chunk: int) -> None:
     config = random_model(tmp_path / "m.gguf", name)
     text = np.random.default_rng(1).integers(3, config.vocab_size, 900)
-    ring, cells = scores(tmp_path / "m.gguf", text, chunk, swa_full=False)
-    full, none = scores(tmp_path / "m.gguf", text, chunk, swa_full=True)
+    ring, cells = token_losses(tmp_path / "m.gguf", text, chunk, swa_full=False)
+    full, none = token_losses(tmp_path / "m.gguf", text, chunk, swa_full=True)
     assert 0 < cells < len(text) and not none
     assert np.array_equal(ring, full) and len(ring) == len(text) - 1
 
@@ -44,8 +46,8 @@ def test_the_real_base() -> None:
     tokenizer = open_model(BASE).tokenizer()
     source = Path(__file__).with_name("test_context.py").read_text()
     text = np.array(tokenizer.encode(source)[:1500])
-    ring, cells = scores(BASE, text, 64, swa_full=False)
-    full, none = scores(BASE, text, 64, swa_full=True)
+    ring, cells = token_losses(BASE, text, 64, swa_full=False)
+    full, none = token_losses(BASE, text, 64, swa_full=True)
     assert 0 < cells < len(text) and not none
     assert np.array_equal(ring, full) and ring.mean() < 4
 
@@ -56,28 +58,28 @@ PATTERNS = [pattern for blocks in (1, 2, 3) for pattern in product((True, False)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_blocks_with_windows_and_without_in_every_order(tmp_path: Path, pattern: tuple) -> None:
     """Contexts of several lengths and numbers of sequences write, share, move, save and take back tokens alike."""
-    made = replace(CONFIGS["olmo2"], block_count=len(pattern), window=4, window_pattern=pattern)
-    values = random_weights(made, 0)
-    save_model(tmp_path / "m.gguf", made, vocabulary(), values.__getitem__, name="random")
+    config = replace(CONFIGS["olmo2"], block_count=len(pattern), window=4, window_pattern=pattern)
+    values = random_weights(config, 0)
+    save_model(tmp_path / "m.gguf", config, vocabulary(), values.__getitem__, name="random")
     text = np.random.default_rng(1).integers(3, 300, 96).tolist()
     for cells, sequences in product((40, 80, 256), (1, 3)):
         logits = []
         for swa_full in (False, True):
-            made = Context(
+            context = Context(
                 tmp_path / "m.gguf",
                 cells=cells,
                 sequences=sequences,
                 prompts=(8,),
                 swa_full=swa_full,
             )
-            at = made.decode(text[:20], 0)
+            at = context.decode(text[:20], 0)
             if sequences > 1:
-                made.copy(0, 1)
-                at = np.concatenate((at, made.decode(text[20:24] * 2, [0] * 4 + [1] * 4)))
-            made.shift(0, 2, 10)
-            made.restore(made.save())
-            made.remove(0, 22)
-            at = np.concatenate((at, made.decode(text[40:44], 0)))
-            num_reused = made.reuse(0, text[:12])
-            logits.append(np.concatenate((at, made.decode(text[num_reused:12], 0))))
+                context.copy(0, 1)
+                at = np.concatenate((at, context.decode(text[20:24] * 2, [0] * 4 + [1] * 4)))
+            context.shift(0, 2, 10)
+            context.restore(context.save())
+            context.remove(0, 22)
+            at = np.concatenate((at, context.decode(text[40:44], 0)))
+            num_reused = context.reuse(0, text[:12])
+            logits.append(np.concatenate((at, context.decode(text[num_reused:12], 0))))
         assert np.array_equal(*logits), (cells, sequences)

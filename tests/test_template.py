@@ -73,12 +73,12 @@ MISTRAL = """{{ bos_token }}{% for message in messages %}
 {% endif %}{% endfor %}"""
 
 
-def rendered(source: str, messages: Any = TURNS, seconds: float = 10.0, **more: Any) -> str:
-    return ChatTemplate(source, "<s>", "</s>", seconds).render(messages, **more)
+def rendered(source: str, messages: Any = TURNS, seconds: float = 10.0, **variables: Any) -> str:
+    return ChatTemplate(source, "<s>", "</s>", seconds).render(messages, **variables)
 
 
 @pytest.mark.parametrize(
-    ("source", "system", "wanted"),
+    ("source", "system", "expected"),
     [
         (CHATML, True, "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
          "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nGr\u00fc\u00dfe<|im_end|>\n<|im_start|>assistant\n"),
@@ -94,9 +94,9 @@ def rendered(source: str, messages: Any = TURNS, seconds: float = 10.0, **more: 
         (MISTRAL, False, "<s>[INST] Hi [/INST] Hello!</s>[INST] Gr\u00fc\u00dfe [/INST]"),
     ],
 )  # fmt: skip
-def test_families(source: str, system: bool, wanted: str):
+def test_families(source: str, system: bool, expected: str):
     messages = [SYSTEM, *TURNS] if system else TURNS
-    assert rendered(source, messages, add_generation_prompt=True) == wanted
+    assert rendered(source, messages, add_generation_prompt=True) == expected
 
 
 def test_without_the_prompt_for_an_answer():
@@ -178,7 +178,7 @@ def test_what_a_template_is_given_may_be_deep():
     deep: list[Any] = []
     for _ in range(700):
         deep = [deep]
-    assert ChatTemplate("{{ x|length }}").render(TURNS, more={"x": deep}) == "1"
+    assert ChatTemplate("{{ x|length }}").render(TURNS, extra_variables={"x": deep}) == "1"
 
 
 @pytest.mark.parametrize("source", ["{{ ''.__class__ }}",

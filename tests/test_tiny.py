@@ -3,11 +3,11 @@
 import numpy as np
 
 from packtrain import Graph, Session, make_plan, place, verify
-from packtrain.engine.optim import AdamW, training
+from packtrain.engine.optim import AdamW, training_graph
 from packtrain.models import transformer
-from packtrain.models.cached_transformer import Cache, generation
+from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import Cells
+from packtrain.models.kv_cell_table import CellTable
 
 CONFIG = Config(
     vocab_size=17,
@@ -24,13 +24,13 @@ TIME, CELLS = 12, 16
 def test_build_train_and_generate():
     weights, optimizer = transformer.weights(CONFIG), AdamW(lr=0.02)
     loss = transformer.loss(CONFIG, weights, 1, TIME)
-    graph = training({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
-    logits, handles = generation(CONFIG, weights, 1, Cache(CELLS))
+    graph = training_graph({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
+    logits, handles = generation(CONFIG, weights, 1, CacheLayout(CELLS))
     session = Session()
     step, decode = (
         _bind(session, model_graph) for model_graph in (graph, Graph([logits], handles))
     )
-    session.set(transformer.initial(CONFIG))
+    session.set(transformer.initial_weights(CONFIG))
 
     text = np.arange(TIME + 1, dtype=np.int32)[None] % 5
     positions = np.arange(TIME, dtype=np.int32)[None]
@@ -44,10 +44,10 @@ def test_build_train_and_generate():
     losses = [float(step(batch | optimizer.inputs(t))["loss"]) for t in range(1, 21)]
     assert losses[0] > losses[1] > losses[2]
 
-    cells, token = Cells(CELLS), 0
+    cells, token = CellTable(CELLS), 0
     said = []
     for _ in range(6):
-        fed = cells.feed(*(np.array([n], np.int32) for n in (token, 0, 0)))
+        fed = cells.feed_inputs(*(np.array([n], np.int32) for n in (token, 0, 0)))
         token = int(decode(fed)["logits"].argmax())
         said.append(token)
     assert said == [1, 2, 3, 4, 0, 1]

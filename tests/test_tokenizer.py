@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.data.tokenizer import NO_ID, Stream, Tokenizer, TokenizerError
+from packtrain.data.tokenizer import NO_ID, StreamDecoder, Tokenizer, TokenizerError
 from packtrain.gguf import GGUF
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
@@ -25,27 +25,28 @@ WORDS = {"\u2581": -9.0, "a": -9.0, "b": -9.0, "c": -9.0, "\u00e4": -9.0, "ab": 
 MINE = {"<x>": (0.0, 4), "<xy>": (0.0, 4), "y><x": (0.0, 3), "<|im_end|>": (0.0, 1)}
 
 
-def metadata(entries: dict[str, tuple[float, int]], **more: Any) -> dict[str, Any]:
+def metadata(entries: dict[str, tuple[float, int]], **fields: Any) -> dict[str, Any]:
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [text.encode() for text in entries],
         "tokenizer.ggml.scores": np.array([score for score, _ in entries.values()], np.float32),
         "tokenizer.ggml.token_type": np.array([kind for _, kind in entries.values()], np.int32),
-    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    } | {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
 NORMAL = {text: (score, 1) for text, score in WORDS.items()}
 TINY = SPECIAL | BYTES | NORMAL | MINE
 
 
-def tiny(**more: Any) -> Tokenizer:
-    return Tokenizer(metadata(TINY, **more))
+def tiny_tokenizer(**fields: Any) -> Tokenizer:
+    return Tokenizer(metadata(TINY, **fields))
 
 
-def texts(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
+def token_texts(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
     """The tokens of a text without bos, written as in the vocabulary."""
     return [
-        tokenizer.tokens[id].decode() for id in tokenizer.encode(text, bos=False, eos=False, **how)
+        tokenizer.tokens[id].decode()
+        for id in tokenizer.encode(text, bos=False, eos=False, **options)
     ]
 
 
@@ -90,13 +91,13 @@ def test_special_tokens_of_phi_3():
         0,
     )
     assert tokenizer.tokens[tokenizer.eot] == b"<|end|>"
-    assert {tokenizer.tokens[id] for id in tokenizer.ends} == {
+    assert {tokenizer.tokens[id] for id in tokenizer.eog_ids} == {
         b"</s>",
         b"<|end|>",
         b"<|endoftext|>",
     }
     # the whitespace after most of them goes with them
-    chat = texts(tokenizer, "<|user|>\n Hello <|end|>\n<|endoftext|>\n")
+    chat = token_texts(tokenizer, "<|user|>\n Hello <|end|>\n<|endoftext|>\n")
     assert chat == [
         "<|user|>",
         "\u2581Hello",
@@ -106,7 +107,7 @@ def test_special_tokens_of_phi_3():
         "\u2581",
         "<0x0A>",
     ]
-    assert "<|user|>" not in texts(tokenizer, "<|user|>", special=False)
+    assert "<|user|>" not in token_texts(tokenizer, "<|user|>", special=False)
 
 
 @needs_shared
@@ -127,7 +128,7 @@ def test_the_vocabulary_of_stories_against_sentencepiece():
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("", []),
         (" ", ["\u2581\u2581"]),
@@ -140,45 +141,45 @@ def test_the_vocabulary_of_stories_against_sentencepiece():
         ("\0", ["\u2581", "<0x00>"]),
     ],
 )
-def test_merging_and_bytes(text: str, wanted: list[str]):
-    assert texts(tiny(), text) == wanted
+def test_merging_and_bytes(text: str, expected: list[str]):
+    assert token_texts(tiny_tokenizer(), text) == expected
 
 
 def test_what_is_added():
     ab = list(TINY).index("\u2581ab")
-    assert tiny().encode("ab") == [1, ab]
-    assert tiny().encode("") == [1]
-    assert tiny().encode("ab", bos=False, eos=True) == [ab, 2]
-    assert tiny(add_bos_token=False, add_eos_token=True).encode("ab") == [ab, 2]
-    assert tiny(add_bos_token=False).encode("ab", bos=True) == [1, ab]
-    assert texts(tiny(add_space_prefix=False), "ab c") == ["ab", "\u2581", "c"]
+    assert tiny_tokenizer().encode("ab") == [1, ab]
+    assert tiny_tokenizer().encode("") == [1]
+    assert tiny_tokenizer().encode("ab", bos=False, eos=True) == [ab, 2]
+    assert tiny_tokenizer(add_bos_token=False, add_eos_token=True).encode("ab") == [ab, 2]
+    assert tiny_tokenizer(add_bos_token=False).encode("ab", bos=True) == [1, ab]
+    assert token_texts(tiny_tokenizer(add_space_prefix=False), "ab c") == ["ab", "\u2581", "c"]
 
 
 def test_special_tokens_are_found_before_words():
-    tokenizer = tiny()
-    assert texts(tokenizer, "a<s>a</s>") == ["\u2581a", "<s>", "\u2581a", "</s>"]
-    assert texts(tokenizer, "<s>", special=False) == ["\u2581", "<0x3C>", "<0x73>", "<0x3E>"]
-    assert texts(tokenizer, "a<x>a", special=False) == ["\u2581a", "<x>", "\u2581a"]
-    assert texts(tokenizer, "a<x>a")[2] == "\u2581a"
-    assert texts(tiny(add_space_prefix=False), "a<x>a") == ["a", "<x>", "a"]
+    tokenizer = tiny_tokenizer()
+    assert token_texts(tokenizer, "a<s>a</s>") == ["\u2581a", "<s>", "\u2581a", "</s>"]
+    assert token_texts(tokenizer, "<s>", special=False) == ["\u2581", "<0x3C>", "<0x73>", "<0x3E>"]
+    assert token_texts(tokenizer, "a<x>a", special=False) == ["\u2581a", "<x>", "\u2581a"]
+    assert token_texts(tokenizer, "a<x>a")[2] == "\u2581a"
+    assert token_texts(tiny_tokenizer(add_space_prefix=False), "a<x>a") == ["a", "<x>", "a"]
     # the longest first, wherever it is; of equals the first in the vocabulary
-    assert texts(tokenizer, "<xy><x>") == ["<xy>", "<x>"]
-    assert texts(tokenizer, "<xy><x>", special=False) == ["<xy>", "<x>"]
-    assert texts(tokenizer, "<x>y><x>") == ["<x>", "y><x", "\u2581", "<0x3E>"]
+    assert token_texts(tokenizer, "<xy><x>") == ["<xy>", "<x>"]
+    assert token_texts(tokenizer, "<xy><x>", special=False) == ["<xy>", "<x>"]
+    assert token_texts(tokenizer, "<x>y><x>") == ["<x>", "y><x", "\u2581", "<0x3E>"]
 
 
 def test_texts_that_end_generation_are_control_tokens():
-    tokenizer = tiny()
+    tokenizer = tiny_tokenizer()
     end = list(TINY).index("<|im_end|>")
-    assert (tokenizer.eot, tokenizer.ends) == (end, frozenset({2, end}))
-    assert texts(tokenizer, "a<|im_end|>") == ["\u2581a", "<|im_end|>"]
-    assert "<|im_end|>" not in texts(tokenizer, "a<|im_end|>", special=False)
+    assert (tokenizer.eot, tokenizer.eog_ids) == (end, frozenset({2, end}))
+    assert token_texts(tokenizer, "a<|im_end|>") == ["\u2581a", "<|im_end|>"]
+    assert "<|im_end|>" not in token_texts(tokenizer, "a<|im_end|>", special=False)
     assert tokenizer.decode([end]) == ""
-    assert tiny(eot_token_id=1).eot == 1
+    assert tiny_tokenizer(eot_token_id=1).eot == 1
 
 
 def test_ids_that_files_leave_out():
-    tokenizer = tiny(bos_token_id=NO_ID, eos_token_id=1)
+    tokenizer = tiny_tokenizer(bos_token_id=NO_ID, eos_token_id=1)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.unk) == (1, 1, 0)
     minimal = Tokenizer(metadata({"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False))
     assert (minimal.bos, minimal.eos, minimal.unk, minimal.eot) == (1, None, 0, None)
@@ -188,11 +189,13 @@ def test_ids_that_files_leave_out():
 
 def test_without_byte_tokens_a_character_is_unknown_once():
     tokenizer = Tokenizer(metadata(SPECIAL | NORMAL))
-    assert texts(tokenizer, "ca\u20acb") == ["\u2581", "c", "a", "<unk>", "b"]
+    assert token_texts(tokenizer, "ca\u20acb") == ["\u2581", "c", "a", "<unk>", "b"]
     assert tokenizer.decode(tokenizer.encode("ca\u20acb")) == "cab"
     assert tokenizer.decode(tokenizer.encode("ca\u20acb"), special=True) == "<s>ca<unk>b"
     # a byte may also be spelled as itself
-    assert texts(Tokenizer(metadata({**SPECIAL, "\u2581": (0.0, 1), "<": (0.0, 1)})), "<") == [
+    assert token_texts(
+        Tokenizer(metadata({**SPECIAL, "\u2581": (0.0, 1), "<": (0.0, 1)})), "<"
+    ) == [
         "\u2581",
         "<",
     ]
@@ -221,15 +224,15 @@ def test_pieces_and_cache_change_no_result():
         scores = {token: score for token, (score, _) in entries.items()}
         for _ in range(20):
             text = "".join(draw.choices("abc \n\u00e4", k=draw.randint(1, 40)))
-            assert texts(tokenizer, text) == merge_slowly(scores, text)
+            assert token_texts(tokenizer, text) == merge_slowly(scores, text)
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_tokens_that_reach_across_words():
     across = TINY | {"\n": (-9.0, 1), "b\n": (-2.0, 1)}
-    assert texts(Tokenizer(metadata(across)), "cb\nc") == ["\u2581", "c", "b\n", "c"]
+    assert token_texts(Tokenizer(metadata(across)), "cb\nc") == ["\u2581", "c", "b\n", "c"]
     across = TINY | {"c\u2581": (-0.5, 1)}
-    assert texts(Tokenizer(metadata(across)), "c ab") == ["\u2581", "c\u2581", "ab"]
+    assert token_texts(Tokenizer(metadata(across)), "c ab") == ["\u2581", "c\u2581", "ab"]
 
 
 @pytest.mark.parametrize("name", ["", "phi-3"])  # whose special tokens swallow whitespace
@@ -247,7 +250,7 @@ def test_pieces_of_a_text_give_the_ids_of_the_whole(name: str):
 
 @pytest.mark.parametrize("unit", ["a", " ", "ab c", "\u00e9"])
 def test_long_texts_take_little_more_than_their_length(unit: str):
-    tokenizer, text = tiny(), unit * (200_000 // len(unit))
+    tokenizer, text = tiny_tokenizer(), unit * (200_000 // len(unit))
     start_time = time.thread_time()
     ids = tokenizer.encode(text)
     # one second here; with quadratic time it would be an hour
@@ -259,7 +262,7 @@ def test_long_texts_take_little_more_than_their_length(unit: str):
 
 
 def test_pieces():
-    tokenizer = tiny()
+    tokenizer = tiny_tokenizer()
     by_text = {text: tokenizer.piece(id) for id, text in enumerate(TINY)}
     assert (
         by_text["\u2581ab"] == b" ab" and by_text["<s>"] == b"<s>" and by_text["<0xE2>"] == b"\xe2"
@@ -274,14 +277,18 @@ def test_pieces():
     ["", " ", "  a", "abc", "a b", "\n a\t", "\u00e4\u20ac\U0001f600", "a\u0301", "\r\n\0", "<s"],
 )
 def test_what_is_encoded_is_decoded(text: str):
-    for tokenizer in (tiny(), tiny(add_space_prefix=False), tiny(add_eos_token=True)):
+    for tokenizer in (
+        tiny_tokenizer(),
+        tiny_tokenizer(add_space_prefix=False),
+        tiny_tokenizer(add_eos_token=True),
+    ):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode(np.array(ids)) == text
 
 
 def test_control_tokens_are_shown_on_request():
-    tokenizer = tiny()
+    tokenizer = tiny_tokenizer()
     ids = tokenizer.encode("ab<x>", eos=True)
     assert tokenizer.decode(ids) == "ab<x>"
     assert tokenizer.decode(ids, special=True) == "<s>ab<x></s>"
@@ -289,16 +296,16 @@ def test_control_tokens_are_shown_on_request():
 
 @pytest.mark.parametrize("text", ["a\U0001f600b", "\u20ac\u00e9", "\U0001f468\u200d\U0001f469 \n"])
 def test_a_stream_never_splits_a_character(text: str):
-    tokenizer = tiny()
-    stream = Stream(tokenizer)
+    tokenizer = tiny_tokenizer()
+    stream = StreamDecoder(tokenizer)
     parts = [stream.feed(id) for id in tokenizer.encode(text)]
     assert "".join(parts) == text and stream.flush() == ""
     assert "\ufffd" not in parts and set(parts) <= {"", *text}
 
 
 def test_a_stream_says_what_was_not_finished():
-    tokenizer = tiny()
-    stream = Stream(tokenizer)
+    tokenizer = tiny_tokenizer()
+    stream = StreamDecoder(tokenizer)
     ids = tokenizer.encode("\U0001f600", bos=False)
     assert [stream.feed(id) for id in ids[:-1]] == [""] * 4
     assert (stream.flush(), stream.flush()) == ("\ufffd", "")
@@ -311,17 +318,17 @@ def test_a_stream_says_what_was_not_finished():
 @pytest.mark.parametrize("id", [-1, len(TINY)])
 def test_ids_out_of_range(id: int):
     with pytest.raises(TokenizerError, match=f"token id {id} is not in 0 to {len(TINY) - 1}"):
-        tiny().decode([1, id])
+        tiny_tokenizer().decode([1, id])
 
 
 def test_ids_are_whole_numbers():
     with pytest.raises(TypeError):
-        tiny().decode([1.5])  # type: ignore[list-item]
+        tiny_tokenizer().decode([1.5])  # type: ignore[list-item]
 
 
 def test_half_a_surrogate_pair():
     with pytest.raises(TokenizerError, match="character 1 of the text"):
-        tiny().encode("a\ud800")
+        tiny_tokenizer().encode("a\ud800")
 
 
 @pytest.mark.parametrize("key", ["model", "tokens", "scores", "token_type"])
@@ -333,7 +340,7 @@ def test_missing_keys(key: str):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("fields", "said"),
     [
         (
             {"model": "mine"},
@@ -353,9 +360,9 @@ def test_missing_keys(key: str):
         ({"add_bos_token": 1}, "add_bos_token is 1; it must be true or false"),
     ],
 )
-def test_bad_metadata(more: dict[str, Any], said: str):
+def test_bad_metadata(fields: dict[str, Any], said: str):
     with pytest.raises(TokenizerError, match=said) as raised:
-        tiny(**more)
+        tiny_tokenizer(**fields)
     assert "\n" not in str(raised.value)
 
 

@@ -14,7 +14,7 @@ import pytest
 from packtrain.data.tokenizer import Tokenizer, TokenizerError
 from packtrain.data.tokenizer.bpe import ALPHABET
 from packtrain.data.tokenizer.split_rules import RULES
-from packtrain.data.tokenizer.word_splitter import Splitter
+from packtrain.data.tokenizer.word_splitter import WordSplitter
 from packtrain.gguf import GGUF
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
@@ -25,7 +25,7 @@ MERGES = "h e;l l;he ll;hell o;\u0120 w;o r;\u0120w or;l d;\u0120wor ld;\u0120 \
 CONTROLS = {"<|end|>": 3, "<|x|>": 4, "<|begin|>": 3}
 
 
-def metadata(rules: str = MERGES, /, **more: Any) -> dict[str, Any]:
+def metadata(rules: str = MERGES, /, **fields: Any) -> dict[str, Any]:
     """A vocabulary with all bytes, what the merges make, and some special tokens."""
     listed = [merge.encode() for merge in rules.split(";")]
     tokens = [character.encode() for character in ALPHABET.values()]
@@ -38,15 +38,17 @@ def metadata(rules: str = MERGES, /, **more: Any) -> dict[str, Any]:
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": listed,
         "tokenizer.ggml.token_type": np.array(kinds, np.int32),
-    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    } | {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
-def tiny(rules: str = MERGES, /, **more: Any) -> Tokenizer:
-    return Tokenizer(metadata(rules, **more))
+def tiny_tokenizer(rules: str = MERGES, /, **fields: Any) -> Tokenizer:
+    return Tokenizer(metadata(rules, **fields))
 
 
-def spelled(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
-    return [tokenizer.piece(id).decode(errors="replace") for id in tokenizer.encode(text, **how)]
+def token_texts(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
+    return [
+        tokenizer.piece(id).decode(errors="replace") for id in tokenizer.encode(text, **options)
+    ]
 
 
 # ---- real vocabularies
@@ -123,12 +125,12 @@ def test_a_vocabulary_of_128k_tokens_opens_fast_and_small():
     ],
 )  # fmt: skip
 def test_words(rule: str, text: str, words: list[str]):
-    assert Splitter(RULES[rule]).split(text) == words
+    assert WordSplitter(RULES[rule]).split(text) == words
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_words_are_all_of_the_text(rule: str):
-    draw, splitter = random.Random(1), Splitter(RULES[rule])
+    draw, splitter = random.Random(1), WordSplitter(RULES[rule])
     for _ in range(200):
         text = "".join(
             draw.choices("aB '\n\r\t.,-+12\u00e9\u4e2d\u0301\u3000\u2167\U0001f600\0", k=20)
@@ -155,10 +157,10 @@ def merge_slowly(merges: list[str], word: str) -> list[str]:
 
 
 def test_merges_in_their_order():
-    tokenizer = tiny()
-    assert spelled(tokenizer, "hello world") == ["hello", " world"]
-    assert spelled(tokenizer, "abc") == ["ab", "c"]
-    assert spelled(tokenizer, "aaaaa") == ["aaaa", "a"]
+    tokenizer = tiny_tokenizer()
+    assert token_texts(tokenizer, "hello world") == ["hello", " world"]
+    assert token_texts(tokenizer, "abc") == ["ab", "c"]
+    assert token_texts(tokenizer, "aaaaa") == ["aaaa", "a"]
     assert [tokenizer.piece(id) for id in tokenizer.encode("\u00e4\u00e9")] == [
         b"\xc3\xa4",
         b"\xc3",
@@ -171,55 +173,55 @@ def test_merges_in_their_order():
             f"{w[:i]} {w[i:]}" for w in sorted(words | {"abc", "cab"}) for i in range(1, len(w))
         ]
         listed = list(dict.fromkeys(draw.sample(listed, len(listed))))
-        tokenizer = tiny(";".join(listed))
+        tokenizer = tiny_tokenizer(";".join(listed))
         for _ in range(20):
             text = "".join(draw.choices("abc", k=draw.randint(1, 30)))
-            assert spelled(tokenizer, text) == merge_slowly(listed, text)
+            assert token_texts(tokenizer, text) == merge_slowly(listed, text)
 
 
 def test_a_word_that_is_a_token_counts_before_merges_where_llama_cpp_says_so():
     listed = (
         "c d;x y;xyz w"  # nothing makes xyz, so the word xyzw is a token that merges do not reach
     )
-    assert spelled(tiny(listed), "xyzw") == ["xy", "z", "w"]
-    assert spelled(tiny(listed, pre="llama-bpe", bos_token_id=0, add_bos_token=False), "xyzw") == [
-        "xyzw"
-    ]
+    assert token_texts(tiny_tokenizer(listed), "xyzw") == ["xy", "z", "w"]
+    assert token_texts(
+        tiny_tokenizer(listed, pre="llama-bpe", bos_token_id=0, add_bos_token=False), "xyzw"
+    ) == ["xyzw"]
 
 
 def test_the_first_of_two_equal_merges_counts():
-    assert spelled(tiny("a b;b c;a b"), "abc") == ["ab", "c"]
+    assert token_texts(tiny_tokenizer("a b;b c;a b"), "abc") == ["ab", "c"]
 
 
 # ---- special tokens, bytes, pieces
 
 
 def test_special_tokens():
-    tokenizer = tiny()
-    assert spelled(tokenizer, "ab<|end|>ab") == ["ab", "<|end|>", "ab"]
-    assert "<|end|>" not in spelled(tokenizer, "ab<|end|>", special=False)
-    assert spelled(tokenizer, "ab<|x|>", special=False) == ["ab", "<|x|>"]
-    assert tokenizer.ends == {tokenizer.eot} == {tokenizer.tokens.index(b"<|end|>")}
+    tokenizer = tiny_tokenizer()
+    assert token_texts(tokenizer, "ab<|end|>ab") == ["ab", "<|end|>", "ab"]
+    assert "<|end|>" not in token_texts(tokenizer, "ab<|end|>", special=False)
+    assert token_texts(tokenizer, "ab<|x|>", special=False) == ["ab", "<|x|>"]
+    assert tokenizer.eog_ids == {tokenizer.eot} == {tokenizer.tokens.index(b"<|end|>")}
     assert tokenizer.decode(tokenizer.encode("ab<|end|> ab<|x|>")) == "ab ab<|x|>"
     assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (None, None, False)
     begin = tokenizer.tokens.index(b"<|begin|>")
-    assert tiny(pre="llama-bpe", bos_token_id=begin).encode("ab")[0] == begin
+    assert tiny_tokenizer(pre="llama-bpe", bos_token_id=begin).encode("ab")[0] == begin
 
 
 def test_every_byte_comes_back():
     text = "".join(map(chr, range(256))) + "\u4e2d\U0001f600 \r\n\0"
-    assert tiny().decode(tiny().encode(text)) == text
+    assert tiny_tokenizer().decode(tiny_tokenizer().encode(text)) == text
 
 
 def test_a_vocabulary_without_types_and_some_bytes():
     vocab_metadata = metadata()
     del vocab_metadata["tokenizer.ggml.token_type"]
-    assert spelled(Tokenizer(vocab_metadata), "ab<|x|>")[0] == "ab"
+    assert token_texts(Tokenizer(vocab_metadata), "ab<|x|>")[0] == "ab"
     vocab_metadata["tokenizer.ggml.tokens"] = [*vocab_metadata["tokenizer.ggml.tokens"]]
     vocab_metadata["tokenizer.ggml.tokens"][ord("c") - 33] = (
         b"other"  # as in llama.cpp, what has no token is left out
     )
-    assert spelled(Tokenizer(vocab_metadata), "abcab") == ["ab", "ab"]
+    assert token_texts(Tokenizer(vocab_metadata), "abcab") == ["ab", "ab"]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -254,7 +256,7 @@ def test_pieces_of_a_text_give_the_ids_of_the_whole(rule: str):
 @pytest.mark.parametrize("rule", ["gpt-2", "llama-bpe", "tekken", "smollm", "default"])
 @pytest.mark.parametrize("unit", ["a", " ", "\n ", "aB", "\u4e2d", "+"])
 def test_long_texts_take_little_more_than_their_length(rule: str, unit: str):
-    tokenizer, text = tiny(pre=rule, bos_token_id=0), unit * (100_000 // len(unit))
+    tokenizer, text = tiny_tokenizer(pre=rule, bos_token_id=0), unit * (100_000 // len(unit))
     start_time = time.thread_time()
     ids = tokenizer.encode(text, bos=False)
     # half a second here; with quadratic time it would be minutes
@@ -266,7 +268,7 @@ def test_long_texts_take_little_more_than_their_length(rule: str, unit: str):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("fields", "said"),
     [
         (
             {"pre": "mine"},
@@ -279,7 +281,7 @@ def test_long_texts_take_little_more_than_their_length(rule: str, unit: str):
         ({"eos_token_id": 9999}, "eos_token_id is 9999"),
     ],
 )
-def test_bad_metadata(more: dict[str, Any], said: str):
+def test_bad_metadata(fields: dict[str, Any], said: str):
     with pytest.raises(TokenizerError, match=said) as raised:
-        tiny(**more).encode("abc")
+        tiny_tokenizer(**fields).encode("abc")
     assert "\n" not in str(raised.value)

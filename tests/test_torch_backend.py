@@ -18,26 +18,31 @@ import pytest
 import packtrain as pt
 from packtrain import kernels
 from packtrain.cli.main import main
-from packtrain.devtools.check.check_cases import checked_values
-from packtrain.devtools.check.op_samples import graph_of, samples, typed, values
+from packtrain.devtools.check.check_cases import check_values
+from packtrain.devtools.check.op_samples import (
+    graph_of,
+    random_values,
+    samples_of_op,
+    typed_samples,
+)
 from packtrain.dtypes import READABLE, Dtype, f32
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import HOST, Host, Target, target
 from packtrain.engine.backends import torch_temporaries as measuring
 from packtrain.engine.backends.torch_backend import BACKENDS as DEVICES_OF_TORCH
-from packtrain.engine.backends.torch_backend import Apart, OnHost, seen
+from packtrain.engine.backends.torch_backend import TorchDevice, TorchHost, as_tensor
 from packtrain.engine.executor import Executor
 from packtrain.engine.interpreter import interpret
 from packtrain.engine.optim import AdamW, Optimizer
 from packtrain.engine.placement import place
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import OPS, Call
 from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import make_plans
-from packtrain.training.training_engine import Engine
+from packtrain.training.training_engine import TrainingEngine
 from tests import bit_checks, checks, models
 from tests.architectures import CONFIGS, DEEP, random_weights
 from tests.real import BASE
@@ -45,7 +50,7 @@ from tests.test_ops import NOTHING, REFUSED
 
 pytestmark = pytest.mark.torch
 COMPUTED = sorted(name for name, op in OPS.items() if not op.view)
-THERE, FAR = OnHost("torch:cpu"), Apart("far", "cpu")
+TORCH_CPU, FAR = TorchHost("torch:cpu"), TorchDevice("far", "cpu")
 GPU = "cuda" if find_spec("torch") and kernels.torch().cuda.is_available() else None
 ELSEWHERE = (FAR, DEVICES_OF_TORCH[GPU]) if GPU else (FAR,)
 DEVICES = ("torch:cpu", GPU) if GPU else ("torch:cpu",)
@@ -59,7 +64,7 @@ SIZES = {"threads": 1, "sample_every": 0, "warmup_ratio": 0.0, "overwrite": True
 @pytest.mark.parametrize("name", COMPUTED)
 def test_the_value_is_the_specification(name: str) -> None:
     """Also from a memory of its own."""
-    checks.passed(checked_values(name, (THERE, *ELSEWHERE)))
+    checks.assert_passed(check_values(name, (TORCH_CPU, *ELSEWHERE)))
 
 
 @pytest.mark.parametrize("name", [n for n in COMPUTED if any(OPS[n].inplace.values())])
@@ -76,16 +81,16 @@ def test_any_view_can_be_an_input(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in COMPUTED if OPS[n].optional])
 def test_results_can_be_left_out(name: str) -> None:
-    bit_checks.check_optional(name, (THERE,))
+    bit_checks.check_optional(name, (TORCH_CPU,))
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_axes_of_no_elements(name: str) -> None:
     graph = pt.Graph({"y": NOTHING[name]()})
-    leaf_values = checks.values(graph)
-    for backend in (THERE, *ELSEWHERE):
-        actual = checks.run(graph, leaf_values, (backend,))
-        checks.all_close(actual, pt.interpret(graph, leaf_values), name)
+    leaf_values = checks.random_values(graph)
+    for backend in (TORCH_CPU, *ELSEWHERE):
+        actual = checks.run_graph(graph, leaf_values, (backend,))
+        checks.assert_all_close(actual, pt.interpret(graph, leaf_values), name)
 
 
 @pytest.mark.parametrize("dtype", READABLE, ids=str)
@@ -96,8 +101,8 @@ def test_blocks_are_unpacked_bit_for_bit(dtype: Dtype) -> None:
     w = pt.constant("w", packed, dtype)
     graph = pt.Graph({"y": ops.cast(w, dtype=f32)})
     expected = dequantize(packed)
-    for backend in (THERE, *ELSEWHERE):
-        actual = checks.run(graph, {}, (backend,))["y"]
+    for backend in (TORCH_CPU, *ELSEWHERE):
+        actual = checks.run_graph(graph, {}, (backend,))["y"]
         np.testing.assert_array_equal(
             actual.view(np.int32)[~np.isnan(expected)], expected.view(np.int32)[~np.isnan(expected)]
         )
@@ -108,10 +113,12 @@ def test_an_input_with_an_axis_of_one_element_is_overwritten() -> None:
     """Whatever its stride is, which says nothing."""
     broadcast = ops.broadcast_to(ops.tanh(pt.input("x", (1, 16))), shape=(1, 16))
     graph = pt.Graph({"y": ops.sqr(broadcast)})
-    leaf_values = values(graph)
-    expected = checks.run(graph, leaf_values)
-    for backend in (THERE, *ELSEWHERE):
-        checks.all_close(checks.run(graph, leaf_values, (backend,)), expected, backend.name)
+    leaf_values = random_values(graph)
+    expected = checks.run_graph(graph, leaf_values)
+    for backend in (TORCH_CPU, *ELSEWHERE):
+        checks.assert_all_close(
+            checks.run_graph(graph, leaf_values, (backend,)), expected, backend.name
+        )
 
 
 def test_random_numbers_are_those_of_the_cpu() -> None:
@@ -122,8 +129,10 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
         key = pt.constant("key", np.array([seed, 9]), pt.i64)
         graph = pt.Graph({"y": ops.dropout(x, key, p=0.3, stream=0xDEADBEEF)})
         inputs = {"x": np.ones(n, np.float32)}
-        checks.same_bits(
-            checks.run(graph, inputs, (THERE,)), checks.run(graph, inputs), f"seed {seed}"
+        checks.assert_same_bits(
+            checks.run_graph(graph, inputs, (TORCH_CPU,)),
+            checks.run_graph(graph, inputs),
+            f"seed {seed}",
         )
 
 
@@ -131,53 +140,60 @@ def test_ids_outside_are_reported_as_on_the_cpu() -> None:
     w, ids = pt.weight("w", (4, 3)), pt.input("ids", (2,), pt.i32)
     graph = pt.Graph({"y": ops.get_rows(w, ids)})
     inputs = {"w": np.zeros((4, 3), np.float32), "ids": np.array([0, 4], np.int32)}
-    for backend in (backends.cpu, THERE, *ELSEWHERE):
+    for backend in (backends.cpu, TORCH_CPU, *ELSEWHERE):
         with pytest.raises(
             IndexError, match="get_rows: index 4 at position 1 is outside the 4 rows"
         ):
-            checks.run(graph, inputs, (backend,))
+            checks.run_graph(graph, inputs, (backend,))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
-def every(name: str) -> Iterator[Call]:
-    yield from samples(name)
-    yield from (typed_case.call for typed_case in typed(name))
+def all_calls(name: str) -> Iterator[Call]:
+    yield from samples_of_op(name)
+    yield from (typed_case.call for typed_case in typed_samples(name))
 
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_temporaries_stay_within_what_is_declared(name: str) -> None:
-    for call in every(name):
-        declared = sum(s.nbytes for s in THERE.workspaces(call.op, call.inputs, call.attrs))
+    for call in all_calls(name):
+        declared = sum(s.nbytes for s in TORCH_CPU.workspaces(call.op, call.inputs, call.attrs))
         graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-        leaf_values = pt.interpret(graph, values(graph_of(call.results)), np.float32)
+        leaf_values = pt.interpret(graph, random_values(graph_of(call.results)), np.float32)
         arguments = [None if t is None else leaf_values[str(i)] for i, t in enumerate(call.inputs)]
         fresh = [np.empty(t.dtype.array_shape(t.shape), t.dtype.numpy) for t in call.results]
         written_inputs = [arguments[i] for i in call.op.writes]
         results = (*written_inputs, *fresh[len(written_inputs) :])
-        tensors = [seen(x) for x in (results if call.several else results[0], *arguments)]
+        tensors = [
+            as_tensor(x) for x in (results if call.returns_tuple else results[0], *arguments)
+        ]
         call.op.kernels["torch"].run(*tensors, **call.attrs)  # tables of types are made once
-        with measuring.meter()() as count:
+        with measuring.allocation_meter()() as count:
             call.op.kernels["torch"].run(*tensors, **call.attrs)
-        assert count.most <= declared, (name, [str(t) for t in call.inputs], count.most, declared)
+        assert count.peak_nbytes <= declared, (
+            name,
+            [str(t) for t in call.inputs],
+            count.most,
+            declared,
+        )
 
 
 def test_a_meter_counts_what_is_alive() -> None:
     torch = kernels.torch()
     x = torch.ones(10)
-    with measuring.meter()() as count:
+    with measuring.allocation_meter()() as count:
         y = x + 1
         y.add_(1)
         z = y * 2
         del y
         z.view(2, 5)
         _ = x * 2
-    assert (count.most, count.now) == (80, 80)
+    assert (count.peak_nbytes, count.current_nbytes) == (80, 80)
 
 
 def test_backends_are_pickled() -> None:
-    for backend in (THERE, FAR):
+    for backend in (TORCH_CPU, FAR):
         assert pickle.loads(pickle.dumps(backend)) == backend
 
 
@@ -191,20 +207,20 @@ def test_a_memory_apart_holds_any_array() -> None:
     np.testing.assert_array_equal(FAR.read(transposed), values)
     flat = FAR.view(buffer, 512, pt.Spec((15,), f32), (4,))
     np.testing.assert_array_equal(FAR.read(flat), values.T.reshape(-1))
-    assert FAR.overlap(flat, transposed) and FAR.finite(flat)
+    assert FAR.overlap(flat, transposed) and FAR.all_finite(flat)
     other_view = FAR.view(buffer, 512 + 64, pt.Spec((2,), pt.i64), (8,))
     none = FAR.view(buffer, 0, pt.Spec((0, 5), f32), (20, 4))
     assert not FAR.overlap(flat, other_view) and FAR.read(none).shape == (0, 5)
     FAR.fill(flat, 255)
-    assert not FAR.finite(flat) and FAR.window(flat) is None
+    assert not FAR.all_finite(flat) and FAR.window(flat) is None
     assert not FAR.read(other_view).any()
 
 
 def test_what_a_device_has_not_is_held_as_bytes() -> None:
     """Of f64 on `mps`: another backend computes with it, and that is said."""
-    poor = Apart("mps", "cpu")
+    poor = TorchDevice("mps", "cpu")
     (call,) = (
-        c for c in samples("draw") if c.inputs[0] is not None and c.inputs[0].shape == (7, 5)
+        c for c in samples_of_op("draw") if c.inputs[0] is not None and c.inputs[0].shape == (7, 5)
     )
     operands = [
         pt.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(call.inputs) if t is not None
@@ -212,8 +228,8 @@ def test_what_a_device_has_not_is_held_as_bytes() -> None:
     graph = pt.Graph({"y": ops.draw(*operands), "z": ops.scale(operands[1], by=2.0)})
     leaf_values = {f"x{i}": t.value for i, t in enumerate(call.inputs) if t is not None}
     with pytest.warns(UserWarning, match=r"no kernel of \['mps'\] for \['draw'\]; using numpy's"):
-        actual = checks.run(graph, leaf_values, (poor,))
-    checks.same_bits(actual, checks.run(graph, leaf_values), "draw")
+        actual = checks.run_graph(graph, leaf_values, (poor,))
+    checks.assert_same_bits(actual, checks.run_graph(graph, leaf_values), "draw")
 
 
 # ---- devices -------------------------------------------------------------------------------------------------
@@ -237,9 +253,9 @@ def test_what_is_missing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
-def losses(device: str, folder: Path, **more: object) -> np.ndarray:
+def run_training(device: str, folder: Path, **settings: object) -> np.ndarray:
     run = pt.train(
-        folder / "text.txt", output=folder / "m.gguf", device=device, **{**SIZES, **more}
+        folder / "text.txt", output=folder / "m.gguf", device=device, **{**SIZES, **settings}
     )
     return np.array(run.losses)
 
@@ -252,16 +268,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def close(got: np.ndarray, want: np.ndarray, count: int) -> None:
-    assert len(got) == len(want) == count
-    np.testing.assert_allclose(got, want, rtol=1e-4)
+def check_losses(got: np.ndarray, expected: np.ndarray, count: int) -> None:
+    assert len(got) == len(expected) == count
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_is_that_of_the_cpu(folder: Path, device: str) -> None:
     options = {"preset": "1m", "iters": 50, "ctx": 32, "batch_size": 4, "lr": 3e-4}
-    expected = losses("cpu", folder, **options)
-    close(losses(device, folder, **options), expected, 50)
+    expected = run_training("cpu", folder, **options)
+    check_losses(run_training(device, folder, **options), expected, 50)
     assert expected[-1] < 0.7 * expected[0]
 
 
@@ -282,15 +298,17 @@ def base(folder: Path) -> Path:
     return folder / "q.gguf"
 
 
-def tuned(folder: Path, base: Path, device: str, iters: int = 12, **more: Any) -> np.ndarray:
+def run_finetune(
+    folder: Path, base: Path, device: str, iters: int = 12, **settings: Any
+) -> np.ndarray:
     done = pt.finetune(
         base, folder / "text.txt", output=folder / "t.gguf", device=device, iters=iters, ctx=32,
-        batch_size=2, lora_dropout=0.1, lr=0.001, threads=1, overwrite=True, **more,
+        batch_size=2, lora_dropout=0.1, lr=0.001, threads=1, overwrite=True, **settings,
     )  # fmt: skip
     return np.array(done.losses)
 
 
-def written(base: Path, device: str) -> tuple[list[int], np.ndarray]:
+def generate_and_evaluate(base: Path, device: str) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and losses of a text."""
     ids = pt.generate(base, "bal cem", n_predict=24, temp=0, device=device).ids
     losses = pt.evaluate(base, base.parent / "text.txt", ctx=32, device=device).losses[str(base)]
@@ -299,23 +317,25 @@ def written(base: Path, device: str) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path, device: str) -> None:
-    expected = tuned(folder, base, "cpu", 50)
-    close(tuned(folder, base, device, 50), expected, 50)
+    expected = run_finetune(folder, base, "cpu", 50)
+    check_losses(run_finetune(folder, base, device, 50), expected, 50)
     assert expected[-1] < 0.7 * expected[0]
 
 
 @pytest.mark.real
 def test_lora_on_the_real_base_is_that_of_the_cpu(folder: Path) -> None:
     expected, actual = (
-        tuned(folder, BASE, d, 2, merge="none", val_split=0.0) for d in ("cpu", "torch:cpu")
+        run_finetune(folder, BASE, d, 2, merge="none", val_split=0.0) for d in ("cpu", "torch:cpu")
     )
-    close(actual, expected, 2)
+    check_losses(actual, expected, 2)
     assert expected[-1] < expected[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_generation_gives_the_same_tokens(base: Path, device: str) -> None:
-    (ids, device_losses), (expected_ids, losses) = (written(base, d) for d in (device, "cpu"))
+    (ids, device_losses), (expected_ids, losses) = (
+        generate_and_evaluate(base, d) for d in (device, "cpu")
+    )
     assert ids == expected_ids and len(ids) == 24
     np.testing.assert_allclose(device_losses, losses, rtol=1e-4, atol=1e-4)
 
@@ -324,9 +344,15 @@ def test_a_memory_apart_gives_the_same_bits(
     folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same kernels on views of one tensor, and the base copied there."""
-    local_results = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
-    monkeypatch.setitem(DEVICES_OF_TORCH, "torch:cpu", Apart("torch:cpu", "cpu"))
-    remote_results = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
+    local_results = (
+        run_finetune(folder, base, "torch:cpu"),
+        *generate_and_evaluate(base, "torch:cpu"),
+    )
+    monkeypatch.setitem(DEVICES_OF_TORCH, "torch:cpu", TorchDevice("torch:cpu", "cpu"))
+    remote_results = (
+        run_finetune(folder, base, "torch:cpu"),
+        *generate_and_evaluate(base, "torch:cpu"),
+    )
     for actual, expected in zip(remote_results, local_results, strict=True):
         np.testing.assert_array_equal(actual, expected)
 
@@ -343,16 +369,20 @@ def test_gradients_of_every_architecture(name: str, device: str) -> None:
     )
     read = {leaf.label for leaf in graph.leaves}
     weights = {n: w for n, w in random_weights(config).items() if n in read}
-    batch = models.batch(config, 2, 20)
+    batch = models.seeded_batch(config, 2, 20)
     actual, expected = (
-        models.bind(graph, weights, backend=b)(batch)
+        models.bind_graph(graph, weights, backend=b)(batch)
         for b in (DEVICES_OF_TORCH[device], backends.cpu)
     )
     far_names = [
-        n for n in expected if checks.apart(actual[n], expected[n]) > checks.limit(actual[n])
+        n
+        for n in expected
+        if checks.max_difference(actual[n], expected[n]) > checks.error_limit(actual[n])
     ]
     near_names = [n for n in expected if n not in far_names]
-    checks.all_close({n: actual[n] for n in near_names}, {n: expected[n] for n in near_names}, name)
+    checks.assert_all_close(
+        {n: actual[n] for n in near_names}, {n: expected[n] for n in near_names}, name
+    )
     if not far_names:
         return
     # f32 can be no nearer to float64 than its weights' own rounding lets it: where one ulp of each moves a gradient
@@ -361,11 +391,12 @@ def test_gradients_of_every_architecture(name: str, device: str) -> None:
     moved = [interpret(graph, {**an_ulp_off(weights, seed), **batch}) for seed in range(3)]
     for n in far_names:
         want_32 = np.asarray(true[n], np.float32)
-        error = checks.apart(actual[n], want_32)
+        error = checks.max_difference(actual[n], want_32)
         ulp_error = max(
-            checks.apart(np.asarray(perturbed[n], np.float32), want_32) for perturbed in moved
+            checks.max_difference(np.asarray(perturbed[n], np.float32), want_32)
+            for perturbed in moved
         )
-        assert error <= max(ulp_error, checks.limit(actual[n])), (
+        assert error <= max(ulp_error, checks.error_limit(actual[n])), (
             f"{name}: {n}: off by {error:.3g}, an ulp of the weights moves it by {ulp_error:.3g}"
         )
 
@@ -382,10 +413,12 @@ def an_ulp_off(weights: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarra
 SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)
 
 
-def steps(on: Target, count: int = 3, by: Optimizer = AdamW()) -> list[float]:  # noqa: B008
-    shape = replace(SHAPE, evaluations=by.evaluations, max_norm=None if by.first_length else 1.0)
-    engine = Engine(make_plans(shape, by, target=on), by)
-    transformer.initialise(SHAPE.config, 0, engine.session.fill)
+def train_losses(on: Target, count: int = 3, by: Optimizer = AdamW()) -> list[float]:  # noqa: B008
+    shape = replace(
+        SHAPE, num_evaluations=by.evaluations, max_norm=None if by.first_length else 1.0
+    )
+    engine = TrainingEngine(make_plans(shape, by, target=on), by)
+    transformer.initialize_weights(SHAPE.config, 0, engine.session.fill)
     ids = np.random.default_rng(0).integers(0, 64, (count, 2, 17)).astype(np.int32)
     pos, seq = np.tile(np.arange(16, dtype=np.int32), (2, 1)), np.zeros((2, 16), np.int32)
     ones = np.ones((2, 16), np.float32)
@@ -402,29 +435,36 @@ def test_a_step_allocates_nothing_but_what_its_plan_counts(monkeypatch: pytest.M
     counts = list[tuple[str, int, int, int]]()
     original_run = Executor._run
 
-    def counted(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
+    def run_metered(self: Executor, calls: list[Any], stop: Any, turns: Any) -> None:
         pool = self.plan.arena("far").pool_nbytes
 
-        def one(step: Step, call: Any) -> Any:
+        def metered_call(step: KernelStep, call: Any) -> Any:
             planned = pool or sum(spec.nbytes for spec in step.workspaces)
 
-            def meted() -> None:
-                with measuring.meter()() as count:
+            def call_metered() -> None:
+                with measuring.allocation_meter()() as count:
                     call()
-                counts.append((step.op.name, count.most, planned, count.now))
+                counts.append((step.op.name, count.peak_nbytes, planned, count.current_nbytes))
 
-            return meted
+            return call_metered
 
         original_run(
-            self, [one(*pair) for pair in zip(self.placed.steps, calls, strict=True)], stop, turns
+            self,
+            [metered_call(*pair) for pair in zip(self.placed.steps, calls, strict=True)],
+            stop,
+            turns,
         )
 
-    for backend in (THERE, FAR):
-        steps(Target.of(backend))  # tables of types are made once
+    for backend in (TORCH_CPU, FAR):
+        train_losses(Target.for_backend(backend))  # tables of types are made once
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_run", counted)
-            steps(Target.of(backend))
-        exceeded = [one for one in counts if one[1] > one[2] or one[3]]
+            patch.setattr(Executor, "_run", run_metered)
+            train_losses(Target.for_backend(backend))
+        exceeded = [
+            metered_call
+            for metered_call in counts
+            if metered_call[1] > metered_call[2] or metered_call[3]
+        ]
         assert counts and not exceeded, (backend.name, exceeded)
     assert any(max_nbytes for _, max_nbytes, _, _ in counts), "the meter saw nothing"
 
@@ -434,40 +474,49 @@ def test_running_again_changes_nothing(device: str) -> None:
     torch_threads = kernels.threads()
     kernels.set_threads(1)
     try:
-        assert steps(target(device)) == steps(target(device))
-        np.testing.assert_allclose(steps(Target.of(FAR)), steps(backends.CPU), rtol=1e-5)
+        assert train_losses(target(device)) == train_losses(target(device))
+        np.testing.assert_allclose(
+            train_losses(Target.for_backend(FAR)), train_losses(backends.CPU), rtol=1e-5
+        )
     finally:
         kernels.set_threads(torch_threads)
 
 
-class Some(OnHost):
+class PartialTorch(TorchHost):
     """`torch` for some calls."""
 
 
-class Others(Host):
+class PartialHost(Host):
     """The cpu for others."""
 
 
 def test_each_op_alone_runs_among_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = steps(backends.CPU)
-    placed = make_plans(SHAPE, AdamW()).placed["step"]
+    expected = train_losses(backends.CPU)
+    placed = make_plans(SHAPE, AdamW()).placed_graphs["step"]
     names = sorted({step.op.name for step in placed.steps})
     assert len(names) > 15
     for name in names:
         monkeypatch.setattr(
-            Some,
+            PartialTorch,
             "kernel",
-            lambda _, op, inputs, one=name: THERE.kernel(op, inputs) if op.name == one else None,
+            lambda _, op, inputs, metered_call=name: (
+                TORCH_CPU.kernel(op, inputs) if op.name == metered_call else None
+            ),
         )
         monkeypatch.setattr(
-            Others,
+            PartialHost,
             "kernel",
-            lambda _, op, inputs, one=name: op.kernels["cpu"] if op.name != one else None,
+            lambda _, op, inputs, metered_call=name: (
+                op.kernels["cpu"] if op.name != metered_call else None
+            ),
         )
-        on = Target((Some("torch:cpu"), Others("cpu")))
-        backs = {s.backend.name for s in make_plans(SHAPE, AdamW(), target=on).placed["step"].steps}
+        on = Target((PartialTorch("torch:cpu"), PartialHost("cpu")))
+        backs = {
+            s.backend.name
+            for s in make_plans(SHAPE, AdamW(), target=on).placed_graphs["step"].steps
+        }
         assert backs == {"cpu", "torch:cpu"}, (name, backs)
-        np.testing.assert_allclose(steps(on, 2), expected[:2], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(train_losses(on, 2), expected[:2], rtol=1e-5, err_msg=name)
 
 
 def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,10 +527,10 @@ def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyP
         y = ops.rms_norm(ops.add(y, ops.silu(ops.matmul(y, w))), eps=1e-5)
     loss = ops.sum(ops.mul(y, y))
     graph = pt.Graph({"loss": loss, "dw": pt.differentiate(loss, [w])[w]})
-    leaf_values = values(graph)
-    expected = checks.run(graph, leaf_values)
+    leaf_values = random_values(graph)
+    expected = checks.run_graph(graph, leaf_values)
     calls = [call for call in graph.calls if not call.op.view]
-    original_kernel = THERE.kernel
+    original_kernel = TORCH_CPU.kernel
 
     for count in range(len(calls) + 1):
         ours = [call.inputs for call in calls[:count]]
@@ -493,11 +542,11 @@ def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyP
                 else None
             )
 
-        monkeypatch.setattr(Some, "kernel", kernel)
-        placed = place(graph, Target((Some("torch:cpu"), backends.cpu)))
+        monkeypatch.setattr(PartialTorch, "kernel", kernel)
+        placed = place(graph, Target((PartialTorch("torch:cpu"), backends.cpu)))
         assert sum(s.backend.name == "torch:cpu" for s in placed.steps) == count
         assert len(placed.steps) == len(calls) and {b.space for b in placed.home.values()} == {HOST}
-        checks.all_close(
+        checks.assert_all_close(
             checks.execute(pt.Session().executor(placed), leaf_values), expected, f"cut at {count}"
         )
 

@@ -13,7 +13,11 @@ import torch
 
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import torch_temporaries
-from packtrain.engine.backends.torch_temporaries import empty, measured, unseen_nbytes
+from packtrain.engine.backends.torch_temporaries import (
+    empty_array,
+    kernel_footprint,
+    untracked_nbytes,
+)
 from packtrain.engine.tensor import Call
 
 pytestmark = pytest.mark.torch
@@ -24,11 +28,11 @@ NOT_COUNTED = {"conv_2d", "conv_2d_back", "conv_2d_back_w", "im2col"}
 TORCH_OPS = [n for n in ops.__all__ if "torch" in getattr(getattr(ops, n), "kernels", ())]
 
 
-def taken(work: Callable[..., Any], *given: Any, **named: Any) -> int:
+def peak_nbytes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """The most bytes that PyTorch's allocator gives out at once meanwhile."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
-        work(*given, **named)
+        function(*args, **kwargs)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     current_nbytes = max_nbytes = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -39,13 +43,13 @@ def taken(work: Callable[..., Any], *given: Any, **named: Any) -> int:
 
 def taken_by(call: Call) -> int:
     op, inputs, attrs = call.op, call.inputs, call.attrs
-    tensors = [t and empty(t.spec, t.strides, "cpu") for t in inputs]
+    tensors = [t and empty_array(t.spec, t.strides, "cpu") for t in inputs]
     ruled = op.rule(*inputs, **attrs)
     specs = ruled if isinstance(ruled, tuple) else (ruled,)
     wrote = [tensors[i] for i in op.writes]
-    results = (*wrote, *(empty(spec, spec.strides, "cpu") for spec in specs[len(wrote) :]))
+    results = (*wrote, *(empty_array(spec, spec.strides, "cpu") for spec in specs[len(wrote) :]))
     output = results if len(results) > 1 or op.writes else results[0]
-    return taken(op.kernels["torch"].run, output, *tensors, **attrs)
+    return peak_nbytes(op.kernels["torch"].run, output, *tensors, **attrs)
 
 
 @pytest.mark.parametrize("name", [n for n in TORCH_OPS if n not in NOT_COUNTED])
@@ -56,7 +60,7 @@ def test_what_a_kernel_takes_is_counted(name: str) -> None:
         call = (sample[0] if isinstance(sample, tuple) else sample).call
         if call.op.kernels.get("torch") is None:
             continue
-        planned = measured(call.op, call.inputs, dict(call.attrs)).nbytes
+        planned = kernel_footprint(call.op, call.inputs, dict(call.attrs)).nbytes
         nbytes = taken_by(call)
         if nbytes > BEYOND.get(name, 1.0) * planned + ALLOWED_NBYTES:
             excess.append((call.op.name, [t and t.spec for t in call.inputs], nbytes, planned))
@@ -68,14 +72,14 @@ def test_long_attention_is_counted() -> None:
     for time in (100, 300, 1000):
         q = torch.zeros(1, time, 4, 64).transpose(1, 2)  # as the kernel gives it
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        nbytes = taken(flash, q, q, q, 0.0, True)
+        nbytes = peak_nbytes(flash, q, q, q, 0.0, True)
         result = q.nbytes + 4 * 4 * time
-        assert nbytes <= result + unseen_nbytes(flash.default, (q, q, q)) + ALLOWED_NBYTES
+        assert nbytes <= result + untracked_nbytes(flash.default, (q, q, q)) + ALLOWED_NBYTES
         y, lse = flash(q, q, q, 0.0, True)
         back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         args = q, q, q, q, y, lse
-        nbytes = taken(back, *args, 0.0, True)
-        planned = unseen_nbytes(back.default, args)
+        nbytes = peak_nbytes(back, *args, 0.0, True)
+        planned = untracked_nbytes(back.default, args)
         assert nbytes <= 3 * q.nbytes + planned + ALLOWED_NBYTES
 
 
@@ -105,7 +109,7 @@ def test_products_take_what_is_counted_and_keep_nothing(shape: tuple[int, int, i
     peak_nbytes, left_nbytes = map(int, done.stdout.split())
     m, k, n = shape
     args = torch.empty(m, k, device="meta"), torch.empty(k, n, device="meta")
-    planned = unseen_nbytes(torch.ops.aten.mm.default, args)
+    planned = untracked_nbytes(torch.ops.aten.mm.default, args)
     assert peak_nbytes <= planned + (1 << 19) and left_nbytes <= 1 << 19, (
         peak_nbytes,
         planned,
@@ -114,4 +118,4 @@ def test_products_take_what_is_counted_and_keep_nothing(shape: tuple[int, int, i
 
 
 def test_tiles_and_blocks_are_no_part_of_other_functions() -> None:
-    assert torch_temporaries.unseen_nbytes(torch.ops.aten.add.Tensor, ()) == 0
+    assert torch_temporaries.untracked_nbytes(torch.ops.aten.add.Tensor, ()) == 0

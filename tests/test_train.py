@@ -14,51 +14,60 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.watched import packtrain
+from benchmarks.watched import run_packtrain
 from packtrain.cli.main import main
-from packtrain.common.files import locked
-from packtrain.gguf import GGUF, Value, write
-from packtrain.training.checkpoints import load
-from packtrain.training.monitoring import Watch, metrics_file
+from packtrain.common.files import file_lock
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
+from packtrain.training.checkpoints import load_checkpoint
+from packtrain.training.monitoring import RunMonitor, metrics_file
 from packtrain.training.train_settings import TrainSettings
 from packtrain.training.training_job import build_job
 from tests.architectures import TOKENS, vocabulary
-from tests.kill import TINY, survive, without_times, words
+from tests.kill import TINY_FLAGS, sample_text, survive_kills, without_times
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(words())
+    path.write_text(sample_text())
     return path
 
 
 @contextmanager
 def signal_after(step: int, number: int = signal.SIGINT):
     """As if someone pressed Ctrl-C while this step was recorded."""
-    before = Watch.step
+    before = RunMonitor.record_step
 
     def record(watch, record):
         before(watch, record)
         if record["step"] == step:
             os.kill(os.getpid(), number)
 
-    Watch.step = record
+    RunMonitor.record_step = record
     try:
         yield
     finally:
-        Watch.step = before
+        RunMonitor.record_step = before
 
 
-def arguments(data, output, *more: str) -> list[str]:
-    return ["train", "--data", str(data), "-o", str(output), *TINY, "--no-tensorboard", *more]
+def train_arguments(data, output, *flags: str) -> list[str]:
+    return [
+        "train",
+        "--data",
+        str(data),
+        "-o",
+        str(output),
+        *TINY_FLAGS,
+        "--no-tensorboard",
+        *flags,
+    ]
 
 
 def said(capsys) -> list[str]:
     return capsys.readouterr().err.strip().splitlines()
 
 
-def weights(path):
+def weight_bytes(path):
     gguf = GGUF(path)
     return {name: gguf.array(name).tobytes() for name in gguf.entries}
 
@@ -75,14 +84,14 @@ def assert_resumes(tuned, losses, folder, capsys):
         assert tuned(stopped, "--iters", "6") == 130
     assert tuned(stopped, "--iters", "6", "--resume") == 0, said(capsys)
     assert losses(uninterrupted) == losses(stopped)
-    first, second = (weights(path) for path in (uninterrupted, stopped))
+    first, second = (weight_bytes(path) for path in (uninterrupted, stopped))
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     output = tmp_path / "model.gguf"
     code = main(
-        arguments(data, output, "--iters", "12", "--steps-per-eval", "5", "--save-every", "4")
+        train_arguments(data, output, "--iters", "12", "--steps-per-eval", "5", "--save-every", "4")
     )
     text = "\n".join(said(capsys))
     assert code == 0, text
@@ -112,18 +121,20 @@ def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("The")
 
 
-@pytest.mark.parametrize("more", [[], ["--grad-accumulation-steps", "2", "--recompute", "blocks"]])
-def test_resume_is_bit_for_bit(data, tmp_path, capsys, more):
+@pytest.mark.parametrize(
+    "extra_flags", [[], ["--grad-accumulation-steps", "2", "--recompute", "blocks"]]
+)
+def test_resume_is_bit_for_bit(data, tmp_path, capsys, extra_flags):
     at_once, in_parts = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    options = ["--iters", "11", "--steps-per-eval", "4", "--save-every", "3", *more]
-    assert main(arguments(data, at_once, *options)) == 0
+    options = ["--iters", "11", "--steps-per-eval", "4", "--save-every", "3", *extra_flags]
+    assert main(train_arguments(data, at_once, *options)) == 0
     with signal_after(7):
-        assert main(arguments(data, in_parts, *options)) == 130
+        assert main(train_arguments(data, in_parts, *options)) == 130
     text = "\n".join(said(capsys))
     assert "stopped after step 7 of 11" in text and "--resume" in text
     assert main(["train", "-o", str(in_parts), "--resume", "--no-tensorboard"]) == 0
-    assert weights(at_once) == weights(in_parts)
-    assert weights(tmp_path / "a.run/checkpoint.gguf") == weights(
+    assert weight_bytes(at_once) == weight_bytes(in_parts)
+    assert weight_bytes(tmp_path / "a.run/checkpoint.gguf") == weight_bytes(
         tmp_path / "b.run/checkpoint.gguf"
     )
     a, b = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
@@ -132,7 +143,7 @@ def test_resume_is_bit_for_bit(data, tmp_path, capsys, more):
 
 def test_a_run_without_a_checkpoint_resumes_from_the_beginning(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
-    assert main(arguments(data, output, "--iters", "2", "--resume")) == 0
+    assert main(train_arguments(data, output, "--iters", "2", "--resume")) == 0
     assert "no checkpoint yet" in "\n".join(said(capsys))
 
 
@@ -141,9 +152,9 @@ def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
     wide = ["--dim", "64", "--ffn", "512", "--batch-size", "24", "-c", "256", "--layers", "2"]
     even = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--steps-per-eval", "2"]
 
-    def run(name: str, steps: int, *more: str) -> str:
-        args = arguments(
-            data, tmp_path / f"{name}.gguf", *wide, *even, "--iters", str(steps), *more
+    def run(name: str, steps: int, *extra_flags: str) -> str:
+        args = train_arguments(
+            data, tmp_path / f"{name}.gguf", *wide, *even, "--iters", str(steps), *extra_flags
         )
         done = subprocess.run(
             [sys.executable, "-m", "packtrain", *args], capture_output=True, text=True, check=False
@@ -168,13 +179,13 @@ def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         assert ("val_loss" in ours) == ("val_loss" in theirs)
         assert ours.get("val_loss", 0) == pytest.approx(theirs.get("val_loss", 0), rel=1e-3)
-    assert weights(tmp_path / "b.gguf") == weights(tmp_path / "c.gguf")
+    assert weight_bytes(tmp_path / "b.gguf") == weight_bytes(tmp_path / "c.gguf")
     assert [r["loss"] for r in b] == [r["loss"] for r in c]
 
 
 def test_more_steps_can_be_asked_for(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
-    assert main(arguments(data, output, "--iters", "2")) == 0
+    assert main(train_arguments(data, output, "--iters", "2")) == 0
     assert main(["train", "-o", str(output), "--resume", "--iters", "4"]) == 0
     assert "had 2 steps and has 4 now" in "\n".join(said(capsys))
     assert [r["step"] for r in metrics_file.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [
@@ -189,10 +200,10 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
     options = ["--iters", "60", "--steps-per-eval", "2", "--patience", "3", "--lr", "3"]
     options += ["--warmup-ratio", "1"]  # the rate grows, and soon no step helps
-    assert main(arguments(data, output, *options)) == 0
+    assert main(train_arguments(data, output, *options)) == 0
     text = "\n".join(said(capsys))
     assert "stopped early" in text
-    assert weights(output) == weights(tmp_path / "m.run/best.gguf")
+    assert weight_bytes(output) == weight_bytes(tmp_path / "m.run/best.gguf")
     records = metrics_file.read(tmp_path / "m.run/metrics.jsonl")[:-1]
     losses = [r["val_loss"] for r in records if "val_loss" in r]
     assert len(losses) < 30 and min(losses) == losses[-4]
@@ -201,18 +212,20 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     assert "packtrain generate" in text
     assert main(["train", "-o", str(output), "--resume"]) == 0
     line = f"early stopping has ended training after step {2 * len(losses)}; finishing {output}"
-    assert line in said(capsys) and weights(output) == weights(tmp_path / "m.run/best.gguf")
+    assert line in said(capsys) and weight_bytes(output) == weight_bytes(
+        tmp_path / "m.run/best.gguf"
+    )
 
 
 def test_samples_are_written_during_the_run(data, tmp_path, capsys):
     options = ["--iters", "4", "--sample-every", "2", "--sample-prompt", "The cat"]
-    assert main(arguments(data, tmp_path / "m.gguf", *options)) == 0
+    assert main(train_arguments(data, tmp_path / "m.gguf", *options)) == 0
     assert sum(line.startswith("sample: The cat") for line in said(capsys)) == 2
 
 
 def test_plan_prints_and_runs_nothing(data, tmp_path, capsys):
     plan_path = tmp_path / "plan.json"
-    run = arguments(data, tmp_path / "m.gguf")[1:]
+    run = train_arguments(data, tmp_path / "m.gguf")[1:]
     assert main(["plan", "train", *run, "--json", str(plan_path)]) == 0
     printed = capsys.readouterr().out
     plan = json.loads(plan_path.read_text())
@@ -228,9 +241,12 @@ def test_the_total_of_a_plan_is_not_exceeded(data, tmp_path):
     """Watched from outside, without a limit: a vocabulary is written that takes megabytes, and samples are."""
     vocab, output = tmp_path / "vocab.gguf", tmp_path / "m.gguf"
     extra_tokens = {f"<word {i:06}>": 1 for i in range(100_000)}
-    write(
+    write_gguf(
         vocab,
-        {"general.architecture": Value("string", "llama"), **vocabulary(TOKENS | extra_tokens)},
+        {
+            "general.architecture": MetadataValue("string", "llama"),
+            **vocabulary(TOKENS | extra_tokens),
+        },
         {},
     )
     options = [
@@ -245,7 +261,7 @@ def test_the_total_of_a_plan_is_not_exceeded(data, tmp_path):
         "--sample-every",
         "2",
     ]
-    done = packtrain(*arguments(data, output, *options))
+    done = run_packtrain(*train_arguments(data, output, *options))
     assert done.code == 0, done.said
     planned = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
     assert planned - (4 << 20) < done.peak <= planned
@@ -254,7 +270,7 @@ def test_the_total_of_a_plan_is_not_exceeded(data, tmp_path):
 # ---- what is refused
 
 
-def refused(capsys, arguments, code=2) -> str:
+def refusal_line(capsys, arguments, code=2) -> str:
     assert main(arguments) == code
     lines = said(capsys)
     assert lines[-1].startswith("packtrain: error: ")
@@ -277,7 +293,7 @@ def test_bad_data(tmp_path, capsys, content, reason):
     path = tmp_path / "data.txt"
     if content is not None:
         path.write_bytes(content)
-    line = refused(capsys, arguments(path, tmp_path / "m.gguf"))
+    line = refusal_line(capsys, train_arguments(path, tmp_path / "m.gguf"))
     assert "data.txt" in line
     assert any(part in line for part in reason.split("|")), line
 
@@ -285,27 +301,32 @@ def test_bad_data(tmp_path, capsys, content, reason):
 def test_bad_outputs_are_found_before_any_work(data, tmp_path, capsys):
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "file").write_text("")
-    assert "is a folder" in refused(capsys, arguments(data, tmp_path / "folder.gguf"))
+    assert "is a folder" in refusal_line(capsys, train_arguments(data, tmp_path / "folder.gguf"))
     for output in (tmp_path / "file/m.gguf", tmp_path / "missing/m.gguf"):
-        assert "cannot be written" in refused(capsys, arguments(data, output))
+        assert "cannot be written" in refusal_line(capsys, train_arguments(data, output))
         assert (
-            "missing does not exist; create it" in refused(capsys, arguments(data, output))
+            "missing does not exist; create it"
+            in refusal_line(capsys, train_arguments(data, output))
         ) == (output.parent.name == "missing")
     (tmp_path / "old.gguf").write_text("precious")
-    assert "old.gguf exists" in refused(capsys, arguments(data, tmp_path / "old.gguf"))
+    assert "old.gguf exists" in refusal_line(capsys, train_arguments(data, tmp_path / "old.gguf"))
     assert (tmp_path / "old.gguf").read_text() == "precious"
 
 
 def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
-    assert main(arguments(data, output, "--iters", "1")) == 0
+    assert main(train_arguments(data, output, "--iters", "1")) == 0
     before = (tmp_path / "m.run/checkpoint.gguf").read_bytes()
-    assert "has a run already" in refused(capsys, arguments(data, output, "--iters", "1"))
-    line = refused(capsys, arguments(data, output, "--iters", "1", "--resume", "--lr", "0.25"))
+    assert "has a run already" in refusal_line(
+        capsys, train_arguments(data, output, "--iters", "1")
+    )
+    line = refusal_line(
+        capsys, train_arguments(data, output, "--iters", "1", "--resume", "--lr", "0.25")
+    )
     assert "m.run cannot continue: --lr was not given and is 0.25; give the original ones" in line
     assert (tmp_path / "m.run/checkpoint.gguf").read_bytes() == before
     assert main(["train", "-o", str(output), "--resume"]) == 0, "the refused settings were kept"
-    assert main(arguments(data, output, "--iters", "1", "--overwrite")) == 0
+    assert main(train_arguments(data, output, "--iters", "1", "--overwrite")) == 0
 
 
 @pytest.mark.parametrize(
@@ -326,7 +347,7 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
     ],
 )
 def test_bad_flags(data, tmp_path, capsys, flags, part):
-    run = arguments(data, tmp_path / "m.gguf", *flags)
+    run = train_arguments(data, tmp_path / "m.gguf", *flags)
     try:
         code = main(run)
     except SystemExit as left:  # argparse leaves by itself
@@ -344,9 +365,13 @@ def test_bad_settings_files(data, tmp_path, capsys):
         ("lr: fast", "a number"),
     ):
         path.write_text(text)
-        assert part in refused(capsys, arguments(data, tmp_path / "m.gguf", "--config", str(path)))
+        assert part in refusal_line(
+            capsys, train_arguments(data, tmp_path / "m.gguf", "--config", str(path))
+        )
     path.write_text("lr: 1e-3\niters: 2\nvocab_size: 320\n")
-    assert main(arguments(data, tmp_path / "m.gguf", "--config", str(path), "--iters", "1")) == 0
+    assert (
+        main(train_arguments(data, tmp_path / "m.gguf", "--config", str(path), "--iters", "1")) == 0
+    )
     run_settings = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
     assert run_settings["lr"] == 1e-3 and run_settings["iters"] == 1
 
@@ -354,13 +379,13 @@ def test_bad_settings_files(data, tmp_path, capsys):
 def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, capsys):
     output, options = tmp_path / "m.gguf", ["--iters", "9", "--save-every", "2"]
     with signal_after(3):
-        assert main(arguments(data, output, *options)) == 130
+        assert main(train_arguments(data, output, *options)) == 130
     checkpoint = tmp_path / "m.run/checkpoint.gguf"
     before = checkpoint.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
     try:
-        line = refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+        line = refusal_line(capsys, ["train", "-o", str(output), "--resume"], code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "checkpoint.gguf: file too large" in line
@@ -372,7 +397,7 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, capsys):
 def test_the_sound_checkpoint_stays_until_there_is_another(data, tmp_path, capsys):
     output, options = tmp_path / "m.gguf", ["--iters", "9", "--save-every", "2"]
     with signal_after(5):
-        assert main(arguments(data, output, *options)) == 130
+        assert main(train_arguments(data, output, *options)) == 130
     checkpoint = tmp_path / "m.run/checkpoint.gguf"
     raw = bytearray(checkpoint.read_bytes())
     raw[-100] ^= 1
@@ -380,7 +405,7 @@ def test_the_sound_checkpoint_stays_until_there_is_another(data, tmp_path, capsy
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(raw) // 2, hard))
     try:
-        refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+        refusal_line(capsys, ["train", "-o", str(output), "--resume"], code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert main(["train", "-o", str(output), "--resume"]) == 0
@@ -391,23 +416,28 @@ def test_the_sound_checkpoint_stays_until_there_is_another(data, tmp_path, capsy
 
 def test_links_are_followed_and_devices_left_alone(data, tmp_path, capsys):
     (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
-    assert main(arguments(data, tmp_path / "link.gguf", "--iters", "1")) == 0
+    assert main(train_arguments(data, tmp_path / "link.gguf", "--iters", "1")) == 0
     assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").is_file()
     os.mkfifo(tmp_path / "pipe.gguf")
-    line = refused(capsys, arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
+    line = refusal_line(capsys, train_arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
     assert "not a regular file" in line
     for name, message in (("", "--output is empty"), (".", "is a folder"), ("/", "is a folder")):
-        assert message in refused(capsys, arguments(data, name))
+        assert message in refusal_line(capsys, train_arguments(data, name))
 
 
 def test_a_run_outlives_whoever_reads_of_it(data, tmp_path):
-    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path / "m.gguf", "--iters", "3")]
+    run = [
+        sys.executable,
+        "-m",
+        "packtrain",
+        *train_arguments(data, tmp_path / "m.gguf", "--iters", "3"),
+    ]
     with open("/dev/full", "w") as nowhere:
         assert subprocess.run(run, stderr=nowhere, check=False).returncode == 0
 
 
 def test_streams_that_are_closed_or_narrow(data, tmp_path):
-    plan = [sys.executable, "-m", "packtrain", "plan", *arguments(data, tmp_path / "m.gguf")]
+    plan = [sys.executable, "-m", "packtrain", "plan", *train_arguments(data, tmp_path / "m.gguf")]
     narrow = subprocess.run(
         plan, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
     )
@@ -419,15 +449,15 @@ def test_streams_that_are_closed_or_narrow(data, tmp_path):
 
 def test_two_runs_do_not_share_a_folder(data, tmp_path, capsys):
     (tmp_path / "m.run").mkdir()
-    with locked(tmp_path / "m.run/lock", "here"):
-        line = refused(capsys, arguments(data, tmp_path / "m.gguf", "--iters", "1"))
+    with file_lock(tmp_path / "m.run/lock", "here"):
+        line = refusal_line(capsys, train_arguments(data, tmp_path / "m.gguf", "--iters", "1"))
     assert "in use by another process" in line
-    assert main(arguments(data, tmp_path / "m.gguf", "--iters", "1")) == 0
+    assert main(train_arguments(data, tmp_path / "m.gguf", "--iters", "1")) == 0
 
 
 def test_a_closed_terminal_saves(data, tmp_path):
     with signal_after(3, signal.SIGHUP):
-        assert main(arguments(data, tmp_path / "m.gguf", "--iters", "9")) == 130
+        assert main(train_arguments(data, tmp_path / "m.gguf", "--iters", "9")) == 130
     assert len(metrics_file.read(tmp_path / "m.run/metrics.jsonl")) == 3
 
 
@@ -435,43 +465,43 @@ def test_a_closed_terminal_saves(data, tmp_path):
 def test_only_files_are_read(tmp_path, capsys, make):
     make(tmp_path / "odd")
     for command in (
-        arguments(tmp_path / "odd", tmp_path / "m.gguf"),
+        train_arguments(tmp_path / "odd", tmp_path / "m.gguf"),
         ["inspect", str(tmp_path / "odd")],
     ):
-        assert "not a regular file" in refused(capsys, command)
+        assert "not a regular file" in refusal_line(capsys, command)
 
 
 def test_what_no_machine_has_is_refused_before_anything_is_lost(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
-    assert main(arguments(data, output, "--iters", "1")) == 0
+    assert main(train_arguments(data, output, "--iters", "1")) == 0
     for flags in (["--batch-size", "1000000000"], ["--dim", "1000000"]):
-        huge = arguments(data, output, "--overwrite", "--recompute", "none", *flags)
-        line = refused(capsys, huge, code=3)
+        huge = train_arguments(data, output, "--overwrite", "--recompute", "none", *flags)
+        line = refusal_line(capsys, huge, code=3)
         assert "this needs" in line and "--memory" in line
     assert (tmp_path / "m.run/checkpoint.gguf").exists()
-    assert "--threads" in refused(
-        capsys, arguments(data, output, "--overwrite", "--threads", "9999")
+    assert "--threads" in refusal_line(
+        capsys, train_arguments(data, output, "--overwrite", "--threads", "9999")
     )
 
 
 def test_three_bad_steps_end_the_run(data, tmp_path, capsys):
     options = ["--iters", "40", "--lr", "1e30", "--save-every", "1", "--max-grad-norm", "0"]
-    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *options), code=1)
+    line = refusal_line(capsys, train_arguments(data, tmp_path / "m.gguf", *options), code=1)
     assert "3 steps in a row" in line
     assert (tmp_path / "m.run/checkpoint.gguf").exists() and not (tmp_path / "m.gguf").exists()
 
 
 def test_the_demo_leaves_other_folders_alone(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("precious")
-    assert "other files" in refused(capsys, ["demo", "--folder", str(tmp_path)])
-    assert "is a file" in refused(capsys, ["demo", "--folder", str(tmp_path / "mine.txt")])
+    assert "other files" in refusal_line(capsys, ["demo", "--folder", str(tmp_path)])
+    assert "is a file" in refusal_line(capsys, ["demo", "--folder", str(tmp_path / "mine.txt")])
 
 
 # ---- killed
 
 
 def test_killed_runs_resume_bit_for_bit(tmp_path):
-    assert survive(tmp_path, kills=3, seed=1) > 10
+    assert survive_kills(tmp_path, kills=3, seed=1) > 10
 
 
 def test_windows_begin_after_a_text(tmp_path, capsys):
@@ -483,21 +513,26 @@ def test_windows_begin_after_a_text(tmp_path, capsys):
         data=path, preset="1m", vocab_size="300", sample_start=r"\n", val_split=0.0, ctx=48
     )
     batches = build_job(settings, print).train
-    tokenizer = build_job(settings, print).subject.tokenizer()
+    tokenizer = build_job(settings, print).model.tokenizer()
     for row in batches[0]["tokens"]:
         text = tokenizer.decode(row[: int(np.count_nonzero(row))].tolist())
         assert re.fullmatch(r"line \d+ of this text\n?", text.strip(" ")), text
-    assert main(arguments(path, tmp_path / "m.gguf", *flags)) == 0
-    assert main(arguments(path, tmp_path / "n.gguf", "--sample-start", "")) == 2
+    assert main(train_arguments(path, tmp_path / "m.gguf", *flags)) == 0
+    assert main(train_arguments(path, tmp_path / "n.gguf", "--sample-start", "")) == 2
     assert "--sample-start is empty" in said(capsys)[-1]
-    assert main(arguments(path, tmp_path / "p.gguf", *flags, "--sample-start", "nowhere")) == 0
+    assert (
+        main(train_arguments(path, tmp_path / "p.gguf", *flags, "--sample-start", "nowhere")) == 0
+    )
     assert any("--sample-start 'nowhere' divides no file" in line for line in said(capsys))
 
 
 def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
     names = ["--save-name", "chk-ITERATION.gguf", "--save-model", "model-ITERATION.gguf"]
     assert (
-        main(arguments(data, tmp_path / "m.gguf", "--iters", "5", "--save-every", "2", *names)) == 0
+        main(
+            train_arguments(data, tmp_path / "m.gguf", "--iters", "5", "--save-every", "2", *names)
+        )
+        == 0
     )
     folder = tmp_path / "m.run"
     for stem in ("chk", "model"):
@@ -505,8 +540,8 @@ def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
         assert file_names == {f"{stem}-{n}.gguf" for n in (2, 4, 5, "LATEST")}
         newest = (folder / f"{stem}-5.gguf").read_bytes()
         assert (folder / f"{stem}-LATEST.gguf").read_bytes() == newest
-    assert weights(folder / "model-LATEST.gguf") == weights(tmp_path / "m.gguf")
-    assert weights(folder / "model-2.gguf") != weights(tmp_path / "m.gguf")
+    assert weight_bytes(folder / "model-LATEST.gguf") == weight_bytes(tmp_path / "m.gguf")
+    assert weight_bytes(folder / "model-2.gguf") != weight_bytes(tmp_path / "m.gguf")
     # back to step 2: the file is a checkpoint, and copying it changes no other
     before = (folder / "chk-5.gguf").read_bytes()
     (folder / "checkpoint.gguf").write_bytes((folder / "chk-2.gguf").read_bytes())
@@ -514,7 +549,7 @@ def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
     assert main(resume_args) == 0 and "step 3/5" in "\n".join(said(capsys))
     assert (folder / "chk-5.gguf").exists() and len(before) > 0
     for bad in ("model.gguf", "a/ITERATION.gguf", "ITERATION.bin"):
-        assert main(arguments(data, tmp_path / "n.gguf", "--save-name", bad)) == 2
+        assert main(train_arguments(data, tmp_path / "n.gguf", "--save-name", bad)) == 2
         assert "it must be a file name with ITERATION in it" in said(capsys)[-1]
 
 
@@ -523,39 +558,39 @@ def test_a_resumed_run_can_take_the_data_in_a_new_order(data, tmp_path, capsys):
     flags = ["--iters", "2", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
     outputs = [tmp_path / f"{name}.gguf" for name in "abc"]
     for output in outputs:
-        assert main(arguments(data, output, *flags)) == 0
+        assert main(train_arguments(data, output, *flags)) == 0
     a, b, c = ([*("train", "-o", str(output), "--resume", "--iters")] for output in outputs)
     assert main([*a, "6"]) == 0
     assert main([*b, "6", "--force-reshuffle"]) == 0
     assert main([*c, "4", "--force-reshuffle"]) == 0 and main([*c, "6"]) == 0
-    first, other, parts = map(weights, outputs)
+    first, other, parts = map(weight_bytes, outputs)
     assert other == parts and first != other
-    assert load(tmp_path / "c.run/checkpoint.gguf", print).progress.shuffled == 2
+    assert load_checkpoint(tmp_path / "c.run/checkpoint.gguf", print).progress.shuffled == 2
 
 
 def test_no_steps_write_the_model_as_it_begins_and_more_can_follow(data, tmp_path, capsys):
     """--iters 0: a valid file with the initial weights, those that a run with steps begins with."""
     output, other = tmp_path / "m.gguf", tmp_path / "n.gguf"
-    assert main(arguments(data, output, "--iters", "0")) == 0, said(capsys)
+    assert main(train_arguments(data, output, "--iters", "0")) == 0, said(capsys)
     assert "the result is untouched: --iters 0 takes no step" in said(capsys)
-    initial_weights = weights(output)
+    initial_weights = weight_bytes(output)
     assert main(["generate", str(output), "-p", "The", "-n", "2"]) == 0
     assert main(["train", "-o", str(output), "--resume", "--iters", "3"]) == 0
-    assert main(arguments(data, other, "--iters", "3")) == 0
-    assert weights(output) == weights(other) != initial_weights
+    assert main(train_arguments(data, other, "--iters", "3")) == 0
+    assert weight_bytes(output) == weight_bytes(other) != initial_weights
 
 
 def test_norms_and_rope_are_as_asked_for(data, tmp_path, capsys):
     """Epsilon, base and scale are in the file, compute, and stay at --resume."""
     output, plain_output = tmp_path / "m.gguf", tmp_path / "n.gguf"
     flags = ["--norm-rms-eps", "1e-3", "--rope-freq-base", "500", "--rope-freq-scale", "0.25"]
-    assert main(arguments(data, output, "--iters", "2", *flags)) == 0, said(capsys)
-    assert main(arguments(data, plain_output, "--iters", "2")) == 0
+    assert main(train_arguments(data, output, "--iters", "2", *flags)) == 0, said(capsys)
+    assert main(train_arguments(data, plain_output, "--iters", "2")) == 0
     keys = GGUF(output).metadata
     assert keys["llama.attention.layer_norm_rms_epsilon"] == np.float32(1e-3)
     assert keys["llama.rope.freq_base"] == 500
     assert keys["llama.rope.scaling.type"] == "linear" and keys["llama.rope.scaling.factor"] == 4
-    assert weights(output) != weights(plain_output)
+    assert weight_bytes(output) != weight_bytes(plain_output)
     run_settings = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
     assert [run_settings[n] for n in ("norm_rms_eps", "rope_freq_base", "rope_freq_scale")] == [
         1e-3,
@@ -573,7 +608,7 @@ def test_norms_and_rope_are_as_asked_for(data, tmp_path, capsys):
         assert main(["train", "-o", str(output), "--resume", f"--{name}", value]) == 2
         assert f"--{name} was" in said(capsys)[-1]
     for flags in (["--rope-freq-scale", "2"], ["--rope-freq-scale", "0"], ["--norm-rms-eps", "0"]):
-        assert main(arguments(data, tmp_path / "o.gguf", *flags)) == 2
+        assert main(train_arguments(data, tmp_path / "o.gguf", *flags)) == 2
         assert f"{flags[0]} is" in said(capsys)[-1]
 
 
@@ -586,7 +621,7 @@ def test_each_of_rope_and_epsilon_changes_the_loss(data, tmp_path):
         ["--rope-freq-scale", "0.1"],
     ):
         output = tmp_path / f"{len(losses)}.gguf"
-        assert main(arguments(data, output, "--iters", "3", *flags)) == 0
+        assert main(train_arguments(data, output, "--iters", "3", *flags)) == 0
         losses.add(metrics_file.read(output.with_suffix(".run") / "metrics.jsonl")[2]["loss"])
     assert len(losses) == 4
 
@@ -595,7 +630,7 @@ def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
     """Moments are dropped, which is said; AdamW after SGD counts its own steps, as one that begins there would."""
     output, folder = tmp_path / "m.gguf", tmp_path / "m.run"
     resume_args = ["train", "-o", str(output), "--resume"]
-    assert main(arguments(data, output, "--iters", "2")) == 0
+    assert main(train_arguments(data, output, "--iters", "2")) == 0
     assert (
         main([*resume_args, "--iters", "4", "--lr", "0.5"]) == 2 and "--lr was" in said(capsys)[-1]
     )
@@ -628,4 +663,4 @@ def test_the_optimizer_may_change_when_a_run_is_resumed(data, tmp_path, capsys):
     after = GGUF(folder / "checkpoint.gguf").array("blk.0.attn_q.weight")
     # a first step of AdamW moves each weight by its rate
     assert np.quantile(abs(after - before), 0.9) == pytest.approx(rate, rel=0.02)
-    assert load(folder / "checkpoint.gguf", print).progress.since == 5
+    assert load_checkpoint(folder / "checkpoint.gguf", print).progress.since == 5

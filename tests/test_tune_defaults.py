@@ -7,12 +7,12 @@ import pytest
 from packtrain.training.finetune_defaults import (
     GOOD_UPDATES,
     MIN_UPDATES,
-    as_begun,
-    completed,
-    prospect,
-    updates_of,
-    usual_alpha,
-    usual_rate,
+    count_updates,
+    default_alpha,
+    default_rate,
+    prospect_text,
+    with_defaults,
+    with_saved_choices,
 )
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.lr_schedule import steps_per_eval
@@ -22,18 +22,18 @@ SETTINGS = TuneSettings()
 
 @pytest.mark.parametrize(("width", "lowest", "highest"), [(640, 3e-4, 1.2e-3), (4096, 1e-4, 2e-4)])
 def test_the_rate_follows_the_width(width, lowest, highest):
-    assert lowest <= usual_rate(SETTINGS, width) <= highest
+    assert lowest <= default_rate(SETTINGS, width) <= highest
 
 
 def test_rates_of_all_weights_and_of_pairs_are_tenths():
-    rate = usual_rate(SETTINGS, 640)
-    assert usual_rate(replace(SETTINGS, full=True), 640) == pytest.approx(rate / 10, rel=0.05)
-    assert usual_rate(replace(SETTINGS, loss="dpo"), 640) == pytest.approx(rate / 10, rel=0.05)
+    rate = default_rate(SETTINGS, 640)
+    assert default_rate(replace(SETTINGS, full=True), 640) == pytest.approx(rate / 10, rel=0.05)
+    assert default_rate(replace(SETTINGS, loss="dpo"), 640) == pytest.approx(rate / 10, rel=0.05)
 
 
 @pytest.mark.parametrize("rank", [4, 16, 64])
 def test_the_scale_does_not_depend_on_the_rank(rank):
-    assert usual_alpha(False, rank) / rank == usual_alpha(False, 16) / 16
+    assert default_alpha(False, rank) / rank == default_alpha(False, 16) / 16
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,23 @@ def test_the_scale_does_not_depend_on_the_rank(rank):
     ],
 )
 def test_small_data_gets_small_steps_and_more_passes(examples, rows, batch_size, epochs):
-    settings = completed(SETTINGS, 640, examples, rows)
+    settings = with_defaults(SETTINGS, 640, examples, rows)
     assert (settings.batch_size, settings.epochs) == (batch_size, epochs)
-    updates = updates_of(settings, rows, settings.epochs)
+    updates = count_updates(settings, rows, settings.epochs)
     assert updates >= GOOD_UPDATES or settings.epochs == 12
 
 
 def test_what_is_asked_for_stays():
     requested = replace(SETTINGS, lr=1e-5, batch_size=3, epochs=2.5)
-    assert completed(requested, 640, 82, 17) == requested
-    steps = completed(replace(SETTINGS, iters=8), 640, 9_000, 4_000)
+    assert with_defaults(requested, 640, 82, 17) == requested
+    steps = with_defaults(replace(SETTINGS, iters=8), 640, 9_000, 4_000)
     assert (steps.batch_size, steps.epochs, steps.iters) == (4, None, 8)
-    assert completed(replace(SETTINGS, iters=40), 640, 82, 17).batch_size == 1
+    assert with_defaults(replace(SETTINGS, iters=40), 640, 82, 17).batch_size == 1
 
 
 @pytest.mark.parametrize(("nproc", "batch_size"), [(2, 2), (3, 3), (4, 4), (8, 8)])
 def test_processes_share_out_the_rows(nproc, batch_size):
-    assert completed(replace(SETTINGS, nproc=nproc), 640, 82, 17).batch_size == batch_size
+    assert with_defaults(replace(SETTINGS, nproc=nproc), 640, 82, 17).batch_size == batch_size
 
 
 @pytest.mark.parametrize(
@@ -77,38 +77,38 @@ def test_processes_share_out_the_rows(nproc, batch_size):
     ],
 )
 def test_the_prospect_says_what_the_data_can_teach(examples, updates, end):
-    settings = completed(SETTINGS, 640, examples, 17)
-    assert prospect(examples, updates, 17, settings).endswith(end)
+    settings = with_defaults(SETTINGS, 640, examples, 17)
+    assert prospect_text(examples, updates, 17, settings).endswith(end)
 
 
 def test_too_few_updates_are_named_with_what_would_do():
-    settings = completed(replace(SETTINGS, epochs=1.0), 640, 82, 17)
-    said = prospect(78, 17, 17, settings)
+    settings = with_defaults(replace(SETTINGS, epochs=1.0), 640, 82, 17)
+    said = prospect_text(78, 17, 17, settings)
     assert "78 examples, 17 updates (1 epoch, learning rate 4.4e-04)" in said
     assert "too few" in said and "--epochs 2" in said
-    assert updates_of(settings, 17, 2) >= MIN_UPDATES
+    assert count_updates(settings, 17, 2) >= MIN_UPDATES
 
 
 def test_a_resumed_run_has_the_choices_of_its_beginning(tmp_path):
     resumed = replace(SETTINGS, output=tmp_path / "mine.gguf", resume=True)
-    assert as_begun(resumed) == resumed  # it has not begun
+    assert with_saved_choices(resumed) == resumed  # it has not begun
     (tmp_path / "mine.run").mkdir()
     run = tmp_path / "mine.run" / "run.yaml"
     run.write_text("lr: 0.0007\nbatch_size: 2\nepochs: 5.0\nlora_alpha: null\n")
-    restored = as_begun(resumed)
+    restored = with_saved_choices(resumed)
     assert (restored.lr, restored.batch_size, restored.epochs) == (7e-4, 2, 5)
     assert restored.lora_alpha is None
-    assert as_begun(replace(resumed, epochs=6.0)).epochs == 6
+    assert with_saved_choices(replace(resumed, epochs=6.0)).epochs == 6
     # a run from before the defaults followed from the data
     run.write_text("lr: null\nbatch_size: 4\nepochs: null\niters: null\nlora_alpha: 32.0\n")
-    restored = as_begun(resumed)
+    restored = with_saved_choices(resumed)
     assert (restored.lr, restored.batch_size, restored.epochs, restored.lora_alpha) == (
         None,
         4,
         1,
         32,
     )
-    assert completed(restored, 640, 82, 17).learning_rate == 2e-4
+    assert with_defaults(restored, 640, 82, 17).learning_rate == 2e-4
 
 
 @pytest.mark.parametrize(("steps", "every"), [(4, 5), (40, 5), (51, 7), (300, 38), (10_000, 200)])

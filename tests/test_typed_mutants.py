@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.calibration.importance import load
+from packtrain.conversion.calibration.importance import load_importance
 from packtrain.conversion.hugging_face import convert, open_checkpoint
-from packtrain.conversion.hugging_face.config_translation import describe
+from packtrain.conversion.hugging_face.config_translation import describe_checkpoint
 from packtrain.conversion.hugging_face.safetensors import open_file
-from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_metadata
 from packtrain.conversion.peft import CONFIG, TENSORS, read_peft
-from packtrain.gguf import Value, write
+from packtrain.gguf import MetadataValue, write_gguf
 from packtrain.models.arch import llama
 from packtrain.models.model_file import open_model
 from tests.hugging_face import write_checkpoint, write_safetensors
 
 LLAMA = llama.ARCHITECTURE.families[0]
-OTHERS: tuple[Any, ...] = (
+OTHER_VALUES: tuple[Any, ...] = (
     None,
     True,
     -1,
@@ -51,10 +51,10 @@ def mutants(value: Any) -> Iterator[Any]:
             changed = copy.deepcopy(value)
             del changed[key]
             yield changed
-    yield from OTHERS
+    yield from OTHER_VALUES
 
 
-def packed(header: Any, data: bytes) -> bytes:
+def safetensors_bytes(header: Any, data: bytes) -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -71,7 +71,7 @@ def test_headers_of_safetensors(tmp_path: Path) -> None:
         "w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
     }
     for mutant in mutants(header):
-        (tmp_path / "m.safetensors").write_bytes(packed(mutant, bytes(16)))
+        (tmp_path / "m.safetensors").write_bytes(safetensors_bytes(mutant, bytes(16)))
         with contextlib.suppress(InputError):
             for stored in open_file(tmp_path / "m.safetensors").values():
                 stored.array()
@@ -82,7 +82,7 @@ def test_indexes(folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(mutant))
         (folder / "model.safetensors").unlink(missing_ok=True)
         with contextlib.suppress(InputError):
-            describe(open_checkpoint(folder))
+            describe_checkpoint(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_files_beside_a_checkpoint(folder: Path, name: str) -> None:
     ):
         (folder / name).write_text(json.dumps(mutant))
         with contextlib.suppress(InputError):
-            vocabulary_of(checkpoint, 320, LLAMA, str)
+            vocabulary_metadata(checkpoint, 320, LLAMA, str)
 
 
 def test_configurations_of_adapters(folder: Path) -> None:
@@ -131,9 +131,11 @@ def test_importance_matrices(end: str, tmp_path: Path) -> None:
             with np.errstate(invalid="ignore"):
                 tensors = {"w.in_sum2": np.ones(6, np.float32), "w.counts": np.ones(1, np.float32)}
                 tensors[f"w{end}"] = array.astype(kind)
-            write(tmp_path / "i.gguf", {"general.type": Value("string", "imatrix")}, tensors)
+            write_gguf(
+                tmp_path / "i.gguf", {"general.type": MetadataValue("string", "imatrix")}, tensors
+            )
             with contextlib.suppress(InputError):
-                load(tmp_path / "i.gguf").weights("w")
+                load_importance(tmp_path / "i.gguf").weights("w")
 
 
 def test_an_older_importance_matrix_is_named(tmp_path: Path) -> None:
@@ -144,4 +146,4 @@ def test_an_older_importance_matrix_is_named(tmp_path: Path) -> None:
         InputError,
         match=r"i\.dat: .*importance matrix in llama\.cpp's older format, which llama-im",
     ):
-        load(tmp_path / "i.dat")
+        load_importance(tmp_path / "i.dat")

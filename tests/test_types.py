@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.common.child_process import ask
-from packtrain.dtypes import DTYPES, ROOMS
-from packtrain.dtypes.element_type import KNOWN
+from packtrain.common.child_process import run_in_child
+from packtrain.dtypes import DTYPES, TYPE_MODULES
+from packtrain.dtypes.element_type import DTYPES_BY_NAME
 from packtrain.kernels import store
 from packtrain.models.quant_recipe import MIXES
 from tests.copied import copy_package, own_cache, python_in
@@ -18,7 +18,7 @@ from packtrain.dtypes.intrinsics import absolute, chars_at, fma, half_at, larges
 from packtrain.dtypes.intrinsics import put_rounded, put_word, reciprocal, splat, store, to_floats, total
 
 # a type of a test: 32 bytes with a sign behind a scale of four bytes
-toy = packed("toy", 99, 32, 36, smaller=q8_0, layout=Layout(32, 255, -127, (0,), 4))
+toy = block_dtype("toy", 99, 32, 36, smaller=q8_0, layout=CodeLayout(32, 255, -127, (0,), 4))
 toy.mix("TOY", 999)
 
 
@@ -68,7 +68,7 @@ packed = quantize(x, toy)
 values = dequantize(packed)
 np.testing.assert_array_equal(values, dequantize(quantize(x, q8_0)))
 grid = grid_of(packed)
-step, low = (np.repeat(part, 32, axis=1) for part in (grid.step, grid.low))
+step, low = (np.repeat(part, 32, axis=1) for part in (grid.group_steps, grid.group_lows))
 np.testing.assert_array_equal(codes_of(packed) * step + low, values)
 name = "blk.0.ffn_up.weight"
 write("m.gguf", {"general.architecture": Value("string", "llama")}, {name: x})
@@ -95,7 +95,7 @@ def test_a_type_is_one_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "again"),
+    ("old", "new", "recompiled"),
     [
         (
             "scale = sum_lx / sum_ll",
@@ -108,12 +108,12 @@ def test_a_type_is_one_file(tmp_path: Path):
             {"dequantize", "dots", "quantize", "recoding", "rounded", "snapping", "weighing"},
         ),
         (
-            "offset = (low >> 4)",
-            "offset = (low // 16)",
+            "min_code = (low_bits >> 4)",
+            "min_code = (low_bits // 16)",
             {"dequantize", "quantize", "recoding", "snapping", "weighing"},
         ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
-        ("low_codes = ((rest >> 4)", "low_codes = ((rest // 16)", {"rounded"}),
+        ("upper_mins = ((upper_bits >> 4)", "upper_mins = ((upper_bits // 16)", {"rounded"}),
         (
             "to_floats(q & 3) *",
             "to_floats(3 & q) *",
@@ -122,29 +122,34 @@ def test_a_type_is_one_file(tmp_path: Path):
     ],
 )
 def test_a_change_in_a_room_reaches_what_compiles_it(
-    old: str, new: str, again: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    old: str, new: str, recompiled: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    before = {name: store.fingerprint(name) for name in store.ROLES}
-    shutil.copytree(store.DTYPES, tmp_path / "dtypes")
+    before = {name: store.fingerprint(name) for name in store.MODULE_ROLES}
+    shutil.copytree(store.DTYPES_FOLDER, tmp_path / "dtypes")
     room = tmp_path / "dtypes/k.py"
     assert room.read_text().count(old) == 1
     room.write_text(room.read_text().replace(old, new))
-    monkeypatch.setattr(store, "DTYPES", tmp_path / "dtypes")
-    after = {name: store.fingerprint(name) for name in store.ROLES}
-    assert {name for name in before if before[name] != after[name]} == again
+    monkeypatch.setattr(store, "DTYPES_FOLDER", tmp_path / "dtypes")
+    after = {name: store.fingerprint(name) for name in store.MODULE_ROLES}
+    assert {name for name in before if before[name] != after[name]} == recompiled
 
 
 def test_numbers_and_names_are_those_of_one_type_each():
     numbers = [t.number for t in DTYPES.values() if t.number is not None]
     assert len(set(numbers)) == len(numbers) == len(DTYPES) - 1  # no file has u8
     mixes = [mix for t in DTYPES.values() for mix in t.mixes]
-    assert len({mix.number for mix in mixes}) == len({mix.name for mix in mixes}) == len(mixes)
+    assert len({mix.file_type for mix in mixes}) == len({mix.name for mix in mixes}) == len(mixes)
     assert all(MIXES[mix.name] is mix for mix in mixes if "pack" in mix.dtype.code)
-    homes = [name for room in ROOMS for name, t in KNOWN.items() if getattr(room, name, None) is t]
-    assert set(homes) == KNOWN.keys() == DTYPES.keys()
+    homes = [
+        name
+        for room in TYPE_MODULES
+        for name, t in DTYPES_BY_NAME.items()
+        if getattr(room, name, None) is t
+    ]
+    assert set(homes) == DTYPES_BY_NAME.keys() == DTYPES.keys()
 
 
 def test_a_pickled_type_is_the_same_one_in_a_process_that_has_only_packtrain():
     for dtype in DTYPES.values():
         assert pickle.loads(pickle.dumps(dtype)) is dtype
-    assert ask(lambda: None, str, DTYPES["q4_K"]) == "q4_K"
+    assert run_in_child(lambda: None, str, DTYPES["q4_K"]) == "q4_K"

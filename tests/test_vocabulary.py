@@ -12,7 +12,7 @@ from packtrain.common.errors import InputError
 from packtrain.data import train_vocabulary as vocabulary
 from packtrain.data.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
 from packtrain.data.train_vocabulary import supported_size, train_vocabulary, vocabulary_of
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 
 FOX = "The quick brown fox jumps over the lazy dog, 1234 times; größer, naïve, Ελλάδα.\n"
 DRAW = random.Random(3)
@@ -28,21 +28,21 @@ HARD = [
 ]  # fmt: skip
 
 
-def tokenizer_of(metadata: dict[str, Value]) -> Tokenizer:
+def tokenizer_of(metadata: dict[str, MetadataValue]) -> Tokenizer:
     return Tokenizer({key: value.value for key, value in metadata.items()})
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Value]:
+def trained() -> dict[str, MetadataValue]:
     return train_vocabulary([VARIED], 512, False, len(VARIED.encode()))
 
 
 @pytest.mark.parametrize("text", HARD)
 def test_ids_are_those_of_sentencepiece(text: str, monkeypatch: pytest.MonkeyPatch):
     models: list[sentencepiece.SentencePieceProcessor] = []
-    train = vocabulary._train
+    train = vocabulary._train_sentencepiece
     monkeypatch.setattr(
-        vocabulary, "_train", lambda *given: models.append(train(*given)) or models[0]
+        vocabulary, "_train_sentencepiece", lambda *args: models.append(train(*args)) or models[0]
     )
     tokenizer = tokenizer_of(train_vocabulary([VARIED], 512, False, len(VARIED.encode())))
     ids = tokenizer.encode(text, bos=False, special=False)
@@ -50,7 +50,7 @@ def test_ids_are_those_of_sentencepiece(text: str, monkeypatch: pytest.MonkeyPat
     assert tokenizer.decode(ids) == text
 
 
-def test_the_metadata(trained: dict[str, Value]):
+def test_the_metadata(trained: dict[str, MetadataValue]):
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in trained.items()}
     scalars = {key: value.value for key, value in values.items() if np.ndim(value.value) == 0}
     assert scalars == {
@@ -67,7 +67,7 @@ def test_the_metadata(trained: dict[str, Value]):
 
 
 def test_training_again_gives_the_same_and_says_nothing(
-    trained: dict[str, Value], capfd: pytest.CaptureFixture[str]
+    trained: dict[str, MetadataValue], capfd: pytest.CaptureFixture[str]
 ):
     retrained = train_vocabulary([VARIED], 512, False, len(VARIED.encode()))
     assert retrained.keys() == trained.keys()
@@ -82,12 +82,12 @@ def test_how_many_tokens_a_text_supports():
 
 
 def test_automatic_sizes():
-    def size(text: str, wanted: int, nbytes: int) -> int:
-        return tokenizer_of(train_vocabulary([text], wanted, True, nbytes)).vocab_size
+    def trained_size(text: str, requested_size: int, nbytes: int) -> int:
+        return tokenizer_of(train_vocabulary([text], requested_size, True, nbytes)).vocab_size
 
-    assert size(VARIED, 4096, 100_000) == 384  # as the size of the text allows
-    assert size(VARIED, 330, 100_000) == 330  # not more than wanted
-    assert size("ab", 4096, 2) == 265  # a, b, space, and what they join to
+    assert trained_size(VARIED, 4096, 100_000) == 384  # as the size of the text allows
+    assert trained_size(VARIED, 330, 100_000) == 330  # not more than wanted
+    assert trained_size("ab", 4096, 2) == 265  # a, b, space, and what they join to
 
 
 def test_a_text_too_small_for_a_size_names_the_largest_that_would_do():
@@ -133,9 +133,9 @@ def test_a_sample_is_spread_over_the_text(monkeypatch: pytest.MonkeyPatch):
 # ---- from a file
 
 
-def test_the_vocabulary_of_a_file(tmp_path: Path, trained: dict[str, Value]):
+def test_the_vocabulary_of_a_file(tmp_path: Path, trained: dict[str, MetadataValue]):
     path = tmp_path / "model.gguf"
-    gguf.write(path, {"general.name": Value("string", "x"), **trained}, {})
+    gguf.write_gguf(path, {"general.name": MetadataValue("string", "x"), **trained}, {})
     loaded = vocabulary_of(path)
     assert loaded.keys() == trained.keys()
     assert tokenizer_of(loaded).encode(FOX) == tokenizer_of(trained).encode(FOX)
@@ -145,12 +145,12 @@ def test_files_without_a_usable_vocabulary(tmp_path: Path):
     path = tmp_path / "model.gguf"
     with pytest.raises(InputError, match=r"model\.gguf: cannot be read: no such"):
         vocabulary_of(path)
-    gguf.write(path, {"general.name": Value("string", "x")}, {})
+    gguf.write_gguf(path, {"general.name": MetadataValue("string", "x")}, {})
     with pytest.raises(
         InputError, match=r"model\.gguf: the metadata has no tokenizer\.ggml\.model"
     ):
         vocabulary_of(path)
-    gguf.write(path, {"tokenizer.ggml.model": Value("string", "mine")}, {})
+    gguf.write_gguf(path, {"tokenizer.ggml.model": MetadataValue("string", "mine")}, {})
     with pytest.raises(InputError, match=r"model\.gguf: .*'mine'; these are known: llama, gpt2"):
         vocabulary_of(path)
     path.write_bytes(b"nothing that could be a model")

@@ -14,15 +14,15 @@ import packtrain as pt
 from packtrain import debug, interpret
 from packtrain.cli.main import main
 from packtrain.common.errors import Interrupted
-from packtrain.common.events import Callbacks, Counted, Events
+from packtrain.common.events import Counted, Events, TaskCallbacks
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile, open_model, save_model
-from packtrain.models.model_metadata import metadata
+from packtrain.models.model_metadata import model_metadata
 from packtrain.workflows import chat_session, text_generation
 from packtrain.workflows import warmup as warming
 from packtrain.workflows.warmup import warm
 from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
-from tests.models import apart, batch, bind, gradients
+from tests.models import bind_graph, gradient_graph, relative_error, seeded_batch
 from tests.numpy_models import Model
 
 TIME = 48
@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def resident(path: Path) -> int:
+def resident_nbytes(path: Path) -> int:
     """Bytes of a file that this process has mapped and touched."""
     nbytes, is_mapped = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -57,10 +57,10 @@ def experts_nbytes(path: Path) -> int:
 @smaps
 def test_all_experts_are_read(path: Path):
     model, nbytes = open_model(path), experts_nbytes(path)
-    start_nbytes = resident(path)
+    start_nbytes = resident_nbytes(path)
     assert nbytes > 10 << 20 > start_nbytes
     warm(model, Events())
-    assert resident(path) >= nbytes
+    assert resident_nbytes(path) >= nbytes
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -76,7 +76,7 @@ def test_commands_warm_up_unless_told_not_to(
         assert len(warmed) == count
 
 
-class Told(Events):
+class RecordingEvents(Events):
     def __init__(self, stop: bool = False) -> None:
         self.counts, self.said, self.stop = list[tuple[int, int]](), list[str](), stop
 
@@ -84,28 +84,28 @@ class Told(Events):
         self.said.append(text)
 
     @contextmanager
-    def counting(self, what: str, part: str) -> Iterator[Counted]:
-        assert (what, part) == ("reading experts", "matrix")
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        assert (label, unit) == ("reading experts", "matrix")
         yield lambda done, total, *texts: self.counts.append((done, total))
 
 
 def test_progress_is_told_and_it_can_be_stopped(path: Path, tmp_path: Path):
-    events = Told()
+    events = RecordingEvents()
     warm(open_model(path), events)
     assert events.counts == [(n, 6) for n in range(1, 7)] and events.said == []
-    callbacks = Callbacks()
+    callbacks = TaskCallbacks()
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped while the experts were read"):
         warm(open_model(path), callbacks)
     random_model(tmp_path / "dense.gguf", "llama")
-    events = Told()
+    events = RecordingEvents()
     warm(open_model(tmp_path / "dense.gguf"), events)
     assert (events.counts, events.said) == ([], [])
 
 
 def test_experts_beyond_memory_are_left_where_they_are(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warming, "total_nbytes", lambda: 1 << 20)
-    events = Told()
+    events = RecordingEvents()
     warm(open_model(path), events)
     assert events.counts == []
     assert events.said == [
@@ -116,7 +116,7 @@ def test_experts_beyond_memory_are_left_where_they_are(path: Path, monkeypatch: 
 # ---- the worst routing
 
 
-def routed(kind: str, used: int) -> tuple[Config, dict[str, np.ndarray]]:
+def routed_model(kind: str, used: int) -> tuple[Config, dict[str, np.ndarray]]:
     """A model whose router sends all tokens to its first experts, or spreads them."""
     config = replace(CONFIGS["llama experts"], expert_used_count=used)
     weights = random_weights(config)
@@ -128,13 +128,13 @@ def routed(kind: str, used: int) -> tuple[Config, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("used", [1, 2])
 @pytest.mark.parametrize("kind", ["one", "many"])
 def test_a_context_reads_a_prompt_that_goes_to_one_expert(tmp_path: Path, kind: str, used: int):
-    config, weights = routed(kind, used)
+    config, weights = routed_model(kind, used)
     save_model(tmp_path / "a.gguf", config, vocabulary(), weights.__getitem__, name="routed")
     tokens = np.random.RandomState(5).randint(3, 259, TIME)
     with debug("poison"):
         ctx = pt.Context(tmp_path / "a.gguf", cells=TIME, rows=TIME, cache="f32")
         got = ctx.decode(tokens.tolist(), wanted=range(TIME))
-    keys = {key: value.value for key, value in metadata(config, "routed").items()}
+    keys = {key: value.value for key, value in model_metadata(config, "routed").items()}
     expected = Model(keys, weights, TIME).logits(tokens)
     assert np.abs(got - expected).max() <= 1e-4
 
@@ -142,11 +142,11 @@ def test_a_context_reads_a_prompt_that_goes_to_one_expert(tmp_path: Path, kind: 
 @pytest.mark.parametrize("used", [1, 2])
 @pytest.mark.parametrize("kind", ["one", "many"])
 def test_a_step_whose_tokens_all_go_to_one_expert(kind: str, used: int):
-    config, weights = routed(kind, used)
-    graph, fed = gradients(config, 2, 24), batch(config, 2, 24)
+    config, weights = routed_model(kind, used)
+    graph, fed = gradient_graph(config, 2, 24), seeded_batch(config, 2, 24)
     exact = interpret(graph, weights | fed)
     with debug("poison"):
-        got = bind(graph, weights)(fed)
-    assert max(apart(got[name], exact[name]) for name in got) <= 1e-4
+        got = bind_graph(graph, weights)(fed)
+    assert max(relative_error(got[name], exact[name]) for name in got) <= 1e-4
     has_gradient = exact["d/blk.1.ffn_up_exps.weight"].any(axis=(1, 2))
     assert has_gradient.sum() == used if kind == "one" else has_gradient.all()

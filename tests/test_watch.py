@@ -18,51 +18,60 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from packtrain.cli.event_output import Shown
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.errors import InputError
-from packtrain.common.memory import Peak
+from packtrain.common.memory import MemoryPeak
 from packtrain.common.text import clock
 from packtrain.training.generic.fit_loop import Epoch
 from packtrain.training.generic.fit_result import Result
-from packtrain.training.monitoring import Watch
-from packtrain.training.monitoring.curve import BINS, Curve, round_ticks, running_mean
+from packtrain.training.monitoring import RunMonitor
+from packtrain.training.monitoring.curve import BINS, LossCurve, round_ticks, running_mean
 from packtrain.training.monitoring.metrics_file import read
 from packtrain.training.monitoring.progress import mean_text, validation_text
-from packtrain.training.monitoring.progress_bar import BAR_COLUMNS, fitting
+from packtrain.training.monitoring.progress_bar import MIN_BAR_COLUMNS, fit_parts
 
 MIB = 1 << 20
 
 
-def record(step: int, **more: float) -> dict[str, float]:
+def metrics_record(step: int, **changes: float) -> dict[str, float]:
     metrics = {"seconds": step / 7, "tokens_per_second": 1e5 / 3, "grad_norm": 0.834, "lr": 1e-3}
-    return metrics | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | more
+    return metrics | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | changes
 
 
 @contextmanager
-def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> Iterator[Watch]:
-    settings = {"steps": 30, "planned_nbytes": 140 * MIB, "report_every": 10} | more
+def watching(
+    folder: Path, stream: io.StringIO | None = None, **changes: Any
+) -> Iterator[RunMonitor]:
+    settings = {"steps": 30, "planned_nbytes": 140 * MIB, "report_every": 10} | changes
     tensorboard = settings.pop("tensorboard", True)
-    display = Shown(stream or io.StringIO())
-    with display.training(**settings), Watch(folder, display, tensorboard=tensorboard) as watch:
-        watch.peak = Peak()  # one that measures nothing
+    display = TerminalEvents(stream or io.StringIO())
+    with (
+        display.training(**settings),
+        RunMonitor(folder, display, tensorboard=tensorboard) as watch,
+    ):
+        watch.peak = MemoryPeak()  # one that measures nothing
         watch.peak.nbytes = 131 * MIB
         yield watch
 
 
-def run(watch: Watch, first: int, last: int) -> None:
+def run_steps(watch: RunMonitor, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        watch.step(record(step))
+        watch.record_step(metrics_record(step))
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------------------
 
 
 def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
-    records = [record(1), record(2, val_loss=math.pi, val_error=1e-300), record(3, loss=5e-324)]
+    records = [
+        metrics_record(1),
+        metrics_record(2, val_loss=math.pi, val_error=1e-300),
+        metrics_record(3, loss=5e-324),
+    ]
     with watching(tmp_path) as watch:
         for metrics in records:
-            watch.step(metrics)
-        watch.end({"planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1})
+            watch.record_step(metrics)
+        watch.record_end({"planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1})
     restored = read(tmp_path / "metrics.jsonl")
     end = {"event": "end", "planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1}
     assert restored == [*records, end]
@@ -72,13 +81,13 @@ def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
 
 def test_a_line_is_there_as_soon_as_its_step_is(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
-        watch.step(record(1))
-        assert read(tmp_path / "metrics.jsonl") == [record(1)]
+        watch.record_step(metrics_record(1))
+        assert read(tmp_path / "metrics.jsonl") == [metrics_record(1)]
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
-        watch.step(record(1, loss=math.nan, grad_norm=math.inf))
+        watch.record_step(metrics_record(1, loss=math.nan, grad_norm=math.inf))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -91,28 +100,28 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_resuming_keeps_lines_up_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with watching(tmp_path) as watch:
-        run(watch, 1, 30)
-        watch.end({"peak_bytes": 1})
+        run_steps(watch, 1, 30)
+        watch.record_end({"peak_bytes": 1})
     with watching(tmp_path) as watch:
         watch.resume(20)
         assert [r["step"] for r in read(path)] == list(range(1, 21))
-        run(watch, 21, 30)
-        watch.end({"peak_bytes": 2})
-    assert read(path) == [*map(record, range(1, 31)), {"event": "end", "peak_bytes": 2}]
+        run_steps(watch, 21, 30)
+        watch.record_end({"peak_bytes": 2})
+    assert read(path) == [*map(metrics_record, range(1, 31)), {"event": "end", "peak_bytes": 2}]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 5, "lo', b'{"step": 5}', b"\0" * 20, b"\0\n\xff\n{"])
 def test_resuming_drops_an_unfinished_end(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     with watching(tmp_path) as watch:
-        run(watch, 1, 4)
+        run_steps(watch, 1, 4)
     with open(path, "ab") as file:
         file.write(torn)
     assert len(read(path)) == 4
     with watching(tmp_path) as watch:
         watch.resume(4)
-        run(watch, 5, 6)
-    assert read(path) == [*map(record, range(1, 7))]
+        run_steps(watch, 5, 6)
+    assert read(path) == [*map(metrics_record, range(1, 7))]
 
 
 def test_a_bad_line_that_others_follow_is_named(tmp_path: Path) -> None:
@@ -125,7 +134,7 @@ def test_a_bad_line_that_others_follow_is_named(tmp_path: Path) -> None:
 def test_resuming_without_files_begins_them(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
         watch.resume(7)
-        run(watch, 8, 9)
+        run_steps(watch, 8, 9)
         watch.save()
     assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [8, 9]
 
@@ -133,7 +142,7 @@ def test_resuming_without_files_begins_them(tmp_path: Path) -> None:
 def test_a_new_run_begins_all_files_anew(tmp_path: Path) -> None:
     for steps in (5, 3):
         with watching(tmp_path) as watch:
-            run(watch, 1, steps)
+            run_steps(watch, 1, steps)
     assert len(read(tmp_path / "metrics.jsonl")) == 3
     assert len(event_files(tmp_path)) == 1 and len(scalars(tmp_path)["loss"]) == 3
 
@@ -151,7 +160,7 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def masked(data: bytes) -> int:
+def masked_crc(data: bytes) -> int:
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32)
 
@@ -190,8 +199,8 @@ def events(path: Path) -> Iterator[dict[int, Any]]:
     while at < len(data):
         (size,) = struct.unpack_from("<Q", data, at)
         body = data[at + 12 : at + 12 + size]
-        assert struct.unpack_from("<I", data, at + 8) == (masked(data[at : at + 8]),)
-        assert struct.unpack_from("<I", data, at + 12 + size) == (masked(body),)
+        assert struct.unpack_from("<I", data, at + 8) == (masked_crc(data[at : at + 8]),)
+        assert struct.unpack_from("<I", data, at + 12 + size) == (masked_crc(body),)
         yield dict(fields(body))
         at += size + 16
 
@@ -218,9 +227,9 @@ def test_the_checksum_is_the_known_one() -> None:
 def test_events_hold_the_scalars(tmp_path: Path) -> None:
     start_time = time.time()
     with watching(tmp_path, steps=300) as watch:
-        run(watch, 1, 299)
-        watch.step(record(300, val_loss=2.5, loss=math.nan))
-        watch.end({"peak_bytes": 1})
+        run_steps(watch, 1, 299)
+        watch.record_step(metrics_record(300, val_loss=2.5, loss=math.nan))
+        watch.record_end({"peak_bytes": 1})
     first_event, *later_events = events(event_files(tmp_path)[0])
     assert first_event[3] == b"brain.Event:2"
     assert all(start_time - 1 < event[1] < time.time() + 1 for event in later_events)
@@ -232,11 +241,11 @@ def test_events_hold_the_scalars(tmp_path: Path) -> None:
 
 def test_events_of_a_resumed_run_drop_what_is_later(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
-        run(watch, 1, 20)
+        run_steps(watch, 1, 20)
     for begin in (10, 12):
         with watching(tmp_path) as watch:
             watch.resume(begin)
-            watch.step(record(begin + 1, loss=float(begin)))
+            watch.record_step(metrics_record(begin + 1, loss=float(begin)))
     losses = scalars(tmp_path)["loss"]
     assert len(event_files(tmp_path)) == 3
     assert list(losses) == [*range(1, 12), 13]  # nobody recorded step 12 again
@@ -245,55 +254,55 @@ def test_events_of_a_resumed_run_drop_what_is_later(tmp_path: Path) -> None:
 
 def test_without_tensorboard_there_are_no_events(tmp_path: Path) -> None:
     with watching(tmp_path, tensorboard=False) as watch:
-        run(watch, 1, 2)
+        run_steps(watch, 1, 2)
     assert event_files(tmp_path) == []
 
 
 # ---- the loss curve ------------------------------------------------------------------------------------------
 
 
-def drawn(*records: dict[str, float]) -> ElementTree.Element:
-    curve = Curve()
+def draw_curve(*records: dict[str, float]) -> ElementTree.Element:
+    curve = LossCurve()
     for metrics in records:
         curve.add(metrics)
     return ElementTree.fromstring(curve.svg())
 
 
-def parts(picture: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
+def find_tags(picture: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
     return picture.findall(f".//{{http://www.w3.org/2000/svg}}{tag}")
 
 
-def said(picture: ElementTree.Element) -> str:
-    return " ".join("".join(text.itertext()) for text in parts(picture, "text"))
+def picture_text(picture: ElementTree.Element) -> str:
+    return " ".join("".join(text.itertext()) for text in find_tags(picture, "text"))
 
 
-def places(line: ElementTree.Element) -> np.ndarray:
+def line_points(line: ElementTree.Element) -> np.ndarray:
     return np.array([point.split(",") for point in line.attrib["points"].split()], float)
 
 
 def test_a_curve_shows_the_losses() -> None:
     losses = [4.0, 3.0, 2.0]
-    picture = drawn(*({"step": i, "loss": loss} for i, loss in enumerate(losses, 1)))
-    (x, y) = places(parts(picture, "polyline")[1]).T
+    picture = draw_curve(*({"step": i, "loss": loss} for i, loss in enumerate(losses, 1)))
+    (x, y) = line_points(find_tags(picture, "polyline")[1]).T
     # a straight line, to a tenth of a pixel
     assert np.ptp(np.diff(x)) < 0.2 and np.ptp(np.diff(y)) < 0.2
     assert np.diff(x)[0] > 0 and np.diff(y)[0] > 0  # down the page
-    labels = {t.text: float(t.attrib["y"]) - 4 for t in parts(picture, "text")}
+    labels = {t.text: float(t.attrib["y"]) - 4 for t in find_tags(picture, "text")}
     assert np.allclose([labels["4.0"], labels["3.0"], labels["2.0"]], y, atol=0.2)
-    assert "training loss" in said(picture) and "validation" not in said(picture)
-    assert parts(picture, "rect")[0].attrib["fill"] == "#fff"
+    assert "training loss" in picture_text(picture) and "validation" not in picture_text(picture)
+    assert find_tags(picture, "rect")[0].attrib["fill"] == "#fff"
 
 
 @pytest.mark.parametrize("steps", [BINS, BINS + 1, 2 * BINS, 10_007])
 def test_a_long_run_is_thinned_and_keeps_its_spikes(steps: int) -> None:
     losses = 3 + np.random.default_rng(0).random(steps)
     losses[steps // 3] = 9.0
-    curve = Curve()
+    curve = LossCurve()
     for step, loss in enumerate(losses.tolist(), 1):
         curve.add({"step": step, "loss": loss})
-    assert curve.count.sum() == steps and curve.total.sum() == pytest.approx(losses.sum())
-    lines = parts(ElementTree.fromstring(curve.svg()), "polyline")
-    outline, mean = places(lines[0]), places(lines[1])
+    assert curve.bin_counts.sum() == steps and curve.bin_sums.sum() == pytest.approx(losses.sum())
+    lines = find_tags(ElementTree.fromstring(curve.svg()), "polyline")
+    outline, mean = line_points(lines[0]), line_points(lines[1])
     assert BINS / 2 <= len(mean) <= BINS and len(outline) <= 1000
     spike = outline[outline[:, 1].argmin()]
     assert spike[0] == pytest.approx(60 + 664 * (steps // 3) / steps, abs=664 / len(mean) + 0.1)
@@ -302,18 +311,25 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes(steps: int) -> None:
 
 def test_validation_and_losses_that_are_not_finite_are_marked() -> None:
     nan = [{"step": 3, "loss": math.nan}, {"step": 4, "loss": math.inf}]
-    picture = drawn(record(1), record(2, val_loss=3.25), *nan, record(5, val_loss=math.nan))
-    assert len(parts(picture, "circle")) == 1
-    assert "validation loss, last 3.2500" in said(picture) and "not finite" in said(picture)
-    assert sum(p.attrib.get("stroke") == "#dc2626" for p in parts(picture, "path")) == 2
+    picture = draw_curve(
+        metrics_record(1),
+        metrics_record(2, val_loss=3.25),
+        *nan,
+        metrics_record(5, val_loss=math.nan),
+    )
+    assert len(find_tags(picture, "circle")) == 1
+    assert "validation loss, last 3.2500" in picture_text(picture) and "not finite" in picture_text(
+        picture
+    )
+    assert sum(p.attrib.get("stroke") == "#dc2626" for p in find_tags(picture, "path")) == 2
     assert "nan" not in ElementTree.tostring(picture).decode()
 
 
 def test_pictures_of_next_to_nothing() -> None:
-    assert "no finite loss yet" in said(drawn())
-    assert "no finite loss yet" in said(drawn({"step": 1, "loss": math.nan}))
-    assert len(parts(drawn({"step": 1, "loss": 0.0}), "circle")) == 1
-    assert len(parts(drawn({"step": 0, "val_loss": 1e-9}), "circle")) == 1
+    assert "no finite loss yet" in picture_text(draw_curve())
+    assert "no finite loss yet" in picture_text(draw_curve({"step": 1, "loss": math.nan}))
+    assert len(find_tags(draw_curve({"step": 1, "loss": 0.0}), "circle")) == 1
+    assert len(find_tags(draw_curve({"step": 0, "val_loss": 1e-9}), "circle")) == 1
 
 
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -323,7 +339,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path: Path) -> 
             with watching(tmp_path / name) as watch:
                 if first_step > 1:
                     watch.resume(first_step - 1)
-                run(watch, first_step, last)
+                run_steps(watch, first_step, last)
                 watch.save()
     uninterrupted, resumed = (
         (tmp_path / name / "loss.svg").read_text() for name in ("whole", "parts")
@@ -350,10 +366,10 @@ def test_running_mean() -> None:
 def test_plain_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=25) as watch:
-        run(watch, 1, 14)
-        watch.step(record(15, val_loss=3.2))
+        run_steps(watch, 1, 14)
+        watch.record_step(metrics_record(15, val_loss=3.2))
         watch.events.message("a line")
-        run(watch, 16, 25)
+        run_steps(watch, 16, 25)
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "line", "20/25", "25/25"]
     assert lines[0] == (
@@ -370,9 +386,9 @@ def test_plain_lines(tmp_path: Path) -> None:
 def test_a_validation_of_this_step_is_not_marked_as_old(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=3, report_every=1) as watch:
-        watch.step(record(1, val_loss=3.2))
-        watch.step(record(2))
-        watch.step(record(3, val_loss=3.1))
+        watch.record_step(metrics_record(1, val_loss=3.2))
+        watch.record_step(metrics_record(2))
+        watch.record_step(metrics_record(3, val_loss=3.1))
     vals = [line.partition("val ")[2].partition("  ")[0] for line in stream.getvalue().splitlines()]
     assert vals == ["3.2000", "3.2000 (step 1)", "3.1000"]
 
@@ -380,15 +396,15 @@ def test_a_validation_of_this_step_is_not_marked_as_old(tmp_path: Path) -> None:
 def test_a_limit_is_named_beside_peak_and_plan(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, limit_nbytes=1 << 30) as watch:
-        run(watch, 1, 1)
+        run_steps(watch, 1, 1)
     assert stream.getvalue().endswith("memory: peak 131, plan 140, limit 1,024 MiB\n")
 
 
 def test_all_lines_count_computed_tokens(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=3, report_every=1) as watch:
-        watch.step({**record(1), "positions_per_second": 50_000.0})
-        watch.step({**record(3), "positions_per_second": 33_400.0})
+        watch.record_step({**metrics_record(1), "positions_per_second": 50_000.0})
+        watch.record_step({**metrics_record(3), "positions_per_second": 33_400.0})
     first_line, last = stream.getvalue().splitlines()
     assert "  50,000 tokens/s  " in first_line and "  33,400 tokens/s  " in last
     assert "positions" not in first_line and "learnt" not in first_line
@@ -398,7 +414,7 @@ def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream) as watch:
         watch.resume(13)
-        run(watch, 14, 19)
+        run_steps(watch, 14, 19)
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["14/30"]
 
 
@@ -430,10 +446,10 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
         open(slave_fd, "w", encoding="utf-8") as stream,
         watching(folder, stream) as watch,  # type: ignore[arg-type]
     ):
-        run(watch, 1, 15)
+        run_steps(watch, 1, 15)
         watch.events.message("said [bold]as it is[/bold]")
-        watch.step(record(16, val_loss=3.2))
-        run(watch, 17, 30)
+        watch.record_step(metrics_record(16, val_loss=3.2))
+        run_steps(watch, 17, 30)
     reader.join()
     return b"".join(chunks).decode()
 
@@ -475,9 +491,9 @@ def test_no_color_and_dumb_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
     with watching(tmp_path, steps=1000) as watch:
-        run(watch, 1, 1)
+        run_steps(watch, 1, 1)
         start_time = time.thread_time()
-        run(watch, 2, 1000)
+        run_steps(watch, 2, 1000)
         assert (time.thread_time() - start_time) / 999 < 0.0002
 
 
@@ -491,7 +507,7 @@ def test_losses_accuracy_and_their_errors_fit_80_columns() -> None:
     }
     assert validation_text(of) == "val 4.6393±0.0123 acc 24.1±0.3%"
     parts = ["1234/5000", f"loss {mean_text([3.1, 3.2])}", validation_text(of), "eta 12:34"]
-    assert fitting(parts, 80 - BAR_COLUMNS) == "  ".join(parts)
+    assert fit_parts(parts, 80 - MIN_BAR_COLUMNS) == "  ".join(parts)
     results = [Result(), Result()]
     for result in results:
         result.add(5_000, 0.0712, 4_890, None), result.add(5_000, 0.0716, 4_900, None)

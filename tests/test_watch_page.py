@@ -15,11 +15,11 @@ import pytest
 import packtrain as pt
 from packtrain.common.errors import DoesNotFit
 from packtrain.training.monitoring.metrics_file import read
-from packtrain.training.monitoring.page_data import Board
-from packtrain.training.monitoring.runs_page import still_page
+from packtrain.training.monitoring.page_data import RunsPageData
+from packtrain.training.monitoring.runs_page import page_with_data
 from packtrain.workflows import run_page_server
 from tests.browser import chromium
-from tests.kill import TINY, words
+from tests.kill import TINY_FLAGS, sample_text
 
 pytestmark = pytest.mark.browser
 
@@ -47,7 +47,7 @@ def page(browser: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(words())
+    path.write_text(sample_text())
     return path
 
 
@@ -55,7 +55,7 @@ def wait_for_state(page: Any, state: str) -> None:
     page.locator("#state").get_by_text(state, exact=True).wait_for()
 
 
-def figure(page: Any, name: str) -> str:
+def figure_text(page: Any, name: str) -> str:
     place = page.locator("#figures div").filter(has=page.get_by_text(name, exact=True))
     return str(place.locator("dd").inner_text())
 
@@ -84,9 +84,12 @@ def test_the_page_has_the_planning_and_the_end_of_a_run(
     wait_for_state(page, "finished")
     *_, last, end = read(tmp_path / "m.run/metrics.jsonl")
     assert planned or is_hidden
-    assert figure(page, "step").split() == ["40", "of", "40"] and last["step"] == end["step"] == 40
-    assert figure(page, "validation loss").startswith(f"{last['val_loss']:.4f}\n")
-    assert figure(page, "loss").startswith(f"{last['loss']:.4f}\n")
+    assert (
+        figure_text(page, "step").split() == ["40", "of", "40"]
+        and last["step"] == end["step"] == 40
+    )
+    assert figure_text(page, "validation loss").startswith(f"{last['val_loss']:.4f}\n")
+    assert figure_text(page, "loss").startswith(f"{last['loss']:.4f}\n")
     assert page.locator("#more").inner_text() == f"{output} is written"
     assert page.locator("#messages").get_by_text("trained 40 steps").is_visible()
     page.evaluate("lost()")
@@ -110,7 +113,16 @@ def test_a_run_that_does_not_fit_says_so_on_its_page(page: Any, text: Path, tmp_
 
 def test_a_run_that_is_stopped_says_how_to_go_on(page: Any, text: Path, tmp_path: Path) -> None:
     run_flags = ["-o", str(tmp_path / "m.gguf"), "--iters", "1000000", "--watch", "0"]
-    command = [sys.executable, "-m", "packtrain", "train", "--data", str(text), *TINY, *run_flags]
+    command = [
+        sys.executable,
+        "-m",
+        "packtrain",
+        "train",
+        "--data",
+        str(text),
+        *TINY_FLAGS,
+        *run_flags,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         said = next(line for line in run.stderr if "watch the run" in line)
@@ -133,8 +145,8 @@ class Server:
     """The server of a page whose run is told by the test."""
 
     def __init__(self, folder: Path) -> None:
-        self.board = Board(dict, "m", lambda: 0)
-        self.watching = run_page_server.serving().Watching("0", self.board)
+        self.board = RunsPageData(dict, "m", lambda: 0)
+        self.watching = run_page_server.import_runs_server().RunsPageServer("0", self.board)
         self.watching.start()
         folder.mkdir()
         self.folder = folder
@@ -148,7 +160,7 @@ class Server:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (self.folder / "metrics.jsonl").write_text(lines)
         (self.folder / "samples.jsonl").write_text('{"step": 1, "text": "Once"}\n')
-        self.board.show(self.folder, lambda: 1)
+        self.board.show_run(self.folder, lambda: 1)
 
 
 @pytest.fixture
@@ -167,14 +179,14 @@ def test_a_lost_connection_is_not_an_end(page: Any, server: Server) -> None:
     wait_for_state(page, "connection lost")
     assert page.locator("#state").get_attribute("class") == "lost"
     assert "was killed, or cannot be reached" in page.locator("#more").inner_text()
-    assert figure(page, "step").split() == ["5", "of", "9"]
+    assert figure_text(page, "step").split() == ["5", "of", "9"]
 
 
 def test_the_page_tells_what_is_counted_and_that_the_result_is_written(
     page: Any, server: Server
 ) -> None:
     server.train(9)
-    server.board.doing = "merging: block 3 of 18"
+    server.board.current_work = "merging: block 3 of 18"
     with open(server.folder / "metrics.jsonl", "a") as file:
         file.write('{"event": "end", "step": 9}\n')
     page.goto(server.watching.url)
@@ -212,6 +224,6 @@ def test_a_still_page_of_a_run_says_that_it_is_finished(page: Any, tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 4.0}\n{"event": "end", "step": 1}\n'
     )
-    page.set_content(still_page(Board(lambda: {"m": tmp_path}, "m").data()))
+    page.set_content(page_with_data(RunsPageData(lambda: {"m": tmp_path}, "m").data()))
     assert page.locator("#state").inner_text().startswith("finished, as of ")
     assert page.locator("#said").is_hidden() and page.locator("#more").inner_text() == ""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks.watched import watched
+from benchmarks.watched import run_watched
 
 MIB = 1 << 20
 GRANDCHILD = "import time; held = bytearray(b'x') * (40 << 20); time.sleep(0.5)"
@@ -12,7 +12,7 @@ CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCH
 
 
 def test_memory_of_children_counts() -> None:
-    done = watched(sys.executable, "-c", CHILD)
+    done = run_watched(sys.executable, "-c", CHILD)
     assert done.code == 0
     assert 40 * MIB < done.peak < 100 * MIB
     assert done.seconds > 0.5
@@ -20,10 +20,10 @@ def test_memory_of_children_counts() -> None:
 
 def test_input_output_and_exit_code() -> None:
     program = "import os, sys; print(input() + os.environ['WORD']); print('no', file=sys.stderr); sys.exit(3)"
-    done = watched(sys.executable, "-c", program, typed="yes\n", variables={"WORD": "!"})
+    done = run_watched(sys.executable, "-c", program, typed="yes\n", variables={"WORD": "!"})
     assert (done.code, done.out, done.said) == (3, "yes!\n", "no\n")
 
 
 def test_a_command_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError):
-        watched("packtrain-that-is-not-there")
+        run_watched("packtrain-that-is-not-there")

@@ -21,24 +21,32 @@ import pytest
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
-from packtrain.training.monitoring import Watch, metrics_file
-from packtrain.training.monitoring.history import History
-from packtrain.training.monitoring.metric_series import ROWS, Series, last, least, mean, most, total
-from packtrain.training.monitoring.page_data import Board
-from packtrain.training.monitoring.run_folders import find
-from packtrain.training.monitoring.runs_page import live_page, still_page
+from packtrain.training.monitoring import RunMonitor, metrics_file
+from packtrain.training.monitoring.history import RunHistory
+from packtrain.training.monitoring.metric_series import (
+    MAX_ROWS,
+    MetricSeries,
+    last,
+    maximum,
+    mean,
+    minimum,
+    value_sum,
+)
+from packtrain.training.monitoring.page_data import RunsPageData
+from packtrain.training.monitoring.run_folders import find_runs
+from packtrain.training.monitoring.runs_page import live_page, page_with_data
 from packtrain.workflows import optional_deps, run_page_server
-from tests.kill import TINY, words
+from tests.kill import TINY_FLAGS, sample_text
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e"
 
 
-def line(step: int, loss: float | None = 4.0, **more: Any) -> str:
+def metrics_line(step: int, loss: float | None = 4.0, **fields: Any) -> str:
     record = {"step": step, "tokens": 10 * step, "loss": loss, "lr": 0.1, "seconds": step / 2}
-    return json.dumps(record | more) + "\n"
+    return json.dumps(record | fields) + "\n"
 
 
-def made(folder: Path, lines: str, settings: str = "") -> Path:
+def make_run(folder: Path, lines: str, settings: str = "") -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(lines)
     (folder / "run.yaml").write_text(settings or "lr: 0.1\nseed: 0\n")
@@ -49,16 +57,16 @@ def made(folder: Path, lines: str, settings: str = "") -> Path:
 
 
 def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
-    columns = {"x": last, "y": mean, "low": least, "high": most, "n": total}
-    count = 7 * ROWS + 13
-    series = Series(columns)
+    columns = {"x": last, "y": mean, "low": minimum, "high": maximum, "n": value_sum}
+    count = 7 * MAX_ROWS + 13
+    series = MetricSeries(columns)
     for k in range(count):
         y = math.nan if k % 5 == 0 else float(k * 37 % 101)
         series.add({"x": k, "y": y, "low": y, "high": y, "n": 1.0}, k + 1)
-        assert len(series) <= ROWS
-    first, series_columns = series.since(0)
+        assert len(series) <= MAX_ROWS
+    first, series_columns = series.columns_since(0)
     expected = [k * 37 % 101 for k in range(count) if k % 5]
-    assert first == 0 and series.width == 8 and sum(series_columns["n"]) == count
+    assert first == 0 and series.records_per_row == 8 and sum(series_columns["n"]) == count
     assert series_columns["x"][:3] == [7, 15, 23] and series_columns["x"][-1] == count - 1
     assert (min(series_columns["low"]), max(series_columns["high"])) == (
         min(expected),
@@ -69,21 +77,21 @@ def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
 
 
 def test_what_is_new_is_the_end_of_a_series_until_its_rows_are_joined() -> None:
-    series = Series({"x": last})
-    for k in range(ROWS):
+    series = MetricSeries({"x": last})
+    for k in range(MAX_ROWS):
         series.add({"x": k}, k + 1)
-    assert series.since(ROWS - 2) == (ROWS - 2, {"x": [ROWS - 2, ROWS - 1]})
-    assert series.since(ROWS) == (ROWS, {"x": []})
-    series.add({"x": ROWS}, ROWS + 1)
-    first, new_columns = series.since(ROWS)
-    assert (first, len(new_columns["x"])) == (0, ROWS // 2 + 1)
+    assert series.columns_since(MAX_ROWS - 2) == (MAX_ROWS - 2, {"x": [MAX_ROWS - 2, MAX_ROWS - 1]})
+    assert series.columns_since(MAX_ROWS) == (MAX_ROWS, {"x": []})
+    series.add({"x": MAX_ROWS}, MAX_ROWS + 1)
+    first, new_columns = series.columns_since(MAX_ROWS)
+    assert (first, len(new_columns["x"])) == (0, MAX_ROWS // 2 + 1)
 
 
 # ---- reading runs ----------------------------------------------------------------------------------------------
 
 
-def columns(run: History, part: str = "train") -> dict[str, list[float | None]]:
-    return getattr(run, part).since(0)[1]
+def columns(run: RunHistory, part: str = "train") -> dict[str, list[float | None]]:
+    return getattr(run, part).columns_since(0)[1]
 
 
 def test_damaged_lines_are_counted_and_the_last_waits_to_be_whole(tmp_path: Path) -> None:
@@ -99,69 +107,69 @@ def test_damaged_lines_are_counted_and_the_last_waits_to_be_whole(tmp_path: Path
         "x" * 200_000,
     ]
     lines = [
-        line(1),
+        metrics_line(1),
         *(f"{text}\n" for text in bad),
-        line(2, None),
+        metrics_line(2, None),
         '{"step": 9e999, "loss": 3}\n',
-        line(3, 2.5),
+        metrics_line(3, 2.5),
     ]
-    folder = made(tmp_path / "a.run", "".join(lines) + line(4)[:-5])
-    run = History(folder, "a")
+    folder = make_run(tmp_path / "a.run", "".join(lines) + metrics_line(4)[:-5])
+    run = RunHistory(folder, "a")
     run.refresh(1)
     assert columns(run)["step"] == [1, 2, 3] and columns(run)["loss"] == [4.0, None, 2.5]
     assert columns(run)["bad"] == [0, 1, 0]
-    assert run.damaged >= len(bad) + 1
+    assert run.num_damaged >= len(bad) + 1
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(line(4)[-5:] + line(5, val_loss=3.5))
+        file.write(metrics_line(4)[-5:] + metrics_line(5, val_loss=3.5))
     run.refresh(2)
     assert columns(run)["step"] == [1, 2, 3, 4, 5]
     assert columns(run, "valid")["val_loss"] == [3.5]
-    figures = run.figures()
+    figures = run.table_row()
     assert (figures["step"], figures["best_loss"], figures["best_step"]) == (5, 2.5, 3)
     assert json.loads(json.dumps(figures, allow_nan=False))
 
 
-@pytest.mark.parametrize("more", ["", "".join(line(k, 9.0) for k in range(4, 60))])
-def test_a_resumed_or_replaced_run_is_read_anew(tmp_path: Path, more: str) -> None:
-    folder = made(tmp_path / "a.run", "".join(line(k) for k in range(1, 11)))
-    run = History(folder, "a")
+@pytest.mark.parametrize("new_lines", ["", "".join(metrics_line(k, 9.0) for k in range(4, 60))])
+def test_a_resumed_or_replaced_run_is_read_anew(tmp_path: Path, new_lines: str) -> None:
+    folder = make_run(tmp_path / "a.run", "".join(metrics_line(k) for k in range(1, 11)))
+    run = RunHistory(folder, "a")
     run.refresh(1)
-    resumed = metrics_file.Metrics(folder / "metrics.jsonl", 3)
-    resumed.file.write(more)
+    resumed = metrics_file.MetricsFile(folder / "metrics.jsonl", 3)
+    resumed.file.write(new_lines)
     resumed.close()
     run.refresh(2)
-    assert columns(run)["step"] == [*range(1, 4), *(range(4, 60) if more else ())]
-    (folder / "metrics.jsonl").write_text(line(1, 7.0))
+    assert columns(run)["step"] == [*range(1, 4), *(range(4, 60) if new_lines else ())]
+    (folder / "metrics.jsonl").write_text(metrics_line(1, 7.0))
     run.refresh(3)
-    assert columns(run)["loss"] == [7.0] and run.figures()["best_loss"] == 7.0
+    assert columns(run)["loss"] == [7.0] and run.table_row()["best_loss"] == 7.0
 
 
 def test_samples_are_kept_and_cut_when_a_run_is_resumed(tmp_path: Path) -> None:
-    with Watch(tmp_path, Events(), tensorboard=False) as watch:
+    with RunMonitor(tmp_path, Events(), tensorboard=False) as watch:
         for step in (1, 2, 3):
-            watch.step({"step": step, "loss": 1.0})
-            watch.sample(step, f"text {step}\n{HOSTILE}")
-    run = History(tmp_path, "a")
+            watch.record_step({"step": step, "loss": 1.0})
+            watch.record_sample(step, f"text {step}\n{HOSTILE}")
+    run = RunHistory(tmp_path, "a")
     run.refresh(1)
     assert [s["step"] for s in run.samples] == [1, 2, 3] and HOSTILE in run.samples[0]["text"]
-    with Watch(tmp_path, Events(), tensorboard=False) as watch:
+    with RunMonitor(tmp_path, Events(), tensorboard=False) as watch:
         watch.resume(2)
     run.refresh(2)
     assert [s["step"] for s in run.samples] == [1, 2]
-    with Watch(tmp_path, Events(), tensorboard=False) as watch:
-        watch.step({"step": 1, "loss": 1.0})
+    with RunMonitor(tmp_path, Events(), tensorboard=False) as watch:
+        watch.record_step({"step": 1, "loss": 1.0})
     run.refresh(3)
     assert not run.samples
 
 
 def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.training.monitoring.page_data.EACH", 0.0)
-    made(tmp_path / "a.run", line(1) + line(2))
-    board = Board(lambda: find(tmp_path), "runs")
+    monkeypatch.setattr("packtrain.training.monitoring.page_data.REFRESH_SECONDS", 0.0)
+    make_run(tmp_path / "a.run", metrics_line(1) + metrics_line(2))
+    board = RunsPageData(lambda: find_runs(tmp_path), "runs")
     data = board.data()
     assert data["runs"][0]["settings"] == {"lr": "0.1", "seed": "0"}
     with open(tmp_path / "a.run/metrics.jsonl", "a") as file:
-        file.write(line(3))
+        file.write(metrics_line(3))
     update = board.data(data["version"], data["session"])["runs"][0]
     assert update["train"]["from"] == 2 and update["train"]["columns"]["step"] == [3]
     assert "settings" not in update and "samples" not in update
@@ -173,30 +181,30 @@ def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def several(tmp_path: Path) -> Path:
-    made(
+def runs_folder(tmp_path: Path) -> Path:
+    make_run(
         tmp_path / "deep/one.run",
-        line(1) + line(2, 3.0, val_loss=3.25),
+        metrics_line(1) + metrics_line(2, 3.0, val_loss=3.25),
         "lr: 0.1\nseed: 0\noutput: a\n",
     )
     end = json.dumps({"event": "end", "step": 4, "planned_bytes": 9, "peak_bytes": 8}) + "\n"
-    made(
+    make_run(
         tmp_path / "two.run",
-        "".join(line(k, 5.0 - k) for k in range(1, 5)) + end,
+        "".join(metrics_line(k, 5.0 - k) for k in range(1, 5)) + end,
         "lr: 0.2\nseed: 0\n",
     )
-    made(tmp_path / "empty.run", "")
-    made(tmp_path / "damaged.run", "nothing\n{{{\n" + line(1)[:9], ": [")
+    make_run(tmp_path / "empty.run", "")
+    make_run(tmp_path / "damaged.run", "nothing\n{{{\n" + metrics_line(1)[:9], ": [")
     bare_run = tmp_path / "bare.run"
     bare_run.mkdir()
     (bare_run / "run.yaml").write_bytes(b"\xff\xfe")
     (tmp_path / ".hidden.run").mkdir()
-    (tmp_path / ".hidden.run/metrics.jsonl").write_text(line(1))
+    (tmp_path / ".hidden.run/metrics.jsonl").write_text(metrics_line(1))
     return tmp_path
 
 
-def test_runs_are_compared_as_json(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(several), "--json"]) == 0
+def test_runs_are_compared_as_json(runs_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(runs_folder), "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == {"deep/one.run", "two.run", "empty.run", "damaged.run", "bare.run"}
     first, second = rows["deep/one.run"], rows["two.run"]
@@ -208,15 +216,17 @@ def test_runs_are_compared_as_json(several: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_speed_counts_computed_tokens(tmp_path: Path) -> None:
-    lines = "".join(line(k, positions_per_second=64.0 * k) for k in (1, 2))
-    run = History(made(tmp_path / "a.run", lines), "a")
+    lines = "".join(metrics_line(k, positions_per_second=64.0 * k) for k in (1, 2))
+    run = RunHistory(make_run(tmp_path / "a.run", lines), "a")
     run.refresh(1)
-    assert run.figures()["tokens_per_second"] == 96.0  # 32 and 64 tokens in half a second each
-    assert run.figures()["tokens"] == 20
+    assert run.table_row()["tokens_per_second"] == 96.0  # 32 and 64 tokens in half a second each
+    assert run.table_row()["tokens"] == 20
 
 
-def test_runs_are_compared_as_a_table(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(several)]) == 0
+def test_runs_are_compared_as_a_table(
+    runs_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", str(runs_folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and lines[0].split()[:2] == ["run", "state"]
     assert lines[0].endswith("lr")
@@ -254,9 +264,9 @@ def scripts(text: str) -> list[str]:
     return re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
 
 
-def test_the_page_runs_only_its_own_script_and_names_no_other_place(several: Path) -> None:
-    static_page = several / "page.html"
-    assert main(["runs", str(several), "--html", str(static_page)]) == 0
+def test_the_page_runs_only_its_own_script_and_names_no_other_place(runs_folder: Path) -> None:
+    static_page = runs_folder / "page.html"
+    assert main(["runs", str(runs_folder), "--html", str(static_page)]) == 0
     live, sent = live_page()
     for text in (live, static_page.read_text()):
         outside = text.replace(scripts(text)[0], "")
@@ -279,9 +289,11 @@ def test_the_page_runs_only_its_own_script_and_names_no_other_place(several: Pat
 
 def test_hostile_names_settings_and_samples_stay_text(tmp_path: Path) -> None:
     name = "</script><script>alert(1)<"
-    folder = made(tmp_path / "x" / name.replace("/", "|"), line(1), f"lr: {json.dumps(HOSTILE)}\n")
+    folder = make_run(
+        tmp_path / "x" / name.replace("/", "|"), metrics_line(1), f"lr: {json.dumps(HOSTILE)}\n"
+    )
     (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "text": HOSTILE}) + "\n")
-    text = still_page(Board(lambda: find(tmp_path), HOSTILE).data())
+    text = page_with_data(RunsPageData(lambda: find_runs(tmp_path), HOSTILE).data())
     assert len(scripts(text)) == 2 and not set("<>&") & set(scripts(text)[0])
     run = json.loads(scripts(text)[0])["runs"][0]
     assert run["settings"]["lr"] == HOSTILE and run["samples"][0]["text"] == HOSTILE
@@ -290,11 +302,21 @@ def test_hostile_names_settings_and_samples_stay_text(tmp_path: Path) -> None:
 # ---- a run that is watched -------------------------------------------------------------------------------------
 
 
-class Watched:
+class WatchedRun:
     """A training run in a process, and the address of its page."""
 
-    def __init__(self, data: Path, output: Path, *more: str) -> None:
-        arguments = ["train", "--data", str(data), "-o", str(output), *TINY, "--watch", "0", *more]
+    def __init__(self, data: Path, output: Path, *flags: str) -> None:
+        arguments = [
+            "train",
+            "--data",
+            str(data),
+            "-o",
+            str(output),
+            *TINY_FLAGS,
+            "--watch",
+            "0",
+            *flags,
+        ]
         self.output = output
         command = [sys.executable, "-m", "packtrain", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -331,7 +353,7 @@ class Watched:
                     return data
         raise AssertionError(self.said)
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         code = self.process.wait(120)
         self._reading.join()
         assert self.process.stderr is not None
@@ -346,22 +368,22 @@ class Watched:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(words())
+    path.write_text(sample_text())
     return path
 
 
 @pytest.fixture
 def watching(text: Path, tmp_path: Path) -> Iterator[Any]:
-    running: list[Watched] = []
+    running: list[WatchedRun] = []
 
-    def begin(*more: str) -> Watched:
-        running.append(Watched(text, tmp_path / "m.gguf", *more))
+    def begin(*flags: str) -> WatchedRun:
+        running.append(WatchedRun(text, tmp_path / "m.gguf", *flags))
         return running[-1]
 
     yield begin
     for watched in running:
         watched.process.kill()
-        watched.ended()
+        watched.wait_for_exit()
 
 
 def test_a_run_is_seen_while_it_goes_on_and_keeps_to_its_memory(watching: Any) -> None:
@@ -420,7 +442,7 @@ def test_a_run_that_is_refused_ends_its_page(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = threading.active_count()
-    arguments = ["train", "--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY]
+    arguments = ["train", "--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY_FLAGS]
     assert main([*arguments, "--watch", "0", "--memory", "2MiB"]) == 3
     assert threading.active_count() == before
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -436,7 +458,7 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setattr(
         optional_deps, "find_spec", lambda name: None if name == "uvicorn" else object()
     )
-    arguments = ["--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY, "--watch", "0"]
+    arguments = ["--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY_FLAGS, "--watch", "0"]
     for command in (["train"], ["plan", "train"]):
         assert main([*command, *arguments]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
@@ -454,16 +476,25 @@ def test_the_memory_of_the_page_is_in_the_plan(
     totals = []
     for watch_args in ([], ["--watch", "0"]):
         path = tmp_path / f"plan{len(watch_args)}.json"
-        arguments = ["plan", "train", "--data", str(text), *TINY, "--json", str(path), *watch_args]
+        arguments = [
+            "plan",
+            "train",
+            "--data",
+            str(text),
+            *TINY_FLAGS,
+            "--json",
+            str(path),
+            *watch_args,
+        ]
         subprocess.run(
             [sys.executable, "-m", "packtrain", *arguments], check=True, capture_output=True
         )
         totals.append(json.loads(path.read_text())["baseline_bytes"])
-    assert totals[1] - totals[0] > run_page_server.ROOM_NBYTES
+    assert totals[1] - totals[0] > run_page_server.PAGE_NBYTES
 
 
 def test_addresses() -> None:
-    address = run_page_server.serving().address
+    address = run_page_server.import_runs_server().address
     assert address("0") == ("127.0.0.1", 0) and address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert address("[::1]:8080") == ("::1", 8080)
     for wrong in ("", "x", ":80", "-1", "1e3", "localhost:", "a:b", "65536", "\u0661"):
@@ -471,12 +502,12 @@ def test_addresses() -> None:
             address(wrong)
 
 
-def test_runs_are_compared_live(several: Path) -> None:
-    command = [sys.executable, "-m", "packtrain", "runs", str(several), "--watch", "0"]
+def test_runs_are_compared_live(runs_folder: Path) -> None:
+    command = [sys.executable, "-m", "packtrain", "runs", str(runs_folder), "--watch", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         port = int(re.findall(r":(\d+)/", process.stderr.readline())[0])
-        run = Watched.__new__(Watched)
+        run = WatchedRun.__new__(WatchedRun)
         run.port = port
         data = run.data()
         assert len(data["runs"]) == 5 and data["differing"] == ["lr"] and data["memory"] is None

@@ -20,13 +20,13 @@ from triton.compiler import ASTSource
 
 import packtrain as pt
 import packtrain.engine.optim
-from packtrain.devtools.check.check_cases import checked_values
-from packtrain.devtools.check.op_samples import samples, typed
+from packtrain.devtools.check.check_cases import check_values
+from packtrain.devtools.check.op_samples import samples_of_op, typed_samples
 from packtrain.dtypes import READABLE
 from packtrain.engine import ops
 from packtrain.engine.backends import triton as gpu
-from packtrain.engine.backends.torch_backend import Apart
-from packtrain.engine.backends.torch_temporaries import measured
+from packtrain.engine.backends.torch_backend import TorchDevice
+from packtrain.engine.backends.torch_temporaries import kernel_footprint
 from packtrain.engine.tensor import OPS, Call
 from tests import checks
 
@@ -36,33 +36,35 @@ TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int32: "i32",
     torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
-MOST = 232_448  # bytes of shared memory that a program of an H100 can have
+MAX_SHARED_NBYTES = 232_448  # bytes of shared memory that a program of an H100 can have
 
 
 def values(name: str) -> str:
-    checks.passed(checked_values(name, (Apart("far", "cpu", fused=True),)))
+    checks.assert_passed(check_values(name, (TorchDevice("far", "cpu", fused=True),)))
     return "as specified"
 
 
-def fault(name: str) -> str:
+def values_of_fault(name: str) -> str:
     """The values where a kernel writes nothing."""
     gated = import_module(f"{gpu.__name__}.elementwise")
-    vars(gated)["launch"] = lambda *given, **constants: None
+    vars(gated)["launch"] = lambda *args, **constants: None
     return values(name)
 
 
-def compiled(name: str) -> str:
+def compile_kernels(name: str) -> str:
     """Each kernel once for all switches that it is asked for, and for wide heads."""
     shared_nbytes = dict[Any, int]()
 
-    def launch(kernel: Any, grid: Any, *given: Any, **constants: Any) -> None:
+    def launch(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         options = {k: constants.pop(k) for k in OPTIONS & constants.keys()}
-        named = dict(zip(kernel.arg_names, given, strict=False)) | constants
+        named = dict(zip(kernel.arg_names, args, strict=False)) | constants
         fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
         switches = tuple((k, v) for k, v in fixed.items() if isinstance(v, bool))
         key = kernel.__name__, switches, max(fixed.get("D", 0), 64), fixed.get("UNPACK")
         if key not in shared_nbytes:
-            kinds = {k: "constexpr" if k in fixed else kind(named[k]) for k in kernel.arg_names}
+            kinds = {
+                k: "constexpr" if k in fixed else triton_type(named[k]) for k in kernel.arg_names
+            }
             source = ASTSource(kernel, kinds, fixed)
             shared_nbytes[key] = triton.compile(
                 source, target=TARGET, options=options
@@ -72,10 +74,14 @@ def compiled(name: str) -> str:
         vars(import_module(f"{gpu.__name__}.{module.name}"))["launch"] = launch
     extra_checks = {"cast": unpackings, "get_rows_back": sums_of_rows, "matmul": splittings}
     extra_checks.get(name, tuple)()
-    for call in (*samples(name), *(case.call for case in typed(name)), *wide(name)):
+    for call in (
+        *samples_of_op(name),
+        *(case.call for case in typed_samples(name)),
+        *wide_calls(name),
+    ):
         if "cuda" in call.op.kernels:
-            measured(call.op, call.inputs, call.attrs, "cuda")
-    assert max(shared_nbytes.values(), default=0) <= MOST, (name, shared_nbytes)
+            kernel_footprint(call.op, call.inputs, call.attrs, "cuda")
+    assert max(shared_nbytes.values(), default=0) <= MAX_SHARED_NBYTES, (name, shared_nbytes)
     return f"{len(shared_nbytes)} kernels"
 
 
@@ -87,18 +93,22 @@ def unpackings() -> None:
     """Of all block types: what kernels of PyTorch call in Triton is not reached without values."""
     for dtype in (t for t in READABLE if t.quantized):
         raw = empty(70, dtype.block_nbytes, dtype=torch.uint8)
-        gpu.late("unpack", "unpacked")(empty(70, dtype.block), raw, dtype.code["unpack"])
+        gpu.lazy_kernel("unpack", "unpack_blocks")(
+            empty(70, dtype.block), raw, dtype.code["unpack"]
+        )
 
 
 def sums_of_rows() -> None:
-    gpu.late("rows", "add_rows")(empty(300, 768), empty(2500, 768), empty(2500, dtype=torch.int32))
+    gpu.lazy_kernel("rows", "add_rows")(
+        empty(300, 768), empty(2500, 768), empty(2500, dtype=torch.int32)
+    )
 
 
 def splittings() -> None:
-    gpu.late("elementwise", "split")(empty(300, 70))
+    gpu.lazy_kernel("elementwise", "split_bf16")(empty(300, 70))
 
 
-def wide(name: str) -> Iterator[Call]:
+def wide_calls(name: str) -> Iterator[Call]:
     """Calls with heads as wide as those of models; samples have small ones."""
     for width in (64, 128, 256):
         q, k = pt.input("q", (1, 64, 4, width)), pt.input("k", (1, 64, 2, width))
@@ -108,7 +118,7 @@ def wide(name: str) -> Iterator[Call]:
         yield from (t.call for t in (y, gradients[0]) if t.call and t.call.op.name == name)
 
 
-def kind(value: Any) -> str:
+def triton_type(value: Any) -> str:
     """Triton's name of an argument's type."""
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}"
@@ -120,6 +130,8 @@ if __name__ == "__main__":
     for one in sys.argv[2:]:
         print(
             one,
-            {"values": values, "compile": compiled, "fault": fault}[sys.argv[1]](one),
+            {"values": values, "compile": compile_kernels, "fault": values_of_fault}[sys.argv[1]](
+                one
+            ),
             flush=True,
         )

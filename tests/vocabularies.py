@@ -24,10 +24,10 @@ UNITS = [
 ]  # fmt: skip
 
 
-def drawn(seed: int, count: int, most: int = 40) -> list[str]:
+def random_texts(seed: int, count: int, max_units: int = 40) -> list[str]:
     """Random texts of the units."""
     draw = random.Random(seed)
-    return ["".join(draw.choices(UNITS, k=draw.randint(1, most))) for _ in range(count)]
+    return ["".join(draw.choices(UNITS, k=draw.randint(1, max_units))) for _ in range(count)]
 
 
 def checksum(ids: list[int]) -> int:
@@ -35,9 +35,9 @@ def checksum(ids: list[int]) -> int:
     return crc32(np.array(ids, np.int32).tobytes())
 
 
-def joining(name: str) -> dict[str, Any]:
+def merging_metadata(name: str) -> dict[str, Any]:
     """The metadata of a vocabulary for the pre-tokenizer of this name."""
-    spelled = RULES[name].spelled
+    spelled = RULES[name].byte_level
     tokens, merges = _letters() if spelled else _characters()
     kinds = [BYTE if token.startswith(b"<0x") else NORMAL for token in tokens]
     return {
@@ -86,7 +86,7 @@ REPLACED = {
 }  # fmt: skip
 
 
-def pieces(name: str) -> dict[str, Any]:
+def pieces_metadata(name: str) -> dict[str, Any]:
     """The metadata of a WordPiece or Unigram vocabulary of characters and some sequences of them."""
     kind, draw = name.split()[0], random.Random(3)
     characters = sorted({c for unit in UNITS for c in unit + unit.lower()} - set(" \n\0\u2581"))

@@ -42,7 +42,7 @@ def judged(compare: Compare, kind: str, seed: int, number: int) -> Outcome:
 def run(kind: str, count: int, seed: int, verbose: bool) -> bool:
     """Whether no variant of this kind differs."""
     compare: Compare = importlib.import_module(f"benchmarks.variants.{kind}").compare
-    counts, reasons, number, began = Counter[str](), Counter[str](), 0, time.monotonic()
+    counts, reasons, number, start_seconds = Counter[str](), Counter[str](), 0, time.monotonic()
     while sum(counts.values()) - counts[INVALID] < count and counts[INVALID] <= 20 * count:
         outcome = judged(compare, kind, seed, number)
         counts[outcome.verdict] += 1
@@ -51,11 +51,14 @@ def run(kind: str, count: int, seed: int, verbose: bool) -> bool:
         if outcome.verdict == REFUSED:
             reasons[outcome.detail] += 1
         number += 1
-    others = f"; {counts[INVALID]} more {INVALID}" if counts[INVALID] else ""
-    told = ", ".join(f"{counts[name]} {name}" for name in (EQUAL, SAID, REFUSED, DIFFERENT))
-    seconds = time.monotonic() - began
+    invalid_note = f"; {counts[INVALID]} more {INVALID}" if counts[INVALID] else ""
+    verdict_counts = ", ".join(
+        f"{counts[name]} {name}" for name in (EQUAL, SAID, REFUSED, DIFFERENT)
+    )
+    seconds = time.monotonic() - start_seconds
     print(
-        f"{kind}: {count} variants from seed {seed}: {told}{others} ({seconds:.0f} s)", flush=True
+        f"{kind}: {count} variants from seed {seed}: {verdict_counts}{invalid_note} ({seconds:.0f} s)",
+        flush=True,
     )
     return not counts[DIFFERENT]
 

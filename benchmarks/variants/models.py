@@ -13,11 +13,11 @@ import transformers
 from benchmarks.convert import tiny
 from tests.hugging_face import sentencepiece_model
 
-NEAR = 1e-3  # of the largest logit
+MAX_ERROR = 1e-3  # of the largest logit
 
 
 @functools.cache
-def checkpoint(name: str) -> tuple[Path, dict[str, Any]]:
+def tiny_checkpoint(name: str) -> tuple[Path, dict[str, Any]]:
     """A folder with a checkpoint of a class, which lasts as long as the process, and its config.json."""
     folder = Path(tempfile.mkdtemp(prefix="variants-"))
     tiny(name)[1].save_pretrained(folder)
@@ -25,7 +25,7 @@ def checkpoint(name: str) -> tuple[Path, dict[str, Any]]:
     return folder, json.loads((folder / "config.json").read_text())
 
 
-def load(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     """The model in a folder, ready to compute."""
     opened = transformers.AutoModelForCausalLM.from_pretrained
     return opened(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -34,8 +34,10 @@ def load(folder: Path) -> Any:
 def logits(model: Any, ids: np.ndarray) -> np.ndarray:
     """Of the last of these tokens by transformers."""
     with torch.no_grad():
-        made: np.ndarray = model(torch.tensor(ids)[None], use_cache=False).logits[0, -1].numpy()
-    return made
+        last_logits: np.ndarray = (
+            model(torch.tensor(ids)[None], use_cache=False).logits[0, -1].numpy()
+        )
+    return last_logits
 
 
 transformers.logging.set_verbosity_error()

@@ -20,7 +20,7 @@ class Outcome:
 Compare = Callable[[random.Random, Path], Outcome]
 
 
-def refused(error: Exception, *names: str) -> Outcome:
+def refused_outcome(error: Exception, *names: str) -> Outcome:
     """A refusal, which must have one of these names in it, if there are any."""
     text = " ".join(str(error).split())
     named = not names or any(name.lower() in text.lower() for name in names)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.convert import apart
-from benchmarks.variants.models import NEAR, checkpoint, load, logits
-from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, Outcome, refused
+from benchmarks.convert import relative_error
+from benchmarks.variants.models import MAX_ERROR, load_model, logits, tiny_checkpoint
+from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, Outcome, refused_outcome
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import convert
 from packtrain.inference.generator import Generator
@@ -66,12 +66,12 @@ def settings(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
         "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "longrope": ("long_factor", "short_factor"),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }.get(kind, ())  # fmt: skip
-    usual = {
+    optional_names = {
         "yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate",
                  "original_max_position_embeddings"),
         "longrope": ("factor", "attention_factor", "original_max_position_embeddings"), "dynamic": ("alpha",),
     }.get(kind, ())  # fmt: skip
-    names = {*needed, *(name for name in usual if rng.random() < 0.4)}
+    names = {*needed, *(name for name in optional_names if rng.random() < 0.4)}
     if rng.random() < 0.15:
         names.add(rng.choice([*values]))
     return {"rope_type": kind} | {name: values[name] for name in sorted(names)}
@@ -98,29 +98,31 @@ def variant(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
 def compare(rng: random.Random, folder: Path) -> Outcome:
     """One variant: the logits after 12 and after 60 tokens."""
     name = rng.choice(CLASSES)
-    source, config = checkpoint(name)
+    source, config = tiny_checkpoint(name)
     shutil.copytree(source, folder / "m")
     changed = variant(rng, config)
     changed["max_position_embeddings"] = rng.choice((64, 64, 128))
     if "original_max_position_embeddings" in config:
         changed["original_max_position_embeddings"] = rng.choice((16, 32))
     (folder / "m/config.json").write_text(json.dumps(changed))
-    told = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "partial_rotary_factor",
+    rope_keys = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "partial_rotary_factor",
             "original_max_position_embeddings")  # fmt: skip
-    shown = f"{name} { ({key: changed[key] for key in told if key in changed}) }"
+    shown = f"{name} { ({key: changed[key] for key in rope_keys if key in changed}) }"
     texts = [np.array([rng.randrange(3, V) for _ in range(count)]) for count in (12, 60)]
     try:
-        wanted = [logits(load(folder / "m"), ids) for ids in texts]
+        expected_logits = [logits(load_model(folder / "m"), ids) for ids in texts]
     except Exception as error:
         return Outcome(INVALID, f"{shown}: {error!r}")
-    if not all(np.isfinite(want).all() for want in wanted):
+    if not all(np.isfinite(expected).all() for expected in expected_logits):
         return Outcome(INVALID, f"{shown}: logits that are not finite")
     try:
         convert(folder / "m", folder / "m.gguf", "f32", report=lambda line: None)
     except InputError as error:
-        return refused(error, *NAMES)
-    for ids, want in zip(texts, wanted, strict=True):
-        got = Generator.of(open_model(folder / "m.gguf"), len(ids)).feed(ids.tolist())
-        if apart(got, want) > NEAR:
-            return Outcome(DIFFERENT, f"{shown}: {apart(got, want):.1e} apart after {len(ids)}")
+        return refused_outcome(error, *NAMES)
+    for ids, expected in zip(texts, expected_logits, strict=True):
+        got = Generator.from_model(open_model(folder / "m.gguf"), len(ids)).feed(ids.tolist())
+        if relative_error(got, expected) > MAX_ERROR:
+            return Outcome(
+                DIFFERENT, f"{shown}: {relative_error(got, expected):.1e} apart after {len(ids)}"
+            )
     return Outcome(EQUAL, shown)

@@ -8,13 +8,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks.variants.outcome import DIFFERENT, EQUAL, SAID, Outcome, refused
+from benchmarks.variants.outcome import DIFFERENT, EQUAL, SAID, Outcome, refused_outcome
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.messages import Conversation, Pair
-from packtrain.data.conversations.record_formats import Plain, Reader
-from packtrain.data.text.documents import Source
+from packtrain.data.conversations.messages import AnswerPair, Conversation
+from packtrain.data.conversations.record_formats import PlainText, RecordReader
+from packtrain.data.text.documents import SourceFile
 
-IDLE, CONTEXT, REFUSE, SHOWN = (
+NO_EFFECT, CONTEXT, REFUSE, SHOWN = (
     "nothing",
     "not trained on",
     "refused",
@@ -24,22 +24,22 @@ OFF, ON, OTHER = (0, False, 0.0), (1, True, 1.0), (0.5, "no", [0, 1], -1, 2)
 FLAGS = "weight", "train", "training", "trainable", "loss", "loss_mask", "step_loss_mask"
 # key of a message: values and what they mean
 TURN: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
-    **dict.fromkeys(FLAGS, ((OFF, CONTEXT), (ON, IDLE), (OTHER, REFUSE), ((None,), IDLE))),
-    "masked": (((True,), CONTEXT), ((False,), IDLE)), "loss_scale": (((0.5, 0, 2), REFUSE), ((1,), IDLE)),
-    "images": (((["a.png"],), REFUSE), (([],), IDLE)), "audio": (((["a.wav"],), REFUSE),),
+    **dict.fromkeys(FLAGS, ((OFF, CONTEXT), (ON, NO_EFFECT), (OTHER, REFUSE), ((None,), NO_EFFECT))),
+    "masked": (((True,), CONTEXT), ((False,), NO_EFFECT)), "loss_scale": (((0.5, 0, 2), REFUSE), ((1,), NO_EFFECT)),
+    "images": (((["a.png"],), REFUSE), (([],), NO_EFFECT)), "audio": (((["a.wav"],), REFUSE),),
     "tool_plan": ((("WORD",), SHOWN),), "refusal": ((("WORD",), SHOWN),), "reasoning_content": ((("WORD",), SHOWN),),
     "train_detail": ((([{"begin_offset": 0, "end_offset": 1, "train": False}],), REFUSE),),
-    "eot": (((False,), REFUSE), ((True,), IDLE)), "channel": ((("analysis",), REFUSE), (("final",), IDLE)),
-    "recipient": ((("functions.f",), REFUSE), (("all",), IDLE)), "documents": ((([{"text": "WORD"}],), SHOWN),),
-    "timestamp": (((5, "now"), IDLE),), "id": (((7, "a"), IDLE),), "note": ((("some",), IDLE),),
+    "eot": (((False,), REFUSE), ((True,), NO_EFFECT)), "channel": ((("analysis",), REFUSE), (("final",), NO_EFFECT)),
+    "recipient": ((("functions.f",), REFUSE), (("all",), NO_EFFECT)), "documents": ((([{"text": "WORD"}],), SHOWN),),
+    "timestamp": (((5, "now"), NO_EFFECT),), "id": (((7, "a"), NO_EFFECT),), "note": ((("some",), NO_EFFECT),),
 }  # fmt: skip
 # key of a row
 ROW: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
-    **dict.fromkeys(FLAGS, ((OFF, REFUSE), (ON, IDLE))), "weight": ((OFF, REFUSE), (ON, IDLE), ((0.5, 2), REFUSE)),
-    "label": (((False, "false", 0, "0", "False"), REFUSE), ((True, 1, "spam"), IDLE)),
-    "kto_tag": (((False,), REFUSE), ((True,), IDLE)), "sample_weight": (((0.5, 2, 0), REFUSE), ((1,), IDLE)),
-    "loss_weight": (((0.2,), REFUSE),), "loss_scale": (((0.2,), REFUSE), ((1,), IDLE)),
-    "image": ((("a.png",), REFUSE),), "videos": (((["a.mp4"],), REFUSE), (([],), IDLE)),
+    **dict.fromkeys(FLAGS, ((OFF, REFUSE), (ON, NO_EFFECT))), "weight": ((OFF, REFUSE), (ON, NO_EFFECT), ((0.5, 2), REFUSE)),
+    "label": (((False, "false", 0, "0", "False"), REFUSE), ((True, 1, "spam"), NO_EFFECT)),
+    "kto_tag": (((False,), REFUSE), ((True,), NO_EFFECT)), "sample_weight": (((0.5, 2, 0), REFUSE), ((1,), NO_EFFECT)),
+    "loss_weight": (((0.2,), REFUSE),), "loss_scale": (((0.2,), REFUSE), ((1,), NO_EFFECT)),
+    "image": ((("a.png",), REFUSE),), "videos": (((["a.mp4"],), REFUSE), (([],), NO_EFFECT)),
     "input_ids": ((([1, 2],), REFUSE),), "attention_mask": ((([1, 1],), REFUSE),),
     "completion_mask": ((([0, 1],), REFUSE),), "position_ids": ((([0, 1],), REFUSE),),
     "ref_chosen_logps": (((-1.5,), REFUSE),), "margin": (((0.5,), REFUSE),), "chat_template": ((("x",), REFUSE),),
@@ -49,19 +49,19 @@ ROW: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
     "reflection": ((("WORD",), SHOWN),), "corrected": ((("WORD",), SHOWN),),
     "rejected_messages": ((([{"role": "assistant", "content": "WORD"}],), SHOWN),),
     "non_preferred_output": ((([{"role": "assistant", "content": "WORD"}],), SHOWN),),
-    "function_call": ((("f",), REFUSE), (("auto", "none"), IDLE)), "mask": ((("assistant",), REFUSE),),
+    "function_call": ((("f",), REFUSE), (("auto", "none"), NO_EFFECT)), "mask": ((("assistant",), REFUSE),),
     "system": ((("WORD",), SHOWN),), "system_prompt": ((("WORD",), SHOWN),), "context": ((("WORD",), SHOWN),),
     "history": ((([["WORD", "b"]],), SHOWN),), "input": ((("WORD",), SHOWN),), "instruction": ((("WORD",), SHOWN),),
     "question": ((("WORD",), SHOWN),), "query": ((("WORD",), SHOWN),), "response": ((("WORD",), SHOWN),),
     "answer": ((("WORD",), SHOWN),), "output": ((("WORD",), SHOWN),), "rejected": ((("WORD",), SHOWN),),
     "tools": ((([{"type": "function", "function": {"name": "WORD", "parameters": {}}}],), SHOWN),),
-    "id": (((7, "a"), IDLE),), "source": ((("web",), IDLE),), "score": (((0.5,), IDLE),), "lang": ((("en",), IDLE),),
-    "note": ((("some",), IDLE),), "category": ((("x",), IDLE),), "split": ((("train",), IDLE),),
+    "id": (((7, "a"), NO_EFFECT),), "source": ((("web",), NO_EFFECT),), "score": (((0.5,), NO_EFFECT),), "lang": ((("en",), NO_EFFECT),),
+    "note": ((("some",), NO_EFFECT),), "category": ((("x",), NO_EFFECT),), "split": ((("train",), NO_EFFECT),),
 }  # fmt: skip
 
 
 # beside messages, or a prompt and an answer by TRL's names, "not used: NAME" is said of them
-BESIDE = {"instruction", "question", "query", "answer", "response", "output", "input"}
+TEXT_COLUMNS = {"instruction", "question", "query", "answer", "response", "output", "input"}
 
 
 class Words:
@@ -89,11 +89,11 @@ def base(rng: random.Random, words: Words) -> Row:
         turns = [{role: names[i % 2], text: words.next()} for i in range(rng.choice((2, 4, 6)))]
         if rng.random() < 0.3:
             turns.insert(0, {role: "system", text: words.next()})
-        learnt = [turn[text] for turn in turns if turn[role] == names[1]]
+        trained_texts = [turn[text] for turn in turns if turn[role] == names[1]]
         return (
             {form: turns},
             turns,
-            learnt,
+            trained_texts,
             [turn[text] for turn in turns if turn[role] != names[1]],
         )
     names = {
@@ -101,27 +101,33 @@ def base(rng: random.Random, words: Words) -> Row:
         "instruction": ("instruction", "output"), "question": ("question", "answer"), "pair": ("prompt", "chosen"),
     }[form]  # fmt: skip
     row = {name: words.next() for name in names}
-    learnt, others = [row[names[1]]], [row[names[0]]]
+    trained_texts, other_texts = [row[names[1]]], [row[names[0]]]
     if form == "pair":
         row["rejected"] = words.next()
-        learnt.append(row["rejected"])
+        trained_texts.append(row["rejected"])
     if form == "instruction" and rng.random() < 0.5:
         row["input"] = words.next()
-        others.append(row["input"])
-    return row, [], learnt, others
+        other_texts.append(row["input"])
+    return row, [], trained_texts, other_texts
 
 
-def read(found: Conversation | Pair | Plain) -> tuple[set[str], str]:
+def read(record: Conversation | AnswerPair | PlainText) -> tuple[set[str], str]:
     """The texts that are trained on, and everything that is there."""
-    if isinstance(found, Plain):
-        text = "".join(found.pieces)
+    if isinstance(record, PlainText):
+        text = "".join(record.pieces)
         return {text}, text
-    if isinstance(found, Pair):
-        parts = read(found.chosen), read(found.rejected)
+    if isinstance(record, AnswerPair):
+        parts = read(record.chosen), read(record.rejected)
         return parts[0][0] | parts[1][0], parts[0][1] + parts[1][1]
-    turns = found.messages[-found.answer :] if found.answer else found.messages
-    learnt = {m["content"] for m in turns if m["role"] == "assistant" and m.get("weight") != 0}
-    return learnt, json.dumps([found.messages, found.tools])
+    turns = (
+        record.messages[-record.num_answer_messages :]
+        if record.num_answer_messages
+        else record.messages
+    )
+    trained_texts = {
+        m["content"] for m in turns if m["role"] == "assistant" and m.get("weight") != 0
+    }
+    return trained_texts, json.dumps([record.messages, record.tools])
 
 
 def inject(
@@ -141,7 +147,7 @@ def inject(
 def compare(rng: random.Random, folder: Path) -> Outcome:
     """One variant: a row with one or two more keys."""
     words = Words()
-    row, turns, learnt, others = base(rng, words)
+    row, turns, trained_texts, other_texts = base(rng, words)
     keys, shown, must_refuse = [*row], dict[str, str](), False
     for _ in range(rng.choice((1, 1, 2))):
         turn = rng.choice(turns) if turns and rng.random() < 0.6 else None
@@ -151,23 +157,25 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         must_refuse |= meaning == REFUSE
         if meaning == SHOWN:
             shown[word] = key
-        if meaning == CONTEXT and text in learnt:
-            learnt.remove(str(text))
-            others.append(str(text))
+        if meaning == CONTEXT and text in trained_texts:
+            trained_texts.remove(str(text))
+            other_texts.append(str(text))
     path = folder / "data.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    reader = Reader(Source(path))
+    reader = RecordReader(SourceFile(path))
     try:
-        (found,) = reader
+        (record,) = reader
     except InputError as error:
-        return refused(error, *keys, "no answer with a weight")
-    trained, there = read(found)
-    lost = [word for word in (*learnt, *others, *shown) if word not in there]
-    unused = {name.lower() for name in reader.report.unused} & BESIDE
+        return refused_outcome(error, *keys, "no answer with a weight")
+    trained, full_text = read(record)
+    lost = [word for word in (*trained_texts, *other_texts, *shown) if word not in full_text]
+    unused = {name.lower() for name in reader.report.unused_columns} & TEXT_COLUMNS
     said = [word for word in lost if shown.get(word) in unused]
     lost = [word for word in lost if word not in said]
-    plain = {word for word in trained if word not in shown}
-    wrong = not {*learnt} <= trained or any(word in text for word in others for text in plain)
+    original_texts = {word for word in trained if word not in shown}
+    wrong = not {*trained_texts} <= trained or any(
+        word in text for word in other_texts for text in original_texts
+    )
     if must_refuse or lost or wrong:
         return Outcome(
             DIFFERENT,

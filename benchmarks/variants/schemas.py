@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.variants.outcome import DIFFERENT, EQUAL, Outcome, refused
+from benchmarks.variants.outcome import DIFFERENT, EQUAL, Outcome, refused_outcome
 from packtrain.common.errors import InputError
 from packtrain.inference.grammar import Grammar
 from tests.test_grammar import BYTES, TOKENIZER
@@ -30,12 +30,12 @@ MERGES = {"allOf", "anyOf", "oneOf", "$ref"}
 OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 MOST_ORDERS = 1000
 LETTERS = [ord(c) for c in string.printable]
-ENDS = [ord(c) for c in '"}],:{[0123456789abcxy.-']
+CLOSING_BYTES = [ord(c) for c in '"}],:{[0123456789abcxy.-']
 
 
-def plain(rng: random.Random) -> Schema:
+def scalar_schema(rng: random.Random) -> Schema:
     """A schema of no objects or arrays."""
-    made: list[dict[str, Any]] = [
+    choices: list[dict[str, Any]] = [
         {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}, {},
         {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(2, 5)},
         {"type": "string", "pattern": rng.choice(PATTERNS)}, {"type": "string", "format": rng.choice(FORMATS)},
@@ -47,53 +47,61 @@ def plain(rng: random.Random) -> Schema:
         {"minimum": 3}, {"maxLength": 2}, {"type": "integer", "enum": [1, 2, "x"]}, {"pattern": "^a"},
         {"type": "string", "pattern": "^a", "maxLength": 3}, {"type": "number", "multipleOf": 0.5},
     ]  # fmt: skip
-    return rng.choice(made)
+    return rng.choice(choices)
 
 
 def objects(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     """An object with some properties and, now and then, keywords of objects."""
     names = [*NAMES[: rng.randrange(1, 4)]]
     rng.shuffle(names)
-    made: dict[str, Any] = {"type": "object"} if rng.random() < 0.9 else {}
+    object_schema: dict[str, Any] = {"type": "object"} if rng.random() < 0.9 else {}
     if rng.random() < 0.9:
-        made["properties"] = {name: schema(rng, depth - 1, refs) for name in names}
+        object_schema["properties"] = {name: schema(rng, depth - 1, refs) for name in names}
     if rng.random() < 0.7:
-        made["required"] = rng.sample(
+        object_schema["required"] = rng.sample(
             [*NAMES[:3]] if rng.random() < 0.1 else names, rng.randrange(len(names) + 1)
         )
-    more = {
+    keyword_options = {
         "additionalProperties": rng.choice((False, True, {"type": "integer"})), "minProperties": 1, "maxProperties": 2,
         "patternProperties": {"^x": {"type": "integer"}}, "unevaluatedProperties": False, "title": "T",
         "description": "D", "propertyNames": {"maxLength": 1}, "dependentRequired": {"a": ["b"]},
     }  # fmt: skip
-    key = rng.choice([*more][: 7 if rng.random() < 0.9 else 9])
-    return made | ({key: more[key]} if rng.random() < 0.3 else {})
+    key = rng.choice([*keyword_options][: 7 if rng.random() < 0.9 else 9])
+    return object_schema | ({key: keyword_options[key]} if rng.random() < 0.3 else {})
 
 
 def arrays(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     """An array with some of its keywords."""
-    more = {
+    keyword_options = {
         "items": schema(rng, depth - 1, refs), "minItems": rng.randrange(3), "maxItems": rng.randrange(1, 4),
-        "prefixItems": [plain(rng), plain(rng)], "uniqueItems": rng.random() < 0.5, "contains": {"const": 1},
+        "prefixItems": [scalar_schema(rng), scalar_schema(rng)], "uniqueItems": rng.random() < 0.5, "contains": {"const": 1},
     }  # fmt: skip
-    keys = rng.sample([*more][: 4 if rng.random() < 0.8 else 6], rng.choice((1, 1, 2, 3)))
-    return {"type": "array"} | {key: more[key] for key in keys}
+    keys = rng.sample(
+        [*keyword_options][: 4 if rng.random() < 0.8 else 6], rng.choice((1, 1, 2, 3))
+    )
+    return {"type": "array"} | {key: keyword_options[key] for key in keys}
 
 
 def schema(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     """A schema of so many levels; refs: names of definitions that it may use."""
     if depth <= 0 or rng.random() < 0.3:
         return (
-            {"$ref": f"#/$defs/{rng.choice(refs)}"} if refs and rng.random() < 0.2 else plain(rng)
+            {"$ref": f"#/$defs/{rng.choice(refs)}"}
+            if refs and rng.random() < 0.2
+            else scalar_schema(rng)
         )
-    usual = "object", "array", "anyOf", "allOf"
-    kind = rng.choice((*usual, *usual, *usual, "oneOf", "oneOf", "not", "if"))
+    common_kinds = "object", "array", "anyOf", "allOf"
+    kind = rng.choice((*common_kinds, *common_kinds, *common_kinds, "oneOf", "oneOf", "not", "if"))
     if kind == "object":
         return objects(rng, depth, refs)
     if kind == "array":
         return arrays(rng, depth, refs)
     if kind == "not":
-        return plain(rng) | {"not": plain(rng)} if rng.random() < 0.3 else objects(rng, depth, refs)
+        return (
+            scalar_schema(rng) | {"not": scalar_schema(rng)}
+            if rng.random() < 0.3
+            else objects(rng, depth, refs)
+        )
     if kind == "if":
         return objects(rng, depth, refs) | (
             {"if": {}, "then": {}} if rng.random() < 0.2 else {"default": {}}
@@ -102,8 +110,8 @@ def schema(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     parts = [inner(rng, depth - 1, refs) for _ in range(rng.choice((1, 2, 2)))]
     if refs and rng.random() < 0.3:
         parts.append({"$ref": f"#/$defs/{rng.choice(refs)}"})
-    beside = objects(rng, depth - 1, refs) if rng.random() < 0.3 else {}
-    return beside | {kind: parts}
+    base_schema = objects(rng, depth - 1, refs) if rng.random() < 0.3 else {}
+    return base_schema | {kind: parts}
 
 
 def parts_of(root: Schema, one: Schema, depth: int = 4) -> list[dict[str, Any]]:
@@ -118,9 +126,11 @@ def parts_of(root: Schema, one: Schema, depth: int = 4) -> list[dict[str, Any]]:
 def document(rng: random.Random, root: Schema, one: Schema, depth: int = 4) -> Any:
     """A value that may fit the schema: no properties but those that it names or allows."""
     parts = parts_of(root, one)
-    told = [v for p in parts for v in [*p.get("enum", ()), *([p["const"]] if "const" in p else ())]]
-    if told and rng.random() < 0.8:
-        return rng.choice(told)
+    fixed_values = [
+        v for p in parts for v in [*p.get("enum", ()), *([p["const"]] if "const" in p else ())]
+    ]
+    if fixed_values and rng.random() < 0.8:
+        return rng.choice(fixed_values)
     kinds = [
         k
         for p in parts
@@ -131,20 +141,20 @@ def document(rng: random.Random, root: Schema, one: Schema, depth: int = 4) -> A
     if kind == "object" and depth:
         named = {name: s for p in parts for name, s in p.get("properties", {}).items()}
         needed = {name for p in parts for name in p.get("required", ())}
-        made = {
+        members = {
             n: document(rng, root, s, depth - 1)
             for n, s in named.items()
             if n in needed or rng.random() < 0.6
         }
-        made |= {n: rng.choice(NUMBERS[:8]) for n in sorted(needed - named.keys())}
+        members |= {n: rng.choice(NUMBERS[:8]) for n in sorted(needed - named.keys())}
         is_open = any(p.get("additionalProperties") for p in parts) or not named
         if (
             is_open
             and rng.random() < 0.4
             and not any(p.get("additionalProperties") is False for p in parts)
         ):
-            made["zz"] = rng.choice(NUMBERS[:8])
-        return made
+            members["zz"] = rng.choice(NUMBERS[:8])
+        return members
     if kind == "array" and depth:
         items: Any = next((p["items"] for p in parts if "items" in p), {})
         first: Any = next((p["prefixItems"] for p in parts if "prefixItems" in p), [])
@@ -168,37 +178,45 @@ def closed(root: Schema, one: Schema, part: bool = False) -> Schema:
     if not isinstance(one, dict):
         return one
     keys, inner = MERGES & one.keys(), {"allOf", "anyOf", "oneOf"} & one.keys()
-    apart = (
+    is_separate = (
         not part and len(keys) == 1 and not one.keys() & OBJECTS and len(one.get("allOf", "x")) == 1
     )
-    if apart and "$ref" in one:
+    if is_separate and "$ref" in one:
         return closed(root, root["$defs"][one["$ref"].rsplit("/", 1)[1]])
     named = {key: one[key] for key in ("properties", "patternProperties", "$defs") if key in one}
-    made = one | {
+    closed_schema = one | {
         key: {name: closed(root, value, key == "$defs") for name, value in values.items()}
         for key, values in named.items()
     }
-    made |= {key: closed(root, one[key]) for key in ("items", "additionalProperties") if key in one}
-    made |= {
+    closed_schema |= {
+        key: closed(root, one[key]) for key in ("items", "additionalProperties") if key in one
+    }
+    closed_schema |= {
         key: [closed(root, value) for value in one[key]] for key in ("prefixItems",) if key in one
     }
-    made |= {key: [closed(root, value, not apart) for value in one[key]] for key in inner}
+    closed_schema |= {
+        key: [closed(root, value, not is_separate) for value in one[key]] for key in inner
+    }
     parts = parts_of(root, one)
-    told = any("additionalProperties" in p for p in parts) or not any(
+    is_restricted = any("additionalProperties" in p for p in parts) or not any(
         "properties" in p for p in parts
     )
-    return made if part or told or apart else made | {"unevaluatedProperties": False}
+    return (
+        closed_schema
+        if part or is_restricted or is_separate
+        else closed_schema | {"unevaluatedProperties": False}
+    )
 
 
-def takes(grammar: Grammar, text: str) -> bool:
+def accepts_text(grammar: Grammar, text: str) -> bool:
     """Whether a text is one of the grammar's."""
-    own = grammar.copy()
+    grammar_copy = grammar.copy()
     try:
         for byte in text.encode():
-            own.accept(BYTES + byte)
+            grammar_copy.accept(BYTES + byte)
     except InputError:
         return False
-    return own.complete
+    return grammar_copy.is_complete
 
 
 def orders(value: Any) -> Iterator[Any]:
@@ -215,31 +233,33 @@ def orders(value: Any) -> Iterator[Any]:
 
 def takes_any_order(grammar: Grammar, value: Any) -> bool:
     """Whether the grammar takes a document with its keys in some order."""
-    some = itertools.islice(orders(value), MOST_ORDERS)
-    return any(takes(grammar, json.dumps(one, ensure_ascii=False)) for one in some)
+    first_orders = itertools.islice(orders(value), MOST_ORDERS)
+    return any(accepts_text(grammar, json.dumps(one, ensure_ascii=False)) for one in first_orders)
 
 
 def written(rng: random.Random, grammar: Grammar) -> str | None:
     """A document that the grammar writes by chance, mostly by characters that end something; None if it is long."""
-    own, text = grammar.copy(), bytearray()
+    grammar_copy, text = grammar.copy(), bytearray()
     for _ in range(120):
-        allowed = own.allowed(TOKENIZER.vocab_size)
+        allowed = grammar_copy.allowed(TOKENIZER.vocab_size)
         assert allowed is not None
-        if own.complete and (rng.random() < 0.5 or own.over):
+        if grammar_copy.is_complete and (rng.random() < 0.5 or grammar_copy.over):
             return text.decode()
-        usual, any_ = ([b for b in some if allowed[BYTES + b]] for some in (ENDS, LETTERS))
+        closing, any_ = (
+            [b for b in candidates if allowed[BYTES + b]] for candidates in (CLOSING_BYTES, LETTERS)
+        )
         if not any_:
             return None
-        byte = rng.choice(usual if usual and rng.random() < 0.8 else any_)
-        own.accept(BYTES + byte)
+        byte = rng.choice(closing if closing and rng.random() < 0.8 else any_)
+        grammar_copy.accept(BYTES + byte)
         text.append(byte)
     return None
 
 
 def compare(rng: random.Random, folder: Path) -> Outcome:
     """One variant: 60 documents by the schema, 15 by the grammar."""
-    made = objects(rng, 3, ["p", "q"]) if rng.random() < 0.4 else schema(rng, 3, ["p", "q"])
-    root = made | {"$defs": {"p": objects(rng, 1, []), "q": schema(rng, 2, ["p"])}}
+    main_schema = objects(rng, 3, ["p", "q"]) if rng.random() < 0.4 else schema(rng, 3, ["p", "q"])
+    root = main_schema | {"$defs": {"p": objects(rng, 1, []), "q": schema(rng, 2, ["p"])}}
     check, strict = (
         jsonschema.Draft202012Validator(one, format_checker=jsonschema.FormatChecker())
         for one in (root, closed(root, root))
@@ -257,11 +277,11 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         )
         if "nsatisfiable" in str(error) and fits and not is_part:
             return Outcome(DIFFERENT, f"{shown}: {error}, but {json.dumps(fits)} fits")
-        return refused(error)
+        return refused_outcome(error)
     for one in documents:
-        own = takes_any_order(grammar, one)
-        if (check if own else strict).is_valid(one) != own:
-            fact = "not valid, here taken" if own else "valid, here not taken"
+        is_accepted = takes_any_order(grammar, one)
+        if (check if is_accepted else strict).is_valid(one) != is_accepted:
+            fact = "not valid, here taken" if is_accepted else "valid, here not taken"
             return Outcome(DIFFERENT, f"{shown}: {json.dumps(one)} is {fact}")
     for text in (written(rng, grammar) for _ in range(15)):
         if text is not None and not check.is_valid(json.loads(text)):

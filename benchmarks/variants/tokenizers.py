@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, SAID, Outcome, refused
+from benchmarks.variants.outcome import DIFFERENT, EQUAL, INVALID, SAID, Outcome, refused_outcome
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face import tokenizer_agreement
 from packtrain.conversion.hugging_face.plain_checkpoint import read_json
@@ -32,7 +32,7 @@ from tests.test_convert_tokenizers import (
     sequence,
     split,
     step,
-    written,
+    written_tokenizer,
 )
 
 Json = dict[str, Any]
@@ -45,7 +45,7 @@ BEHAVIORS = "Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Cont
 
 
 def normalizer(rng: random.Random, pieces: bool) -> Json | None:
-    made: list[Callable[[], Json]] = [
+    builders: list[Callable[[], Json]] = [
         lambda: step(rng.choice(("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents", "ByteLevel"))),
         lambda: step("NFC"),
         lambda: step("Strip", strip_left=rng.random() < 0.5, strip_right=rng.random() < 0.5),
@@ -54,29 +54,31 @@ def normalizer(rng: random.Random, pieces: bool) -> Json | None:
         lambda: step("Replace", pattern={"Regex": rng.choice((" {2,}", r"\s"))}, content=SPACE),
         lambda: step("BertNormalizer", clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=False),
     ]  # fmt: skip
-    usual: list[Any] = [None, TO_SPACE, [PREPEND, TO_SPACE], step("NFC")] if pieces else [None]
+    common_normalizers: list[Any] = (
+        [None, TO_SPACE, [PREPEND, TO_SPACE], step("NFC")] if pieces else [None]
+    )
     if rng.random() < 0.5:
-        listed = rng.choice(usual)
+        listed = rng.choice(common_normalizers)
     else:
-        listed = [rng.choice(made)() for _ in range(rng.choice((1, 1, 2)))]
+        listed = [rng.choice(builders)() for _ in range(rng.choice((1, 1, 2)))]
         listed += [TO_SPACE] * (pieces and rng.random() < 0.5)
     return sequence("normalizers", *listed) if isinstance(listed, list) else listed
 
 
 def pre_tokenizer(rng: random.Random, pieces: bool) -> Json | None:
-    known = [
-        text for row in split_rules.known_steps() for text in row if "(" in text or "\\" in text
+    known_patterns = [
+        text for row in split_rules.known_patterns() for text in row if "(" in text or "\\" in text
     ]
     flag = rng.random() < 0.5
-    made: list[Callable[[], Json]] = [
+    builders: list[Callable[[], Json]] = [
         lambda: step(rng.choice(("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "UnicodeScripts"))),
         lambda: metaspace(rng.choice(("always", "first", "never")), split=flag and rng.random() < 0.5),
         lambda: metaspace(replacement="_"),
         lambda: step("Metaspace", replacement=SPACE, add_prefix_space=flag, prepend_scheme="first"),
         lambda: step("Digits", individual_digits=flag),
         lambda: step("Punctuation", behavior=rng.choice(BEHAVIORS)),
-        lambda: split(rng.choice((r"\d", r"\s+", r"\p{L}+", *known)), rng.choice(BEHAVIORS), invert=flag),
-        lambda: split(rng.choice(known)),
+        lambda: split(rng.choice((r"\d", r"\s+", r"\p{L}+", *known_patterns)), rng.choice(BEHAVIORS), invert=flag),
+        lambda: split(rng.choice(known_patterns)),
         lambda: step("Split", pattern={"String": " "}, behavior=rng.choice(BEHAVIORS), invert=False),
         lambda: step("CharDelimiterSplit", delimiter="l"),
         lambda: step("FixedLength", length=2),
@@ -84,15 +86,15 @@ def pre_tokenizer(rng: random.Random, pieces: bool) -> Json | None:
     ]  # fmt: skip
     if pieces and rng.random() < 0.4:
         return rng.choice((None, metaspace("never"), metaspace(), metaspace("first")))
-    listed = [rng.choice(made)() for _ in range(rng.choice((1, 1, 2)))]
+    listed = [rng.choice(builders)() for _ in range(rng.choice((1, 1, 2)))]
     if not pieces and rng.random() < 0.5:
-        listed = [split(rng.choice((CUT, *known)))]
-    ends = (
+        listed = [split(rng.choice((CUT, *known_patterns)))]
+    final_steps = (
         []
         if pieces or rng.random() < 0.1
         else [rng.choice((BYTES, BYTES, BYTES | {"use_regex": True}))]
     )
-    return sequence("pretokenizers", *listed, *ends)
+    return sequence("pretokenizers", *listed, *final_steps)
 
 
 def option(rng: random.Random, model: Json) -> None:
@@ -140,22 +142,22 @@ def post_processor(rng: random.Random) -> Json | None:
     }
     template = step("TemplateProcessing", single=single, pair=[*single, {"Sequence": {"id": "B", "type_id": 1}}],
                     special_tokens=table)  # fmt: skip
-    ends = {"sep": ["</s>", 2], "cls": ["<s>", 1]}
+    end_tokens = {"sep": ["</s>", 2], "cls": ["<s>", 1]}
     spelled = step(
         "ByteLevel", add_prefix_space=rng.random() < 0.5, trim_offsets=False, use_regex=True
     )
     return rng.choice((
-        None, template, template, spelled, sequence("processors", spelled, template), step("BertProcessing", **ends),
-        step("RobertaProcessing", **ends, trim_offsets=True, add_prefix_space=True),
+        None, template, template, spelled, sequence("processors", spelled, template), step("BertProcessing", **end_tokens),
+        step("RobertaProcessing", **end_tokens, trim_offsets=True, add_prefix_space=True),
     ))  # fmt: skip
 
 
 def decoder(rng: random.Random, pieces: bool) -> Json | None:
     strip = step("Strip", content=" ", start=1, stop=0)
     back = step("Replace", pattern={"String": SPACE}, content=" ")
-    usual = sequence("decoders", back, step("ByteFallback"), step("Fuse"), strip)
+    common_decoder = sequence("decoders", back, step("ByteFallback"), step("Fuse"), strip)
     return rng.choice((
-        usual if pieces else step("ByteLevel"), metaspace(), step("WordPiece", prefix="##", cleanup=True), None,
+        common_decoder if pieces else step("ByteLevel"), metaspace(), step("WordPiece", prefix="##", cleanup=True), None,
         step("BPEDecoder", suffix="</w>"), step("CTC", pad_token="<s>", word_delimiter_token="|", cleanup=True),
         sequence("decoders", back, step("Fuse"), step("Strip", content="l", start=1, stop=1)), step("Fuse"),
     ))  # fmt: skip
@@ -205,11 +207,11 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
         return Outcome(INVALID, str(error))
     theirs.no_truncation()
     notes: list[str] = []
-    tokenizer_agreement._by_package = lambda path: None
+    tokenizer_agreement._package_encoder = lambda path: None
     try:
-        ours, steps = written(folder, notes), read_steps(path, read_json(path))
+        ours, steps = written_tokenizer(folder, notes), read_steps(path, read_json(path))
     except InputError as error:
-        return refused(error)
+        return refused_outcome(error)
     texts = ["".join(rng.choices(WORDS, k=rng.randrange(1, 6))) for _ in range(60)]
     names = (
         [one["content"] for one in fast["added_tokens"]] if "Metaspace puts" in str(notes) else []
@@ -217,19 +219,23 @@ def compare(rng: random.Random, folder: Path) -> Outcome:
     for text in texts:
         if any(name in text for name in names):
             continue  # of spaces beside those the note speaks
-        alike = steps.alike(text)
+        alike = steps.normalize_text(text)
         for special in (False, True):
-            want = theirs.encode(alike, add_special_tokens=special).ids
+            expected_ids = theirs.encode(alike, add_special_tokens=special).ids
             got = ours.encode(alike) if special else ours.encode(alike, bos=False, eos=False)
-            if want != got:
-                return Outcome(DIFFERENT, f"{alike!r}: {want} there, {got} here; {shown(fast)}")
-        one, two = theirs.decode(want), ours.decode(got)
+            if expected_ids != got:
+                return Outcome(
+                    DIFFERENT, f"{alike!r}: {expected_ids} there, {got} here; {describe(fast)}"
+                )
+        one, two = theirs.decode(expected_ids), ours.decode(got)
         if fast.get("decoder") and one.lstrip(" ") != two.lstrip(" "):
-            return Outcome(DIFFERENT, f"{want}: {one!r} there, {two!r} here; {shown(fast)}")
-    return Outcome(SAID, " ".join(notes)) if notes else Outcome(EQUAL, shown(fast))
+            return Outcome(
+                DIFFERENT, f"{expected_ids}: {one!r} there, {two!r} here; {describe(fast)}"
+            )
+    return Outcome(SAID, " ".join(notes)) if notes else Outcome(EQUAL, describe(fast))
 
 
-def shown(fast: Json) -> str:
+def describe(fast: Json) -> str:
     """The tokenizer.json but for its vocabulary."""
     model = {key: value for key, value in fast["model"].items() if key != "vocab"}
     return str(fast | {"model": model})

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
-from packtrain.cli import DONE, FAILED, say
+from packtrain.cli import DONE, FAILED, print_message
 from packtrain.common.errors import InputError
 from packtrain.common.events import Counted
-from packtrain.common.files import check_writable, existing, write_text
-from packtrain.common.memory import parse_size, settle
+from packtrain.common.files import check_writable, require_existing, write_text
+from packtrain.common.memory import parse_size, release_memory
 from packtrain.common.options import option, positional
 from packtrain.devtools.bench import bench_ops, machine_rates, products, step_timing, training
-from packtrain.devtools.bench.bench_table import Table
-from packtrain.devtools.bench.peer_process import PeerFailed
-from packtrain.devtools.bench.timing import Quiet
+from packtrain.devtools.bench.bench_table import BenchTable
+from packtrain.devtools.bench.peer_process import PeerError
+from packtrain.devtools.bench.timing import ProcessorWait
 from packtrain.models.config import PRESETS
 from packtrain.models.model_file import open_model
-from packtrain.planner.speed_probe import WAITED
-from packtrain.training.monitoring.work_progress import Count
+from packtrain.planner.speed_probe import MAX_WAIT_SHARE
+from packtrain.training.monitoring.work_progress import WorkCounter
 
-PARTS = "machine", "ops", "products", "steps"
-QUICK = PARTS[:3]
+BENCH_PARTS = "machine", "ops", "products", "steps"
+QUICK_PARTS = BENCH_PARTS[:3]
 SHORT_ROUNDS = 3
 PAGE = """# Speed
 
@@ -38,12 +38,12 @@ Written by `packtrain bench --markdown`.
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchSettings:
     """Measure speed. On a busy machine the figures are lower than they should be, which is said."""
 
     base: Path | None = positional("a GGUF model: the ops of a LoRA step on it", None)
     part: tuple[str, ...] = option(
-        (), "what to measure, if not all; may be repeated", choices=PARTS
+        (), "what to measure, if not all; may be repeated", choices=BENCH_PARTS
     )
     preset: tuple[str, ...] = option(
         ("15m", "110m"), "model whose steps are measured; may be repeated", choices=tuple(PRESETS)
@@ -53,14 +53,14 @@ class Bench:
         "private memory that our side of whole steps is planned for, such as 2GiB",
         metavar="SIZE",
     )
-    rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
+    rounds: int = option(7, "rounds of each measurement, whose median counts", min_value=1)
     short: bool = option(False, "measure a few things, in less than a minute")
     json: Path | None = option(None, "write the figures as JSON to this file")
     markdown: Path | None = option(None, "write the figures as a page to this file")
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return self.part or (QUICK if self.short else PARTS)
+        return self.part or (QUICK_PARTS if self.short else BENCH_PARTS)
 
     @property
     def limit(self) -> int | None:
@@ -69,46 +69,46 @@ class Bench:
 
     @property
     def presets(self) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(self.preset))
-        return names[:1] if self.short else names
+        preset_names = tuple(dict.fromkeys(self.preset))
+        return preset_names[:1] if self.short else preset_names
 
 
-def run(settings: Bench) -> int:
+def run(settings: BenchSettings) -> int:
     """Measure, and print a table after each measurement. Raises InputError, OSError."""
-    return report(settings, measured)
+    return report(settings, measured_tables)
 
 
-def report(settings: Bench, measured: Callable[[Any], Iterator[Table]]) -> int:
+def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[BenchTable]]) -> int:
     """Print each table as it is measured, then write the files. Raises InputError, OSError."""
-    checked(settings)
+    check_settings(settings)
     kernels.load_all()
-    about, tables = machine_rates.about(), list[Table]()
+    about, tables = machine_rates.describe_machine(), list[BenchTable]()
     print(machine_rates.sentence(about), flush=True)
     try:
-        with Quiet() as quiet:
-            for table in measured(settings):
+        with ProcessorWait() as quiet:
+            for table in measure_tables(settings):
                 print(f"\n{table.text()}", flush=True)
                 tables.append(table)
-    except PeerFailed as error:
-        say(f"packtrain: error: {error}")
+    except PeerError as error:
+        print_message(f"packtrain: error: {error}")
         return FAILED
-    waited = max([quiet.share, *(table.waited for table in tables)])
-    verdict = quiet_or_not(waited)
+    wait_share = max([quiet.waited_share, *(table.waited_share for table in tables)])
+    verdict = load_verdict(wait_share)
     print(f"\n{verdict}")
     if settings.json:
-        result = {**about, "waited": waited, "quiet": waited < WAITED}
-        result["tables"] = [table.plain() for table in tables]
-        write_text(settings.json, json.dumps(result, indent=1) + "\n")
+        report_data = {**about, "waited": wait_share, "quiet": wait_share < MAX_WAIT_SHARE}
+        report_data["tables"] = [table.to_json() for table in tables]
+        write_text(settings.json, json.dumps(report_data, indent=1) + "\n")
     if settings.markdown:
-        texts = [table.markdown() for table in tables]
+        table_pages = [table.markdown() for table in tables]
         write_text(
             settings.markdown,
-            "\n".join([PAGE, machine_rates.sentence(about) + ".", verdict, "", *texts]),
+            "\n".join([PAGE, machine_rates.sentence(about) + ".", verdict, "", *table_pages]),
         )
     return DONE
 
 
-def checked(settings: Bench) -> None:
+def check_settings(settings: BenchSettings) -> None:
     """Raises InputError for what cannot be read or written, before any work."""
     if settings.limit is not None and "steps" not in settings.parts:
         raise InputError("--memory is for whole steps: add --part steps, or leave it out")
@@ -116,40 +116,40 @@ def checked(settings: Bench) -> None:
         if file:
             check_writable(file, flag)
     if settings.base:
-        existing(settings.base, "BASE")
+        require_existing(settings.base, "BASE")
         open_model(settings.base)
 
 
-def quiet_or_not(waited: float) -> str:
-    if waited < WAITED:
+def load_verdict(wait_share: float) -> str:
+    if wait_share < MAX_WAIT_SHARE:
         return "The machine was quiet."
-    share = f"threads waited for the processor for {waited:.2f} s of each second"
-    return f"The machine was busy ({share}): only ratios mean something, and those little."
+    wait_text = f"threads waited for the processor for {wait_share:.2f} s of each second"
+    return f"The machine was busy ({wait_text}): only ratios mean something, and those little."
 
 
-def measured(settings: Bench) -> Iterator[Table]:
+def measured_tables(settings: BenchSettings) -> Iterator[BenchTable]:
     """The tables of all parts that were asked for."""
-    parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
-    if {"machine", "ops"} & {*parts}:
-        rates = machine_rates.measured()
-        yield machine_rates.table(rates)
-    if "ops" in parts:
-        makers = dict[str, Callable[[], training.Training]]()
-        makers |= {name: partial(training.of_preset, name) for name in settings.presets}
+    selected_parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
+    if {"machine", "ops"} & {*selected_parts}:
+        rates = machine_rates.measure_rates()
+        yield machine_rates.rates_table(rates)
+    if "ops" in selected_parts:
+        training_makers = dict[str, Callable[[], training.TrainingBench]]()
+        training_makers |= {name: partial(training.of_preset, name) for name in settings.presets}
         if settings.base:
-            makers[settings.base.name] = partial(training.of_base, settings.base)
-        with Count(sys.stderr, "ops", "step") as count:
-            for i, (name, make) in enumerate(makers.items()):
-                count(i + 1, len(makers), name)
-                yield bench_ops.measured(make(), rates, rounds)[0]
-                settle()  # its session is gone
-    if "products" in parts:
-        yield from products.tables(settings.short, rounds, counting)
-    if "steps" in parts:
-        yield from step_timing.tables(settings.presets, rounds, counting, settings.limit)
+            training_makers[settings.base.name] = partial(training.of_base, settings.base)
+        with WorkCounter(sys.stderr, "ops", "step") as counter:
+            for i, (name, make_training) in enumerate(training_makers.items()):
+                counter(i + 1, len(training_makers), name)
+                yield bench_ops.measure_ops(make_training(), rates, rounds)[0]
+                release_memory()  # its session is gone
+    if "products" in selected_parts:
+        yield from products.tables(settings.short, rounds, progress_counter)
+    if "steps" in selected_parts:
+        yield from step_timing.tables(settings.presets, rounds, progress_counter, settings.limit)
 
 
 @contextmanager
-def counting(label: str, part: str) -> Iterator[Counted]:
-    with Count(sys.stderr, label, part) as count:
-        yield count
+def progress_counter(label: str, unit: str) -> Iterator[Counted]:
+    with WorkCounter(sys.stderr, label, unit) as counter:
+        yield counter

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Iterator
 
-from packtrain.cli import DONE, INTERRUPTED, say
-from packtrain.cli.event_output import Shown, write
+from packtrain.cli import DONE, INTERRUPTED, print_message
+from packtrain.cli.event_output import TerminalEvents, write
 from packtrain.common.errors import InputError
-from packtrain.workflows.chat_session import Chat, Talk, TooLong
+from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
 
 try:
     import readline  # gives input() line editing and history
@@ -17,24 +17,24 @@ HELP = """/clear  start a new conversation
 /regen  generate another answer to the last message
 /exit   quit, as Ctrl-D does
 Ctrl-C ends an answer; a second one quits"""
-CLEAR = "; /clear starts a new conversation"
-ENDS = {
-    "context": f"the context of {{cells:,}} tokens is full{CLEAR}",
-    "count": "the answer was cut at {most:,} tokens; -n sets another limit, -1 none",
+CLEAR_HINT = "; /clear starts a new conversation"
+END_MESSAGES = {
+    "context": f"the context of {{cells:,}} tokens is full{CLEAR_HINT}",
+    "count": "the answer was cut at {max_tokens:,} tokens; -n sets another limit, -1 none",
     "loop": "the answer was stopped, since it repeats itself; /regen tries again (--no-stop-loops lets answers go on)",
 }
 
 
-def run(settings: Chat) -> int:
+def run(settings: ChatSettings) -> int:
     """Chat until the input ends; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
-    talk, terminal = Talk(settings, Shown()), sys.stdin.isatty()
-    if terminal:
-        say(f"a context of {talk.cells:,} tokens; /help lists the commands")
+    talk, is_terminal = ChatSession(settings, TerminalEvents()), sys.stdin.isatty()
+    if is_terminal:
+        print_message(f"a context of {talk.cells:,} tokens; /help lists the commands")
     try:
-        for line in _lines(terminal):
+        for line in _input_lines(is_terminal):
             if line == "/exit":
                 break
-            if not _take(talk, line, terminal):
+            if not _handle_line(talk, line, is_terminal):
                 return INTERRUPTED
     except KeyboardInterrupt:
         write("\n")
@@ -42,13 +42,13 @@ def run(settings: Chat) -> int:
     return DONE
 
 
-def _lines(terminal: bool) -> Iterator[str]:
+def _input_lines(is_terminal: bool) -> Iterator[str]:
     """Lines that are typed or piped in, without empty ones."""
     while True:
         try:
-            if terminal:
+            if is_terminal:
                 write("\n")
-            line = input("> " if terminal else "").strip()
+            line = input("> " if is_terminal else "").strip()
         except EOFError:
             return
         except UnicodeDecodeError as error:
@@ -57,7 +57,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             yield line
 
 
-def _take(talk: Talk, line: str, terminal: bool) -> bool:
+def _handle_line(talk: ChatSession, line: str, is_terminal: bool) -> bool:
     """Handle one line; False if a signal ended the answer and no terminal is there to continue."""
     text: str | None = line
     if line == "/clear":
@@ -66,19 +66,23 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
     if line == "/regen":
         text = talk.retract()
     elif line.startswith("/"):
-        say(HELP if line == "/help" else f"{line.split()[0]} is not a command; /help lists them")
+        print_message(
+            HELP if line == "/help" else f"{line.split()[0]} is not a command; /help lists them"
+        )
         return True
     if text is None:
-        say("there is no message to answer yet")
+        print_message("there is no message to answer yet")
         return True
     try:
         end_reason = talk.answer(text).ended
         write("\n")
     except InputError as error:
-        if not terminal:
+        if not is_terminal:
             raise
-        say(f"{error.flags or error}{CLEAR if isinstance(error, TooLong) else ''}")
+        print_message(
+            f"{error.flags or error}{CLEAR_HINT if isinstance(error, ConversationTooLong) else ''}"
+        )
         return True
-    if end_reason in ENDS:
-        say(ENDS[end_reason].format(cells=talk.cells, most=talk.max_tokens))
-    return terminal or end_reason != "interrupted"
+    if end_reason in END_MESSAGES:
+        print_message(END_MESSAGES[end_reason].format(cells=talk.cells, max_tokens=talk.max_tokens))
+    return is_terminal or end_reason != "interrupted"

@@ -6,57 +6,57 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.cli import DONE, FAILED, say
+from packtrain.cli import DONE, FAILED, print_message
 from packtrain.common.errors import InputError
 from packtrain.common.files import check_writable, write_text
 from packtrain.common.options import option, positional
 from packtrain.common.text import did_you_mean
-from packtrain.devtools.check.check_cases import NO_KERNEL, Found, check, names
-from packtrain.devtools.check.check_table import lines, page, plain
+from packtrain.devtools.check.check_cases import NO_KERNEL, CheckResult, check_op, checkable_names
+from packtrain.devtools.check.check_table import ops_page, table_lines, to_json
 from packtrain.engine.backends import DEVICES, target
-from packtrain.training.monitoring.work_progress import Count
+from packtrain.training.monitoring.work_progress import WorkCounter
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckSettings:
     """Check values and gradients of ops; PyTorch is compared with where it is installed."""
 
     ops: tuple[str, ...] = positional("names of ops to check, if not all", ())
     device: tuple[str, ...] = option(
         ("cpu", "numpy"), "backend to check; may be repeated", choices=tuple(DEVICES)
     )
-    seed: int = option(0, "for the values of inputs", least=0)
+    seed: int = option(0, "for the values of inputs", min_value=0)
     json: Path | None = option(None, "write the figures as JSON to this file")
     markdown: Path | None = option(None, "write a page about all ops to this file")
 
 
-def run(settings: Check) -> int:
+def run(settings: CheckSettings) -> int:
     """Check ops, print a table, and say what is beyond tolerance. Raises InputError, OSError."""
-    chosen = _chosen(settings)
+    op_names = _selected_ops(settings)
     backends = [target(device).backends[0] for device in settings.device]
-    start_time, results = time.perf_counter(), list[Found]()
-    with Count(sys.stderr, "checking", "op") as count:
-        for i, name in enumerate(chosen):
-            count(i + 1, len(chosen), name)
+    start_time, op_results = time.perf_counter(), list[CheckResult]()
+    with WorkCounter(sys.stderr, "checking", "op") as counter:
+        for i, name in enumerate(op_names):
+            counter(i + 1, len(op_names), name)
             try:
-                results += check(name, backends, settings.seed)
+                op_results += check_op(name, backends, settings.seed)
             except Exception as error:  # a kernel that fails is one more thing to report
                 message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                results.append(Found(name, "", "", message, "", float("inf"), 0.0))
+                op_results.append(CheckResult(name, "", "", message, "", float("inf"), 0.0))
     seconds = time.perf_counter() - start_time
-    print("\n".join(lines(results, seconds)))
+    print("\n".join(table_lines(op_results, seconds)))
     if settings.json:
-        write_text(settings.json, json.dumps(plain(results, seconds), indent=1) + "\n")
+        write_text(settings.json, json.dumps(to_json(op_results, seconds), indent=1) + "\n")
     if settings.markdown:
-        write_text(settings.markdown, page(results))
-    failed = [result for result in results if not result.passed]
-    for result in failed:
-        say(str(result) if result.case == NO_KERNEL else f"beyond tolerance: {result}")
-    return FAILED if failed else DONE
+        write_text(settings.markdown, ops_page(op_results))
+    failed_results = [result for result in op_results if not result.has_passed]
+    for result in failed_results:
+        print_message(str(result) if result.case == NO_KERNEL else f"beyond tolerance: {result}")
+    return FAILED if failed_results else DONE
 
 
-def _chosen(settings: Check) -> list[str]:
-    op_names = names()
+def _selected_ops(settings: CheckSettings) -> list[str]:
+    op_names = checkable_names()
     for name in settings.ops:
         if name not in op_names:
             suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"

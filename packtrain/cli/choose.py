@@ -1,21 +1,21 @@
 """packtrain choose: the smallest file that keeps what tuning gained, with a table and a picture of all tried."""
 
-from packtrain.cli import DONE, say
-from packtrain.cli.event_output import Shown
+from packtrain.cli import DONE, print_message
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.files import check_writable, write_text
-from packtrain.planner.plan_view.gains import gains
+from packtrain.planner.plan_view.gains import gains_svg
 from packtrain.workflows.quantization import MIB
-from packtrain.workflows.type_choice import Choose, choose
+from packtrain.workflows.type_choice import ChooseSettings, choose
 
 
-def run(settings: Choose) -> int:
+def run(settings: ChooseSettings) -> int:
     """Write the file and print a line per try. Raises InputError, DoesNotFit, and Interrupted on a signal."""
     if settings.svg is not None:
         check_writable(settings.svg, "--svg")
-    result = choose(settings, Shown())
+    result = choose(settings, TerminalEvents())
     best = result.best
     if not result.enough:
-        say(
+        print_message(
             f"warning: no file keeps {result.keep:.0%} of the gain; the one that keeps most was written"
         )
     print(
@@ -26,6 +26,6 @@ def run(settings: Choose) -> int:
             (candidate.how, candidate.name, candidate.nbytes, candidate.kept)
             for candidate in result.tries
         ]
-        write_text(settings.svg, gains(points, settings.keep))
-        say(f"the picture is {settings.svg}")
+        write_text(settings.svg, gains_svg(points, settings.keep))
+        print_message(f"the picture is {settings.svg}")
     return DONE

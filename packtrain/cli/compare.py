@@ -5,60 +5,62 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from packtrain.cli import DONE, say
+from packtrain.cli import DONE, print_message
 from packtrain.cli.comparison_page import comparison_page
-from packtrain.cli.event_output import Shown
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.errors import printable
 from packtrain.common.files import check_writable, write_text
-from packtrain.training.model_loss import Mean
-from packtrain.workflows.comparison import Compare, Compared, Subject, compare
+from packtrain.training.model_loss import MeanEstimate
+from packtrain.workflows.comparison import ComparedModel, CompareSettings, ComparisonResult, compare
 
-WIDE = 76  # characters of a printed answer's line
+ANSWER_WIDTH = 76  # characters of a printed answer's line
 
 
-def run(settings: Compare) -> int:
+def run(settings: CompareSettings) -> int:
     """Print the table and some answers. Raises InputError, DoesNotFit, and Interrupted on a signal."""
     for file, flag in ((settings.html, "--html"), (settings.json, "--json")):
         if file is not None:
             check_writable(file, flag)
-    comparison = compare(settings, Shown())
-    for line in table(settings, comparison):
+    comparison = compare(settings, TerminalEvents())
+    for line in table_lines(settings, comparison):
         print(line)
-    for line in examples(settings, comparison):
+    for line in example_lines(settings, comparison):
         print(printable(line))
     if not comparison.same:
-        say("these models tokenize the data differently: their losses cannot be compared")
+        print_message("these models tokenize the data differently: their losses cannot be compared")
     if settings.json is not None:
-        write_text(settings.json, as_json(comparison))
-        say(f"figures and answers are in {settings.json}")
+        write_text(settings.json, comparison_json(comparison))
+        print_message(f"figures and answers are in {settings.json}")
     if settings.html is not None:
-        write_text(settings.html, page(settings, comparison))
-        say(f"all answers are in {settings.html}")
+        write_text(settings.html, html_page(settings, comparison))
+        print_message(f"all answers are in {settings.html}")
     return DONE
 
 
-def columns(settings: Compare, comparison: Compared) -> dict[str, Callable[[Subject], str]]:
+def table_columns(
+    settings: CompareSettings, comparison: ComparisonResult
+) -> dict[str, Callable[[ComparedModel], str]]:
     """What the table shows of each model, by heading."""
 
-    def wins(subject: Subject) -> str:
+    def wins(subject: ComparedModel) -> str:
         if subject is comparison.subjects[0]:
             return ""
         ties = len(comparison.questions) - subject.wins - subject.losses
         return f"{subject.wins} won, {subject.losses} lost, {ties} even"
 
-    count = len(comparison.questions)
-    shown: dict[str, Callable[[Subject], str]] = {"model": lambda subject: subject.name}
+    num_questions = len(comparison.questions)
+    shown: dict[str, Callable[[ComparedModel], str]] = {"model": lambda subject: subject.name}
     if comparison.subjects[0].loss is not None:
         shown["loss"] = lambda subject: str(subject.loss)
     shown["right"] = lambda subject: (
-        f"{sum(subject.right)} of {count} ({sum(subject.right) / count:.0%})"
+        f"{sum(subject.right)} of {num_questions} ({sum(subject.right) / num_questions:.0%})"
     )
     if settings.has is not None:
         shown["has style"] = lambda subject: (
-            f"{sum(subject.has)} of {count} ({sum(subject.has) / count:.0%})"
+            f"{sum(subject.has)} of {num_questions} ({sum(subject.has) / num_questions:.0%})"
         )
     if settings.judge is not None:
-        shown["judged"] = lambda subject: f"{sum(subject.scores) / count:.3f}"
+        shown["judged"] = lambda subject: f"{sum(subject.scores) / num_questions:.3f}"
     shown["words"] = lambda subject: f"{subject.words:.0f}"
     shown[f"by {settings.rule}"] = wins
     if settings.text is not None:
@@ -66,59 +68,59 @@ def columns(settings: Compare, comparison: Compared) -> dict[str, Callable[[Subj
     return shown
 
 
-def as_json(comparison: Compared) -> str:
+def comparison_json(comparison: ComparisonResult) -> str:
     """Figures of each model, with the share of right answers, of those in the style, and the mean score."""
-    shares = {"right": "share_right", "has": "share_has", "scores": "mean_score"}
+    share_names = {"right": "share_right", "has": "share_has", "scores": "mean_score"}
     models = [
         asdict(subject)
         | {
-            name: sum(values) / len(values)
-            for field, name in shares.items()
-            if (values := getattr(subject, field))
+            name: sum(model_values) / len(model_values)
+            for field, name in share_names.items()
+            if (model_values := getattr(subject, field))
         }
         for subject in comparison.subjects
     ]
-    for mean in (mean for model in models for mean in (model["loss"], model["text"]) if mean):
-        mean["error"] = mean["error"] if math.isfinite(mean["error"]) else None
+    for mean_loss in (mean for model in models for mean in (model["loss"], model["text"]) if mean):
+        mean_loss["error"] = mean_loss["error"] if math.isfinite(mean_loss["error"]) else None
     questions = [{"question": q.text, "reference": q.answer} for q in comparison.questions]
     return json.dumps({"questions": questions, "models": models}, ensure_ascii=False) + "\n"
 
 
-def _perplexity(loss: Mean | None) -> str:
+def _perplexity(loss: MeanEstimate | None) -> str:
     return "" if loss is None else str(loss.exponential)
 
 
-def table(settings: Compare, comparison: Compared) -> Iterator[str]:
-    shown = columns(settings, comparison)
-    rows = [
-        [*shown],
-        *([make(subject) for make in shown.values()] for subject in comparison.subjects),
+def table_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:
+    column_texts = table_columns(settings, comparison)
+    table_rows = [
+        [*column_texts],
+        *([make(subject) for make in column_texts.values()] for subject in comparison.subjects),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    for row in table_rows:
         yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
 
 
-def examples(settings: Compare, comparison: Compared) -> Iterator[str]:
+def example_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:
     """The first answers side by side."""
-    for number, question in enumerate(comparison.questions[: settings.show]):
+    for question_index, question in enumerate(comparison.questions[: settings.show]):
         yield ""
-        yield f"---- {_short(question.text)}"
-        yield f"     data: {_short(question.answer)}"
+        yield f"---- {_one_line(question.text)}"
+        yield f"     data: {_one_line(question.answer)}"
         for subject in comparison.subjects:
-            mark = "+" if subject.right[number] else "-"
-            yield f"   {mark} {subject.name}: {_short(subject.answers[number])}"
+            mark = "+" if subject.right[question_index] else "-"
+            yield f"   {mark} {subject.name}: {_one_line(subject.answers[question_index])}"
 
 
-def _short(text: str) -> str:
+def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= WIDE else f"{line[: WIDE - 2]} …"
+    return line if len(line) <= ANSWER_WIDTH else f"{line[: ANSWER_WIDTH - 2]} …"
 
 
-def page(settings: Compare, comparison: Compared) -> str:
+def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
     """All of it as HTML that loads nothing."""
-    shown = columns(settings, comparison)
-    rows = [
+    shown = table_columns(settings, comparison)
+    table_rows = [
         {name: cell(subject) for name, cell in shown.items()} for subject in comparison.subjects
     ]
-    return comparison_page(settings.data, rows, comparison)
+    return comparison_page(settings.data, table_rows, comparison)

@@ -6,41 +6,43 @@ from pathlib import Path
 
 from packtrain.common.text import plural
 from packtrain.training.monitoring.runs_page import scriptless_page
-from packtrain.workflows.comparison import Compared
+from packtrain.workflows.comparison import ComparisonResult
 
 
-def comparison_page(data: Path, rows: Sequence[Mapping[str, str]], comparison: Compared) -> str:
-    """The HTML; `rows` are the measures of each model by their headings."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    cells = (
+def comparison_page(
+    data: Path, table_rows: Sequence[Mapping[str, str]], comparison: ComparisonResult
+) -> str:
+    """The HTML; `table_rows` are the measures of each model by their headings."""
+    header_cells = "".join(f"<th>{escape(name)}</th>" for name in table_rows[0])
+    row_cells = (
         "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in row.items())
-        for row in rows
+        for row in table_rows
     )
-    table = "".join(f"<tr>{row}</tr>" for row in cells)
-    names = [Path(subject.name).name for subject in comparison.subjects]
-    if len(set(names)) < len(names):
-        names = [subject.name for subject in comparison.subjects]
+    table_html = "".join(f"<tr>{row}</tr>" for row in row_cells)
+    model_names = [Path(subject.name).name for subject in comparison.subjects]
+    if len(set(model_names)) < len(model_names):
+        model_names = [subject.name for subject in comparison.subjects]
     articles = "\n".join(
-        _article(comparison, names, number) for number in range(len(comparison.questions))
+        _article(comparison, model_names, number) for number in range(len(comparison.questions))
     )
-    about = f"{plural(len(comparison.questions), 'conversation')} of {data}"
+    subtitle = f"{plural(len(comparison.questions), 'conversation')} of {data}"
     return scriptless_page(
         "Models compared",
-        f"<h1>Models compared</h1>\n<p>{escape(about)}</p>\n"
-        f'<section><div class="scroll"><table><tr>{head}</tr>{table}</table></div></section>\n{articles}',
+        f"<h1>Models compared</h1>\n<p>{escape(subtitle)}</p>\n"
+        f'<section><div class="scroll"><table><tr>{header_cells}</tr>{table_html}</table></div></section>\n{articles}',
         "answers.css",
     )
 
 
-def _article(comparison: Compared, names: Sequence[str], number: int) -> str:
+def _article(comparison: ComparisonResult, model_names: Sequence[str], number: int) -> str:
     """A question: the answer that the data has, and those of the models."""
     question = comparison.questions[number]
-    columns = [_column("data", "the answer in the data", "", question.answer)]
-    for name, subject in zip(names, comparison.subjects, strict=True):
+    columns = [_answer_column("data", "the answer in the data", "", question.answer)]
+    for name, subject in zip(model_names, comparison.subjects, strict=True):
         kind = "right" if (subject.has or subject.right)[number] else "wrong"
         verdict = kind if not subject.has else "in style" if kind == "right" else "not in style"
         verdict += f", score {subject.scores[number]:.3g}" if subject.scores else ""
-        columns.append(_column(kind, name, f" · <b>{verdict}</b>", subject.answers[number]))
+        columns.append(_answer_column(kind, name, f" · <b>{verdict}</b>", subject.answers[number]))
     return (
         f"<article><h3>{number + 1:,} of {len(comparison.questions):,}</h3>"
         f'<pre class="question">{escape(question.text)}</pre>'
@@ -48,5 +50,5 @@ def _article(comparison: Compared, names: Sequence[str], number: int) -> str:
     )
 
 
-def _column(kind: str, name: str, verdict: str, answer: str) -> str:
+def _answer_column(kind: str, name: str, verdict: str, answer: str) -> str:
     return f'<div class="{kind}"><h3>{escape(name)}{verdict}</h3><pre>{escape(answer)}</pre></div>'

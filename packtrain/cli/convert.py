@@ -13,13 +13,13 @@ from packtrain.common.options import option, positional
 from packtrain.common.text import plural
 from packtrain.conversion.hugging_face import AUTO, TYPES, check_runs, checkpoint_files, convert
 from packtrain.conversion.peft import CONFIG, TENSORS, read_peft, write_peft
-from packtrain.gguf import Deferred
-from packtrain.models.adapter_file import check_fits, fitted, read_adapter, write_adapter
+from packtrain.gguf import DeferredTensor
+from packtrain.models.adapter_file import check_fits, fit_adapter, read_adapter, write_adapter
 from packtrain.models.model_file import open_model
 
 
 @dataclass(frozen=True)
-class Convert:
+class ConvertSettings:
     """Convert a checkpoint folder, or a LoRA adapter, to GGUF; or an adapter to a PEFT folder."""
 
     folder: Path = positional(
@@ -36,25 +36,27 @@ class Convert:
     overwrite: bool = option(False, "replace the output if it exists")
 
 
-def run(settings: Convert) -> int:
+def run(settings: ConvertSettings) -> int:
     """Convert and print what was written. Raises InputError if it cannot be converted."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
-    _check(settings)
+    _check_effects(settings)
     if settings.base is not None:
         if settings.peft is not None:
-            return _to_peft(folder, settings.base, settings.peft)
-        return _from_peft(folder, settings.base, path, settings.overwrite)
+            return _convert_to_peft(folder, settings.base, settings.peft)
+        return _convert_from_peft(folder, settings.base, path, settings.overwrite)
     if settings.peft is not None:
         raise InputError("--peft: --base must be given, too: the model that the adapter is for")
     written = convert(folder, path, settings.type, settings.overwrite, print)
-    types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
-    counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
+    type_counts = Counter(
+        str(t.dtype) if isinstance(t, DeferredTensor) else "f32" for t in written.values()
+    )
+    counts = ", ".join(f"{count} {name}" for name, count in type_counts.most_common())
     print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")
     return 0
 
 
-def _check(settings: Convert) -> None:
+def _check_effects(settings: ConvertSettings) -> None:
     """Refuse settings that would have no effect."""
     if settings.base is not None and settings.type != AUTO:
         raise InputError(
@@ -65,32 +67,32 @@ def _check(settings: Convert) -> None:
         raise InputError(f"{flag} has no effect with --peft; leave one of them out")
 
 
-def _from_peft(folder: Path, base: Path, path: Path, overwrite: bool) -> int:
-    model = open_model(base)
+def _convert_from_peft(folder: Path, base_path: Path, path: Path, overwrite: bool) -> int:
+    model = open_model(base_path)
     check_output(path, "-o", [*checkpoint_files(folder), *model.gguf.paths], overwrite)
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
     name = path.stem.encode(errors="replace").decode()
-    write_adapter(path, adapter, name, model.gguf, lambda part: check_runs(part, path, base))
+    write_adapter(path, adapter, name, model.gguf, lambda part: check_runs(part, path, base_path))
     print(
-        f"{path}: an adapter of {plural(len(adapter.pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
+        f"{path}: an adapter of {plural(len(adapter.lora_pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
     )
     return 0
 
 
-def _to_peft(file: Path, base: Path, folder: Path) -> int:
+def _convert_to_peft(adapter_path: Path, base_path: Path, folder: Path) -> int:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--peft: {folder} is a file; give the name of a folder")
     if (folder / TENSORS).exists():
         raise InputError(f"--peft: {folder / TENSORS} exists; give another folder")
-    model = open_model(base)
-    adapter = fitted(read_adapter(file), file, model.gguf)
-    count = write_peft(folder, adapter, model)
+    model = open_model(base_path)
+    adapter = fit_adapter(read_adapter(adapter_path), adapter_path, model.gguf)
+    num_tensors = write_peft(folder, adapter, model)
     try:
         read_peft(folder, model)
     except InputError:
         for name in (CONFIG, TENSORS):
             (folder / name).unlink()
         raise
-    print(f"{folder}: {plural(count, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
+    print(f"{folder}: {plural(num_tensors, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
     return 0

@@ -8,24 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.cli import say
+from packtrain.cli import print_message
 from packtrain.common.errors import InputError, printable
-from packtrain.common.options import COLUMNS, option, positional, required, unescaped
-from packtrain.common.text import in_colour, plural
-from packtrain.data.chat_template import template_named
-from packtrain.data.conversations import TRUNCATE, Dataset, Recipe, Samples, prepare
+from packtrain.common.options import COLUMNS, option, positional, required, unescape
+from packtrain.common.text import plural, use_colour
+from packtrain.data.chat_template import load_template
+from packtrain.data.conversations import (
+    TRUNCATE_CHOICES,
+    DatasetRecipe,
+    SampleDataset,
+    TokenizedSamples,
+    prepare_dataset,
+)
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.training.ineffective_settings import TRAIN_ON, VAL_SPLIT, check_idle
-from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.training.ineffective_settings import TRAIN_ON_RULE, VAL_SPLIT_RULE, check_rules
+from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 
 CONTEXT = 2048  # at most, without --ctx
-LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
+TRAINED_COLOUR, RESET_COLOUR = "\x1b[32m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSettings:
     """Show data as the model sees it."""
 
     COMMON = "model show ctx columns val_split chat_template train_on mask_prompt skip_bad"
@@ -34,12 +40,14 @@ class Data:
         "the data: .jsonl, .json, .csv, .tsv, .xlsx, .txt or .parquet, or a folder of them"
     )
     model: Path = required("the model to train, a GGUF file", flags="-m")
-    show: int = option(0, "print N samples, with trained tokens in colour or [[ ]]", least=0)
+    show: int = option(0, "print N samples, with trained tokens in colour or [[ ]]", min_value=0)
     ctx: int | None = option(
-        None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", least=1
+        None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", min_value=1
     )
     truncate: str = option(
-        TRUNCATE[0], "longer conversations: cut their end, drop or split them", choices=TRUNCATE
+        TRUNCATE_CHOICES[0],
+        "longer conversations: cut their end, drop or split them",
+        choices=TRUNCATE_CHOICES,
     )
     mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
     train_on: str = option(
@@ -49,59 +57,61 @@ class Data:
         None, "text between documents of a .txt; <|endoftext|> is detected"
     )
     val_split: float = option(0.0, "share used for validation if the data has no validation file")
-    skip_bad: bool = option(False, SKIP_BAD)
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
-def run(settings: Data) -> int:
+def run(settings: DataSettings) -> int:
     """Print the description, and samples if asked. Raises InputError."""
-    check_idle(settings, (VAL_SPLIT, TRAIN_ON))
+    check_rules(settings, (VAL_SPLIT_RULE, TRAIN_ON_RULE))
     metadata = GGUF(settings.model).metadata
-    dataset = prepare(_recipe(settings, metadata), writable(cache_root() / "tokens"), say)
-    for line in described(dataset):
+    dataset = prepare_dataset(
+        _recipe(settings, metadata), writable(cache_root() / "tokens"), print_message
+    )
+    for line in description_lines(dataset):
         print(printable(line))
     if settings.show:
-        tokenizer, colour = Tokenizer(metadata), in_colour(sys.stdout)
+        tokenizer, is_coloured = Tokenizer(metadata), use_colour(sys.stdout)
         for i in range(min(settings.show, len(dataset.train))):
-            place = f" ({dataset.places[i]})" if i < len(dataset.places) else ""
-            print(printable(f"---- sample {i + 1}{place}"))
-            print(shown(tokenizer, *dataset.train[i], colour))
+            location_text = f" ({dataset.locations[i]})" if i < len(dataset.locations) else ""
+            print(printable(f"---- sample {i + 1}{location_text}"))
+            print(shown(tokenizer, *dataset.train[i], is_coloured))
     return 0
 
 
-def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
+def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> DatasetRecipe:
     key = f"{metadata.get('general.architecture')}.context_length"
     context = metadata.get(key, CONTEXT)
     if not isinstance(context, int) or context < 1:
         raise InputError(
             f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
         )
-    return Recipe(
+    return DatasetRecipe(
         settings.data,
         settings.model,
         settings.ctx or min(context, CONTEXT),
         settings.truncate,
         not settings.mask_prompt,
         settings.train_on == "last",
-        settings.separator and unescaped(settings.separator),
+        settings.separator and unescape(settings.separator),
         settings.val_split,
         settings.skip_bad,
-        settings.chat_template and template_named(settings.chat_template),
+        settings.chat_template and load_template(settings.chat_template),
         None,
         settings.columns,
     )
 
 
-def described(dataset: Dataset) -> Iterator[str]:
+def description_lines(dataset: SampleDataset) -> Iterator[str]:
     """The formats found, and the size of each split."""
     yield from dataset.notes
     for name, samples in (("training", dataset.train), ("validation", dataset.valid)):
         if samples is not None:
-            yield f"{name}: {_size(samples)}"
+            yield f"{name}: {_size_text(samples)}"
 
 
-def _size(samples: Samples) -> str:
+def _size_text(samples: TokenizedSamples) -> str:
     """Counts of samples, tokens and targets, and lengths of samples."""
     total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
@@ -112,13 +122,13 @@ def _size(samples: Samples) -> str:
     )
 
 
-def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, colour: bool) -> str:
+def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, is_coloured: bool) -> str:
     """A sample's text, special tokens by name, with trained tokens in colour or brackets."""
-    begin, end = (LEARNT, PLAIN) if colour else ("[[", "]]")
+    start_mark, end_mark = (TRAINED_COLOUR, RESET_COLOUR) if is_coloured else ("[[", "]]")
     borders = np.flatnonzero(np.diff(weights)) + 1
     text = ""
     for part, weight in zip(np.split(ids, borders), np.split(weights, borders), strict=True):
-        raw = b"".join(tokenizer.piece(id) for id in part.tolist()).decode(errors="replace")
-        safe = "\n".join(map(printable, raw.split("\n")))
-        text += f"{begin}{safe}{end}" if weight[0] else safe
+        raw_text = b"".join(tokenizer.piece(id) for id in part.tolist()).decode(errors="replace")
+        printable_text = "\n".join(map(printable, raw_text.split("\n")))
+        text += f"{start_mark}{printable_text}{end_mark}" if weight[0] else printable_text
     return text

@@ -6,61 +6,63 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.cli import generate, say, train
+from packtrain.cli import generate, print_message, train
 from packtrain.common.errors import InputError
 from packtrain.common.files import write_text
 from packtrain.common.options import option
 from packtrain.training.train_settings import TrainSettings
-from packtrain.workflows.text_generation import Generate
+from packtrain.workflows.text_generation import GenerateSettings
 
 TEXT_NBYTES = 3 << 20
 SEPARATOR = "<|endoftext|>"
-MARK = ".packtrain-demo"  # marks a folder that the demo may overwrite
+MARKER_FILE = ".packtrain-demo"  # marks a folder that the demo may overwrite
 
 
 @dataclass(frozen=True)
 class DemoSettings:
     folder: Path = option(Path("demo"), "folder for the text, the model and its run", flags="-o")
-    iters: int = option(300, "steps to train", least=1)
+    iters: int = option(300, "steps to train", min_value=1)
 
 
 def run(settings: DemoSettings) -> int:
     """Collect text, train preset `1m` on it, and generate text. Raises InputError, OSError."""
-    mine = settings.folder / MARK
+    marker_path = settings.folder / MARKER_FILE
     if settings.folder.exists() and not settings.folder.is_dir():
         raise InputError(f"--folder: {settings.folder} is a file; give an empty or a new folder")
-    if settings.folder.exists() and any(settings.folder.iterdir()) and not mine.exists():
+    if settings.folder.exists() and any(settings.folder.iterdir()) and not marker_path.exists():
         raise InputError(
             f"--folder: {settings.folder} has other files; give an empty or a new folder"
         )
     settings.folder.mkdir(parents=True, exist_ok=True)
-    mine.touch()
+    marker_path.touch()
     text = settings.folder / "python.txt"
-    write_text(text, f"\n{SEPARATOR}\n".join(documents(TEXT_NBYTES)) + "\n")
-    say(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
-    model = settings.folder / "model.gguf"
-    chosen = TrainSettings(
+    write_text(text, f"\n{SEPARATOR}\n".join(library_documents(TEXT_NBYTES)) + "\n")
+    print_message(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
+    model_path = settings.folder / "model.gguf"
+    train_settings = TrainSettings(
         data=text,
-        output=model,
+        output=model_path,
         iters=settings.iters,
         batch_size=16,
         lr=3e-3,
         steps_per_eval=100,
         overwrite=True,
     )
-    code = train.run(chosen)
-    if code == 0:
+    exit_code = train.run(train_settings)
+    if exit_code == 0:
         print("\nThe model writes:\n", flush=True)
-        code = generate.run(Generate(model=model, prompt="Return the", n_predict=96, seed=1))
-    return code
+        exit_code = generate.run(
+            GenerateSettings(model=model_path, prompt="Return the", n_predict=96, seed=1)
+        )
+    return exit_code
 
 
-def documents(nbytes: int) -> Iterator[str]:
+def library_documents(nbytes: int) -> Iterator[str]:
     """Docstrings of the standard library with their names, file by file, about `nbytes` in total."""
     root, num_chars = Path(sysconfig.get_path("stdlib")), 0
     for file in sorted(root.rglob("*.py")):
-        inner = file.relative_to(root).parts[:-1]
-        if {"site-packages", "test", "tests", "idle_test", "__pycache__"} & {*inner}:
+        parent_names = file.relative_to(root).parts[:-1]
+        if {"site-packages", "test", "tests", "idle_test", "__pycache__"} & {*parent_names}:
             continue
         for document in _docstrings(file):
             num_chars += len(document)
@@ -74,9 +76,9 @@ def _docstrings(file: Path) -> Iterator[str]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, SyntaxError):
         return
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    documented_nodes = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     for node in ast.walk(tree):
-        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        text = ast.get_docstring(node) if isinstance(node, documented_nodes) else None
         if text and len(text) > 60:
             name = getattr(node, "name", file.stem)
             yield f"{name}: {text}"

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtrain.cli import DONE, say
-from packtrain.cli.event_output import Shown
+from packtrain.cli import DONE, print_message
+from packtrain.cli.event_output import TerminalEvents
 from packtrain.common.options import option
 from packtrain.common.text import plural
-from packtrain.workflows.text_embeddings import Embed, Embedded, embed
+from packtrain.workflows.text_embeddings import EmbedSettings, TextEmbeddings, embed
 
-FORMATS = "array", "json", "json+"
+OUTPUT_FORMATS = "array", "json", "json+"
 
 
 @dataclass(frozen=True)
-class Embedding(Embed):
+class EmbedOutputSettings(EmbedSettings):
     """Print embeddings of texts."""
 
     COMMON = "prompt file pooling embd_normalize embd_output_format ctx lora"
@@ -24,45 +24,47 @@ class Embedding(Embed):
     embd_output_format: str = option(
         "array",
         "array: a list of arrays; json: as OpenAI's API; json+: the same with the cosine of each two",
-        choices=FORMATS,
+        choices=OUTPUT_FORMATS,
     )
 
 
-def run(settings: Embedding) -> int:
+def run(settings: EmbedOutputSettings) -> int:
     """Print the embeddings. Raises InputError, DoesNotFit, and Interrupted on a signal."""
-    done = embed(settings, Shown())
-    vectors = [_numbers(row) for row in done.vectors]
+    result = embed(settings, TerminalEvents())
+    vectors = [_shortest_floats(row) for row in result.vectors]
     if settings.embd_output_format == "array":
         print("[" + ",\n".join(map(json.dumps, vectors)) + "]")
     else:
-        print(json.dumps(_openai(settings, done, vectors), indent=1))
-    count, width = done.vectors.shape
-    tokens = plural(sum(done.tokens), "token")
-    say(f"{plural(count, 'text')} of {tokens}; {width:,} values each, pooling {done.pooling}")
+        print(json.dumps(_openai_response(settings, result, vectors), indent=1))
+    num_texts, width = result.vectors.shape
+    tokens_text = plural(sum(result.tokens), "token")
+    print_message(
+        f"{plural(num_texts, 'text')} of {tokens_text}; {width:,} values each, pooling {result.pooling}"
+    )
     return DONE
 
 
-def _openai(
-    settings: Embedding, done: Embedded, vectors: Sequence[Sequence[float]]
+def _openai_response(
+    settings: EmbedOutputSettings, result: TextEmbeddings, vectors: Sequence[Sequence[float]]
 ) -> dict[str, object]:
-    data = [
+    embeddings = [
         {"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)
     ]
-    count = sum(done.tokens)
+    num_tokens = sum(result.tokens)
     response: dict[str, object] = {
         "object": "list",
-        "data": data,
+        "data": embeddings,
         "model": settings.model.name,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     if settings.embd_output_format == "json+":
-        wide = done.vectors.astype(np.float64)
-        length = np.sqrt((wide * wide).sum(1, keepdims=True))
-        unit = wide / np.where(length == 0, 1, length)
-        response["cosineSimilarity"] = np.round(unit @ unit.T, 6).tolist()
+        vectors_f64 = result.vectors.astype(np.float64)
+        norms = np.sqrt((vectors_f64 * vectors_f64).sum(1, keepdims=True))
+        unit_vectors = vectors_f64 / np.where(norms == 0, 1, norms)
+        response["cosineSimilarity"] = np.round(unit_vectors @ unit_vectors.T, 6).tolist()
     return response
 
 
-def _numbers(row: np.ndarray) -> list[float]:
+def _shortest_floats(row: np.ndarray) -> list[float]:
     """As short as f32 allows."""
     return [float(str(value)) for value in row]

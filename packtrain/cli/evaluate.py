@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from packtrain.cli.event_output import Shown
-from packtrain.training.model_loss import Mean
-from packtrain.workflows.evaluation import Evaluate, Measured, evaluate
+from packtrain.cli.event_output import TerminalEvents
+from packtrain.training.model_loss import MeanEstimate
+from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
 
 
-def run(settings: Evaluate) -> int:
+def run(settings: EvaluateSettings) -> int:
     """Print losses and perplexities. Raises InputError, and Interrupted on a signal."""
-    result = evaluate(settings, Shown())
-    for line in _table(result) if len(result.losses) > 1 else _single(result):
+    result = evaluate(settings, TerminalEvents())
+    for line in _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result):
         print(line)
     print(result.method)
     if not result.same:
@@ -20,12 +20,12 @@ def run(settings: Evaluate) -> int:
     return 0
 
 
-def _single(result: Measured) -> Iterator[str]:
+def _single_model_lines(result: EvalResult) -> Iterator[str]:
     loss = result.loss()
     yield f"loss {loss} nats per token, perplexity {loss.exponential}"
 
 
-def _table(result: Measured) -> Iterator[str]:
+def _table_lines(result: EvalResult) -> Iterator[str]:
     """A line for each model, with its difference from the first if they can be compared."""
     first, width = next(iter(result.losses.values())), max(map(len, result.losses))
     diff_heading = "  difference of loss" if result.same else ""
@@ -33,5 +33,5 @@ def _table(result: Measured) -> Iterator[str]:
     for name, losses in result.losses.items():
         loss = result.loss(name)
         line = f"{name:<{width}}  {loss!s:<20}  {loss.exponential!s:<20}"
-        compared = result.same and losses is not first
-        yield f"{line}  {Mean.of(losses - first)}" if compared else line.rstrip()
+        is_comparable = result.same and losses is not first
+        yield f"{line}  {MeanEstimate.of(losses - first)}" if is_comparable else line.rstrip()

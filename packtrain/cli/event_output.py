@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from packtrain.cli import print_row, say
+from packtrain.cli import print_message, print_row
 from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.common.events import Counted, Events
 from packtrain.common.signals import stop_on_signals
 from packtrain.distributed import rank
 from packtrain.training.monitoring.progress import ProgressLine, bar_module, redraws
-from packtrain.training.monitoring.work_progress import Count
+from packtrain.training.monitoring.work_progress import WorkCounter
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+CONTROL_CHARS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
 def write(text: str) -> None:
     """Print generated text at once; without control characters on a terminal."""
-    sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
+    sys.stdout.write(CONTROL_CHARS.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-def shown() -> Events:
+def run_events() -> Events:
     """The events of a training run, which rank 0 prints."""
-    return Silent() if rank() else Shown()
+    return SilentEvents() if rank() else TerminalEvents()
 
 
-class Silent(Events):
+class SilentEvents(Events):
     """Prints nothing; a signal stops the task after saving."""
 
     @contextmanager
@@ -38,7 +38,7 @@ class Silent(Events):
             yield stopped
 
 
-class Shown(Events):
+class TerminalEvents(Events):
     """Prints events. A signal stops the task after saving, a second one at once."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -49,9 +49,9 @@ class Shown(Events):
 
     def message(self, text: str) -> None:
         if self._progress is None:
-            say(text)
+            print_message(text)
         else:
-            self._progress.say(text)
+            self._progress.print_above(text)
 
     def text(self, piece: str) -> None:
         write(piece)
@@ -87,9 +87,9 @@ class Shown(Events):
         self.message("\n".join(side_by_side(answers, columns)))
 
     @contextmanager
-    def counting(self, label: str, part: str) -> Iterator[Counted]:
-        with Count(self._stream, label, part) as count:
-            yield count
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        with WorkCounter(self._stream, label, unit) as counter:
+            yield counter
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:

@@ -1,11 +1,11 @@
 """packtrain generate: continue a prompt; text goes to standard output, seed and speed to standard error."""
 
-from packtrain.cli import DONE, INTERRUPTED, say
-from packtrain.cli.event_output import Shown, write
+from packtrain.cli import DONE, INTERRUPTED, print_message
+from packtrain.cli.event_output import TerminalEvents, write
 from packtrain.common.text import plural
-from packtrain.workflows.text_generation import Generate, generate
+from packtrain.workflows.text_generation import GenerateSettings, generate
 
-ENDS = {
+END_REASONS = {
     "end": "an end token",
     "stop": "a stop text",
     "count": "the number of tokens",
@@ -15,17 +15,17 @@ ENDS = {
 }
 
 
-def run(settings: Generate) -> int:
+def run(settings: GenerateSettings) -> int:
     """Generate; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
-    done = generate(settings, Shown())
+    result = generate(settings, TerminalEvents())
     write("\n")
-    say(f"prompt {done.reading}; generation {done.writing}")
-    if done.drafted:
-        share = done.accepted / done.drafted
-        say(
-            f"{plural(done.drafted, 'token')} guessed, {done.accepted:,} of them right ({share:.0%})"
+    print_message(f"prompt {result.reading}; generation {result.writing}")
+    if result.drafted:
+        accepted_share = result.accepted / result.drafted
+        print_message(
+            f"{plural(result.drafted, 'token')} guessed, {result.accepted:,} of them right ({accepted_share:.0%})"
         )
-    for answer in (done, *done.others):
+    for answer in (result, *result.others):
         label = f"seed {answer.seed}" if answer.score is None else f"score {answer.score:.4f}"
-        say(f"{label}; ended by {ENDS[answer.ended]}")
-    return INTERRUPTED if done.ended == "interrupted" else DONE
+        print_message(f"{label}; ended by {END_REASONS[answer.ended]}")
+    return INTERRUPTED if result.ended == "interrupted" else DONE

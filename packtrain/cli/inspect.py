@@ -13,16 +13,16 @@ from packtrain.common.errors import printable
 from packtrain.common.options import option, positional
 from packtrain.common.text import plural
 from packtrain.data.tokenizer import KEYS, NO_ID
-from packtrain.gguf import GGUF, Entry, Value
+from packtrain.gguf import GGUF, MetadataValue, TensorInfo
 
-FEW, LONG = 8, 100  # array values, and characters of a text, that are shown
-TOKENS, ID = f"{KEYS}tokens", "_token_id"
+MAX_ITEMS, MAX_CHARS = 8, 100  # array values, and characters of a text, that are shown
+TOKENS_KEY, ID_SUFFIX = f"{KEYS}tokens", "_token_id"
 TEMPLATE = "tokenizer.chat_template"
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Inspect:
+class InspectSettings:
     """Show what is in a GGUF file."""
 
     model: Path = positional("a GGUF file")
@@ -30,7 +30,7 @@ class Inspect:
     json: bool = option(False, "print JSON")
 
 
-def run(settings: Inspect) -> int:
+def run(settings: InspectSettings) -> int:
     """Print the file's description. Raises InputError if it is not a valid GGUF file."""
     description = describe(GGUF(settings.model))
     if not settings.tensors:
@@ -38,7 +38,7 @@ def run(settings: Inspect) -> int:
     if settings.json:
         print(json.dumps(description, indent=2))
     else:
-        print("\n".join(map(printable, lines(description))))
+        print("\n".join(map(printable, description_lines(description))))
     return 0
 
 
@@ -49,12 +49,14 @@ def describe(gguf: GGUF) -> dict[str, Any]:
         "file": str(gguf.path),
         "parts": len(gguf.paths),
         "file_bytes": gguf.nbytes,
-        "architecture": _shown(gguf.values.get("general.architecture", Value("string", "unknown"))),
+        "architecture": _display_value(
+            gguf.values.get("general.architecture", MetadataValue("string", "unknown"))
+        ),
         "parameters": sum(math.prod(e.shape) for e in entries),
-        "types": _types(entries),
-        "vocabulary": _vocabulary(gguf),
-        "chat_templates": _templates(gguf),
-        "metadata": {key: _shown(value) for key, value in gguf.values.items()},
+        "types": _type_stats(entries),
+        "vocabulary": _vocabulary_info(gguf),
+        "chat_templates": _template_names(gguf),
+        "metadata": {key: _display_value(value) for key, value in gguf.values.items()},
         "tensors": [
             {"name": e.name, "shape": list(e.shape), "type": str(e.dtype), "bytes": e.nbytes}
             for e in entries
@@ -62,21 +64,21 @@ def describe(gguf: GGUF) -> dict[str, Any]:
     }
 
 
-def lines(description: dict[str, Any]) -> Iterator[str]:
+def description_lines(description: dict[str, Any]) -> Iterator[str]:
     """The description as text."""
     vocabulary = description["vocabulary"]
-    parts = (
+    parts_text = (
         f" and {plural(description['parts'] - 1, 'more part')}" if description["parts"] > 1 else ""
     )
-    yield f"file          {description['file']}{parts}"
+    yield f"file          {description['file']}{parts_text}"
     yield f"size          {description['file_bytes']:,} bytes"
     yield f"architecture  {description['architecture']}"
     yield f"parameters    {description['parameters']:,}"
     yield f"tensors       {sum(stats['tensors'] for stats in description['types'].values())}"
     for name, stats in description["types"].items():
         yield f"  {name:12}{stats['tensors']:<6}{stats['bytes'] / MIB:,.2f} MiB"
-    kind = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
-    yield f"vocabulary    {plural(vocabulary['tokens'], 'token')}, kind {kind}"
+    kind_text = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
+    yield f"vocabulary    {plural(vocabulary['tokens'], 'token')}, kind {kind_text}"
     for name, token in vocabulary["special"].items():
         yield f"  {name:12}{token['id']} {token['text']}"
     yield f"chat template {', '.join(description['chat_templates']) or 'none'}"
@@ -88,49 +90,49 @@ def lines(description: dict[str, Any]) -> Iterator[str]:
         yield f"{tensor['name']:32} {shape:>16} {tensor['type']:>6} {tensor['bytes']:>14,} bytes"
 
 
-def _types(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+def _type_stats(entries: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     """Tensors and bytes of each element type, the largest first."""
-    types: dict[str, dict[str, int]] = {}
+    stats_by_type: dict[str, dict[str, int]] = {}
     for e in entries:
-        stats = types.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
+        stats = stats_by_type.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
         stats["tensors"] += 1
         stats["bytes"] += e.nbytes
-    return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+    return dict(sorted(stats_by_type.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _templates(gguf: GGUF) -> list[str]:
+def _template_names(gguf: GGUF) -> list[str]:
     """Names of the chat templates; the one without a name is the default."""
     names = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
     return [name[1:] or "default" for name in names if not name or name[0] == "."]
 
 
-def _vocabulary(gguf: GGUF) -> dict[str, Any]:
+def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:
     """Number of tokens, kind, and the special tokens."""
-    listed = gguf.metadata.get(TOKENS)
-    tokens = listed if isinstance(listed, list) else []
+    token_list = gguf.metadata.get(TOKENS_KEY)
+    tokens = token_list if isinstance(token_list, list) else []
     special = {}
     for key, id in gguf.metadata.items():
-        if key.startswith(KEYS) and key.endswith(ID) and isinstance(id, int) and id != NO_ID:
+        if key.startswith(KEYS) and key.endswith(ID_SUFFIX) and isinstance(id, int) and id != NO_ID:
             text = tokens[id].decode(errors="replace") if 0 <= id < len(tokens) else None
-            special[key.removeprefix(KEYS).removesuffix(ID)] = {"id": id, "text": text}
+            special[key.removeprefix(KEYS).removesuffix(ID_SUFFIX)] = {"id": id, "text": text}
     kind, pre = (
-        _shown(gguf.values.get(f"{KEYS}{name}", Value("string", default)))
+        _display_value(gguf.values.get(f"{KEYS}{name}", MetadataValue("string", default)))
         for name, default in (("model", "none"), ("pre", ""))
     )
     return {"tokens": len(tokens), "kind": str(kind), "pre": str(pre), "special": special}
 
 
-def _shown(value: Value) -> Any:
+def _display_value(value: MetadataValue) -> Any:
     """A metadata value to print or for JSON: long arrays as their length, long texts cut."""
     content = value.value
     if isinstance(content, list | np.ndarray):
-        if len(content) > FEW:
+        if len(content) > MAX_ITEMS:
             return f"[{len(content)} {value.kind if value.kind != 'string' else 'strings'}]"
-        return [_shown(Value(value.kind, item)) for item in content]
+        return [_display_value(MetadataValue(value.kind, item)) for item in content]
     if isinstance(content, bytes):
         return content.decode(errors="replace")
-    if isinstance(content, str) and len(content) > LONG:
-        return f"{content[:LONG]}… ({len(content)} characters)"
+    if isinstance(content, str) and len(content) > MAX_CHARS:
+        return f"{content[:MAX_CHARS]}… ({len(content)} characters)"
     if isinstance(content, np.generic):
         content = content.item()
     if isinstance(content, float) and not math.isfinite(content):

@@ -31,7 +31,7 @@ from packtrain.common.errors import (
     RankLost,
     printable,
 )
-from packtrain.common.gc_control import not_collecting
+from packtrain.common.gc_control import gc_paused
 from packtrain.common.options import add_flags, from_flags, positionals
 from packtrain.common.text import did_you_mean
 from packtrain.common.version import __version__
@@ -43,141 +43,141 @@ COMMANDS = {
     "finetune": ("finetune", "TuneSettings"),
     "plan train": ("plan", "PlanTrain"),
     "plan finetune": ("plan", "PlanTune"),
-    "merge": ("merge", "Merge"),
-    "generate": ("generate", "Generate"),
-    "chat": ("chat", "Chat"),
-    "embed": ("embed", "Embedding"),
-    "serve": ("serve", "Serve"),
-    "runs": ("runs", "Runs"),
-    "eval": ("evaluate", "Evaluate"),
-    "compare": ("compare", "Compare"),
-    "choose": ("choose", "Choose"),
-    "data": ("data", "Data"),
-    "inspect": ("inspect", "Inspect"),
-    "quantize": ("quantize", "Quantize"),
-    "imatrix": ("imatrix", "Imatrix"),
-    "check": ("check", "Check"),
-    "bench": ("bench", "Bench"),
-    "convert": ("convert", "Convert"),
-    "compile": ("compile", "Compile"),
+    "merge": ("merge", "MergeSettings"),
+    "generate": ("generate", "GenerateSettings"),
+    "chat": ("chat", "ChatSettings"),
+    "embed": ("embed", "EmbedOutputSettings"),
+    "serve": ("serve", "ServeSettings"),
+    "runs": ("runs", "RunsSettings"),
+    "eval": ("evaluate", "EvaluateSettings"),
+    "compare": ("compare", "CompareSettings"),
+    "choose": ("choose", "ChooseSettings"),
+    "data": ("data", "DataSettings"),
+    "inspect": ("inspect", "InspectSettings"),
+    "quantize": ("quantize", "QuantizeSettings"),
+    "imatrix": ("imatrix", "ImatrixSettings"),
+    "check": ("check", "CheckSettings"),
+    "bench": ("bench", "BenchSettings"),
+    "convert": ("convert", "ConvertSettings"),
+    "compile": ("compile", "CompileSettings"),
 }
-RANKS = "train", "finetune"  # commands that several processes carry out together
-FORESEEN = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
-INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
-WIDTH = 100  # most columns of a help
+RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
+EXPECTED_ERRORS = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
+BAD_INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
+MAX_HELP_WIDTH = 100  # most columns of a help
 
 
 def command() -> int:
     """`main` for a process that ends with it: no garbage is looked for in modules and at the end, which takes 25 ms."""
     try:
-        return main(own=True)
+        return main(owns_process=True)
     finally:
         gc.freeze()
 
 
-def main(arguments: Sequence[str] | None = None, *, own: bool = False) -> int:
+def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
     """Run one command and return its exit code. own: the process does nothing else."""
     try:
-        return _ran(arguments, own)
+        return _run_command(arguments, owns_process)
     except KeyboardInterrupt:  # also while the modules of the command are loaded
         print("packtrain: stopped at once, without saving", file=sys.stderr)
         return STOPPED
 
 
-def _ran(arguments: Sequence[str] | None, is_process: bool) -> int:
+def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
     # more are never used, and take time to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    _streams()
-    with not_collecting(freeze=is_process), _ctrl_c_waits():
-        options = _given(_parser(_asked(arguments)), arguments)
+    _open_streams()
+    with gc_paused(freeze=owns_process), _defer_ctrl_c():
+        options = _parse_arguments(_build_parser(_requested_commands(arguments)), arguments)
         if options is None:
-            return INPUT
+            return BAD_INPUT
         # not at the top: a version is there at once
         runtime = import_module("packtrain.kernels.runtime")
-        module, settings = _module(options.command), _settings(options.command)
+        module, settings_class = _command_module(options.command), _settings_class(options.command)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
-        requested = from_flags(settings, _resumed(options, settings))
-        if options.command in RANKS and getattr(requested, "nproc", 1) > 1:
-            ranks = import_module("packtrain.distributed")
-            if not ranks.several():
-                started = sys.argv[1:] if arguments is None else arguments
-                return int(ranks.launch(started, requested.nproc))
-        code: int = module.run(requested)
+        parsed_settings = from_flags(settings_class, _resume_options(options, settings_class))
+        if options.command in RANK_COMMANDS and getattr(parsed_settings, "nproc", 1) > 1:
+            distributed = import_module("packtrain.distributed")
+            if not distributed.is_distributed():
+                child_arguments = sys.argv[1:] if arguments is None else arguments
+                return int(distributed.launch(child_arguments, parsed_settings.nproc))
+        exit_code: int = module.run(parsed_settings)
         sys.stdout.flush()
-        return code
+        return exit_code
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         return FAILED
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        print(f"packtrain: error: {_line(error)}", file=sys.stderr)
-        return _code(error)
+        print(f"packtrain: error: {_error_line(error)}", file=sys.stderr)
+        return _exit_code(error)
     finally:
         signal.signal(signal.SIGTERM, old_handler)
-        _flush()
+        _flush_output()
 
 
 @contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
+def _defer_ctrl_c() -> Iterator[None]:
     """Ctrl-C counts at the end of the block, in which modules load: NumPy would turn it into an error of its own."""
     if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
     interrupts = list[int]()
-    old_handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    old_handler = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, old_handler)
-    for number in interrupts:
-        signal.raise_signal(number)
+    for signum in interrupts:
+        signal.raise_signal(signum)
 
 
-def _module(command: str) -> Any:
+def _command_module(command: str) -> Any:
     return import_module(f"packtrain.cli.{COMMANDS[command][0]}")
 
 
-def _settings(command: str) -> Any:
-    return getattr(_module(command), COMMANDS[command][1])
+def _settings_class(command: str) -> Any:
+    return getattr(_command_module(command), COMMANDS[command][1])
 
 
-def _asked(arguments: Sequence[str] | None) -> Collection[str]:
+def _requested_commands(arguments: Sequence[str] | None) -> Collection[str]:
     """The commands that begin with the first word."""
-    texts = sys.argv[1:] if arguments is None else arguments
-    word = next((text for text in texts if not text.startswith("-")), "")
-    return [name for name in COMMANDS if name.partition(" ")[0] == word]
+    words = sys.argv[1:] if arguments is None else arguments
+    command_word = next((argument for argument in words if not argument.startswith("-")), "")
+    return [name for name in COMMANDS if name.partition(" ")[0] == command_word]
 
 
-def _about(command: str) -> str:
+def _command_summary(command: str) -> str:
     """What a command does, from the first line of its module, which is not loaded: all would take a second."""
     try:
-        text = (get_data("packtrain.cli", f"{COMMANDS[command][0]}.py") or b"").decode()
+        source_text = (get_data("packtrain.cli", f"{COMMANDS[command][0]}.py") or b"").decode()
     except OSError:  # only its compiled file is there
-        text = _module(command).__doc__ or ""
-    return text.partition("\n")[0].partition(": ")[2].strip().strip('"')
+        source_text = _command_module(command).__doc__ or ""
+    return source_text.partition("\n")[0].partition(": ")[2].strip().strip('"')
 
 
-def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
+def _parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
     """The parsed command line; without a command, prints the help and returns None."""
-    options, left = parser.parse_known_args(arguments)
+    options, unknown_arguments = parser.parse_known_args(arguments)
     if not hasattr(options, "command"):
-        if left:
-            parser.error(f"there is no option {left[0]}")
+        if unknown_arguments:
+            parser.error(f"there is no option {unknown_arguments[0]}")
         parser.print_help()
         return None
-    if left:
+    if unknown_arguments:
         problem = (
-            f"there is no option {left[0]}"
-            if left[0].startswith("-")
-            else f"unexpected argument {left[0]}"
+            f"there is no option {unknown_arguments[0]}"
+            if unknown_arguments[0].startswith("-")
+            else f"unexpected argument {unknown_arguments[0]}"
         )
         options.parser.error(problem)
     return options
 
 
-def _streams() -> None:
+def _open_streams() -> None:
     """Make sure the standard streams are open and accept any character, whatever the shell did to them."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  first: it takes the free number, which is its own
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open to the end
@@ -190,7 +190,7 @@ def _streams() -> None:
         sys.stdin.reconfigure(errors="strict")
 
 
-def _flush() -> None:
+def _flush_output() -> None:
     """Drop what standard output cannot take; otherwise Python complains at exit."""
     try:
         sys.stdout.flush()
@@ -199,25 +199,25 @@ def _flush() -> None:
             drop_output()
 
 
-def _code(error: Exception) -> int:
-    for kind, code in ((InputError, INPUT), (DoesNotFit, NO_FIT), (Interrupted, STOPPED)):
+def _exit_code(error: Exception) -> int:
+    for kind, exit_code in ((InputError, BAD_INPUT), (DoesNotFit, NO_FIT), (Interrupted, STOPPED)):
         if isinstance(error, kind):
-            return code
+            return exit_code
     return FAILED
 
 
-def _line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """The error in one line; an unexpected one also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
     if isinstance(error, DoesNotFit):  # may have several lines, see planner.budget
         return error.flags or str(error)
     text = " ".join((getattr(error, "flags", "") or str(error)).split())
-    foreseen = isinstance(error, FORESEEN)
-    return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
+    is_expected = isinstance(error, EXPECTED_ERRORS)
+    return text if is_expected else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _resumed(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
+def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """Settings of a resumed run: those it began with, unless new ones are given."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.train_settings").run_folder
@@ -226,11 +226,11 @@ def _resumed(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
     return options
 
 
-class _Lines(argparse.HelpFormatter):
+class _OptionHelpFormatter(argparse.HelpFormatter):
     """Lines of at most WIDTH columns, each option with its value once, as `-c, --ctx N` or `--[no-]pack`."""
 
     def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size().columns, WIDTH)
+        width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
         super().__init__(prog, width=width)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -243,7 +243,7 @@ class _Lines(argparse.HelpFormatter):
         return f"{', '.join(names)} {self._format_args(action, action.dest.upper())}"
 
 
-class _HelpAll(argparse.Action):
+class _HelpAllAction(argparse.Action):
     """Prints every option by group."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
@@ -251,7 +251,7 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Accepts only full option names, so that a new option never changes what an old script means.
 
     An error is one line and suggests the closest name. Where `common` names settings, --help shows these alone.
@@ -260,34 +260,36 @@ class _Parser(argparse.ArgumentParser):
     common: Sequence[str] = ()
     groups: Sequence[str] = ()
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **(named | {"allow_abbrev": False, "formatter_class": _Lines}))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(
+            *args, **(kwargs | {"allow_abbrev": False, "formatter_class": _OptionHelpFormatter})
+        )
 
     def format_help(self) -> str:
         if not self.common:
             return super().format_help()
-        lines, options = self._get_formatter(), {a.dest: a for a in self._actions}
-        lines.add_usage(self.usage, self._actions, [])
-        lines.add_text(self.description)
-        lines.start_section(None)
-        lines.add_arguments(self._get_positional_actions())
-        lines.add_arguments([options[name] for name in self.common])
-        lines.end_section()
-        groups = f" by group: {', '.join(self.groups)}" if self.groups else ""
-        lines.add_text(f"--help-all shows every option{groups}")
-        return lines.format_help()
+        formatter, actions_by_name = self._get_formatter(), {a.dest: a for a in self._actions}
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        formatter.start_section(None)
+        formatter.add_arguments(self._get_positional_actions())
+        formatter.add_arguments([actions_by_name[name] for name in self.common])
+        formatter.end_section()
+        groups_text = f" by group: {', '.join(self.groups)}" if self.groups else ""
+        formatter.add_text(f"--help-all shows every option{groups_text}")
+        return formatter.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        texts = sys.argv[1:] if args is None else list(args)
-        for text in takewhile(self._is_own, texts):
-            name, option_names = text.partition("=")[0], self._option_string_actions
+        words = sys.argv[1:] if args is None else list(args)
+        for word in takewhile(self._may_be_option, words):
+            name, option_names = word.partition("=")[0], self._option_string_actions
             if name.startswith("--") and " " not in name and name not in option_names:
                 self.error(f"there is no option {name}{did_you_mean(name, option_names)}")
-        return super().parse_known_args(texts, namespace)
+        return super().parse_known_args(words, namespace)
 
-    def _is_own(self, text: str) -> bool:
+    def _may_be_option(self, word: str) -> bool:
         """Whether an argument may be an option of this parser, not of a subcommand's."""
-        return text != "--" and (self._subparsers is None or text.startswith("-"))
+        return word != "--" and (self._subparsers is None or word.startswith("-"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -301,12 +303,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument (?:\S+/)?", "", printable(message))
-        self.exit(INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
+        self.exit(BAD_INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
-def _parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """The parser of these commands; of others it knows the names, and what they do."""
-    parser = _Parser(
+    parser = _CommandParser(
         prog="packtrain",
         description="Train language models that live in GGUF files, in the memory you have.",
     )
@@ -317,23 +319,25 @@ def _parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
         group, _, subcommand = name.rpartition(" ")
         if name not in selected:
             if name.partition(" ")[0] not in commands.choices:
-                commands.add_parser(name.partition(" ")[0], help=_about(name))
+                commands.add_parser(name.partition(" ")[0], help=_command_summary(name))
             continue
-        about = _about(name)
+        summary = _command_summary(name)
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
-            subparser = commands.add_parser(group, help=about, description=about)
+            subparser = commands.add_parser(group, help=summary, description=summary)
             groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
-        subparser = groups[group].add_parser(subcommand, help=about, description=about)
-        settings = _settings(name)
+        subparser = groups[group].add_parser(subcommand, help=summary, description=summary)
+        settings_class = _settings_class(name)
         subparser.set_defaults(command=name, parser=subparser)
-        subparser.common = getattr(settings, "COMMON", "").split()
-        silent = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
-        subparser.add_argument("--help-all", action=_HelpAll, **silent, help="show every option")
+        subparser.common = getattr(settings_class, "COMMON", "").split()
+        help_all_options = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
+        subparser.add_argument(
+            "--help-all", action=_HelpAllAction, **help_all_options, help="show every option"
+        )
         subparser.add_argument(
             "--debug", action="store_true", help="show where an error was raised"
         )
-        subparser.groups = add_flags(subparser, settings)
-        subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings)])
+        subparser.groups = add_flags(subparser, settings_class)
+        subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings_class)])
     return parser
 
 

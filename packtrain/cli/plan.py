@@ -6,29 +6,29 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.cli import say
+from packtrain.cli import print_message
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.files import check_not_read, check_writable, write_text
 from packtrain.common.options import OUTPUT
-from packtrain.common.text import in_colour, speed_text
+from packtrain.common.text import speed_text, use_colour
 from packtrain.data.text.text_streams import data_files
-from packtrain.distributed import assumed
-from packtrain.planner.plan_view import chart, page, terminal, trace
-from packtrain.planner.rank_exchange import Shared
+from packtrain.distributed import assume_world
+from packtrain.planner.plan_view import chart_svg, page_html, terminal_text, trace_json
+from packtrain.planner.rank_exchange import ExchangeTimes
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.monitoring.metrics_file import read
 from packtrain.training.train_settings import TrainSettings
 from packtrain.workflows import finetuning, training_run
-from packtrain.workflows.planned_run import Ready, facts
+from packtrain.workflows.planned_run import PlannedRun, facts
 
-WIDTH = 100
+MAP_WIDTH = 100
 
 # of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
 PAYLOAD = 1448 / 1538
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PlanOutputs:
     """Outputs of a plan in addition to the printed table."""
 
     json: Path | None = OUTPUT(None, "write the plan as JSON, with every buffer")
@@ -39,21 +39,21 @@ class Drawn:
     ranks: int = OUTPUT(
         0,
         "plan for one of N processes, each on a machine like this one; 0: as many as --nproc",
-        least=0,
-        most=1024,
+        min_value=0,
+        max_value=1024,
     )
     link: str = OUTPUT("10Gbit", "the rate at which each of them can send", metavar="RATE")
 
 
 @dataclass(frozen=True)
-class PlanTrain(Drawn, TrainSettings):
+class PlanTrain(PlanOutputs, TrainSettings):
     COMMON = (
         "data preset vocab_size memory iters epochs batch_size ctx recompute nproc html json map"
     )
 
 
 @dataclass(frozen=True)
-class PlanTune(Drawn, TuneSettings):
+class PlanTune(PlanOutputs, TuneSettings):
     COMMON = (
         "data memory iters epochs batch_size ctx lora_rank full merge recompute nproc html json map"
     )
@@ -70,56 +70,56 @@ def run(settings: PlanTrain | PlanTune) -> int:
             check_writable(path, f"--{name}")
             input_paths = settings.output, getattr(settings, "model", None)
             check_not_read(path, f"--{name}", [*input_paths, *data_files(settings.data)])
-    count, link = settings.ranks or settings.nproc, rate_of(settings.link)
-    if count == 1 and settings.link != Drawn.link:
+    num_ranks, link_rate = settings.ranks or settings.nproc, parse_link_rate(settings.link)
+    if num_ranks == 1 and settings.link != PlanOutputs.link:
         raise InputError("--link is for several processes; give --ranks, or leave it out")
-    with assumed(count):
+    with assume_world(num_ranks):
         if isinstance(settings, TuneSettings):
-            run_plan = finetuning.prepare(settings, say, runs=False)
+            run_plan = finetuning.prepare(settings, print_message, runs=False)
         else:
-            run_plan = training_run.prepare(settings, say, runs=False)
+            run_plan = training_run.prepare(settings, print_message, runs=False)
     if run_plan.refusal is None:
         print("\n".join([str(run_plan), *run_plan.notes]))
-        if count > 1:
-            print(_of_ranks(run_plan, run_plan.shared(link), count, settings.link))
-    about, plan = facts(run_plan, _measured(settings.folder)), run_plan.plans.largest
+        if num_ranks > 1:
+            print(_rank_summary(run_plan, run_plan.shared(link_rate), num_ranks, settings.link))
+    about, plan = facts(run_plan, _measured_peak(settings.folder)), run_plan.plans.largest_plan
     if settings.map:
-        width = min(shutil.get_terminal_size().columns, WIDTH)
-        print(terminal(plan, width, color=in_colour(sys.stdout), **about))
-    texts = {
+        width = min(shutil.get_terminal_size().columns, MAP_WIDTH)
+        print(terminal_text(plan, width, color=use_colour(sys.stdout), **about))
+    output_makers = {
         "json": lambda: run_plan.json(run_plan.minimum()),
-        "html": lambda: page(plan, **about),
-        "svg": lambda: chart(plan, **about),
-        "trace": lambda: trace(plan, run_plan.plans.ops(plan)),
+        "html": lambda: page_html(plan, **about),
+        "svg": lambda: chart_svg(plan, **about),
+        "trace": lambda: trace_json(plan, run_plan.plans.op_names(plan)),
     }
     for name, path in output_paths.items():
         if path is not None:
-            write_text(path, texts[name]())
+            write_text(path, output_makers[name]())
     if run_plan.refusal is not None:
         raise DoesNotFit(run_plan.refusal)
     return 0
 
 
-def rate_of(text: str) -> float:
+def parse_link_rate(text: str) -> float:
     """Bytes of a message per second, of a rate in bits such as 10Gbit. Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
     if match is None or not float(match[1]):
         raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
-    times: int = 1000 ** " KMGT".index(match[2] or " ")
-    return PAYLOAD * float(match[1]) * times / 8
+    unit_bits: int = 1000 ** " KMGT".index(match[2] or " ")
+    return PAYLOAD * float(match[1]) * unit_bits / 8
 
 
-def _of_ranks(run_plan: Ready, step: Shared, ranks: int, link: str) -> str:
-    speed = ranks * run_plan.plans.shape.positions / step.seconds
-    hidden = max(1 - step.waiting / step.exchanging, 0.0)
+def _rank_summary(run_plan: PlannedRun, step: ExchangeTimes, ranks: int, link: str) -> str:
+    speed = ranks * run_plan.plans.shape.num_positions / step.seconds
+    overlapped_share = max(1 - step.waiting / step.exchange_seconds, 0.0)
     return (
         f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
-        f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
+        f" {link}; it is busy {step.exchange_seconds:.3g} s, {overlapped_share:.0%} of them while the process computes;"
         f" together {speed_text(speed)}"
     )
 
 
-def _measured(folder: Path) -> int | None:
+def _measured_peak(folder: Path) -> int | None:
     """Measured peak memory of the finished run in the folder, if there is one."""
     metrics = folder / "metrics.jsonl"
     end_records = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []

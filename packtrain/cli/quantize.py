@@ -5,24 +5,28 @@ from importlib import import_module
 from packtrain.cli import DONE, print_row
 from packtrain.common.events import Events
 from packtrain.common.text import plural
-from packtrain.workflows.quantization import MIB, Quantize, quantize
+from packtrain.workflows.quantization import MIB, QuantizeSettings, quantize
 
 
-class Printed(Events):
+class RowEvents(Events):
     """Prints the rows. `event_output.Shown` does all that a long task needs, which takes time to load."""
 
     def row(self, text: str) -> None:
         print_row(text)
 
 
-def run(settings: Quantize) -> int:
+def run(settings: QuantizeSettings) -> int:
     """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
-    long = settings.calibrate is not None or settings.imatrix is not None
-    events = import_module("packtrain.cli.event_output").Shown() if long else Printed()
-    done = quantize(settings, events)
+    is_long_task = settings.calibrate is not None or settings.imatrix is not None
+    events = (
+        import_module("packtrain.cli.event_output").TerminalEvents()
+        if is_long_task
+        else RowEvents()
+    )
+    result = quantize(settings, events)
     print(
-        f"{done.output}: {settings.type.upper()}, {plural(done.count, 'tensor')}, "
-        f"{done.before_nbytes / MIB:.2f} -> {done.nbytes / MIB:.2f} MiB, "
-        f"{8 * done.nbytes / max(done.weights, 1):.2f} bits a weight, {done.seconds:.1f} s"
+        f"{result.output}: {settings.type.upper()}, {plural(result.count, 'tensor')}, "
+        f"{result.before_nbytes / MIB:.2f} -> {result.nbytes / MIB:.2f} MiB, "
+        f"{8 * result.nbytes / max(result.weights, 1):.2f} bits a weight, {result.seconds:.1f} s"
     )
     return DONE

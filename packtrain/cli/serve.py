@@ -2,27 +2,27 @@
 
 from importlib import import_module
 
-from packtrain.cli import DONE, say
-from packtrain.cli.event_output import Shown
-from packtrain.workflows.model_server import Serve, load
+from packtrain.cli import DONE, print_message
+from packtrain.cli.event_output import TerminalEvents
+from packtrain.workflows.model_server import ServeSettings, load_server
 from packtrain.workflows.optional_deps import check_server
 
-__all__ = ["Serve", "run"]
+__all__ = ["ServeSettings", "run"]
 
 
-def run(settings: Serve) -> int:
+def run(settings: ServeSettings) -> int:
     """Serve until a signal. Raises InputError, DoesNotFit."""
     check_server("packtrain serve")
-    app = import_module("packtrain.serving.http_app")
-    listen = import_module("packtrain.serving.http_listener")
-    keys = settings.keys()
-    sock = listen.bound(settings.host, settings.port)
-    server = load(settings, Shown())
+    http_app = import_module("packtrain.serving.http_app")
+    http_listener = import_module("packtrain.serving.http_listener")
+    api_keys = settings.keys()
+    sock = http_listener.bind_socket(settings.host, settings.port)
+    server = load_server(settings, TerminalEvents())
     host, port = sock.getsockname()[:2]
     engine = server.engine
-    say(
-        f"{server.name}: {len(engine.slots)} slots, a context of {engine.context.cache.cells:,} tokens"
+    print_message(
+        f"{server.name}: {len(engine.slots)} slots, a context of {engine.context.cache.num_cells:,} tokens"
         f"\nlistening on http://{f'[{host}]' if ':' in host else host}:{port}, stop with Ctrl-C"
     )
-    listen.listen(app.app(server, keys, settings.ui), engine, sock, say)
+    http_listener.listen(http_app.app(server, api_keys, settings.ui), engine, sock, print_message)
     return DONE

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from textwrap import wrap
 
 from packtrain.common.errors import printable
-from packtrain.workflows.behaviour_check import ENDINGS, CheckedAnswer
+from packtrain.workflows.behaviour_check import END_LABELS, CheckedAnswer
 
 MIN_WIDTH = 100  # characters of a terminal that shows two columns
 MAX_LINES = 12  # of a shown answer
@@ -19,25 +19,25 @@ def side_by_side(answers: Sequence[CheckedAnswer], width: int) -> Iterator[str]:
         reference = f"  data: {_on_one_line(answer.reference)}"
         yield from wrap(reference, width, subsequent_indent="    ", max_lines=3, placeholder=" …")
         columns = (
-            (f"base ({ENDINGS[answer.base_ended]})", answer.base),
-            (f"tuned ({ENDINGS[answer.tuned_ended]})", answer.tuned),
+            (f"base ({END_LABELS[answer.base_ended]})", answer.base),
+            (f"tuned ({END_LABELS[answer.tuned_ended]})", answer.tuned),
         )
         if width < MIN_WIDTH:
             for title, text in columns:
                 yield f"  {title}"
-                yield from (f"    {line}" for line in _wrapped(text, width - 4))
+                yield from (f"    {line}" for line in _wrapped_lines(text, width - 4))
             continue
         column_width = (width - 5) // 2
-        left, right = ([title, *_wrapped(text, column_width)] for title, text in columns)
-        for first, second in zip_longest(left, right, fillvalue=""):
-            yield f"  {first:<{column_width}} │ {second}".rstrip()
+        left, right = ([title, *_wrapped_lines(text, column_width)] for title, text in columns)
+        for base_line, tuned_line in zip_longest(left, right, fillvalue=""):
+            yield f"  {base_line:<{column_width}} │ {tuned_line}".rstrip()
 
 
 def _on_one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped_lines(text: str, width: int) -> list[str]:
     """The text's own lines, wrapped; the last shown one says if there are more."""
     lines = [part for line in text.splitlines() for part in wrap(printable(line), width)]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "…"]

@@ -2,8 +2,8 @@
 
 import shlex
 
-from packtrain.cli import INTERRUPTED, say
-from packtrain.cli.event_output import shown
+from packtrain.cli import INTERRUPTED, print_message
+from packtrain.cli.event_output import run_events
 from packtrain.distributed import rank
 from packtrain.engine.memory_plan import size_text
 from packtrain.training.train_settings import TrainSettings
@@ -12,13 +12,13 @@ from packtrain.workflows.training_run import train
 
 def run(settings: TrainSettings) -> int:
     """Train; returns 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
-    done = train(settings, shown())
-    if done.stopped:
+    result = train(settings, run_events())
+    if result.stopped:
         return INTERRUPTED
     if rank():
         return 0
-    say(f"{done.output}: {size_text(done.output.stat().st_size)}")
-    name = shlex.quote(str(done.output))
-    say(f"  packtrain generate {name} -p 'Once'")
-    say(f"  llama-cli -m {name} -no-cnv -p 'Once'")
+    print_message(f"{result.output}: {size_text(result.output.stat().st_size)}")
+    name = shlex.quote(str(result.output))
+    print_message(f"  packtrain generate {name} -p 'Once'")
+    print_message(f"  llama-cli -m {name} -no-cnv -p 'Once'")
     return 0

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 SELDOM = 50_000  # new objects between searches for garbage: a graph becomes garbage as a whole
-PATIENCE = 2.0  # seconds to wait for an answer before `late` is called
+DELAY_SECONDS = 2.0  # seconds to wait for an answer before `late` is called
 
 
 def variables() -> dict[str, str]:
@@ -26,8 +26,8 @@ def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def ask(
-    on_delay: Callable[[], None], function: Callable[P, R], *args: P.args, **named: P.kwargs
+def run_in_child(
+    on_delay: Callable[[], None], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
     """Call a function of this package in a child and return its result; calls `on_delay` if that takes long.
 
@@ -41,32 +41,32 @@ def ask(
         env=variables(),
     ) as child:
         try:
-            request = pickle.dumps((function, args, named))
+            request = pickle.dumps((function, args, kwargs))
             try:
-                answer, errors = child.communicate(request, timeout=PATIENCE)
+                response, stderr = child.communicate(request, timeout=DELAY_SECONDS)
             except subprocess.TimeoutExpired:
                 on_delay()
-                answer, errors = child.communicate()
+                response, stderr = child.communicate()
         except BaseException:
             child.kill()
             raise
     if child.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+        lines = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
         name = function.__name__.replace("_", " ")
         raise RuntimeError(
             f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
         )
-    result: R = pickle.loads(answer)
+    result: R = pickle.loads(response)
     return result
 
 
 def main() -> None:
     """The child: reads a pickled call from standard input, writes its result to standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    function, args, named = pickle.load(sys.stdin.buffer)
+    function, args, kwargs = pickle.load(sys.stdin.buffer)
     gc.freeze()  # what is imported stays
     gc.set_threshold(SELDOM)
-    result: Any = function(*args, **named)
+    result: Any = function(*args, **kwargs)
     sys.stdout.buffer.write(pickle.dumps(result))
 
 

@@ -19,13 +19,13 @@ from packtrain.common.errors import InputError
 FLAGS = (
     "graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse", "norecord", "calls",
 )  # fmt: skip
-_set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
+_flags_override: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
 
 
 def flags() -> frozenset[str]:
     """The current flags: those of the innermost `with debug(...)`, else of the environment."""
-    inner = _set.get()
-    return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if inner is None else inner
+    override = _flags_override.get()
+    return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if override is None else override
 
 
 @contextmanager
@@ -34,19 +34,19 @@ def debug(text: str) -> Iterator[None]:
 
     They apply when an executor is created and when it runs.
     """
-    token = _set.set(_parse(text))
+    token = _flags_override.set(_parse(text))
     try:
         yield
     finally:
-        _set.reset(token)
+        _flags_override.reset(token)
 
 
 @cache
 def _parse(text: str) -> frozenset[str]:
-    names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
-    unknown = sorted(names - set(FLAGS))
-    if unknown:
+    flag_names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
+    unknown_flags = sorted(flag_names - set(FLAGS))
+    if unknown_flags:
         raise InputError(
-            f"PACKTRAIN_DEBUG: {', '.join(unknown)} unknown; choose from {', '.join(FLAGS)}"
+            f"PACKTRAIN_DEBUG: {', '.join(unknown_flags)} unknown; choose from {', '.join(FLAGS)}"
         )
-    return names
+    return flag_names

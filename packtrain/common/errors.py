@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 codecs.lookup("unicode_escape")  # now, not inside a plan's memory
 LONGEST = 1200  # characters of a message
-AGAIN = re.compile(r"packtrain (train|finetune) -o .+? --resume")
+RESUME_COMMAND = re.compile(r"packtrain (train|finetune) -o .+? --resume")
 # shell commands, which stay as they are, and flags
 SHELL_OR_FLAG = re.compile(
     r"`[^`]*`|\b(?:hf|packtrain|llama-[a-z]+) [a-z]+ [^`;,]*|llama-imatrix converts: .*"
@@ -27,42 +27,44 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def keyworded(text: str) -> str:
+def with_keywords(text: str) -> str:
     """A sentence of the command line with keywords for flags: `--lora-rank` is lora_rank, `--no-pack` pack=False."""
 
-    def keyword(match: re.Match[str]) -> str:
+    def to_keyword(match: re.Match[str]) -> str:
         name = (match["name"] or "").replace("-", "_")
         if match["no"]:
             return f"{name}=False"
         return "resume=True" if name == "resume" else name or match[0]
 
-    return SHELL_OR_FLAG.sub(keyword, AGAIN.sub(r"the same call of \1 and resume=True", text))
+    return SHELL_OR_FLAG.sub(
+        to_keyword, RESUME_COMMAND.sub(r"the same call of \1 and resume=True", text)
+    )
 
 
-def in_keywords(public: T) -> T:
+def name_keywords(target: T) -> T:
     """Decorate a function, or all public methods of a class, so that errors name keywords; `flags` has the flags."""
-    if isinstance(public, type):
-        for name, member in [*vars(public).items()]:
+    if isinstance(target, type):
+        for name, member in [*vars(target).items()]:
             if isinstance(member, property):
-                setattr(public, name, property(in_keywords(member.fget), doc=member.__doc__))
+                setattr(target, name, property(name_keywords(member.fget), doc=member.__doc__))
             elif isinstance(member, FunctionType) and (name[0] != "_" or name == "__init__"):
-                setattr(public, name, in_keywords(member))
-        return public
-    function: Any = public
+                setattr(target, name, name_keywords(member))
+        return target
+    function: Any = target
 
     @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **named)
-        except Foreseen as error:
+            return function(*args, **kwargs)
+        except UserError as error:
             error.flags = error.flags or str(error)
-            error.args = (keyworded(str(error)), *error.args[1:])
+            error.args = (with_keywords(str(error)), *error.args[1:])
             raise
 
     return call  # type: ignore[return-value]
 
 
-class Foreseen(Exception):
+class UserError(Exception):
     """An error whose message says all that its user needs; `flags` is the message with flags, if it has keywords."""
 
     flags = ""
@@ -71,11 +73,11 @@ class Foreseen(Exception):
         """What IPython shows: the line that called packtrain, and the message."""
         package = str(Path(__file__).parents[1])
         frames = traceback.extract_tb(self.__traceback__)
-        calls = [frame for frame in frames if not frame.filename.startswith(package)]
-        return [*traceback.format_list(calls[-1:]), f"{type(self).__name__}: {self}"]
+        caller_frames = [frame for frame in frames if not frame.filename.startswith(package)]
+        return [*traceback.format_list(caller_frames[-1:]), f"{type(self).__name__}: {self}"]
 
 
-class InputError(Foreseen, ValueError):
+class InputError(UserError, ValueError):
     """Bad input. The message names the file, the field and what is expected. Exit code 2.
 
     fact    what is wrong, and where
@@ -86,23 +88,23 @@ class InputError(Foreseen, ValueError):
 
     def __init__(self, fact: str, advice: str = "") -> None:
         self.fact, self.advice = printable(fact), advice
-        text = printable(f"{fact}; {advice}" if advice else fact)
+        message = printable(f"{fact}; {advice}" if advice else fact)
         super().__init__(
-            text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-200:]}"
+            message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} … {message[-200:]}"
         )
 
 
-class DoesNotFit(Foreseen, RuntimeError):
+class DoesNotFit(UserError, RuntimeError):
     """The plan needs more memory than --memory allows. Exit code 3."""
 
 
-class DiskFull(Foreseen, RuntimeError):
+class DiskFull(UserError, RuntimeError):
     """A disk is full, or would be. Exit code 1."""
 
 
-class RankLost(Foreseen, RuntimeError):
+class RankLost(UserError, RuntimeError):
     """Another process of the run has ended, or cannot be reached. Exit code 1."""
 
 
-class Interrupted(Foreseen, RuntimeError):
+class Interrupted(UserError, RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""

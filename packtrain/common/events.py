@@ -15,7 +15,7 @@ Counted = Callable[..., None]  # count(done, total, *texts)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepReport:
     """A training step, with the validation after it, if there was one.
 
     step, steps           its number from 1, and the number of the last step
@@ -80,11 +80,11 @@ class Events:
     def answers(self, answers: Sequence[Any]) -> None:
         """Held-out questions as base and tuned model answer them (`workflows.behaviour_check.CheckedAnswer`)."""
 
-    def saved(self, path: Path) -> None:
+    def checkpoint_saved(self, path: Path) -> None:
         """A checkpoint was written."""
 
     @contextmanager
-    def counting(self, title: str, part: str) -> Iterator[Counted]:
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
         """`with events.counting("merging", "block") as count:` reports progress: `count(done, total, *texts)`."""
         yield lambda done, total, *texts: None
 
@@ -95,20 +95,20 @@ class Events:
 
 
 @dataclass
-class Callbacks(Events):
+class TaskCallbacks(Events):
     """Functions of the caller, each called in the thread of the task; once `cancel` is set, from any thread, the task
     saves and stops."""
 
     on_message: Callable[[str], None] | None = None
     on_plan: Callable[[Any], None] | None = None
-    on_step: Callable[[Step], None] | None = None
-    on_validation: Callable[[Step], None] | None = None
+    on_step: Callable[[StepReport], None] | None = None
+    on_validation: Callable[[StepReport], None] | None = None
     on_sample: Callable[[str], None] | None = None
     on_save: Callable[[Path], None] | None = None
     on_progress: Callable[[str, int, int], None] | None = None
     on_text: Callable[[str], None] | None = None
     cancel: threading.Event = field(default_factory=threading.Event)
-    _steps: int = field(default=0, init=False, repr=False)
+    _num_steps: int = field(default=0, init=False, repr=False)
 
     def message(self, text: str) -> None:
         _call(self.on_message, text)
@@ -126,11 +126,11 @@ class Callbacks(Events):
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        self._steps = steps
+        self._num_steps = steps
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        step = Step(steps=self._steps, peak_nbytes=peak_nbytes, **record)
+        step = StepReport(steps=self._num_steps, peak_nbytes=peak_nbytes, **record)
         _call(self.on_step, step)
         if step.val_loss is not None:
             _call(self.on_validation, step)
@@ -138,12 +138,12 @@ class Callbacks(Events):
     def sample(self, text: str) -> None:
         _call(self.on_sample, text)
 
-    def saved(self, path: Path) -> None:
+    def checkpoint_saved(self, path: Path) -> None:
         _call(self.on_save, path)
 
     @contextmanager
-    def counting(self, title: str, part: str) -> Iterator[Counted]:
-        yield lambda done, total, *texts: _call(self.on_progress, title, done, total)
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        yield lambda done, total, *texts: _call(self.on_progress, label, done, total)
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:

@@ -20,7 +20,7 @@ from packtrain.common.errors import InputError
 
 Check = Callable[[Path], object]  # of a whole file before it gets its name; `bool` lets all pass
 NUMBERS = count()  # of temporary files: several threads may write one file, and the last one wins
-WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
+SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
 # Windows has none: no lock there
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
@@ -33,66 +33,66 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     stays a symlink: its target is replaced. The file must be synced when the block ends.
     """
     path = Path(path).resolve()
-    part, old = _part_of(path), path.stat() if path.exists() else None
-    if old is not None and not path.is_file():
+    temp_path, old_stat = _temp_path_of(path), path.stat() if path.exists() else None
+    if old_stat is not None and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     try:
-        if old is not None:
-            part.touch(0o600)
-        yield part
-        if old is not None:
-            _give_rights(part, old)
-        with _freed_behind(path):
-            os.replace(part, path)
+        if old_stat is not None:
+            temp_path.touch(0o600)
+        yield temp_path
+        if old_stat is not None:
+            _copy_permissions(temp_path, old_stat)
+        with _freed_in_background(path):
+            os.replace(temp_path, path)
     except OSError as error:
-        if str(error.filename) == str(part):
+        if str(error.filename) == str(temp_path):
             error.filename = str(path)
         raise
     finally:
         with suppress(OSError):
-            part.unlink()
+            temp_path.unlink()
     sync_folder(path.parent)
 
 
-def _give_rights(part: Path, old: os.stat_result) -> None:
+def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
     """Owner, where that is allowed, and rights of the file that it will replace."""
     if os.name != "nt":
         with suppress(OSError):
-            os.chown(part, old.st_uid, old.st_gid)
-    part.chmod(old.st_mode & 0o777)
+            os.chown(temp_path, old_stat.st_uid, old_stat.st_gid)
+    temp_path.chmod(old_stat.st_mode & 0o777)
 
 
 @contextmanager
-def _freed_behind(path: Path) -> Iterator[None]:
+def _freed_in_background(path: Path) -> Iterator[None]:
     """If the block replaces this file, a thread frees the old one's blocks and pages: a gigabyte takes 0.2 s."""
-    old = None
+    old_descriptor = None
     if os.name != "nt":  # there no open file can be replaced
         with suppress(OSError):
-            old = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            old_descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         yield
     finally:
-        if old is not None:
+        if old_descriptor is not None:
             try:
-                start_new_thread(os.close, (old,))
+                start_new_thread(os.close, (old_descriptor,))
             except RuntimeError:  # there are too many threads
-                os.close(old)
+                os.close(old_descriptor)
 
 
-def _part_of(path: Path) -> Path:
+def _temp_path_of(path: Path) -> Path:
     """A name for a temporary file beside it, from which `remove_parts` reads the process."""
     return path.with_name(f".{path.name}.{next(NUMBERS)}.{os.getpid()}.part")
 
 
-def remove_parts(folder: Path, name: str = "*") -> None:
+def remove_temp_files(folder: Path, name: str = "*") -> None:
     """Remove the temporary files of processes that were killed while they wrote here a file of that name."""
     for path in folder.glob(f".{name}.*.part"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
-        if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _lives(int(pid)):
+        if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _is_running(int(pid)):
             path.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError as error:  # another's process lives, too
@@ -103,17 +103,17 @@ def _lives(pid: int) -> bool:
 @contextmanager
 def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
     """`with atomic_file(path) as file:` a file that replaces `path` when the block and `check` succeed."""
-    with atomic_path(path) as part:
-        with io.BufferedWriter(_Output(part, path)) as file:
+    with atomic_path(path) as temp_path:
+        with io.BufferedWriter(_TempFile(temp_path, path)) as file:
             yield file
             file.flush()
-            with _named(path):
+            with _errors_named(path):
                 os.fsync(file.fileno())
-        check(part)
+        check(temp_path)
 
 
 @contextmanager
-def _named(path: str | Path) -> Iterator[None]:
+def _errors_named(path: str | Path) -> Iterator[None]:
     """Name the file in errors of writing, which have no name."""
     try:
         yield
@@ -122,22 +122,22 @@ def _named(path: str | Path) -> Iterator[None]:
         raise
 
 
-class _Output(io.FileIO):
+class _TempFile(io.FileIO):
     """The temporary file, whose errors name the file that it will be."""
 
-    def __init__(self, part: Path, path: str | Path) -> None:
-        super().__init__(part, "w")
+    def __init__(self, temp_path: Path, path: str | Path) -> None:
+        super().__init__(temp_path, "w")
         self._path = path
 
     def write(self, data: Any) -> int:
-        with _named(self._path):
+        with _errors_named(self._path):
             return super().write(data)
 
 
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
     """Have these bytes of a file written to the disk while more are made, so that syncing it has little left to do."""
     if sys.platform == "linux":
-        args = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), WRITE
+        args = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_WRITE
         getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0)(*args)
 
 
@@ -145,11 +145,11 @@ def sync_folder(folder: Path) -> None:
     """Sync a folder, so that renames in it survive a crash."""
     if os.name == "nt":  # folders cannot be opened there
         return
-    opened = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -165,31 +165,31 @@ def check_writable(path: str | Path, field: str) -> None:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
         raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
-    real = _resolved(path, field)
-    if not real.parent.exists():
+    resolved_path = _resolve_path(path, field)
+    if not resolved_path.parent.exists():
         raise InputError(
             f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
         )
-    if path.exists() and not _replaceable(real):
+    if path.exists() and not _can_replace(resolved_path):
         raise InputError(f"{field}: {path} cannot be replaced: it is another user's")
-    remove_parts(real.parent, escape(real.name))
-    trial = _part_of(real)
+    remove_temp_files(resolved_path.parent, escape(resolved_path.name))
+    probe_path = _temp_path_of(resolved_path)
     try:
-        trial.touch()
+        probe_path.touch()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"{field}: {path} cannot be written: {reason}") from None
     finally:
         with suppress(OSError):
-            trial.unlink()
+            probe_path.unlink()
 
 
-def _replaceable(path: Path) -> bool:
+def _can_replace(path: Path) -> bool:
     """Whether this user may replace the file, which folders such as /tmp leave to its owner and theirs."""
-    folder = path.parent.stat()
-    if os.name == "nt" or not folder.st_mode & stat.S_ISVTX:
+    folder_stat = path.parent.stat()
+    if os.name == "nt" or not folder_stat.st_mode & stat.S_ISVTX:
         return True
-    return os.geteuid() in (0, folder.st_uid, path.stat().st_uid)
+    return os.geteuid() in (0, folder_stat.st_uid, path.stat().st_uid)
 
 
 def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
@@ -210,7 +210,7 @@ def check_output(output: Path, field: str, read: Iterable[Path | None], overwrit
         )
 
 
-def _resolved(path: Path, field: str) -> Path:
+def _resolve_path(path: Path, field: str) -> Path:
     try:
         return path.resolve()
     except (RuntimeError, OSError):  # the latter since Python 3.13
@@ -218,7 +218,7 @@ def _resolved(path: Path, field: str) -> Path:
         raise InputError(f"{field}: {path} {problem}") from None
 
 
-def existing(path: str | Path, field: str) -> Path:
+def require_existing(path: str | Path, field: str) -> Path:
     """The path of an existing file or folder. Raises InputError if it is missing or cannot be read."""
     path = Path(path)
     if not path.exists():
@@ -232,7 +232,7 @@ def existing(path: str | Path, field: str) -> Path:
 
 def read_text(path: Path, field: str) -> str:
     """The text of a file. Raises InputError."""
-    if existing(path, field).is_dir():
+    if require_existing(path, field).is_dir():
         raise InputError(f"{field}: {path} is a folder; give a text file")
     try:
         return path.read_bytes().decode()
@@ -241,7 +241,7 @@ def read_text(path: Path, field: str) -> str:
 
 
 @contextmanager
-def locked(path: Path, description: str) -> Iterator[None]:
+def file_lock(path: Path, description: str) -> Iterator[None]:
     """Lock `path` against other processes. Raises InputError if one holds it; the system frees it if this one dies."""
     with open(path, "wb") as file:
         if fcntl is not None:

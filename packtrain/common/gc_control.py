@@ -6,17 +6,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def not_collecting(freeze: bool = False) -> Iterator[None]:
+def gc_paused(freeze: bool = False) -> Iterator[None]:
     """Inside the block no garbage is looked for: modules that load leave little, and a tenth of their time is this.
 
     freeze  what is there then is never searched
     """
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if freeze:
             gc.freeze()
-        if was:
+        if was_enabled:
             gc.enable()

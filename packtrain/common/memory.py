@@ -17,16 +17,16 @@ import psutil
 
 from packtrain.common.errors import InputError
 
-COUNTERS = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|[KMGTB]|%)", re.IGNORECASE)
-UNITS = {
+RSS_LINE = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|[KMGTB]|%)", re.IGNORECASE)
+UNIT_NBYTES = {
     "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "kib": 1 << 10, "mib": 1 << 20,
     "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 SAMPLE_SECONDS = 0.02  # a sample takes 0.2 ms including the wake-up: 1 % of a core
 
 
-def _status(pid: int) -> bytes:
+def _read_status(pid: int) -> bytes:
     """/proc/<pid>/status of a process; empty if there is none."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -35,12 +35,12 @@ def _status(pid: int) -> bytes:
         return b""
 
 
-KERNEL_COUNTS = COUNTERS.search(_status(os.getpid())) is not None
+HAS_RSS_COUNTERS = RSS_LINE.search(_read_status(os.getpid())) is not None
 
 
 def _private_nbytes(pid: int) -> int:
-    if KERNEL_COUNTS:
-        return 1024 * sum(map(int, COUNTERS.findall(_status(pid))))
+    if HAS_RSS_COUNTERS:
+        return 1024 * sum(map(int, RSS_LINE.findall(_read_status(pid))))
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:
@@ -58,32 +58,32 @@ def private_nbytes_of(pid: int) -> int:
     A child between fork and exec still shares its parent's memory, which is not counted twice.
     """
     try:
-        root = psutil.Process(pid)
-        command, nbytes = root.cmdline(), _private_nbytes(pid)
-        family = root.children(recursive=True)
+        root_process = psutil.Process(pid)
+        command, nbytes = root_process.cmdline(), _private_nbytes(pid)
+        descendants = root_process.children(recursive=True)
     except psutil.Error:
         return 0
-    for process in family:
+    for process in descendants:
         with contextlib.suppress(psutil.Error):
             is_counted = process.cmdline() != command
             nbytes += _private_nbytes(process.pid) if is_counted else 0
     return nbytes
 
 
-def settle() -> None:
+def release_memory() -> None:
     """Return freed memory to the system, so that the next measurement counts only what is in use."""
     gc.collect()
-    give_back()
+    trim_heap()
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system, but for objects in cycles."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:  # glibc
         trim(0)
 
 
-class Peak:
+class MemoryPeak:
     """`with Peak() as peak:` samples private memory in a thread; `peak.nbytes` is the maximum so far.
 
     baseline  private memory when the block began
@@ -92,16 +92,16 @@ class Peak:
 
     def __init__(self) -> None:
         self.baseline = self.nbytes = 0
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory peak", daemon=True)
 
-    def __enter__(self) -> "Peak":
+    def __enter__(self) -> "MemoryPeak":
         self.baseline = self.nbytes = private_nbytes()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self._stop_event.set()
         self._thread.join()
         self._sample()
 
@@ -109,30 +109,30 @@ class Peak:
         self.nbytes = max(self.nbytes, private_nbytes())
 
     def _watch(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._stop_event.wait(SAMPLE_SECONDS):
             self._sample()
 
 
 def parse_size(text: str, field: str) -> int:
     """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80% of the memory of this machine. Raises InputError."""
-    match = SIZE.fullmatch(text.strip())
+    match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")
-    number, unit = float(match[1]), match[2].lower()
+    quantity, unit = float(match[1]), match[2].lower()
     if unit == "%":
-        if not 0 < number <= 100:
+        if not 0 < quantity <= 100:
             raise InputError(f"{field}: {text} must be more than 0% and at most 100%")
-        return int(total_nbytes() * number / 100)
-    nbytes = number * UNITS[unit]
+        return int(total_nbytes() * quantity / 100)
+    nbytes = quantity * UNIT_NBYTES[unit]
     if not 1 << 20 <= nbytes <= 1 << 60:
-        amount = "much" if nbytes > 1 << 20 else "little"
-        raise InputError(f"{field}: {text} is too {amount}; it must be from 1MiB to 1048576TiB")
+        adjective = "much" if nbytes > 1 << 20 else "little"
+        raise InputError(f"{field}: {text} is too {adjective}; it must be from 1MiB to 1048576TiB")
     return int(nbytes)
 
 
 def total_nbytes() -> int:
     """Memory of this machine, or the limit of its control group."""
-    total = int(psutil.virtual_memory().total)
+    machine_nbytes = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
+        machine_nbytes = min(machine_nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return machine_nbytes

@@ -31,7 +31,7 @@ T = TypeVar("T")
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
-WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
+EXPECTED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def option(
@@ -40,18 +40,23 @@ def option(
     *,
     flags: str = "",
     choices: Sequence[str] = (),
-    least: float | None = None,
-    most: float | None = None,
+    min_value: float | None = None,
+    max_value: float | None = None,
     group: str = "",
     metavar: str = "",
 ) -> Any:
-    """A field with a default; `flags` are aliases, `least` and `most` bound a number.
+    """A field with a default; `flags` are aliases, `min_value` and `max_value` bound a number.
 
     `group` is its heading in the help (one of GROUPS), `metavar` the placeholder for its value.
     """
-    about = {"help": help, "flags": flags.split(), "choices": choices, "bounds": (least, most)}
-    about |= {"group": group, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=about)
+    metadata = {
+        "help": help,
+        "flags": flags.split(),
+        "choices": choices,
+        "bounds": (min_value, max_value),
+    }
+    metadata |= {"group": group, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 # fields of one kind, under one heading
@@ -71,7 +76,7 @@ def required(help: str, *, flags: str = "", group: str = "") -> Any:
     return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
 
 
-def options(cls: type) -> list["dataclasses.Field[Any]"]:
+def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
     """The fields of a class that are declared as options."""
     return [field for field in _fields(cls) if "help" in field.metadata]
 
@@ -85,41 +90,41 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
-    used = {field.metadata.get("group", "") for field in fields}
-    homes = {group: parser.add_argument_group(group) for group in GROUPS if group in used}
+    used_groups = {field.metadata.get("group", "") for field in fields}
+    homes = {group: parser.add_argument_group(group) for group in GROUPS if group in used_groups}
     for field in fields:
         _add_flag(homes.get(field.metadata.get("group", ""), parser), field, types_[field.name])
     return [*homes]
 
 
 def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:
-    about, (kind, is_list) = field.metadata, _kind(hint)
-    rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
-    if about.get("positional"):
+    metadata, (value_type, is_list) = field.metadata, _value_type(hint)
+    argument_options: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
+    if metadata.get("positional"):
         is_required = field.default is dataclasses.MISSING
         nargs = ("+" if is_required else "*") if is_list else None if is_required else "?"
-        home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **rule)
+        home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **argument_options)
         return
-    if kind is bool:
-        rule["action"] = argparse.BooleanOptionalAction
+    if value_type is bool:
+        argument_options["action"] = argparse.BooleanOptionalAction
     else:
-        choices = about.get("choices")
-        shown = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
-        rule |= {
-            "metavar": about.get("metavar") or shown,
+        choices = metadata.get("choices")
+        placeholder = f"{{{','.join(choices)}}}" if choices else METAVARS[value_type]
+        argument_options |= {
+            "metavar": metadata.get("metavar") or placeholder,
             "action": "append" if is_list else "store",
         }
-    names = [flag(field.name), *about["flags"]]
-    home.add_argument(*sorted(names, key=len), dest=field.name, **rule)
+    flag_names = [flag(field.name), *metadata["flags"]]
+    home.add_argument(*sorted(flag_names, key=len), dest=field.name, **argument_options)
 
 
 def positionals(cls: type) -> list[str]:
     """The positional arguments as a usage line shows them."""
-    types_ = _hints(cls)
-    named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
-    shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
+    field_types = _hints(cls)
+    defaults = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
+    shown = {n: f"{n.upper()} …" if _value_type(field_types[n])[1] else n.upper() for n in defaults}
     missing = dataclasses.MISSING
-    return [text if named[n] is missing else f"[{text}]" for n, text in shown.items()]
+    return [text if defaults[n] is missing else f"[{text}]" for n, text in shown.items()]
 
 
 def flag(name: str) -> str:
@@ -131,13 +136,13 @@ def _help(field: "dataclasses.Field[Any]") -> str:
     text, default = str(field.metadata["help"]).replace("%", "%%"), field.default
     if default in (None, (), "", dataclasses.MISSING) or default is False:
         return text
-    shown = (
+    default_text = (
         " ".join(default) if isinstance(default, tuple) else "on" if default is True else default
     )
-    return f"{text} (default: {shown})"
+    return f"{text} (default: {default_text})"
 
 
-def _kind(hint: Any) -> tuple[Any, bool]:
+def _value_type(hint: Any) -> tuple[Any, bool]:
     """The type of one value of a field, and whether it takes several."""
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
@@ -146,26 +151,26 @@ def _kind(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def from_flags(cls: type[T], options: argparse.Namespace) -> T:
+def from_flags(cls: type[T], namespace: argparse.Namespace) -> T:
     """Settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
-    read = read_yaml(cls, options.config) if options.config else {}
-    flags = {f.name: getattr(options, f.name) for f in _fields(cls) if hasattr(options, f.name)}
-    return _complete(cls, clean(cls, read, str(options.config)) | clean(cls, flags))
+    read = read_yaml(cls, namespace.config) if namespace.config else {}
+    flags = {f.name: getattr(namespace, f.name) for f in _fields(cls) if hasattr(namespace, f.name)}
+    return _complete(cls, check_values(cls, read, str(namespace.config)) | check_values(cls, flags))
 
 
 def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
     """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
-    return _complete(cls, clean(cls, values, source), source and "")
+    return _complete(cls, check_values(cls, values, source), source and "")
 
 
 def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") -> T:
     for f in _fields(cls):
         if f.name not in values and f.default is dataclasses.MISSING:
-            raise InputError(f"{_place(f, source)} must be given: {f.metadata['help']}")
+            raise InputError(f"{_location_of(f, source)} must be given: {f.metadata['help']}")
     return cls(**values)
 
 
-def clean(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
+def check_values(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
     """The values converted to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
     hints = _hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
@@ -177,7 +182,7 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 @cache
-def _by_name(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+def _fields_by_name(cls: type) -> Mapping[str, "dataclasses.Field[Any]"]:
     return {field.name: field for field in _fields(cls)}
 
 
@@ -185,7 +190,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(cls)
 
 
-def _place(field: "dataclasses.Field[Any]", source: str | None) -> str:
+def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
     """Where a value comes from: `run.yaml: batch_size`, on the command line, "", `--batch-size` or `MODEL`, and in a
     call from Python, None, `batch_size`."""
     if source or source is None:
@@ -194,28 +199,28 @@ def _place(field: "dataclasses.Field[Any]", source: str | None) -> str:
 
 
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str | None) -> Any:
-    names = _by_name(cls)
+    names = _fields_by_name(cls)
     field = names.get(name)
     if field is None:
         suggestion = did_you_mean(name, names) or f"; there are {', '.join(names)}"
         raise InputError(f"{f'{source}: ' if source else ''}there is no setting {name}{suggestion}")
-    kind, is_list = _kind(hints[name])
+    value_type, is_list = _value_type(hints[name])
     if is_list:
-        listed = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_one(field, kind, v, source) for v in listed)
+        value_list = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_check_value(field, value_type, v, source) for v in value_list)
     if value is None and field.default is None:
         return None
-    return _one(field, kind, value, source)
+    return _check_value(field, value_type, value, source)
 
 
-def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
-    location, about = _place(field, source), field.metadata
+def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
+    location, metadata = _location_of(field, source), field.metadata
     if kind is Path and value == "":  # it would be the current folder
         raise InputError(f"{location} is empty; give a name")
-    value = _converted(value, kind)
+    value = _convert_value(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InputError(f"{location} is {value!r}; it must be {WANTED.get(kind, 'text')}")
-    choices, (min_value, max_value) = about.get("choices"), about.get("bounds", (None, None))
+        raise InputError(f"{location} is {value!r}; it must be {EXPECTED_TYPES.get(kind, 'text')}")
+    choices, (min_value, max_value) = metadata.get("choices"), metadata.get("bounds", (None, None))
     if choices and value not in choices:
         suggestion = did_you_mean(value, choices)
         raise InputError(
@@ -226,11 +231,11 @@ def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | N
     if kind in (int, float) and not (
         (min_value is None or value >= min_value) and (max_value is None or value <= max_value)
     ):
-        raise InputError(f"{location} is {value}; it must be {_range(min_value, max_value)}")
+        raise InputError(f"{location} is {value}; it must be {_range_text(min_value, max_value)}")
     return value
 
 
-def _converted(value: Any, kind: Any) -> Any:
+def _convert_value(value: Any, kind: Any) -> Any:
     """Convert text to a number or path, and an int to a float or text, as the field requires."""
     if isinstance(value, str) and kind in (
         int,
@@ -248,7 +253,7 @@ def _converted(value: Any, kind: Any) -> Any:
     return Path(value) if kind is Path and isinstance(value, str) else value
 
 
-def _range(min_value: float | None, max_value: float | None) -> str:
+def _range_text(min_value: float | None, max_value: float | None) -> str:
     if max_value is None:
         return f"{min_value} or more"
     return f"{max_value} or less" if min_value is None else f"from {min_value} to {max_value}"
@@ -279,15 +284,15 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 def to_yaml(settings: Any) -> str:
     """All settings of a run, as YAML that `--config` can read."""
 
-    def plain(value: Any) -> Any:
+    def to_plain(value: Any) -> Any:
         if isinstance(value, tuple):
-            return [plain(v) for v in value]
+            return [to_plain(v) for v in value]
         return str(value) if isinstance(value, Path) else value
 
-    values = {f.name: plain(getattr(settings, f.name)) for f in _fields(type(settings))}
+    values = {f.name: to_plain(getattr(settings, f.name)) for f in _fields(type(settings))}
     return str(yaml().safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def unescaped(text: str) -> str:
+def unescape(text: str) -> str:
     r"""The text with \n and \t, as typed on a command line, as a line feed and a tab."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

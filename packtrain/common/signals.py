@@ -14,8 +14,8 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    with stop_on_signals([signal.SIGINT]) as stopped:
-        yield stopped
+    with stop_on_signals([signal.SIGINT]) as should_stop:
+        yield should_stop
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]
     """
     was_signaled = False
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(signal_number: int, frame: FrameType | None) -> None:
         nonlocal was_signaled
         if was_signaled:
             raise KeyboardInterrupt
@@ -42,5 +42,5 @@ def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]
     try:
         yield lambda: was_signaled
     finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in old_handlers.items():
+            signal.signal(signal_number, handler)

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import TextIO
 
 
-def plural(count: int, singular: str, plural_form: str = "") -> str:
+def plural(num_items: int, singular: str, plural_form: str = "") -> str:
     """1 document, 2 documents, 1,000 matrices: `plural_form` is the plural where it is not `singular` with an s."""
-    return f"{count:,} {singular if count == 1 else plural_form or f'{singular}s'}"
+    return f"{num_items:,} {singular if num_items == 1 else plural_form or f'{singular}s'}"
 
 
 def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> str:
@@ -27,7 +27,7 @@ def did_you_mean(typed: str, candidates: Collection[str]) -> str:
     return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
-def long_context(ctx: int, model_ctx: int) -> str:
+def long_context_warning(ctx: int, model_ctx: int) -> str:
     """Warning about a context longer than the one the model was trained on."""
     return (
         f"--ctx {ctx:,} is more than the model's own context of {plural(model_ctx, 'token')};"
@@ -35,7 +35,7 @@ def long_context(ctx: int, model_ctx: int) -> str:
     )
 
 
-def in_colour(stream: TextIO) -> bool:
+def use_colour(stream: TextIO) -> bool:
     """Whether to write colour to this stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False

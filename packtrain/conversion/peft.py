@@ -17,26 +17,26 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.common.files import write_text
-from packtrain.conversion.hugging_face.checkpoint_folder import alone
+from packtrain.conversion.hugging_face.checkpoint_folder import language_model_name
 from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object, read_json
-from packtrain.conversion.hugging_face.safetensors import Stored, open_file, write_file
-from packtrain.conversion.hugging_face.tensor_names import halved, order, paired, turned_heads
+from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor, open_file, write_file
+from packtrain.conversion.hugging_face.tensor_names import halved, order, pair_halves, turned_heads
 from packtrain.dtypes import WRITABLE
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 from packtrain.models.adapter_file import Adapter, Pair
-from packtrain.models.arch.architecture import Spans, is_matrix
+from packtrain.models.arch.architecture import RowSpans, is_matrix
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-HALF = re.compile(
+HALF_PATTERN = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
 )
-STORED = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
-HEAD = "lm_head"
+COPY_PATTERN = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
+HEAD_MODULE = "lm_head"
 # every field of PEFT's configuration: those that count, those without effect on what a trained adapter adds, and those
 # with which a folder holds more than A and B, or uses them differently
-FIELDS = {
+CONFIG_FIELDS = {
     "honoured": """peft_type bias init_lora_weights lora_alpha alpha_pattern use_rslora target_modules exclude_modules
         layers_to_transform layers_pattern""",
     "without effect": """r rank_pattern lora_dropout fan_in_fan_out inference_mode task_type base_model_name_or_path
@@ -46,72 +46,74 @@ FIELDS = {
         use_qalora alora_invocation_tokens megatron_config use_bdlora arrow_config kasa_config monteclora_config
         ensure_weight_tying""",
 }  # fmt: skip
-FIELD_KINDS = {name: kind for kind, names in FIELDS.items() for name in names.split()}
-OFF: tuple[Any, ...] = None, False, "", [], {}
+FIELD_KINDS = {name: kind for kind, names in CONFIG_FIELDS.items() for name in names.split()}
+OFF_VALUES: tuple[Any, ...] = None, False, "", [], {}
 # what A and B begin with while the base stays as it is; all others take it out of the base when an adapter is loaded
-STARTS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
-EXACT, ROWS = 1e-9, 1 << 10
+NEUTRAL_INITS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
+SCALE_TOLERANCE, NUM_COMPARED_ROWS = 1e-9, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdaptedMatrix:
     """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted.
 
-    spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order; and ...
-    columns  ... columns
+    row_spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order; and ...
+    column_spans  ... columns
     """
 
     tensor: str
     expert: int | None = None
     heads: int = 0
-    spans: Spans = ()
-    columns: Spans = ()
+    row_spans: RowSpans = ()
+    column_spans: RowSpans = ()
 
-    def here(self, a: np.ndarray, b: np.ndarray) -> Pair:
+    def to_base_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
         """A and B as the base orders its columns and rows."""
-        a = a[:, order(self.columns)] if self.columns else a
+        a = a[:, order(self.column_spans)] if self.column_spans else a
         if self.heads and len(b) % (2 * self.heads) == 0:
-            return a, paired(b, self.heads)
-        return a, b[order(self.spans)] if self.spans else b
+            return a, pair_halves(b, self.heads)
+        return a, b[order(self.row_spans)] if self.row_spans else b
 
-    def there(self, a: np.ndarray, b: np.ndarray) -> Pair:
+    def to_checkpoint_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
         """A and B as the checkpoint orders its columns and rows."""
-        a = a[:, np.argsort(order(self.columns))] if self.columns else a
+        a = a[:, np.argsort(order(self.column_spans))] if self.column_spans else a
         if self.heads:
             return a, halved(b, self.heads)
-        return a, b[np.argsort(order(self.spans))] if self.spans else b
+        return a, b[np.argsort(order(self.row_spans))] if self.row_spans else b
 
 
-def places(model: ModelFile) -> dict[str, Place]:
+def places(model: ModelFile) -> dict[str, AdaptedMatrix]:
     """The matrices that can have adapters, by the name of their module in a checkpoint of this model."""
-    c, entries, found_places = model.config, model.gguf.entries, dict[str, Place]()
-    if any(family.scaled for family in c.traits.families):
+    c, tensor_entries, matrices = model.config, model.gguf.entries, dict[str, AdaptedMatrix]()
+    if any(family.has_scaled_matrices for family in c.traits.families):
         raise InputError(
             f"{model.gguf.path}: the multipliers of a {c.architecture} are in its matrices, so adapters of PEFT, which"
             " are beside them, do not fit"
         )
     for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
         at, heads = f"{family.names.prefix}{family.names.blocks}.{i}", turned_heads(c, family)
-        for module, part in family.block.items():
-            tensor = f"blk.{i}.{part}.weight"
+        for module, part in family.block_modules.items():
+            tensor_name = f"blk.{i}.{part}.weight"
             if (
-                tensor in entries
-                and is_matrix(tensor, entries[tensor].shape)
+                tensor_name in tensor_entries
+                and is_matrix(tensor_name, tensor_entries[tensor_name].shape)
                 and "{}" not in module
             ):
-                moved = family.spans(c).get(part, ()), family.columns(c).get(part, ())
-                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), *moved)
-        for module, part in family.experts.matrices.items() if family.experts else ():
-            for e in range(c.expert_count):
-                name = f"{at}.{module.format(e)}"
-                found_places[name] = Place(f"blk.{i}.{part}.weight", e)
+                span_args = family.row_spans(c).get(part, ()), family.column_spans(c).get(part, ())
+                matrices[f"{at}.{module}"] = AdaptedMatrix(
+                    tensor_name, None, heads.get(part, 0), *span_args
+                )
+        for module, part in family.experts.matrix_modules.items() if family.experts else ():
+            for expert in range(c.expert_count):
+                name = f"{at}.{module.format(expert)}"
+                matrices[name] = AdaptedMatrix(f"blk.{i}.{part}.weight", expert)
     if not c.tied:  # otherwise an adapter of one would change the other, too
-        found_places |= {name: Place(EMBEDDING) for name in _embeddings(model)}
-        found_places[HEAD] = Place("output.weight")
-    return found_places
+        matrices |= {name: AdaptedMatrix(EMBEDDING) for name in _embedding_modules(model)}
+        matrices[HEAD_MODULE] = AdaptedMatrix("output.weight")
+    return matrices
 
 
-def _embeddings(model: ModelFile) -> list[str]:
+def _embedding_modules(model: ModelFile) -> list[str]:
     """The embedding's names in checkpoints of this model."""
     families = model.config.traits.families
     return [f"{family.names.prefix}{family.names.embedding}" for family in families]
@@ -122,38 +124,38 @@ def _embeddings(model: ModelFile) -> list[str]:
 
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
     """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
-    config = _config(folder / CONFIG)
-    halves = _halves(folder / TENSORS, config, model)
+    config = _read_config(folder / CONFIG)
+    halves = _read_halves(folder / TENSORS, config, model)
     alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
     modules = places(model)
     for module, (a, b) in halves.items():
-        place, rank = modules[module], b.shape[-1]
-        by = _scale(folder / CONFIG, config, module, rank)
-        alpha = alpha or by * rank
-        if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
-            b = b * np.float32(by * rank / alpha)
-        a = a.T if place.tensor == EMBEDDING else a
-        by_tensor.setdefault(place.tensor, {})[place.expert] = place.here(a, b)
+        matrix, rank = modules[module], b.shape[-1]
+        scale = _lora_scale(folder / CONFIG, config, module, rank)
+        alpha = alpha or scale * rank
+        if abs(scale * rank / alpha - 1) > SCALE_TOLERANCE:  # a GGUF adapter has one alpha
+            b = b * np.float32(scale * rank / alpha)
+        a = a.T if matrix.tensor == EMBEDDING else a
+        by_tensor.setdefault(matrix.tensor, {})[matrix.expert] = matrix.to_base_order(a, b)
     count = model.config.expert_count
     pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in by_tensor.items()}
     return Adapter(model.config.architecture, alpha, pairs)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """The configuration; every field is honoured, without effect, or refused unless it is off."""
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
     for key, value in config.items():
-        kind = FIELD_KINDS.get(key)
-        if kind in ("honoured", "without effect") or _is_any(value, OFF):
+        field_kind = FIELD_KINDS.get(key)
+        if field_kind in ("honoured", "without effect") or _is_any(value, OFF_VALUES):
             continue
-        problem = "which an adapter file cannot hold" if kind else "unknown to packtrain"
+        problem = "which an adapter file cannot hold" if field_kind else "unknown to packtrain"
         raise InputError(f"{path}: {key} is set, {problem}; merge it with PEFT instead")
     if config.get("bias") not in (None, "none"):
         raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
     start = config.get("init_lora_weights")
-    if not _is_any(start, STARTS):
+    if not _is_any(start, NEUTRAL_INITS):
         raise InputError(
             f"{path}: init_lora_weights is {start!r}: PEFT takes A and B out of the base's matrices when it loads this"
             " adapter, so it does not fit the base as it is; save it with PEFT's save_pretrained(FOLDER,"
@@ -170,22 +172,22 @@ def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
 def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
     """Raise InputError for a module that is not among the targets: PEFT leaves its A and B out."""
 
-    def names(key: str) -> bool:
-        listed = config.get(key)
-        if isinstance(listed, str):
-            return listed == "all-linear" or _matches(path, key, listed, module)
-        return any(f".{module}".endswith(f".{name}") for name in as_list(listed))
+    def is_listed(key: str) -> bool:
+        listed_values = config.get(key)
+        if isinstance(listed_values, str):
+            return listed_values == "all-linear" or _matches(path, key, listed_values, module)
+        return any(f".{module}".endswith(f".{name}") for name in as_list(listed_values))
 
     def layer() -> bool:
         listed, layer_names = (config.get(f"layers_{end}") for end in ("to_transform", "pattern"))
         layer_names = [layer_names] if isinstance(layer_names, str) else as_list(layer_names)
         pattern = "|".join(re.escape(str(name)) for name in layer_names) or "[^.]*"
-        place = re.fullmatch(rf".*\.(?:{pattern})\.([0-9]+)\..*", f".{module}.")
+        layer_match = re.fullmatch(rf".*\.(?:{pattern})\.([0-9]+)\..*", f".{module}.")
         listed = listed if isinstance(listed, list) else [listed]
-        return listed == [None] or bool(place and int(place[1]) in listed)
+        return listed == [None] or bool(layer_match and int(layer_match[1]) in listed)
 
-    targeted = not config.get("target_modules") or (names("target_modules") and layer())
-    if not targeted or names("exclude_modules"):
+    is_targeted = not config.get("target_modules") or (is_listed("target_modules") and layer())
+    if not is_targeted or is_listed("exclude_modules"):
         raise InputError(
             f"{path}: {module} has A and B, and target_modules, exclude_modules or layers_to_transform leave it out;"
             " PEFT would not use them: remove one or the other"
@@ -199,7 +201,7 @@ def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
         raise InputError(f"{path}: {key}: {pattern!r} is not a regular expression") from None
 
 
-def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """The scale of B A in this module."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in as_object(config.get("alpha_pattern")).items():
@@ -213,28 +215,28 @@ def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
+def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
     """A and B of each module, f32; a copy of the base's embedding or head may be beside them."""
     by_module = dict[str, dict[str, np.ndarray]]()
     modules = places(model)
-    for name, stored in open_file(path).items():
-        parts = HALF.fullmatch(name)
-        if parts is None and _is_copy(path, name, stored, model):
+    for name, stored_tensor in open_file(path).items():
+        name_match = HALF_PATTERN.fullmatch(name)
+        if name_match is None and _is_copy(path, name, stored_tensor, model):
             continue
-        if parts is None:
+        if name_match is None:
             raise InputError(
                 f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
             )
-        module = alone(parts[1])
+        module = language_model_name(name_match[1])
         if module not in modules:
-            raise InputError(f"{path}: {_unknown(module, model)}")
-        _check_target(path.with_name(CONFIG), config, parts[1])
-        values = dequantize(stored.array())
-        if values.ndim != 2 or 0 in values.shape or not np.isfinite(values).all():
+            raise InputError(f"{path}: {_unknown_module_message(module, model)}")
+        _check_target(path.with_name(CONFIG), config, name_match[1])
+        half_matrix = dequantize(stored_tensor.array())
+        if half_matrix.ndim != 2 or 0 in half_matrix.shape or not np.isfinite(half_matrix).all():
             raise InputError(
-                f"{path}: {name} is {[*values.shape]}; it must be a matrix of finite numbers"
+                f"{path}: {name} is {[*half_matrix.shape]}; it must be a matrix of finite numbers"
             )
-        by_module.setdefault(module, {})[parts[2]] = values
+        by_module.setdefault(module, {})[name_match[2]] = half_matrix
     for module, halves in by_module.items():
         if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:
             raise InputError(f"{path}: {module} must have A of [rank, …] and B of […, rank]")
@@ -243,21 +245,21 @@ def _halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str
     return {module: (halves["A"], halves["B"]) for module, halves in by_module.items()}
 
 
-def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
+def _is_copy(path: Path, name: str, stored: SafetensorsTensor, model: ModelFile) -> bool:
     """Whether a tensor is the base's embedding or head, which PEFT saves beside adapters of them."""
-    parts = STORED.fullmatch(name)
-    module = alone(parts[1]) if parts else ""
-    if module not in (*_embeddings(model), HEAD):
+    name_match = COPY_PATTERN.fullmatch(name)
+    module = language_model_name(name_match[1]) if name_match else ""
+    if module not in (*_embedding_modules(model), HEAD_MODULE):
         return False
-    tensor = EMBEDDING if model.config.tied or module != HEAD else "output.weight"
-    base, values, entry = model.gguf.array(tensor), stored.array(), model.gguf.entries[tensor]
+    tensor = EMBEDDING if model.config.tied or module != HEAD_MODULE else "output.weight"
+    base_array, values, entry = model.gguf.array(tensor), stored.array(), model.gguf.entries[tensor]
     if (
         entry.shape != values.shape
         or entry.dtype not in WRITABLE
         or any(
-            quantize(dequantize(values[i : i + ROWS]), entry.dtype).tobytes()
-            != base[i : i + ROWS].tobytes()
-            for i in range(0, len(values), ROWS)
+            quantize(dequantize(values[i : i + NUM_COMPARED_ROWS]), entry.dtype).tobytes()
+            != base_array[i : i + NUM_COMPARED_ROWS].tobytes()
+            for i in range(0, len(values), NUM_COMPARED_ROWS)
         )
     ):
         raise InputError(
@@ -267,27 +269,27 @@ def _is_copy(path: Path, name: str, stored: Stored, model: ModelFile) -> bool:
     return True
 
 
-def _unknown(module: str, model: ModelFile) -> str:
-    if module in (*_embeddings(model), HEAD):
+def _unknown_module_message(module: str, model: ModelFile) -> str:
+    if module in (*_embedding_modules(model), HEAD_MODULE):
         return f"{module} is adapted, but {model.gguf.path} has one matrix for embedding and head; merge it with PEFT"
     return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; use the adapter's base"
 
 
-def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], count: int) -> Pair:
+def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_experts: int) -> Pair:
     """The pair of a matrix, or those of all experts stacked, with zeros for experts without one."""
     if None in by_expert:
         return by_expert[None]
-    first = next(iter(by_expert.values()))
+    first_pair = next(iter(by_expert.values()))
     if any(
         matrix.shape != first_matrix.shape
         for pair in by_expert.values()
-        for matrix, first_matrix in zip(pair, first, strict=True)
+        for matrix, first_matrix in zip(pair, first_pair, strict=True)
     ):
         raise InputError(
             f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
         )
-    nothing = tuple(np.zeros_like(half) for half in first)
-    a, b = zip(*(by_expert.get(e, nothing) for e in range(count)), strict=True)
+    zero_pair = tuple(np.zeros_like(half) for half in first_pair)
+    a, b = zip(*(by_expert.get(e, zero_pair) for e in range(num_experts)), strict=True)
     return np.stack(a), np.stack(b)
 
 
@@ -299,32 +301,34 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
     Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
     """
-    modules = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
-    missing = adapter.pairs.keys() - {place.tensor for place in modules.values()}
-    if missing:
+    modules = {module: p for module, p in places(model).items() if p.tensor in adapter.lora_pairs}
+    missing_names = adapter.lora_pairs.keys() - {matrix.tensor for matrix in modules.values()}
+    if missing_names:
         raise InputError(
-            f"{model.gguf.path}: {min(missing)} has no name of its own in a checkpoint of this model"
+            f"{model.gguf.path}: {min(missing_names)} has no name of its own in a checkpoint of this model"
         )
     tensors = dict[str, np.ndarray]()
-    for module, place in modules.items():
-        a, b = adapter.pairs[place.tensor]
-        if place.expert is not None:
-            a, b = a[place.expert], b[place.expert]
-        embeds = place.tensor == EMBEDDING
-        a, b = place.there(a, b)
-        a = a.T if embeds else a
-        for half, values in (("A", a), ("B", b)):
-            suffix = f"lora_embedding_{half}" if embeds else f"lora_{half}.weight"
-            tensors[f"base_model.model.{module}.{suffix}"] = values
+    for module, matrix in modules.items():
+        a, b = adapter.lora_pairs[matrix.tensor]
+        if matrix.expert is not None:
+            a, b = a[matrix.expert], b[matrix.expert]
+        is_embedding = matrix.tensor == EMBEDDING
+        a, b = matrix.to_checkpoint_order(a, b)
+        a = a.T if is_embedding else a
+        for half, half_matrix in (("A", a), ("B", b)):
+            suffix = f"lora_embedding_{half}" if is_embedding else f"lora_{half}.weight"
+            tensors[f"base_model.model.{module}.{suffix}"] = half_matrix
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / TENSORS, tensors)
-    write_text(folder / CONFIG, json.dumps(_described(adapter, modules), indent=2) + "\n")
+    write_text(folder / CONFIG, json.dumps(_peft_config(adapter, modules), indent=2) + "\n")
     return len(tensors)
 
 
-def _described(adapter: Adapter, modules: Mapping[str, Place]) -> dict[str, Any]:
+def _peft_config(adapter: Adapter, modules: Mapping[str, AdaptedMatrix]) -> dict[str, Any]:
     """The adapter_config.json with which PEFT computes the same."""
-    ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in modules.items()}
+    ranks = {
+        module: adapter.lora_pairs[place.tensor][1].shape[-1] for module, place in modules.items()
+    }
     rank = Counter(ranks.values()).most_common(1)[0][0]
     other_ranks = {re.escape(module): r for module, r in ranks.items() if r != rank}
     return {

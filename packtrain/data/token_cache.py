@@ -22,25 +22,25 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.child_process import variables
-from packtrain.common.errors import DiskFull, DoesNotFit, Foreseen, InputError
-from packtrain.common.memory import parse_size, private_nbytes, settle
+from packtrain.common.errors import DiskFull, DoesNotFit, InputError, UserError
+from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.kernels import ahead
 
-DAY = 24 * 3600.0
-Say = Callable[[str], None]
+DAY_SECONDS = 24 * 3600.0
+ReportProgress = Callable[[str], None]
 STACK_NBYTES = 1 << 20
-START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
+CHILD_START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
 # of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
 TOKEN_NBYTES = 350  # of a vocabulary's token in both; 330 were measured with Gemma 3's 262,144
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 
-def make(
+def build_folder(
     folder: Path,
     module: str,
     request: Mapping[str, Any],
-    report: Say,
+    report: ReportProgress,
     memory: str | None = None,
     vocab_size: int = 0,
     renders_chats: bool = False,
@@ -51,89 +51,89 @@ def make(
     vocab_size  tokens of the vocabulary that the child reads
     renders_chats  whether the child renders chats in a child of its own
     """
-    room = None
+    budget_nbytes = None
     if memory is not None:
-        settle()
-        used = private_nbytes()
-        room = parse_size(memory, "--memory") - used
-        start = START_NBYTES + RENDERING_NBYTES * renders_chats
-        start += TOKEN_NBYTES * vocab_size
-        if room < start:
-            min_mib = -(-(used + start) // (1 << 20))
+        release_memory()
+        used_nbytes = private_nbytes()
+        budget_nbytes = parse_size(memory, "--memory") - used_nbytes
+        min_nbytes = CHILD_START_NBYTES + RENDERING_NBYTES * renders_chats
+        min_nbytes += TOKEN_NBYTES * vocab_size
+        if budget_nbytes < min_nbytes:
+            min_mib = -(-(used_nbytes + min_nbytes) // (1 << 20))
             raise DoesNotFit(f"--memory: reading the data needs at least {min_mib}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder.parent)
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        _remove_stale_folders(folder.parent)
+        temp_folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"{folder.parent}: tokens cannot be cached there: {reason}") from None
     try:
-        _ask(module, {**request, "folder": str(partial), "room": room}, report)
+        _run_child(module, {**request, "folder": str(temp_folder), "room": budget_nbytes}, report)
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another process was faster
-            partial.rename(folder)
+            temp_folder.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temp_folder, ignore_errors=True)
 
 
-def answer(
-    write: Callable[[dict[str, Any], Path, Say], None],
-    reading: Mapping[str, str],
-    share: Callable[[int], int] = lambda room: 0,
+def serve_request(
+    write_folder: Callable[[dict[str, Any], Path, ReportProgress], None],
+    reading_position: Mapping[str, str],
+    child_share: Callable[[int], int] = lambda room: 0,
 ) -> None:
     """The child: calls `write(request, folder, say)` for the request on stdin.
 
-    reading  its `place`: file and row that were read last
-    share  of the room, what a child of this one takes
+    reading_position  its `place`: file and row that were read last
+    child_share  of the room, what a child of this one takes
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
 
-    def send(kind: str, sentence: str) -> None:
-        print(json.dumps([kind, sentence]), flush=True)
+    def send(message_type: str, sentence: str) -> None:
+        print(json.dumps([message_type, sentence]), flush=True)
 
     request = json.loads(sys.stdin.readline())
-    folder, room = Path(request.pop("folder")), request["room"]
+    folder, budget_nbytes = Path(request.pop("folder")), request["room"]
     try:
-        if room is not None:
-            _bound(room - share(room))
-        write(request, folder, lambda sentence: send("say", sentence))
-    except Foreseen as error:
+        if budget_nbytes is not None:
+            _limit_memory(budget_nbytes - child_share(budget_nbytes))
+        write_folder(request, folder, lambda sentence: send("say", sentence))
+    except UserError as error:
         send("error", str(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "start new thread" not in str(error):
             raise
-        send("error", _too_large(reading["place"], room))
+        send("error", _too_large(reading_position["place"], budget_nbytes))
     except OSError as error:
-        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
-        send(kind, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+        message_type = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
+        send(message_type, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
 
 
-def _too_large(place: str, room: int | None) -> str:
-    left = "there is" if room is None else f"the {room >> 20} MiB that --memory leaves for it"
-    return f"{place} needs more memory to be read than {left}; shorten it, or give more"
+def _too_large(location: str, room: int | None) -> str:
+    available = "there is" if room is None else f"the {room >> 20} MiB that --memory leaves for it"
+    return f"{location} needs more memory to be read than {available}; shorten it, or give more"
 
 
-def _bound(nbytes: int) -> None:
+def _limit_memory(nbytes: int) -> None:
     """Have this process take no more private memory: it raises MemoryError instead."""
-    ahead.budget = nbytes
+    ahead.memory_budget = nbytes
     threading.stack_size(STACK_NBYTES)
     with suppress(ImportError, OSError, ValueError):  # not everywhere is there such a limit
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        reserved = sum(1024 * int(kb) for kb in DATA.findall(status)) - private_nbytes()
+        reserved_nbytes = sum(1024 * int(kb) for kb in DATA.findall(status)) - private_nbytes()
         limits = importlib.import_module("resource")
         _, hard_limit = limits.getrlimit(limits.RLIMIT_DATA)
-        limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved, 0), hard_limit))
+        limits.setrlimit(limits.RLIMIT_DATA, (nbytes + max(reserved_nbytes, 0), hard_limit))
 
 
-def _sweep(cache: Path) -> None:
+def _remove_stale_folders(cache: Path) -> None:
     """Remove unfinished folders of processes that were killed a day ago or earlier."""
-    for left in cache.glob("*-*"):
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
+    for stale_folder in cache.glob("*-*"):
+        if time.time() - stale_folder.stat().st_mtime > DAY_SECONDS:
+            shutil.rmtree(stale_folder, ignore_errors=True)
 
 
-def _ask(module: str, request: Mapping[str, Any], report: Say) -> None:
+def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) -> None:
     """Run the module in a child process; raises its errors and passes its messages to `report`."""
     with (
         tempfile.TemporaryFile() as errors,
@@ -148,14 +148,14 @@ def _ask(module: str, request: Mapping[str, Any], report: Say) -> None:
         assert child.stdin and child.stdout
         request_line = json.dumps(request).encode() + b"\n"
         try:
-            for give in (partial(child.stdin.write, request_line), child.stdin.close):
+            for write_step in (partial(child.stdin.write, request_line), child.stdin.close):
                 with suppress(BrokenPipeError):  # a child that has ended says why below
-                    give()
+                    write_step()
             for line in child.stdout:
-                kind, sentence = json.loads(line)
-                if kind == "error":
+                message_type, sentence = json.loads(line)
+                if message_type == "error":
                     raise InputError(sentence)
-                if kind == "full":
+                if message_type == "full":
                     raise DiskFull(f"{sentence}; the tokens of the data are cached there")
                 report(sentence)
             child.wait()

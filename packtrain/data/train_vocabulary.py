@@ -13,19 +13,19 @@ import sentencepiece
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
-from packtrain.gguf import GGUF, Value
+from packtrain.gguf import GGUF, MetadataValue
 
 SAMPLED_NBYTES = 20_000_000  # sample of a large text for SentencePiece, which uses about ten times that in memory
 STRETCH_CHARACTERS = 16_384  # texts are sampled in chunks of this length; a chunk ends a line, too
-RESERVED = 256 + 3  # a token for each byte; unknown, begin and end
-LEAST = RESERVED + 3  # a space, a character, and the two together
-SUPPORTED, STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
+RESERVED_TOKENS = 256 + 3  # a token for each byte; unknown, begin and end
+MIN_TOKENS = RESERVED_TOKENS + 3  # a space, a character, and the two together
+SUPPORTED, VOCAB_STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
 COVERAGE = 0.99995  # character coverage, as in Llama 2; other characters are spelled in bytes
 
 
 def train_vocabulary(
     texts: Iterable[str], size: int, auto: bool, text_nbytes: int
-) -> dict[str, Value]:
+) -> dict[str, MetadataValue]:
     """Train a vocabulary like Llama 2's and return its metadata: BPE with byte fallback, single digits.
 
     auto         `size` is an upper limit; fewer if the text supports fewer, see supported_size
@@ -33,32 +33,34 @@ def train_vocabulary(
     Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
     """
     target_size = min(size, supported_size(text_nbytes)) if auto else size
-    if target_size < LEAST:
-        raise InputError(f"--vocab-size: {size} is too small; it must be {LEAST} or more")
-    trained = _train(_sentences(list(_sampled(texts, text_nbytes)), target_size), target_size)
-    num_pieces = trained.get_piece_size()
+    if target_size < MIN_TOKENS:
+        raise InputError(f"--vocab-size: {size} is too small; it must be {MIN_TOKENS} or more")
+    processor = _train_sentencepiece(
+        _sentences(list(_sampled(texts, text_nbytes)), target_size), target_size
+    )
+    num_pieces = processor.get_piece_size()
     if num_pieces < target_size and not auto:
         raise InputError(
             f"--vocab-size: the text is too small for {size} tokens; at most {num_pieces} would do"
         )
-    return _metadata(trained)
+    return _metadata(processor)
 
 
 def supported_size(text_nbytes: int) -> int:
     """Vocabulary size that a text supports: one token per 256 bytes, in multiples of 64; at least 320."""
-    return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // STEP * STEP)
+    return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // VOCAB_STEP * VOCAB_STEP)
 
 
 def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
     """Chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
-    share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
-    seen, used_nbytes = 0, 0
+    sample_share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
+    seen_nbytes, used_nbytes = 0, 0
     for text in texts:
         for start in range(0, len(text), STRETCH_CHARACTERS):
             stretch = text[start : start + STRETCH_CHARACTERS]
             nbytes = len(stretch.encode())
-            seen += nbytes
-            if used_nbytes + nbytes <= seen * share:
+            seen_nbytes += nbytes
+            if used_nbytes + nbytes <= seen_nbytes * sample_share:
                 used_nbytes += nbytes
                 yield stretch
 
@@ -70,25 +72,27 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
         counts.update(text)
     counts.pop(" ", None)  # it always has a token
     breaks = str.maketrans(
-        dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n")
+        dict.fromkeys(counts.keys() - _common_characters(counts, size) | {"\r", "\0"}, "\n")
     )
     for text in texts:
         yield from filter(None, text.translate(breaks).split("\n"))
 
 
-def _common(counts: Counter[str], size: int) -> set[str]:
+def _common_characters(counts: Counter[str], size: int) -> set[str]:
     """The characters that get their own tokens: at most half of the vocabulary."""
-    chosen: set[str] = set()
+    characters: set[str] = set()
     covered, min_covered = 0, COVERAGE * counts.total()
-    for character, count in counts.most_common((size - RESERVED) // 2):
+    for character, count in counts.most_common((size - RESERVED_TOKENS) // 2):
         if covered >= min_covered:
             break
         covered += count
-        chosen.add(character)
-    return chosen
+        characters.add(character)
+    return characters
 
 
-def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePieceProcessor:
+def _train_sentencepiece(
+    sentences: Iterator[str], size: int
+) -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences,
@@ -114,7 +118,7 @@ def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePiecePr
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Value]:
+def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, MetadataValue]:
     ids = range(trained.get_piece_size())
 
     def kind(id: int) -> int:
@@ -125,21 +129,21 @@ def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Value]
         return BYTE if trained.is_byte(id) else NORMAL
 
     values = {
-        "model": Value("string", "llama"),
-        "tokens": Value("string", [trained.id_to_piece(id).encode() for id in ids]),
-        "scores": Value("f32", np.array([trained.get_score(id) for id in ids], np.float32)),
-        "token_type": Value("i32", np.array([kind(id) for id in ids], np.int32)),
-        "bos_token_id": Value("u32", trained.bos_id()),
-        "eos_token_id": Value("u32", trained.eos_id()),
-        "unknown_token_id": Value("u32", trained.unk_id()),
-        "add_bos_token": Value("bool", True),
-        "add_eos_token": Value("bool", False),
-        "add_space_prefix": Value("bool", True),
+        "model": MetadataValue("string", "llama"),
+        "tokens": MetadataValue("string", [trained.id_to_piece(id).encode() for id in ids]),
+        "scores": MetadataValue("f32", np.array([trained.get_score(id) for id in ids], np.float32)),
+        "token_type": MetadataValue("i32", np.array([kind(id) for id in ids], np.int32)),
+        "bos_token_id": MetadataValue("u32", trained.bos_id()),
+        "eos_token_id": MetadataValue("u32", trained.eos_id()),
+        "unknown_token_id": MetadataValue("u32", trained.unk_id()),
+        "add_bos_token": MetadataValue("bool", True),
+        "add_eos_token": MetadataValue("bool", False),
+        "add_space_prefix": MetadataValue("bool", True),
     }
     return {KEYS + name: value for name, value in values.items()}
 
 
-def vocabulary_of(path: Path) -> dict[str, Value]:
+def vocabulary_of(path: Path) -> dict[str, MetadataValue]:
     """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer accepts."""
     file = GGUF(path)
     try:

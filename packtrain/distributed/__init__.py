@@ -5,12 +5,31 @@ PyTorch's gloo carries the bytes, NCCL between GPUs; sums are added here, in the
 the same bits each time and on each rank.
 """
 
-from packtrain.distributed.exchange import BUCKET, part_of, rooms_nbytes
+from packtrain.distributed.exchange import BUCKET, rank_slice, rooms_nbytes
 from packtrain.distributed.launch import free_port, launch
 from packtrain.distributed.transport import check_device
-from packtrain.distributed.world import ALONE, World, assumed, here, joined, rank, several
+from packtrain.distributed.world import (
+    SINGLE_PROCESS,
+    World,
+    assume_world,
+    current_world,
+    is_distributed,
+    join_world,
+    rank,
+)
 
 __all__ = [
-    "ALONE", "BUCKET", "World", "assumed", "check_device", "free_port", "here", "joined", "launch",
-    "part_of", "rank", "rooms_nbytes", "several",
+    "BUCKET",
+    "SINGLE_PROCESS",
+    "World",
+    "assume_world",
+    "check_device",
+    "current_world",
+    "free_port",
+    "is_distributed",
+    "join_world",
+    "launch",
+    "rank",
+    "rank_slice",
+    "rooms_nbytes",
 ]  # fmt: skip

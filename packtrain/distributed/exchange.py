@@ -10,202 +10,209 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from packtrain.distributed.transport import Carrier, on_device
+from packtrain.distributed.transport import Carrier, sends_from_device
 
 BUCKET = 1 << 20  # numbers that are exchanged at a time
 IDLE_SECONDS = 1.0
-ROOMS = 2  # of so many numbers: what is sent, and what comes
-ALIGNED = 16  # numbers: parts of an array begin where kernels like arrays to begin
+NUM_ROOMS = 2  # of so many numbers: what is sent, and what comes
+RUN_ALIGNMENT = 16  # numbers: parts of an array begin where kernels like arrays to begin
 
 SLICE = 0.5  # seconds of waiting, after which it is seen who has been lost
-Wait = Callable[[Any], None]
-Run = tuple[int, int, int]  # the number of an array, and from where to where
+WaitForTransfer = Callable[[Any], None]
+ArrayRun = tuple[int, int, int]  # the number of an array, and from where to where
 
 
 class Exchange:
     """Jobs that all ranks give in the same order. The arrays of a job, of NumPy or PyTorch, must not be touched until
-    `wait` returns.
+    `wait_for_jobs` returns.
 
-    wait    waits for a transfer, or raises RankLost
-    check    raises RankLost if another rank has ended or is silent
-    seconds  that transfers and sums took so far, and `nbytes` that this rank sent
+    wait_for_jobs    waits for a transfer, or raises RankLost
+    check_ranks    raises RankLost if another rank has ended or is silent
+    transfer_seconds  that transfers and sums took so far, and `sent_nbytes` that this rank sent
     """
 
-    def __init__(self, by: Carrier, wait: Wait, check: Callable[[], None]) -> None:
-        self.by, self.ready, self.check = by, wait, check
-        self.rank, self.size = by.dist.get_rank(), by.dist.get_world_size()
-        part = -(-BUCKET // self.size)
-        self.mine, self.theirs = (by.room(part * self.size) for _ in range(ROOMS))
-        self.jobs = SimpleQueue[Callable[[], None] | None]()
-        self.given = self.done = self.nbytes = 0
-        self.seconds = 0.0
+    def __init__(self, by: Carrier, wait: WaitForTransfer, check_ranks: Callable[[], None]) -> None:
+        self.by, self.wait_for_transfer, self.check_ranks = by, wait, check_ranks
+        self.rank, self.world_size = by.dist.get_rank(), by.dist.get_world_size()
+        part = -(-BUCKET // self.world_size)
+        self.send_room, self.theirs = (by.room(part * self.world_size) for _ in range(NUM_ROOMS))
+        self.job_queue = SimpleQueue[Callable[[], None] | None]()
+        self.num_submitted = self.done = self.sent_nbytes = 0
+        self.transfer_seconds = 0.0
         self.error: BaseException | None = None
-        self.changed = threading.Condition()
-        threading.Thread(target=self._work, daemon=True).start()
+        self.condition = threading.Condition()
+        threading.Thread(target=self._run_jobs, daemon=True).start()
 
     def add(self, arrays: Sequence[Any]) -> None:
         """Each array becomes its sum over all ranks."""
-        self._give(self._add, [self.by.flat(array) for array in arrays])
+        self._submit(self._all_reduce, [self.by.flat(array) for array in arrays])
 
-    def spread(self, arrays: Sequence[Any]) -> None:
+    def all_gather(self, arrays: Sequence[Any]) -> None:
         """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
-        self._give(self._spread, [self.by.flat(array) for array in arrays])
+        self._submit(self._all_gather, [self.by.flat(array) for array in arrays])
 
-    def reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
-        """This rank's run of the sum of a flat array becomes `part`, or is added to it."""
-        self._give(self._reduce_scatter, self.by.flat(array), self.by.flat(part), fresh)
+    def reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
+        """This rank's run of the sum of a flat array becomes `local_sum`, or is added to it."""
+        self._submit(self._reduce_scatter, self.by.flat(array), self.by.flat(local_sum), fresh)
 
-    def wait(self) -> None:
+    def wait_for_jobs(self) -> None:
         """Until all jobs are done. Raises what one of them raised."""
-        with self.changed:
-            while self.done < self.given and self.error is None:
-                self.changed.wait(SLICE)
-                self.check()
+        with self.condition:
+            while self.done < self.num_submitted and self.error is None:
+                self.condition.wait(SLICE)
+                self.check_ranks()
         if self.error is not None:
             raise self.error
 
     def close(self) -> bool:
         """End the thread, if all jobs are done, or will be in a moment."""
-        with self.changed:
-            is_idle = self.changed.wait_for(lambda: self.done >= self.given, IDLE_SECONDS)
+        with self.condition:
+            is_idle = self.condition.wait_for(lambda: self.done >= self.num_submitted, IDLE_SECONDS)
         if is_idle:
-            self.jobs.put(None)
+            self.job_queue.put(None)
             self.by.group = None
         return is_idle
 
-    def _give(self, job: Callable[..., None], *of: Any) -> None:
-        self.given += 1
-        mark = self.by.given()
+    def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
+        self.num_submitted += 1
+        kernel_mark = self.by.mark_kernels()
 
-        def turn() -> None:
-            with self.by.turn(mark):
-                job(*of)
+        def run_job() -> None:
+            with self.by.after_kernels(kernel_mark):
+                job(*arguments)
 
-        self.jobs.put(turn)
+        self.job_queue.put(run_job)
 
-    def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+    def _run_jobs(self) -> None:
+        while (job := self.job_queue.get()) is not None:
             try:
-                start = time.perf_counter()
+                start_seconds = time.perf_counter()
                 if self.error is None:
                     job()
                 del job  # and what it holds
-                self.seconds += time.perf_counter() - start
-                with self.changed:
+                self.transfer_seconds += time.perf_counter() - start_seconds
+                with self.condition:
                     self.done += 1
-                    self.changed.notify_all()
+                    self.condition.notify_all()
             except BaseException as error:
-                with self.changed:
+                with self.condition:
                     self.error = error
-                    self.changed.notify_all()
+                    self.condition.notify_all()
 
     # ---- on the thread
 
-    def _add(self, arrays: Sequence[Any]) -> None:
-        for pieces in buckets(arrays):
-            part = -(-sum(len(piece) for piece in pieces) // self.size)
-            outgoing, incoming = self._rows(part)
-            for piece, place in _places(pieces, outgoing.view(-1)):
-                place.copy_(piece)
-            outgoing[0].copy_(self._sum(incoming, outgoing))
-            self._move(incoming, [outgoing[0]] * self.size)
-            for piece, place in _places(pieces, incoming.view(-1)):
-                piece.copy_(place)
+    def _all_reduce(self, arrays: Sequence[Any]) -> None:
+        for pieces in split_into_buckets(arrays):
+            numbers_per_rank = -(-sum(len(piece) for piece in pieces) // self.world_size)
+            outgoing, incoming = self._room_views(numbers_per_rank)
+            for piece, buffer_part in _places(pieces, outgoing.view(-1)):
+                buffer_part.copy_(piece)
+            outgoing[0].copy_(self._sum_in_order(incoming, outgoing))
+            self._exchange_parts(incoming, [outgoing[0]] * self.world_size)
+            for piece, buffer_part in _places(pieces, incoming.view(-1)):
+                piece.copy_(buffer_part)
 
-    def _reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
-        every = [array[part_of(len(array), i, self.size)] for i in range(self.size)]
-        for ((_, start, end),) in _runs([len(every[0])], BUCKET // self.size):
-            outgoing, incoming = self._rows(end - start)
-            for piece, place in zip(every, outgoing, strict=True):
-                place[: len(piece[start:end])].copy_(piece[start:end])
-            local_part = part[start:end]
-            total = self._sum(incoming, outgoing)[: len(local_part)]
+    def _reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
+        rank_parts = [
+            array[rank_slice(len(array), i, self.world_size)] for i in range(self.world_size)
+        ]
+        for ((_, run_start, run_end),) in _runs([len(rank_parts[0])], BUCKET // self.world_size):
+            outgoing, incoming = self._room_views(run_end - run_start)
+            for piece, buffer_part in zip(rank_parts, outgoing, strict=True):
+                buffer_part[: len(piece[run_start:run_end])].copy_(piece[run_start:run_end])
+            local_part = local_sum[run_start:run_end]
+            summed = self._sum_in_order(incoming, outgoing)[: len(local_part)]
             if fresh:
-                local_part.copy_(total)
+                local_part.copy_(summed)
             else:
-                local_part.add_(total)
+                local_part.add_(summed)
 
-    def _spread(self, arrays: Sequence[Any]) -> None:
-        every = [
-            [array[part_of(len(array), i, self.size)] for array in arrays] for i in range(self.size)
+    def _all_gather(self, arrays: Sequence[Any]) -> None:
+        rank_parts = [
+            [array[rank_slice(len(array), i, self.world_size)] for array in arrays]
+            for i in range(self.world_size)
         ]
         # the first rank has the longest parts, the last may have none
-        for runs in _runs([len(part) for part in every[0]], BUCKET // self.size):
-            (outgoing, *_), incoming = self._rows(sum(end - start for _, start, end in runs))
-            local_pieces = [every[self.rank][i][a:b] for i, a, b in runs]
+        for runs in _runs(
+            [len(rank_part) for rank_part in rank_parts[0]], BUCKET // self.world_size
+        ):
+            (outgoing, *_), incoming = self._room_views(sum(end - start for _, start, end in runs))
+            local_pieces = [rank_parts[self.rank][i][a:run_end] for i, a, run_end in runs]
             for piece, place in _places(local_pieces, outgoing, runs):
                 place.copy_(piece)
-            self._move(incoming, [outgoing] * self.size)
-            for parts, received in zip(every, incoming, strict=True):
+            self._exchange_parts(incoming, [outgoing] * self.world_size)
+            for parts, received in zip(rank_parts, incoming, strict=True):
                 for piece, place in _places([parts[i][a:b] for i, a, b in runs], received, runs):
                     piece.copy_(place)
 
-    def _rows(self, count: int) -> tuple[Any, Any]:
+    def _room_views(self, count: int) -> tuple[Any, Any]:
         """Room for so many numbers to each rank, and from each."""
-        outgoing, incoming = (room[: count * self.size] for room in (self.mine, self.theirs))
-        return outgoing.view(self.size, count), incoming.view(self.size, count)
+        outgoing, incoming = (
+            room[: count * self.world_size] for room in (self.send_room, self.theirs)
+        )
+        return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
-    def _sum(self, incoming: Any, outgoing: Any) -> Any:
+    def _sum_in_order(self, incoming: Any, outgoing: Any) -> Any:
         """What all ranks have for this one, added up in their order."""
-        self._move(incoming, outgoing)
-        total = incoming[0]
-        for other in incoming[1:]:
-            total.add_(other)
-        return total
+        self._exchange_parts(incoming, outgoing)
+        summed = incoming[0]
+        for rank_numbers in incoming[1:]:
+            summed.add_(rank_numbers)
+        return summed
 
-    def _move(self, to: Any, outgoing: Any) -> None:
+    def _exchange_parts(self, incoming: Any, outgoing: Any) -> None:
         """outgoing[i] is for rank i, and to[i] from it."""
-        moved = self.by.move(to, outgoing, self.rank)
-        to[self.rank].copy_(outgoing[self.rank])
-        for work in moved:
-            self.ready(work)
-        self.nbytes += (self.size - 1) * to[0].nbytes
+        transfers = self.by.start_transfers(incoming, outgoing, self.rank)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        for transfer in transfers:
+            self.wait_for_transfer(transfer)
+        self.sent_nbytes += (self.world_size - 1) * incoming[0].nbytes
 
 
-def gathering(dist: Any) -> Any:
+def gather_function(dist: Any) -> Any:
     """The function that gathers equal parts into one array, under its name of before or after PyTorch 2.13."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def rooms_nbytes(ranks: int, device: str) -> int:
     """Bytes of a device from which its process sends sums to others; those of the host are taken before planning."""
-    return 4 * ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and on_device(device))
+    return 4 * NUM_ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and sends_from_device(device))
 
 
-def part_of(count: int, rank: int, size: int) -> slice:
-    """The numbers of an array of `count` that are this rank's: equal runs; the last may be shorter or empty."""
-    part = -(-count // (size * ALIGNED)) * ALIGNED
-    return slice(min(part * rank, count), min(part * (rank + 1), count))
+def rank_slice(num_elements: int, rank: int, world_size: int) -> slice:
+    """The numbers of an array of `num_elements` that are this rank's: equal runs; the last may be shorter or empty."""
+    part = -(-num_elements // (world_size * RUN_ALIGNMENT)) * RUN_ALIGNMENT
+    return slice(min(part * rank, num_elements), min(part * (rank + 1), num_elements))
 
 
-def buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
+def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
     """The numbers of flat arrays in order, as lists of views of at most BUCKET together."""
     for runs in _runs([len(array) for array in arrays], BUCKET):
-        yield [arrays[i][start:end] for i, start, end in runs]
+        yield [arrays[array_index][run_start:run_end] for array_index, run_start, run_end in runs]
 
 
-def _runs(sizes: Sequence[int], max_count: int) -> Iterator[list[Run]]:
-    """Arrays of these sizes one after the other, as lists of runs of at most `max_count` numbers together."""
-    runs, room = list[Run](), max_count
-    for i, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            end = min(start + room, size)
-            runs.append((i, start, end))
-            start, room = end, room - (end - start)
-            if not room:
+def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
+    """Arrays of these sizes one after the other, as lists of runs of at most `max_numbers` numbers together."""
+    runs, remaining_numbers = list[ArrayRun](), max_numbers
+    for array_index, array_length in enumerate(array_lengths):
+        run_start = 0
+        while run_start < array_length:
+            run_end = min(run_start + remaining_numbers, array_length)
+            runs.append((array_index, run_start, run_end))
+            run_start, remaining_numbers = run_end, remaining_numbers - (run_end - run_start)
+            if not remaining_numbers:
                 yield runs
-                runs, room = [], max_count
+                runs, remaining_numbers = [], max_numbers
     if runs:
         yield runs
 
 
 def _places(
-    pieces: Sequence[Any], buffer: Any, runs: Sequence[Run] | None = None
+    pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Each piece with its place in a flat array; they lie side by side, or as far apart as the runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
-    at = 0
+    offset = 0
     for piece, length in zip(pieces, lengths, strict=True):
-        yield piece, buffer[at : at + len(piece)]
-        at += length
+        yield piece, buffer[offset : offset + len(piece)]
+        offset += length

@@ -17,114 +17,114 @@ SILENT_SECONDS = 15.0  # without a beat: lost
 HURRY_SECONDS = 4.0  # the same when a connection has broken: who it was is all that is asked
 GRACE_SECONDS = 3.0  # for the rank's own work to see that another is lost; then the process ends
 WATCH_SECONDS = 0.25
-LOST, HEARD, BEAT = "packtrain/lost", "packtrain/heard", "packtrain/beat/"
-PARENT = "PACKTRAIN_PARENT"  # the process that started the ranks and takes them with it
+LOST_KEY, HEARD_KEY, BEAT_PREFIX = "packtrain/lost", "packtrain/heard", "packtrain/beat/"
+PARENT_VARIABLE = "PACKTRAIN_PARENT"  # the process that started the ranks and takes them with it
 RESUME = "the last checkpoint is whole, go on with --resume"
 
 
-class Heart:
-    """Of this rank. `lost` is None, or a sentence: who was lost, and why.
+class Heartbeat:
+    """Of this rank. `lost_reason` is None, or a sentence: who was lost, and why.
 
     connect  makes a connection of its own to the store
-    keeper   who keeps the store
+    store_keeper   who keeps the store
     """
 
-    def __init__(self, rank: int, size: int, keeper: str) -> None:
-        self.rank, self.size, self.keeper = rank, size, keeper
-        self.lost: str | None = None
-        self.lost_at = self.clock = (
+    def __init__(self, rank: int, world_size: int, store_keeper: str) -> None:
+        self.rank, self.world_size, self.store_keeper = rank, world_size, store_keeper
+        self.lost_reason: str | None = None
+        self.lost_seconds = self.clock = (
             0.0  # of this process, which does not count while it is stopped itself
         )
-        self.before = (rank - 1) % size
-        self.patience, self.grace = SILENT_SECONDS, GRACE_SECONDS
-        self.hears = True
-        self.ended = threading.Event()
-        self.found = threading.Event()
+        self.watched_rank = (rank - 1) % world_size
+        self.patience, self.grace_seconds = SILENT_SECONDS, GRACE_SECONDS
+        self.is_listening = True
+        self.stop_event = threading.Event()
+        self.lost_event = threading.Event()
         self.answered: float | None = None  # when the store last did
-        self.beating: threading.Thread | None = None
-        self.parent = int(os.environ.get(PARENT, 0))
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.beat_thread: threading.Thread | None = None
+        self.parent_pid = int(os.environ.get(PARENT_VARIABLE, 0))
+        threading.Thread(target=self._run_watch, daemon=True).start()
 
-    def beat(self, connect: Callable[[], Any]) -> None:
+    def start_beating(self, connect: Callable[[], Any]) -> None:
         """Begin to beat, and to hear the others."""
         self.answered = self.clock
-        self.beating = threading.Thread(target=self._beat, args=(connect(),), daemon=True)
-        self.beating.start()
+        self.beat_thread = threading.Thread(target=self._run_beats, args=(connect(),), daemon=True)
+        self.beat_thread.start()
 
-    def wait(self, seconds: float) -> str | None:
+    def wait_for_loss(self, seconds: float) -> str | None:
         """Who was lost, as soon as it is known."""
         self.patience = HURRY_SECONDS
-        self.found.wait(seconds)
-        return self.lost
+        self.lost_event.wait(seconds)
+        return self.lost_reason
 
     def close(self, store: Any) -> None:
         """This rank ends, and is not missed."""
-        self.grace += 2 * GRACE_SECONDS  # it is on its way
-        self.ended.set()
-        if self.beating is not None:
-            self.beating.join(GRACE_SECONDS)
-            if not self.lost and not self.beating.is_alive():
-                store.set(f"{BEAT}{self.rank}", "done")
+        self.grace_seconds += 2 * GRACE_SECONDS  # it is on its way
+        self.stop_event.set()
+        if self.beat_thread is not None:
+            self.beat_thread.join(GRACE_SECONDS)
+            if not self.lost_reason and not self.beat_thread.is_alive():
+                store.set(f"{BEAT_PREFIX}{self.rank}", "done")
 
-    def tell(self, store: Any, reason: str) -> None:
+    def report_end(self, store: Any, reason: str) -> None:
         """Let the others know why this rank ends."""
-        self.hears = False  # what it says itself
-        publish(store, f"rank {self.rank} has ended: {reason}")
+        self.is_listening = False  # what it says itself
+        publish_loss(store, f"rank {self.rank} has ended: {reason}")
 
-    def linger(self, store: Any) -> None:
+    def wait_for_listeners(self, store: Any) -> None:
         """Rank 0 may keep the store: if the run has failed, it stays until the others know why."""
-        until = time.monotonic() + GRACE_SECONDS
-        while self.rank == 0 and store.check([LOST]) and time.monotonic() < until:
-            if store.add(HEARD, 0) == self.size - 1:
+        deadline_seconds = time.monotonic() + GRACE_SECONDS
+        while self.rank == 0 and store.check([LOST_KEY]) and time.monotonic() < deadline_seconds:
+            if store.add(HEARD_KEY, 0) == self.world_size - 1:
                 return
             time.sleep(WATCH_SECONDS)
 
     # ---- two threads: one that may have to wait for the store, and one that never waits
 
-    def _beat(self, store: Any) -> None:
-        number, heard, last = 0, self.clock, b""
+    def _run_beats(self, store: Any) -> None:
+        beat_count, heard_seconds, last_beat = 0, self.clock, b""
         try:
-            while not self.ended.wait(BEAT_SECONDS):
-                number += 1
-                store.set(f"{BEAT}{self.rank}", str(number))
-                if self.hears and self.lost is None and store.check([LOST]):
-                    self._lose(store.get(LOST).decode())
-                    store.add(HEARD, int(self.rank > 0))
-                beat = f"{BEAT}{self.before}"
-                now, seen = self.clock, store.get(beat) if store.check([beat]) else b""
-                self.answered = now
-                if seen != last or seen == b"done":
-                    heard, last = now, seen
-                elif now - heard > self.patience:
-                    publish(store, self._silent(f"rank {self.before}"))
+            while not self.stop_event.wait(BEAT_SECONDS):
+                beat_count += 1
+                store.set(f"{BEAT_PREFIX}{self.rank}", str(beat_count))
+                if self.is_listening and self.lost_reason is None and store.check([LOST_KEY]):
+                    self._record_loss(store.get(LOST_KEY).decode())
+                    store.add(HEARD_KEY, int(self.rank > 0))
+                beat = f"{BEAT_PREFIX}{self.watched_rank}"
+                now_seconds, seen = self.clock, store.get(beat) if store.check([beat]) else b""
+                self.answered = now_seconds
+                if seen != last_beat or seen == b"done":
+                    heard_seconds, last_beat = now_seconds, seen
+                elif now_seconds - heard_seconds > self.patience:
+                    publish_loss(store, self._silence_reason(f"rank {self.watched_rank}"))
         except RuntimeError:
-            self._lose(f"{self.keeper} was lost: its connection has ended; {RESUME}")
+            self._record_loss(f"{self.store_keeper} was lost: its connection has ended; {RESUME}")
 
-    def _watch(self) -> None:
-        before = time.monotonic()
-        while self.lost or not self.ended.is_set():
+    def _run_watch(self) -> None:
+        previous_seconds = time.monotonic()
+        while self.lost_reason or not self.stop_event.is_set():
             time.sleep(WATCH_SECONDS)
-            now = time.monotonic()
-            self.clock += min(now - before, 4 * WATCH_SECONDS)
-            before = now
-            if self.parent and os.getppid() != self.parent:
-                self._lose(f"the process that started the ranks was lost; {RESUME}")
+            now_seconds = time.monotonic()
+            self.clock += min(now_seconds - previous_seconds, 4 * WATCH_SECONDS)
+            previous_seconds = now_seconds
+            if self.parent_pid and os.getppid() != self.parent_pid:
+                self._record_loss(f"the process that started the ranks was lost; {RESUME}")
             if self.answered is not None and self.clock - self.answered > SILENT_SECONDS:
-                self._lose(self._silent(self.keeper))
-            if self.lost and self.clock - self.lost_at > self.grace:
+                self._record_loss(self._silence_reason(self.store_keeper))
+            if self.lost_reason and self.clock - self.lost_seconds > self.grace_seconds:
                 with suppress(OSError, ValueError):
-                    print(f"packtrain: error: {self.lost}", file=sys.stderr, flush=True)
+                    print(f"packtrain: error: {self.lost_reason}", file=sys.stderr, flush=True)
                 os._exit(1)  # its other threads may wait for what never comes
 
-    def _silent(self, who: str) -> str:
+    def _silence_reason(self, who: str) -> str:
         return f"{who} was lost: nothing was heard of it for {self.patience:.0f} seconds; {RESUME}"
 
-    def _lose(self, reason: str) -> None:
-        if self.lost is None:
-            self.lost, self.lost_at = reason, self.clock
-            self.found.set()
+    def _record_loss(self, reason: str) -> None:
+        if self.lost_reason is None:
+            self.lost_reason, self.lost_seconds = reason, self.clock
+            self.lost_event.set()
 
 
-def publish(store: Any, reason: str) -> str:
+def publish_loss(store: Any, reason: str) -> str:
     """Write down why the run ends, for all ranks; returns what the first rank that did wrote."""
-    return bytes(store.compare_set(LOST, "", reason)).decode()
+    return bytes(store.compare_set(LOST_KEY, "", reason)).decode()

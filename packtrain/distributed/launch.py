@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO
 
-from packtrain.distributed.heartbeat import PARENT
+from packtrain.distributed.heartbeat import PARENT_VARIABLE
 
 GRACE_SECONDS = 25.0  # after a rank was ended by a signal, the others find out by themselves
 SHORT_SECONDS = 5.0  # after one that has said why; one that hangs cannot know
@@ -29,27 +29,27 @@ def launch(arguments: Sequence[str], count: int) -> int:
     command = [sys.executable, "-m", "packtrain", *arguments]
     with TemporaryFile() as output:  # of the others; they say what rank 0 does
         ranks = [_start(command, _environment(rank, count, port), output) for rank in range(count)]
-        code = _ended(ranks)
-        if code and ranks[0].returncode <= 0:
+        exit_code = _wait_for_exit_code(ranks)
+        if exit_code and ranks[0].returncode <= 0:
             output.seek(0)
             print(output.read().decode(errors="replace"), end="", file=sys.stderr)
-    return code
+    return exit_code
 
 
-def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """The exit code of ranks that have been waited for."""
     try:
-        with _passed_on(ranks):
-            _wait(ranks)
+        with _forward_signals(processes):
+            _wait_for_ranks(processes)
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.wait()
-    codes = [process.returncode for process in ranks]
-    for rank, code in enumerate(codes):
-        if code < 0:
-            print(f"packtrain: rank {rank} was ended by signal {-code}", file=sys.stderr)
-    return next((code if code > 0 else 1 for code in codes if code), 0)
+    exit_codes = [process.returncode for process in processes]
+    for rank, exit_code in enumerate(exit_codes):
+        if exit_code < 0:
+            print(f"packtrain: rank {rank} was ended by signal {-exit_code}", file=sys.stderr)
+    return next((exit_code if exit_code > 0 else 1 for exit_code in exit_codes if exit_code), 0)
 
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
@@ -60,7 +60,7 @@ def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        PARENT: str(os.getpid()),
+        PARENT_VARIABLE: str(os.getpid()),
     }
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
@@ -71,42 +71,42 @@ def _start(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """A rank in a session of its own: a Ctrl-C reaches it once, from here."""
-    shown = environment["RANK"] == "0"
+    is_first_rank = environment["RANK"] == "0"
     return subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=None if shown else subprocess.DEVNULL,
-        stderr=None if shown else output,
+        stdout=None if is_first_rank else subprocess.DEVNULL,
+        stderr=None if is_first_rank else output,
         start_new_session=True,
     )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended, or the time of grace after the first failure has."""
     until = float("inf")
-    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < until:
-        failed = [code for code in codes if code]
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:
+        failed = [exit_code for exit_code in codes if exit_code]
         if failed:
-            grace = SHORT_SECONDS if any(code > 0 for code in failed) else GRACE_SECONDS
+            grace = SHORT_SECONDS if any(exit_code > 0 for exit_code in failed) else GRACE_SECONDS
             until = min(until, time.monotonic() + grace)
         time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Signals go to the ranks."""
 
-    def send(number: int, frame: FrameType | None) -> None:
-        for process in ranks:
-            process.send_signal(number)
+    def send(signal_number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            process.send_signal(signal_number)
 
-    before = {number: signal.signal(number, send) for number in SIGNALS}
+    old_handlers = {signal_number: signal.signal(signal_number, send) for signal_number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in old_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 def free_port() -> int:

@@ -12,49 +12,49 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 
-WORKING = r"(?:torch:)?cpu(?::\d+)?|cuda"  # devices that several processes work on
-ALONE = r"numpy|mps|.*,.*"  # those that one works on
+SHARED_DEVICES = r"(?:torch:)?cpu(?::\d+)?|cuda"  # devices that several processes work on
+SINGLE_PROCESS_DEVICES = r"numpy|mps|.*,.*"  # those that one works on
 
 
-def carrier(device: str) -> str:
+def backend_name(device: str) -> str:
     """The backend of torch.distributed for a run's device."""
     return "nccl" if device == "cuda" else "gloo"
 
 
-def on_device(device: str) -> bool:
+def sends_from_device(device: str) -> bool:
     """Whether numbers are sent from a device's own memory, where an exchange then needs rooms."""
-    return carrier(device) == "nccl"
+    return backend_name(device) == "nccl"
 
 
-def check_device(device: str, parted: bool = False) -> None:
-    """Raise InputError for a device on which several processes do not work; `parted`: some blocks stay on the cpu."""
-    if parted and on_device(device):
+def check_device(device: str, has_cpu_blocks: bool = False) -> None:
+    """Raise InputError for a device on which several processes do not work; `has_cpu_blocks`: some blocks stay on the cpu."""
+    if has_cpu_blocks and sends_from_device(device):
         raise InputError(
             f"--gpu-layers with --device {device} works in one process: NCCL carries what is on a GPU, not sums of"
             " blocks on the cpu; leave out --gpu-layers or --nproc"
         )
-    if re.fullmatch(WORKING, device):
+    if re.fullmatch(SHARED_DEVICES, device):
         return
     if re.fullmatch(r"cuda:\d+", device):
         raise InputError(
             f"--device {device}: of several processes each takes a GPU of its own; give --device cuda"
         )
-    is_single = re.fullmatch(ALONE, device)
+    is_single = re.fullmatch(SINGLE_PROCESS_DEVICES, device)
     reason = " works in one process" if is_single else ": several processes have no such device"
     raise InputError(
         f"--device {device}{reason}; give cpu, torch:cpu or cuda, or leave out --nproc"
     )
 
 
-def take(device: str) -> None:
+def select_device(device: str) -> None:
     """Let `cuda` be the GPU with the number of this process on its machine. Raises InputError if there is none."""
-    if not on_device(device):
+    if not sends_from_device(device):
         return
     cuda, local = import_module("torch").cuda, int(os.environ.get("LOCAL_RANK", 0))
-    count = cuda.device_count() if cuda.is_available() else 0
-    if local >= count:
+    num_gpus = cuda.device_count() if cuda.is_available() else 0
+    if local >= num_gpus:
         raise InputError(
-            f"--device cuda: process {local + 1} of this machine needs a GPU of its own, and PyTorch finds {count}"
+            f"--device cuda: process {local + 1} of this machine needs a GPU of its own, and PyTorch finds {num_gpus}"
         )
     cuda.set_device(local)
 
@@ -62,50 +62,50 @@ def take(device: str) -> None:
 class Carrier:
     """A group of all ranks, and rooms in the memory from which it sends."""
 
-    def __init__(self, device: str, patience: Any) -> None:
+    def __init__(self, device: str, timeout: Any) -> None:
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
-        self.device = device if on_device(device) else "cpu"
-        self.group = self.dist.new_group(backend=carrier(device), timeout=patience)
+        self.device = device if sends_from_device(device) else "cpu"
+        self.group = self.dist.new_group(backend=backend_name(device), timeout=timeout)
         self.cuda = self.torch.cuda if self.device == "cuda" else None
         self.stream = self.cuda and self.cuda.Stream()  # beside that of the kernels
 
-    def room(self, count: int) -> Any:
-        return self.torch.zeros(count, dtype=self.torch.float32, device=self.device)
+    def room(self, num_numbers: int) -> Any:
+        return self.torch.zeros(num_numbers, dtype=self.torch.float32, device=self.device)
 
     def flat(self, array: Any) -> Any:
         """The numbers of an array of NumPy or PyTorch, as a tensor of the same bytes."""
         tensor = array if isinstance(array, self.torch.Tensor) else self.torch.from_numpy(array)
         return tensor.view(-1)
 
-    def given(self) -> Any:
+    def mark_kernels(self) -> Any:
         """A mark of what kernels have been started so far: it need not be done yet."""
         if self.cuda is None:
             return None
-        mark = self.cuda.Event()
-        mark.record()
-        return mark
+        kernel_mark = self.cuda.Event()
+        kernel_mark.record()
+        return kernel_mark
 
     @contextmanager
-    def turn(self, mark: Any) -> Iterator[None]:
+    def after_kernels(self, kernel_mark: Any) -> Iterator[None]:
         """What is started inside runs beside the kernels, after those before the mark, and is done at the end."""
         if self.cuda is None or self.stream is None:
             yield
             return
         with self.cuda.stream(self.stream):
-            self.stream.wait_event(mark)
+            self.stream.wait_event(kernel_mark)
             yield
             self.stream.synchronize()
 
-    def move(self, to: Any, outgoing: Any, rank: int) -> list[Any]:
+    def start_transfers(self, incoming: Any, outgoing: Any, rank: int) -> list[Any]:
         """Begin to move outgoing[i] to rank i, and to[i] from it; returns what to wait for.
 
         All travel at once, each as a message: gloo's all_to_all leaves a link idle in one direction while it is busy in
         the other, and its gathers make copies.
         """
-        peers = [i for i in range(len(to)) if i != rank]
-        moves = [(self.dist.irecv, to[i], i) for i in peers]
-        moves += [(self.dist.isend, outgoing[i], i) for i in peers]
-        started = [
-            self.dist.P2POp(operation, tensor, i, self.group) for operation, tensor, i in moves
+        peers = [peer for peer in range(len(incoming)) if peer != rank]
+        transfers = [(self.dist.irecv, incoming[peer], peer) for peer in peers]
+        transfers += [(self.dist.isend, outgoing[peer], peer) for peer in peers]
+        operations = [
+            self.dist.P2POp(operation, tensor, i, self.group) for operation, tensor, i in transfers
         ]
-        return [*self.dist.batch_isend_irecv(started)]  # NCCL must be given all at once
+        return [*self.dist.batch_isend_irecv(operations)]  # NCCL must be given all at once

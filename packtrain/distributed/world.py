@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.errors import InputError, RankLost, printable
-from packtrain.distributed.exchange import BUCKET, SLICE, Exchange, gathering, part_of
-from packtrain.distributed.heartbeat import RESUME, SILENT_SECONDS, Heart
-from packtrain.distributed.transport import Carrier, check_device, take
+from packtrain.distributed.exchange import BUCKET, SLICE, Exchange, gather_function, rank_slice
+from packtrain.distributed.heartbeat import RESUME, SILENT_SECONDS, Heartbeat
+from packtrain.distributed.transport import Carrier, check_device, select_device
 
-JOIN = timedelta(minutes=10)  # for all ranks to come
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
 # of a rank for the others, while they live: rank 0 may write a large file
 PATIENCE = timedelta(hours=24)
 
 
 class World:
-    """`size` processes, of which this is number `rank`. This one: a process alone."""
+    """`world_size` processes, of which this is number `rank`. This one: a process alone."""
 
-    rank, size = 0, 1
+    rank, world_size = 0, 1
     waited = 0.0  # seconds, so far, in which nothing was done but to wait for an exchange
 
     @property
-    def seconds(self) -> float:
+    def exchange_seconds(self) -> float:
         """Of exchanging, so far, whether or not something else was done meanwhile."""
         return 0.0
 
@@ -41,97 +41,97 @@ class World:
 
     def add(self, arrays: Sequence[np.ndarray]) -> None:
         """Each f32 array becomes its sum over all ranks, added in their order."""
-        self.send(arrays)
-        self.arrived()
+        self.start_all_reduce(arrays)
+        self.wait_for_transfers()
 
-    def send(self, arrays: Sequence[np.ndarray]) -> None:
+    def start_all_reduce(self, arrays: Sequence[np.ndarray]) -> None:
         """The same, but without waiting for it: `arrived` does."""
 
-    def spread(self, arrays: Sequence[np.ndarray]) -> None:
+    def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
         """Each rank has its own part of each f32 array, see `part_of`; all get all parts, when `arrived` returns."""
 
-    def reduce_scatter(
-        self, array: np.ndarray, part: np.ndarray, fresh: bool, share: tuple[int, int]
+    def start_reduce_scatter(
+        self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        """This rank's numbers of the sum of a flat f32 array over all ranks become `part`, or are added to it, when
+        """This rank's numbers of the sum of a flat f32 array over all ranks become `local_sum`, or are added to it, when
         `arrived` returns."""
-        local_part = array[part_of(len(array), *share)]
+        local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
-            part[:] = local_part
+            local_sum[:] = local_part
         else:
-            part += local_part
+            local_sum += local_part
 
-    def arrived(self) -> None:
+    def wait_for_transfers(self) -> None:
         """Until all that was sent is there."""
 
     def from_first(self, value: Any) -> Any:
         """The value of rank 0. The others wait for it."""
         return value
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on a rank."""
         return any(self.gather(flag))
 
-    def total(self, number: float) -> float:
+    def total(self, value: float) -> float:
         """The sum over all ranks, added in their order."""
-        return float(sum(self.gather(number)))
+        return float(sum(self.gather(value)))
 
 
-class Group(World):
+class ProcessGroupWorld(World):
     """The processes of PyTorch's environment variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self, device: str) -> None:
-        self.rank, self.size = rank(), int(os.environ["WORLD_SIZE"])
-        self.heart = Heart(self.rank, self.size, _keeper())
+        self.rank, self.world_size = rank(), int(os.environ["WORLD_SIZE"])
+        self.heartbeat = Heartbeat(self.rank, self.world_size, _store_keeper())
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
-        self.gathering = gathering(self.dist)
+        self.gather_function = gather_function(self.dist)
         self.torch.set_num_threads(1)
         try:
-            self.dist.init_process_group("gloo", timeout=JOIN)
-            self.control = self.dist.new_group(backend="gloo", timeout=PATIENCE)
-            self.exchange = Exchange(Carrier(device, PATIENCE), self._ready, self._check)
-            self.store = _store(self.dist)
-            self.heart.beat(lambda: _store(self.dist))
+            self.dist.init_process_group("gloo", timeout=JOIN_TIMEOUT)
+            self.control_group = self.dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.exchange = Exchange(Carrier(device, PATIENCE), self._finish_transfer, self._check)
+            self.store = _connect_store(self.dist)
+            self.heartbeat.start_beating(lambda: _connect_store(self.dist))
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} cannot join the others: {_first(error)}") from None
         self.add([np.zeros(BUCKET, np.float32)])  # a plan made later counts what an exchange takes
 
     def gather(self, value: Any) -> list[Any]:
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = self._all(np.array([data.size])).tolist()
-        padded = np.zeros(max(sizes), np.uint8)
-        padded[: data.size] = data
-        rows = self._all(padded).reshape(self.size, -1)
-        return [pickle.loads(row.tobytes()) for row in rows]
+        local_bytes = np.frombuffer(pickle.dumps(value), np.uint8)
+        all_nbytes = self._gather_arrays(np.array([local_bytes.size])).tolist()
+        padded_bytes = np.zeros(max(all_nbytes), np.uint8)
+        padded_bytes[: local_bytes.size] = local_bytes
+        gathered_rows = self._gather_arrays(padded_bytes).reshape(self.world_size, -1)
+        return [pickle.loads(rank_bytes.tobytes()) for rank_bytes in gathered_rows]
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
 
-    def send(self, arrays: Sequence[np.ndarray]) -> None:
+    def start_all_reduce(self, arrays: Sequence[np.ndarray]) -> None:
         self.exchange.add(arrays)
 
-    def spread(self, arrays: Sequence[np.ndarray]) -> None:
-        self.exchange.spread(arrays)
+    def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
+        self.exchange.all_gather(arrays)
 
-    def reduce_scatter(
-        self, array: np.ndarray, part: np.ndarray, fresh: bool, share: tuple[int, int]
+    def start_reduce_scatter(
+        self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        self.exchange.reduce_scatter(array, part, fresh)
+        self.exchange.reduce_scatter(array, local_sum, fresh)
 
-    def arrived(self) -> None:
-        start = time.perf_counter()
-        self.exchange.wait()
-        self.waited += time.perf_counter() - start
+    def wait_for_transfers(self) -> None:
+        start_seconds = time.perf_counter()
+        self.exchange.wait_for_jobs()
+        self.waited += time.perf_counter() - start_seconds
 
     @property
-    def seconds(self) -> float:
-        return self.exchange.seconds
+    def exchange_seconds(self) -> float:
+        return self.exchange.transfer_seconds
 
-    def _all(self, local_data: np.ndarray) -> np.ndarray:
+    def _gather_arrays(self, local_data: np.ndarray) -> np.ndarray:
         """The arrays of all ranks, one after the other."""
-        gathered = np.empty(self.size * local_data.size, local_data.dtype)
+        gathered = np.empty(self.world_size * local_data.size, local_data.dtype)
         tensors = self.torch.from_numpy(gathered), self.torch.from_numpy(local_data)
-        self._wait(self.gathering(*tensors, group=self.control, async_op=True))
+        self._wait(self.gather_function(*tensors, group=self.control_group, async_op=True))
         return gathered
 
     # ---- faults
@@ -143,124 +143,124 @@ class Group(World):
                 transfer.wait(timedelta(seconds=SLICE))
             except RuntimeError:  # not yet, or failed
                 self._check()
-        self._ready(transfer)
+        self._finish_transfer(transfer)
 
     def _check(self) -> None:
-        if self.heart.lost:
-            raise RankLost(self.heart.lost)
+        if self.heartbeat.lost_reason:
+            raise RankLost(self.heartbeat.lost_reason)
 
-    def _ready(self, transfer: Any) -> None:
+    def _finish_transfer(self, transfer: Any) -> None:
         """Until it is done or fails. A rank that is only silent does not make it fail."""
         try:
             transfer.wait()
         except RuntimeError as error:
-            raise RankLost(self._lost(_first(error))) from None
+            raise RankLost(self._lost_reason(_first(error))) from None
 
-    def tell(self, reason: str) -> None:
+    def report_end(self, reason: str) -> None:
         """Let the others know why this rank ends."""
         with suppress(RuntimeError):
-            self.heart.tell(self.store, reason)
+            self.heartbeat.report_end(self.store, reason)
 
-    def _lost(self, cause: str) -> str:
+    def _lost_reason(self, cause: str) -> str:
         """Who was lost, if it becomes known."""
-        who = self.heart.wait(SILENT_SECONDS)
-        return who or f"the connection was lost: {cause}; {RESUME}"
+        lost_reason = self.heartbeat.wait_for_loss(SILENT_SECONDS)
+        return lost_reason or f"the connection was lost: {cause}; {RESUME}"
 
     def close(self) -> None:
         with suppress(RuntimeError):
-            self.heart.linger(self.store)
-            self.heart.close(self.store)
-        if self.heart.lost or not self.exchange.close():
-            atexit.register(_end_now)  # threads of gloo wait for what never comes
+            self.heartbeat.wait_for_listeners(self.store)
+            self.heartbeat.close(self.store)
+        if self.heartbeat.lost_reason or not self.exchange.close():
+            atexit.register(_exit_now)  # threads of gloo wait for what never comes
             return
         with suppress(RuntimeError):
             # now, not when Python ends: threads of gloo may have to wait for it to drop what they hold
-            self.control = None
+            self.control_group = None
             self.dist.destroy_process_group()
 
 
-def _end_now() -> None:
+def _exit_now() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(1)
 
 
-def _keeper() -> str:
+def _store_keeper() -> str:
     """Who keeps the store, in words."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"the store at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
+    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"the store at {os.environ['MASTER_ADDR']}" if uses_agent else "rank 0"
 
 
-def _store(dist: Any) -> Any:
+def _connect_store(dist: Any) -> Any:
     """A connection of its own to the store of the ranks."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*address, is_master=False)
 
 
-class Assumed(World):
+class AssumedWorld(World):
     """One of so many processes that are not there, to plan for; all would say what this one does."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
 
     def gather(self, value: Any) -> list[Any]:
-        return [value] * self.size
+        return [value] * self.world_size
 
 
-ALONE = World()
-_here: World = ALONE
+SINGLE_PROCESS = World()
+_current_world: World = SINGLE_PROCESS
 
 
-def here() -> World:
+def current_world() -> World:
     """This process among the ranks of its run."""
-    return _here
+    return _current_world
 
 
 def rank() -> int:
     """The number of this process by its environment; 0 if it is alone."""
-    return int(os.environ["RANK"]) if several() else 0
+    return int(os.environ["RANK"]) if is_distributed() else 0
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether the environment describes a run of several ranks."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager
-def assumed(size: int) -> Iterator[World]:
+def assume_world(world_size: int) -> Iterator[World]:
     """Plan as rank 0 of a run of so many processes."""
-    global _here
-    before, _here = _here, Assumed(size)
+    global _current_world
+    previous_world, _current_world = _current_world, AssumedWorld(world_size)
     try:
-        yield _here
+        yield _current_world
     finally:
-        _here = before
+        _current_world = previous_world
 
 
 @contextmanager
-def joined(share: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
+def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
     """Take part in the run that the environment describes, on its device; if it describes none, alone.
 
-    share  is called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
+    share_machine  is called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
     """
-    global _here
-    if not several():
-        yield _here
+    global _current_world
+    if not is_distributed():
+        yield _current_world
         return
     check_torch()
     check_device(device)
-    take(device)
-    share(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
-    group = _here = Group(device)
+    select_device(device)
+    share_machine(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+    group = _current_world = ProcessGroupWorld(device)
     try:
         yield group
     except BaseException as error:
         if not isinstance(error, RankLost):
-            group.tell(printable(str(error)) or type(error).__name__)
+            group.report_end(printable(str(error)) or type(error).__name__)
         raise
     finally:
-        _here = ALONE
+        _current_world = SINGLE_PROCESS
         group.close()
 
 

@@ -19,26 +19,47 @@ from packtrain.dtypes import (
     ternary,
     weighted_packing,
 )
-from packtrain.dtypes.element_type import KNOWN, Dtype
+from packtrain.dtypes.element_type import DTYPES_BY_NAME, Dtype
 from packtrain.dtypes.floats import bf16, f16, f32, f64
 from packtrain.dtypes.integers import i32, i64, u8
 
 __all__ = [
-    "BLOCK_TYPES", "DTYPES", "MERGED", "NUMPY", "PACKED", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS",
-    "ROUNDABLE", "TRAINABLE", "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
+    "BLOCK_TYPES",
+    "DTYPES",
+    "DTYPES_BY_NUMPY",
+    "MERGEABLE",
+    "PACKABLE",
+    "PRECISIONS",
+    "READABLE",
+    "RECODABLE",
+    "ROUNDABLE",
+    "TRAINABLE",
+    "TYPE_MODULES",
+    "WRITABLE",
+    "Dtype",
+    "bf16",
+    "dtype_of",
+    "f16",
+    "f32",
+    "f64",
+    "i32",
+    "i64",
+    "u8",
 ]  # fmt: skip
 
-ROOMS = (
+TYPE_MODULES = (
     *(floats, integers, legacy, k, k_small, iq, mx, ternary, int8_dot, recode, weighted_packing),
     *(iq1, iq2, iq3, iq4),
 )
-BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
+BLOCKS = sorted((t for t in DTYPES_BY_NAME.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}
-DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES
+DTYPES = {name: t for name, t in DTYPES_BY_NAME.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
-PACKED = tuple(t for t in DTYPES.values() if not {"pack", "snap"}.isdisjoint(t.code))
-WRITABLE = tuple(t for t in PACKED if t.demanding != "always")  # without weights of columns, too
-MERGED = tuple(t for t in WRITABLE if "pack" in t.code)  # what tunes and merges write
+PACKABLE = tuple(t for t in DTYPES.values() if not {"pack", "snap"}.isdisjoint(t.code))
+WRITABLE = tuple(
+    t for t in PACKABLE if t.column_weights_need != "always"
+)  # without weights of columns, too
+MERGEABLE = tuple(t for t in WRITABLE if "pack" in t.code)  # what tunes and merges write
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
 RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32
@@ -47,9 +68,9 @@ PRECISIONS = (
     "bf16",
     "bf16x3",
 )  # of the factors of products, see ops.matmul; sums are always f32
-NUMPY = {t.numpy: t for t in DTYPES.values()}
+DTYPES_BY_NUMPY = {t.numpy: t for t in DTYPES.values()}
 
 
 def dtype_of(array: np.ndarray) -> Dtype:
     """The element type of a NumPy array. Raises KeyError if it is not one of DTYPES."""
-    return NUMPY[array.dtype]
+    return DTYPES_BY_NUMPY[array.dtype]

@@ -11,35 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.dtypes.intrinsics import Code
-from packtrain.dtypes.iq_points import Points
+from packtrain.dtypes.intrinsics import CompiledFunction
+from packtrain.dtypes.iq_points import GridPoints
 
 Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
-KNOWN: dict[str, "Dtype"] = {}  # all types by name
+DTYPES_BY_NAME: dict[str, "Dtype"] = {}  # all types by name
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CodeLayout:
     """Byte offsets of a block's codes and scales: value = code * step + low, for calibrated merging.
 
-    group   values that share a step and a low
-    levels  number of codes; above 64 a code is a signed byte
+    group_size   values that share a step and a low
+    num_codes  number of codes; above 64 a code is a signed byte
     low     value of code 0, in steps; None if the block has its own offsets
-    halves  places of its f16 values: the units of steps and of lows
+    half_offsets  places of its f16 values: the units of steps and of lows
     quads   place of the low bits of each code, and number of runs: of a run, the lowest bits of its bytes come first
-    bits    how many low bits: four or two
+    num_low_bits    how many low bits: four or two
     high    place of the bits above, and number of runs, likewise
     scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
     table   the values that codes stand for in the equation, rising, f32; None: the codes themselves
     """
 
-    group: int
-    levels: int
+    group_size: int
+    num_codes: int
     low: int | None
-    halves: tuple[int, ...]
+    half_offsets: tuple[int, ...]
     quads: int
     runs: int = 1
-    bits: int = 4
+    num_low_bits: int = 4
     high: int = 0
     high_runs: int = 1
     scales: Callable[[Bytes], tuple[np.ndarray, ...]] | None = None
@@ -47,38 +47,38 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class QuantMix:
     """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
-    values    type of the matrices of values,  shared  where four or more heads share them
-    down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
-    first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
-    spread    their type in the first and last eighth of the blocks, and every third between
-    weighed   type of the first ffn_down with an importance matrix,  unweighed  without one
-    queries   type of attn_q and attn_k,  head  of output.weight instead of q6_K
-    middle    type of ffn_gate and ffn_up but in the first and last eighth of the blocks
-    eight     type of the ffn_down that `spread` would be for, in models of eight experts
-    small     whether the rules are those of the smallest types
+    attn_v    type of the matrices of values,  shared  where four or more heads share them
+    ffn_down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
+    first_layers     type of the first values and ffn_down; `has_few_first` of them: two, and a sixteenth of the blocks
+    outer_layers    their type in the first and last eighth of the blocks, and every third between
+    first_ffn_down_weighted   type of the first ffn_down with an importance matrix,  unweighed  without one
+    attn_qk   type of attn_q and attn_k,  head  of output.weight instead of q6_K
+    ffn_gate_up_middle    type of ffn_gate and ffn_up but in the first and last eighth of the blocks
+    ffn_down_8_experts     type of the ffn_down that `outer_layers` would be for, in models of eight experts
+    is_smallest     whether the rules are those of the smallest types
     """
 
     name: str
-    number: int
+    file_type: int
     dtype: "Dtype"
-    values: "Dtype | None" = None
-    shared: "Dtype | None" = None
-    down: "Dtype | None" = None
-    attended: "Dtype | None" = None
-    embedding: "Dtype | None" = None
-    first: "Dtype | None" = None
-    few: bool = False
-    spread: "Dtype | None" = None
-    weighed: "Dtype | None" = None
-    unweighed: "Dtype | None" = None
-    queries: "Dtype | None" = None
-    head: "Dtype | None" = None
-    middle: "Dtype | None" = None
-    eight: "Dtype | None" = None
-    small: bool = False
+    attn_v: "Dtype | None" = None
+    attn_v_grouped: "Dtype | None" = None
+    ffn_down: "Dtype | None" = None
+    attn_output: "Dtype | None" = None
+    token_embd: "Dtype | None" = None
+    first_layers: "Dtype | None" = None
+    has_few_first: bool = False
+    outer_layers: "Dtype | None" = None
+    first_ffn_down_weighted: "Dtype | None" = None
+    first_ffn_down_unweighted: "Dtype | None" = None
+    attn_qk: "Dtype | None" = None
+    output_head: "Dtype | None" = None
+    ffn_gate_up_middle: "Dtype | None" = None
+    ffn_down_8_experts: "Dtype | None" = None
+    is_smallest: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +88,8 @@ class Dtype:
     number   in files: ggml.h, enum ggml_type; None if files cannot have it
     smaller  llama-quantize's substitute if rows are not whole blocks
     richer   llama-quantize's choice for matrices that are used more than others
-    instead  what merges write in its place: the next larger type with the same block whose codes can be chosen
-    demanding  where it is written only with weights of columns: "always", or in the "blocks" of a model
+    merge_dtype  what merges write in its place: the next larger type with the same block whose codes can be chosen
+    column_weights_need  where it is written only with weights of columns: "always", or in the "blocks" of a model
     layout   of its codes,  points  that they name, for merges and --calibrate; types with neither are packed only
     mixes    mixes with this type, the usual one last
     code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
@@ -102,66 +102,68 @@ class Dtype:
     numpy: np.dtype
     smaller: "Dtype | None" = None
     richer: "Dtype | None" = None
-    instead: "Dtype | None" = None
-    demanding: str = ""
-    layout: Layout | None = None
-    points: Points | None = None
-    mixes: list[Mix] = field(default_factory=list)
-    code: dict[str, Code] = field(default_factory=dict)
+    merge_dtype: "Dtype | None" = None
+    column_weights_need: str = ""
+    layout: CodeLayout | None = None
+    points: GridPoints | None = None
+    mixes: list[QuantMix] = field(default_factory=list)
+    code: dict[str, CompiledFunction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        KNOWN[self.name] = self
+        DTYPES_BY_NAME[self.name] = self
 
     def __repr__(self) -> str:
         return self.name
 
-    def mix(self, name: str, number: int, **overrides: Any) -> None:
-        self.mixes.append(Mix(name, number, self, **overrides))
+    def mix(self, name: str, file_type: int, **overrides: Any) -> None:
+        self.mixes.append(QuantMix(name, file_type, self, **overrides))
 
     def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): n blocks (scalars: n values) at x become f32 at y. x and y are addresses."""
-        self.code["unpack"] = Code(function)
+        self.code["unpack"] = CompiledFunction(function)
         return function
 
     def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (x, w, n): dot product of n f32 at x and n packed at w; n is a multiple of 32 and of a block."""
-        self.code["dot"] = Code(function)
+        self.code["dot"] = CompiledFunction(function)
         return function
 
     def codes(
-        self, most: int, *, less: int = 0
+        self, max_code: int, *, code_offset: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare (w, i): the i-th 64 codes, see dtypes/int8_dot; without `less` they are at most `most` in size."""
+        """Declare (w, i): the i-th 64 codes, see dtypes/int8_dot; without `code_offset` they are at most `max_code` in size."""
 
-        def named(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.code["codes"] = Code(function, less=less, most=most)
+        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.code["codes"] = CompiledFunction(
+                function, code_offset=code_offset, max_code=max_code
+            )
             return function
 
-        return named
+        return declare
 
     def scales(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (w): their scales, and offsets if nothing is too much."""
-        self.code["scales"] = Code(function)
+        self.code["scales"] = CompiledFunction(function)
         return function
 
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
-        self.code["pack"] = Code(function)
+        self.code["pack"] = CompiledFunction(function)
         return function
 
     def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, w, n): the same for a row of n blocks whose errors count by f32 weights at w."""
-        self.code["weigh"] = Code(function)
+        self.code["weigh"] = CompiledFunction(function)
         return function
 
     def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, w, t, n): packing onto a grid whose table is at t, see dtypes/neighbours; w 0: no weights."""
-        self.code["snap"] = Code(function)
+        self.code["snap"] = CompiledFunction(function)
         return function
 
     def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see dtypes/recode."""
-        self.code["recode"] = Code(function)
+        self.code["recode"] = CompiledFunction(function)
         return function
 
     def row_nbytes(self, width: int) -> int:
@@ -188,26 +190,26 @@ class Dtype:
     @property
     def file_type(self) -> int:
         """The number of a file whose matrices are of this type."""
-        return self.mixes[-1].number
+        return self.mixes[-1].file_type
 
     def __str__(self) -> str:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return named, (self.name,)
+        return dtype_named, (self.name,)
 
 
-def named(name: str) -> Dtype:
+def dtype_named(name: str) -> Dtype:
     """The type of this name, in a process that may not have loaded its room. Raises KeyError."""
     importlib.import_module("packtrain.dtypes")
-    return KNOWN[name]
+    return DTYPES_BY_NAME[name]
 
 
-def scalar(name: str, number: int | None, numpy: str) -> Dtype:
+def scalar_dtype(name: str, number: int | None, numpy: str) -> Dtype:
     """Define a type that NumPy has."""
     return Dtype(name, number, 1, np.dtype(numpy).itemsize, np.dtype(numpy))
 
 
-def packed(name: str, number: int, block: int, nbytes: int, **options: Any) -> Dtype:
+def block_dtype(name: str, number: int, block: int, nbytes: int, **options: Any) -> Dtype:
     """Define a block type."""
     return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **options)

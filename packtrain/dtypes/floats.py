@@ -1,12 +1,12 @@
 """Floating-point types: f32, f64, f16 and bf16."""
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.element_type import packed, scalar
+from packtrain.dtypes.element_type import block_dtype, scalar_dtype
 
-f32 = scalar("f32", 0, "float32")
-f64 = scalar("f64", 28, "float64")
-f16 = scalar("f16", 1, "float16")
-bf16 = packed("bf16", 30, 1, 2)
+f32 = scalar_dtype("f32", 0, "float32")
+f64 = scalar_dtype("f64", 28, "float64")
+f16 = scalar_dtype("f16", 1, "float16")
+bf16 = block_dtype("bf16", 30, 1, 2)
 f32.mix("F32", 0)
 f16.mix("F16", 1)
 bf16.mix("BF16", 32)
@@ -70,6 +70,6 @@ def dot_bf16(x, w, n):
 @bf16.pack
 def pack_bf16(y, x, n):
     for i in range(n):
-        word = intrinsics.word_at(x, i)
+        float_bits = intrinsics.word_at(x, i)
         # round to nearest, ties to even
-        intrinsics.put_short(y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
+        intrinsics.put_short(y, i, (float_bits + 0x7FFF + ((float_bits >> 16) & 1)) >> 16)

@@ -9,17 +9,17 @@ import base64
 import numpy as np
 
 
-def points(values: tuple[int, ...], width: int, among: str) -> np.ndarray:
+def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) -> np.ndarray:
     """The points of a grid as integers (int64), one byte for each of `width` values, the first one lowest."""
-    bits = np.unpackbits(np.frombuffer(base64.b85decode(among), np.uint8))
-    numbers = np.flatnonzero(bits)[:, None]
-    levels = numbers // len(values) ** np.arange(width) % len(values)
-    grid_bytes = np.array(values, np.uint8)[levels]
+    bits = np.unpackbits(np.frombuffer(base64.b85decode(encoded_bits), np.uint8))
+    point_numbers = np.flatnonzero(bits)[:, None]
+    levels = point_numbers // len(level_values) ** np.arange(width) % len(level_values)
+    grid_bytes = np.array(level_values, np.uint8)[levels]
     return grid_bytes.view(f"<u{width}").reshape(-1).astype(np.int64)
 
 
 # of iq1_s and iq1_m, whose values are one less
-ONE = points((0, 1, 2), 8,
+ONE = grid_points((0, 1, 2), 8,
     "s-!5P1wcZI5Tc9~VFXb{SP)bMD4_}{K?EYAq^O_;KtTi%7yuAK1;A7V5#3c#302SlL;z4#F+l|o0*Vl#gb@J>C_;)5Q4A0n1rPyL5Tb-Ap#%~_st"
     "}@pG(!ahQDgvABo$Rf5J&Y85EK*u1wcX+RTKmj0R&Ll5S?8W1XFd9MRiqNKG#=W-9d02L|s$Ma7jQ!07L{8QC(0$Ko9^_QU^ucL<H1D0D%I5RZ$c"
     "WM1Uxv3aCK@kfMYtp#=~?#1&iwAwdKxLW&SY1Q4kTC_q#Y9Th<V1rk665J5#2ML-nQR1l#A5J3zOq5=S-geai}078lYqJWe^08v3y5QPjVpb98K6"
@@ -31,7 +31,7 @@ ONE = points((0, 1, 2), 8,
     "w{}L2m}RDL;yi>0HTB_p#@L^iV&iNm0$o;RX`A>00^)mC_xkuqJ$`*01!bzHBSTp0031`6i{6RS4BVoK@yM@mnZ;;(xQq0qJR}Z3MfK~5D_F05fo"
     "4Y5CEcpD4+#E0*Vl#fB"
 )  # fmt: skip
-TWO_XXS = points((8, 25, 43), 8,
+TWO_XXS = grid_points((8, 25, 43), 8,
     "s;DTc2qJ=l03awL00;m803ZSYC;$Qg0000W000UI0)mJDfG8jW3LpXi2mk<}2mk;I004jh00IC2f+!#YC@25`AOHX$001BW0000003Zke0000000"
     "00eAP5Km0stV003d(}00II4fB*mh004j>0000000<xgAOZjYAOHXW00;m800;m800ICA0000000000pnw1%00062004*p000000001h000000ssI"
     "2001Z;004jhfS>>X000082mk;8000UA00000000000)hYlfC2yj00062001BW0ssI200000000000ssI403ZMW0000W0000000000000000001h0"
@@ -43,7 +43,7 @@ TWO_XXS = points((8, 25, 43), 8,
     "0000000000000003ZMW00;m8AOHXWfB*mh0000003ZMW000000000003ZMW00000000000000000000000000000000000001BW00000AOHXW000"
     "0000000000000000000"
 )  # fmt: skip
-TWO_XS = points((8, 25, 43), 8,
+IQ2_XS_GRID = grid_points((8, 25, 43), 8,
     "s;a7rs-l9ZqJS!@stTfl2%vxfDvAgKf*=5ZfB*`rqJpTXfG8jU3ZjAlpnxDC0007l00^J}00IC20;-^hC?J3c00IJ_fB+x>00IaA0Du4>fB*mh00"
     "@98s)`Dtf&!p`04j<I0)hYlfC>N#hyVfr0Du4h01Bdl0HS~hAOHXYf&c)30000000ICY004jh00000pr8OC0ssIY004*p00000AOHXW000000ssI"
     "2006402m*ot0Du4>3J3rK2mlBG000O80Du4h03ZMWB7y({fB*mh00062001Be000080Du6100000000PrfFJ+>fB*;pAOHXW000080Du4hfCvBp0"
@@ -55,7 +55,7 @@ TWO_XS = points((8, 25, 43), 8,
     "00002mk;82mk;80HS~(AOHXW004jh000022mk;80w{n02mk;8fB+x>00062000020000000000000000000000IC2AOHdYq5uE@0006AAOHXW000"
     "1>000000H6Q>004jhfB"
 )  # fmt: skip
-TWO_S = points((8, 25, 43), 8,
+TWO_S = grid_points((8, 25, 43), 8,
     "s;a7rs-mi>poprfiVC8tD4?h)DvAgSsvrP}hzJU*qN=K@s4Ak03aY9os;Vd|iU<O#AOMOeAPNWo0;sBps;Y_zfPey^svshY2m%5C0Dve6pa=i}00"
     "ICis)~xDs;H=nC@QL|qN=E%swe;oD1w3@pa3W!01Be2D5|O`DvAgKs;Ho<C?E<500JnWfG8jU2mk;As)`^giU<OL0062eAPNWo2mk;e2p|9m03ZM"
     "W001hAsEUH1Ab^MfDhh%EprC*#AOHvm0E!@h005u>BC05$swf}|2mk^opnxbK0Ehqp0HA;XAOIi$0001pC;$ow000620H`1U0000000;m8AOZjY0"
@@ -67,7 +67,7 @@ TWO_S = points((8, 25, 43), 8,
     "000000000000620EmbPDhL1o001C>000O803ZMW00<xgC;$KeB7gvj2mk^A0001h0tf&I000000000000000AOHXW000620ssI20001h000000ss"
     "IY0007jD1ZO}00;m8fB"
 )  # fmt: skip
-THREE_XXS = points((4, 12, 20, 28, 36, 44, 52, 62), 4,
+IQ3_XXS_GRID = grid_points((4, 12, 20, 28, 36, 44, 52, 62), 4,
     "s8OImAOHXqP@qJhKnMVUs6e1m06_o*L7)Tx0001h01yBH2mt^TK>z?C03ZMW00004000O80Ez$r5CA{`P@qt#0e}Dipg^Di00000P@q770000Wpa"
     "6hC0ssO4L;wH)0Du4h004*p0ssI&1ONa400000001BWfB*mhpirVfAOHXWRG>hB000qyph2JkfCK;lK!^YU0001p0000401yBG5C8!HKmY&;0000"
     "000000Pyzq|1ONa4K%h_n0DuG_pa6hC3IG5AP=Evg03ZM$06+i`000000001h0RR9Xf&d@@00aO400;mA000mG0000G004jh2mt^E01*HH000000"
@@ -75,7 +75,7 @@ THREE_XXS = points((4, 12, 20, 28, 36, 44, 52, 62), 4,
     "0WAOHYB00000000000Du4h000O8AOHXW000O83IGTI002M$002M$00961000O80001j00000000002mk;81ONa403ZMW0000G000005CA{`00000"
     "6@UOB03ZMW00062fB*mh03ZMW1RwwafCK;#004jh002M$KmY&$pa2K}000000001h000000000000000"
 )  # fmt: skip
-THREE_S = points((1, 3, 5, 7, 9, 11, 13, 15), 4,
+IQ3_S_GRID = grid_points((1, 3, 5, 7, 9, 11, 13, 15), 4,
     "<?6%`rBI+r=){pk2mnMN#gasbB~Sp65JaF-2%rH(fDuR_kU#){C;*}mMF0X20#E=z03ZNBr~sl60Ehqp=+&S~017}L(uhEiK%fAEfF+0^kOY7rNs"
     "vK^KmZ_s6es{tB8UJ0K#)M706+i$004;q3IG5AP@q5rKmZ_s)v8gTRG<Nrpphg<AV2^BNdQoRKoI~)q(CT8Ab<h@K>&~>KmY(F2tXhKfDizHp#VS"
     "t00ck)1V93S5P$#xAXOk#DL@cFR0vQ2fB=9ZfFOV<0Du4hK!{O*Q3L=G5JDh803e6}K%fL52m$~Q00IC2KmY&$PynC=00000h#-j|K!5;%Ay6QM5"

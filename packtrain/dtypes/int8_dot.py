@@ -7,25 +7,25 @@ each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' 
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import Codes, bit_by_eight, fours, halves, part, short_at, sixteens
+from packtrain.dtypes.intrinsics import U8x64, bit_by_eight, fours, halves, part, short_at, sixteens
 from packtrain.dtypes.iq import NL, iq4_nl
-from packtrain.dtypes.k import q4_K, q5_K, q6_K, scales_then_lows
+from packtrain.dtypes.k import q4_K, q5_K, q6_K, scales_then_mins
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
 
 # as bytes of two words, 128 added
-NL_LOW, NL_HIGH = map(int, (NL + 128).astype(np.uint8).view("<i8"))
+IQ4_LOW_WORD, IQ4_HIGH_WORD = map(int, (NL + 128).astype(np.uint8).view("<i8"))
 
 
 @part
-def fifths(w: int, nbytes: int, i: int) -> Codes:
+def fifth_bits(w: int, nbytes: int, i: int) -> U8x64:
     """The fifth bits of codes of four blocks, where they belong."""
     at = w + 2 * i
-    low = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
-    high = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
-    return intrinsics.codes_where(low | (high << 32), 16)
+    low_bits = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
+    high_bits = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
+    return intrinsics.codes_where(low_bits | (high_bits << 32), 16)
 
 
-@q4_0.codes(8, less=8)
+@q4_0.codes(8, code_offset=8)
 def codes_q4_0(w, i):
     q = sixteens(w, 2, 18)
     return q & 15 if i == 0 else q >> 4
@@ -47,10 +47,10 @@ def scales_q4_1(w):
     return fours(halves(w, 0, 20), halves(w, 2, 20))
 
 
-@q5_0.codes(16, less=16)
+@q5_0.codes(16, code_offset=16)
 def codes_q5_0(w, i):
     q = sixteens(w, 6, 22)
-    return (q & 15 if i == 0 else q >> 4) | fifths(w + 2, 22, i)
+    return (q & 15 if i == 0 else q >> 4) | fifth_bits(w + 2, 22, i)
 
 
 @q5_0.scales
@@ -61,7 +61,7 @@ def scales_q5_0(w):
 @q5_1.codes(31)
 def codes_q5_1(w, i):
     q = sixteens(w, 8, 24)
-    return (q & 15 if i == 0 else q >> 4) | fifths(w + 4, 24, i)
+    return (q & 15 if i == 0 else q >> 4) | fifth_bits(w + 4, 24, i)
 
 
 @q5_1.scales
@@ -69,7 +69,7 @@ def scales_q5_1(w):
     return fours(halves(w, 0, 24), halves(w, 2, 24))
 
 
-@q8_0.codes(128, less=128)
+@q8_0.codes(128, code_offset=128)
 def codes_q8_0(w, i):
     q = sixteens(w, 2, 34) if i == 0 else sixteens(w, 18, 34)
     return q ^ 128
@@ -80,10 +80,10 @@ def scales_q8_0(w):
     return halves(w, 0, 34)
 
 
-@iq4_nl.codes(128, less=128)
+@iq4_nl.codes(128, code_offset=128)
 def codes_iq4_nl(w, i):
     q = sixteens(w, 2, 18)
-    return intrinsics.look_up(q & 15 if i == 0 else q >> 4, NL_LOW, NL_HIGH)
+    return intrinsics.look_up(q & 15 if i == 0 else q >> 4, IQ4_LOW_WORD, IQ4_HIGH_WORD)
 
 
 @iq4_nl.scales
@@ -92,7 +92,7 @@ def scales_iq4_nl(w):
 
 
 @part
-def nibbles_of_eight(w: int, i: int) -> Codes:
+def nibbles_of_eight(w: int, i: int) -> U8x64:
     """Eight codes of each of the eight groups of a q4_K or q5_K block."""
     return intrinsics.low_and_high(intrinsics.twice_of_four(w + 8 * i)) & 15
 
@@ -110,10 +110,10 @@ def codes_q5_K(w, i):
 @q4_K.scales
 @q5_K.scales
 def scales_k(w):
-    return scales_then_lows(w)
+    return scales_then_mins(w)
 
 
-@q6_K.codes(32, less=32)
+@q6_K.codes(32, code_offset=32)
 def codes_q6_K(w, i):
     low, high = intrinsics.low_of_sixteen(w + 4 * i), intrinsics.high_of_sixteen(w + 128 + 4 * i)
     return (low & 15) | (high & 48)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Word:
+class Placeholder:
     """A function that compiled code calls by its name."""
 
     meaning: Callable[[], object]  # its type to numba, once kernels are compiled
@@ -18,48 +18,57 @@ class Word:
         return self.meaning()
 
 
-class Code(Word):
+class CompiledFunction(Placeholder):
     """A function in dtypes/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
 
-    inlined  into its callers; else it is compiled once, and called
-    less     what is too much in codes that it gives
-    most     how large they can be without that, whatever their sign
-    signed   whether codes are signed bytes without that
+    is_inlined  into its callers; else it is compiled once, and called
+    code_offset     what is too much in codes that it gives
+    max_code     how large they can be without that, whatever their sign
+    is_signed   whether codes are signed bytes without that
     """
 
     def __init__(
-        self, function: Callable[..., Any], inlined: bool = False, less: int = 0, most: int = 0
+        self,
+        function: Callable[..., Any],
+        is_inlined: bool = False,
+        code_offset: int = 0,
+        max_code: int = 0,
     ) -> None:
-        self.function, self.inlined, self.less, self.most = function, inlined, less, most
-        self.signed = less == 128
+        self.function, self.is_inlined, self.code_offset, self.max_code = (
+            function,
+            is_inlined,
+            code_offset,
+            max_code,
+        )
+        self.is_signed = code_offset == 128
 
 
-class Ints:
+class I32x16:
     """The type of 16 i32 in one register."""
 
 
-class Floats:
+class F32x16:
     """The type of 16 f32 in one register."""
 
 
-class Codes:
+class U8x64:
     """The type of 64 bytes in one register."""
 
 
-ASKED: dict[str, Word] = {}  # placeholders by name
+PLACEHOLDERS: dict[str, Placeholder] = {}  # placeholders by name
 
 
 def part(function: Callable[..., Any]) -> Any:
     """Mark a small function, which is inlined into its callers."""
-    return Code(function, inlined=True)
+    return CompiledFunction(function, is_inlined=True)
 
 
-def code(function: Callable[..., Any]) -> Any:
+def compiled_function(function: Callable[..., Any]) -> Any:
     """Mark a function that is compiled once."""
-    return Code(function)
+    return CompiledFunction(function)
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    return ASKED.setdefault(name, Word())
+    return PLACEHOLDERS.setdefault(name, Placeholder())

@@ -9,64 +9,64 @@ from functools import cached_property
 
 import numpy as np
 
-from packtrain.dtypes.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
+from packtrain.dtypes.grids import IQ2_XS_GRID, IQ3_S_GRID, IQ3_XXS_GRID, ONE, TWO_S, TWO_XXS
 
 f32 = np.float32
 Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
-SEVEN = np.uint8(127)  # signs that are written of eight: their number is even
+SEVEN_SIGNS = np.uint8(127)  # signs that are written of eight: their number is even
 
 
 @dataclass(frozen=True)
-class Points:
+class GridPoints:
     """The points that a type's codes can name, and their places in a block.
 
-    names   numbers of the points as integers (int64), one byte for each of `width` coordinates
-    group   values that share a scale
-    scales  (raw) -> (R, blocks, 256 / group) f32
-    put     (raw, numbers, signs): u16 (R, blocks, 256 / width), and u8 (R, blocks, 32), a bit for each negative value
-    even    whether each eight values have an even number of signs
-    shifts  (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
+    point_ids   numbers of the points as integers (int64), one byte for each of `width` coordinates
+    group_size   values that share a scale
+    read_scales  (raw) -> (R, blocks, 256 / group) f32
+    write_points     (raw, numbers, signs): u16 (R, blocks, 256 / width), and u8 (R, blocks, 32), a bit for each negative value
+    has_even_signs    whether each eight values have an even number of signs
+    read_shifts  (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
     """
 
-    names: np.ndarray
+    point_ids: np.ndarray
     width: int
-    group: int
-    scales: Callable[[Bytes], np.ndarray]
-    put: Callable[[Bytes, np.ndarray, np.ndarray], None]
-    even: bool = False
-    shifts: Callable[[Bytes], np.ndarray] | None = None
+    group_size: int
+    read_scales: Callable[[Bytes], np.ndarray]
+    write_points: Callable[[Bytes, np.ndarray, np.ndarray], None]
+    has_even_signs: bool = False
+    read_shifts: Callable[[Bytes], np.ndarray] | None = None
 
     @cached_property
     def grid(self) -> np.ndarray:
         """Coordinates, f32 (points, width)."""
-        return self.names.view(np.uint8).reshape(-1, 8)[:, : self.width].astype(f32)
+        return self.point_ids.view(np.uint8).reshape(-1, 8)[:, : self.width].astype(f32)
 
 
-def words(raw: Bytes, at: int, count: int, dtype: str) -> np.ndarray:
-    """`count` integers from byte `at` on, a copy (R, blocks, count)."""
-    nbytes = count * np.dtype(dtype).itemsize
-    return np.ascontiguousarray(raw[..., at : at + nbytes]).view(dtype)
+def read_words(raw: Bytes, start_byte: int, num_words: int, dtype: str) -> np.ndarray:
+    """`num_words` integers from byte `start_byte` on, a copy (R, blocks, count)."""
+    nbytes = num_words * np.dtype(dtype).itemsize
+    return np.ascontiguousarray(raw[..., start_byte : start_byte + nbytes]).view(dtype)
 
 
-def put_words(raw: Bytes, at: int, values: np.ndarray, dtype: str) -> None:
+def put_words(raw: Bytes, start_byte: int, values: np.ndarray, dtype: str) -> None:
     word_bytes = np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
-    raw[..., at : at + word_bytes.shape[-1]] = word_bytes
+    raw[..., start_byte : start_byte + word_bytes.shape[-1]] = word_bytes
 
 
-def gathered(parts: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Each `count` neighbours side by side, the first one lowest; u32."""
-    code_groups = parts.astype(np.uint32).reshape(*parts.shape[:-1], -1, count)
+def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
+    """Each `group_size` neighbours side by side, the first one lowest; u32."""
+    code_groups = bit_fields.astype(np.uint32).reshape(*bit_fields.shape[:-1], -1, group_size)
     return np.bitwise_or.reduce(
-        code_groups << np.arange(0, bits * count, bits, dtype=np.uint32), -1
+        code_groups << np.arange(0, bits * group_size, bits, dtype=np.uint32), -1
     )
 
 
-def in_half(by: np.ndarray, raw: Bytes, at: int = 0) -> np.ndarray:
-    return words(raw, at, 1, "<f2").astype(f32) * by
+def times_unit(by: np.ndarray, raw: Bytes, start_byte: int = 0) -> np.ndarray:
+    return read_words(raw, start_byte, 1, "<f2").astype(f32) * by
 
 
-def nibbles(raw: Bytes, at: int, count: int) -> np.ndarray:
-    part = raw[..., at : at + count]
+def nibbles(raw: Bytes, start_byte: int, num_bytes: int) -> np.ndarray:
+    part = raw[..., start_byte : start_byte + num_bytes]
     return np.stack([part & 15, part >> 4], -1).reshape(*part.shape[:-1], -1).astype(f32)
 
 
@@ -74,54 +74,54 @@ def nibbles(raw: Bytes, at: int, count: int) -> np.ndarray:
 
 
 def iq2_xxs_scales(raw: Bytes) -> np.ndarray:
-    four = words(raw, 2, 16, "<u4")[..., 1::2] >> 28
-    return in_half((four.astype(f32) + f32(0.5)) * f32(0.25), raw)
+    scale_codes = read_words(raw, 2, 16, "<u4")[..., 1::2] >> 28
+    return times_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
-    both = words(raw, 2, 16, "<u4")
-    both[..., ::2] = gathered(numbers, 4, 8)
-    both[..., 1::2] = both[..., 1::2] & 0xF0000000 | gathered(signs & SEVEN, 4, 7)
+    both = read_words(raw, 2, 16, "<u4")
+    both[..., ::2] = pack_bits(numbers, 4, 8)
+    both[..., 1::2] = both[..., 1::2] & 0xF0000000 | pack_bits(signs & SEVEN_SIGNS, 4, 7)
     put_words(raw, 2, both, "<u4")
 
 
 def iq2_xs_scales(raw: Bytes) -> np.ndarray:
-    return in_half((nibbles(raw, 66, 8) + f32(0.5)) * f32(0.25), raw)
+    return times_unit((nibbles(raw, 66, 8) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_xs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
-    put_words(raw, 2, numbers | (signs & SEVEN).astype(np.uint16) << 9, "<u2")
+    put_words(raw, 2, numbers | (signs & SEVEN_SIGNS).astype(np.uint16) << 9, "<u2")
 
 
 def iq2_s_scales(raw: Bytes) -> np.ndarray:
-    return in_half((nibbles(raw, 74, 8) + f32(0.5)) * f32(0.25), raw)
+    return times_unit((nibbles(raw, 74, 8) + f32(0.5)) * f32(0.25), raw)
 
 
 def put_iq2_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., 2:34], raw[..., 34:66] = numbers & 255, signs
-    raw[..., 66:74] = gathered(numbers >> 8, 4, 2)
+    raw[..., 66:74] = pack_bits(numbers >> 8, 4, 2)
 
 
 # ---- three bits ------------------------------------------------------------------------------------------------
 
 
 def iq3_xxs_scales(raw: Bytes) -> np.ndarray:
-    four = words(raw, 66, 8, "<u4") >> 28
-    return in_half((four.astype(f32) + f32(0.5)) * f32(0.5), raw)
+    scale_codes = read_words(raw, 66, 8, "<u4") >> 28
+    return times_unit((scale_codes.astype(f32) + f32(0.5)) * f32(0.5), raw)
 
 
 def put_iq3_xxs(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., 2:66] = numbers
-    scales = words(raw, 66, 8, "<u4") & 0xF0000000
-    put_words(raw, 66, scales | gathered(signs & SEVEN, 4, 7), "<u4")
+    scales = read_words(raw, 66, 8, "<u4") & 0xF0000000
+    put_words(raw, 66, scales | pack_bits(signs & SEVEN_SIGNS, 4, 7), "<u4")
 
 
 def iq3_s_scales(raw: Bytes) -> np.ndarray:
-    return in_half(nibbles(raw, 106, 4) * 2 + 1, raw)
+    return times_unit(nibbles(raw, 106, 4) * 2 + 1, raw)
 
 
 def put_iq3_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
-    raw[..., 2:66], raw[..., 66:74] = numbers & 255, gathered(numbers >> 8, 8, 1)
+    raw[..., 2:66], raw[..., 66:74] = numbers & 255, pack_bits(numbers >> 8, 8, 1)
     raw[..., 74:106] = signs
 
 
@@ -134,25 +134,25 @@ def shift_of(bits: np.ndarray) -> np.ndarray:
 
 
 def iq1_s_scales(raw: Bytes) -> np.ndarray:
-    return in_half((words(raw, 34, 8, "<u2") >> 12 & 7).astype(f32) * 2 + 1, raw)
+    return times_unit((read_words(raw, 34, 8, "<u2") >> 12 & 7).astype(f32) * 2 + 1, raw)
 
 
 def iq1_s_shifts(raw: Bytes) -> np.ndarray:
-    return shift_of(words(raw, 34, 8, "<u2") >> 15).repeat(4, -1)
+    return shift_of(read_words(raw, 34, 8, "<u2") >> 15).repeat(4, -1)
 
 
 def put_iq1_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., 2:34] = numbers & 255
-    rest = words(raw, 34, 8, "<u2") & 0xF000
-    put_words(raw, 34, rest | gathered(numbers >> 8, 4, 3), "<u2")
+    scale_bits = read_words(raw, 34, 8, "<u2") & 0xF000
+    put_words(raw, 34, scale_bits | pack_bits(numbers >> 8, 4, 3), "<u2")
 
 
 def iq1_m_scales(raw: Bytes) -> np.ndarray:
     """Each of four words has four scales of three bits, and above them four bits of the unit."""
-    four = words(raw, 48, 4, "<u2")
-    half = gathered(four >> 12, 4, 4).astype(np.uint16).view(np.float16).astype(f32)
-    three = four[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
-    return half * (three.reshape(*four.shape[:-1], -1).astype(f32) * 2 + 1)
+    scale_words = read_words(raw, 48, 4, "<u2")
+    unit_scale = pack_bits(scale_words >> 12, 4, 4).astype(np.uint16).view(np.float16).astype(f32)
+    scale_codes = scale_words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    return unit_scale * (scale_codes.reshape(*scale_words.shape[:-1], -1).astype(f32) * 2 + 1)
 
 
 def iq1_m_shifts(raw: Bytes) -> np.ndarray:
@@ -162,16 +162,16 @@ def iq1_m_shifts(raw: Bytes) -> np.ndarray:
 
 def put_iq1_m(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
     raw[..., :32] = numbers & 255
-    raw[..., 32:48] = raw[..., 32:48] & 0x88 | gathered(numbers >> 8, 2, 4)
+    raw[..., 32:48] = raw[..., 32:48] & 0x88 | pack_bits(numbers >> 8, 2, 4)
 
 
 # by name of the type
 POINTS = {
-    "iq1_s": Points(ONE, 8, 32, iq1_s_scales, put_iq1_s, shifts=iq1_s_shifts),
-    "iq1_m": Points(ONE, 8, 16, iq1_m_scales, put_iq1_m, shifts=iq1_m_shifts),
-    "iq2_xxs": Points(TWO_XXS, 8, 32, iq2_xxs_scales, put_iq2_xxs, even=True),
-    "iq2_xs": Points(TWO_XS, 8, 16, iq2_xs_scales, put_iq2_xs, even=True),
-    "iq2_s": Points(TWO_S, 8, 16, iq2_s_scales, put_iq2_s),
-    "iq3_xxs": Points(THREE_XXS, 4, 32, iq3_xxs_scales, put_iq3_xxs, even=True),
-    "iq3_s": Points(THREE_S, 4, 32, iq3_s_scales, put_iq3_s),
+    "iq1_s": GridPoints(ONE, 8, 32, iq1_s_scales, put_iq1_s, read_shifts=iq1_s_shifts),
+    "iq1_m": GridPoints(ONE, 8, 16, iq1_m_scales, put_iq1_m, read_shifts=iq1_m_shifts),
+    "iq2_xxs": GridPoints(TWO_XXS, 8, 32, iq2_xxs_scales, put_iq2_xxs, has_even_signs=True),
+    "iq2_xs": GridPoints(IQ2_XS_GRID, 8, 16, iq2_xs_scales, put_iq2_xs, has_even_signs=True),
+    "iq2_s": GridPoints(TWO_S, 8, 16, iq2_s_scales, put_iq2_s),
+    "iq3_xxs": GridPoints(IQ3_XXS_GRID, 4, 32, iq3_xxs_scales, put_iq3_xxs, has_even_signs=True),
+    "iq3_s": GridPoints(IQ3_S_GRID, 4, 32, iq3_s_scales, put_iq3_s),
 }

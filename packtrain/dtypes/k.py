@@ -8,7 +8,7 @@ codes are chosen for the quantized scales. Formats: ggml-common.h.
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.element_type import Bytes, Layout, packed
+from packtrain.dtypes.element_type import Bytes, CodeLayout, block_dtype
 from packtrain.dtypes.intrinsics import (
     byte_at,
     bytes_at,
@@ -22,91 +22,99 @@ from packtrain.dtypes.intrinsics import (
 from packtrain.dtypes.legacy import q4_0, q5_0, q5_1, q8_0
 
 f32 = np.float32
-SIXES, FOURS, TWOS = 0x3F3F3F3F, 0x0F0F0F0F0F0F0F0F, 0x0303030303030303  # low bits of bytes
-GROUPS = 8  # of 32 values; q6_K has twice as many of 16
+SIXES, FOURS, LOW_2_BITS = 0x3F3F3F3F, 0x0F0F0F0F0F0F0F0F, 0x0303030303030303  # low bits of bytes
+NUM_GROUPS = 8  # of 32 values; q6_K has twice as many of 16
 NOTHING = 1e-15  # q6_K: a group without larger values is all zeros
 
 
-def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
+def scales_and_mins(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
     """Scales and lows of q4_K and q5_K: six bits each; the last four groups' upper bits are stored apart; lows <= 0."""
-    first, second, rest = (raw[..., at : at + 4] for at in (4, 8, 12))
-    d = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), axis=-1)
-    m = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), axis=-1)
+    scale_bytes, min_bytes, upper_bytes = (raw[..., at : at + 4] for at in (4, 8, 12))
+    d = np.concatenate((scale_bytes & 63, (upper_bytes & 15) | (scale_bytes >> 6 << 4)), axis=-1)
+    m = np.concatenate((min_bytes & 63, (upper_bytes >> 4) | (min_bytes >> 6 << 4)), axis=-1)
     return d.astype(f32), -m.astype(f32)
 
 
-def six_bits(raw: Bytes) -> tuple[np.ndarray]:
+def q3_K_scales(raw: Bytes) -> tuple[np.ndarray]:
     """Scales of q3_K: see six_bit_scales."""
-    low = raw[..., 96:104]
-    high = raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    low = np.concatenate((low & 15, low >> 4), axis=-1)
-    both = low | (high.reshape(low.shape) & 3) << 4
-    return (both.astype(f32) - f32(32),)
+    low_bits = raw[..., 96:104]
+    high_bits = raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    low_bits = np.concatenate((low_bits & 15, low_bits >> 4), axis=-1)
+    joined_bits = low_bits | (high_bits.reshape(low_bits.shape) & 3) << 4
+    return (joined_bits.astype(f32) - f32(32),)
 
 
 def four_bits(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
     """Scales and lows of q2_K; lows <= 0."""
-    both = raw[..., :16]
-    return (both & 15).astype(f32), -(both >> 4).astype(f32)
+    scale_min_bytes = raw[..., :16]
+    return (scale_min_bytes & 15).astype(f32), -(scale_min_bytes >> 4).astype(f32)
 
 
-def even_scales(raw: Bytes) -> tuple[np.ndarray]:
+def q6_K_scales(raw: Bytes) -> tuple[np.ndarray]:
     return (raw[..., 192:208].view(np.int8).astype(f32),)
 
 
-q6_K = packed(
+q6_K = block_dtype(
     *("q6_K", 14, 256, 210),
     smaller=q8_0,
-    layout=Layout(16, 64, -32, (208,), 0, runs=2, high=128, high_runs=2, scales=even_scales),
+    layout=CodeLayout(16, 64, -32, (208,), 0, runs=2, high=128, high_runs=2, scales=q6_K_scales),
 )
-q5_K = packed(
+q5_K = block_dtype(
     *("q5_K", 13, 256, 176),
     smaller=q5_1,
-    layout=Layout(32, 32, None, (0, 2), 48, runs=4, high=16, scales=scales_and_lows),
+    layout=CodeLayout(32, 32, None, (0, 2), 48, runs=4, high=16, scales=scales_and_mins),
 )
-q4_K = packed(
+q4_K = block_dtype(
     *("q4_K", 12, 256, 144),
     smaller=q5_0,
     richer=q5_K,
-    layout=Layout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_lows),
+    layout=CodeLayout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_mins),
 )
-q3_K = packed(
+q3_K = block_dtype(
     *("q3_K", 11, 256, 110),
     smaller=q4_0,
     richer=q5_K,
-    layout=Layout(16, 8, -4, (108,), 32, runs=2, bits=2, high=0, scales=six_bits),
+    layout=CodeLayout(16, 8, -4, (108,), 32, runs=2, num_low_bits=2, high=0, scales=q3_K_scales),
 )
-q2_K = packed(
+q2_K = block_dtype(
     *("q2_K", 10, 256, 84),
     smaller=q4_0,
     richer=q5_K,
-    layout=Layout(16, 4, None, (80, 82), 16, runs=2, bits=2, scales=four_bits),
+    layout=CodeLayout(16, 4, None, (80, 82), 16, runs=2, num_low_bits=2, scales=four_bits),
 )
-q2_K.mix("Q2_K", 10, values=q3_K, shared=q4_K, down=q3_K, attended=q3_K)
+q2_K.mix("Q2_K", 10, attn_v=q3_K, attn_v_grouped=q4_K, ffn_down=q3_K, attn_output=q3_K)
 q3_K.mix("Q3_K_S", 11)
-q3_K.mix("Q3_K_L", 13, values=q5_K, down=q5_K, attended=q5_K)
-q3_K.mix("Q3_K_M", 12, values=q4_K, down=q4_K, attended=q4_K, first=q5_K, few=True)
-q4_K.mix("Q4_K_S", 14, first=q5_K)
-q4_K.mix("Q4_K_M", 15, spread=q6_K)
+q3_K.mix("Q3_K_L", 13, attn_v=q5_K, ffn_down=q5_K, attn_output=q5_K)
+q3_K.mix(
+    "Q3_K_M",
+    12,
+    attn_v=q4_K,
+    ffn_down=q4_K,
+    attn_output=q4_K,
+    first_layers=q5_K,
+    has_few_first=True,
+)
+q4_K.mix("Q4_K_S", 14, first_layers=q5_K)
+q4_K.mix("Q4_K_M", 15, outer_layers=q6_K)
 q5_K.mix("Q5_K_S", 16)
-q5_K.mix("Q5_K_M", 17, spread=q6_K)
+q5_K.mix("Q5_K_M", 17, outer_layers=q6_K)
 q6_K.mix("Q6_K", 18)
 
 
 @q2_K.unpack
 def unpack_q2_K(y, x, n):
     for b in range(n):
-        at, out = x + b * 84, b * 256
-        d, m = half_at(at + 80, 0), half_at(at + 80, 1)
+        block, out = x + b * 84, b * 256
+        d, m = half_at(block + 80, 0), half_at(block + 80, 1)
         for i in range(16):
-            scale = byte_at(at, i)
-            q = bytes_at(at, 16 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)
+            scale = byte_at(block, i)
+            q = bytes_at(block, 16 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)
             store(y, out + i * 16, to_floats(q & 3) * (d * f32(scale & 15)) - m * f32(scale >> 4))
 
 
 @q2_K.dot
 def dot_q2_K(x, w, n):
-    a, b, scales, lows = (
+    a, b, scales, mins = (
         intrinsics.splat(0.0),
         intrinsics.splat(0.0),
         intrinsics.scratch(16),
@@ -115,12 +123,12 @@ def dot_q2_K(x, w, n):
     for p in range(0, n, 256):
         s = bytes_at(w, 0)
         store(scales, 0, to_floats(s & 15) * half_at(w, 40))
-        store(lows, 0, to_floats(s >> 4) * -half_at(w, 41))
-        for half in range(2):
-            q, r = bytes_at(w, 16 + half * 32), bytes_at(w, 32 + half * 32)
-            for i in range(half * 8, half * 8 + 8, 2):
-                a = intrinsics.fma(low_2(q, peek(scales, i), peek(lows, i)), load(x, p + i * 16), a)
-                v = low_2(r, peek(scales, i + 1), peek(lows, i + 1))
+        store(mins, 0, to_floats(s >> 4) * -half_at(w, 41))
+        for half_index in range(2):
+            q, r = bytes_at(w, 16 + half_index * 32), bytes_at(w, 32 + half_index * 32)
+            for i in range(half_index * 8, half_index * 8 + 8, 2):
+                a = intrinsics.fma(low_2(q, peek(scales, i), peek(mins, i)), load(x, p + i * 16), a)
+                v = low_2(r, peek(scales, i + 1), peek(mins, i + 1))
                 b = intrinsics.fma(v, load(x, p + i * 16 + 16), b)
                 q, r = q >> 2, r >> 2
         w += 84
@@ -128,12 +136,12 @@ def dot_q2_K(x, w, n):
 
 
 @intrinsics.part
-def six_bit_scales(w: int) -> intrinsics.Ints:
+def six_bit_scales(w: int) -> intrinsics.I32x16:
     """The sixteen scales of a q3_K block: the low four bits in eight bytes, the two above in four."""
     low = intrinsics.word_at(w + 96, 0) | (intrinsics.word_at(w + 100, 0) << 32)
-    high = intrinsics.word_at(w + 104, 0)
-    first = (high | ((high >> 2) << 32)) & TWOS
-    second = ((high >> 4) | ((high >> 6) << 32)) & TWOS
+    high_bits = intrinsics.word_at(w + 104, 0)
+    first = (high_bits | ((high_bits >> 2) << 32)) & LOW_2_BITS
+    second = ((high_bits >> 4) | ((high_bits >> 6) << 32)) & LOW_2_BITS
     return (
         intrinsics.bytes_of((low & FOURS) | (first << 4), ((low >> 4) & FOURS) | (second << 4)) - 32
     )
@@ -145,9 +153,9 @@ def dot_q3_K(x, w, n):
     for p in range(0, n, 256):
         store(scales, 0, to_floats(six_bit_scales(w)) * half_at(w, 54))
         top, over = bytes_at(w, 0), bytes_at(w, 16)
-        for half in range(2):
-            q, r = bytes_at(w, 32 + half * 32), bytes_at(w, 48 + half * 32)
-            for i in range(half * 8, half * 8 + 8, 2):
+        for half_index in range(2):
+            q, r = bytes_at(w, 32 + half_index * 32), bytes_at(w, 48 + half_index * 32)
+            for i in range(half_index * 8, half_index * 8 + 8, 2):
                 d, e = peek(scales, i), peek(scales, i + 1)
                 v = intrinsics.put_where(
                     low_2(q, d, d * f32(-4)), intrinsics.set_lanes(top & 1), low_2(q, d, f32(0))
@@ -168,50 +176,50 @@ def unpack_q3_K(y, x, n):
         at, out = x + b * 110, b * 256
         d = half_at(at + 108, 0)
         for i in range(16):
-            low = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
-            high = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
-            scale = ((low & 15) | ((high & 3) << 4)) - 32
+            low_bits = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
+            high_bits = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
+            scale = ((low_bits & 15) | ((high_bits & 3) << 4)) - 32
             q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
-            top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
-            store(y, out + i * 16, to_floats((q | (top << 2)) - 4) * (d * f32(scale)))
+            top_bits = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
+            store(y, out + i * 16, to_floats((q | (top_bits << 2)) - 4) * (d * f32(scale)))
 
 
 @intrinsics.part
-def scale_and_least(at: int, i: int) -> tuple[f32, f32]:
+def scale_and_min(block: int, i: int) -> tuple[f32, f32]:
     """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
-    d, m = half_at(at, 0), half_at(at, 1)
+    d, m = half_at(block, 0), half_at(block, 1)
     if i < 4:
-        scale, offset = byte_at(at, 4 + i) & 63, byte_at(at, 8 + i) & 63
+        scale, min_code = byte_at(block, 4 + i) & 63, byte_at(block, 8 + i) & 63
     else:
-        low = byte_at(at, 8 + i)
-        scale = (low & 15) | (byte_at(at, i) >> 6 << 4)
-        offset = (low >> 4) | (byte_at(at, 4 + i) >> 6 << 4)
-    return d * f32(scale), m * f32(offset)
+        low_bits = byte_at(block, 8 + i)
+        scale = (low_bits & 15) | (byte_at(block, i) >> 6 << 4)
+        min_code = (low_bits >> 4) | (byte_at(block, 4 + i) >> 6 << 4)
+    return d * f32(scale), m * f32(min_code)
 
 
 @q4_K.unpack
 def unpack_q4_K(y, x, n):
     for b in range(n):
-        at, out = x + b * 144, b * 256
+        block, out = x + b * 144, b * 256
         for i in range(8):
-            d, m = scale_and_least(at, i)
-            for half in range(0, 32, 16):
-                q = (bytes_at(at, 16 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
-                store(y, out + i * 32 + half, to_floats(q) * d - m)
+            d, m = scale_and_min(block, i)
+            for half_index in range(0, 32, 16):
+                q = (bytes_at(block, 16 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
+                store(y, out + i * 32 + half_index, to_floats(q) * d - m)
 
 
 @intrinsics.part
-def scales_then_lows(w: int) -> intrinsics.Floats:
+def scales_then_mins(w: int) -> intrinsics.F32x16:
     """What scale_and_least gives for the eight groups of a block: eight scales, then eight offsets, negative."""
-    first, second, rest = (
+    first, second, upper_bits = (
         intrinsics.word_at(w + 4, 0),
         intrinsics.word_at(w + 8, 0),
         intrinsics.word_at(w + 12, 0),
     )
-    above = (((first >> 6) << 4) | ((second >> 6) << 36)) & (TWOS << 4)
-    low = (rest & FOURS) | (above & 0xFFFFFFFF)
-    low_codes = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
-    both = intrinsics.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (low_codes << 32))
+    top_bits = (((first >> 6) << 4) | ((second >> 6) << 36)) & (LOW_2_BITS << 4)
+    low = (upper_bits & FOURS) | (top_bits & 0xFFFFFFFF)
+    upper_mins = ((upper_bits >> 4) & 0x0F0F0F0F) | (top_bits >> 32)
+    both = intrinsics.bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (upper_mins << 32))
     units = intrinsics.keep_first(
         intrinsics.splat(half_at(w, 0)), 8, intrinsics.splat(-half_at(w, 1))
     )
@@ -221,132 +229,139 @@ def scales_then_lows(w: int) -> intrinsics.Floats:
 @q5_K.unpack
 def unpack_q5_K(y, x, n):
     for b in range(n):
-        at, out = x + b * 176, b * 256
+        block, out = x + b * 176, b * 256
         for i in range(8):
-            d, m = scale_and_least(at, i)
-            for half in range(0, 32, 16):
-                q = (bytes_at(at, 48 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
-                top = (bytes_at(at, 16 + half) >> i) & 1
-                store(y, out + i * 32 + half, to_floats(q | (top << 4)) * d - m)
+            d, m = scale_and_min(block, i)
+            for half_index in range(0, 32, 16):
+                q = (bytes_at(block, 48 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
+                top_bits = (bytes_at(block, 16 + half_index) >> i) & 1
+                store(y, out + i * 32 + half_index, to_floats(q | (top_bits << 4)) * d - m)
 
 
 @q6_K.unpack
 def unpack_q6_K(y, x, n):
     for b in range(n):
-        at, out = x + b * 210, b * 256
-        d = half_at(at + 208, 0)
+        block, out = x + b * 210, b * 256
+        d = half_at(block + 208, 0)
         for i in range(16):
-            half, part, lane = i // 8, i % 8 // 2, i % 2 * 16
-            q = (bytes_at(at, half * 64 + part % 2 * 32 + lane) >> (part // 2 * 4)) & 15
-            top = (bytes_at(at, 128 + half * 32 + lane) >> (part * 2)) & 3
-            scale = d * f32(intrinsics.char_at(at, 192 + i))
-            store(y, out + i * 16, to_floats((q | (top << 4)) - 32) * scale)
+            half, quarter, lane = i // 8, i % 8 // 2, i % 2 * 16
+            q = (bytes_at(block, half * 64 + quarter % 2 * 32 + lane) >> (quarter // 2 * 4)) & 15
+            top_bits = (bytes_at(block, 128 + half * 32 + lane) >> (quarter * 2)) & 3
+            scale = d * f32(intrinsics.char_at(block, 192 + i))
+            store(y, out + i * 16, to_floats((q | (top_bits << 4)) - 32) * scale)
 
 
 # ---- packing --------------------------------------------------------------------------------------------------
 
 
 @intrinsics.part
-def put_scale_bits(y: int, i: int, scale: int, least: int, scale_4: int, low_code_4: int) -> None:
+def put_scale_bits(
+    y: int, i: int, scale: int, min_code: int, scale_4: int, min_code_4: int
+) -> None:
     """Scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
     intrinsics.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
-    intrinsics.put_byte(y, 8 + i, least | (low_code_4 >> 4 << 6))
-    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((low_code_4 & 15) << 4))
+    intrinsics.put_byte(y, 8 + i, min_code | (min_code_4 >> 4 << 6))
+    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((min_code_4 & 15) << 4))
 
 
-@intrinsics.code
-def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
+@intrinsics.compiled_function
+def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_trials: int) -> None:
     """The first 16 bytes of a q4_K or q5_K block: see scale_and_least, which reads them."""
-    scales, lows = intrinsics.scratch(8), intrinsics.scratch(8)
-    largest_scale, lowest = f32(0), f32(0)
-    for i in range(GROUPS):
-        scale, low = intrinsics.fit(x + i * 128, most, first, trials)
+    scales, mins = intrinsics.scratch(8), intrinsics.scratch(8)
+    largest_scale, lowest_min = f32(0), f32(0)
+    for i in range(NUM_GROUPS):
+        scale, min_value = intrinsics.fit(x + i * 128, max_code, first_trial, num_trials)
         intrinsics.poke(scales, i, scale)
-        intrinsics.poke(lows, i, low)
-        largest_scale, lowest = max(largest_scale, scale), min(lowest, low)
+        intrinsics.poke(mins, i, min_value)
+        largest_scale, lowest_min = max(largest_scale, scale), min(lowest_min, min_value)
     intrinsics.put_half(y, 0, largest_scale / f32(63))
-    intrinsics.put_half(y, 1, -lowest / f32(63))
-    by_scale = f32(63) / largest_scale if largest_scale > 0 else f32(0)
-    by_low = f32(63) / lowest if lowest < 0 else f32(0)
-    for i in range(GROUPS // 2):
-        scale = intrinsics.whole(by_scale * peek(scales, i), 63)
-        low_code = intrinsics.whole(by_low * peek(lows, i), 63)
-        scale_4 = intrinsics.whole(by_scale * peek(scales, i + 4), 63)
+    intrinsics.put_half(y, 1, -lowest_min / f32(63))
+    inverse_scale = f32(63) / largest_scale if largest_scale > 0 else f32(0)
+    inverse_min = f32(63) / lowest_min if lowest_min < 0 else f32(0)
+    for i in range(NUM_GROUPS // 2):
+        scale = intrinsics.rounded_int(inverse_scale * peek(scales, i), 63)
+        min_code = intrinsics.rounded_int(inverse_min * peek(mins, i), 63)
+        scale_4 = intrinsics.rounded_int(inverse_scale * peek(scales, i + 4), 63)
         put_scale_bits(
-            y, i, scale, low_code, scale_4, intrinsics.whole(by_low * peek(lows, i + 4), 63)
+            y,
+            i,
+            scale,
+            min_code,
+            scale_4,
+            intrinsics.rounded_int(inverse_min * peek(mins, i + 4), 63),
         )
 
 
 @intrinsics.part
-def codes(y: int, x: int, group: int, lane: int, most: f32) -> intrinsics.Ints:
+def group_codes(y: int, x: int, group: int, lane: int, max_code: f32) -> intrinsics.I32x16:
     """Codes of 16 values, from `lane` on in a group whose scale is quantized."""
-    d, offset = scale_and_least(y, group)
+    d, offset = scale_and_min(y, group)
     d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
     return intrinsics.to_bits(
-        intrinsics.rounded((load(x + group * 128, lane) + offset) / d, f32(0), most)
+        intrinsics.rounded((load(x + group * 128, lane) + offset) / d, f32(0), max_code)
     )
 
 
 @q4_K.pack
 def pack_q4_K(y, x, n):
     for b in range(n):
-        to, at = y + b * 144, x + b * 1024
-        put_scales(to, at, f32(15), f32(-1), 20)
-        for i in range(0, GROUPS, 2):
+        block, src = y + b * 144, x + b * 1024
+        put_scales_and_mins(block, src, f32(15), f32(-1), 20)
+        for i in range(0, NUM_GROUPS, 2):
             for lane in range(0, 32, 16):
-                first = codes(to, at, i, lane, f32(15))
-                second = codes(to, at, i + 1, lane, f32(15))
-                intrinsics.put_bytes(to + 16 + i * 16, lane, first | (second << 4))
+                first_codes = group_codes(block, src, i, lane, f32(15))
+                second_codes = group_codes(block, src, i + 1, lane, f32(15))
+                intrinsics.put_bytes(block + 16 + i * 16, lane, first_codes | (second_codes << 4))
 
 
 @q5_K.pack
 def pack_q5_K(y, x, n):
     for b in range(n):
-        to, at = y + b * 176, x + b * 1024
-        put_scales(to, at, f32(31), f32(-0.5), 15)
+        block, src = y + b * 176, x + b * 1024
+        put_scales_and_mins(block, src, f32(31), f32(-0.5), 15)
         for lane in range(0, 32, 16):
-            top = intrinsics.spread_bits(0)
-            for i in range(0, GROUPS, 2):
-                first = codes(to, at, i, lane, f32(31))
-                second = codes(to, at, i + 1, lane, f32(31))
-                top = top | (first >> 4 << i) | (second >> 4 << (i + 1))
-                intrinsics.put_bytes(to + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
-            intrinsics.put_bytes(to + 16, lane, top)
+            top_bits = intrinsics.spread_bits(0)
+            for i in range(0, NUM_GROUPS, 2):
+                first = group_codes(block, src, i, lane, f32(31))
+                second = group_codes(block, src, i + 1, lane, f32(31))
+                top_bits = top_bits | (first >> 4 << i) | (second >> 4 << (i + 1))
+                intrinsics.put_bytes(block + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
+            intrinsics.put_bytes(block + 16, lane, top_bits)
 
 
-@intrinsics.code
-def fit_even(x: int) -> f32:
+@intrinsics.compiled_function
+def fit_symmetric_scale(x: int) -> f32:
     """Scale of 16 values as codes -32 .. 31; trials map the extreme to 31.1 .. 32.9, errors weighted by squares."""
-    furthest, scale, best = intrinsics.extreme(x, 16), f32(0), f32(0)
-    if abs(furthest) < NOTHING:
+    extreme_value, scale, best_score = intrinsics.extreme(x, 16), f32(0), f32(0)
+    if abs(extreme_value) < NOTHING:
         return f32(0)
     v = load(x, 0)
     w = v * v
-    for trial in range(-9, 10):
-        inverse = -(f32(32) + f32(0.1) * f32(trial)) / furthest
+    for trial_index in range(-9, 10):
+        inverse = -(f32(32) + f32(0.1) * f32(trial_index)) / extreme_value
         code = intrinsics.rounded(v * inverse, f32(-32), f32(31))
         sum_lx, sum_ll = intrinsics.total(w * v * code), intrinsics.total(w * code * code)
-        if sum_lx * sum_lx > best * sum_ll:
+        if sum_lx * sum_lx > best_score * sum_ll:
             scale = sum_lx / sum_ll
-            best = scale * sum_lx
+            best_score = scale * sum_lx
     return scale
 
 
-@intrinsics.code
-def put_even_scales(y: int, x: int) -> None:
+@intrinsics.compiled_function
+def put_q6_K_scales(y: int, x: int) -> None:
     """The last 18 bytes of a q6_K block: sixteen scales and their unit."""
-    scales, furthest = intrinsics.scratch(16), f32(0)
-    for i in range(2 * GROUPS):
-        intrinsics.poke(scales, i, fit_even(x + i * 64))
-    furthest = intrinsics.extreme(scales, 16)
-    inverse = f32(-128) / furthest if abs(furthest) >= NOTHING else f32(0)
-    intrinsics.put_half(y, 104, furthest / f32(-128))
-    for i in range(2 * GROUPS):
-        intrinsics.put_byte(y, 192 + i, intrinsics.whole(inverse * peek(scales, i), 127))
+    scales, extreme_scale = intrinsics.scratch(16), f32(0)
+    for i in range(2 * NUM_GROUPS):
+        intrinsics.poke(scales, i, fit_symmetric_scale(x + i * 64))
+    extreme_scale = intrinsics.extreme(scales, 16)
+    inverse = f32(-128) / extreme_scale if abs(extreme_scale) >= NOTHING else f32(0)
+    intrinsics.put_half(y, 104, extreme_scale / f32(-128))
+    for i in range(2 * NUM_GROUPS):
+        intrinsics.put_byte(y, 192 + i, intrinsics.rounded_int(inverse * peek(scales, i), 127))
 
 
-@intrinsics.code
-def even_codes(y: int, x: int, i: int) -> intrinsics.Ints:
+@intrinsics.compiled_function
+def q6_K_codes(y: int, x: int, i: int) -> intrinsics.I32x16:
     """Codes of the i-th 16 values, whose scale is quantized; 32 means zero."""
     d = half_at(y, 104) * f32(intrinsics.char_at(y, 192 + i))
     d = d if d != 0 else f32(1)
@@ -356,14 +371,14 @@ def even_codes(y: int, x: int, i: int) -> intrinsics.Ints:
 @q6_K.pack
 def pack_q6_K(y, x, n):
     for b in range(n):
-        to, at = y + b * 210, x + b * 1024
-        put_even_scales(to, at)
+        block, src = y + b * 210, x + b * 1024
+        put_q6_K_scales(block, src)
         for half in range(2):
             for lane in range(2):
                 i = half * 8 + lane
-                c0, c1 = even_codes(to, at, i), even_codes(to, at, i + 2)
-                c2, c3 = even_codes(to, at, i + 4), even_codes(to, at, i + 6)
-                low, high = to + half * 64 + lane * 16, to + 128 + half * 32 + lane * 16
+                c0, c1 = q6_K_codes(block, src, i), q6_K_codes(block, src, i + 2)
+                c2, c3 = q6_K_codes(block, src, i + 4), q6_K_codes(block, src, i + 6)
+                low, high = block + half * 64 + lane * 16, block + 128 + half * 32 + lane * 16
                 intrinsics.put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
                 intrinsics.put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
                 intrinsics.put_bytes(

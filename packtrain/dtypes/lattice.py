@@ -9,8 +9,8 @@ import numpy as np
 
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.intrinsics import (
-    Ints,
-    code,
+    I32x16,
+    compiled_function,
     load,
     part,
     peek,
@@ -19,48 +19,48 @@ from packtrain.dtypes.intrinsics import (
     store,
     word_at,
 )
-from packtrain.dtypes.weighted_packing import sum_of_squares, weigh
+from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
 
 f32 = np.float32
-FAR, ROUND = f32(np.finfo(f32).max), f32(1.5 * 2**23)
+FAR, ROUNDING_SHIFT = f32(np.finfo(f32).max), f32(1.5 * 2**23)
 # which points are sought anew with the fitted scale: those off the grid, all if one was, all
 OFF, ANY, ALL = 0, 1, 2
 
 
 @part
-def levels_of(x: int, i: int, inverse: f32, most: f32) -> Ints:
+def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> I32x16:
     """Levels 0 .. most of 16 values times `inverse`; too large ones lose their upper bits, as there."""
-    rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUND)
+    rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUNDING_SHIFT)
     v = intrinsics.to_floats((rounded & 0x007FFFFF) - 0x00400000)
-    return intrinsics.to_bits(select_less(v, 0.0, 0.0, select_less(most, v, most, v)))
+    return intrinsics.to_bits(select_less(v, 0.0, 0.0, select_less(max_level, v, max_level, v)))
 
 
 @part
-def key_of(levels: int, bits: int) -> int:
+def level_key(levels: int, bits: int) -> int:
     """The bits of four levels side by side."""
-    both, low = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
-    return (both & low) | (both >> (16 - 2 * bits) & (low << (2 * bits)))
+    level_pairs, low_mask = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
+    return (level_pairs & low_mask) | (level_pairs >> (16 - 2 * bits) & (low_mask << (2 * bits)))
 
 
 @part
-def entry_of(t: int, levels: int, width: int) -> int:
+def table_entry(t: int, levels: int, width: int) -> int:
     """What the table says of these levels."""
     if width == 4:
-        return word_at(t, key_of(word_at(levels, 0), 3))
-    return word_at(t, key_of(word_at(levels, 0), 2) | (key_of(word_at(levels, 1), 2) << 8))
+        return word_at(t, level_key(word_at(levels, 0), 3))
+    return word_at(t, level_key(word_at(levels, 0), 2) | (level_key(word_at(levels, 1), 2) << 8))
 
 
 @part
-def put_point(to: int, t: int, number: int, width: int) -> None:
+def put_point(to: int, t: int, point_number: int, width: int) -> None:
     """The levels of a point."""
-    first = (4096 if width == 4 else 65536) + number * width // 4
+    first_word = (4096 if width == 4 else 65536) + point_number * width // 4
     for i in range(width // 4):
-        intrinsics.put_word(to, i, word_at(t, first + i))
+        intrinsics.put_word(to, i, word_at(t, first_word + i))
 
 
-@code
+@compiled_function
 def nearest_point(
-    t: int, entry: int, x: int, w: int, scale: f32, width: int, by: f32, more: f32
+    t: int, entry: int, x: int, w: int, scale: f32, width: int, by: f32, value_shift: f32
 ) -> int:
     """The number of the point near a place with the least weighted error; a value stands for (2 l + 1) by + more."""
     nbytes = 32 + 16 * width
@@ -70,21 +70,21 @@ def nearest_point(
         for i in range(width):
             q = (
                 intrinsics.to_floats(intrinsics.bytes_at(first, chunk * nbytes + 32 + 16 * i)) * by
-                + more
+                + value_shift
             )
             residual = q * scale - peek(x, i)
             error = error + residual * peek(w, i) * residual
         chunks = select_less(error, best, f32(chunk), chunks)
         best = select_less(error, best, error, best)
     min_error = -intrinsics.largest(intrinsics.neg(best))
-    at = select_less(
+    lane_indices = select_less(
         min_error, best, 4096.0, chunks * 16.0 + intrinsics.to_floats(intrinsics.lane_numbers())
     )
-    place = int(-intrinsics.largest(intrinsics.neg(at)))
-    return intrinsics.short_at(first + (place >> 4) * nbytes, place & 15)
+    point_index = int(-intrinsics.largest(intrinsics.neg(lane_indices)))
+    return intrinsics.short_at(first + (point_index >> 4) * nbytes, point_index & 15)
 
 
-@code
+@compiled_function
 def put_levels(
     to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, point_bits: int, t: int
 ) -> int:
@@ -94,18 +94,18 @@ def put_levels(
         intrinsics.put_bytes(all_levels, i, levels_of(x, i, inverse, max_level))
     for k in range(n // width):
         if point_bits >> k & 1:
-            at, place = all_levels + k * width, k * width * 4
-            entry = entry_of(t, at, width)
-            if entry & 255:
+            point_levels, value_offset = all_levels + k * width, k * width * 4
+            point_entry = table_entry(t, point_levels, width)
+            if point_entry & 255:
                 off_grid |= 1 << k
-                args = x + place, w + place, scale, width, f32(1), f32(0)
-                put_point(at, t, nearest_point(t, entry, *args), width)
+                args = x + value_offset, w + value_offset, scale, width, f32(1), f32(0)
+                put_point(point_levels, t, nearest_point(t, point_entry, *args), width)
             for i in range(width // 4):
-                intrinsics.put_word(to + k * width, i, word_at(at, i))
+                intrinsics.put_word(to + k * width, i, word_at(point_levels, i))
     return off_grid
 
 
-@code
+@compiled_function
 def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
     """The sums of w * x * value and w * value * value."""
     products, squares, lx, ll = scratch(32), scratch(32), f32(0), f32(0)
@@ -119,27 +119,27 @@ def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
     return lx, ll
 
 
-@code
+@compiled_function
 def fit_points(
-    levels: int, x: int, w: int, n: int, width: int, scale: f32, largest_x: f32, trials: int, step: f32, again: int,
+    levels: int, x: int, w: int, n: int, width: int, scale: f32, largest_x: f32, num_trials: int, step: f32, refit: int,
     t: int,
 ) -> f32:  # fmt: skip
     """The scale of a group of sizes x, and its levels: the best of some that map `largest_x` near the last value."""
-    trial, roots, top = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
-    all_points, best = (1 << (n // width)) - 1, f32(0)
-    off_grid = 0 if again == OFF else all_points
+    trial, roots, top_value = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
+    all_points, best_score = (1 << (n // width)) - 1, f32(0)
+    off_grid = 0 if refit == OFF else all_points
     for i in range(0, n, 16):
         store(roots, i, intrinsics.sqrt(load(w, i)))
-    for i in range(-trials, trials + 1):
-        inverse = (top + f32(i) * step) / largest_x
+    for i in range(-num_trials, num_trials + 1):
+        inverse = (top_value + f32(i) * step) / largest_x
         outside = put_levels(trial, x, roots, n, width, inverse, f32(1) / inverse, all_points, t)
         lx, ll = level_sums(x, w, trial, n)
-        if ll > 0 and lx * lx > best * ll:
+        if ll > 0 and lx * lx > best_score * ll:
             scale, off_grid = lx / ll, outside
-            best = scale * lx
+            best_score = scale * lx
             for k in range(n // 4):
                 intrinsics.put_word(levels, k, word_at(trial, k))
-    if again == ALL or (again == ANY and off_grid != 0):
+    if refit == ALL or (refit == ANY and off_grid != 0):
         off_grid = all_points
     if off_grid != 0 and scale > 0:
         put_levels(levels, x, roots, n, width, f32(1) / scale, scale, off_grid, t)
@@ -149,8 +149,8 @@ def fit_points(
     return scale
 
 
-@code
-def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
+@compiled_function
+def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
     """Sizes of values, and the bits of those below zero; if `paired`, of each eight one may change its sign.
 
     Then the number of signs is even: the value whose error weighs least keeps its sign, so that it is below zero.
@@ -158,96 +158,96 @@ def put_sizes(to: int, x: int, w: int, n: int, paired: int) -> int:
     bits = 0
     for i in range(0, n, 16):
         v = load(x, i)
-        store(to, i, intrinsics.absolute(v))
+        store(magnitudes, i, intrinsics.absolute(v))
         bits |= intrinsics.set_lanes(intrinsics.to_bits(select_less(v, 0.0, 1.0, 0.0))) << i
-    for first in range(0, n if paired else 0, 8):
-        odd = bits >> first & 255
-        odd ^= odd >> 4
-        odd ^= odd >> 2
-        if (odd ^ (odd >> 1)) & 1:
-            at = first
-            min_cost = peek(w, at) * peek(x, at) * peek(x, at)
-            for i in range(first + 1, first + 8):
-                size = peek(w, i) * peek(x, i) * peek(x, i)
-                if size < min_cost:
-                    at, min_cost = i, size
-            intrinsics.poke(to, at, -peek(to, at))
-            bits ^= 1 << at
+    for group_start in range(0, n if paired else 0, 8):
+        parity = bits >> group_start & 255
+        parity ^= parity >> 4
+        parity ^= parity >> 2
+        if (parity ^ (parity >> 1)) & 1:
+            flip_index = group_start
+            min_cost = peek(w, flip_index) * peek(x, flip_index) * peek(x, flip_index)
+            for i in range(group_start + 1, group_start + 8):
+                flip_cost = peek(w, i) * peek(x, i) * peek(x, i)
+                if flip_cost < min_cost:
+                    flip_index, min_cost = i, flip_cost
+            intrinsics.poke(magnitudes, flip_index, -peek(magnitudes, flip_index))
+            bits ^= 1 << flip_index
     return bits
 
 
-@code
-def put_point_weights(to: int, x: int, w: int, n: int, spread: f32) -> None:
+@compiled_function
+def put_point_weights(weights: int, x: int, w: int, n: int, spread: f32) -> None:
     """Weights of a group; without columns' weights squares, of groups of 16 with a quarter of the spread."""
     if w != 0:
-        weigh(to, x, w, n, spread)
+        put_value_weights(weights, x, w, n, spread)
     else:
         bias = f32(0.25) * spread if n == 16 else f32(0)
         for i in range(0, n, 16):
-            store(to, i, load(x, i) * load(x, i) + bias)
+            store(weights, i, load(x, i) * load(x, i) + bias)
 
 
-@code
+@compiled_function
 def fit_block(
-    numbers: int, signs: int, scales: int, x: int, w: int, t: int, n: int, width: int, paired: int, least: f32,
-    trials: int, step: f32, again: int,
+    numbers: int, signs: int, scales: int, x: int, w: int, t: int, n: int, width: int, paired: int, min_magnitude: f32,
+    num_trials: int, step: f32, refit: int,
 ) -> f32:  # fmt: skip
     """256 values as numbers of points (u16), bits of signs and scales (f32) of groups of n; returns the largest scale.
 
-    least   a group of smaller values is all zeros
-    trials  on either side of the plain scale, at distances of `step`
+    min_magnitude   a group of smaller values is all zeros
+    num_trials  on either side of the plain scale, at distances of `step`
     """
     weights, sizes, levels, codes = scratch(32), scratch(32), scratch(16), scratch(32)
-    times, highest = f32(1) if paired and width == 8 else f32(2), f32(0)
-    spread = times * sum_of_squares(x, 256) / f32(256)
+    spread_factor, max_scale = f32(1) if paired and width == 8 else f32(2), f32(0)
+    spread = spread_factor * sum_of_squares(x, 256) / f32(256)
     store(scales, 0, intrinsics.splat(0.0))
     for i in range(256 // n):
-        at, place = x + i * n * 4, i * n // width
-        put_point_weights(weights, at, w + i * n * 4 if w != 0 else 0, n, spread)
+        group_values, place = x + i * n * 4, i * n // width
+        put_point_weights(weights, group_values, w + i * n * 4 if w != 0 else 0, n, spread)
         store(levels, 0, intrinsics.splat(0.0))
-        bits = put_sizes(sizes, at, weights, n, paired)
+        sign_bits = put_magnitudes(sizes, group_values, weights, n, paired)
         max_size = intrinsics.largest(intrinsics.maximum(load(sizes, 0), load(sizes, n - 16)))
-        is_large, scale = max_size >= least, max_size / (f32(15) if width == 4 else f32(5))
-        if is_large and again == ALL:
+        is_large, scale = max_size >= min_magnitude, max_size / (f32(15) if width == 4 else f32(5))
+        if is_large and refit == ALL:
             scale = intrinsics.above(sizes, weights, n, 4, codes)
             max_size = scale * f32(3)
         if is_large and max_size > 0:
             scale = fit_points(
-                levels, sizes, weights, n, width, scale, max_size, trials, step, again, t
+                levels, sizes, weights, n, width, scale, max_size, num_trials, step, refit, t
             )
         else:
-            bits, scale = 0, f32(0)
+            sign_bits, scale = 0, f32(0)
         if scale < 0:
-            bits, scale = ~bits, -scale
+            sign_bits, scale = ~sign_bits, -scale
         for k in range(n // width):
-            intrinsics.put_short(numbers, place + k, entry_of(t, levels + k * width, width) >> 8)
+            intrinsics.put_short(numbers, place + k, table_entry(t, levels + k * width, width) >> 8)
         if n == 16:
-            intrinsics.put_short(signs, i, bits)
+            intrinsics.put_short(signs, i, sign_bits)
         else:
-            intrinsics.put_word(signs, i, bits)
+            intrinsics.put_word(signs, i, sign_bits)
         intrinsics.poke(scales, i, scale)
-        highest = max(highest, scale)
-    return highest
+        max_scale = max(max_scale, scale)
+    return max_scale
 
 
-@code
-def put_scales(y: int, levels: int, scales: int, highest: f32, by: f32) -> None:
-    """The scale of a block in its first two bytes, times `by`, and the scales of its groups as levels 0 to 15."""
-    d = highest / f32(31)
-    intrinsics.put_half(y, 0, d * by)
+@compiled_function
+def put_scales(y: int, levels: int, scales: int, max_scale: f32, unit_factor: f32) -> None:
+    """The scale of a block in its first two bytes, times `unit_factor`, and the scales of its groups as levels 0 to 15."""
+    d = max_scale / f32(31)
+    intrinsics.put_half(y, 0, d * unit_factor)
     intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
 
 
-@code
+@compiled_function
 def put_nibbles(y: int, levels: int, n: int) -> None:
     """The low four bits of n bytes, two in each."""
     for i in range(n // 2):
-        both = intrinsics.short_at(levels, i)
-        intrinsics.put_byte(y, i, (both & 15) | (both >> 4 & 240))
+        byte_pair = intrinsics.short_at(levels, i)
+        intrinsics.put_byte(y, i, (byte_pair & 15) | (byte_pair >> 4 & 240))
 
 
 @part
 def sevens(signs: int) -> int:
     """The first seven of each eight of 32 bits, in 28."""
-    low = (signs & 127) | (signs >> 1 & (127 << 7))
-    return low | (signs >> 2 & (127 << 14)) | (signs >> 3 & (127 << 21))
+    low_bits = (signs & 127) | (signs >> 1 & (127 << 7))
+    return low_bits | (signs >> 2 & (127 << 14)) | (signs >> 3 & (127 << 21))

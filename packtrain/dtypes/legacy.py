@@ -6,17 +6,19 @@ Quantized bit for bit as ggml's reference. Formats: ggml-common.h.
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.element_type import Layout, packed
+from packtrain.dtypes.element_type import CodeLayout, block_dtype
 
 f32 = np.float32
-q4_0 = packed("q4_0", 2, 32, 18, layout=Layout(32, 16, -8, (0,), 2))
-q4_1 = packed("q4_1", 3, 32, 20, layout=Layout(32, 16, None, (0, 2), 4))
-q5_0 = packed("q5_0", 6, 32, 22, layout=Layout(32, 32, -16, (0,), 6, high=2, high_runs=4))
-q5_1 = packed("q5_1", 7, 32, 24, layout=Layout(32, 32, None, (0, 2), 8, high=4, high_runs=4))
-q8_0 = packed("q8_0", 8, 32, 34, layout=Layout(32, 255, -127, (0,), 2))
-q4_0.mix("Q4_0", 2, weighed=q4_1)
+q4_0 = block_dtype("q4_0", 2, 32, 18, layout=CodeLayout(32, 16, -8, (0,), 2))
+q4_1 = block_dtype("q4_1", 3, 32, 20, layout=CodeLayout(32, 16, None, (0, 2), 4))
+q5_0 = block_dtype("q5_0", 6, 32, 22, layout=CodeLayout(32, 32, -16, (0,), 6, high=2, high_runs=4))
+q5_1 = block_dtype(
+    "q5_1", 7, 32, 24, layout=CodeLayout(32, 32, None, (0, 2), 8, high=4, high_runs=4)
+)
+q8_0 = block_dtype("q8_0", 8, 32, 34, layout=CodeLayout(32, 255, -127, (0,), 2))
+q4_0.mix("Q4_0", 2, first_ffn_down_weighted=q4_1)
 q4_1.mix("Q4_1", 3)
-q5_0.mix("Q5_0", 8, weighed=q5_1)
+q5_0.mix("Q5_0", 8, first_ffn_down_weighted=q5_1)
 q5_1.mix("Q5_1", 9)
 q8_0.mix("Q8_0", 7)
 
@@ -24,8 +26,8 @@ q8_0.mix("Q8_0", 7)
 @q4_0.unpack
 def unpack_q4_0(y, x, n):
     for b in range(n):
-        at, out = x + b * 18, b * 32
-        d, q = intrinsics.half_at(at, 0), intrinsics.bytes_at(at, 2)
+        block, out = x + b * 18, b * 32
+        d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 2)
         intrinsics.store(y, out, intrinsics.to_floats((q & 15) - 8) * d)
         intrinsics.store(y, out + 16, intrinsics.to_floats((q >> 4) - 8) * d)
 
@@ -33,10 +35,10 @@ def unpack_q4_0(y, x, n):
 @q4_0.pack
 def pack_q4_0(y, x, n):
     for b in range(n):
-        to, at = y + b * 18, x + b * 128
-        d = intrinsics.extreme(at, 32) / f32(-8)
-        intrinsics.put_half(to, 0, d)
-        intrinsics.put_codes(to + 2, at, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
+        block, src = y + b * 18, x + b * 128
+        d = intrinsics.extreme(src, 32) / f32(-8)
+        intrinsics.put_half(block, 0, d)
+        intrinsics.put_codes(block + 2, src, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
 
 
 @q4_1.unpack
@@ -51,20 +53,20 @@ def unpack_q4_1(y, x, n):
 @q4_1.pack
 def pack_q4_1(y, x, n):
     for b in range(n):
-        to, at = y + b * 20, x + b * 128
-        low, high = intrinsics.bounds(at)
-        d = (high - low) / f32(15)
-        intrinsics.put_half(to, 0, d)
-        intrinsics.put_half(to, 1, low)
-        intrinsics.put_codes(to + 4, at, low, intrinsics.reciprocal(d), f32(0.5), f32(15))
+        block, src = y + b * 20, x + b * 128
+        min_value, max_value = intrinsics.bounds(src)
+        d = (max_value - min_value) / f32(15)
+        intrinsics.put_half(block, 0, d)
+        intrinsics.put_half(block, 1, min_value)
+        intrinsics.put_codes(block + 4, src, min_value, intrinsics.reciprocal(d), f32(0.5), f32(15))
 
 
 @q5_0.unpack
 def unpack_q5_0(y, x, n):
     for b in range(n):
-        at, out = x + b * 22, b * 32
-        d, q = intrinsics.half_at(at, 0), intrinsics.bytes_at(at, 6)
-        high = intrinsics.spread_bits(intrinsics.word_at(at + 2, 0)) >> intrinsics.lane_numbers()
+        block, out = x + b * 22, b * 32
+        d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 6)
+        high = intrinsics.spread_bits(intrinsics.word_at(block + 2, 0)) >> intrinsics.lane_numbers()
         intrinsics.store(y, out, intrinsics.to_floats(((q & 15) | ((high & 1) << 4)) - 16) * d)
         intrinsics.store(
             y, out + 16, intrinsics.to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d
@@ -74,13 +76,13 @@ def unpack_q5_0(y, x, n):
 @q5_0.pack
 def pack_q5_0(y, x, n):
     for b in range(n):
-        to, at = y + b * 22, x + b * 128
-        d = intrinsics.extreme(at, 32) / f32(-16)
+        to, src = y + b * 22, x + b * 128
+        d = intrinsics.extreme(src, 32) / f32(-16)
         intrinsics.put_half(to, 0, d)
         intrinsics.put_word(
             to + 2,
             0,
-            intrinsics.put_codes(to + 6, at, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
+            intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
         )
 
 
@@ -97,25 +99,25 @@ def unpack_q5_1(y, x, n):
 @q5_1.pack
 def pack_q5_1(y, x, n):
     for b in range(n):
-        to, at = y + b * 24, x + b * 128
-        low, high = intrinsics.bounds(at)
-        d = (high - low) / f32(31)
-        intrinsics.put_half(to, 0, d)
-        intrinsics.put_half(to, 1, low)
+        block, src = y + b * 24, x + b * 128
+        low, max_value = intrinsics.bounds(src)
+        d = (max_value - low) / f32(31)
+        intrinsics.put_half(block, 0, d)
+        intrinsics.put_half(block, 1, low)
         intrinsics.put_word(
-            to + 4,
+            block + 4,
             0,
-            intrinsics.put_codes(to + 8, at, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
+            intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
         )
 
 
 @q8_0.unpack
 def unpack_q8_0(y, x, n):
     for b in range(n):
-        at, out = x + b * 34, b * 32
-        d = intrinsics.half_at(at, 0)
-        intrinsics.store(y, out, intrinsics.to_floats(intrinsics.chars_at(at, 2)) * d)
-        intrinsics.store(y, out + 16, intrinsics.to_floats(intrinsics.chars_at(at, 18)) * d)
+        block, out = x + b * 34, b * 32
+        d = intrinsics.half_at(block, 0)
+        intrinsics.store(y, out, intrinsics.to_floats(intrinsics.chars_at(block, 2)) * d)
+        intrinsics.store(y, out + 16, intrinsics.to_floats(intrinsics.chars_at(block, 18)) * d)
 
 
 @q8_0.dot
@@ -139,13 +141,13 @@ def dot_q8_0(x, w, n):
 @q8_0.pack
 def pack_q8_0(y, x, n):
     for b in range(n):
-        to, at = y + b * 34, x + b * 128
+        block, src = y + b * 34, x + b * 128
         d = intrinsics.largest(
             intrinsics.maximum(
-                intrinsics.absolute(intrinsics.load(at, 0)),
-                intrinsics.absolute(intrinsics.load(at, 16)),
+                intrinsics.absolute(intrinsics.load(src, 0)),
+                intrinsics.absolute(intrinsics.load(src, 16)),
             )
         ) / f32(127)
-        intrinsics.put_half(to, 0, d)
-        intrinsics.put_rounded(to + 2, at, intrinsics.reciprocal(d))
-        intrinsics.put_rounded(to + 18, at + 64, intrinsics.reciprocal(d))
+        intrinsics.put_half(block, 0, d)
+        intrinsics.put_rounded(block + 2, src, intrinsics.reciprocal(d))
+        intrinsics.put_rounded(block + 18, src + 64, intrinsics.reciprocal(d))

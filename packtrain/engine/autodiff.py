@@ -13,10 +13,18 @@ from packtrain.dtypes import TRAINABLE, f32
 from packtrain.engine.call_site import written_for
 from packtrain.engine.graph import Graph
 from packtrain.engine.ops.elementwise import add
-from packtrain.engine.ops.stored_values import reads_again
-from packtrain.engine.tensor import Call, GraphError, Tensor, Unmet, constant, named, want
+from packtrain.engine.ops.stored_values import rereads_stored_weight
+from packtrain.engine.tensor import (
+    Call,
+    GraphError,
+    RequirementError,
+    Tensor,
+    constant,
+    named,
+    require,
+)
 
-Sink = Callable[[Tensor, Tensor], None]
+GradientSink = Callable[[Tensor, Tensor], None]
 Gradients = dict[Tensor, Tensor]
 Keep = Collection[Tensor] | Mapping[Tensor, int] | None
 
@@ -25,7 +33,7 @@ def differentiate(
     loss: Tensor,
     wrt: Sequence[Tensor],
     keep: Keep = None,
-    sink: Sink | None = None,
+    sink: GradientSink | None = None,
     inner: Gradients | None = None,
 ) -> Gradients:
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
@@ -46,31 +54,31 @@ def differentiate(
     bf16, or an op has no gradient (all named).
     """
     calls, active, seed = _checked(loss, wrt)
-    recompute = _Recompute(calls, keep)
+    recompute = _Recomputation(calls, keep)
     return _Backward(calls, active, wrt, recompute, sink, inner, seed).walk(calls)
 
 
 def differentiate_twice(
-    loss: Tensor, wrt: Sequence[Tensor], repeated: Collection[Tensor], frontier: Collection[Tensor], keep: Keep,
-    first: Sink, sink: Sink, inner: Gradients | None = None,
+    loss: Tensor, wrt: Sequence[Tensor], repeated_wrt: Collection[Tensor], frontier: Collection[Tensor], keep: Keep,
+    first_sink: GradientSink, sink: GradientSink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """Gradients as of `differentiate`, those for `repeated`, some of `wrt`, twice: from the gradients of `frontier` on.
+    """Gradients as of `differentiate`, those for `repeated_wrt`, some of `wrt`, twice: from the gradients of `frontier` on.
 
-    What reads `repeated` comes before `frontier`. Both sinks are called with each of `wrt` and its gradient: `first`
-    with that of the first pass; `sink` after that pass, for `repeated` with that of a second pass from `frontier` back.
+    What reads `repeated_wrt` comes before `frontier`. Both sinks are called with each of `wrt` and its gradient: `first_sink`
+    with that of the first pass; `sink` after that pass, for `repeated_wrt` with that of a second pass from `frontier` back.
     """
     calls, active, seed = _checked(loss, wrt)
-    border = max(t.call.serial for t in frontier if t.call is not None)
-    prefix = [call for call in calls if call.serial <= border]
-    first_pass = _Backward(calls, active, wrt, _Recompute(calls, keep), first, inner, seed)
+    last_serial = max(t.call.serial for t in frontier if t.call is not None)
+    prefix = [call for call in calls if call.serial <= last_serial]
+    first_pass = _Backward(calls, active, wrt, _Recomputation(calls, keep), first_sink, inner, seed)
     first_pass.walk(calls[len(prefix) :])
-    active = _dependents(prefix, repeated)
-    arrived = {t: d for t, d in first_pass.partial.items() if t in active}
-    for t, d in first_pass.walk(prefix).items():  # goes on; what it returns is of both parts
-        if t not in repeated:
-            sink(t, d)
-    recompute = _Recompute(calls, keep)
-    _Backward(prefix, active, list(repeated), recompute, sink, None, arrived).walk(prefix)
+    active = _dependents(prefix, repeated_wrt)
+    arrived = {t: gradient for t, gradient in first_pass.partial.items() if t in active}
+    for t, gradient in first_pass.walk(prefix).items():  # goes on; what it returns is of both parts
+        if t not in repeated_wrt:
+            sink(t, gradient)
+    recompute = _Recomputation(calls, keep)
+    _Backward(prefix, active, list(repeated_wrt), recompute, sink, None, arrived).walk(prefix)
 
 
 def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
@@ -82,10 +90,10 @@ def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[T
     if packed:
         raise GraphError(f"only f32 and bf16 tensors have gradients; {packed} cannot be trained")
     active = _dependents(calls, wrt)
-    read = {t for call in calls for t in call.reads} | {loss}
-    unused = [t.label for t in wrt if t not in read]
-    if unused:
-        raise GraphError(f"the loss does not depend on {', '.join(unused)}")
+    read_tensors = {t for call in calls for t in call.reads} | {loss}
+    unused_names = [t.label for t in wrt if t not in read_tensors]
+    if unused_names:
+        raise GraphError(f"the loss does not depend on {', '.join(unused_names)}")
     missing_vjp = [
         c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)
     ]
@@ -104,82 +112,85 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
     return active
 
 
-class _Recompute:
+class _Recomputation:
     """Provides forward values to the backward pass: kept ones as they are, others recomputed just before use."""
 
     def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
-        self.forward, self.all = set(calls), keep is None
+        self.forward_calls, self.keeps_all = set(calls), keep is None
         self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
-        self.deepest = max(self.ranks.values(), default=0) + 1
-        saved = (t for t, rank in self.ranks.items() if rank <= 0)
-        self.tail = max((t.call.serial for t in saved if t.call), default=-1)
+        self.max_rank = max(self.ranks.values(), default=0) + 1
+        kept_tensors = (t for t, rank in self.ranks.items() if rank <= 0)
+        self.last_kept_serial = max((t.call.serial for t in kept_tensors if t.call), default=-1)
         self.copies = dict[Tensor, Tensor]()
-        self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
-        self._kept: dict[Tensor, bool] = {}
+        self.newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
+        self._is_kept_cache: dict[Tensor, bool] = {}
 
-    def kept(self, t: Tensor) -> bool:
-        if t not in self._kept:
-            self._kept[t] = self._is_kept(t)
-        return self._kept[t]
+    def is_kept(self, t: Tensor) -> bool:
+        if t not in self._is_kept_cache:
+            self._is_kept_cache[t] = self._find_is_kept(t)
+        return self._is_kept_cache[t]
 
-    def _is_kept(self, t: Tensor) -> bool:
+    def _find_is_kept(self, t: Tensor) -> bool:
         return (
             t.call is None
             or self.ranks.get(t, 1) <= 0
-            or ((self.all or t.call.serial > self.tail) and not reads_again(t.call))
-            or t.call not in self.forward
+            or (
+                (self.keeps_all or t.call.serial > self.last_kept_serial)
+                and not rereads_stored_weight(t.call)
+            )
+            or t.call not in self.forward_calls
             or bool(t.call.op.writes)
-            or any(self.newest.get(x.base, x.handle) is not x.handle for x in t.call.reads)
+            or any(self.newest_handles.get(x.base, x.handle) is not x.handle for x in t.call.reads)
         )
 
-    def _there(self, t: Tensor) -> bool:
-        return self.kept(t) or t in self.copies
+    def _is_available(self, t: Tensor) -> bool:
+        return self.is_kept(t) or t in self.copies
 
     def rank(self, t: Tensor) -> int:
-        return self.ranks.get(t, self.deepest)
+        return self.ranks.get(t, self.max_rank)
 
-    def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-        requested = list(tensors)
-        while missing := self._missing(t for t in requested if t is not None):
-            self._compute(missing)
-        return [t if t is None else self.copies.get(t, t) for t in requested]
+    def forward_values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        tensor_list = list(tensors)
+        while missing_calls := self._missing_calls(t for t in tensor_list if t is not None):
+            self._recompute(missing_calls)
+        return [t if t is None else self.copies.get(t, t) for t in tensor_list]
 
-    def _missing(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
+    def _missing_calls(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
         """The calls that must be recomputed to get these tensors."""
-        missing: dict[Call, None] = {}
+        missing_calls: dict[Call, None] = {}
         stack = list(tensors)
         while stack:
             t = stack.pop()
-            if self._there(t) or t.call in missing:
+            if self._is_available(t) or t.call in missing_calls:
                 continue
             assert t.call is not None
-            missing[t.call] = None
+            missing_calls[t.call] = None
             stack.extend(t.call.reads)
-        return missing
+        return missing_calls
 
-    def _compute(self, missing: dict[Call, None]) -> None:
+    def _recompute(self, missing_calls: dict[Call, None]) -> None:
         """Recompute the values of the lowest rank, and what they need; keeps only values of that rank."""
-        absent = [t for c in missing for t in c.results if not self._there(t)]
-        level = min(map(self.rank, absent))
-        targets = [t for t in absent if self.rank(t) == level]
-        passing = dict[Tensor, Tensor]()
-        for call in sorted(self._missing(targets), key=lambda c: c.serial):
-            for old, new in zip(call.results, self._again(call, passing), strict=True):
+        absent_tensors = [t for c in missing_calls for t in c.results if not self._is_available(t)]
+        lowest_rank = min(map(self.rank, absent_tensors))
+        targets = [t for t in absent_tensors if self.rank(t) == lowest_rank]
+        temporary_values = dict[Tensor, Tensor]()
+        for call in sorted(self._missing_calls(targets), key=lambda c: c.serial):
+            for old, new in zip(call.results, self._copy_call(call, temporary_values), strict=True):
                 if old.name:
                     named(f"{old.name} again", new)
-                if not self.kept(old):
-                    (self.copies if self.rank(old) == level else passing)[old] = new
+                if not self.is_kept(old):
+                    (self.copies if self.rank(old) == lowest_rank else temporary_values)[old] = new
 
-    def _again(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _copy_call(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """The call, written a second time on recomputed inputs."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
-        with written_for(call.origin, "backward" if reads_again(call) else "recomputed"):
-            return results(call.op(*inputs, **call.attrs))
+        with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
+            return as_tuple(call.op(*inputs, **call.attrs))
 
 
-def results(returned: Any) -> tuple[Tensor, ...]:
+def as_tuple(op_result: Any) -> tuple[Tensor, ...]:
     """The results of calling an op, always as a tuple."""
-    return returned if isinstance(returned, tuple) else (returned,)
+    return op_result if isinstance(op_result, tuple) else (op_result,)
 
 
 class _Backward:
@@ -190,13 +201,13 @@ class _Backward:
         calls: Sequence[Call],
         active: set[Tensor],
         wrt: Sequence[Tensor],
-        recompute: _Recompute,
-        then: Sink | None,
+        recompute: _Recomputation,
+        sink: GradientSink | None,
         inner: Gradients | None,
         partial: Gradients,
     ) -> None:
         self.inner, self.partial = inner, partial
-        self.calls, self.active, self.recompute, self.then = calls, active, recompute, then
+        self.calls, self.active, self.recompute, self.sink = calls, active, recompute, sink
         self.wrt = list(dict.fromkeys(wrt))
         self.gradients: Gradients = {}
         self.first_use = self._first_uses()
@@ -204,15 +215,15 @@ class _Backward:
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
         """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
-        targets, first = set(self.wrt), dict[Tensor, Call]()
+        targets, first_readers = set(self.wrt), dict[Tensor, Call]()
         for call in self.calls:
             for t in call.reads:
                 if t in targets:
-                    first.setdefault(t, call)
-        done: dict[Call | None, list[Tensor]] = {}
+                    first_readers.setdefault(t, call)
+        complete_after: dict[Call | None, list[Tensor]] = {}
         for t in self.wrt:
-            done.setdefault(first.get(t), []).append(t)
-        return done
+            complete_after.setdefault(first_readers.get(t), []).append(t)
+        return complete_after
 
     def walk(self, calls: Sequence[Call]) -> Gradients:
         """The backward pass of these calls; the gradients that are complete."""
@@ -224,30 +235,30 @@ class _Backward:
 
     def _backward(self, call: Call) -> None:
         dy = [self.partial.pop(t, None) for t in call.results]
-        for result, arrived in zip(call.results, dy, strict=True):
-            if result.name and arrived is not None and arrived.name is None:
-                named(f"d/{result.name}", arrived)
-            if self.inner is not None and arrived is not None:
-                self.inner[result] = arrived
-        count = len(call.results)
-        values = self.recompute.values([*call.results, *call.inputs])
-        y, inputs = values[:count], values[count:]
+        for result, gradient in zip(call.results, dy, strict=True):
+            if result.name and gradient is not None and gradient.name is None:
+                named(f"d/{result.name}", gradient)
+            if self.inner is not None and gradient is not None:
+                self.inner[result] = gradient
+        num_results = len(call.results)
+        forward_values = self.recompute.forward_values([*call.results, *call.inputs])
+        y, inputs = forward_values[:num_results], forward_values[num_results:]
         rule: Any = call.op.vjp_rule
-        rule_args = (dy, y) if call.several else (dy[0], y[0])
+        rule_args = (dy, y) if call.returns_tuple else (dy[0], y[0])
         with written_for(call.origin, "backward"):
             try:
                 gradients = list(rule(*rule_args, *inputs, **call.attrs))
                 for t, d in zip(call.inputs, gradients, strict=False):
                     if t in self.active and (d is None or d.shape != t.shape):
-                        want(d is not None, f"no gradient for its input {t.label}")
-                        raise Unmet(f"its gradient for {t.label} {t.spec} is {d.spec}")
-            except Unmet as unmet:
-                raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
-            newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
-            folded = self._fold(call, gradients, newest)
+                        require(d is not None, f"no gradient for its input {t.label}")
+                        raise RequirementError(f"its gradient for {t.label} {t.spec} is {d.spec}")
+            except RequirementError as unmet:
+                raise GraphError(f"{call.op.name}: {unmet}\n  at {call.location}") from None
+            newest_serial = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
+            folded_inputs = self._fold(call, gradients, newest_serial)
             for i, t in enumerate(call.inputs):
                 if t is not None and t in self.active:
-                    earlier = None if i in folded else self.partial.get(t)
+                    earlier = None if i in folded_inputs else self.partial.get(t)
                     self.partial[t] = (
                         gradients[i] if earlier is None else add(earlier, gradients[i])
                     )
@@ -257,7 +268,7 @@ class _Backward:
 
         Changes `gradients`: the call is replaced, so its other results must come from the new one, too.
         """
-        folded = set()
+        folded_inputs = set()
         for i, t in enumerate(call.inputs):
             d = gradients[i]
             if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
@@ -273,11 +284,11 @@ class _Backward:
             ]
             replacement = producer.op(*inputs, **producer.attrs)
             gradients[:] = [
-                g if g is None or g.call is not producer else results(replacement)[g.index]
+                g if g is None or g.call is not producer else as_tuple(replacement)[g.index]
                 for g in gradients
             ]
-            folded.add(i)
-        return folded
+            folded_inputs.add(i)
+        return folded_inputs
 
     def _complete(self, call: Call | None) -> None:
         for t in self.first_use.get(call, ()):
@@ -289,5 +300,5 @@ class _Backward:
             if gradient.name is None:
                 named(f"d/{t.stem}", gradient)
             self.gradients[t] = gradient
-            if self.then is not None:
-                self.then(t, gradient)
+            if self.sink is not None:
+                self.sink(t, gradient)

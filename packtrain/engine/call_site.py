@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["forward", "backward", "recomputed"]
-Origin = tuple[str, int]  # file and line
+SourceLine = tuple[str, int]  # file and line
 
-OWN = (
+INTERNAL_MODULES = (
     "packtrain.engine.ops",
     "packtrain.engine.tensor",
     "packtrain.engine.autodiff",
@@ -20,33 +20,35 @@ OWN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Author:
-    origin: Origin
+class CallAuthor:
+    origin: SourceLine
     phase: Phase
 
 
-writing: ContextVar[Author | None] = ContextVar("writing", default=None)
-_inside: dict[str, bool] = {}
+current_author: ContextVar[CallAuthor | None] = ContextVar("writing", default=None)
+_internal_files: dict[str, bool] = {}
 
 
 @contextmanager
-def written_for(origin: Origin, phase: Phase) -> Iterator[None]:
+def written_for(origin: SourceLine, phase: Phase) -> Iterator[None]:
     """Calls inside this block get this origin: gradients and recomputation name the forward line."""
-    token = writing.set(Author(origin, phase))
+    reset_token = current_author.set(CallAuthor(origin, phase))
     try:
         yield
     finally:
-        writing.reset(token)
+        current_author.reset(reset_token)
 
 
-def caller() -> Origin:
+def caller_line() -> SourceLine:
     """The nearest line outside the ops and what builds on them."""
     frame = sys._getframe(1)
     while True:
         file = frame.f_code.co_filename
-        is_internal = _inside.get(file)
+        is_internal = _internal_files.get(file)
         if is_internal is None:
-            is_internal = _inside[file] = str(frame.f_globals.get("__name__")).startswith(OWN)
+            is_internal = _internal_files[file] = str(frame.f_globals.get("__name__")).startswith(
+                INTERNAL_MODULES
+            )
         if not is_internal or frame.f_back is None:
             return file, frame.f_lineno
         frame = frame.f_back

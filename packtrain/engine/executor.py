@@ -17,17 +17,17 @@ import numpy as np
 from packtrain.common.debug import flags
 from packtrain.common.errors import DoesNotFit
 from packtrain.engine.backends import Backend, aligned
-from packtrain.engine.instrumentation import CHECKS, Bound, Observer, Run, See, report
-from packtrain.engine.memory_plan import Place, Plan, make_plan
+from packtrain.engine.instrumentation import CHECKS, BoundStep, Observer, Run, See, print_stages
+from packtrain.engine.memory_plan import ArenaKey, Plan, make_plan
 from packtrain.engine.placement import Placed
-from packtrain.engine.replayed_calls import Table, repeated, reserve, tabled
-from packtrain.engine.step import Step
+from packtrain.engine.replayed_calls import CompiledCallTable, replayable_calls, reserve, tabled
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor
 from packtrain.engine.value_checks import RunError as RunError
 from packtrain.engine.value_checks import fitting
 
 K = TypeVar("K")
-Stop = Callable[[], bool] | None
+StopCheck = Callable[[], bool] | None
 Names = Container[str] | None
 
 
@@ -36,10 +36,10 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True)
-class _Leaf:
+class _SessionLeaf:
     spec: Spec
     backend: Backend
-    given: bool
+    has_value: bool
     buffer: Any = None
     offset: int = 0
 
@@ -59,15 +59,15 @@ class Session:
         self.limits = limits
         self.dirty: str | None = None
         self.generation = 0
-        self._leaves: dict[str, _Leaf] = {}
+        self._leaves: dict[str, _SessionLeaf] = {}
         self._shared: dict[str, np.ndarray] = {}
-        self._constants: dict[Tensor, _Leaf] = {}
-        self._within: dict[str, tuple[str, int]] = {}
-        self._arenas: dict[Place, tuple[int, Any]] = {}
+        self._constants: dict[Tensor, _SessionLeaf] = {}
+        self._overlays: dict[str, tuple[str, int]] = {}
+        self._arenas: dict[ArenaKey, tuple[int, Any]] = {}
         self._running = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """`with session.alone():` nothing else runs in it; other sessions do. Raises RunError if something does."""
         if not self._running.acquire(blocking=False):
             raise RunError(
@@ -89,7 +89,7 @@ class Session:
 
     def overlay(self, parts: Mapping[str, tuple[str, int]]) -> None:
         """Let states be parts of other leaves: the same bytes, from that element of that leaf on."""
-        self._within.update(parts)
+        self._overlays.update(parts)
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
         """Bind a placed graph, by its plan (planned here if none is given), to this session's memory."""
@@ -103,19 +103,19 @@ class Session:
         bound = {n: (p, plan_map.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
         for graph, plan in bound.values():
             plan.check_belongs(graph)
-            if excess := plan.beyond(self.limits):
-                raise DoesNotFit(excess)
-            report(graph, plan)
+            if excess_text := plan.beyond(self.limits):
+                raise DoesNotFit(excess_text)
+            print_stages(graph, plan)
         self._allocate(placed.values())
         for name in (name for graph in placed.values() for name in graph.graph.written):
-            self._own(name)
-        self._make_room(bound.values())
+            self._writable_leaf(name)
+        self._grow_arenas(bound.values())
         reserve(placed.values(), self._arenas)
         return {name: Executor(self, *graph) for name, graph in bound.items()}
 
-    def _make_room(self, bound: Iterable[tuple[Placed, Plan]]) -> None:
+    def _grow_arenas(self, bound_plans: Iterable[tuple[Placed, Plan]]) -> None:
         """Arenas as large as the largest plan needs: a small one first would be held beside it."""
-        pairs = [(arena, placed) for placed, plan in bound for arena in plan.arenas]
+        pairs = [(arena, placed) for placed, plan in bound_plans for arena in plan.arenas]
         for arena, placed in sorted(pairs, key=lambda pair: -pair[0].nbytes):  # the largest first
             if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
                 backend = next(b for b in placed.home.values() if b.space == arena.space)
@@ -124,52 +124,52 @@ class Session:
 
     def _allocate(self, graphs: Iterable[Placed]) -> None:
         """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
-        adopted = [self._adopt(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
-        parts = [name for name in self._within if name in self._leaves]
-        nested = {id(self._leaves[name]) for name in parts}
+        adopted = [self._adopt_leaf(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
+        overlay_names = [name for name in self._overlays if name in self._leaves]
+        overlay_ids = {id(self._leaves[name]) for name in overlay_names}
         waiting = (
-            leaf for leaf in adopted if leaf and leaf.buffer is None and id(leaf) not in nested
+            leaf for leaf in adopted if leaf and leaf.buffer is None and id(leaf) not in overlay_ids
         )
-        new, tops = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
-        for leaf_slot in new:
-            leaf_slot.offset = tops.get(leaf_slot.backend.space, 0)
-            tops[leaf_slot.backend.space] = leaf_slot.offset + aligned(
+        new_leaves, space_nbytes = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
+        for leaf_slot in new_leaves:
+            leaf_slot.offset = space_nbytes.get(leaf_slot.backend.space, 0)
+            space_nbytes[leaf_slot.backend.space] = leaf_slot.offset + aligned(
                 leaf_slot.spec.nbytes, leaf_slot.backend.alignment
             )
-        backends = {leaf_slot.backend.space: leaf_slot.backend for leaf_slot in new}
-        buffers = {space: backend.alloc(tops[space]) for space, backend in backends.items()}
-        for leaf_slot in new:
+        backends = {leaf_slot.backend.space: leaf_slot.backend for leaf_slot in new_leaves}
+        buffers = {space: backend.alloc(space_nbytes[space]) for space, backend in backends.items()}
+        for leaf_slot in new_leaves:
             leaf_slot.buffer = buffers[leaf_slot.backend.space]
-        for name in parts:
-            of, start = self._within[name]
-            leaf_slot, parent = self._leaves[name], self._leaves[of]
+        for name in overlay_names:
+            parent_name, element_start = self._overlays[name]
+            leaf_slot, parent = self._leaves[name], self._leaves[parent_name]
             leaf_slot.buffer, leaf_slot.offset = (
                 parent.buffer,
-                parent.offset + leaf_slot.spec.dtype.row_nbytes(start),
+                parent.offset + leaf_slot.spec.dtype.row_nbytes(element_start),
             )
         for t, constant in self._constants.items():
-            if not constant.given and t.value is not None:
+            if not constant.has_value and t.value is not None:
                 constant.backend.write(constant.array, t.value)
-                constant.given = True
+                constant.has_value = True
 
-    def _adopt(self, leaf: Tensor, backend: Backend) -> _Leaf | None:
+    def _adopt_leaf(self, leaf: Tensor, backend: Backend) -> _SessionLeaf | None:
         """The session's leaf, without a buffer if it is new and not shared; None for an input."""
         if leaf.kind == "constant":
-            return self._constants.setdefault(leaf, _Leaf(leaf.spec, backend, False))
+            return self._constants.setdefault(leaf, _SessionLeaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
             return None
-        existing, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
-        if existing is None:
+        session_leaf, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
+        if session_leaf is None:
             has_value = shared is not None or leaf.kind == "state"
-            existing = self._leaves[leaf.label] = _Leaf(leaf.spec, backend, has_value)
+            session_leaf = self._leaves[leaf.label] = _SessionLeaf(leaf.spec, backend, has_value)
             if shared is not None:
-                existing.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
-        elif existing.spec != leaf.spec or existing.backend.space != backend.space:
-            location = f"{existing.spec} on {existing.backend.space}"
+                session_leaf.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
+        elif session_leaf.spec != leaf.spec or session_leaf.backend.space != backend.space:
+            leaf_location = f"{session_leaf.spec} on {session_leaf.backend.space}"
             raise RunError(
-                f"{leaf.name} is {location} in this session, the graph wants {leaf.spec} on {backend.space}"
+                f"{leaf.name} is {leaf_location} in this session, the graph wants {leaf.spec} on {backend.space}"
             )
-        return existing
+        return session_leaf
 
     def array(self, t: Tensor) -> Any:
         """The session's own array of a leaf, or of a view of one; it changes as the session runs."""
@@ -184,15 +184,15 @@ class Session:
     def set(self, values: Mapping[str, np.ndarray]) -> None:
         """Give leaves their values by name; shapes must be the leaves' own. Setting all cleans a dirty session."""
         for name, value in values.items():
-            leaf = self._own(name)
+            leaf = self._writable_leaf(name)
             leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
-            leaf.given = True
-        if {*values, *self._shared, *self._within} >= self._leaves.keys():
+            leaf.has_value = True
+        if {*values, *self._shared, *self._overlays} >= self._leaves.keys():
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
-        leaf, spec = self._own(name), self._known(name).spec
+        leaf, spec = self._writable_leaf(name), self._find_leaf(name).spec
         window = leaf.backend.window(leaf.array)
         if window is not None:
             make(window)
@@ -200,11 +200,11 @@ class Session:
             value = np.empty(spec.dtype.array_shape(spec.shape), spec.dtype.numpy)
             make(value)
             leaf.backend.write(leaf.array, value)
-        leaf.given = True
+        leaf.has_value = True
 
     def get(self, name: str) -> np.ndarray:
         """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
-        leaf = self._clean(name)
+        leaf = self._readable_leaf(name)
         return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
@@ -212,23 +212,23 @@ class Session:
 
         Raises RunError as `get` does.
         """
-        leaf = self._clean(name)
+        leaf = self._readable_leaf(name)
         window = leaf.backend.window(leaf.array)
-        shown = leaf.backend.read(leaf.array) if window is None else window.view()
-        shown.flags.writeable = False
-        return shown
+        array_view = leaf.backend.read(leaf.array) if window is None else window.view()
+        array_view.flags.writeable = False
+        return array_view
 
-    def _clean(self, name: str) -> _Leaf:
+    def _readable_leaf(self, name: str) -> _SessionLeaf:
         if self.dirty:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
-        return self._known(name)
+        return self._find_leaf(name)
 
-    def _own(self, name: str) -> _Leaf:
+    def _writable_leaf(self, name: str) -> _SessionLeaf:
         if name in self._shared:
             raise RunError(f"{name} is a shared array; it cannot be changed here")
-        return self._known(name)
+        return self._find_leaf(name)
 
-    def _known(self, name: str) -> _Leaf:
+    def _find_leaf(self, name: str) -> _SessionLeaf:
         if name not in self._leaves:
             raise RunError(
                 f"no leaf is called {name}; there are {', '.join(sorted(self._leaves)) or 'none'}"
@@ -238,7 +238,7 @@ class Session:
     def unset(self, placed: Placed) -> list[str]:
         """Weights of a graph that never got a value."""
         weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
-        return [name for name in weights if not self._leaves[name].given]
+        return [name for name in weights if not self._leaves[name].has_value]
 
 
 class Executor:
@@ -251,8 +251,10 @@ class Executor:
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
         self.at, self.watchers = -1, list[tuple[str, See]]()
-        self.where = {name: (b.place, b.offset) for b in plan.buffers for name in b.tensors}
-        self.works: dict[int, list[tuple[Place, int]]] = {}
+        self.buffer_offsets = {
+            name: (b.place, b.offset) for b in plan.buffers for name in b.tensors
+        }
+        self.works: dict[int, list[tuple[ArenaKey, int]]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault(b.start, []).append((b.place, b.offset))
@@ -266,34 +268,36 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation, self.runs = self.session.generation, 0
-        self.table: Table | None = None
-        self.calls = [bound.run for bound in self._bound()]
+        self.table: CompiledCallTable | None = None
+        self.calls = [bound_step.run for bound_step in self._bound_steps()]
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
         outputs = self.placed.graph.outputs.items()
         self.outputs = {name: (self.placed.home[t.base], self._array(t)) for name, t in outputs}
 
-    def _bound(self) -> Iterator[Bound]:
+    def _bound_steps(self) -> Iterator[BoundStep]:
         return (self._bind_step(i, step) for i, step in enumerate(self.placed.steps))
 
-    def _bind_step(self, i: int, step: Step) -> Bound:
+    def _bind_step(self, i: int, step: KernelStep) -> BoundStep:
         names = self.placed.names
         results = tuple(
-            None if names[t] not in self.where and not t.base.kind else self._array(t)
+            None if names[t] not in self.buffer_offsets and not t.base.kind else self._array(t)
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
         attrs = dict(step.attrs)
-        work = self._work(i, step)
-        if work:
-            attrs["work"] = work
-        out = results if step.call.several and step.op is step.call.op else results[0]
-        return Bound(step, results, inputs, work, partial(step.kernel.run, out, *inputs, **attrs))
+        workspace = self._workspace(i, step)
+        if workspace:
+            attrs["work"] = workspace
+        kernel_out = results if step.call.returns_tuple and step.op is step.call.op else results[0]
+        return BoundStep(
+            step, results, inputs, workspace, partial(step.kernel.run, kernel_out, *inputs, **attrs)
+        )
 
-    def _work(self, i: int, step: Step) -> tuple[Any, ...]:
+    def _workspace(self, i: int, step: KernelStep) -> tuple[Any, ...]:
         return tuple(
-            step.backend.view(self.session.buffer(*place), offset, s, s.strides)
-            for s, (place, offset) in zip(step.workspaces, self.works.get(i, ()), strict=True)
+            step.backend.view(self.session.buffer(*arena_key), offset, s, s.strides)
+            for s, (arena_key, offset) in zip(step.workspaces, self.works.get(i, ()), strict=True)
         )
 
     def _array(self, t: Tensor) -> Any:
@@ -301,8 +305,8 @@ class Executor:
         if t.base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
         backend = self.placed.home[t.base]
-        place, offset = self.where[self.placed.names[t.base]]
-        return backend.view(self.session.buffer(*place), offset + t.offset, t.spec, t.strides)
+        arena_key, offset = self.buffer_offsets[self.placed.names[t.base]]
+        return backend.view(self.session.buffer(*arena_key), offset + t.offset, t.spec, t.strides)
 
     # ---- running
 
@@ -311,7 +315,7 @@ class Executor:
         self.watchers.append((pattern, see))
 
     def __call__(
-        self, inputs: Mapping[str, Any] | None = None, *, stop: Stop = None, only: Names = None
+        self, inputs: Mapping[str, Any] | None = None, *, stop: StopCheck = None, only: Names = None
     ) -> dict[str, np.ndarray]:
         """Run once. Outputs are copies: all, or these. `stop()` is called before each step; if true, raises Stopped.
 
@@ -319,55 +323,63 @@ class Executor:
         updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
         update: they can be written again.
         """
-        with self.session.alone(), np.errstate(all="ignore"):
-            self._prepare(inputs or {})
-            on = flags() & CHECKS
-            if on or self.watchers:
-                observer = self._observer(on)
-                self._guarded(observer.calls(), stop)
-                observer.report()
+        with self.session.exclusive(), np.errstate(all="ignore"):
+            self._write_inputs(inputs or {})
+            checks = flags() & CHECKS
+            if checks or self.watchers:
+                observer = self._observer(checks)
+                self._run_guarded(observer.calls(), stop)
+                observer.print_op_times()
             else:
-                table = self.table if self.table and self.table.calls is self.calls else None
-                self._guarded(self.calls, stop, table, only)
+                call_table = self.table if self.table and self.table.calls is self.calls else None
+                self._run_guarded(self.calls, stop, call_table, only)
                 self.runs += 1
                 if self.runs == 1:
-                    self.calls = repeated(self.placed, self.calls)
+                    self.calls = replayable_calls(self.placed, self.calls)
                     self.table = tabled(self.placed, self.calls)
             items = self.outputs.items()
             return {name: b.read(a) for name, (b, a) in items if only is None or name in only}
 
     def _observer(self, on: frozenset[str]) -> Observer:
         arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
-        return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
+        return Observer(self.placed, self.plan, [*self._bound_steps()], arenas, self.watchers, on)
 
-    def _run(self, calls: list[Run], stop: Stop, turns: Iterable[int]) -> None:
-        for at in turns:
+    def _run(self, calls: list[Run], stop: StopCheck, indices: Iterable[int]) -> None:
+        for index in indices:
             if stop is not None and stop():
-                raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
-            self.at = at
-            replacement = calls[at]()
+                raise Stopped(f"stopped before {self.placed.steps[index].op.name}")
+            self.at = index
+            replacement = calls[index]()
             if replacement is not None:
-                calls[at] = replacement
+                calls[index] = replacement
         for sync in self.syncs:
             sync()
 
-    def _guarded(
-        self, calls: list[Run], stop: Stop, table: Table | None = None, only: Names = None
+    def _run_guarded(
+        self,
+        calls: list[Run],
+        stop: StopCheck,
+        table: CompiledCallTable | None = None,
+        only: Names = None,
     ) -> None:
         try:
-            count = table.needed(only) if table else len(calls)
-            self._run(calls, stop, range(count) if table is None or stop else table.others(count))
+            num_calls = table.num_needed_calls(only) if table else len(calls)
+            self._run(
+                calls,
+                stop,
+                range(num_calls) if table is None or stop else table.run_compiled_calls(num_calls),
+            )
         except BaseException as error:
             if self.at >= self.first_update:
-                name = self.placed.steps[self.at].op.name
-                self.session.dirty = f"{name} failed during the update: {error!r}"
+                op_name = self.placed.steps[self.at].op.name
+                self.session.dirty = f"{op_name} failed during the update: {error!r}"
             if isinstance(error, IndexError):
                 call = self.placed.steps[self.at].call
                 lines = [f"    {t.line(self.placed.names)}" for t in call.reads]
-                raise IndexError("\n".join([f"{error}", f"  at {call.where}", *lines])) from None
+                raise IndexError("\n".join([f"{error}", f"  at {call.location}", *lines])) from None
             raise
 
-    def _prepare(self, inputs: Mapping[str, Any]) -> None:
+    def _write_inputs(self, inputs: Mapping[str, Any]) -> None:
         self.at = -1
         if self.generation != self.session.generation:
             self._bind()
@@ -384,8 +396,8 @@ class Executor:
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run again without updates; returns which step first computes a non-finite value, or None."""
-        with self.session.alone(), np.errstate(all="ignore"):
-            self._prepare(inputs)
+        with self.session.exclusive(), np.errstate(all="ignore"):
+            self._write_inputs(inputs)
             try:
                 for call in self._observer(frozenset(["nan"])).calls(updates=False):
                     call()

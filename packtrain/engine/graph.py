@@ -10,7 +10,7 @@ from packtrain.engine.tensor import Call, GraphError, Tensor
 class Graph:
     """The calls that `outputs` (values to read) and `updates` (leaf handles to compute) need, in the order written.
 
-    away  values of the forward pass that wait for the backward pass in the process's memory, if they were computed
+    offloaded  values of the forward pass that wait for the backward pass in the process's memory, if they were computed
           elsewhere; `place` copies them
 
     Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
@@ -19,59 +19,59 @@ class Graph:
     def __init__(
         self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
     ) -> None:
-        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
-        self.updates, self.away = tuple(updates), frozenset[Tensor]()
+        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _named_outputs(outputs)
+        self.updates, self.offloaded = tuple(updates), frozenset[Tensor]()
         not_written = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
         if not_written:
             raise GraphError(
                 f"updates has {', '.join(not_written)}; each must be the handle that a writing op returned"
             )
         self.calls = _reachable([*self.outputs.values(), *self.updates])
-        read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
-        self.leaves = tuple(dict.fromkeys(t.base for t in read if t.base.kind))
+        read_tensors = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
+        self.leaves = tuple(dict.fromkeys(t.base for t in read_tensors if t.base.kind))
         self.names = self._unique_names()
         self.check_handles(self.calls)
 
     def _unique_names(self) -> dict[Tensor, str]:
         """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
         names: dict[Tensor, str] = {}
-        used: dict[str, int] = {}
+        use_counts: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
-            if leaf.label in used:
+            if leaf.label in use_counts:
                 raise GraphError(
                     f"two leaves are called {leaf.name}; names of leaves must be unique"
                 )
             names[leaf] = leaf.label
-            used[leaf.label] = 1
+            use_counts[leaf.label] = 1
         results = (t for call in self.calls for t in call.results)
         for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
-            names[t] = unique(t.stem, used)
+            names[t] = unique_name(t.stem, use_counts)
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
         """Raise GraphError if a call in this order reads a leaf's older handle after a write to it."""
-        current: dict[Tensor, Tensor] = {}
+        current_handles: dict[Tensor, Tensor] = {}
         for call in calls:
             for t in call.reads:
                 if t.base.kind:
-                    self._check_fresh(t, current, call.op.name, call.where)
+                    self._check_fresh(t, current_handles, call.op.name, call.location)
             for index in range(len(call.op.writes)):
-                current[call.results[index].base] = call.results[index]
+                current_handles[call.results[index].base] = call.results[index]
         for name, t in self.outputs.items():
             if t.base.kind:
-                self._check_fresh(t, current, f"output {name}", "")
+                self._check_fresh(t, current_handles, f"output {name}", "")
 
     def _check_fresh(
-        self, t: Tensor, current: dict[Tensor, Tensor], who: str, location: str
+        self, t: Tensor, current_handles: dict[Tensor, Tensor], who: str, location: str
     ) -> None:
-        newest = current.get(t.base)
+        newest = current_handles.get(t.base)
         if newest is None or t.handle is newest:
             return
         assert newest.call is not None
-        site = f"\n  at {location}" if location else ""
+        reader_line = f"\n  at {location}" if location else ""
         raise GraphError(
-            f"{who}: reads {t.base.name} as it was before {newest.call.op.name} wrote it at {newest.call.where}; "
-            f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
+            f"{who}: reads {t.base.name} as it was before {newest.call.op.name} wrote it at {newest.call.location}; "
+            f"read the handle that {newest.call.op.name} returned, or copy the value before the write{reader_line}"
         )
 
     @property
@@ -88,7 +88,7 @@ class Graph:
     def _lines(self, *, origins: bool) -> list[str]:
         lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
         for call in self.calls:
-            comment = f"  # {call.where}" if origins else ""
+            comment = f"  # {call.location}" if origins else ""
             lines += [t.line(self.names) + comment for t in call.results]
         return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
 
@@ -96,17 +96,17 @@ class Graph:
         return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
 
 
-def unique(name: str, used: dict[str, int]) -> str:
-    """`name`, or `name#2`, `name#3` … if that is taken; `used` holds the last number used for each name."""
-    free = name
-    while free in used:
-        used[name] += 1
-        free = f"{name}#{used[name]}"
-    used[free] = 1
-    return free
+def unique_name(name: str, use_counts: dict[str, int]) -> str:
+    """`name`, or `name#2`, `name#3` … if that is taken; `use_counts` holds the last number used for each name."""
+    candidate = name
+    while candidate in use_counts:
+        use_counts[name] += 1
+        candidate = f"{name}#{use_counts[name]}"
+    use_counts[candidate] = 1
+    return candidate
 
 
-def _by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+def _named_outputs(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     listed = list(tensors)
     named = {t.label: t for t in listed}
     if len(named) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):

@@ -14,13 +14,13 @@ import numpy as np
 from packtrain.common.debug import flags
 from packtrain.dtypes import u8
 from packtrain.engine.backends import Backend
-from packtrain.engine.memory_plan import Place, Plan
+from packtrain.engine.memory_plan import ArenaKey, Plan
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import BEGIN, Step
+from packtrain.engine.step import BEGIN_COPY, KernelStep
 from packtrain.engine.tensor import Spec, Tensor
 
 CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
-NAN = 255  # in each byte of a float
+NAN_BYTE = 255  # in each byte of a float
 TOLERANCE = (
     1e-4  # of the largest value: how much a cpu kernel may differ from the f32 specification
 )
@@ -30,17 +30,17 @@ Run = Callable[[], Any]  # None, or a shorter call that does the same, see ops.a
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundStep:
     """A step with its arrays, and the call that runs it."""
 
-    step: Step
+    step: KernelStep
     results: tuple[Any, ...]
     inputs: tuple[Any, ...]
-    work: tuple[Any, ...]
+    workspace: tuple[Any, ...]
     run: Run
 
 
-def report(placed: Placed, plan: Plan) -> None:
+def print_stages(placed: Placed, plan: Plan) -> None:
     """Print graph, placement and plan, as the flags say."""
     for flag, stage in (("graph", placed.graph), ("place", placed), ("plan", plan)):
         if flag in flags():
@@ -59,30 +59,30 @@ class Observer:
         self,
         placed: Placed,
         plan: Plan,
-        steps: Sequence[Bound],
-        arenas: Mapping[Place, Any],
+        steps: Sequence[BoundStep],
+        arenas: Mapping[ArenaKey, Any],
         watchers: Sequence[tuple[str, See]],
         on: frozenset[str],
     ) -> None:
         self.placed, self.plan, self.steps = placed, plan, steps
         self.arenas, self.watchers, self.on = arenas, watchers, on
         self.names = placed.names
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.freed = self._freed() if "poison" in on else {}
+        self.op_seconds: dict[str, float] = defaultdict(float)
+        self.freed_arrays = self._arrays_freed_after() if "poison" in on else {}
 
     def calls(self, *, updates: bool = True) -> list[Run]:
         """The steps as calls; without those that write leaves if not `updates`."""
         steps = enumerate(self.steps)
-        return [partial(self._step, i, s) for i, s in steps if updates or not s.step.op.writes]
+        return [partial(self._run_step, i, s) for i, s in steps if updates or not s.step.op.writes]
 
-    def report(self) -> None:
+    def print_op_times(self) -> None:
         """Print the time of each op, if asked."""
         if "time" in self.on:
-            total = sum(self.seconds.values())
-            for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
+            total = sum(self.op_seconds.values())
+            for name, seconds in sorted(self.op_seconds.items(), key=lambda item: -item[1]):
                 print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
 
-    def _step(self, i: int, bound: Bound) -> None:
+    def _run_step(self, i: int, bound: BoundStep) -> None:
         backend, saved_inputs = bound.step.backend, []
         if self.on & {"compare", "nan"}:
             saved_inputs = [None if x is None else backend.read(x) for x in bound.inputs]
@@ -91,25 +91,25 @@ class Observer:
         start_time = time.perf_counter()
         bound.run()
         backend.sync()
-        self.seconds[bound.step.op.name] += time.perf_counter() - start_time
+        self.op_seconds[bound.step.op.name] += time.perf_counter() - start_time
         if "nan" in self.on:
             self._check_finite(bound, saved_inputs)
         if "compare" in self.on:
             self._compare(bound, saved_inputs)
-        for pattern, see in self.watchers:
+        for pattern, callback in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
                 if (
                     array is not None
-                    and bound.step.op is not BEGIN
+                    and bound.step.op is not BEGIN_COPY
                     and fnmatch.fnmatchcase(self.names[t], pattern)
                 ):
-                    see(self.names[t], backend.read(array))
-        for freed_by, array in self.freed.get(i, ()):
-            freed_by.fill(array, NAN)
+                    callback(self.names[t], backend.read(array))
+        for array_backend, array in self.freed_arrays.get(i, ()):
+            array_backend.fill(array, NAN_BYTE)
 
     # ---- poison
 
-    def _poison_fresh(self, bound: Bound) -> None:
+    def _poison_fresh(self, bound: BoundStep) -> None:
         """Poison results and workspace, except updated leaves and inputs that the result may overwrite."""
         step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
@@ -117,43 +117,48 @@ class Observer:
             if array is not None and not any(
                 x is not None and backend.overlap(array, x) for x in aliased
             ):
-                backend.fill(array, NAN)
-        for array in bound.work:
-            backend.fill(array, NAN)
+                backend.fill(array, NAN_BYTE)
+        for array in bound.workspace:
+            backend.fill(array, NAN_BYTE)
 
-    def _freed(self) -> dict[int, list[tuple[Backend, Any]]]:
+    def _arrays_freed_after(self) -> dict[int, list[tuple[Backend, Any]]]:
         """For each step, the arrays of buffers that are not needed after it; outputs are read after the last."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
-        backends = {b.space: b for b in self.placed.home.values()}
+        backends = {buffer.space: buffer for buffer in self.placed.home.values()}
         for b in self.plan.buffers:
             if outputs.isdisjoint(b.tensors):
-                bytes_ = Spec((b.nbytes,), u8)
-                array = backends[b.space].view(self.arenas[b.place], b.offset, bytes_, (1,))
+                byte_spec = Spec((b.nbytes,), u8)
+                array = backends[b.space].view(self.arenas[b.place], b.offset, byte_spec, (1,))
                 freed.setdefault(b.end - 1, []).append((backends[b.space], array))
         return freed
 
     # ---- checks
 
-    def _check_finite(self, bound: Bound, saved_inputs: list[Any]) -> None:
+    def _check_finite(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
         step = bound.step
         for t, array in zip(step.results, bound.results, strict=True):
-            if array is None or step.op is BEGIN or not _is_float(t) or step.backend.finite(array):
+            if (
+                array is None
+                or step.op is BEGIN_COPY
+                or not _is_float(t)
+                or step.backend.all_finite(array)
+            ):
                 continue
             array = step.backend.read(array)
-            bad = np.argwhere(~np.isfinite(array))[0].tolist()
+            bad_index = np.argwhere(~np.isfinite(array))[0].tolist()
             lines = [
-                f"{step.op.name}: {self.names[t]} is {array[tuple(bad)]} at {bad}",
-                f"  at {step.call.where} ({step.call.phase})",
+                f"{step.op.name}: {self.names[t]} is {array[tuple(bad_index)]} at {bad_index}",
+                f"  at {step.call.location} ({step.call.phase})",
             ]
             lines += [
-                f"    {self._range(x, a)}"
+                f"    {self._range_text(x, a)}"
                 for x, a in zip(step.inputs, saved_inputs, strict=True)
                 if x is not None
             ]
             raise FloatingPointError("\n".join(lines))
 
-    def _range(self, t: Tensor, array: np.ndarray) -> str:
+    def _range_text(self, t: Tensor, array: np.ndarray) -> str:
         name = self.names.get(t) or self.names[t.base]
         return (
             f"{name}: {t.spec} from {array.min():.6g} to {array.max():.6g}"
@@ -161,46 +166,46 @@ class Observer:
             else f"{name}: {t.spec}"
         )
 
-    def _compare(self, bound: Bound, saved_inputs: list[Any]) -> None:
+    def _compare(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
         """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
         step = bound.step
         if step.op is not step.call.op:
             return
-        exact, f32_results = (
+        exact_results, f32_results = (
             self._specified(bound, saved_inputs, real) for real in (np.float64, np.float32)
         )
         for t, expected, f32_value, array in zip(
-            step.results, exact, f32_results, bound.results, strict=True
+            step.results, exact_results, f32_results, bound.results, strict=True
         ):
             if expected is None or not _is_float(t):
                 continue
             actual = step.backend.read(array)
-            top = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
-            rounding = float(np.nanmax(np.abs(f32_value - expected), initial=0.0))
-            allowed = TOLERANCE * top + 10 * rounding + 1e-30
-            if not np.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True):
-                worst = float(np.nanmax(np.abs(actual - expected)))
+            largest_value = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
+            f32_rounding = float(np.nanmax(np.abs(f32_value - expected), initial=0.0))
+            max_error = TOLERANCE * largest_value + 10 * f32_rounding + 1e-30
+            if not np.allclose(actual, expected, rtol=0, atol=max_error, equal_nan=True):
+                largest_error = float(np.nanmax(np.abs(actual - expected)))
                 raise AssertionError(
-                    f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} "
-                    f"(largest value {top:.3g})\n  at {step.call.where}"
+                    f"{step.op.name}: {self.names[t]} differs from the specification by {largest_error:.3g} "
+                    f"(largest value {largest_value:.3g})\n  at {step.call.location}"
                 )
 
-    def _specified(self, bound: Bound, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
+    def _specified(self, bound: BoundStep, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
         """The numpy kernel's results for the original inputs, with floats computed as `real`."""
 
-        def wide(dtype: np.dtype) -> Any:
+        def widened(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype
 
         step = bound.step
-        inputs = [None if x is None else np.array(x, wide(x.dtype)) for x in saved_inputs]
-        wrote = [inputs[i] for i in step.op.writes]
-        fresh = [
-            None if a is None else np.zeros(t.dtype.array_shape(t.shape), wide(t.dtype.numpy))
+        inputs = [None if x is None else np.array(x, widened(x.dtype)) for x in saved_inputs]
+        written_inputs = [inputs[i] for i in step.op.writes]
+        fresh_results = [
+            None if a is None else np.zeros(t.dtype.array_shape(t.shape), widened(t.dtype.numpy))
             for t, a in zip(step.results, bound.results, strict=True)
         ]
-        results = (*wrote, *fresh[len(wrote) :])
-        out = results if step.call.several else results[0]
-        step.op.kernels["numpy"].run(out, *inputs, **step.call.attrs)
+        results = (*written_inputs, *fresh_results[len(written_inputs) :])
+        kernel_out = results if step.call.returns_tuple else results[0]
+        step.op.kernels["numpy"].run(kernel_out, *inputs, **step.call.attrs)
         return results
 
 

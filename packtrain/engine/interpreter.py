@@ -25,7 +25,7 @@ def interpret(
 
 class _Interpreter:
     def __init__(self, values: Mapping[str, Any], real: type) -> None:
-        self.values, self.real = values, np.dtype(real)
+        self.values, self.real_dtype = values, np.dtype(real)
         self.storage: dict[Tensor, np.ndarray] = {}
 
     def run(self, graph: Graph) -> dict[str, np.ndarray]:
@@ -46,14 +46,16 @@ class _Interpreter:
             if t.base is t:
                 self.storage[t] = np.full(t.shape, np.nan if t.dtype is f32 else 0, self._dtype(t))
         results = tuple(self._array(t) for t in call.results)
-        call.op.kernels["numpy"].run(results if call.several else results[0], *inputs, **call.attrs)
+        call.op.kernels["numpy"].run(
+            results if call.returns_tuple else results[0], *inputs, **call.attrs
+        )
 
     def _dtype(self, t: Tensor) -> np.dtype:
-        return self.real if t.dtype is f32 else t.dtype.numpy
+        return self.real_dtype if t.dtype is f32 else t.dtype.numpy
 
     def _array(self, t: Tensor) -> np.ndarray:
         storage = self.storage[t.base]
-        wider = storage.itemsize // t.dtype.block_nbytes
-        strides = tuple(s * wider for s in t.strides)
+        size_ratio = storage.itemsize // t.dtype.block_nbytes
+        strides = tuple(s * size_ratio for s in t.strides)
         shape = t.dtype.array_shape(t.shape)
-        return np.ndarray(shape, storage.dtype, storage, t.offset * wider, strides)
+        return np.ndarray(shape, storage.dtype, storage, t.offset * size_ratio, strides)

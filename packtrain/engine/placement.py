@@ -14,10 +14,10 @@ from functools import cached_property
 from packtrain.engine.backends import CPU, Backend, Target, numpy
 from packtrain.engine.graph import Graph
 from packtrain.engine.ops.shape import cont
-from packtrain.engine.step import ARRIVE, BEGIN, Step
+from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Call, GraphError, Kernel, Tensor
-from packtrain.engine.transfer_overlap import overlapped
-from packtrain.engine.transfers import Copies, known
+from packtrain.engine.transfer_overlap import overlap_transfers
+from packtrain.engine.transfers import TransferCopies, require_kernel
 
 BARRIER = -1  # in a sequence of calls
 
@@ -30,7 +30,7 @@ class Placed:
     """
 
     graph: Graph
-    steps: tuple[Step, ...]
+    steps: tuple[KernelStep, ...]
     home: Mapping[Tensor, Backend]
     names: Mapping[Tensor, str]
     barriers: tuple[int, ...] | None = None
@@ -54,25 +54,25 @@ class Placed:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def splits(self) -> list[tuple[Backend, list[Step]]]:
+    def splits(self) -> list[tuple[Backend, list[KernelStep]]]:
         """Runs of steps on one backend; copies that begin or arrive meanwhile belong to none."""
-        placed_steps = (s for s in self.steps if s.op not in (BEGIN, ARRIVE))
+        placed_steps = (s for s in self.steps if s.op not in (BEGIN_COPY, FINISH_COPY))
         return [
             (b, list(steps)) for b, steps in itertools.groupby(placed_steps, lambda s: s.backend)
         ]
 
     @property
-    def copies(self) -> list[Step]:
+    def copies(self) -> list[KernelStep]:
         """Steps that copy a value from one memory to another."""
         return [s for s in self.steps if s.source is not None]
 
     @property
-    def put_away(self) -> list[Step]:
+    def put_away(self) -> list[KernelStep]:
         """Those of the graph's `away` to the process's memory, and back."""
-        arrived = {s.inputs[0]: s.results[0] for s in self.steps if s.op is ARRIVE}
-        copied = [(s, arrived.get(s.results[0], s.results[0])) for s in self.copies]
-        offloaded = {copy for s, copy in copied if s.reads[0] in self.graph.away}
-        return [s for s, copy in copied if not offloaded.isdisjoint((*s.reads, copy))]
+        finished_copies = {s.inputs[0]: s.results[0] for s in self.steps if s.op is FINISH_COPY}
+        copy_steps = [(s, finished_copies.get(s.results[0], s.results[0])) for s in self.copies]
+        offloaded = {copy for s, copy in copy_steps if s.reads[0] in self.graph.offloaded}
+        return [s for s, copy in copy_steps if not offloaded.isdisjoint((*s.reads, copy))]
 
     def __str__(self) -> str:
         return "\n".join(
@@ -92,25 +92,25 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
               by side; bytes are used again only after a barrier. Raises GraphError for an order that cannot run.
     """
     groups = [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence)
-    placing = _Placing(graph, target, [call for group in groups for call in group])
+    builder = _PlacementBuilder(graph, target, [call for group in groups for call in group])
     for group in groups:
-        placing.run(group)
-    if placing.fallen:
+        builder.add_group(group)
+    if builder.fallback_ops:
         warnings.warn(
-            f"no kernel of {[b.name for b in target.backends]} for {sorted(placing.fallen)}; using numpy's",
+            f"no kernel of {[b.name for b in target.backends]} for {sorted(builder.fallback_ops)}; using numpy's",
             stacklevel=2,
         )
-    steps, barriers = placing.steps, tuple(placing.barriers)
-    everywhere = barriers == tuple(range(1, len(steps) + 1))
-    if everywhere:
-        steps = overlapped(steps, placing.home, placing.names)
-    parts = graph, tuple(steps), placing.home, placing.names
-    return Placed(*parts, None if everywhere else barriers)
+    steps, barriers = builder.steps, tuple(builder.barriers)
+    is_every_step = barriers == tuple(range(1, len(steps) + 1))
+    if is_every_step:
+        steps = overlap_transfers(steps, builder.home, builder.names)
+    placement = graph, tuple(steps), builder.home, builder.names
+    return Placed(*placement, None if is_every_step else barriers)
 
 
 def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
     """The calls of a sequence, in groups between barriers. Raises GraphError if it cannot run."""
-    calls, groups, done = graph.calls, list[list[Call]]([[]]), set[Call]()
+    calls, groups, done_calls = graph.calls, list[list[Call]]([[]]), set[Call]()
     for index in sequence:
         if index == BARRIER:
             groups.append([])
@@ -118,16 +118,16 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
         if not 0 <= index < len(calls):
             raise GraphError(f"sequence: {index} is no call; the graph has {len(calls)}")
         call = calls[index]
-        if call in done:
+        if call in done_calls:
             raise GraphError(f"sequence: call {index}, {call.op.name}, comes twice")
         for t in call.reads:
-            if t.call is not None and t.call not in done:
+            if t.call is not None and t.call not in done_calls:
                 raise GraphError(
                     f"sequence: call {index}, {call.op.name}, comes before its input {graph.names[t]}"
                 )
-        done.add(call)
+        done_calls.add(call)
         groups[-1].append(call)
-    missing = [index for index, call in enumerate(calls) if call not in done]
+    missing = [index for index, call in enumerate(calls) if call not in done_calls]
     if missing:
         first = missing[0]
         raise GraphError(f"sequence: call {first}, {calls[first].op.name}, is missing")
@@ -135,100 +135,104 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
     return [group for group in groups if group]
 
 
-class _Placing:
+class _PlacementBuilder:
     def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
-        self.graph, self.among, self.several = graph, target.backends, len(target.every) > 1
+        self.graph, self.backends, self.has_many_backends = (
+            graph,
+            target.backends,
+            len(target.every) > 1,
+        )
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
-        self.steps: list[Step] = []
+        self.steps: list[KernelStep] = []
         self.barriers: list[int] = []
-        self.copies = Copies(graph, order, self.home, self.names, self._copy)
-        self.fallen: set[str] = set()
+        self.copies = TransferCopies(graph, order, self.home, self.names, self._add_copy)
+        self.fallback_ops: set[str] = set()
 
-    def run(self, group: list[Call]) -> None:
+    def add_group(self, group: list[Call]) -> None:
         """Add calls that may run side by side; the steps of a single one run one after the other."""
-        begin = len(self.steps)
+        step_start = len(self.steps)
         for call in group:
-            self._add(call)
-        end = len(self.steps)
-        if end > begin:
-            self.barriers += range(begin + 1, end + 1) if len(group) == 1 else [end]
+            self._add_call(call)
+        step_end = len(self.steps)
+        if step_end > step_start:
+            self.barriers += range(step_start + 1, step_end + 1) if len(group) == 1 else [step_end]
 
-    def _add(self, call: Call) -> None:
+    def _add_call(self, call: Call) -> None:
         if call.op.view:
             return
-        backend, kernel = self._choose(call)
+        backend, kernel = self._choose_backend(call)
         for t in (
             t for t in call.results if t.base.kind and self.home[t.base].space != backend.space
         ):
             raise GraphError(
                 f"{call.op.name}: it runs on {backend.space} and cannot write {t.base.name}, which lives on "
-                f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.where}"
+                f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.location}"
             )
         inputs = [
-            t if t is None else self.copies.bring(call, t, backend, kernel.takes(i, t))
+            t if t is None else self.copies.bring_input(call, t, backend, kernel.accepts(i, t))
             for i, t in enumerate(call.inputs)
         ]
         for t in call.results:
             self.home.setdefault(t.base, backend)
-        self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
-        self.copies.put_away(call)
+        self.steps.append(KernelStep(call.op, call, backend, kernel, tuple(inputs), call.results))
+        self.copies.offload_values(call)
 
-    def _copy(
+    def _add_copy(
         self,
         call: Call,
-        at: Backend,
+        backend: Backend,
         kernel: Kernel,
         t: Tensor,
         copy: Tensor,
         source: Backend | None,
     ) -> None:
-        self.steps.append(Step(cont, call, at, kernel, (t,), (copy,), source))
+        self.steps.append(KernelStep(cont, call, backend, kernel, (t,), (copy,), source))
 
     @cached_property
-    def wanted(self) -> dict[Tensor, set[str]]:
+    def reader_spaces(self) -> dict[Tensor, set[str]]:
         """The spaces where a result is read beside weights or states that live there."""
         spaces: dict[Tensor, set[str]] = {}
         for call in self.graph.calls:
-            backend = self._tied(call)
+            backend = self._leaf_backend(call)
             if backend is not None:
                 for t in call.reads:
                     spaces.setdefault(t.handle, set()).add(backend.space)
         return spaces
 
-    def _tied(self, call: Call) -> Backend | None:
+    def _leaf_backend(self, call: Call) -> Backend | None:
         """Where the leaf lives that the call writes, or the first weight or state that it reads, if any."""
         leaves = [t.base for t in call.reads if t.base.kind in ("weight", "state")]
-        written = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
-        return self.home[(written or leaves)[0]] if leaves else None
+        written_leaves = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
+        return self.home[(written_leaves or leaves)[0]] if leaves else None
 
-    def _choose(self, call: Call) -> tuple[Backend, Kernel]:
-        nearby = self._near(call) if self.several or self.fallen else ()
-        for backend in (*nearby, *self.among):
+    def _choose_backend(self, call: Call) -> tuple[Backend, Kernel]:
+        nearby = self._nearby_backends(call) if self.has_many_backends or self.fallback_ops else ()
+        for backend in (*nearby, *self.backends):
             kernel = backend.kernel(call.op, call.inputs)
             if kernel is not None:
                 return backend, kernel
-        self.fallen.add(call.op.name)
-        return numpy, known(numpy, call, call.op, call.inputs)
+        self.fallback_ops.add(call.op.name)
+        return numpy, require_kernel(numpy, call, call.op, call.inputs)
 
-    def _near(self, call: Call) -> list[Backend]:
+    def _nearby_backends(self, call: Call) -> list[Backend]:
         """Where it is tied to, or its inputs are: first where the fewest bytes are copied for it and its results."""
-        if (tied := self._tied(call)) is not None:
-            return [tied]
-        latest = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
-        homes = {(b.name, b.space): b for t in reversed(latest) if (b := self.home[t.base])}
+        if (leaf_backend := self._leaf_backend(call)) is not None:
+            return [leaf_backend]
+        newest_reads = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
+        homes = {(b.name, b.space): b for t in reversed(newest_reads) if (b := self.home[t.base])}
         if len({b.space for b in homes.values()}) < 2:
             return [self.home[t.base] for t in call.reads[:1]]
-        return sorted(homes.values(), key=lambda backend: self._copied(call, backend.space))
+        return sorted(homes.values(), key=lambda backend: self._copied_nbytes(call, backend.space))
 
-    def _copied(self, call: Call, space: str) -> int:
+    def _copied_nbytes(self, call: Call, space: str) -> int:
         """Bytes that are copied if the call runs in a space: of its inputs to there, of its results from there."""
-        remote = [t for t in call.reads if self.home[t.base].space != space]
-        needed = {part for t in remote if (part := self.copies.part(t, space)) is not None}
-        left = (
+        remote_inputs = [t for t in call.reads if self.home[t.base].space != space]
+        needed = {part for t in remote_inputs if (part := self.copies.part(t, space)) is not None}
+        copied_results = (
             t
             for t in call.results
-            for target_space in self.wanted.get(t, ())
+            for target_space in self.reader_spaces.get(t, ())
             if target_space != space
         )
-        return sum(t.spec.nbytes for t in (*needed, *left))
+        return sum(t.spec.nbytes for t in (*needed, *copied_results))

@@ -11,85 +11,91 @@ import numpy as np
 
 from packtrain.common.debug import flags
 from packtrain.engine.backends.host import HOST, Run, later
-from packtrain.engine.memory_plan import Place
+from packtrain.engine.memory_plan import ArenaKey
 from packtrain.engine.placement import Placed
 from packtrain.kernels import ahead, machine
-from packtrain.kernels.joined import joined
+from packtrain.kernels.joined import join_calls
 
 
-def repeated(placed: Placed, calls: list[Run]) -> list[Run]:
+def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
     """As many calls, which do the same in the same order; those given have all been run."""
     if "norecord" in flags():
         return calls
-    left, runs = iter(calls), list[Run]()
-    for backend, run in groupby(placed.steps, lambda step: step.backend):
-        recorded = [None if step.alone else step.made for step in run]
-        runs += backend.recorded(recorded, list(islice(left, len(recorded))))
-    return runs
+    remaining_calls, replayable = iter(calls), list[Run]()
+    for backend, backend_steps in groupby(placed.steps, lambda step: step.backend):
+        op_calls = [None if step.is_host_copy else step.op_call for step in backend_steps]
+        replayable += backend.recorded_calls(op_calls, list(islice(remaining_calls, len(op_calls))))
+    return replayable
 
 
-def reserve(graphs: Iterable[Placed], arenas: Mapping[Place, tuple[int, Any]]) -> None:
+def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int, Any]]) -> None:
     """Take what the kernels of all these need at once, before any of them runs; and lock this process's arenas where
     copies reach them meanwhile."""
-    steps = [step for placed in graphs for step in placed.steps]
+    steps = [step for placed in placed_graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
-        backend.reserve(s.made for s in steps if s.backend is backend and not s.alone)
+        backend.reserve(s.op_call for s in steps if s.backend is backend and not s.is_host_copy)
         for (space, _), (_, buffer) in arenas.items() if backend.streams else ():
             if space == HOST:
-                backend.lock(buffer)
+                backend.lock_pages(buffer)
 
 
-class Table:
+class CompiledCallTable:
     """Calls by the entries of their kernels (see kernels.machine), for compiled code to make one after the other."""
 
     def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
-        self.rows, self._kept = np.zeros((len(calls), 2), np.int64), list[Any]()
+        self.entry_rows, self._live_arguments = np.zeros((len(calls), 2), np.int64), list[Any]()
         self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
-        self._whole = later in calls  # what has been recorded must not be cut
+        self._has_recorded_calls = later in calls  # what has been recorded must not be cut
         # of updates the executor has to know which of them have begun
         raw_calls = [
-            getattr(call, "plain", call) if step.op.repeatable or not step.op.writes else None
+            getattr(call, "unchecked", call) if step.op.repeatable or not step.op.writes else None
             for step, call in zip(placed.steps, calls, strict=True)
         ]
-        for at, call in enumerate(raw_calls):
-            self._enter(at, call)
-        for at, end, merged in joined(raw_calls):
-            self._enter(at, merged)
-            self.rows[at + 1 : end, 0] = ahead.load("call").MADE
+        for index, call in enumerate(raw_calls):
+            self._add_entry(index, call)
+        for index, stop, merged_call in join_calls(raw_calls):
+            self._add_entry(index, merged_call)
+            self.entry_rows[index + 1 : stop, 0] = ahead.load("call").DONE_BY_EARLIER_CALL
 
-    def _enter(self, at: int, call: Any) -> None:
-        entry, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
+    def _add_entry(self, index: int, call: Any) -> None:
+        kernel_entry, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
         if kernel is not None:
-            words = array("q", machine.words_of(kernel, call.args))
-            self.rows[at] = entry, words.buffer_info()[0]
-            self._kept += words, call
+            argument_words = array("q", machine.arg_words(kernel, call.args))
+            self.entry_rows[index] = kernel_entry, argument_words.buffer_info()[0]
+            self._live_arguments += argument_words, call
 
-    def needed(self, only: Container[str] | None) -> int:
+    def num_needed_calls(self, only: Container[str] | None) -> int:
         """How many of the calls are needed for all outputs, or for these, and for all updates."""
         graph = self._placed.graph
-        names = tuple(name for name in graph.outputs if only is None or name in only)
-        if names not in self._counts:
-            bases = {graph.outputs[name].base for name in names}
-            end_indices = [
-                at + 1
-                for at, step in enumerate(self._placed.steps)
-                if self._whole or step.op.writes or any(t.base in bases for t in step.results)
+        output_names = tuple(name for name in graph.outputs if only is None or name in only)
+        if output_names not in self._counts:
+            output_bases = {graph.outputs[name].base for name in output_names}
+            call_counts = [
+                index + 1
+                for index, step in enumerate(self._placed.steps)
+                if self._has_recorded_calls
+                or step.op.writes
+                or any(t.base in output_bases for t in step.results)
             ]
-            self._counts[names] = max(end_indices, default=0)
-        return self._counts[names]
+            self._counts[output_names] = max(call_counts, default=0)
+        return self._counts[output_names]
 
-    def others(self, count: int) -> Iterator[int]:
+    def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
         """Make calls 0 … count - 1, but those without an entry, or that fail: their numbers, for the caller to make."""
-        at, run_all, done_mark = 0, ahead.load("call").run_all, ahead.load("call").MADE
-        while (at := run_all(self.rows, at, count)) < count:
-            yield at
-            at += 1
-            while at < count and self.rows[at, 0] == done_mark:
-                yield at
-                at += 1
+        index, run_all, done_mark = (
+            0,
+            ahead.load("call").run_all,
+            ahead.load("call").DONE_BY_EARLIER_CALL,
+        )
+        while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:
+            yield index
+            index += 1
+            while index < num_calls and self.entry_rows[index, 0] == done_mark:
+                yield index
+                index += 1
 
 
-def tabled(placed: Placed, calls: Sequence[Run]) -> Table | None:
+def tabled(placed: Placed, calls: Sequence[Run]) -> CompiledCallTable | None:
     """The table of calls that have all been run; None if none of them has an entry."""
-    table = None if "norecord" in flags() else Table(placed, calls)
-    return table if table is not None and table.rows[:, 0].any() else None
+    call_table = None if "norecord" in flags() else CompiledCallTable(placed, calls)
+    return call_table if call_table is not None and call_table.entry_rows[:, 0].any() else None

@@ -4,24 +4,24 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from packtrain.engine.backends import Backend, Made
+from packtrain.engine.backends import Backend, OpCall
 from packtrain.engine.ops.shape import cont
 from packtrain.engine.tensor import Call, Kernel, Op, Spec, Tensor
 
 
-def _like(name: str, *inplace: int) -> Op[..., Any]:
+def _copy_op(name: str, *inplace: int) -> Op[..., Any]:
     """An op of placed graphs alone, with the shape rule of a copy."""
     op = copy(cont)
     op.name, op.inplace = name, {0: inplace}
     return op
 
 
-BEGIN = _like("begin")  # a copy that travels while other steps run
-ARRIVE = _like("arrived", 0)  # (what travels, its source): the copy, when it is whole
+BEGIN_COPY = _copy_op("begin")  # a copy that travels while other steps run
+FINISH_COPY = _copy_op("arrived", 0)  # (what travels, its source): the copy, when it is whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class KernelStep:
     """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph.
 
     source  of a copy from another memory, the backend there
@@ -36,12 +36,12 @@ class Step:
     source: Backend | None = None
 
     @property
-    def alone(self) -> bool:
+    def is_host_copy(self) -> bool:
         """Whether it is for the host to carry out, each time."""
-        return self.source is not None or self.op is ARRIVE
+        return self.source is not None or self.op is FINISH_COPY
 
     @property
-    def recomputes(self) -> bool:
+    def is_recompute(self) -> bool:
         return self.call.phase == "recomputed" and self.op is self.call.op
 
     @property
@@ -54,7 +54,7 @@ class Step:
         return self.call.attrs if self.op is self.call.op else {}
 
     @property
-    def made(self) -> Made:
+    def op_call(self) -> OpCall:
         """What its kernel is for."""
         return self.op, self.inputs, self.attrs
 

@@ -15,11 +15,11 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 import numpy as np
 
 from packtrain.dtypes import Dtype, f32
-from packtrain.engine.call_site import Phase, caller, writing
+from packtrain.engine.call_site import Phase, caller_line, current_author
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Rule = TypeVar("Rule", bound=Callable[..., Any])
+RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Any])
 Shape = tuple[int, ...]
 Indices = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
@@ -30,14 +30,14 @@ class GraphError(ValueError):
     """An invalid graph; the message has op, fact, requirement, call site and inputs."""
 
 
-class Unmet(Exception):
+class RequirementError(Exception):
     """A violated requirement of a shape rule; the Op adds its name and the call site."""
 
 
-def want(holds: bool, fact: str) -> None:
+def require(condition: bool, fact: str) -> None:
     """State a requirement inside a shape rule."""
-    if not holds:
-        raise Unmet(fact)
+    if not condition:
+        raise RequirementError(fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +53,38 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.shape, self.dtype)
+        return _spec_nbytes(self.shape, self.dtype)
 
     @property
     def strides(self) -> Shape:
         """Bytes between neighbours along each axis when the tensor is dense."""
-        return _strides(self.shape, self.dtype)
+        return _spec_strides(self.shape, self.dtype)
 
     def __str__(self) -> str:
-        return _text(self.shape, self.dtype)
+        return _spec_text(self.shape, self.dtype)
 
 
 # cached: thousands of tensors share a few dozen shapes
 
 
 @cache
-def _nbytes(shape: Shape, dtype: Dtype) -> int:
+def _spec_nbytes(shape: Shape, dtype: Dtype) -> int:
     return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
 
 
 @cache
-def _strides(shape: Shape, dtype: Dtype) -> Shape:
+def _spec_strides(shape: Shape, dtype: Dtype) -> Shape:
     if not shape:
         return ()
-    strides, step = [dtype.block_nbytes], dtype.row_nbytes(shape[-1])
+    strides, stride = [dtype.block_nbytes], dtype.row_nbytes(shape[-1])
     for n in shape[-2::-1]:
-        strides.append(step)
-        step *= n
+        strides.append(stride)
+        stride *= n
     return tuple(strides[::-1])
 
 
 @cache
-def _text(shape: Shape, dtype: Dtype) -> str:
+def _spec_text(shape: Shape, dtype: Dtype) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
@@ -110,12 +110,12 @@ class Call:
     results: tuple["Tensor", ...] = ()
 
     @property
-    def several(self) -> bool:
+    def returns_tuple(self) -> bool:
         """Whether kernels and vjps get a tuple of results, as the caller did."""
         return len(self.results) > 1 or bool(self.op.writes)
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.origin[0].rpartition('/')[2]}:{self.origin[1]}"
 
 
@@ -154,8 +154,8 @@ class Tensor:
     def dense(self) -> bool:
         if self.shared is None or self.spec.size <= 1:
             return True
-        dense = zip(self.shape, self.strides, self.spec.strides, strict=True)
-        return all(n == 1 or a == b for n, a, b in dense)
+        axis_strides = zip(self.shape, self.strides, self.spec.strides, strict=True)
+        return all(n == 1 or stride == dense_stride for n, stride, dense_stride in axis_strides)
 
     @property
     def handle(self) -> "Tensor":
@@ -176,18 +176,18 @@ class Tensor:
 
     def line(self, names: Mapping["Tensor", str]) -> str:
         """`name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
-        head = f"{names.get(self) or self.label}: {self.spec}"
+        typed_name = f"{names.get(self) or self.label}: {self.spec}"
         if self.call is None:
-            return head
+            return typed_name
         inputs = list(self.call.inputs)
         while inputs and inputs[-1] is None:
             inputs.pop()
-        parts = ["None" if x is None else names.get(x) or x.label for x in inputs]
-        parts += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
-        return f"{head} = {self.call.op.name}({', '.join(parts)})"
+        arguments = ["None" if x is None else names.get(x) or x.label for x in inputs]
+        arguments += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
+        return f"{typed_name} = {self.call.op.name}({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        return self.line({}) + (f"  # {self.call.where}" if self.call else "")
+        return self.line({}) + (f"  # {self.call.location}" if self.call else "")
 
     def __repr__(self) -> str:
         return f"<{self.label}: {self.spec}>"
@@ -206,31 +206,31 @@ def named(name: str, tensor: Tensor) -> Tensor:
 
 def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -> Tensor:
     """A leaf that is trained or frozen, and saved; a `table` is never trained."""
-    return _leaf(name, shape, dtype, "weight", role)
+    return _make_leaf(name, shape, dtype, "weight", role)
 
 
 def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role | None = "moment") -> Tensor:
     """A leaf that a run may update for the next run, initially zero; a `sum` of gradients and a `cache` are zero
     again in each process."""
-    return _leaf(name, shape, dtype, "state", role)
+    return _make_leaf(name, shape, dtype, "state", role)
 
 
 def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
     """A leaf whose value is passed to every run."""
-    return _leaf(name, shape, dtype, "input")
+    return _make_leaf(name, shape, dtype, "input")
 
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
     """A leaf whose value is part of the graph; of a block type it is an array of blocks."""
-    exact = np.array(value, dtype.numpy)
-    if exact.dtype.kind in "iu" and not np.array_equal(exact, value):
+    exact_values = np.array(value, dtype.numpy)
+    if exact_values.dtype.kind in "iu" and not np.array_equal(exact_values, value):
         raise GraphError(f"{name}: its values are not all {dtype}")
-    value = exact
+    value = exact_values
     value.flags.writeable = False
-    return _leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value=value)
+    return _make_leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value=value)
 
 
-def _leaf(
+def _make_leaf(
     name: str, shape: Shape, dtype: Dtype, kind: Kind, role: Role | None = None, value: Any = None
 ) -> Tensor:
     shape = tuple(int(n) for n in shape)
@@ -244,11 +244,11 @@ def _leaf(
 
 # ---- ops -----------------------------------------------------------------------------------------------------
 
-_serial = itertools.count()
+_call_serials = itertools.count()
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
-Takes = Callable[[int, Tensor], bool]
+StridedRule = Callable[[int, Tensor], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +256,9 @@ class Kernel:
     """One backend's `(out, *inputs, **attrs)`, which may return `ops.arrays.again`, and which inputs may be strided."""
 
     run: Callable[..., Callable[[], None] | None]
-    strided: bool | Takes
+    strided: bool | StridedRule
 
-    def takes(self, index: int, t: Tensor) -> bool:
+    def accepts(self, index: int, t: Tensor) -> bool:
         """Whether input `index` can be t as it is; else `place` inserts a dense copy."""
         return t.dense or (
             self.strided if isinstance(self.strided, bool) else self.strided(index, t)
@@ -276,17 +276,17 @@ class Op(Generic[P, R]):
     repeatable  its writes can be repeated, so a run that is stopped after it does no harm
     """
 
-    def __init__(self, rule: Callable[..., Any], declared: "Declare") -> None:
+    def __init__(self, rule: Callable[..., Any], declaration: "OpDeclaration") -> None:
         self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
-        self.view, self.writes, self.acc = declared.view, declared.writes, declared.acc
-        self.optional, self.repeatable = declared.optional, declared.repeatable
-        inplace = declared.inplace
+        self.view, self.writes, self.acc = declaration.view, declaration.writes, declaration.acc
+        self.optional, self.repeatable = declaration.optional, declaration.repeatable
+        inplace = declaration.inplace
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
         parameters = inspect.signature(rule).parameters.values()
-        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self.arity = len(parameters) - len(keyword)
-        self.required = sum(p.default is p.empty and p not in keyword for p in parameters)
-        self.defaults = {p.name: p.default for p in keyword if p.default is not p.empty}
+        keyword_params = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.arity = len(parameters) - len(keyword_params)
+        self.required = sum(p.default is p.empty and p not in keyword_params for p in parameters)
+        self.defaults = {p.name: p.default for p in keyword_params if p.default is not p.empty}
         self.vjp_rule: Callable[..., Any] | None = None
         self.kernels: dict[str, Kernel] = {}
         self.workspaces: dict[str, Callable[..., Any]] = {}
@@ -295,56 +295,58 @@ class Op(Generic[P, R]):
         if OPS.setdefault(self.name, self) is not self:
             raise GraphError(f"two ops are called {self.name}")
 
-    def vjp(self, rule: Rule) -> Rule:
+    def vjp(self, rule: RuleFunction) -> RuleFunction:
         """Declare `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
         self.vjp_rule = rule
         return rule
 
-    def kernel(self, backend: str, *, strided: bool | Takes = False) -> Callable[[Rule], Rule]:
+    def kernel(
+        self, backend: str, *, strided: bool | StridedRule = False
+    ) -> Callable[[RuleFunction], RuleFunction]:
         """Declare a backend's kernel. The `numpy` one is the specification and always takes strides."""
 
-        def declare(run: Rule) -> Rule:
+        def declare(run: RuleFunction) -> RuleFunction:
             self.kernels[backend] = Kernel(run, backend == "numpy" or strided)
             return run
 
         return declare
 
-    def workspace(self, backend: str) -> Callable[[Rule], Rule]:
+    def workspace(self, backend: str) -> Callable[[RuleFunction], RuleFunction]:
         """Declare `(*inputs, **attrs) -> tuple of Spec`: what the kernel gets as `work` while it runs."""
 
-        def declare(rule: Rule) -> Rule:
+        def declare(rule: RuleFunction) -> RuleFunction:
             self.workspaces[backend] = rule
             return rule
 
         return declare
 
-    def cost(self, rule: Rule) -> Rule:
+    def cost(self, rule: RuleFunction) -> RuleFunction:
         """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; without it, a call only moves its bytes."""
         self.cost_rule = rule
         return rule
 
-    def samples(self, rule: Rule) -> Rule:
+    def samples(self, rule: RuleFunction) -> RuleFunction:
         """Declare a generator of small result tensors from which tests and benchmarks draw."""
         self.sample_rule = rule
         return rule
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
-        attrs: dict[str, Any] = {**self.defaults, **options}
-        author = writing.get()
-        origin = author.origin if author else caller()
+        keyword_attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
+        attrs: dict[str, Any] = {**self.defaults, **keyword_attrs}
+        call_author = current_author.get()
+        origin = call_author.origin if call_author else caller_line()
         try:
             for i, t in enumerate(inputs):
                 if not (isinstance(t, Tensor) or (t is None and i >= self.required)):
-                    raise Unmet(f"input {i} is {t!r}; only tensors are inputs")
+                    raise RequirementError(f"input {i} is {t!r}; only tensors are inputs")
             ruled = self.rule(*inputs, **attrs)
-        except Unmet as unmet:
-            raise GraphError(refusal(self.name, str(unmet), inputs, origin)) from None
+        except RequirementError as error:
+            raise GraphError(refusal(self.name, str(error), inputs, origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
         reads = tuple(t for t in inputs if t is not None)
-        phase = author.phase if author else "forward"
-        call = Call(self, inputs, reads, attrs, next(_serial), origin, phase)
+        phase = call_author.phase if call_author else "forward"
+        call = Call(self, inputs, reads, attrs, next(_call_serials), origin, phase)
         results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
         object.__setattr__(call, "results", results)
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
@@ -359,8 +361,8 @@ class Op(Generic[P, R]):
             assert leaf is not None
             shared = sum(t.base is leaf.base for t in call.reads) > 1
             if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or shared:
-                fact = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
-                raise GraphError(refusal(self.name, fact, call.inputs, call.origin))
+                requirement = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
+                raise GraphError(refusal(self.name, requirement, call.inputs, call.origin))
             return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
         return Tensor(spec, spec.strides, call=call, index=index)
 
@@ -369,7 +371,7 @@ class Op(Generic[P, R]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declare:
+class OpDeclaration:
     """The arguments of `@op(...)`; called on a shape rule, returns an Op with the same signature."""
 
     inplace: Indices | dict[int, Indices] = ()
@@ -387,12 +389,12 @@ class Declare:
         return Op(rule, self)
 
 
-op = Declare
+op = OpDeclaration
 
 
 def refusal(name: str, fact: str, inputs: Iterable[Any], at: tuple[str, int] | None = None) -> str:
     """What the error says: op, fact, call site and inputs."""
-    file, line = at or caller()
+    file, line = at or caller_line()
     tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
     lines = [f"{name}: {fact}", f"  at {file.rpartition('/')[2]}:{line}"]
     return "\n".join(lines + [f"    {t}" for t in tensors])

@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from packtrain.engine.backends import HOST, Backend, cpu
-from packtrain.engine.graph import Graph, unique
+from packtrain.engine.graph import Graph, unique_name
 from packtrain.engine.ops.shape import cont
 from packtrain.engine.tensor import Call, GraphError, Kernel, Op, Tensor
 
 # call before which it runs (or after the last forward one), backend, kernel, value, its copy, where that is from
-Write = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], None]
+CopyWriter = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], None]
 
 
-class Copies:
+class TransferCopies:
     """Copies of a graph's values, with a name and a home for each, which are added to those given.
 
-    write  called for each new copy
+    write_copy  called for each new copy
     order  of the graph's calls
     """
 
@@ -29,76 +29,76 @@ class Copies:
         order: Sequence[Call],
         home: dict[Tensor, Backend],
         names: dict[Tensor, str],
-        write: Write,
+        write_copy: CopyWriter,
     ) -> None:
-        self.home, self.names, self.write = home, names, write
-        self.taken = dict.fromkeys(graph.names.values(), 1)
-        self.made: dict[tuple[Tensor, str], Tensor] = {}
-        self.leaving, self.left = _leaving(graph.away, order), dict[Tensor, Tensor]()
+        self.home, self.names, self.write_copy = home, names, write_copy
+        self.used_names = dict.fromkeys(graph.names.values(), 1)
+        self.copies: dict[tuple[Tensor, str], Tensor] = {}
+        self.leaving, self.left = _offloads_after(graph.offloaded, order), dict[Tensor, Tensor]()
 
     def part(self, t: Tensor, space: str) -> Tensor | None:
         """What would have to be copied so that t can be read in a space; None if that was done."""
-        part = self._part(t, space)
-        return None if (part, space) in self.made else part
+        copied_part = self._copied_part(t, space)
+        return None if (copied_part, space) in self.copies else copied_part
 
-    def put_away(self, call: Call) -> None:
+    def offload_values(self, call: Call) -> None:
         """Copy to the process's memory what waits there from this call on."""
         for t in self.leaving.get(call, ()):
             if self.home[t].space != HOST:
                 self.left[t] = self._cross(call, t, cpu)
 
-    def bring(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
+    def bring_input(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
         """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
         if t.base in self.left and backend.space == self.home[t.base].space:
-            t = self._returned(call, t)
+            t = self._returned_input(call, t)
         if self.home[t.base].space != backend.space:
-            t = self._moved(call, t, backend)
+            t = self._moved_input(call, t, backend)
         if accepts_strided or t.dense:
             return t
-        dense = known(backend, call, cont, (t,))
-        return self._copy(call, t, backend, dense, f"{self.names[t]} dense")
+        dense_kernel = require_kernel(backend, call, cont, (t,))
+        return self._add_copy(call, t, backend, dense_kernel, f"{self.names[t]} dense")
 
-    def _part(self, t: Tensor, space: str) -> Tensor:
+    def _copied_part(self, t: Tensor, space: str) -> Tensor:
         """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
         handle = t.handle
         is_partial = t.dense and t.spec.nbytes < handle.spec.nbytes
-        return t if is_partial and (handle, space) not in self.made else handle
+        return t if is_partial and (handle, space) not in self.copies else handle
 
-    def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
+    def _moved_input(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
         """t in the space of another backend: a copy, or the same view of a copy."""
         key = t, backend.space
-        if key not in self.made:
-            part = self._part(t, backend.space)
-            copy = self._cross(call, part, backend)
-            self.made[key] = self._viewed(t, part, copy, f"on {backend.space}")
-        return self.made[key]
+        if key not in self.copies:
+            copied_part = self._copied_part(t, backend.space)
+            copy = self._cross(call, copied_part, backend)
+            self.copies[key] = self._view_of_copy(t, copied_part, copy, f"on {backend.space}")
+        return self.copies[key]
 
-    def _returned(self, call: Call, t: Tensor) -> Tensor:
+    def _returned_input(self, call: Call, t: Tensor) -> Tensor:
         """What had been put away, or the same view of it, copied back."""
         key, home = (t, "back"), self.home[t.base]
-        if key not in self.made:
+        if key not in self.copies:
             offloaded = self.left[t.base]
             copy = self._cross(call, offloaded, home, f"{self.names[t.base]} back")
-            self.made[key] = self._viewed(t, t.base, copy, "back")
-        return self.made[key]
+            self.copies[key] = self._view_of_copy(t, t.base, copy, "back")
+        return self.copies[key]
 
-    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, suffix: str) -> Tensor:
+    def _view_of_copy(self, t: Tensor, copied_part: Tensor, copy: Tensor, suffix: str) -> Tensor:
         """Of a copy of a part, the view that t is of that part."""
-        if t is part:
+        if t is copied_part:
             return copy
         assert t.call is not None
-        viewed = replace(t.call, inputs=(copy,), reads=(copy,))
-        view = replace(t, call=viewed, shared=copy, value=None)
-        self.names[view] = unique(f"{self.names[t]} {suffix}", self.taken)
+        view_call = replace(t.call, inputs=(copy,), reads=(copy,))
+        view = replace(t, call=view_call, shared=copy, value=None)
+        self.names[view] = unique_name(f"{self.names[t]} {suffix}", self.used_names)
         return view
 
     def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
         """A copy from another memory."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
-        kernel = Kernel(lambda y, x: move(backend, y, source, x), strided=False)
-        return self._copy(call, t, backend, kernel, name, source)
+        kernel = Kernel(lambda y, x: move_array(backend, y, source, x), strided=False)
+        return self._add_copy(call, t, backend, kernel, name, source)
 
-    def _copy(
+    def _add_copy(
         self,
         call: Call,
         t: Tensor,
@@ -107,43 +107,43 @@ class Copies:
         name: str,
         source: Backend | None = None,
     ) -> Tensor:
-        if (t, backend.space) not in self.made:
-            copy = self.made[t, backend.space] = cont(t)
-            self.home[copy], self.names[copy] = backend, unique(name, self.taken)
-            self.write(call, backend, kernel, t, copy, source)
-        return self.made[t, backend.space]
+        if (t, backend.space) not in self.copies:
+            copy = self.copies[t, backend.space] = cont(t)
+            self.home[copy], self.names[copy] = backend, unique_name(name, self.used_names)
+            self.write_copy(call, backend, kernel, t, copy, source)
+        return self.copies[t, backend.space]
 
 
-def known(
+def require_kernel(
     backend: Backend, call: Call, op: Op[..., Any], inputs: tuple[Tensor | None, ...]
 ) -> Kernel:
     kernel = backend.kernel(op, inputs)
     if kernel is None:
-        raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.where}")
+        raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.location}")
     return kernel
 
 
-def _leaving(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
+def _offloads_after(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
     """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
     last, later = dict[Tensor, Call](), set[Tensor]()
     for call in (call for call in order if offloaded and not call.op.view):
-        touched = offloaded & {t.base for t in (*call.reads, *call.results)}
+        touched_tensors = offloaded & {t.base for t in (*call.reads, *call.results)}
         if call.phase == "forward":
-            last |= dict.fromkeys(touched, call)
+            last |= dict.fromkeys(touched_tensors, call)
         else:
-            later |= touched
+            later |= touched_tensors
     after_call = dict[Call, list[Tensor]]()
     for t in sorted(later & last.keys(), key=lambda t: (t.call.serial if t.call else -1, t.index)):
         after_call.setdefault(last[t], []).append(t)
     return after_call
 
 
-def move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
+def move_array(backend: Backend, y: Any, source: Backend, x: Any) -> None:
     """Copy an array from one space to another."""
     source.sync()
-    target = backend.window(y)
-    origin = source.window(x)
-    if target is not None:
-        source.fetch(x, target)
+    target_window = backend.window(y)
+    source_window = source.window(x)
+    if target_window is not None:
+        source.fetch(x, target_window)
     else:
-        backend.write(y, source.read(x) if origin is None else origin)
+        backend.write(y, source.read(x) if source_window is None else source_window)

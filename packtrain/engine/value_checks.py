@@ -23,7 +23,7 @@ def fitting(
     if not np.can_cast(array.dtype, dtype, "no" if dtype.names else casting):
         raise RunError(f"{name} is {spec}; a value of {array.dtype} does not fit")
     if dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, dtype):
-        low, high = int(array.min()), int(array.max())
-        if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
-            raise RunError(f"{name} is {spec}; values from {low} to {high} do not fit")
+        min_value, max_value = int(array.min()), int(array.max())
+        if min_value < np.iinfo(dtype).min or max_value > np.iinfo(dtype).max:
+            raise RunError(f"{name} is {spec}; values from {min_value} to {max_value} do not fit")
     return array

@@ -4,10 +4,23 @@ Metadata and tensors are accessed by name; shapes are in NumPy order, GGUF's rev
 It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
 """
 
-from packtrain.gguf.gguf_format import QUANTIZATION_VERSION, Entry, GGUFError, Value, tensor_nbytes
+from packtrain.gguf.gguf_format import (
+    QUANTIZATION_VERSION,
+    GGUFError,
+    MetadataValue,
+    TensorInfo,
+    tensor_nbytes,
+)
 from packtrain.gguf.gguf_reader import GGUF
-from packtrain.gguf.gguf_writer import Deferred, write
+from packtrain.gguf.gguf_writer import DeferredTensor, write_gguf
 
 __all__ = [
-    "GGUF", "QUANTIZATION_VERSION", "Deferred", "Entry", "GGUFError", "Value", "tensor_nbytes", "write",
+    "GGUF",
+    "QUANTIZATION_VERSION",
+    "DeferredTensor",
+    "GGUFError",
+    "MetadataValue",
+    "TensorInfo",
+    "tensor_nbytes",
+    "write_gguf",
 ]  # fmt: skip

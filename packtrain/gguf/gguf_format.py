@@ -12,14 +12,14 @@ from packtrain.dtypes import DTYPES, Dtype
 
 QUANTIZATION_VERSION = 2  # of the block types: ggml.h, GGML_QNT_VERSION
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-NAME_NBYTES, AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
-ALIGNMENT_KEY, MOST_ALIGNMENT = "general.alignment", 1 << 20
-TYPES = {t.number: t for t in DTYPES.values() if t.number is not None}
+NAME_NBYTES, MAX_AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
+ALIGNMENT_KEY, MAX_ALIGNMENT = "general.alignment", 1 << 20
+DTYPE_BY_NUMBER = {t.number: t for t in DTYPES.values() if t.number is not None}
 # gguf.h, enum gguf_type, by number
 KINDS = (
     "u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64",
 )  # fmt: skip
-NUMERIC = {
+NUMPY_CODES = {
     "u8": "<u1", "i8": "<i1", "u16": "<u2", "i16": "<i2", "u32": "<u4", "i32": "<i4", "f32": "<f4",
     "bool": "?", "u64": "<u8", "i64": "<i8", "f64": "<f8",
 }  # fmt: skip
@@ -30,26 +30,26 @@ class GGUFError(InputError):
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class MetadataValue:
     """A metadata value with its type in the file: `Value("u32", 8)`, `Value("string", ["a", "b"])`."""
 
     kind: str
     value: Any
 
 
-def alignment_of(values: Mapping[str, Value]) -> int:
+def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
     """What offsets of tensors are multiples of, in bytes. Raises GGUFError."""
-    entry = values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
-    value = entry.value
-    if entry.kind != "u32" or not isinstance(value, int | np.integer):
-        raise GGUFError(f"{ALIGNMENT_KEY} is of kind {entry.kind}; it must be one u32")
-    if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
+    alignment = metadata.get(ALIGNMENT_KEY, MetadataValue("u32", ALIGNMENT))
+    value = alignment.value
+    if alignment.kind != "u32" or not isinstance(value, int | np.integer):
+        raise GGUFError(f"{ALIGNMENT_KEY} is of kind {alignment.kind}; it must be one u32")
+    if not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
         raise GGUFError(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
     return int(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorInfo:
     """A tensor in a file: shape in NumPy order, and where its bytes are, in which part of a split file."""
 
     name: str
@@ -57,7 +57,7 @@ class Entry:
     dtype: Dtype
     offset: int
     nbytes: int
-    part: int = 0
+    part_index: int = 0
 
 
 def tensor_nbytes(shape: tuple[int, ...], dtype: Dtype) -> int:

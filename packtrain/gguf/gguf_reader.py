@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.gguf.gguf_format import MAGIC, Entry, GGUFError, Value
-from packtrain.gguf.gguf_parser import Part, shortened
-from packtrain.gguf.path_advice import missing_model, other_content
+from packtrain.gguf.gguf_format import MAGIC, GGUFError, MetadataValue, TensorInfo
+from packtrain.gguf.gguf_parser import GGUFPart, shorten_text
+from packtrain.gguf.path_advice import content_advice, missing_model
 
 # llama.h, llama_split_path; gguf-split.cpp
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+PART_INDEX_KEY, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 class GGUF:
@@ -25,15 +25,15 @@ class GGUF:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._parts = _parts(Path(path))
+        self._parts = _open_parts(Path(path))
         self.path = self._parts[0].path
         self.values = self._parts[0].values
         self.entries = {
-            name: replace(e, part=i) if i else e
-            for i, part in enumerate(self._parts)
-            for name, e in part.entries.items()
+            name: replace(info, part_index=i) if i else info
+            for i, gguf_part in enumerate(self._parts)
+            for name, info in gguf_part.entries.items()
         }
-        self.nbytes = sum(part.nbytes for part in self._parts)
+        self.nbytes = sum(gguf_part.nbytes for gguf_part in self._parts)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -42,71 +42,71 @@ class GGUF:
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files that were opened, in order."""
-        return tuple(part.path for part in self._parts)
+        return tuple(gguf_part.path for gguf_part in self._parts)
 
     def array(self, name: str) -> np.ndarray:
         """The tensor's values, read-only; of block types an array of blocks (see dtypes)."""
-        e = self.entries[name]
-        data = self._parts[e.part].data
-        return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, data, e.offset)
+        info = self.entries[name]
+        data = self._parts[info.part_index].data
+        return np.ndarray(info.dtype.array_shape(info.shape), info.dtype.numpy, data, info.offset)
 
     def close(self) -> None:
         """Let go of the file, which is unmapped when no array of it is left, those of the metadata included.
 
         No tensor can be read afterwards.
         """
-        for part in self._parts:
-            part.data = b""
+        for gguf_part in self._parts:
+            gguf_part.data = b""
 
 
-def _opened(path: Path) -> Part:
+def _open_part(path: Path) -> GGUFPart:
     """The file, mapped."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise GGUFError(f"{path}: is not a regular file; a GGUF file must be one")
         with open(path, "rb") as file:
-            nothing = not file.read(1)  # an empty file cannot be mapped
-            data = b"" if nothing else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            is_empty = not file.read(1)  # an empty file cannot be mapped
+            data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise GGUFError(f"{path}: cannot be read: {reason}{missing_model(path)}") from None
-    if data[:4] != MAGIC and (advice := other_content(path, data[:512])):
+    if data[:4] != MAGIC and (advice := content_advice(path, data[:512])):
         raise GGUFError(f"{path}: this is not a GGUF file{advice}")
-    return Part(path, data)
+    return GGUFPart(path, data)
 
 
-def _parts(path: Path) -> list[Part]:
+def _open_parts(path: Path) -> list[GGUFPart]:
     """All parts in order, each checked; a file that is not split is one part."""
-    first_part = _opened(path)
-    count = _number(first_part, COUNT, 1)
-    if count <= 1:
+    first_part = _open_part(path)
+    num_parts = _number(first_part, COUNT, 1)
+    if num_parts <= 1:
         return [first_part]
-    named = PART_NAME.fullmatch(path.name)
-    if named is None or int(named[3]) != count:
+    name_match = PART_NAME.fullmatch(path.name)
+    if name_match is None or int(name_match[3]) != num_parts:
         raise GGUFError(
-            f"{path}: {COUNT} is {count}; the file must be called NAME-00001-of-{count:05d}.gguf and so on"
+            f"{path}: {COUNT} is {num_parts}; the file must be called NAME-00001-of-{num_parts:05d}.gguf and so on"
         )
-    parts: list[Part] = []
-    total = 0
-    for i in range(count):
-        part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf")
-        part = first_part if part_path == path else _opened(part_path)
-        _check_place(part, i, count)
-        total += len(part.entries)
-        parts.append(part)
-    _check_together(parts, total)
-    return parts
+    gguf_parts: list[GGUFPart] = []
+    num_tensors = 0
+    for part_index in range(num_parts):
+        part_path = path.with_name(f"{name_match[1]}-{part_index + 1:05d}-of-{num_parts:05d}.gguf")
+        gguf_part = first_part if part_path == path else _open_part(part_path)
+        _check_part_number(gguf_part, part_index, num_parts)
+        num_tensors += len(gguf_part.entries)
+        gguf_parts.append(gguf_part)
+    _check_parts(gguf_parts, num_tensors)
+    return gguf_parts
 
 
-def _number(part: Part, key: str, default: int) -> int:
-    value = part.values.get(key, Value("u16", default)).value
+def _number(part: GGUFPart, key: str, default: int) -> int:
+    value = part.values.get(key, MetadataValue("u16", default)).value
     if isinstance(value, bool) or not isinstance(value, int):
         raise GGUFError(f"{part.path}: {key} is not a whole number; it must be one")
     return value
 
 
-def _check_place(part: Part, i: int, count: int) -> None:
-    for key, expected in ((COUNT, count), (NUMBER, i)):
+def _check_part_number(part: GGUFPart, i: int, count: int) -> None:
+    for key, expected in ((COUNT, count), (PART_INDEX_KEY, i)):
         actual = _number(part, key, -1)
         if actual != expected:
             shown = actual if key in part.values else "missing"
@@ -115,19 +115,19 @@ def _check_place(part: Part, i: int, count: int) -> None:
             )
 
 
-def _check_together(parts: list[Part], total: int) -> None:
-    first, seen = parts[0], dict[str, Entry]()
+def _check_parts(gguf_parts: list[GGUFPart], total: int) -> None:
+    first, known_tensors = gguf_parts[0], dict[str, TensorInfo]()
     announced = _number(first, TENSORS, total)
     if announced != total:
         raise GGUFError(
             f"{first.path}: {TENSORS} is {announced}, and the parts have {total} tensors together;"
             " they must be parts of one file"
         )
-    for part in parts:
-        duplicate = next((name for name in part.entries if name in seen), None)
+    for gguf_part in gguf_parts:
+        duplicate = next((name for name in gguf_part.entries if name in known_tensors), None)
         if duplicate is not None:
             raise GGUFError(
-                f"{part.path}: tensor {shortened(duplicate)} is also in an earlier part;"
+                f"{gguf_part.path}: tensor {shorten_text(duplicate)} is also in an earlier part;"
                 " the parts must be those of one file"
             )
-        seen |= part.entries
+        known_tensors |= gguf_part.entries

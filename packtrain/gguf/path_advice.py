@@ -13,9 +13,9 @@ from packtrain.common.text import did_you_mean, shortlist
 
 HUB = r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 REPOSITORY = re.compile(rf"(?:{HUB})?(([\w.-]+)/([\w.-]+))(?:/(?:resolve|blob)/[^/]+/(.+))?")
-OLLAMA = re.compile(r"(?:(?:([\w.-]+)/)?([\w.-]+)/)?([\w.-]+):([\w.-]+)")
+OLLAMA_PATTERN = re.compile(r"(?:(?:([\w.-]+)/)?([\w.-]+)/)?([\w.-]+):([\w.-]+)")
 OLLAMA_FOLDERS = ("$OLLAMA_MODELS", "~/.ollama/models", "/usr/share/ollama/.ollama/models")
-OLDER = {  # files of ggml and llama.cpp from before GGUF, by their first bytes
+OLDER_FORMATS = {  # files of ggml and llama.cpp from before GGUF, by their first bytes
     b"lmgg": "a model (ggml)",
     b"fmgg": "a model (ggmf)",
     b"tjgg": "a model (ggjt)",
@@ -28,25 +28,25 @@ WEIGHTS = "application/vnd.ollama.image.model"
 def missing_model(path: Path) -> str:
     """Advice for a path that cannot be opened, `; it is …`; empty if there is none."""
     if os.path.isdir(path):
-        return _folder(path)
+        return _folder_advice(path)
     text, siblings = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
-    is_there = os.path.exists(path)  # False where pathlib raises, as for a name that is too long
-    if (ollama := OLLAMA.fullmatch(text)) and not is_there:
-        return _ollama(text, *ollama.groups())
-    hub = REPOSITORY.fullmatch(text)
+    path_exists = os.path.exists(path)  # False where pathlib raises, as for a name that is too long
+    if (ollama_match := OLLAMA_PATTERN.fullmatch(text)) and not path_exists:
+        return _ollama_advice(text, *ollama_match.groups())
+    hub_match = REPOSITORY.fullmatch(text)
     is_local = path.suffix == ".gguf" or os.path.isdir(path.parent)
-    if hub and not is_there and (re.match(HUB, text) or not is_local):
-        return _hugging_face(hub[1], hub[3], hub[4])
+    if hub_match and not path_exists and (re.match(HUB, text) or not is_local):
+        return _hugging_face_advice(hub_match[1], hub_match[3], hub_match[4])
     if not os.path.isdir(path.parent):
         return f"; there is no folder {path.parent}"
-    if is_there:
+    if path_exists:
         return ""
     return did_you_mean(path.name, siblings) or (
         f"; there are {shortlist(siblings)}" if siblings else ""
     )
 
 
-def _hugging_face(repository: str, name: str, file: str | None) -> str:
+def _hugging_face_advice(repository: str, name: str, file: str | None) -> str:
     if file or "gguf" in name.lower():
         pattern = shlex.quote(file) if file else "--include '*Q8_0.gguf'"
         return f"; download it from Hugging Face: hf download {repository} {pattern} --local-dir ."
@@ -56,7 +56,7 @@ def _hugging_face(repository: str, name: str, file: str | None) -> str:
     )
 
 
-def _ollama(text: str, host: str | None, owner: str | None, name: str, tag: str) -> str:
+def _ollama_advice(text: str, host: str | None, owner: str | None, name: str, tag: str) -> str:
     """The file of Ollama that a name stands for, read from its manifest, or how to find it."""
     for folder in map(Path, map(os.path.expanduser, map(os.path.expandvars, OLLAMA_FOLDERS))):
         manifest = folder / "manifests" / (host or "registry.ollama.ai") / (owner or "library")
@@ -69,39 +69,39 @@ def _ollama(text: str, host: str | None, owner: str | None, name: str, tag: str)
     return f"; it is a name of Ollama's: `ollama show --modelfile {text}` prints the path of its file after FROM"
 
 
-def _folder(folder: Path) -> str:
+def _folder_advice(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir())
-    models = [name for name in files if name.endswith(".gguf")]
-    if models:
-        return f"; it has {shortlist(models)}: give one of them"
+    gguf_names = [name for name in files if name.endswith(".gguf")]
+    if gguf_names:
+        return f"; it has {shortlist(gguf_names)}: give one of them"
     base = " --base BASE.gguf" if "adapter_config.json" in files else ""
     if base or "config.json" in files or any(name.endswith(".safetensors") for name in files):
         return f"; make a GGUF file of it: {_convert(folder, base)}"
     return "; give a GGUF file"
 
 
-def _convert(folder: Path, base: str = "") -> str:
-    name = shlex.quote(f"{folder.resolve().name}.gguf")
-    return f"packtrain convert {shlex.quote(str(folder))}{base} -o {name}"
+def _convert(folder: Path, base_option: str = "") -> str:
+    output_name = shlex.quote(f"{folder.resolve().name}.gguf")
+    return f"packtrain convert {shlex.quote(str(folder))}{base_option} -o {output_name}"
 
 
-def other_content(path: Path, begin: bytes) -> str:
+def content_advice(path: Path, first_bytes: bytes) -> str:
     """Advice for a file that begins with these bytes, not with GGUF's."""
-    text = begin.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    text = first_bytes.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "; it is a web page about the file: download the file itself, by the page's download link"
     if text.startswith(b"version https://git-lfs"):
         return "; it stands for a file in Git LFS, which `git lfs pull` in its folder downloads"
-    if older := OLDER.get(begin[:4]):
+    if older := OLDER_FORMATS.get(first_bytes[:4]):
         return f"; it is {older} of llama.cpp from before GGUF, which nothing here reads: get the model as a GGUF file"
-    if begin.startswith((b"PK\x03\x04", b"\x80\x02")):
+    if first_bytes.startswith((b"PK\x03\x04", b"\x80\x02")):
         return f"; it is a file of PyTorch's: {_convert(path.parent)} makes a GGUF file of its folder, from safetensors"
-    if path.suffix == ".safetensors" or begin[8:9] == b"{":
+    if path.suffix == ".safetensors" or first_bytes[8:9] == b"{":
         return (
             f"; it is a safetensors file: {_convert(path.parent)} makes a GGUF file of its folder, with config.json and"
             " the tokenizer's files"
         )
-    if begin[8:12] in (b"blk.", b"outp", b"toke"):
+    if first_bytes[8:12] in (b"blk.", b"outp", b"toke"):
         return (
             "; it is an importance matrix in llama.cpp's older format, which llama-imatrix converts:"
             " --in-file OLD -o NEW.gguf"

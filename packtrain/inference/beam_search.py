@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from packtrain.data.tokenizer import Stream, Tokenizer
-from packtrain.inference.generator import Limits, Pieces, Speed, check_prompt
+from packtrain.data.tokenizer import StreamDecoder, Tokenizer
+from packtrain.inference.generator import GenerationLimits, Speed, StopTextFilter, check_prompt
 from packtrain.inference.kv_cache import Context
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class BeamSearchConfig:
     """How many beams are followed, how many of the best are wanted, and the power of a text's length that divides its
     sum of log-probabilities."""
 
     width: int
-    wanted: int = 1
+    num_beams: int = 1
     penalty: float = 1.0
-    bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +30,38 @@ class Beam:
     """Tokens after the prompt, with the one that ended it; the sum of their log-probabilities; its sequence."""
 
     ids: tuple[int, ...] = ()
-    total: float = 0.0
+    log_prob: float = 0.0
     seq: int = 0
-    ended: str = ""
+    end_reason: str = ""
 
     def score(self, penalty: float) -> float:
-        return scored(self.total, len(self.ids), penalty)
+        return scored(self.log_prob, len(self.ids), penalty)
 
 
-def scored(total: float, length: int, penalty: float) -> float:
+def scored(log_prob: float, length: int, penalty: float) -> float:
     """total / length**penalty, as in transformers."""
-    return total / float(max(length, 1) ** penalty)
+    return log_prob / float(max(length, 1) ** penalty)
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
     """Of each token (V,), f64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    return wide
+    log_probs = logits.astype(np.float64)
+    log_probs -= log_probs.max()
+    log_probs -= np.log(np.exp(log_probs).sum())
+    return log_probs
 
 
-def likeliest(values: np.ndarray, count: int) -> np.ndarray:
+def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:
     """Places of the largest values, descending; of equal ones the first come first."""
-    if count < len(values):
-        threshold = np.partition(values, -count)[-count]
-        indices = np.flatnonzero(values >= threshold)
+    if num_indices < len(scores):
+        threshold = np.partition(scores, -num_indices)[-num_indices]
+        indices = np.flatnonzero(scores >= threshold)
     else:
-        indices = np.arange(len(values))
-    return indices[np.argsort(-values[indices], kind="stable")][:count]
+        indices = np.arange(len(scores))
+    return indices[np.argsort(-scores[indices], kind="stable")][:num_indices]
 
 
-class Beams:
+class BeamSearch:
     """A search in sequences 0 … of a context; `run` gives the best texts, the best first.
 
     reading, writing  speeds of the prompt, and of all beams together
@@ -72,14 +72,14 @@ class Beams:
         context: Context,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        search: Search,
-        limits: Limits,
+        search_config: BeamSearchConfig,
+        limits: GenerationLimits,
     ) -> None:
-        check_prompt(prompt, context.cache.cells)
-        self._context, self._tokenizer, self._search = context, tokenizer, search
+        check_prompt(prompt, context.cache.num_cells)
+        self._context, self._tokenizer, self._search = context, tokenizer, search_config
         self._limits, self.prompt = limits, tuple(prompt)
         self.reading, self.writing = Speed(), Speed()
-        self._ended = list[Beam]()
+        self._finished_beams = list[Beam]()
 
     def run(self) -> list[Beam]:
         """The best texts: fewer than wanted only if there are no more."""
@@ -87,108 +87,112 @@ class Beams:
         num_reused = context.reuse(0, self.prompt)
         logits = context.decode(self.prompt[num_reused:], 0)
         self.reading.add(len(self.prompt) - num_reused, time.perf_counter() - start_time)
-        active, self._ended = [Beam()], []
-        while not (reason := self._over(active)):
+        active, self._finished_beams = [Beam()], []
+        while not (stop_reason := self._stop_reason(active)):
             start_time = time.perf_counter()
             if active[0].ids:
                 tokens, seqs = [beam.ids[-1] for beam in active], [beam.seq for beam in active]
                 logits = context.decode(tokens, seqs, wanted=range(len(seqs)))
-            active = self._placed(self._next(active, logits))
+            active = self._assign_sequences(self._next_beams(active, logits))
             self.writing.add(len(logits), time.perf_counter() - start_time)
-        if reason != "found":
-            self._keep([replace(beam, ended=reason) for beam in active])
-        return self._ended
+        if stop_reason != "found":
+            self._keep_best([replace(beam, end_reason=stop_reason) for beam in active])
+        return self._finished_beams
 
-    def text(self, beam: Beam) -> str:
+    def beam_text(self, beam: Beam) -> str:
         """The text of a beam, without what ended it."""
-        return self._read(beam)[0]
+        return self._decode_beam(beam)[0]
 
-    def _read(self, beam: Beam) -> tuple[str, bool]:
+    def _decode_beam(self, beam: Beam) -> tuple[str, bool]:
         """The text, and whether a stop text ends it."""
-        pieces, stream = Pieces(self._limits.stops), Stream(self._tokenizer)
+        text_filter, stream = StopTextFilter(self._limits.stops), StreamDecoder(self._tokenizer)
         for id in self.prompt:  # so that the space before the first word is part of the text
             stream.feed(id)
         text = ""
-        for id in beam.ids[: -1 if beam.ended == "end" else None]:
-            text += pieces.add(stream.feed(id))
-            if pieces.stopped:
+        for id in beam.ids[: -1 if beam.end_reason == "end" else None]:
+            text += text_filter.add(stream.feed(id))
+            if text_filter.is_stopped:
                 return text, True
-        return text + pieces.add(stream.flush()) + pieces.rest(), pieces.stopped
+        return text + text_filter.add(stream.flush()) + text_filter.flush(), text_filter.is_stopped
 
-    def _next(self, active: list[Beam], logits: np.ndarray) -> list[Beam]:
+    def _next_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
         """The likeliest texts that are one token longer; those that end are kept apart."""
-        width = self._search.width
-        following, finished = list[Beam](), list[Beam]()
-        for rank, beam in enumerate(self._longer(active, logits)):
-            if beam.ids[-1] in self._tokenizer.ends:
-                finished += [replace(beam, ended="end")] if rank < width else []
-            elif self._limits.stops and self._read(beam)[1]:
-                finished += [replace(beam, ended="stop")] if rank < width else []
-            elif len(following) < width:
-                following.append(beam)
-        self._keep(finished)
-        return following
+        beam_width = self._search.width
+        next_beams, finished_beams = list[Beam](), list[Beam]()
+        for beam_rank, beam in enumerate(self._extend_beams(active_beams, logits)):
+            if beam.ids[-1] in self._tokenizer.eog_ids:
+                finished_beams += (
+                    [replace(beam, end_reason="end")] if beam_rank < beam_width else []
+                )
+            elif self._limits.stops and self._decode_beam(beam)[1]:
+                finished_beams += (
+                    [replace(beam, end_reason="stop")] if beam_rank < beam_width else []
+                )
+            elif len(next_beams) < beam_width:
+                next_beams.append(beam)
+        self._keep_best(finished_beams)
+        return next_beams
 
-    def _longer(self, active: list[Beam], logits: np.ndarray) -> list[Beam]:
+    def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
         """So many that `width` are left when those that end are taken away, the likeliest first."""
-        count, candidates = (1 + len(self._tokenizer.ends)) * self._search.width, list[Beam]()
-        for beam, row in zip(active, logits, strict=True):
-            biased = row.copy()
-            for id, by in self._search.bias.items():
-                biased[id] += by
-            values = beam.total + log_probabilities(biased)
+        count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
+        for beam, row_logits in zip(active_beams, logits, strict=True):
+            biased_logits = row_logits.copy()
+            for id, bias in self._search.logit_bias.items():
+                biased_logits[id] += bias
+            token_scores = beam.log_prob + log_probabilities(biased_logits)
             candidates += [
-                Beam((*beam.ids, int(id)), float(values[id]), beam.seq)
-                for id in likeliest(values, count)
-                if values[id] > -np.inf
+                Beam((*beam.ids, int(id)), float(token_scores[id]), beam.seq)
+                for id in top_indices(token_scores, count)
+                if token_scores[id] > -np.inf
             ]
-        return sorted(candidates, key=lambda beam: -beam.total)[:count]
+        return sorted(candidates, key=lambda beam: -beam.log_prob)[:count]
 
-    def _keep(self, finished: list[Beam]) -> None:
-        ranked = sorted(
-            (*self._ended, *finished), key=lambda beam: -beam.score(self._search.penalty)
+    def _keep_best(self, finished: list[Beam]) -> None:
+        ranked_beams = sorted(
+            (*self._finished_beams, *finished), key=lambda beam: -beam.score(self._search.penalty)
         )
-        self._ended = ranked[: self._search.wanted]
+        self._finished_beams = ranked_beams[: self._search.num_beams]
 
-    def _placed(self, beams: list[Beam]) -> list[Beam]:
+    def _assign_sequences(self, beams: list[Beam]) -> list[Beam]:
         """The beams in sequences of their own: each text's first stays where that text is, the others share it."""
-        alive, context, placed = {beam.seq for beam in beams}, self._context, list[Beam]()
-        free = [seq for seq in range(self._search.width) if seq not in alive]
-        for seq in free:
+        live_seqs, context, placed_beams = {beam.seq for beam in beams}, self._context, list[Beam]()
+        free_seqs = [seq for seq in range(self._search.width) if seq not in live_seqs]
+        for seq in free_seqs:
             context.remove(seq)
         for beam in beams:
             seq = beam.seq
-            if seq in alive:
-                alive.remove(seq)
+            if seq in live_seqs:
+                live_seqs.remove(seq)
             else:
-                seq = free.pop(0)
+                seq = free_seqs.pop(0)
                 context.copy(beam.seq, seq)
-            placed.append(replace(beam, seq=seq))
-        return placed
+            placed_beams.append(replace(beam, seq=seq))
+        return placed_beams
 
-    def _over(self, active: list[Beam]) -> str:
+    def _stop_reason(self, active_beams: list[Beam]) -> str:
         """Why the search is over: `found`, or what ends all texts that are left; "" if it goes on."""
-        if not active:
+        if not active_beams:
             return "found"
-        length = len(active[0].ids)
-        if self._limits.interrupted():
+        length = len(active_beams[0].ids)
+        if self._limits.is_interrupted():
             return "interrupted"
-        if length == self._limits.count:
+        if length == self._limits.max_tokens:
             return "count"
-        if length and np.count_nonzero(self._context.pools.all.sets == 0) < len(active):
+        if length and np.count_nonzero(self._context.pools.all.sets == 0) < len(active_beams):
             return "context"
-        return "found" if self._found(active, length) else ""
+        return "found" if self._is_settled(active_beams, length) else ""
 
-    def _found(self, active: list[Beam], length: int) -> bool:
+    def _is_settled(self, active_beams: list[Beam], length: int) -> bool:
         """Whether no text that goes on can become better than those that are wanted."""
-        penalty, num_beams = self._search.penalty, self._search.wanted
-        if len(self._ended) < num_beams:
+        length_penalty, num_beams = self._search.penalty, self._search.num_beams
+        if len(self._finished_beams) < num_beams:
             return False
         if self._search.width == 1:  # greedy: the likeliest token ends the text
             return True
-        max_length = self._context.cache.cells - len(self.prompt) + 1
-        if self._limits.count >= 0:
-            max_length = min(max_length, self._limits.count)
-        best = max(beam.total for beam in active)
-        bound = scored(best, max_length if penalty > 0 else length + 1, penalty)
-        return bound <= self._ended[-1].score(penalty)
+        max_length = self._context.cache.num_cells - len(self.prompt) + 1
+        if self._limits.max_tokens >= 0:
+            max_length = min(max_length, self._limits.max_tokens)
+        best = max(beam.log_prob for beam in active_beams)
+        score_bound = scored(best, max_length if length_penalty > 0 else length + 1, length_penalty)
+        return score_bound <= self._finished_beams[-1].score(length_penalty)

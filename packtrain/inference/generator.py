@@ -15,24 +15,24 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
-from packtrain.data.tokenizer import Stream, Tokenizer
+from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.backends import CPU, Target
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.sampling import Chain, Constraint, Given, Sampling, find_breakers
+from packtrain.inference.sampling import Chain, Constraint, SamplerInput, Sampling, find_breakers
 from packtrain.inference.sampling.dry import Breakers
 from packtrain.models.model_file import ModelFile
 
-NONE: Sequence[int] = ()
+NO_TOKENS: Sequence[int] = ()
 LOOP_TOKENS, LOOP_REPEATS, LOOP_PERIOD = 160, 5, 256
-LOOP_WINDOW, LOOP_RUN, LOOP_DISTINCT = 256, 12, 0.15
+LOOP_WINDOW, LOOP_NGRAM, MAX_DISTINCT_NGRAMS = 256, 12, 0.15
 
 
 class Drafter(Protocol):
     """Guesses how a text goes on, see speculative."""
 
-    def propose(self, text: Sequence[int], count: int) -> list[int]:
-        """At most `count` next tokens."""
+    def propose(self, text: Sequence[int], max_tokens: int) -> list[int]:
+        """At most `max_tokens` next tokens."""
 
 
 class Generator:
@@ -42,10 +42,10 @@ class Generator:
         self.context, self.seq = context, seq
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: ModelFile,
-        cells: int,
+        num_cells: int,
         cache: Dtype = f32,
         target: Target = CPU,
         rows: int = 1,
@@ -57,33 +57,33 @@ class Generator:
         options   more for Context
         """
         return cls(
-            Context(model, cells=cells, cache=cache.name, target=target, rows=rows, **options)
+            Context(model, cells=num_cells, cache=cache.name, target=target, rows=rows, **options)
         )
 
     @property
     def size(self) -> int:
         """How many tokens fit."""
-        return self.context.cache.cells
+        return self.context.cache.num_cells
 
     @property
-    def fed(self) -> list[int]:
+    def cached_tokens(self) -> list[int]:
         """The tokens in the cache, in order."""
         return self.context.tokens(self.seq)
 
     @property
-    def cells_left(self) -> int:
+    def num_free_cells(self) -> int:
         """How many more tokens fit."""
         return self.size - self.context.next(self.seq)
 
-    def forget(self, since: int = 0) -> None:
+    def truncate(self, since: int = 0) -> None:
         """Drop the tokens from place `since` on; the text continues from there."""
         self.context.remove(self.seq, since)
 
-    def missing(self, text: Sequence[int]) -> Sequence[int]:
+    def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
         """What must be fed to go on with a text whose other tokens are there: its last token, or more for a state."""
-        return text[-1:] if self.context.pools.whole(self.seq) else self.resume(text)
+        return text[-1:] if self.context.pools.is_complete(self.seq) else self.reuse_prefix(text)
 
-    def resume(self, tokens: Sequence[int]) -> Sequence[int]:
+    def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
         """Keep the longest prefix of a text that is cached; returns the tokens still to feed, at least one."""
         return tokens[self.context.reuse(self.seq, tokens) :]
 
@@ -92,18 +92,18 @@ class Generator:
         logits: np.ndarray = self.context.decode(tokens, self.seq)[0]
         return logits
 
-    def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[Given], Sequence[int]]:
+    def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:
         """Feed as many tokens as one run takes; returns what the chain needs after the last, and those that remain."""
-        size = self.context.sizes.next(len(tokens))
-        current, left = tokens[:size], tokens[size:]
-        output_rows = [] if left else [len(current) - 1]
+        run_size = self.context.sizes.next_size(len(tokens))
+        run_tokens, remaining_tokens = tokens[:run_size], tokens[run_size:]
+        output_rows = [] if remaining_tokens else [len(run_tokens) - 1]
         return self.context.choices(
-            current, [chain] * len(output_rows), self.seq, wanted=output_rows
-        ), left
+            run_tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
+        ), remaining_tokens
 
-    def checked(self, tokens: Sequence[int], guessed: int, chain: Chain) -> list[Given]:
+    def checked(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
         """Feed tokens of which the last are guesses; what the chain needs after each, and after the one before."""
-        output_rows = range(len(tokens) - guessed - 1, len(tokens))
+        output_rows = range(len(tokens) - num_drafted - 1, len(tokens))
         return self.context.choices(
             tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
         )
@@ -127,18 +127,18 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GenerationLimits:
     """Where a reply ends, in addition to the vocabulary's end tokens.
 
-    count        after this many tokens; -1: no limit
+    max_tokens        after this many tokens; -1: no limit
     stops        before the first of these texts
-    interrupted  called between runs of the model; ends the reply if true
+    is_interrupted  called between runs of the model; ends the reply if true
     loop_tokens  after a text that has repeated itself for so many tokens, see `is_loop`; 0: never
     """
 
-    count: int = -1
+    max_tokens: int = -1
     stops: tuple[str, ...] = ()
-    interrupted: Callable[[], bool] = lambda: False
+    is_interrupted: Callable[[], bool] = lambda: False
     loop_tokens: int = 0
 
 
@@ -150,18 +150,18 @@ def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
     Short repetitions are no loops, nor are lists and tables of which a word in each row differs.
     """
     for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
-        start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
+        loop_start = len(ids) - max(min_tokens, LOOP_REPEATS * period)
         if (
             ids[-1] == ids[-1 - period]
-            and start >= 0
-            and ids[start:-period] == ids[start + period :]
+            and loop_start >= 0
+            and ids[loop_start:-period] == ids[loop_start + period :]
         ):
             return True
-    if len(ids) < LOOP_WINDOW or len(ids) % LOOP_RUN:
+    if len(ids) < LOOP_WINDOW or len(ids) % LOOP_NGRAM:
         return False
-    last = ids[-LOOP_WINDOW:]
-    runs = [*zip(*(last[at:] for at in range(LOOP_RUN)), strict=False)]
-    return len(set(runs)) <= LOOP_DISTINCT * len(runs)
+    window_tokens = ids[-LOOP_WINDOW:]
+    ngrams = [*zip(*(window_tokens[at:] for at in range(LOOP_NGRAM)), strict=False)]
+    return len(set(ngrams)) <= MAX_DISTINCT_NGRAMS * len(ngrams)
 
 
 def check_prompt(prompt: Sequence[int], size: int) -> None:
@@ -179,7 +179,7 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
-    Afterwards `ended` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading`
+    Afterwards `end_reason` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading`
     and `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at
     most `draft_max` at once, and those that were right.
     """
@@ -191,93 +191,93 @@ class Reply:
         prompt: Sequence[int],
         sampling: Sampling,
         seed: int,
-        limits: Limits = Limits(),
+        limits: GenerationLimits = GenerationLimits(),
         drafter: Drafter | None = None,
         draft_max: int = 7,
         grammar: Constraint | None = None,
     ) -> None:
         check_prompt(prompt, generator.size)
-        self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""
+        self.prompt, self.ids, self.end_reason = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()
         self._generator, self._tokenizer = generator, tokenizer
         self._limits = limits
-        self._chain = chain_of(tokenizer, sampling, seed, prompt, grammar)
+        self._chain = make_chain(tokenizer, sampling, seed, prompt, grammar)
         self._drafter, self._draft_max = drafter, draft_max
         self.drafted = self.accepted = 0
 
     def __iter__(self) -> Iterator[str]:
-        text, stream = Pieces(self._limits.stops), Stream(self._tokenizer)
+        text, token_stream = StopTextFilter(self._limits.stops), StreamDecoder(self._tokenizer)
         for id in self.prompt:  # so that the space before the first word is part of the text
-            stream.feed(id)
+            token_stream.feed(id)
         for id in self._tokens():
-            yield text.add(stream.feed(id))
-            if text.stopped:
-                self.ended = "stop"
+            yield text.add(token_stream.feed(id))
+            if text.is_stopped:
+                self.end_reason = "stop"
                 return
-        yield text.add(stream.flush()) + text.rest()
+        yield text.add(token_stream.flush()) + text.flush()
 
     def _tokens(self) -> Iterator[int]:
         """Tokens until the reply ends for any reason but a stop text, which is found in the text."""
-        waiting = self._generator.resume(self.prompt)
-        while not self._over():
+        pending_tokens = self._generator.reuse_prefix(self.prompt)
+        while not self._is_over():
             speed, start_time = self.writing if self.ids else self.reading, time.perf_counter()
-            guess, left = self._guess(), NONE
+            guess, left = self._propose_draft(), NO_TOKENS
             if guess:
-                rows = self._generator.checked([*waiting, *guess], len(guess), self._chain)
+                rows = self._generator.checked([*pending_tokens, *guess], len(guess), self._chain)
             else:
-                rows, left = self._generator.step(waiting, self._chain)
-            read = len(waiting) - len(left)
-            for row, guessed in zip_longest(rows, guess):
-                chosen = self._chain.choose(row)
-                speed.add(read, time.perf_counter() - start_time)
-                read, start_time = 1, time.perf_counter()
-                if chosen in self._tokenizer.ends:
-                    self.ended = "end"
+                rows, left = self._generator.step(pending_tokens, self._chain)
+            num_read = len(pending_tokens) - len(left)
+            for row_result, draft_token in zip_longest(rows, guess):
+                next_token = self._chain.choose(row_result)
+                speed.add(num_read, time.perf_counter() - start_time)
+                num_read, start_time = 1, time.perf_counter()
+                if next_token in self._tokenizer.eog_ids:
+                    self.end_reason = "end"
                     return
-                self._chain.accept(chosen)
-                self.ids.append(chosen)
-                self.accepted += chosen == guessed
-                yield chosen
-                if chosen != guessed or self._over():
+                self._chain.accept(next_token)
+                self.ids.append(next_token)
+                self.accepted += next_token == draft_token
+                yield next_token
+                if next_token != draft_token or self._is_over():
                     break
             else:
-                speed.add(read, time.perf_counter() - start_time)
+                speed.add(num_read, time.perf_counter() - start_time)
             if guess:
-                self._generator.forget(len(self.prompt) + len(self.ids) - 1)
-            waiting = left or self._generator.missing((*self.prompt, *self.ids))
+                self._generator.truncate(len(self.prompt) + len(self.ids) - 1)
+            pending_tokens = left or self._generator.tokens_to_feed((*self.prompt, *self.ids))
 
-    def _guess(self) -> list[int]:
+    def _propose_draft(self) -> list[int]:
         """Tokens that may come next: they are checked in one run."""
-        room = min(self._draft_max, self._room - 1)
-        if self._limits.count >= 0:
-            room = min(room, self._limits.count - len(self.ids) - 1)
-        if self._drafter is None or not self.ids or room <= 0:
+        max_draft = min(self._draft_max, self._num_free_tokens - 1)
+        if self._limits.max_tokens >= 0:
+            max_draft = min(max_draft, self._limits.max_tokens - len(self.ids) - 1)
+        if self._drafter is None or not self.ids or max_draft <= 0:
             return []
-        guess = self._drafter.propose((*self.prompt, *self.ids), room)
-        self.drafted += len(guess)
-        return guess
+        draft_tokens = self._drafter.propose((*self.prompt, *self.ids), max_draft)
+        self.drafted += len(draft_tokens)
+        return draft_tokens
 
     @property
-    def _room(self) -> int:
+    def _num_free_tokens(self) -> int:
         """How many more tokens the context can read."""
         return self._generator.size - len(self.prompt) - max(len(self.ids) - 1, 0) + (not self.ids)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether the reply is over."""
-        if self._limits.interrupted():
-            self.ended = "interrupted"
+        if self._limits.is_interrupted():
+            self.end_reason = "interrupted"
         elif self._chain.over:
-            self.ended = "end"
-        elif len(self.ids) == self._limits.count:
-            self.ended = "count"
-        elif not self._room:
-            self.ended = "context"
+            self.end_reason = "end"
+        elif len(self.ids) == self._limits.max_tokens:
+            self.end_reason = "count"
+        elif not self._num_free_tokens:
+            self.end_reason = "context"
         elif self._limits.loop_tokens and is_loop(self.ids, self._limits.loop_tokens):
-            self.ended = "loop"
-        return bool(self.ended)
+            self.end_reason = "loop"
+        return bool(self.end_reason)
 
 
-def chain_of(
+def make_chain(
     tokenizer: Tokenizer,
     sampling: Sampling,
     seed: int,
@@ -286,42 +286,42 @@ def chain_of(
 ) -> Chain:
     """The samplers of a sequence that begins with this prompt. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
-    breakers = _breakers(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
+    breakers = _breaker_tokens(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
     return Chain(sampling, seed, prompt, breakers, grammar)
 
 
 @lru_cache(maxsize=2)
-def _breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
+def _breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
     """Where DRY ends repetitions, in tokens."""
     pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
     return find_breakers(texts, pieces, lambda text: tokenizer.encode(text, False, False, False))
 
 
-class Pieces:
-    """Releases text piece by piece, holding back an end that could become a stop text; `found` is the one that came."""
+class StopTextFilter:
+    """Releases text piece by piece, holding back an end that could become a stop text; `matched_stop` is the one that came."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops, self.stopped, self.found, self._held = stops, False, "", ""
+        self.stops, self.is_stopped, self.matched_stop, self._pending_text = stops, False, "", ""
 
     def add(self, piece: str) -> str:
         """The text that can be released now, up to the first stop text."""
-        text = self._held + piece
-        matches = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        text = self._pending_text + piece
+        matches = [(at, stop_text) for stop_text in self.stops if (at := text.find(stop_text)) >= 0]
         if matches:
-            at, self.found = min(matches)
-            self.stopped, self._held = True, ""
+            at, self.matched_stop = min(matches)
+            self.is_stopped, self._pending_text = True, ""
             return text[:at]
-        keep = max(
+        num_held = max(
             (
-                n
-                for stop in self.stops
-                for n in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:n])
+                prefix_length
+                for stop_text in self.stops
+                for prefix_length in range(1, min(len(stop_text), len(text) + 1))
+                if text.endswith(stop_text[:prefix_length])
             ),
             default=0,
         )
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._pending_text = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
-    def rest(self) -> str:
-        return self._held
+    def flush(self) -> str:
+        return self._pending_text

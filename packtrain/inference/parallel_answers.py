@@ -3,42 +3,49 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from packtrain.data.tokenizer import Stream, Tokenizer
-from packtrain.inference.generator import Limits, Pieces, Speed, chain_of, check_prompt, is_loop
+from packtrain.data.tokenizer import StreamDecoder, Tokenizer
+from packtrain.inference.generator import (
+    GenerationLimits,
+    Speed,
+    StopTextFilter,
+    check_prompt,
+    is_loop,
+    make_chain,
+)
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.sampling import Chain, Constraint, Given, Sampling
+from packtrain.inference.sampling import Chain, Constraint, SamplerInput, Sampling
 
 
-class Answer:
-    """One of them: `ids`, and `ended` by end, stop, count, context, loop or interrupted."""
+class ParallelAnswer:
+    """One of them: `ids`, and `end_reason` by end, stop, count, context, loop or interrupted."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], chain: Chain
     ) -> None:
-        self.chain, self.seed, self.ids, self.ended = chain, chain.seed, list[int](), ""
-        self.text, self._ends = "", tokenizer.ends
-        self._pieces, self._stream = Pieces(stops), Stream(tokenizer)
+        self.chain, self.seed, self.ids, self.end_reason = chain, chain.seed, list[int](), ""
+        self.text, self._eos_ids = "", tokenizer.eog_ids
+        self._pieces, self._stream = StopTextFilter(stops), StreamDecoder(tokenizer)
         for id in prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
 
-    def take(self, candidates: Given) -> None:
+    def choose_token(self, candidates: SamplerInput) -> None:
         """Choose the next token, out of what left the device."""
-        chosen = self.chain.choose(candidates)
-        if chosen in self._ends:
-            self.end("end")
+        next_token = self.chain.choose(candidates)
+        if next_token in self._eos_ids:
+            self.finish_answer("end")
             return
-        self.chain.accept(chosen)
-        self.ids.append(chosen)
-        self.text += self._pieces.add(self._stream.feed(chosen))
-        if self._pieces.stopped:
-            self.ended = "stop"
+        self.chain.accept(next_token)
+        self.ids.append(next_token)
+        self.text += self._pieces.add(self._stream.feed(next_token))
+        if self._pieces.is_stopped:
+            self.end_reason = "stop"
 
-    def end(self, reason: str) -> None:
-        self.ended = reason
-        self.text += self._pieces.add(self._stream.flush()) + self._pieces.rest()
+    def finish_answer(self, reason: str) -> None:
+        self.end_reason = reason
+        self.text += self._pieces.add(self._stream.flush()) + self._pieces.flush()
 
 
-class Answers:
+class ParallelAnswers:
     """Answers of sequences 0 … of a context; iterate over it until all have ended, for what is new in the first that
     has not.
 
@@ -52,45 +59,47 @@ class Answers:
         prompt: Sequence[int],
         sampling: Sampling,
         seeds: Sequence[int],
-        limits: Limits,
+        limits: GenerationLimits,
         grammar: Constraint | None = None,
         size: int = 0,
     ) -> None:
         """size: most tokens of prompt and answer; 0: those of the context."""
-        self._context, self._limits, self._size = context, limits, size or context.cache.cells
+        self._context, self._limits, self._size = context, limits, size or context.cache.num_cells
         check_prompt(prompt, self._size)
         self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
-        chains = [chain_of(tokenizer, sampling, seed, prompt, grammar) for seed in seeds]
-        self.every = [Answer(tokenizer, self.prompt, limits.stops, chain) for chain in chains]
+        chains = [make_chain(tokenizer, sampling, seed, prompt, grammar) for seed in seeds]
+        self.answers = [
+            ParallelAnswer(tokenizer, self.prompt, limits.stops, chain) for chain in chains
+        ]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """Number of an answer, and a piece of its text, all of one before the next."""
-        shown = [0] * len(self.every)
+        shown_lengths = [0] * len(self.answers)
         for _ in self._run():
-            for number, answer in enumerate(self.every):
-                yield number, answer.text[shown[number] :]
-                shown[number] = len(answer.text)
-                if not answer.ended:
+            for answer_index, answer in enumerate(self.answers):
+                yield answer_index, answer.text[shown_lengths[answer_index] :]
+                shown_lengths[answer_index] = len(answer.text)
+                if not answer.end_reason:
                     break
 
     def _run(self) -> Iterator[None]:
         start_time, context = time.perf_counter(), self._context
         num_reused = context.reuse(0, self.prompt)
         first = context.decode(self.prompt[num_reused:], 0)[0]  # of which each chain takes its own
-        outputs: list[Given] = [first] * len(self.every)
-        for seq in range(1, len(self.every)):
+        outputs: list[SamplerInput] = [first] * len(self.answers)
+        for seq in range(1, len(self.answers)):
             context.remove(seq)
             context.copy(0, seq)
         self.reading.add(len(self.prompt) - num_reused, time.perf_counter() - start_time)
-        self._limit(self.every, len(self.every))
-        active = [(seq, answer) for seq, answer in enumerate(self.every) if not answer.ended]
+        self._end_finished(self.answers, len(self.answers))
+        active = [(seq, answer) for seq, answer in enumerate(self.answers) if not answer.end_reason]
         while active:
             start_time = time.perf_counter()
-            for (_, answer), row in zip(active, outputs, strict=True):
-                answer.take(row)
+            for (_, answer), row_result in zip(active, outputs, strict=True):
+                answer.choose_token(row_result)
             room = int((context.pools.all.sets == 0).sum())
-            self._limit([answer for _, answer in active if not answer.ended], room)
-            active = [(seq, answer) for seq, answer in active if not answer.ended]
+            self._end_finished([answer for _, answer in active if not answer.end_reason], room)
+            active = [(seq, answer) for seq, answer in active if not answer.end_reason]
             if active:
                 tokens = [answer.ids[-1] for _, answer in active]
                 seqs = [seq for seq, _ in active]
@@ -99,16 +108,16 @@ class Answers:
                 self.writing.add(len(seqs), time.perf_counter() - start_time)
             yield
 
-    def _limit(self, active: list[Answer], room: int) -> None:
+    def _end_finished(self, active_answers: list[ParallelAnswer], room: int) -> None:
         """End those that may not go on, with so many cells free."""
-        for answer in active:
-            if self._limits.interrupted():
-                answer.end("interrupted")
+        for answer in active_answers:
+            if self._limits.is_interrupted():
+                answer.finish_answer("interrupted")
             elif answer.chain.over:
-                answer.end("end")
-            elif len(answer.ids) == self._limits.count:
-                answer.end("count")
-            elif room < len(active) or len(self.prompt) + len(answer.ids) > self._size:
-                answer.end("context")
+                answer.finish_answer("end")
+            elif len(answer.ids) == self._limits.max_tokens:
+                answer.finish_answer("count")
+            elif room < len(active_answers) or len(self.prompt) + len(answer.ids) > self._size:
+                answer.finish_answer("context")
             elif self._limits.loop_tokens and is_loop(answer.ids, self._limits.loop_tokens):
-                answer.end("loop")
+                answer.finish_answer("loop")

@@ -21,53 +21,58 @@ from typing import IO, Any
 
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DoesNotFit
-from packtrain.common.gc_control import not_collecting
+from packtrain.common.gc_control import gc_paused
 from packtrain.common.memory import private_nbytes
 from packtrain.kernels import machine, runtime, store
-from packtrain.kernels.crew import AVAILABLE, start, threads
+from packtrain.kernels.crew import HAS_THREAD_POOL, start_threads, threads
 
 MIB = 1 << 20
 # most private memory in MiB of a child that compiles several modules, and of one that ends after one module;
 # 38 are numba and numpy
-LASTING, SINGLE = 320, 152
+LASTING, SINGLE_MIB = 320, 152
 LARGER = {"rounded": 330}  # modules that take more, and have a child of their own
-CHILDREN = 2  # most at a time
-loaded: dict[str, Any] = {}  # the modules of this process
-found_complete = set[str]()  # those whose compiled code is there, and that of all they need
-loading = threading.RLock()
-budget: int | None = (
+MAX_CHILDREN = 2  # most at a time
+loaded_modules: dict[str, Any] = {}  # the modules of this process
+complete_modules = set[str]()  # those whose compiled code is there, and that of all they need
+load_lock = threading.RLock()
+memory_budget: int | None = (
     None  # most private memory of this process and its children, where a call has no limit
 )
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CompileMode:
     """How many children compile at a time, and whether each compiles several modules or one."""
 
     children: int
     lasting: bool
 
-    def nbytes(self, names: Collection[str]) -> int:
+    def max_nbytes(self, names: Collection[str]) -> int:
         """Most private memory of the children while they compile these modules."""
-        largest_module = max((LARGER.get(name, SINGLE) for name in names), default=SINGLE)
+        largest_module = max((LARGER.get(name, SINGLE_MIB) for name in names), default=SINGLE_MIB)
         return (
             self.children * MIB * (max(LASTING, largest_module) if self.lasting else largest_module)
         )
 
 
-WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest first
+COMPILE_MODES = (
+    CompileMode(2, True),
+    CompileMode(2, False),
+    CompileMode(1, True),
+    CompileMode(1, False),
+)  # the fastest first
 
 
-def way(limit: int | None, used: int, names: Collection[str]) -> Way:
+def choose_mode(limit: int | None, used: int, names: Collection[str]) -> CompileMode:
     """The fastest way to compile these modules within the limit, beside `used` bytes. Raises DoesNotFit."""
-    max_children = min(runtime.allowed_cpus(), CHILDREN)
-    for option in WAYS:
-        if option.children <= max_children and (
-            limit is None or used + option.nbytes(names) <= limit
+    max_children = min(runtime.allowed_cpus(), MAX_CHILDREN)
+    for compile_mode in COMPILE_MODES:
+        if compile_mode.children <= max_children and (
+            limit is None or used + compile_mode.max_nbytes(names) <= limit
         ):
-            return option
-    needed_mib = -(-(used + WAYS[-1].nbytes(names)) // MIB)
+            return compile_mode
+    needed_mib = -(-(used + COMPILE_MODES[-1].max_nbytes(names)) // MIB)
     raise DoesNotFit(
         f"--memory: compiling kernels needs {needed_mib} MiB; run `packtrain"
         f" compile` first, or give --memory {needed_mib}MiB"
@@ -79,31 +84,31 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
 
     With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
     """
-    missing = store.missing(names)
-    if not missing:
-        store.keep()
+    missing_names = store.missing_modules(names)
+    if not missing_names:
+        store.save_fingerprints()
         return 0
-    if limit is None and budget is not None:
-        limit, used = budget, private_nbytes()
-    chosen = way(limit, used, missing)
-    with alone(store.target() / "lock"):
-        missing = store.missing(names)
-        if missing:
-            store.sweep(store.target())
-            _compile(missing, chosen)
-            store.keep()
-    return len(missing)
+    if limit is None and memory_budget is not None:
+        limit, used = memory_budget, private_nbytes()
+    compile_mode = choose_mode(limit, used, missing_names)
+    with file_lock(store.target_folder() / "lock"):
+        missing_names = store.missing_modules(names)
+        if missing_names:
+            store.remove_old_kernels(store.target_folder())
+            _compile(missing_names, compile_mode)
+            store.save_fingerprints()
+    return len(missing_names)
 
 
-def _compile(names: list[str], chosen: Way) -> None:
+def _compile(names: list[str], compile_mode: CompileMode) -> None:
     progress = CompileProgress(len(names))
-    progress.begin()
-    error = Compiling(names, progress.done).run(chosen)
-    progress.end()
-    if error and budget is not None:
+    progress.print_start()
+    error = ModuleCompiler(names, progress.count_module).compile_all(compile_mode)
+    progress.print_finish()
+    if error and memory_budget is not None:
         raise MemoryError(error)
     if error:
-        runtime.say(f"the compiling child failed ({error}); compiling in this process")
+        runtime.print_message(f"the compiling child failed ({error}); compiling in this process")
 
 
 @dataclass(slots=True)
@@ -111,126 +116,128 @@ class CompileProgress:
     """Prints how many modules are compiled: on a terminal in one line, elsewhere occasionally."""
 
     count: int
-    finished: int = 0
-    began: float = field(default_factory=time.perf_counter)
-    printed: float = field(default_factory=time.perf_counter)
+    num_finished: int = 0
+    start_seconds: float = field(default_factory=time.perf_counter)
+    printed_seconds: float = field(default_factory=time.perf_counter)
 
-    def begin(self) -> None:
-        runtime.say(f"compiling {self.count} kernel modules, once for this machine …")
+    def print_start(self) -> None:
+        runtime.print_message(f"compiling {self.count} kernel modules, once for this machine …")
 
-    def done(self) -> None:
-        self.finished += 1
-        now = time.perf_counter()
-        line = f"compiled {self.finished} of {self.count} kernel modules, {now - self.began:.0f} s"
+    def count_module(self) -> None:
+        self.num_finished += 1
+        now_seconds = time.perf_counter()
+        progress_text = f"compiled {self.num_finished} of {self.count} kernel modules, {now_seconds - self.start_seconds:.0f} s"
         if sys.stderr is not None and sys.stderr.isatty():
-            end = "\n" if self.finished == self.count else ""
+            line_end = "\n" if self.num_finished == self.count else ""
             with contextlib.suppress(OSError):
-                print(f"\rpacktrain: {line}", end=end, file=sys.stderr, flush=True)
-        elif now - self.printed >= PAUSE and self.finished < self.count:
-            runtime.say(line)
-            self.printed = now
+                print(f"\rpacktrain: {progress_text}", end=line_end, file=sys.stderr, flush=True)
+        elif now_seconds - self.printed_seconds >= PAUSE and self.num_finished < self.count:
+            runtime.print_message(progress_text)
+            self.printed_seconds = now_seconds
 
-    def end(self) -> None:
-        if self.finished == self.count:
-            runtime.say(f"kernels compiled in {time.perf_counter() - self.began:.0f} s")
+    def print_finish(self) -> None:
+        if self.num_finished == self.count:
+            runtime.print_message(
+                f"kernels compiled in {time.perf_counter() - self.start_seconds:.0f} s"
+            )
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def file_lock(lock_path: Path) -> Iterator[None]:
     """Lock against other processes, so that several started at once compile nothing twice."""
     try:
         import fcntl
     except ImportError:  # Windows: no lock, they compile it twice
         yield
         return
-    with open(path, "w") as file:
+    with open(lock_path, "w") as lock_file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            runtime.say("another process is compiling kernels; waiting for it …")
+            runtime.print_message("another process is compiling kernels; waiting for it …")
             with contextlib.suppress(OSError):  # file systems without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield
 
 
-class Compiling:
+class ModuleCompiler:
     """Distributes modules to children; a module is ready once those that it needs are compiled."""
 
-    def __init__(self, names: list[str], done: Callable[[], None]) -> None:
-        self.waiting, self.done = list(names), done
-        self.unfinished = set(names)
-        self.error = ""
+    def __init__(self, names: list[str], on_done: Callable[[], None]) -> None:
+        self.waiting_names, self.on_done = list(names), on_done
+        self.unfinished_names = set(names)
+        self.error_text = ""
         self.children: set[subprocess.Popen[str]] = set()
-        self.changed = threading.Condition()
+        self.state_changed = threading.Condition()
 
-    def run(self, chosen: Way) -> str:
+    def compile_all(self, compile_mode: CompileMode) -> str:
         """Compile all of them; returns the error message, or an empty text."""
-        count = min(chosen.children, len(self.waiting))
-        threads = [
-            threading.Thread(target=self._work, args=(chosen.lasting,)) for _ in range(count)
+        count = min(compile_mode.children, len(self.waiting_names))
+        worker_threads = [
+            threading.Thread(target=self._work, args=(compile_mode.lasting,)) for _ in range(count)
         ]
-        for thread in threads:
+        for thread in worker_threads:
             thread.start()
         try:
-            for thread in threads:
+            for thread in worker_threads:
                 thread.join()
         finally:
             self._stop("stopped")
-            for thread in threads:
+            for thread in worker_threads:
                 thread.join()
-        return self.error
+        return self.error_text
 
-    def _take(self) -> str | None:
+    def _take_module(self) -> str | None:
         """The next module that is ready; None when there are no more."""
-        with self.changed:
-            while self.waiting and not self.error:
-                for name in self.waiting:
-                    if not (store.needed(name) - {name}) & self.unfinished:
-                        self.waiting.remove(name)
-                        return name
-                self.changed.wait()
+        with self.state_changed:
+            while self.waiting_names and not self.error_text:
+                for module_name in self.waiting_names:
+                    if not (store.needed(module_name) - {module_name}) & self.unfinished_names:
+                        self.waiting_names.remove(module_name)
+                        return module_name
+                self.state_changed.wait()
         return None
 
-    def _finish(self, name: str) -> None:
-        with self.changed:
-            self.unfinished.discard(name)
-            self.done()
-            self.changed.notify_all()
+    def _finish_module(self, name: str) -> None:
+        with self.state_changed:
+            self.unfinished_names.discard(name)
+            self.on_done()
+            self.state_changed.notify_all()
 
-    def _stop(self, error: str) -> None:
-        with self.changed:
-            if self.unfinished:
-                self.error = self.error or error
+    def _stop(self, error_text: str) -> None:
+        with self.state_changed:
+            if self.unfinished_names:
+                self.error_text = self.error_text or error_text
             for child in self.children:
                 child.kill()
-            self.changed.notify_all()
+            self.state_changed.notify_all()
 
     def _work(self, lasting: bool) -> None:
         """A thread: gives modules to one child, or each to a new child."""
-        with tempfile.TemporaryFile("w+") as errors:
+        with tempfile.TemporaryFile("w+") as error_file:
             try:
-                name = self._take()
-                while name is not None:
-                    with self._child(errors) as child:
-                        goes_on = True
-                        while name is not None and goes_on:
-                            _ask(child, name)
-                            self._finish(name)
-                            last, name = name, self._take()
-                            goes_on = lasting and not LARGER.keys() & {last, name}
+                module_name = self._take_module()
+                while module_name is not None:
+                    with self._start_child(error_file) as child:
+                        keep_child = True
+                        while module_name is not None and keep_child:
+                            _ask(child, module_name)
+                            self._finish_module(module_name)
+                            last_name, module_name = module_name, self._take_module()
+                            keep_child = lasting and not LARGER.keys() & {last_name, module_name}
             except (OSError, ChildProcessError) as error:
-                errors.seek(0)
-                lines = errors.read().strip().splitlines()
-                self._stop(lines[-1] if lines else str(error))
+                error_file.seek(0)
+                error_lines = error_file.read().strip().splitlines()
+                self._stop(error_lines[-1] if error_lines else str(error))
 
     @contextlib.contextmanager
-    def _child(self, errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, "-m", __package__, str(store.target())]
+    def _start_child(self, error_file: IO[str]) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-m", __package__, str(store.target_folder())]
         pipe = subprocess.PIPE
         with subprocess.Popen(
-            command, env=variables(), stdin=pipe, stdout=pipe, stderr=errors, text=True
+            command, env=variables(), stdin=pipe, stdout=pipe, stderr=error_file, text=True
         ) as child:
-            with self.changed:
+            with self.state_changed:
                 self.children.add(child)
             try:
                 yield child
@@ -238,7 +245,7 @@ class Compiling:
                 child.kill()
                 raise
             finally:
-                with self.changed:
+                with self.state_changed:
                     self.children.discard(child)
 
 
@@ -251,46 +258,46 @@ def _ask(child: "subprocess.Popen[str]", name: str) -> None:
         raise ChildProcessError(f"exit {child.wait()}")
 
 
-def compile_into(root: str) -> None:
+def compile_into(cache_folder: str) -> None:
     """The child: compiles modules named on standard input and prints each name when done."""
-    store.given = Path(root)
-    for line in sys.stdin:
-        name = line.strip()
-        folder = store.folder_of(name)
+    store.child_folder = Path(cache_folder)
+    for input_line in sys.stdin:
+        name = input_line.strip()
+        folder = store.module_folder(name)
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted child has left
-        for other in sorted(store.needed(name) - {name}):
-            with_numba(other)
-        before = len(machine.made)
-        checksum = machine.save(with_numba(name), machine.made[before:], folder)
-        (folder / store.COMPLETE).write_text(checksum)
+        for required_name in sorted(store.needed(name) - {name}):
+            with_numba(required_name)
+        before = len(machine.compiled_dispatchers)
+        checksum = machine.save(with_numba(name), machine.compiled_dispatchers[before:], folder)
+        (folder / store.CHECKSUM_FILE).write_text(checksum)
         print(name, flush=True)
 
 
 def load(name: str) -> Any:
     """A kernel module, and first those that it needs, under the policy; from the cache it comes without numba."""
-    with loading, not_collecting():
-        return loaded.get(name) or _loaded(name)
+    with load_lock, gc_paused():
+        return loaded_modules.get(name) or _loaded(name)
 
 
 def _loaded(name: str) -> Any:
-    if store.given is None and name not in found_complete:
+    if store.child_folder is None and name not in complete_modules:
         prepare([name])
-    itself = sys.modules.get(f"{__package__}.{name}")
-    if itself is not None:  # crew, which has no kernels, or a module that was imported
-        return shown(name, itself)
-    if name not in found_complete:
-        if not AVAILABLE or not all(map(store.complete, store.needed(name))):
+    imported_module = sys.modules.get(f"{__package__}.{name}")
+    if imported_module is not None:  # crew, which has no kernels, or a module that was imported
+        return set_module(name, imported_module)
+    if name not in complete_modules:
+        if not HAS_THREAD_POOL or not all(map(store.complete, store.needed(name))):
             return with_numba(name)
-        found_complete.update(store.needed(name))
+        complete_modules.update(store.needed(name))
     runtime.limit_blas()
-    for other in sorted(store.needed(name) - {name}):
-        load(other)
+    for required_name in sorted(store.needed(name) - {name}):
+        load(required_name)
     cached_module = _from_cache(name)
     if cached_module is None:
         return with_numba(name)
     if name == "call":
-        start(cached_module.serve)
-    return shown(name, cached_module)
+        start_threads(cached_module.serve)
+    return set_module(name, cached_module)
 
 
 def _from_cache(name: str) -> Any:
@@ -300,14 +307,14 @@ def _from_cache(name: str) -> Any:
         if folder is None:
             break
         try:
-            checksum = (folder / store.COMPLETE).read_text("utf-8", "replace")
+            checksum = (folder / store.CHECKSUM_FILE).read_text("utf-8", "replace")
             return machine.load(name, folder, checksum, with_numba)
-        except (machine.Damaged, OSError) as error:
-            if budget is not None and isinstance(
+        except (machine.DamagedCacheError, OSError) as error:
+            if memory_budget is not None and isinstance(
                 error, OSError
             ):  # it may be the bound that refuses
                 raise MemoryError(str(error)) from None
-            runtime.say(f"{folder} is damaged")
+            runtime.print_message(f"{folder} is damaged")
             store.distrust(folder)
             prepare([name])
     return None
@@ -321,40 +328,40 @@ def with_numba(name: str) -> Any:
     """
     runtime.prepare_numba()
     runtime.limit_blas()
-    for other in sorted(store.needed(name) - {name}):
-        with_numba(other)
+    for required_name in sorted(store.needed(name) - {name}):
+        with_numba(required_name)
     try:
-        return shown(name, _imported(name))
+        return set_module(name, _imported(name))
     except Exception:
         folder = store.complete(name)
         if folder is None:
             raise
     store.distrust(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return shown(name, _imported(name))
+    return set_module(name, _imported(name))
 
 
 def _imported(name: str) -> ModuleType:
-    folder = store.folder_of(name)
+    folder = store.module_folder(name)
     if store.complete(name) is None:
         folder.mkdir(exist_ok=True)
     try:
-        with not_collecting(), store.numba_cache(folder):
+        with gc_paused(), store.numba_cache(folder):
             return importlib.import_module(f"{__package__}.{name}")
     except OSError as error:
         error.filename = error.filename or str(folder)  # of a full disk it has none
         raise
 
 
-def shown(name: str, module: Any) -> Any:
+def set_module(name: str, module: Any) -> Any:
     """Have `kernels.name` be this module."""
     setattr(sys.modules[__package__], name, module)
-    loaded[name] = module
+    loaded_modules[name] = module
     return module
 
 
 def is_loaded(name: str) -> bool:
-    return name in loaded
+    return name in loaded_modules
 
 
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
@@ -362,9 +369,9 @@ def load_all(names: Collection[str] | None = None, limit: int | None = None, use
 
     That includes the stacks of all threads, where products put packed blocks.
     """
-    names = store.modules() if names is None else names
+    names = store.kernel_modules() if names is None else names
     prepare(names, limit, used)
-    for name in names:
-        load(name)
-    if any("gemm" in store.needed(name) for name in names):
+    for module_name in names:
+        load(module_name)
+    if any("gemm" in store.needed(module_name) for module_name in names):
         load("gemm").use_stacks(threads())

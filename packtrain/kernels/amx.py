@@ -13,12 +13,12 @@ from numba.extending import intrinsic
 
 from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel
-from packtrain.kernels.panels import AMX, HALVES, beyond, emit_pair, emit_prefetch, vector_at
+from packtrain.kernels.panels import AMX, BF16_VECTOR, beyond, emit_pair, emit_prefetch, vector_at
 from packtrain.kernels.simd import I64, LANES, VECTOR, address, load_part, scratch, store_part
 
 STEPS = 2 * LANES  # of k in a tile
 TILE = LANES * LANES  # f32 of a tile
-EDGE = 4 * TILE
+EDGE_SIZE = 4 * TILE
 I8 = ir.IntType(8)
 i64, void = types.int64, types.void
 
@@ -31,22 +31,22 @@ def tile_call(builder, name, *args):
     simd.call(builder, f"llvm.x86.{name}", ir.VoidType(), *call_args)
 
 
-def read_tile(builder, number, base, distance=None):
-    place = builder.inttoptr(base, I8.as_pointer())
-    tile_call(builder, "tileloadd64", number, place, distance or I64(4 * LANES))
+def load_tile(builder, tile_index, base_ptr, row_stride=None):
+    tile_pointer = builder.inttoptr(base_ptr, I8.as_pointer())
+    tile_call(builder, "tileloadd64", tile_index, tile_pointer, row_stride or I64(4 * LANES))
 
 
 @simd.instruction(void)
-def configure(builder):
+def configure_tiles(builder):
     """Begin with tiles: eight of 16 rows of 64 bytes."""
-    shape = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
-    kind = ir.ArrayType(I8, len(shape))
-    room = cgutils.alloca_once_value(builder, ir.Constant(kind, shape))
-    tile_call(builder, "ldtilecfg", builder.bitcast(room, I8.as_pointer()))
+    tile_config = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
+    config_type = ir.ArrayType(I8, len(tile_config))
+    config_pointer = cgutils.alloca_once_value(builder, ir.Constant(config_type, tile_config))
+    tile_call(builder, "ldtilecfg", builder.bitcast(config_pointer, I8.as_pointer()))
 
 
 @simd.instruction(void)
-def release(builder):
+def release_tiles(builder):
     """End with tiles, so that switching threads saves none."""
     tile_call(builder, "tilerelease")
 
@@ -54,233 +54,233 @@ def release(builder):
 # ---- packing ---------------------------------------------------------------------------------------------------
 
 
-def emit_load(builder, place, left):
+def emit_load(builder, vector_ptr, left):
     """16 values, or the first `left` of them."""
     mask = None if left is None else simd.first_lanes(builder, left)
-    return simd.read(builder, vector_at(builder, place), mask)
+    return simd.read_masked(builder, vector_at(builder, vector_ptr), mask)
 
 
-def emit_two(builder, by_line, source, ld, number, limits):
-    """What becomes one row of pairs: 32 values of line `number`, or 16 values of two steps.
+def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limits):
+    """What becomes one row of pairs: 32 values of line `pair_index`, or 16 values of two steps.
 
-    limits  lines and steps there are, if not all
+    line_limits  lines and steps there are, if not all
     """
-    lines, left = limits or (None, None)
-    if by_line:
-        line = I64(number)
-        if limits:
-            last = builder.sub(lines, I64(1))
-            line = builder.select(builder.icmp_signed("<", line, last), line, last)
-        place = beyond(builder, source, builder.mul(line, ld))
-        after = builder.sub(left, I64(LANES)) if limits else None
-        high = emit_load(builder, builder.add(place, I64(4 * LANES)), after)
-        return emit_load(builder, place, left), high
+    lines, steps_left = line_limits or (None, None)
+    if steps_adjacent:
+        line = I64(pair_index)
+        if line_limits:
+            last_line = builder.sub(lines, I64(1))
+            line = builder.select(builder.icmp_signed("<", line, last_line), line, last_line)
+        line_ptr = beyond(builder, source, builder.mul(line, ld))
+        high_left = builder.sub(steps_left, I64(LANES)) if line_limits else None
+        high_vector = emit_load(builder, builder.add(line_ptr, I64(4 * LANES)), high_left)
+        return emit_load(builder, line_ptr, steps_left), high_vector
     values = []
-    for step in (2 * number, 2 * number + 1):
-        place = beyond(builder, source, builder.mul(I64(step), ld))
-        if limits:
-            inside = builder.icmp_signed("<", I64(step), left)
-            values.append(emit_load(builder, place, builder.select(inside, lines, I64(0))))
+    for step_index in (2 * pair_index, 2 * pair_index + 1):
+        line_ptr = beyond(builder, source, builder.mul(I64(step_index), ld))
+        if line_limits:
+            is_inside = builder.icmp_signed("<", I64(step_index), steps_left)
+            values.append(emit_load(builder, line_ptr, builder.select(is_inside, lines, I64(0))))
         else:
-            values.append(emit_load(builder, place, None))
+            values.append(emit_load(builder, line_ptr, None))
     return values
 
 
-def emit_rounded(builder, by_line, low, high):
+def emit_bf16_pair(builder, steps_adjacent, low, high):
     """A row of pairs of bf16."""
-    if not by_line:
+    if not steps_adjacent:
         return emit_pair(builder, low, high)
-    both = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", HALVES, high, low)
-    return builder.bitcast(both, VECTOR)
+    bf16_pair = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
+    return builder.bitcast(bf16_pair, VECTOR)
 
 
-def emit_lost(builder, by_line, pairs, low, high):
+def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
     """What rounding took from `low` and `high`."""
-    bits = builder.bitcast(pairs, simd.BITS)
-    sixteen = ir.Constant(simd.BITS, [16] * LANES)
-    if by_line:
-        words = builder.bitcast(pairs, ir.VectorType(ir.IntType(16), 2 * LANES))
+    pair_bits = builder.bitcast(rounded_pairs, simd.BITS)
+    shift_16 = ir.Constant(simd.BITS, [16] * LANES)
+    if steps_adjacent:
+        pair_words = builder.bitcast(rounded_pairs, ir.VectorType(ir.IntType(16), 2 * LANES))
         parts = (
             builder.shuffle_vector(
-                words, words, ir.Constant(simd.BITS, [first + i for i in range(LANES)])
+                pair_words, pair_words, ir.Constant(simd.BITS, [first + i for i in range(LANES)])
             )
             for first in (0, LANES)
         )
-        sides = [builder.shl(builder.zext(part, simd.BITS), sixteen) for part in parts]
+        widened = [builder.shl(builder.zext(word_half, simd.BITS), shift_16) for word_half in parts]
     else:
-        upper = ir.Constant(simd.BITS, [0xFFFF0000] * LANES)
-        sides = [builder.shl(bits, sixteen), builder.and_(bits, upper)]
+        upper_mask = ir.Constant(simd.BITS, [0xFFFF0000] * LANES)
+        widened = [builder.shl(pair_bits, shift_16), builder.and_(pair_bits, upper_mask)]
     return [
-        builder.fsub(value, builder.bitcast(side, VECTOR))
-        for value, side in zip((low, high), sides, strict=True)
+        builder.fsub(original, builder.bitcast(rounded_bits, VECTOR))
+        for original, rounded_bits in zip((low, high), widened, strict=True)
     ]
 
 
-def emit_pack(builder, by_line, turn, source, ld, target, count, limits):
+def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line_limits):
     """See packer; with a count of 2 what rounding lost comes behind."""
-    tiles = [[] for _ in range(count)]
+    tile_rows = [[] for _ in range(num_tiles)]
 
-    def store(number, r, row):
-        place = builder.add(target, I64(64 * r + 4 * TILE * number))
-        builder.store(row, vector_at(builder, place), align=64)
+    def store_row(tile_index, r, pair_row):
+        row_ptr = builder.add(target, I64(64 * r + 4 * TILE * tile_index))
+        builder.store(pair_row, vector_at(builder, row_ptr), align=64)
 
     for r in range(LANES):
-        two = emit_two(builder, by_line, source, ld, r, limits)
-        for number, tile in enumerate(tiles):
-            row = emit_rounded(builder, by_line, *two)
-            two = emit_lost(builder, by_line, row, *two) if count > 1 else two
-            tile.append(row)
+        two = emit_source_pair(builder, steps_adjacent, source, ld, r, line_limits)
+        for tile_index, row_list in enumerate(tile_rows):
+            pair_row = emit_bf16_pair(builder, steps_adjacent, *two)
+            two = emit_lost(builder, steps_adjacent, pair_row, *two) if num_tiles > 1 else two
+            row_list.append(pair_row)
             if not turn:
-                store(number, r, row)
-    for number, tile in enumerate(tiles if turn else ()):
-        for r, row in enumerate(panels.emit_turned(builder, tile, 4)):
-            store(number, r, row)
+                store_row(tile_index, r, pair_row)
+    for tile_index, row_list in enumerate(tile_rows if turn else ()):
+        for r, pair_row in enumerate(panels.emit_transposed(builder, row_list, 4)):
+            store_row(tile_index, r, pair_row)
 
 
-def packer(by_line, turn):
+def pack_tile_intrinsic(steps_adjacent, turn):
     """An intrinsic that packs 16 lines x 32 steps of `source`, which end at `lines` and `left`, with zeros behind.
 
-    by_line  steps lie side by side in `source`, not lines
+    steps_adjacent  steps lie side by side in `source`, not lines
     turn   pairs of the tile lie line by line if they did not in the source
     """
 
-    def emit(builder, source, ld, lines, left, target, half):
+    def emit(builder, source, ld, lines, left, target, bf16):
         if not AMX:
             return
         is_full = builder.and_(
             builder.icmp_signed(">=", lines, I64(LANES)),
             builder.icmp_signed(">=", left, I64(STEPS)),
         )
-        is_half = builder.icmp_signed("==", half, I64(1))
-        for count, right in ((1, is_half), (2, builder.not_(is_half))):
-            for limits, condition in ((None, is_full), ((lines, left), builder.not_(is_full))):
-                with builder.if_then(builder.and_(right, condition), likely=limits is None):
-                    emit_pack(builder, by_line, turn, source, ld, target, count, limits)
+        is_half = builder.icmp_signed("==", bf16, I64(1))
+        for num_tiles, is_selected in ((1, is_half), (2, builder.not_(is_half))):
+            for limits, is_matching in ((None, is_full), ((lines, left), builder.not_(is_full))):
+                with builder.if_then(builder.and_(is_selected, is_matching), likely=limits is None):
+                    emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, limits)
 
     return simd.instruction(void, i64, i64, i64, i64, i64, i64)(emit)
 
 
-rows_of_a, columns_of_a = packer(True, False), packer(False, True)
-rows_of_b, columns_of_b = packer(False, False), packer(True, True)
+pack_a_rows, pack_a_columns = pack_tile_intrinsic(True, False), pack_tile_intrinsic(False, True)
+pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intrinsic(True, True)
 
 
 @kernel(void(*[i64] * 8))
-def pack_columns(block, across, b, tb, ldb, depth, n, half):
+def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
     """Lines of 16 columns of op(b) (depth, n), `across` f32 from each other."""
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
-                target = address(block, j // LANES * across + k // STEPS * TILE * half)
-                columns_of_b(address(b, j * ldb + k), ldb, n - j, depth - k, target, half)
+                target = address(block, j // LANES * across + k // STEPS * TILE * bf16)
+                pack_b_columns(address(b, j * ldb + k), ldb, n - j, depth - k, target, bf16)
     else:
         for k in range(0, depth, STEPS):
             for j in range(0, n, LANES):
-                target = address(block, j // LANES * across + k // STEPS * TILE * half)
-                rows_of_b(address(b, k * ldb + j), ldb, n - j, depth - k, target, half)
+                target = address(block, j // LANES * across + k // STEPS * TILE * bf16)
+                pack_b_rows(address(b, k * ldb + j), ldb, n - j, depth - k, target, bf16)
 
 
 @kernel(void(*[i64] * 8))
-def pack_rows(block, across, a, ta, lda, depth, m, half):
+def pack_rows(block, across, a, ta, lda, depth, m, bf16):
     """Lines of 16 rows of op(a) (m, depth), `across` f32 from each other."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):
-                target = address(block, i // LANES * across + k // STEPS * TILE * half)
-                columns_of_a(address(a, k * lda + i), lda, m - i, depth - k, target, half)
+                target = address(block, i // LANES * across + k // STEPS * TILE * bf16)
+                pack_a_columns(address(a, k * lda + i), lda, m - i, depth - k, target, bf16)
     else:
         for i in range(0, m, LANES):
             for k in range(0, depth, STEPS):
-                target = address(block, i // LANES * across + k // STEPS * TILE * half)
-                rows_of_a(address(a, i * lda + k), lda, m - i, depth - k, target, half)
+                target = address(block, i // LANES * across + k // STEPS * TILE * bf16)
+                pack_a_rows(address(a, i * lda + k), lda, m - i, depth - k, target, bf16)
 
 
 # ---- products --------------------------------------------------------------------------------------------------
 
 
-def emit_step(builder, half, high, wide, left, right, across):
+def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
     """One more tile of k: sums 0 … 3 += the tiles at left times those at right, and by their second tiles."""
-    a, b = range(4, 4 + high), range(6, 6 + wide)
-    pair = {"a": (a, left), "b": (b, right)}
+    a, b = range(4, 4 + row_tiles), range(6, 6 + col_tiles)
+    operands = {"a": (a, a_ptr), "b": (b, b_ptr)}
 
-    def read(side, second):
-        numbers, base = pair[side]
-        for i, number in enumerate(numbers):
-            line = builder.add(base, builder.mul(I64(4 * i), across))
-            read_tile(builder, number, builder.add(line, I64(4 * TILE * second)))
+    def load_operand(operand, part_index):
+        tile_numbers, base_ptr = operands[operand]
+        for i, tile_number in enumerate(tile_numbers):
+            line_ptr = builder.add(base_ptr, builder.mul(I64(4 * i), across))
+            load_tile(builder, tile_number, builder.add(line_ptr, I64(4 * TILE * part_index)))
 
     def multiply():
-        for i, j in itertools.product(range(high), range(wide)):
+        for i, j in itertools.product(range(row_tiles), range(col_tiles)):
             tile_call(builder, "tdpbf16ps", 2 * i + j, a[i], b[j])
 
-    read("a", half - 1), read("b", 0)
+    load_operand("a", bf16 - 1), load_operand("b", 0)
     multiply()
-    if half == 2:
-        read("a", 0)
+    if bf16 == 2:
+        load_operand("a", 0)
         multiply()
-        read("b", 1)
+        load_operand("b", 1)
         multiply()
 
 
-def emit_sums(builder, half, high, wide, a, b, across):
+def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
     """Multiply lines of packed tiles, `across` f32 long."""
-    step = I64(4 * TILE * half)
+    step = I64(4 * TILE * bf16)
     with cgutils.for_range_slice(builder, I64(0), builder.mul(across, I64(4)), step, inc=True) as (
-        at,
+        k_offset,
         _,
     ):
-        left, right = builder.add(a, at), builder.add(b, at)
-        emit_step(builder, half, high, wide, left, right, across)
+        a_ptr, b_ptr = builder.add(a, k_offset), builder.add(b, k_offset)
+        emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across)
 
 
 @intrinsic(prefer_literal=True)
-def tiles(typingctx, high, wide, half, a, b, across, c, ldc, add):
-    """c (16 high, 16 wide) = a @ b, + c if `add`; high and wide are literals, lines are `across` f32 long."""
+def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
+    """c (16 high, 16 wide) = a @ b, + c if `add`; high and wide are literals, lines are `line_stride` f32 long."""
 
     def codegen(context, builder, sig, args):
-        _, _, half, a, b, across, c, ldc, add = args
-        high, wide = (kind.literal_value for kind in sig.args[:2])
-        distance = builder.mul(ldc, I64(4))
-        spots = {
+        _, _, bf16, a, b, line_stride, c, ldc, add = args
+        row_tiles, col_tiles = (literal_type.literal_value for literal_type in sig.args[:2])
+        row_stride = builder.mul(ldc, I64(4))
+        tile_ptrs = {
             2 * i + j: builder.add(beyond(builder, c, builder.mul(I64(16 * i), ldc)), I64(64 * j))
-            for i, j in itertools.product(range(high), range(wide))
+            for i, j in itertools.product(range(row_tiles), range(col_tiles))
         }
-        for i, j in itertools.product(range(STEPS if high > 1 else LANES), range(wide)):
-            place = beyond(builder, c, builder.mul(I64(i), ldc))
-            emit_prefetch(builder, builder.add(place, I64(64 * j)), write=1)
-        with builder.if_else(builder.icmp_signed("==", add, I64(0))) as (new, old):
-            with new:
-                for number in spots:
-                    tile_call(builder, "tilezero", number)
-            with old:
-                for number, spot in spots.items():
-                    read_tile(builder, number, spot, distance)
-        with builder.if_else(builder.icmp_signed("==", half, I64(1))) as (one, three):
-            for branch, count in ((one, 1), (three, 2)):
-                with branch:
-                    emit_sums(builder, count, high, wide, a, b, across)
-        for number, spot in spots.items():
-            place = builder.inttoptr(spot, I8.as_pointer())
-            tile_call(builder, "tilestored64", number, place, distance)
+        for i, j in itertools.product(range(STEPS if row_tiles > 1 else LANES), range(col_tiles)):
+            row_ptr = beyond(builder, c, builder.mul(I64(i), ldc))
+            emit_prefetch(builder, builder.add(row_ptr, I64(64 * j)), write=1)
+        with builder.if_else(builder.icmp_signed("==", add, I64(0))) as (zero_branch, load_branch):
+            with zero_branch:
+                for tile_number in tile_ptrs:
+                    tile_call(builder, "tilezero", tile_number)
+            with load_branch:
+                for tile_number, tile_ptr in tile_ptrs.items():
+                    load_tile(builder, tile_number, tile_ptr, row_stride)
+        with builder.if_else(builder.icmp_signed("==", bf16, I64(1))) as (one, split_branch):
+            for parts_branch, num_parts in ((one, 1), (split_branch, 2)):
+                with parts_branch:
+                    emit_sums(builder, num_parts, row_tiles, col_tiles, a, b, line_stride)
+        for tile_number, tile_ptr in tile_ptrs.items():
+            row_ptr = builder.inttoptr(tile_ptr, I8.as_pointer())
+            tile_call(builder, "tilestored64", tile_number, row_ptr, row_stride)
         return context.get_dummy_value()
 
-    return void(high, wide, i64, i64, i64, i64, i64, i64, i64), codegen
+    return void(row_tiles, col_tiles, i64, i64, i64, i64, i64, i64, i64), codegen
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
-def of_shape(high, wide, half, a, b, across, c, ldc, add):
+def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
     """Up to 2 x 2 tiles of sums."""
-    if high == 2 and wide == 2:
-        tiles(2, 2, half, a, b, across, c, ldc, add)
-    elif high == 2:
-        tiles(2, 1, half, a, b, across, c, ldc, add)
-    elif wide == 2:
-        tiles(1, 2, half, a, b, across, c, ldc, add)
+    if row_tiles == 2 and col_tiles == 2:
+        multiply_tiles(2, 2, bf16, a, b, across, c, ldc, add)
+    elif row_tiles == 2:
+        multiply_tiles(2, 1, bf16, a, b, across, c, ldc, add)
+    elif col_tiles == 2:
+        multiply_tiles(1, 2, bf16, a, b, across, c, ldc, add)
     else:
-        tiles(1, 1, half, a, b, across, c, ldc, add)
+        multiply_tiles(1, 1, bf16, a, b, across, c, ldc, add)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
-def move(m, n, y, ldy, x, ldx):
+def copy_matrix(m, n, y, ldy, x, ldx):
     """y (m, n) = x."""
     for i in range(m):
         for j in range(0, n, LANES):
@@ -288,20 +288,20 @@ def move(m, n, y, ldy, x, ldx):
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
-def by_tiles(m, n, a, b, across, add, c, ldc, half):
+def by_tiles(m, n, a, b, across, add, c, ldc, bf16):
     """c (m, n) = a @ b, + c if `add`, of packed a and b. Sums are the same wherever in c they are."""
-    edge = scratch(EDGE)
-    configure()
+    edge_ptr = scratch(EDGE_SIZE)
+    configure_tiles()
     for i in range(0, m, STEPS):
-        rows, left = min(m - i, STEPS), address(a, i // LANES * across)
+        rows, a_ptr = min(m - i, STEPS), address(a, i // LANES * across)
         for j in range(0, n, STEPS):
-            columns, right = min(n - j, STEPS), address(b, j // LANES * across)
-            high, wide, at = -(-rows // LANES), -(-columns // LANES), address(c, i * ldc + j)
+            columns, b_ptr = min(n - j, STEPS), address(b, j // LANES * across)
+            high, wide, c_ptr = -(-rows // LANES), -(-columns // LANES), address(c, i * ldc + j)
             if rows % LANES == 0 and columns % LANES == 0:
-                of_shape(high, wide, half, left, right, across, at, ldc, add)
+                multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, across, c_ptr, ldc, add)
                 continue
             if add:
-                move(rows, columns, edge, STEPS, at, ldc)
-            of_shape(high, wide, half, left, right, across, edge, STEPS, add)
-            move(rows, columns, at, ldc, edge, STEPS)
-    release()
+                copy_matrix(rows, columns, edge_ptr, STEPS, c_ptr, ldc)
+            multiply_tile_shape(high, wide, bf16, a_ptr, b_ptr, across, edge_ptr, STEPS, add)
+            copy_matrix(rows, columns, c_ptr, ldc, edge_ptr, STEPS)
+    release_tiles()

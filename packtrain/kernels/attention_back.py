@@ -7,16 +7,25 @@ few of those, it is one head of the queries, with dk and dv of its own, which ar
 from numba import types
 
 from packtrain.kernels import online, simd
-from packtrain.kernels.attention import extent, pack, packed_rows, queries_in_block
+from packtrain.kernels.attention import num_active_keys, pack, packed_rows, queries_in_block
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.online import KEYS, STATE, f32, i64, in3, in4, out4, places, rule, void
 from packtrain.kernels.simd import LANES, address, fma, ids1, load, load_part, poke, scratch, store
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
-from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
+from packtrain.kernels.visible import (
+    NONE_VISIBLE,
+    PLACES,
+    QUERIES,
+    SOME_VISIBLE,
+    ids2,
+    mask_scores,
+    sight,
+    write_query_ranges,
+)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
-def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
+def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
     """Compute for the rows of a block: lse in powers of two, and delta = scale * sum(dy * y).
 
     state  (2, QUERIES)   lse and delta
@@ -24,18 +33,18 @@ def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
     lse    (rows,)
     """
     for i in range(0, lanes, LANES):
-        store(state, i, load_part(lse, i, rows - i) * online.LOG2E)
+        store(state, i, load_part(lse, i, num_rows - i) * online.LOG2E)
     for i in range(lanes):
         lane_sums = simd.splat(0.0)
-        if i < rows:
+        if i < num_rows:
             for d in range(0, width, LANES):
-                at, left = i * stride + d, width - d
-                lane_sums = fma(load_part(dy, at, left), load_part(y, at, left), lane_sums)
+                at, num_left = i * stride + d, width - d
+                lane_sums = fma(load_part(dy, at, num_left), load_part(y, at, num_left), lane_sums)
         poke(state, QUERIES + i, simd.total(lane_sums) * scale)
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32))
-def soften_back(scores, d_scores, lanes, count, state, cap):
+def softmax_back(scores, d_scores, lanes, count, state, cap):
     """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes).
 
     cap > 0: d_scores also times 1 - (scores / cap)**2, the slope of the cap.
@@ -44,7 +53,7 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
         lse, delta = load(state, i), load(state, QUERIES + i)
         for j in range(i, count * lanes, lanes):
             score = load(scores, j)
-            p = online.power(score - lse)
+            p = online.exp2(score - lse)
             store(scores, j, p)
             d = p * (load(d_scores, j) - delta)
             if cap > 0:
@@ -56,69 +65,69 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
 @kernel(
     void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64, i64, i64)
 )
-def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
+def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query):
     """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
     (dq, dk, dv), (scale, window, cap) = grads, rule
-    (q_pos, k_pos, q_seq, k_seq), (T, H, D) = places_of, q.shape[1:]
+    (q_pos, k_pos, q_seq, k_seq), (T, H, D) = positions, q.shape[1:]
     (S, K), G = k.shape[1:3], dk.shape[2]
-    rows = min(queries_in_block(D), T - first)
-    lanes = -(-rows // LANES) * LANES
+    num_q = min(queries_in_block(D), T - first_query)
+    lanes = -(-num_q // LANES) * LANES
     q_columns, dy_columns = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
     p, ds = on_stack(KEYS * lanes), on_stack(KEYS * lanes)
-    spots, state = scratch(PLACES), scratch(STATE)
-    at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
-    q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
-    pack(q_columns, lanes, q_rows, wide, rows, D, scale * online.LOG2E)
-    pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
-    from_lse = address(lse, (b * H + h) * T + first)
-    prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
-    span = place_queries(spots, q_pos, q_seq, b, first, rows, window)
-    online.clear(dq_rows, wide, rows, D)
-    for start in range(0, keys, KEYS):
-        count = min(KEYS, keys - start)
-        seen = sight(span, k_pos, k_seq, b, start, count)
-        if seen == NO:
+    query_ranges, state = scratch(PLACES), scratch(STATE)
+    offset, q_stride, k_stride = ((b * T + first_query) * H + h) * D, H * D, K * D
+    q_rows, dy_rows, dq_rows = address(q, offset), address(dy, offset), address(dq, offset)
+    pack(q_columns, lanes, q_rows, q_stride, num_q, D, scale * online.LOG2E)
+    pack(dy_columns, lanes, dy_rows, q_stride, num_q, D, scale)
+    lse_ptr = address(lse, (b * H + h) * T + first_query)
+    init_softmax_back(state, dy_rows, address(y, offset), q_stride, lse_ptr, num_q, lanes, D, scale)
+    query_span = write_query_ranges(query_ranges, q_pos, q_seq, b, first_query, num_q, window)
+    online.clear_rows(dq_rows, q_stride, num_q, D)
+    for key_start in range(0, keys, KEYS):
+        count = min(KEYS, keys - key_start)
+        visibility = sight(query_span, k_pos, k_seq, b, key_start, count)
+        if visibility == NONE_VISIBLE:
             continue
-        at = ((b * S + start) * K + h // (H // K)) * D
-        key, value = address(k, at), address(v, at)
-        to = ((b * S + start) * G + h // (H // G)) * D
-        rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
-        rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
+        offset = ((b * S + key_start) * K + h // (H // K)) * D
+        key_ptr, value_ptr = address(k, offset), address(v, offset)
+        to = ((b * S + key_start) * G + h // (H // G)) * D
+        rows_product(count, lanes, D, p, lanes, key_ptr, k_stride, q_columns, lanes, False)
+        rows_product(count, lanes, D, ds, lanes, value_ptr, k_stride, dy_columns, lanes, False)
         if cap > 0:
-            online.squash(p, count * lanes, cap * online.LOG2E)
-        if seen == SOME:
-            hide(p, lanes, spots, k_pos, k_seq, b, start, count)
-        soften_back(p, ds, lanes, count, state, cap * online.LOG2E)
-        rows_product(count, D, rows, address(dv, to), G * D, p, lanes, dy_rows, wide, True)
-        rows_product(count, D, rows, address(dk, to), G * D, ds, lanes, q_rows, wide, True)
-        columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
+            online.softcap(p, count * lanes, cap * online.LOG2E)
+        if visibility == SOME_VISIBLE:
+            mask_scores(p, lanes, query_ranges, k_pos, k_seq, b, key_start, count)
+        softmax_back(p, ds, lanes, count, state, cap * online.LOG2E)
+        rows_product(count, D, num_q, address(dv, to), G * D, p, lanes, dy_rows, q_stride, True)
+        rows_product(count, D, num_q, address(dk, to), G * D, ds, lanes, q_rows, q_stride, True)
+        columns_product(num_q, D, count, dq_rows, q_stride, ds, lanes, key_ptr, k_stride, True)
 
 
 @kernel(void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64))
-def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
+def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
     """All of one head of dk and dv, in one batch."""
     T, H, D = q.shape[1:]
     S, G = grads[1].shape[1:3]
-    b, head, group = task // G, task % G, H // G
+    b, head, group_size = task // G, task % G, H // G
     for x in grads[1:]:
-        online.clear(address(x, (b * S * G + head) * D), G * D, S, D)
-    for h in range(head * group, (head + 1) * group):
-        for first in range(0, T, queries_in_block(D)):
-            attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first)
+        online.clear_rows(address(x, (b * S * G + head) * D), G * D, S, D)
+    for h in range(head * group_size, (head + 1) * group_size):
+        for first_query in range(0, T, queries_in_block(D)):
+            attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query)
 
 
 @kernel(void(out4, out4, i64))
-def add_heads(x, parts, row):
+def add_heads(x, head_grads, row_index):
     """x[row] = sum of the heads of parts[row] that share a head of x, in their order."""
     K, D = x.shape[2:]
-    group = parts.shape[2] // K
+    group_size = head_grads.shape[2] // K
     for k in range(K):
-        to, source = (row * K + k) * D, (row * K + k) * group * D
+        target, source = (row_index * K + k) * D, (row_index * K + k) * group_size * D
         for d in range(0, D, LANES):
-            v = load_part(parts, source + d, D - d)
-            for g in range(1, group):
-                v = v + load_part(parts, source + g * D + d, D - d)
-            simd.store_part(x, to + d, v, D - d)
+            v = load_part(head_grads, source + d, D - d)
+            for g in range(1, group_size):
+                v = v + load_part(head_grads, source + g * D + d, D - d)
+            simd.store_part(x, target + d, v, D - d)
 
 
 @kernel(
@@ -128,7 +137,7 @@ def add_heads(x, parts, row):
     ),
 )
 def attention_back(
-    outs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
+    outputs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, scale, window, cap
 ):
     """Gradients of attention at (y, lse); zero for a query without keys.
 
@@ -141,15 +150,15 @@ def attention_back(
         own_dk, own_dv  (B, S, H, D)  f32, workspace for those of each head of q; or dk and dv
         the rest as in attention; dq may be y
     """
-    (B, T, H, D), (dq, dk, dv, own_dk, own_dv) = q.shape, outs
-    keys = extent(k.shape[1], length, D)
-    grads, tasks = (dq, own_dk, own_dv), B * own_dk.shape[2]
-    places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
-    if B * T * H * D * keys < online.SERIAL:
-        for task in range(tasks):
-            head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
+    (B, T, H, D), (dq, dk, dv, head_dk, head_dv) = q.shape, outputs
+    num_keys = num_active_keys(k.shape[1], key_length, D)
+    grads, num_tasks = (dq, head_dk, head_dv), B * head_dk.shape[2]
+    positions, score_params = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
+    if B * T * H * D * num_keys < online.SERIAL:
+        for task in range(num_tasks):
+            head_back(grads, dy, y, lse, q, k, v, positions, num_keys, score_params, task)
     else:
-        each(head_back, (grads, dy, y, lse, q, k, v, places_of, keys, rule), tasks)
-    if own_dk.shape[2] > dk.shape[2]:
-        each(add_heads, (dk, own_dk), B * k.shape[1])
-        each(add_heads, (dv, own_dv), B * k.shape[1])
+        each(head_back, (grads, dy, y, lse, q, k, v, positions, num_keys, score_params), num_tasks)
+    if head_dk.shape[2] > dk.shape[2]:
+        each(add_heads, (dk, head_dk), B * k.shape[1])
+        each(add_heads, (dv, head_dv), B * k.shape[1])

@@ -12,211 +12,211 @@ from packtrain.kernels import online, simd
 from packtrain.kernels.attention import begin, finish, pack, packed_rows, queries_in_block, soften
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import UNPACKERS
-from packtrain.kernels.online import KEYS, LOG2E, LOWEST, STATE, WIDEST, f32, i64, power, void
-from packtrain.kernels.panels import fetch
+from packtrain.kernels.online import KEYS, LOG2E, LOWEST, STATE, WIDEST, exp2, f32, i64, void
+from packtrain.kernels.panels import prefetch_line
 from packtrain.kernels.simd import INFINITY, LANES, ids1, in1, in3, load_part, out3, poke, scratch
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
-from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, put_places
+from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, write_cell_ranges
 
-SMALL = 1 << 13  # products below which a parallel region costs more than it saves
-FEW = 16  # up to this many queries go one at a time
-FEW_HEADS = 16  # heads of one query at a time
-FEW_SCORES = FEW_HEADS * KEYS
-FEW_STATE = 2 * FEW_HEADS
+MIN_PARALLEL_PRODUCTS = 1 << 13  # products below which a parallel region costs more than it saves
+MAX_SINGLE_QUERIES = 16  # up to this many queries go one at a time
+MAX_HEADS = 16  # heads of one query at a time
+SCORES_SIZE = MAX_HEADS * KEYS
+SUMS_SIZE = 2 * MAX_HEADS
 Q8_0 = dtypes.BLOCK_TYPES["q8_0"]
-BLOCK, CACHE_LINE = Q8_0.block, 64
+Q8_0_BLOCK, CACHE_LINE = Q8_0.block, 64
 f16, q8_0 = UNPACKERS[dtypes.f16], UNPACKERS[Q8_0]
-bytes3 = types.Array(types.uint8, 3, "C", readonly=True)
-places = types.Tuple((ids1, ids1, ids2, ids1, ids1))
+bytes3_type = types.Array(types.uint8, 3, "C", readonly=True)
+cell_positions_type = types.Tuple((ids1, ids1, ids2, ids1, ids1))
 rule = types.Tuple((f32, i64, f32))
 
 
-@kernel(void(i64, bytes3, i64, i64, ids2, i64, i64, i64))
-def gather(target, x, head, width, order, row, start, count):
+@kernel(void(i64, bytes3_type, i64, i64, ids2, i64, i64, i64))
+def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells):
     """Heads of cells order[row, start …] as f32 rows (count, width)."""
-    nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
-    for j in range(count):
-        to = target + 4 * j * width
-        source = x.ctypes.data + i64(order[row, start + j]) * line + head * nbytes
-        if nbytes == 4 * width:
+    head_nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
+    for j in range(num_cells):
+        head_target = target + 4 * j * width
+        source = x.ctypes.data + i64(order[cell_row, cell_start + j]) * line + head * head_nbytes
+        if head_nbytes == 4 * width:
             for d in range(0, width, LANES):
-                simd.store_part(to, d, load_part(source, d, width - d), width - d)
-        elif nbytes == 2 * width:
-            f16(to, source, width)
+                simd.store_part(head_target, d, load_part(source, d, width - d), width - d)
+        elif head_nbytes == 2 * width:
+            f16(head_target, source, width)
         else:
-            q8_0(to, source, width // BLOCK)
+            q8_0(head_target, source, width // Q8_0_BLOCK)
 
 
-@kernel(void(bytes3, i64, ids2, i64, i64, i64))
-def fetch_heads(x, head, order, row, start, count):
+@kernel(void(bytes3_type, i64, ids2, i64, i64, i64))
+def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
     """Prefetch what gather reads."""
-    nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
-    for j in range(start, start + count):
-        source = x.ctypes.data + i64(order[row, j]) * line + head * nbytes
-        for at in range(0, nbytes, CACHE_LINE):
-            fetch(source + at)
+    head_nbytes, cell_stride = x.shape[2], x.shape[1] * x.shape[2]
+    for j in range(cell_start, cell_start + num_cells):
+        source = x.ctypes.data + i64(order[cell_row, j]) * cell_stride + head * head_nbytes
+        for byte_offset in range(0, head_nbytes, CACHE_LINE):
+            prefetch_line(source + byte_offset)
 
 
 @part(i64(ids2, i64, i64, ids1, i64))
-def first_from(order, row, count, pos, since):
-    """The first of a row's cells, which are ordered by position, at `since` or later."""
-    low, high = i64(0), count
-    while low < high:
-        middle = (low + high) // 2
-        if i64(pos[order[row, middle]]) < since:
-            low = middle + 1
+def first_cell_at(order, cell_row, num_cells, pos, min_position):
+    """The first of a row's cells, which are ordered by position, at `min_position` or later."""
+    low_index, high_index = i64(0), num_cells
+    while low_index < high_index:
+        middle = (low_index + high_index) // 2
+        if i64(pos[order[cell_row, middle]]) < min_position:
+            low_index = middle + 1
         else:
-            high = middle
-    return low
+            high_index = middle
+    return low_index
 
 
 # ---- few queries
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, f32))
-def score(scores, group, q, width, key, count, factor):
+def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
     """scores (group, KEYS) = factor * q k of a group of heads of one query that share a kv head."""
     for j in range(count):
-        for h in range(group):
+        for h in range(num_heads):
             dot = simd.splat(0.0)
             for d in range(0, width, LANES):
-                left = width - d
-                at_key = load_part(key, j * width + d, left)
-                dot = simd.fma(load_part(q, h * width + d, left), at_key, dot)
+                num_left = width - d
+                key_lanes = load_part(keys_ptr, j * width + d, num_left)
+                dot = simd.fma(load_part(q, h * width + d, num_left), key_lanes, dot)
             poke(scores, h * KEYS + j, simd.total(dot) * factor)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
-def soften_one(scores, count, sums, h, y, width):
+def online_softmax_row(scores, count, sums, h, y, width):
     """soften for row h of scores, whose values are mixed in place, in row h of y.
 
     scores  (heads, KEYS)
     sums    (2, FEW_HEADS)  top and sum
     y       (heads, width)
     """
-    old = simd.peek(sums, h)
-    row, top, added = scores + 4 * KEYS * h, simd.splat(old), simd.splat(0.0)
+    old_max = simd.peek(sums, h)
+    row, top, added = scores + 4 * KEYS * h, simd.splat(old_max), simd.splat(0.0)
     hidden = simd.splat(-INFINITY)
     for j in range(0, count, LANES):
         top = online.larger(top, simd.keep_first(load_part(row, j, count - j), count - j, hidden))
-    high = simd.largest(top)
+    new_max = simd.largest(top)
     for j in range(0, count, LANES):
-        e = power(simd.keep_first(load_part(row, j, count - j), count - j, hidden) - high)
+        e = exp2(simd.keep_first(load_part(row, j, count - j), count - j, hidden) - new_max)
         simd.store(row, j, e)
         added = added + e
-    fade = power(simd.splat(old - high))
-    poke(sums, h, high)
-    poke(sums, FEW_HEADS + h, simd.total(fade * simd.peek(sums, FEW_HEADS + h) / LANES + added))
+    decay = exp2(simd.splat(old_max - new_max))
+    poke(sums, h, new_max)
+    poke(sums, MAX_HEADS + h, simd.total(decay * simd.peek(sums, MAX_HEADS + h) / LANES + added))
     for d in range(0, width, LANES):
-        at = h * width + d
-        simd.store_part(y, at, load_part(y, at, width - d) * fade, width - d)
+        offset = h * width + d
+        simd.store_part(y, offset, load_part(y, offset, width - d) * decay, width - d)
 
 
 @kernel(void(i64, i64, i64, i64))
-def finish_one(group, sums, y, width):
+def finish_softmax_row(num_heads, sums, y, width):
     """Divide rows y (group, width) by their sums; 0 for a query without keys."""
-    for h in range(group):
-        seen = simd.peek(sums, FEW_HEADS + h)
-        by = f32(1.0) / seen if seen != 0 else seen
+    for h in range(num_heads):
+        exp_sum = simd.peek(sums, MAX_HEADS + h)
+        inverse_sum = f32(1.0) / exp_sum if exp_sum != 0 else exp_sum
         for d in range(0, width, LANES):
-            at = h * width + d
-            simd.store_part(y, at, load_part(y, at, width - d) * by, width - d)
+            offset = h * width + d
+            simd.store_part(y, offset, load_part(y, offset, width - d) * inverse_sum, width - d)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
-def attend_one(y, q, k, v, places_of, sinks, rule, task):
+@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
     """One query for one kv head."""
-    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
+    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
-    t, head, sharing = task // K, task % K, H // K
-    scores, sums = scratch(FEW_SCORES), scratch(FEW_STATE)
-    block = on_stack(KEYS * D)
+    t, head, heads_per_kv = task // K, task % K, H // K
+    scores, sums = scratch(SCORES_SIZE), scratch(SUMS_SIZE)
+    head_buffer = on_stack(KEYS * D)
     row, position = i64(q_row[t]), i64(q_pos[t])
-    count = i64(counts[row])
-    low = first_from(order, row, count, k_pos, earliest(position, window))
-    end = first_from(order, row, count, k_pos, position + 1)
-    for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
-        group = min(FEW_HEADS, (head + 1) * sharing - first)
-        at_q, at_y = simd.address(q, (t * H + first) * D), simd.address(y, (t * H + first) * D)
-        online.clear(at_y, D, group, D)
-        for h in range(group):
+    num_cells = i64(counts[row])
+    cell_start = first_cell_at(order, row, num_cells, k_pos, earliest(position, window))
+    cell_stop = first_cell_at(order, row, num_cells, k_pos, position + 1)
+    for first in range(head * heads_per_kv, (head + 1) * heads_per_kv, MAX_HEADS):
+        num_heads = min(MAX_HEADS, (head + 1) * heads_per_kv - first)
+        q_ptr, y_ptr = simd.address(q, (t * H + first) * D), simd.address(y, (t * H + first) * D)
+        online.clear_rows(y_ptr, D, num_heads, D)
+        for h in range(num_heads):
             poke(sums, h, f32(sinks[first + h] * LOG2E) if sinks.size else f32(LOWEST))
-            poke(sums, FEW_HEADS + h, f32(1.0) if sinks.size else f32(0.0))
-        fetch_heads(k, head, order, row, low, min(KEYS, end - low))
-        for start in range(low, end, KEYS):
-            block_keys = min(KEYS, end - start)
+            poke(sums, MAX_HEADS + h, f32(1.0) if sinks.size else f32(0.0))
+        fetch_heads(k, head, order, row, cell_start, min(KEYS, cell_stop - cell_start))
+        for start in range(cell_start, cell_stop, KEYS):
+            block_keys = min(KEYS, cell_stop - start)
             fetch_heads(v, head, order, row, start, block_keys)
-            gather(block, k, head, D, order, row, start, block_keys)
+            gather_heads(head_buffer, k, head, D, order, row, start, block_keys)
             fetch_heads(
-                k, head, order, row, start + block_keys, min(KEYS, end - start - block_keys)
+                k, head, order, row, start + block_keys, min(KEYS, cell_stop - start - block_keys)
             )
-            score(scores, group, at_q, D, block, block_keys, f32(scale * LOG2E))
+            score_keys(scores, num_heads, q_ptr, D, head_buffer, block_keys, f32(scale * LOG2E))
             if cap > 0:
-                online.squash(scores, group * KEYS, cap * LOG2E)
-            for h in range(group):
-                soften_one(scores, block_keys, sums, h, at_y, D)
-            gather(block, v, head, D, order, row, start, block_keys)
-            rows_product(group, D, block_keys, at_y, D, scores, KEYS, block, D, True)
-        finish_one(group, sums, at_y, D)
+                online.softcap(scores, num_heads * KEYS, cap * LOG2E)
+            for h in range(num_heads):
+                online_softmax_row(scores, block_keys, sums, h, y_ptr, D)
+            gather_heads(head_buffer, v, head, D, order, row, start, block_keys)
+            rows_product(num_heads, D, block_keys, y_ptr, D, scores, KEYS, head_buffer, D, True)
+        finish_softmax_row(num_heads, sums, y_ptr, D)
 
 
 # ---- many queries
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64, i64, i64))
-def attend_run(y, q, k, v, places_of, sinks, rule, h, first, rows):
+@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64, i64, i64))
+def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_queries):
     """Queries of one sequence, of one head."""
-    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
+    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
-    lanes, row, head = -(-rows // LANES) * LANES, i64(q_row[first]), h // (H // K)
-    columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
-    scores, block = on_stack(KEYS * lanes), on_stack(KEYS * D)
-    spots, sums, lse = scratch(PLACES), scratch(STATE), scratch(QUERIES)
-    at = (first * H + h) * D
-    pack(columns, lanes, simd.address(q, at), H * D, rows, D, f32(scale * LOG2E))
-    low_pos, high_pos = put_places(spots, q_pos, first, rows, window)
+    lanes, cell_row, head = -(-num_queries // LANES) * LANES, i64(q_row[first_query]), h // (H // K)
+    q_columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
+    scores, head_buffer = on_stack(KEYS * lanes), on_stack(KEYS * D)
+    query_ranges, sums, lse = scratch(PLACES), scratch(STATE), scratch(QUERIES)
+    offset = (first_query * H + h) * D
+    pack(q_columns, lanes, simd.address(q, offset), H * D, num_queries, D, f32(scale * LOG2E))
+    min_pos, max_pos = write_cell_ranges(query_ranges, q_pos, first_query, num_queries, window)
     begin(sums, mixed, lanes, D, sinks, h)
-    count = i64(counts[row])
-    low = first_from(order, row, count, k_pos, earliest(low_pos, window))
-    end = first_from(order, row, count, k_pos, high_pos + 1)
-    for start in range(low, end, KEYS):
-        block_keys = min(KEYS, end - start)
-        gather(block, k, head, D, order, row, start, block_keys)
-        rows_product(block_keys, lanes, D, scores, lanes, block, D, columns, lanes, False)
+    num_cells = i64(counts[cell_row])
+    cell_start = first_cell_at(order, cell_row, num_cells, k_pos, earliest(min_pos, window))
+    cell_stop = first_cell_at(order, cell_row, num_cells, k_pos, max_pos + 1)
+    for block_start in range(cell_start, cell_stop, KEYS):
+        block_keys = min(KEYS, cell_stop - block_start)
+        gather_heads(head_buffer, k, head, D, order, cell_row, block_start, block_keys)
+        rows_product(block_keys, lanes, D, scores, lanes, head_buffer, D, q_columns, lanes, False)
         if cap > 0:
-            online.squash(scores, block_keys * lanes, cap * LOG2E)
-        hide_after(scores, lanes, spots, k_pos, order, row, start, block_keys)
+            online.softcap(scores, block_keys * lanes, cap * LOG2E)
+        hide_after(scores, lanes, query_ranges, k_pos, order, cell_row, block_start, block_keys)
         soften(scores, lanes, block_keys, sums, mixed, D)
-        gather(block, v, head, D, order, row, start, block_keys)
-        columns_product(D, lanes, block_keys, mixed, lanes, block, D, scores, lanes, True)
-    finish(simd.address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
+        gather_heads(head_buffer, v, head, D, order, cell_row, block_start, block_keys)
+        columns_product(D, lanes, block_keys, mixed, lanes, head_buffer, D, scores, lanes, True)
+    finish(simd.address(y, offset), H * D, lse, num_queries, sums, mixed, lanes, D)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
-def attend_block(y, q, k, v, places_of, sinks, rule, task):
+@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+def attend_query_block(y, q, k, v, cell_positions, sinks, rule, task):
     """A block of queries of one head, sequence by sequence."""
     T, D = q.shape[0], q.shape[2]
-    q_row, size = places_of[1], queries_in_block(D)
-    blocks = -(-T // size)
-    h, first = task // blocks, task % blocks * size
-    end = min(first + size, T)
-    while first < end:
-        stop = first + 1
-        while stop < end and q_row[stop] == q_row[first]:
-            stop += 1
-        attend_run(y, q, k, v, places_of, sinks, rule, h, first, stop - first)
-        first = stop
+    q_row, block_size = cell_positions[1], queries_in_block(D)
+    num_blocks = -(-T // block_size)
+    h, first_query = task // num_blocks, task % num_blocks * block_size
+    query_stop = min(first_query + block_size, T)
+    while first_query < query_stop:
+        run_stop = first_query + 1
+        while run_stop < query_stop and q_row[run_stop] == q_row[first_query]:
+            run_stop += 1
+        attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, run_stop - first_query)
+        first_query = run_stop
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
-def attend_task(y, q, k, v, places_of, sinks, rule, task):
-    if len(q) <= FEW:
-        attend_one(y, q, k, v, places_of, sinks, rule, task)
+@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+def attend_task(y, q, k, v, cell_positions, sinks, rule, task):
+    if len(q) <= MAX_SINGLE_QUERIES:
+        attend_query(y, q, k, v, cell_positions, sinks, rule, task)
     else:
-        attend_block(y, q, k, v, places_of, sinks, rule, task)
+        attend_query_block(y, q, k, v, cell_positions, sinks, rule, task)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, ids1, ids1, ids2, ids1, ids1, in1, f32, i64, f32))
+@kernel(void(out3, in3, bytes3_type, bytes3_type, ids1, ids1, ids2, ids1, ids1, in1, f32, i64, f32))
 def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, window, cap):
     """y_i = sum_j softmax_j(scale * q_i k_j) v_j over cells j of the query's row of `order`.
 
@@ -234,15 +234,15 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, wind
     T, H, D = q.shape
     if D > WIDEST:
         raise ValueError("attention: heads are wider than 512")
-    tasks = H * -(-T // queries_in_block(D))
-    if T <= FEW:
-        tasks = T * k.shape[1]
+    num_tasks = H * -(-T // queries_in_block(D))
+    if T <= MAX_SINGLE_QUERIES:
+        num_tasks = T * k.shape[1]
     max_count = i64(0)
-    for row in range(len(counts)):
-        max_count = max(max_count, i64(counts[row]))
+    for cell_row in range(len(counts)):
+        max_count = max(max_count, i64(counts[cell_row]))
     task_args = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), sinks, (scale, window, cap))
-    if T * H * D * max_count < SMALL:
-        for task in range(tasks):
+    if T * H * D * max_count < MIN_PARALLEL_PRODUCTS:
+        for task in range(num_tasks):
             attend_task(*task_args, task)
     else:
-        each(attend_task, task_args, tasks)
+        each(attend_task, task_args, num_tasks)

@@ -15,137 +15,137 @@ from packtrain.kernels import runtime, simd
 from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
-AVX512, AVX2, F16C = (runtime.has(name) for name in ("avx512f", "avx2", "f16c"))
+AVX512, AVX2, F16C = (runtime.has_cpu_feature(name) for name in ("avx512f", "avx2", "f16c"))
 HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
-WIDE = ir.VectorType(ir.DoubleType(), LANES)
+DOUBLE_VECTOR = ir.VectorType(ir.DoubleType(), LANES)
 
 
-class Bits(types.Type):
+class IntVectorType(types.Type):
     """The numba type of 16 i32 in one LLVM vector."""
 
     def __init__(self):
         super().__init__(name="i32x16")
 
 
-i32x16 = Bits()
+i32x16 = IntVectorType()
 
 
-@register_model(Bits)
-class BitsModel(models.PrimitiveModel):
+@register_model(IntVectorType)
+class IntVectorModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, BITS)
 
 
-@lower_cast(types.Integer, Bits)
+@lower_cast(types.Integer, IntVectorType)
 def integer_to_bits(context, builder, fromty, toty, value):
     return simd.spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
 
 
-for name, emitted in {
+for name, llvm_method in {
     "and_": "and_", "or_": "or_", "add": "add", "sub": "sub", "mul": "mul", "lshift": "shl", "rshift": "lshr"
 }.items():  # fmt: skip
-    simd.binary_operator(i32x16, types.Integer, getattr(operator, name), emitted)
+    simd.binary_operator(i32x16, types.Integer, getattr(operator, name), llvm_method)
 
 
-def reading(kind, result, emit):
+def reading(llvm_type, numba_type, emit):
     """An intrinsic (address, i): emit(builder, value) of element i there, or of sixteen from it on."""
 
     def emit_read(builder, address, i):
-        element_type = kind.element if isinstance(kind, ir.VectorType) else kind
+        element_type = llvm_type.element if isinstance(llvm_type, ir.VectorType) else llvm_type
         at = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
-        return emit(builder, builder.load(builder.bitcast(at, kind.as_pointer()), align=1))
+        return emit(builder, builder.load(builder.bitcast(at, llvm_type.as_pointer()), align=1))
 
-    return simd.instruction(result, types.int64, types.int64)(emit_read)
+    return simd.instruction(numba_type, types.int64, types.int64)(emit_read)
 
 
-def writing(value_type, emit):
+def writing_intrinsic(value_type, emit):
     """An intrinsic (address, i, value): emit(builder, value) becomes element i there, or sixteen from it on."""
 
     def emit_write(builder, address, i, value):
         value = emit(builder, value)
         element_type = value.type.element if isinstance(value.type, ir.VectorType) else value.type
-        at = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
-        builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
+        pointer = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
+        builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=1)
 
     return simd.instruction(types.void, types.int64, types.int64, value_type)(emit_write)
 
 
-def sixteen(kind):
-    return ir.VectorType(kind, LANES)
+def vector_of(element_type):
+    return ir.VectorType(element_type, LANES)
 
 
 def emit_half(builder, v):
     """Of f16 bits. LLVM's own instructions wait for the last use of a register: half the speed of a dot product."""
     if not F16C:
         return builder.fpext(builder.bitcast(v, HALF), F32)
-    form = ir.FunctionType(F32, [I32])
+    function_type = ir.FunctionType(F32, [I32])
     return builder.asm(
-        form, "vmovd $1, $0; vcvtph2ps $0, $0", "=x,r", [builder.zext(v, I32)], False
+        function_type, "vmovd $1, $0; vcvtph2ps $0, $0", "=x,r", [builder.zext(v, I32)], False
     )
 
 
-bytes_at = reading(sixteen(I8), i32x16, lambda builder, v: builder.zext(v, BITS))
-chars_at = reading(sixteen(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
-shorts_at = reading(sixteen(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
-halves_at = reading(sixteen(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
+bytes_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.zext(v, BITS))
+chars_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
+shorts_at = reading(vector_of(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
+halves_at = reading(vector_of(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
 byte_at = reading(I8, types.int64, lambda builder, v: builder.zext(v, I64))
 char_at = reading(I8, types.int64, lambda builder, v: builder.sext(v, I64))
 short_at = reading(I16, types.int64, lambda builder, v: builder.zext(v, I64))
 word_at = reading(I32, types.int64, lambda builder, v: builder.zext(v, I64))
 half_at = reading(I16, types.float32, emit_half)
-put_byte = writing(types.int64, lambda builder, v: builder.trunc(v, I8))
-put_bytes = writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I8)))
-put_short = writing(types.int64, lambda builder, v: builder.trunc(v, I16))
-put_word = writing(types.int64, lambda builder, v: builder.trunc(v, I32))
-put_half = writing(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
+put_byte = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I8))
+put_bytes = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I8)))
+put_short = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I16))
+put_word = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I32))
+put_half = writing_intrinsic(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
 
 
-def emit_pick(builder, values, numbers):
+def emit_pick(builder, values, lane_indices):
     """values[numbers] by lane; only the low four bits of a number count."""
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
-        return simd.call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
+        return simd.call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, lane_indices)
     if AVX2:
-        return emit_pick_by_eight(builder, values, numbers)
+        return emit_pick_by_eight(builder, values, lane_indices)
     picked = ir.Constant(VECTOR, ir.Undefined)
     for lane in map(I32, range(LANES)):
-        number = builder.and_(builder.extract_element(numbers, lane), I32(LANES - 1))
-        picked = builder.insert_element(picked, builder.extract_element(values, number), lane)
+        lane_index = builder.and_(builder.extract_element(lane_indices, lane), I32(LANES - 1))
+        picked = builder.insert_element(picked, builder.extract_element(values, lane_index), lane)
     return picked
 
 
-def emit_pick_by_eight(builder, values, numbers):
+def emit_pick_by_eight(builder, values, lane_indices):
     """The same from the lower and the upper half of the table; the fourth bit of an index chooses."""
-    eight, places = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
+    eight, eight_ints = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
 
-    def half(v, first):
-        lanes = ir.Constant(places, list(range(first, first + 8)))
-        return builder.shuffle_vector(v, v, lanes)
+    def half_lanes(v, first_lane):
+        lane_order = ir.Constant(eight_ints, list(range(first_lane, first_lane + 8)))
+        return builder.shuffle_vector(v, v, lane_order)
 
     picked_halves = []
-    for index in (half(numbers, 0), half(numbers, 8)):
-        low, high = (
-            simd.call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
-            for first in (0, 8)
+    for index in (half_lanes(lane_indices, 0), half_lanes(lane_indices, 8)):
+        low_pick, high_pick = (
+            simd.call(builder, "llvm.x86.avx2.permps", eight, half_lanes(values, first_lane), index)
+            for first_lane in (0, 8)
         )
-        fourth = builder.and_(index, ir.Constant(places, [8] * 8))
-        upper = builder.icmp_signed("!=", fourth, ir.Constant(places, [0] * 8))
-        picked_halves.append(builder.select(upper, high, low))
+        fourth_bit = builder.and_(index, ir.Constant(eight_ints, [8] * 8))
+        is_upper = builder.icmp_signed("!=", fourth_bit, ir.Constant(eight_ints, [0] * 8))
+        picked_halves.append(builder.select(is_upper, high_pick, low_pick))
     return builder.shuffle_vector(*picked_halves, ir.Constant(BITS, list(range(LANES))))
 
 
 pick = simd.instruction(f32x16, f32x16, i32x16)(emit_pick)
 
 
-def low_bits(count):
-    """An intrinsic (b, d, m): the value of the low `count` bits of each lane, times d, plus m.
+def low_bits_intrinsic(num_bits):
+    """An intrinsic (b, d, m): the value of the low `num_bits` bits of each lane, times d, plus m.
 
     With AVX-512 a permutation of the possible results, which are the same for many b.
     """
-    code_mask = (1 << count) - 1
-    each = ir.Constant(VECTOR, [float(lane & code_mask) for lane in range(LANES)])
+    code_mask = (1 << num_bits) - 1
+    lane_codes = ir.Constant(VECTOR, [float(lane & code_mask) for lane in range(LANES)])
 
     def emit(builder, b, d, m):
-        code = each
+        code = lane_codes
         if not AVX512:
             code = builder.sitofp(builder.and_(b, ir.Constant(BITS, [code_mask] * LANES)), VECTOR)
         values = simd.call(builder, "llvm.fma.v16f32", VECTOR, code, d, m)
@@ -154,29 +154,29 @@ def low_bits(count):
     return simd.instruction(f32x16, i32x16, f32x16, f32x16)(emit)
 
 
-low_2 = low_bits(2)
+low_2 = low_bits_intrinsic(2)
 
 
-def where_set(emit):
+def select_intrinsic(emit):
     """An intrinsic (v, bits, w): emit(builder, v, w) in lane i where bit i is set, elsewhere v."""
 
-    def emit_where(builder, v, bits, w):
-        mask = builder.bitcast(builder.trunc(bits, I16), MASK)
+    def emit_where(builder, v, lane_bits, w):
+        mask = builder.bitcast(builder.trunc(lane_bits, I16), MASK)
         return builder.select(mask, emit(builder, v, w), v)
 
     return simd.instruction(f32x16, f32x16, types.int64, f32x16)(emit_where)
 
 
-put_where = where_set(lambda builder, v, w: w)
+put_where = select_intrinsic(lambda builder, v, w: w)
 
 
 @simd.instruction(i32x16, types.int64, types.int64)
-def bytes_of(builder, low, high):
+def bytes_of(builder, low_word, high_word):
     """The sixteen bytes of two int64."""
-    both = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
-    for place, word in enumerate((low, high)):
-        both = builder.insert_element(both, word, I32(place))
-    return builder.zext(builder.bitcast(both, sixteen(I8)), BITS)
+    word_pair = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
+    for word_index, word in enumerate((low_word, high_word)):
+        word_pair = builder.insert_element(word_pair, word, I32(word_index))
+    return builder.zext(builder.bitcast(word_pair, vector_of(I8)), BITS)
 
 
 @simd.instruction(i32x16)
@@ -185,9 +185,9 @@ def lane_numbers(builder):
     return ir.Constant(BITS, list(range(LANES)))
 
 
-def converting(vector_type, result, emit):
+def converting(vector_type, result_type, emit):
     """An intrinsic on one vector: emit(builder, vector)."""
-    return simd.instruction(result, vector_type)(emit)
+    return simd.instruction(result_type, vector_type)(emit)
 
 
 spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
@@ -205,34 +205,34 @@ def emit_set_lanes(builder, v):
 set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero
 
 
-class Sums(types.Type):
+class DoubleVectorType(types.Type):
     """The numba type of 16 f64 in LLVM vectors, to which squares of f32 are added."""
 
     def __init__(self):
         super().__init__(name="f64x16")
 
 
-f64x16 = Sums()
+f64x16 = DoubleVectorType()
 
 
-@register_model(Sums)
-class SumsModel(models.PrimitiveModel):
+@register_model(DoubleVectorType)
+class DoubleVectorModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, WIDE)
+        super().__init__(dmm, fe_type, DOUBLE_VECTOR)
 
 
 @simd.instruction(f64x16)
-def no_sums(builder):
-    return ir.Constant(WIDE, [0.0] * LANES)
+def zero_sums(builder):
+    return ir.Constant(DOUBLE_VECTOR, [0.0] * LANES)
 
 
 @simd.instruction(f64x16, f64x16, f32x16)
 def add_squares(builder, sums, v):
     """sums + v * v by lane."""
-    wide = builder.fpext(v, WIDE)
-    return simd.call(builder, "llvm.fma.v16f64", WIDE, wide, wide, sums)
+    wide_v = builder.fpext(v, DOUBLE_VECTOR)
+    return simd.call(builder, "llvm.fma.v16f64", DOUBLE_VECTOR, wide_v, wide_v, sums)
 
 
 @simd.instruction(types.float64, f64x16)
-def total_of(builder, sums):
-    return simd.fold(builder, sums, lambda builder, a, b: builder.fadd(a, b))
+def sum_lanes(builder, sums):
+    return simd.fold_lanes(builder, sums, lambda builder, a, b: builder.fadd(a, b))

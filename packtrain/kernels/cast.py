@@ -8,58 +8,58 @@ from packtrain.kernels.call import kernel, spans
 from packtrain.kernels.simd import BITS, LANES, address, f32x16, in1, load, out1, store
 
 i64, void = types.int64, types.void
-out_words, words = (
+out_words_type, words_type = (
     types.Array(types.uint16, 1, "C", readonly=readonly) for readonly in (False, True)
 )
-STEP = 1 << 14  # values of a task
-NAN, INFINITY = 0x7FC0, 0x7F800000
+VALUES_PER_TASK = 1 << 14  # values of a task
+BF16_NAN, INFINITY = 0x7FC0, 0x7F800000
 I16 = ir.IntType(16)
 
 
 def emit_rounded(builder, v):
-    def each(n):
+    def splat_int(n):
         return ir.Constant(BITS, [n] * LANES)
 
     word = builder.bitcast(v, BITS)
-    odd = builder.and_(builder.lshr(word, each(16)), each(1))
-    up = builder.lshr(builder.add(word, builder.add(odd, each(0x7FFF))), each(16))
-    unordered = builder.fcmp_unordered("uno", v, v)
-    return builder.trunc(builder.select(unordered, each(NAN), up), bits.sixteen(I16))
+    is_odd = builder.and_(builder.lshr(word, splat_int(16)), splat_int(1))
+    up = builder.lshr(builder.add(word, builder.add(is_odd, splat_int(0x7FFF))), splat_int(16))
+    is_nan = builder.fcmp_unordered("uno", v, v)
+    return builder.trunc(builder.select(is_nan, splat_int(BF16_NAN), up), bits.vector_of(I16))
 
 
-put_rounded = bits.writing(f32x16, emit_rounded)  # sixteen values as bf16
+put_bf16 = bits.writing_intrinsic(f32x16, emit_rounded)  # sixteen values as bf16
 
 
-@kernel(void(out_words, in1, i64, i64))
-def narrow_some(y, x, start, stop):
-    to, source = y.ctypes.data, address(x, 0)
-    vector_end = start + (stop - start) // LANES * LANES
-    for i in range(start, vector_end, LANES):
-        put_rounded(to, i, load(source, i))
-    for i in range(vector_end, stop):
-        word = bits.word_at(source, i)
-        up = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-        bits.put_short(to, i, NAN if word & 0x7FFFFFFF > INFINITY else up)
+@kernel(void(out_words_type, in1, i64, i64))
+def narrow_span(y, x, span_start, span_stop):
+    target, source = y.ctypes.data, address(x, 0)
+    vector_end = span_start + (span_stop - span_start) // LANES * LANES
+    for i in range(span_start, vector_end, LANES):
+        put_bf16(target, i, load(source, i))
+    for i in range(vector_end, span_stop):
+        value_bits = bits.word_at(source, i)
+        rounded_up = (value_bits + 0x7FFF + ((value_bits >> 16) & 1)) >> 16
+        bits.put_short(target, i, BF16_NAN if value_bits & 0x7FFFFFFF > INFINITY else rounded_up)
 
 
-@kernel(void(out1, words, i64, i64))
-def widen_some(y, x, start, stop):
-    to, source = address(y, 0), x.ctypes.data
-    vector_end = start + (stop - start) // LANES * LANES
-    for i in range(start, vector_end, LANES):
-        store(to, i, bits.as_floats(bits.shorts_at(source, i) << 16))
-    for i in range(vector_end, stop):
-        bits.put_short(to, 2 * i, 0)
-        bits.put_short(to, 2 * i + 1, bits.short_at(source, i))
+@kernel(void(out1, words_type, i64, i64))
+def widen_span(y, x, span_start, span_stop):
+    target, source = address(y, 0), x.ctypes.data
+    vector_end = span_start + (span_stop - span_start) // LANES * LANES
+    for i in range(span_start, vector_end, LANES):
+        store(target, i, bits.as_floats(bits.shorts_at(source, i) << 16))
+    for i in range(vector_end, span_stop):
+        bits.put_short(target, 2 * i, 0)
+        bits.put_short(target, 2 * i + 1, bits.short_at(source, i))
 
 
-@kernel(void(out_words, in1))
+@kernel(void(out_words_type, in1))
 def narrow(y, x):
     """y = x in bf16, as u16."""
-    spans(narrow_some, (y, x), x.size, STEP)
+    spans(narrow_span, (y, x), x.size, VALUES_PER_TASK)
 
 
-@kernel(void(out1, words))
+@kernel(void(out1, words_type))
 def widen(y, x):
     """y = x, which is bf16, as u16."""
-    spans(widen_some, (y, x), x.size, STEP)
+    spans(widen_span, (y, x), x.size, VALUES_PER_TASK)

@@ -13,9 +13,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import dot_tile
-from packtrain.kernels.dot_tile import CODES_FORM, MORE, SCALES_FORM, called, line, width_of
+from packtrain.kernels.dot_tile import CODES_FORM, LANES_NBYTES, SCALES_FORM, called, line, width_of
 from packtrain.kernels.gemm import emit_write
-from packtrain.kernels.octets import BY_SIGN, CODES, VNNI, by_fours, by_fours_signed, put, read
+from packtrain.kernels.octets import BY_SIGN, CODES, VNNI, dot_fours, dot_fours_signed, put, read
 from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, call, spread
 
 i64, f32, void = types.int64, types.float32, types.void
@@ -23,166 +23,168 @@ HIGH, WIDE = (4, 3) if VNNI else (4, 1)  # rows and vectors of a tile: as many a
 VECTOR_NBYTES = 64
 
 
-class Form(NamedTuple):
+class TileLayout(NamedTuple):
     """What tiles know of a type: of a chunk the codes, and how many of 64 are of one group; see Code."""
 
     width: int
-    share: int
+    codes_per_group: int
     offsets: bool
     signed: bool
 
 
-def form_of(dtype):
+def tile_layout(dtype):
     codes = dtype.code["codes"]
-    return Form(
-        width_of(dtype), dot_tile.share_of(dtype), codes.less == 0, codes.signed and not VNNI
+    return TileLayout(
+        width_of(dtype), dot_tile.codes_per_group(dtype), codes.less == 0, codes.signed and not VNNI
     )
 
 
-class Tile:
+class PanelTile:
     """The code of one form for `wide` vectors of columns."""
 
-    def __init__(self, module, form, wide):
-        self.form, self.wide = form, wide
-        self.lanes, self.vectors = form.share // 4, form.width // CODES.count
+    def __init__(self, module, layout, wide):
+        self.layout, self.wide = layout, wide
+        self.lanes, self.vectors = layout.codes_per_group // 4, layout.width // CODES.count
         self.groups = LANES // self.lanes
-        self.by_sign = BY_SIGN and form.signed
-        self.cells = list(product(range(HIGH), range(wide)))
-        name = module.get_unique_name("panel_tile")
-        kind = ir.FunctionType(ir.VoidType(), [*[I64] * 5, F32, *[I64] * 3])
-        self.function = ir.Function(module, kind, name)
+        self.use_signed_dot = BY_SIGN and layout.signed
+        self.tile_cells = list(product(range(HIGH), range(wide)))
+        function_name = module.get_unique_name("panel_tile")
+        function_type = ir.FunctionType(ir.VoidType(), [*[I64] * 5, F32, *[I64] * 3])
+        self.function = ir.Function(module, function_type, function_name)
         self.function.linkage = "internal"
         self.function.attributes.add("noinline")
         self.builder = ir.IRBuilder(self.function.append_basic_block())
-        self.emit(*self.function.args)
+        self.emit_code(*self.function.args)
 
-    def emit(self, x, row_stride, panel, count, y, keep, down, rows, left):
+    def emit_code(self, x, row_stride, panel_ptr, count, y, beta, down, rows, left):
         """y = x @ panel + keep * y for the first of HIGH rows and the first columns.
 
         row_stride, down  bytes of rows of x and y
         count        chunks
         """
-        b, form = self.builder, self.form
+        b, layout = self.builder, self.layout
         zero = ir.Constant(VECTOR, [0.0] * LANES)
-        self.sums = {cell: cgutils.alloca_once_value(b, zero) for cell in self.cells}
+        self.sums = {cell: cgutils.alloca_once_value(b, zero) for cell in self.tile_cells}
         last = b.sub(rows, I64(1))
         at = [b.select(b.icmp_signed("<", I64(r), last), I64(r), last) for r in range(HIGH)]
         at = [b.add(x, b.mul(row_stride, r)) for r in at]
-        vector = VECTOR_NBYTES * self.wide
+        vec_size = VECTOR_NBYTES * self.wide
         with cgutils.for_range(b, count, intp=I64) as chunk:
-            chunk_offset = b.mul(chunk.index, I64(line(form.width, 1)))
-            lines = [b.add(r, chunk_offset) for r in at]
-            codes = b.add(panel, b.mul(chunk.index, I64(vector * LANES * (self.vectors + 1))))
-            scales = b.add(codes, I64(vector * LANES * self.vectors))
+            chunk_offset = b.mul(chunk.index, I64(line(layout.width, 1)))
+            line_ptrs = [b.add(r, chunk_offset) for r in at]
+            codes = b.add(panel_ptr, b.mul(chunk.index, I64(vec_size * LANES * (self.vectors + 1))))
+            scales = b.add(codes, I64(vec_size * LANES * self.vectors))
             with cgutils.for_range(b, I64(self.groups), intp=I64) as group:
-                by_four, by_vector = (b.mul(group.index, I64(n)) for n in (4, vector))
-                into = b.mul(by_four, I64(self.lanes))
-                group_rows = [b.add(r, into) for r in lines]
-                self.group(
+                by_four, by_vector = (b.mul(group.index, I64(n)) for n in (4, vec_size))
+                group_offset = b.mul(by_four, I64(self.lanes))
+                group_rows = [b.add(r, group_offset) for r in line_ptrs]
+                self.add_group(
                     group_rows,
                     b.add(codes, b.mul(by_vector, I64(self.lanes))),
                     b.add(scales, by_vector),
                 )
-                if form.offsets:
-                    self.offsets([b.add(r, by_four) for r in lines], b.add(scales, by_vector))
+                if layout.offsets:
+                    self.offsets([b.add(r, by_four) for r in line_ptrs], b.add(scales, by_vector))
         for r in range(HIGH):
             with b.if_then(b.icmp_signed("<", I64(r), rows), likely=True):
                 for v in range(self.wide):
                     to = b.add(y, b.add(b.mul(down, I64(r)), I64(VECTOR_NBYTES * v)))
-                    emit_write(b, b.load(self.sums[r, v]), keep, to, b.sub(left, I64(LANES * v)))
+                    emit_write(b, b.load(self.sums[r, v]), beta, to, b.sub(left, I64(LANES * v)))
         b.ret_void()
 
-    def group(self, x, codes, scales):
+    def add_group(self, x, codes_ptr, scales_ptr):
         """Add what the columns give with a group of each row."""
-        b, width = self.builder, self.form.width
+        b, width = self.builder, self.layout.width
         group_sums = {}
-        for r, at in enumerate(x):
-            start = ir.Constant(BITS, [0] * LANES)
-            if not self.form.offsets and not self.by_sign:
-                start = self.many(I32, at, width + 2 * MORE)
-            group_sums |= {(r, v): start for v in range(self.wide)}
+        for r, row_ptr in enumerate(x):
+            initial_sums = ir.Constant(BITS, [0] * LANES)
+            if not self.layout.offsets and not self.use_signed_dot:
+                initial_sums = self.broadcast_value(I32, row_ptr, width + 2 * LANES_NBYTES)
+            group_sums |= {(r, v): initial_sums for v in range(self.wide)}
         for i, lane in product(range(self.vectors), range(self.lanes)):
-            columns = [self.vector(CODES, codes, LANES * i + lane, v) for v in range(self.wide)]
-            for r, at in enumerate(x):
-                integers = b.bitcast(self.many(I32, at, CODES.count * i + 4 * lane), CODES)
+            columns = [self.vector(CODES, codes_ptr, LANES * i + lane, v) for v in range(self.wide)]
+            for r, row_ptr in enumerate(x):
+                integers = b.bitcast(
+                    self.broadcast_value(I32, row_ptr, CODES.count * i + 4 * lane), CODES
+                )
                 for v, column in enumerate(columns):
                     dot_args = b, column, integers, group_sums[r, v]
-                    signed = self.by_sign
+                    is_signed = self.use_signed_dot
                     group_sums[r, v] = (
-                        by_fours_signed(*dot_args)
-                        if signed
-                        else by_fours(*dot_args, self.form.signed)
+                        dot_fours_signed(*dot_args)
+                        if is_signed
+                        else dot_fours(*dot_args, self.layout.signed)
                     )
-        by = [self.vector(VECTOR, scales, 0, v) for v in range(self.wide)]
-        steps = [self.many(F32, at, width) for at in x]
+        scale_vectors = [self.vector(VECTOR, scales_ptr, 0, v) for v in range(self.wide)]
+        steps = [self.broadcast_value(F32, row_ptr, width) for row_ptr in x]
         for (r, v), sums in group_sums.items():
-            self.add((r, v), b.sitofp(sums, VECTOR), b.fmul(by[v], steps[r]))
+            self.add_product((r, v), b.sitofp(sums, VECTOR), b.fmul(scale_vectors[v], steps[r]))
 
-    def offsets(self, x, scales):
+    def offsets(self, x, scales_ptr):
         """Add the groups' offsets times the sums of their integers."""
-        lows = [self.vector(VECTOR, scales, self.groups, v) for v in range(self.wide)]
+        offset_vectors = [self.vector(VECTOR, scales_ptr, self.groups, v) for v in range(self.wide)]
         for r, at in enumerate(x):
-            rest = self.many(F32, at, self.form.width + MORE + 4 * self.groups)
-            for v, low in enumerate(lows):
-                self.add((r, v), low, rest)
+            rest = self.broadcast_value(F32, at, self.layout.width + LANES_NBYTES + 4 * self.groups)
+            for v, offset_vector in enumerate(offset_vectors):
+                self.add_product((r, v), offset_vector, rest)
 
-    def add(self, cell, a, c):
-        b, place = self.builder, self.sums[cell]
-        b.store(call(b, "llvm.fma.v16f32", VECTOR, a, c, b.load(place)), place)
+    def add_product(self, tile_cell, a, c):
+        b, sum_slot = self.builder, self.sums[tile_cell]
+        b.store(call(b, "llvm.fma.v16f32", VECTOR, a, c, b.load(sum_slot)), sum_slot)
 
-    def many(self, kind, at, nbytes):
+    def broadcast_value(self, llvm_type, at, nbytes):
         """A value in all lanes."""
         return spread(
-            self.builder, read(self.builder, kind, at, nbytes), ir.VectorType(kind, LANES)
+            self.builder, read(self.builder, llvm_type, at, nbytes), ir.VectorType(llvm_type, LANES)
         )
 
-    def vector(self, kind, at, number, column):
-        return read(self.builder, kind, at, VECTOR_NBYTES * (self.wide * number + column))
+    def vector(self, llvm_type, at, number, column):
+        return read(self.builder, llvm_type, at, VECTOR_NBYTES * (self.wide * number + column))
 
 
-def tiles(codes):
+def panel_tiles(codes):
     """An intrinsic (wide, kind, x, along, panel, count, y, keep, down, rows, left), of a literal: see Tile.emit."""
 
     def codegen(context, builder, sig, args):
-        _, kind, *tile_args = args
-        end = builder.append_basic_block("done")
-        switch, form_blocks = builder.switch(kind, end), {}
+        _, qtype, *tile_args = args
+        end_block = builder.append_basic_block("done")
+        type_switch, form_blocks = builder.switch(qtype, end_block), {}
         for dtype in codes:
-            form = form_of(dtype)
-            if form not in form_blocks:
-                form_blocks[form] = builder.append_basic_block("form")
-                builder.position_at_end(form_blocks[form])
-                tile = Tile(builder.module, form, sig.args[0].literal_value)
-                builder.call(tile.function, tile_args)
-                builder.branch(end)
-            switch.add_case(I64(dtype.number), form_blocks[form])
-        builder.position_at_end(end)
+            layout = tile_layout(dtype)
+            if layout not in form_blocks:
+                form_blocks[layout] = builder.append_basic_block("form")
+                builder.position_at_end(form_blocks[layout])
+                panel_tile = PanelTile(builder.module, layout, sig.args[0].literal_value)
+                builder.call(panel_tile.function, tile_args)
+                builder.branch(end_block)
+            type_switch.add_case(I64(dtype.number), form_blocks[layout])
+        builder.position_at_end(end_block)
         return context.get_dummy_value()
 
-    def typed(typingctx, wide, kind, x, row_stride, panel, count, y, keep, down, rows, left):
+    def typed(typingctx, wide, qtype, x, row_stride, panel, count, y, beta, down, num_rows, left):
         return void(wide, *[i64] * 6, f32, *[i64] * 3), codegen
 
     return intrinsic(prefer_literal=True)(typed)
 
 
-def lines(codes, scales):
+def weight_lines(codes, scale_functions):
     """An intrinsic (kind, y, w): the codes and scales of a chunk of weights at w become a line at y."""
 
     def codegen(context, builder, sig, args):
-        kind, y, w = args
-        end = builder.append_basic_block("done")
-        switch = builder.switch(kind, end)
+        qtype, y, w = args
+        end_block = builder.append_basic_block("done")
+        type_switch = builder.switch(qtype, end_block)
         for dtype in codes:
-            case = builder.append_basic_block(dtype.name)
-            switch.add_case(I64(dtype.number), case)
-            builder.position_at_end(case)
+            case_block = builder.append_basic_block(dtype.name)
+            type_switch.add_case(I64(dtype.number), case_block)
+            builder.position_at_end(case_block)
             for at in range(0, width_of(dtype), CODES.count):
                 code_args = w, I64(at // CODES.count)
                 put(builder, called(context, builder, codes[dtype], CODES_FORM, *code_args), y, at)
-            scale_values = called(context, builder, scales[dtype], SCALES_FORM, w)
+            scale_values = called(context, builder, scale_functions[dtype], SCALES_FORM, w)
             put(builder, scale_values, y, width_of(dtype))
-            builder.branch(end)
-        builder.position_at_end(end)
+            builder.branch(end_block)
+        builder.position_at_end(end_block)
         return context.get_dummy_value()
 
-    return intrinsic(lambda typingctx, kind, y, w: (void(i64, i64, i64), codegen))
+    return intrinsic(lambda typingctx, qtype, y, w: (void(i64, i64, i64), codegen))

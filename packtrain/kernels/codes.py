@@ -11,14 +11,14 @@ from packtrain.kernels.call import kernel, part
 from packtrain.kernels.simd import absolute, f32x16, largest, load, maximum, neg, select_less, total
 
 i64, f32, void = types.int64, types.float32, types.void
-SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
+MIN_INVERTIBLE = 2.9387359e-39  # the reciprocal of smaller values is infinite
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer
-floor = simd.lanewise(simd.named("floor"), 1)
+floor = simd.lanewise(simd.llvm_op("floor"), 1)
 
 
 @part(f32(f32))
 def reciprocal(d):
-    return f32(1) / d if abs(d) > SMALLEST else f32(0)
+    return f32(1) / d if abs(d) > MIN_INVERTIBLE else f32(0)
 
 
 @part(types.UniTuple(f32, 2)(i64))
@@ -29,92 +29,92 @@ def bounds(x):
 
 
 @kernel(i64(i64, i64, f32, f32, f32, f32))
-def put_codes(y, x, low, inverse, offset, most):
-    """32 values as codes, (x - low) * inverse + offset towards zero, at most `most`: four bits each go to y.
+def put_codes(y, x, low, inverse, offset, max_code):
+    """32 values as codes, (x - low) * inverse + offset towards zero, at most `max_code`: four bits each go to y.
 
     Returns the fifth bits.
     """
     a = (load(x, 0) - low) * inverse + offset
     b = (load(x, 16) - low) * inverse + offset
-    first = to_bits(select_less(most, a, most, a))
-    second = to_bits(select_less(most, b, most, b))
-    put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
-    return set_lanes(first & 16) | (set_lanes(second & 16) << 16)
+    first_codes = to_bits(select_less(max_code, a, max_code, a))
+    second_codes = to_bits(select_less(max_code, b, max_code, b))
+    put_bytes(y, 0, (first_codes & 15) | ((second_codes & 15) << 4))
+    return set_lanes(first_codes & 16) | (set_lanes(second_codes & 16) << 16)
 
 
 @part(void(i64, i64, f32))
 def put_rounded(y, x, inverse):
     """16 values times `inverse`, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
-    size = absolute(v)
-    floor_size = floor(size)
-    put_bytes(y, 0, to_bits(simd.copysign(floor_size + floor((size - floor_size) * 2.0), v)))
+    magnitude = absolute(v)
+    floor_size = floor(magnitude)
+    put_bytes(y, 0, to_bits(simd.copysign(floor_size + floor((magnitude - floor_size) * 2.0), v)))
 
 
 @part(f32x16(f32x16, f32, f32))
-def rounded(v, low, high):
+def rounded(v, low, max_code):
     """Round to the nearest integer, ties to even, within bounds."""
-    return (select_less(v, low, low, select_less(high, v, high, v)) + ROUND) - ROUND
+    return (select_less(v, low, low, select_less(max_code, v, max_code, v)) + ROUND) - ROUND
 
 
 @part(i64(f32, i64))
-def whole(v, high):
+def rounded_int(v, max_code):
     """The same for one value."""
-    return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), high)
+    return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), max_code)
 
 
 @part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
-def line(weight, sum_x, sum_l, sum_ll, sum_lx):
+def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
     """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
     if not determinant > 0:
         return f32(0), f32(0)
-    low = (sum_ll * sum_x - sum_l * sum_lx) / determinant
-    if low > 0:
+    min_value = (sum_ll * sum_x - sum_l * sum_lx) / determinant
+    if min_value > 0:
         return sum_lx / sum_ll, f32(0)
-    return (weight * sum_lx - sum_x * sum_l) / determinant, low
+    return (weight * sum_lx - sum_x * sum_l) / determinant, min_value
 
 
 @kernel(types.UniTuple(f32, 2)(i64, f32, f32, i64))
-def fit(x, most, first, trials):
+def fit(x, max_code, first_step, num_trials):
     """Scale and least value, at most 0, of 32 values as codes 0 .. most.
 
-    The range of the values gets `most` codes, then in trial i most + first + i / 10; the next trial uses the least
+    The range of the values gets `max_code` codes, then in trial i most + first + i / 10; the next trial uses the least
     value of a better one. Errors are weighted by the value plus the average of all.
     """
     a, b = load(x, 0), load(x, 16)
     average = (total(a * a + b * b) / f32(32)) ** f32(0.5)
     wa, wb = absolute(a) + average, absolute(b) + average
-    low, high = min(-largest(maximum(neg(a), neg(b))), f32(0)), largest(maximum(a, b))
-    if not high > low:
-        return f32(0), low
+    min_value, max_value = min(-largest(maximum(neg(a), neg(b))), f32(0)), largest(maximum(a, b))
+    if not max_value > min_value:
+        return f32(0), min_value
     weight, sum_x = total(wa + wb), total(wa * a + wb * b)
-    scale, best = f32(0), f32(0)
-    for trial in range(-1, trials + 1):
-        codes = most if trial < 0 else most + first + f32(0.1) * f32(trial)
-        inverse = codes / (high - low)
-        la = rounded((a - low) * inverse, f32(0), most)
-        lb = rounded((b - low) * inverse, f32(0), most)
+    scale, best_error = f32(0), f32(0)
+    for trial in range(-1, num_trials + 1):
+        num_codes = max_code if trial < 0 else max_code + first_step + f32(0.1) * f32(trial)
+        inverse = num_codes / (max_value - min_value)
+        la = rounded((a - min_value) * inverse, f32(0), max_code)
+        lb = rounded((b - min_value) * inverse, f32(0), max_code)
         if trial < 0:
-            new_scale, new_low = (high - low) / most, low
+            new_scale, new_min = (max_value - min_value) / max_code, min_value
         else:
             sum_l, sum_ll = total(wa * la + wb * lb), total(wa * la * la + wb * lb * lb)
             sum_lx = total(wa * la * a + wb * lb * b)
-            new_scale, new_low = line(weight, sum_x, sum_l, sum_ll, sum_lx)
-        da, db = la * new_scale + new_low - a, lb * new_scale + new_low - b
+            new_scale, new_min = fit_line(weight, sum_x, sum_l, sum_ll, sum_lx)
+        da, db = la * new_scale + new_min - a, lb * new_scale + new_min - b
         error = total(wa * da * da + wb * db * db)
-        if trial < 0 or error < best:
-            best, scale, low = error, new_scale, new_low
-    return scale, low
+        if trial < 0 or error < best_error:
+            best_error, scale, min_value = error, new_scale, new_min
+    return scale, min_value
 
 
 @kernel(f32(i64, i64))
 def extreme(x, n):
     """The value furthest from zero of 16 or 32 values; the first on ties."""
     a, b = load(x, 0), load(x, n - 16)
-    high, low = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
-    if high != low:
-        return high if high > low else -low
+    max_value, max_negated = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
+    if max_value != max_negated:
+        return max_value if max_value > max_negated else -max_negated
     furthest = simd.peek(x, 0)
     for i in range(1, n):
         if abs(simd.peek(x, i)) > abs(furthest):

@@ -7,104 +7,104 @@ from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.gemm import DEEP, sgemm, times_block
+from packtrain.kernels.gemm import DEEP, multiply_block, sgemm
 from packtrain.kernels.operands import pack_b
 from packtrain.kernels.panels import PANEL, places
 from packtrain.kernels.simd import LANES, address, ids1, in1, load_part, out1, peek, poke, scratch
 
-i64, f32, void, flag = types.int64, types.float32, types.void, types.boolean
+i64, f32, void, flag_type = types.int64, types.float32, types.void, types.boolean
 TASK = 1 << 20  # multiply-adds
 SIDE = (
     256  # windows, and values of a window, of a panel for the gradient of the filters: SIDE x PANEL
 )
-FILTERS = 64  # of a task of that
+FILTERS_PER_TASK = 64  # of a task of that
 BLOCK = 1 << 13
-STACK = DEEP * PANEL
-ONE = f32(1.0)
+PANEL_BUFFER = DEEP * PANEL
+BETA_ONE = f32(1.0)
 
 
-@part(void(flag, i64, i64, i64))
-def run(back, panel, x, count):
+@part(void(flag_type, i64, i64, i64))
+def copy_run(is_backward, panel_ptr, x, count):
     for s in range(0, count, LANES):
         left = count - s
-        if back:
-            simd.store_part(x, s, load_part(x, s, left) + load_part(panel, s, left), left)
+        if is_backward:
+            simd.store_part(x, s, load_part(x, s, left) + load_part(panel_ptr, s, left), left)
         else:
-            simd.store_part(panel, s, load_part(x, s, left), left)
+            simd.store_part(panel_ptr, s, load_part(x, s, left), left)
 
 
-@part(void(flag, i64, i64, i64, i64, i64))
-def run_apart(back, panel, x, low, high, step):
-    for s in range(low, high):
-        if back:
-            poke(x, s * step, peek(x, s * step) + peek(panel, s))
+@part(void(flag_type, i64, i64, i64, i64, i64))
+def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step):
+    for s in range(first_index, index_stop):
+        if is_backward:
+            poke(x, s * x_step, peek(x, s * x_step) + peek(panel_ptr, s))
         else:
-            poke(panel, s, peek(x, s * step))
+            poke(panel_ptr, s, peek(x, s * x_step))
 
 
-@part(void(flag, i64, i64, i64, i64, i64, i64))
-def line(back, panel, x, column, width, step, count):
-    """`count` neighbours in a row of x (width,), from `column` on, `step` apart; those outside are skipped."""
-    if step == 1:
-        low, high = max(i64(0), -column), min(count, width - column)
-        run(back, address(panel, low), address(x, column + low), high - low)
+@part(void(flag_type, i64, i64, i64, i64, i64, i64))
+def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
+    """`count` neighbours in a row of x (width,), from `column` on, `x_step` apart; those outside are skipped."""
+    if x_step == 1:
+        low, index_stop = max(i64(0), -column), min(count, row_width - column)
+        copy_run(is_backward, address(panel_ptr, low), address(x, column + low), index_stop - low)
     else:
-        low = max(i64(0), -(column // step))
-        high = min(count, (width - 1 - column) // step + 1)
-        run_apart(back, panel, address(x, column), low, high, step)
+        low = max(i64(0), -(column // x_step))
+        index_stop = min(count, (row_width - 1 - column) // x_step + 1)
+        copy_strided_run(is_backward, panel_ptr, address(x, column), low, index_stop, x_step)
 
 
-@kernel(void(flag, i64, i64, i64, i64, i64, i64, ids1))
-def lay(back, panel, wide, x, first, depth, start, sizes):
-    """panel (depth, wide) = values first … of the windows start …, 0 beyond edges; if `back`, those added to x.
+@kernel(void(flag_type, i64, i64, i64, i64, i64, i64, ids1))
+def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_start, sizes):
+    """panel (depth, wide) = values first … of the windows start …, 0 beyond edges; if `is_backward`, those added to x.
 
     x is the address of a picture (C, H, W).
     """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
-    count = min(wide, i64(oh) * ow - start)
+    num_windows = min(panel_width, i64(oh) * ow - window_start)
     for k in range(depth):
         c, a, b = (first + k) // (kh * kw), (first + k) // kw % kh, (first + k) % kw
-        to = address(panel, k * wide)
-        if not back and ph + pw > 0:
-            for t in range(0, count, LANES):
-                simd.store_part(to, t, simd.splat(0.0), count - t)
-        i, j, t = start // ow, start % ow, i64(0)
-        while t < count:
-            n = min(ow - j, count - t)
+        panel_row = address(panel_ptr, k * panel_width)
+        if not is_backward and ph + pw > 0:
+            for t in range(0, num_windows, LANES):
+                simd.store_part(panel_row, t, simd.splat(0.0), num_windows - t)
+        i, j, t = window_start // ow, window_start % ow, i64(0)
+        while t < num_windows:
+            n = min(ow - j, num_windows - t)
             row = i * sh - ph + a * dh
             if 0 <= row < h:
-                source = address(x, (c * h + row) * w)
-                line(back, address(to, t), source, j * sw - pw + b * dw, w, sw, n)
+                x_row = address(x, (c * h + row) * w)
+                copy_line(is_backward, address(panel_row, t), x_row, j * sw - pw + b * dw, w, sw, n)
             t += n
             i += 1
             j = i64(0)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
-def strip(y, x, w, channels, filters, windows, start, sizes):
-    """PANEL windows of a picture times all filters: y (O, P) at `start`."""
-    panel = scratch(STACK)
-    size = channels * sizes[2] * sizes[3]
-    for first in range(0, size, DEEP):
-        depth = min(i64(DEEP), size - first)
-        lay(False, panel, PANEL, x, first, depth, start, sizes)
-        for at in range(depth * PANEL, places(depth, 0) * PANEL, LANES):
-            simd.store(panel, at, simd.splat(0.0))
-        keep = f32(1.0) if first else f32(0.0)
-        left, target = min(i64(PANEL), windows - start), address(y, start)
-        product_args = filters, left, address(w, first), size, panel, depth
-        times_block(0, *product_args, keep, target, windows, 0)
+def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
+    """PANEL windows of a picture times all filters: y (O, P) at `window_start`."""
+    panel = scratch(PANEL_BUFFER)
+    window_size = channels * sizes[2] * sizes[3]
+    for value_start in range(0, window_size, DEEP):
+        depth = min(i64(DEEP), window_size - value_start)
+        lay_windows(False, panel, PANEL, x, value_start, depth, window_start, sizes)
+        for float_index in range(depth * PANEL, places(depth, 0) * PANEL, LANES):
+            simd.store(panel, float_index, simd.splat(0.0))
+        beta = f32(1.0) if value_start else f32(0.0)
+        num_left, target = min(i64(PANEL), windows - window_start), address(y, window_start)
+        product_args = filters, num_left, address(w, value_start), window_size, panel, depth
+        multiply_block(0, *product_args, beta, target, windows, 0)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
-def strips(y, x, w, channels, filters, sizes, start, stop):
-    windows = i64(sizes[4]) * sizes[5]
-    count = -(-windows // PANEL)
-    for number in range(start, stop):
-        picture, at = number // count, number % count * PANEL
+def conv_panels(y, x, w, channels, filters, sizes, panel_start, panel_stop):
+    num_windows = i64(sizes[4]) * sizes[5]
+    num_panels = -(-num_windows // PANEL)
+    for panel_index in range(panel_start, panel_stop):
+        picture, at = panel_index // num_panels, panel_index % num_panels * PANEL
         source = address(x, picture * channels * sizes[0] * sizes[1])
-        target = address(y, picture * filters * windows)
-        strip(target, source, address(w, 0), channels, filters, windows, at, sizes)
+        target = address(y, picture * filters * num_windows)
+        conv_panel(target, source, address(w, 0), channels, filters, num_windows, at, sizes)
 
 
 @kernel(void(out1, in1, in1, i64, i64, i64, ids1))
@@ -115,42 +115,42 @@ def conv(y, x, w, pictures, channels, filters, sizes):
     w  (O C KH KW,)   f32
     y  (N O OH OW,)   f32
     """
-    count = -(-i64(sizes[4]) * sizes[5] // PANEL)
+    num_panels = -(-i64(sizes[4]) * sizes[5] // PANEL)
     work = channels * sizes[2] * sizes[3] * filters * PANEL
-    spans(strips, (y, x, w, channels, filters, sizes), pictures * count, TASK // work)
+    spans(conv_panels, (y, x, w, channels, filters, sizes), pictures * num_panels, TASK // work)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
 def planes(dx, dy, w, first, depth, size, filters, sizes):
     """Add to a picture dx what values first … of its windows were multiplied with; dy (O, P)."""
-    panel, columns = scratch(STACK), scratch(STACK)
+    panel, columns = scratch(PANEL_BUFFER), scratch(PANEL_BUFFER)
     windows = i64(sizes[4]) * sizes[5]
     for start in range(0, windows, PANEL):
-        left = min(i64(PANEL), windows - start)
+        num_left = min(i64(PANEL), windows - start)
         for f in range(0, filters, DEEP):
-            num_filters = min(i64(DEEP), filters - f)
-            pack_b(panel, address(dy, f * windows + start), 0, windows, num_filters, left, 0)
-            keep = f32(1.0) if f else f32(0.0)
-            product_args = depth, left, address(w, f * size + first), size, panel, num_filters
-            times_block(1, *product_args, keep, columns, PANEL, 0)
-        lay(True, columns, PANEL, dx, first, depth, start, sizes)
+            block_filters = min(i64(DEEP), filters - f)
+            pack_b(panel, address(dy, f * windows + start), 0, windows, block_filters, num_left, 0)
+            beta = f32(1.0) if f else f32(0.0)
+            product_args = depth, num_left, address(w, f * size + first), size, panel, block_filters
+            multiply_block(1, *product_args, beta, columns, PANEL, 0)
+        lay_windows(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
-def groups(dx, dy, w, channels, filters, sizes, start, stop):
+def channel_group_grads(dx, dy, w, channels, filters, sizes, group_start, group_stop):
     """Gradients of groups of channels, so many that their part of a window fits a panel; a larger one goes in parts."""
-    area, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
+    plane_size, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
     channels_per_group = max(1, DEEP // window)
-    count = -(-channels // channels_per_group)
-    for number in range(start, stop):
-        picture, channel = number // count, number % count * channels_per_group
-        target = address(dx, picture * channels * area)
-        last = min(channel + channels_per_group, channels)
-        for at in range(channel * area, last * area):
-            poke(target, at, f32(0.0))
+    num_groups = -(-channels // channels_per_group)
+    for group_index in range(group_start, group_stop):
+        picture, channel = group_index // num_groups, group_index % num_groups * channels_per_group
+        target = address(dx, picture * channels * plane_size)
+        channel_stop = min(channel + channels_per_group, channels)
+        for float_index in range(channel * plane_size, channel_stop * plane_size):
+            poke(target, float_index, f32(0.0))
         source = address(dy, picture * filters * sizes[4] * sizes[5])
-        for first in range(channel * window, last * window, DEEP):
-            depth = min(i64(DEEP), last * window - first)
+        for first in range(channel * window, channel_stop * window, DEEP):
+            depth = min(i64(DEEP), channel_stop * window - first)
             planes(target, source, address(w, 0), first, depth, channels * window, filters, sizes)
 
 
@@ -162,46 +162,46 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
     w   (O C KH KW,)   f32
     dx  (N C H W,)     f32
     """
-    window = i64(sizes[2]) * sizes[3]
-    channels_per_group = max(1, DEEP // window)
-    count = -(-channels // channels_per_group)
-    work = min(channels_per_group, channels) * window * filters * sizes[4] * sizes[5]
+    window_area = i64(sizes[2]) * sizes[3]
+    channels_per_group = max(1, DEEP // window_area)
+    num_groups = -(-channels // channels_per_group)
+    group_ops = min(channels_per_group, channels) * window_area * filters * sizes[4] * sizes[5]
     task_args = (dx, dy, w, channels, filters, sizes)
-    spans(groups, task_args, pictures * count, TASK // max(1, work))
+    spans(channel_group_grads, task_args, pictures * num_groups, TASK // max(1, group_ops))
 
 
 @kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))
-def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
+def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, sizes, task_index):
     """The gradient of some filters from a share of the pictures."""
-    columns = scratch(STACK)
-    windows, size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
-    portion, f = number % shares, number // shares * FILTERS
-    num_filters = min(i64(FILTERS), filters - f)
-    target = address(partial, (portion * filters + f) * size)
-    for at in range(num_filters * size):
-        poke(target, at, f32(0.0))
-    for picture in range(pictures * portion // shares, pictures * (portion + 1) // shares):
+    columns_ptr = scratch(PANEL_BUFFER)
+    num_windows, window_size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
+    portion, f = task_index % num_shares, task_index // num_shares * FILTERS_PER_TASK
+    task_filters = min(i64(FILTERS_PER_TASK), filters - f)
+    target = address(partial, (portion * filters + f) * window_size)
+    for float_index in range(task_filters * window_size):
+        poke(target, float_index, f32(0.0))
+    for picture in range(pictures * portion // num_shares, pictures * (portion + 1) // num_shares):
         image = address(x, picture * channels * sizes[0] * sizes[1])
-        for start in range(0, windows, SIDE):
-            count = min(i64(SIDE), windows - start)
-            source = address(dy, (picture * filters + f) * windows + start)
-            for first in range(0, size, PANEL):
-                wide = min(i64(PANEL), size - first)
-                lay(False, columns, SIDE, image, first, wide, start, sizes)
+        for start in range(0, num_windows, SIDE):
+            count = min(i64(SIDE), num_windows - start)
+            source = address(dy, (picture * filters + f) * num_windows + start)
+            for first in range(0, window_size, PANEL):
+                wide = min(i64(PANEL), window_size - first)
+                lay_windows(False, columns_ptr, SIDE, image, first, wide, start, sizes)
                 sgemm(
-                    *(0, 1, num_filters, wide, count, source, windows, columns, SIDE),
-                    *(ONE, address(target, first), size, 0),
+                    *(0, 1, task_filters, wide, count, source, num_windows, columns_ptr, SIDE),
+                    *(BETA_ONE, address(target, first), window_size, 0),
                 )
 
 
 @kernel(void(out1, in1, i64, i64, i64))
-def add_shares(dw, partial, shares, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
-        lanes = simd.splat(0.0)
-        for number in range(shares):
-            lanes += load_part(partial, number * dw.size + i, left)
-        simd.store_part(dw, i, lanes, left)
+def sum_shares(dw, partial, num_shares, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        lane_sums = simd.splat(0.0)
+        for share_index in range(num_shares):
+            lane_sums += load_part(partial, share_index * dw.size + i, num_left)
+        simd.store_part(dw, i, lane_sums, num_left)
 
 
 @kernel(void(out1, out1, in1, in1, i64, i64, i64, ids1))
@@ -213,7 +213,7 @@ def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
     dw       (O C KH KW,)           f32
     partial  (shares O C KH KW,)    f32 workspace: sums over shares of the pictures
     """
-    shares = partial.size // dw.size
-    task_args = (partial, dy, x, pictures, channels, filters, shares, sizes)
-    each(share, task_args, shares * -(-filters // FILTERS))
-    spans(add_shares, (dw, partial, shares), dw.size, BLOCK)
+    num_shares = partial.size // dw.size
+    task_args = (partial, dy, x, pictures, channels, filters, num_shares, sizes)
+    each(filter_grad_share, task_args, num_shares * -(-filters // FILTERS_PER_TASK))
+    spans(sum_shares, (dw, partial, num_shares), dw.size, BLOCK)

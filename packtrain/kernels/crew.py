@@ -11,60 +11,60 @@ import sys
 import threading
 from collections.abc import Callable
 
-from packtrain.kernels.runtime import most_threads
+from packtrain.kernels.runtime import max_threads
 
 REST = {"x86_64": "pause", "aarch64": "yield"}  # tells the core that a thread only waits
-AVAILABLE = sys.platform == "linux" and platform.machine() in REST
-COUNT = most_threads()
+HAS_THREAD_POOL = sys.platform == "linux" and platform.machine() in REST
+MAX_THREADS = max_threads()
 
 # words of what all threads share, each line of the cache with what changes together
 LINE = 8
-BUSY, OPEN, INSIDE, REGION, WAITING, USED = (LINE * i for i in range(6))
-TASK, GIVEN, THREADS, NUMBER, CREW = (REGION + i for i in range(5))
-GATE = WAITING + 1  # a semaphore: where the first thread sleeps
-OWN, NEXT, END, TIME, ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # of each thread
+IS_BUSY, OPEN, INSIDE, REGION_WORDS, WAITING, USED = (LINE * i for i in range(6))
+TASK, TASK_ARGS, REGION_THREADS, NUMBER, NUM_STARTED = (REGION_WORDS + i for i in range(5))
+MAIN_SEMAPHORE = WAITING + 1  # a semaphore: where the first thread sleeps
+THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # of each thread
 SIZE = 2 * LINE
 
-room = (ctypes.c_int64 * (OWN + SIZE * COUNT + LINE))()
+room = (ctypes.c_int64 * (THREAD_WORDS + SIZE * MAX_THREADS + LINE))()
 first = -ctypes.addressof(room) % (8 * LINE)
-words = (ctypes.c_int64 * (OWN + SIZE * COUNT)).from_buffer(room, first)
-ADDRESS = ctypes.addressof(words)
-words[USED] = COUNT
+shared_words = (ctypes.c_int64 * (THREAD_WORDS + SIZE * MAX_THREADS)).from_buffer(room, first)
+WORDS_ADDRESS = ctypes.addressof(shared_words)
+shared_words[USED] = MAX_THREADS
 
 
 def threads() -> int:
     """The number of threads that kernels use."""
-    return int(words[USED])
+    return int(shared_words[USED])
 
 
 def set_threads(count: int) -> None:
     """Use `count` threads, at most as many as the pool has; results do not depend on it."""
-    if not 1 <= count <= COUNT:
-        raise ValueError(f"set_threads: count ({count}) must lie between 1 and {COUNT}")
-    words[USED] = count
-    if not AVAILABLE and "numba" in sys.modules:
+    if not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"set_threads: count ({count}) must lie between 1 and {MAX_THREADS}")
+    shared_words[USED] = count
+    if not HAS_THREAD_POOL and "numba" in sys.modules:
         sys.modules["numba"].set_num_threads(count)
 
 
-def start(serve: Callable[[int], None]) -> None:
+def start_threads(serve_tasks: Callable[[int], None]) -> None:
     """Start all threads but the first, each on its core, unless they have been started."""
-    if words[CREW]:
+    if shared_words[NUM_STARTED]:
         return
     cores = sorted(os.sched_getaffinity(0))
 
-    def live(thread: int) -> None:
+    def run_thread(thread_index: int) -> None:
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {cores[thread % len(cores)]})
-        serve(thread)
+            os.sched_setaffinity(0, {cores[thread_index % len(cores)]})
+        serve_tasks(thread_index)
 
-    for thread in range(1, COUNT):
-        threading.Thread(target=live, args=(thread,), daemon=True).start()
-    words[CREW] = COUNT - 1
-    os.register_at_fork(after_in_child=forget)
+    for thread_index in range(1, MAX_THREADS):
+        threading.Thread(target=run_thread, args=(thread_index,), daemon=True).start()
+    shared_words[NUM_STARTED] = MAX_THREADS - 1
+    os.register_at_fork(after_in_child=reset_after_fork)
 
 
-def forget() -> None:
+def reset_after_fork() -> None:
     """A forked child has one thread."""
-    used = words[USED]
-    ctypes.memset(ADDRESS, 0, ctypes.sizeof(words))
-    words[USED] = used
+    num_threads = shared_words[USED]
+    ctypes.memset(WORDS_ADDRESS, 0, ctypes.sizeof(shared_words))
+    shared_words[USED] = num_threads

@@ -11,7 +11,7 @@ from numba import types
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, out3, peek, splat
-from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
+from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, load_states
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = simd.rank(4)
@@ -19,167 +19,167 @@ CHUNK = 32  # tokens between states that are kept for the gradient
 
 
 @part(i64(i64, i64, i64, i64))
-def group_of(h, heads, groups, tiled):
-    return h % groups if tiled else h // (heads // groups)
+def head_group(h, H, G, tiled):
+    return h % G if tiled else h // (H // G)
 
 
 @part(f32(i64, i64, f32))
-def inverse(at, n, eps):
+def inverse(x_ptr, n, eps):
     """1 over the length of a vector."""
-    return f32(1.0 / math.sqrt(dot(at, at, n) + f64(eps)))
+    return f32(1.0 / math.sqrt(dot(x_ptr, x_ptr, n) + f64(eps)))
 
 
 @part(f32(f32))
-def factor(decay):
+def decay_factor(decay):
     return f32(math.exp(f64(decay)))
 
 
 @part(f32(i64, i64, f32, f32, f32, f32, i64))
-def error(row, k, of_k, value, decay, beta, n):
+def error(state_row, k, k_scale, value, decay, beta, n):
     """What a row of the state is not right by at k: beta's part of it is added there."""
-    seen = splat(0.0)
+    lane_sums = splat(0.0)
     for j in range(0, n, LANES):
-        seen = simd.fma(load_part(row, j, n - j), load_part(k, j, n - j), seen)
-    return value - decay * of_k * simd.total(seen)
+        lane_sums = simd.fma(load_part(state_row, j, n - j), load_part(k, j, n - j), lane_sums)
+    return value - decay * k_scale * simd.total(lane_sums)
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
     """One head and token: addresses of y and v (p,), of the state s (p, n), of q and k (n,)."""
-    of_q, of_k = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
+    q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
-        row, dot_sums = address(s, i * n), splat(0.0)
-        by = splat(beta * of_k * error(row, k, of_k, peek(v, i), decay, beta, n))
+        state_row, dot_sums = address(s, i * n), splat(0.0)
+        by = splat(beta * k_scale * error(state_row, k, k_scale, peek(v, i), decay, beta, n))
         for j in range(0, n, LANES):
             left = n - j
-            new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
-            simd.store_part(row, j, new, left)
+            new = simd.fma(load_part(state_row, j, left), splat(decay), by * load_part(k, j, left))
+            simd.store_part(state_row, j, new, left)
             dot_sums = simd.fma(new, load_part(q, j, left), dot_sums)
-        simd.poke(y, i, of_q * simd.total(dot_sums))
+        simd.poke(y, i, q_scale * simd.total(dot_sums))
 
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
-def head(y, states, x, decay, beta, seq, time, groups, tiled, eps, number):
-    heads, (_, p, n) = beta.shape[1], states.shape
-    line, h = number // heads, number % heads
-    group, state = group_of(h, heads, groups, tiled), address(states, number * p * n)
-    for t in range(line * time, (line + 1) * time):
-        if begins(seq, t, time):
+def head_task(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
+    H, (_, p, n) = beta.shape[1], states.shape
+    batch, h = task // H, task % H
+    group, state = head_group(h, H, G, tiled), address(states, task * p * n)
+    for t in range(batch * T, (batch + 1) * T):
+        if is_start(seq, t, T):
             fill(state, p * n, f32(0.0))
-        row = address(x, t * x.shape[1])
-        q, v = address(row, group * n), address(row, 2 * groups * n + h * p)
-        to, by = address(y, (t * heads + h) * p), factor(decay[t, h])
-        advance(to, state, v, q, address(q, groups * n), by, beta[t, h], eps, p, n)
+        x_row = address(x, t * x.shape[1])
+        q, v = address(x_row, group * n), address(x_row, 2 * G * n + h * p)
+        target, token_decay = address(y, (t * H + h) * p), decay_factor(decay[t, h])
+        advance(target, state, v, q, address(q, G * n), token_decay, beta[t, h], eps, p, n)
 
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32))
-def delta(y, states, x, decay, beta, seq, time, groups, tiled, eps):
+def delta(y, states, x, decay, beta, seq, T, G, tiled, eps):
     """All tokens of all lines, each line and sequence from a state of zeros.
 
-    y            (N, H P)  f32, N a multiple of `time`
+    y            (N, H P)  f32, N a multiple of `T`
     states       (lines H, P, N)  f32, scratch
     x            (N, W)    f32
     decay, beta  (N, H)    f32
     seq          (N,)      i32, or empty
     tiled        heads of a group are G apart, not together
     """
-    each(head, (y, states, x, decay, beta, seq, time, groups, tiled, eps), len(states))
+    each(head_task, (y, states, x, decay, beta, seq, T, G, tiled, eps), len(states))
 
 
 # ---- the gradient --------------------------------------------------------------------------------------------
 
 
 @kernel(f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
-def forth(state, errors, dq, dy, v, q, k, of_q, of_k, decay, beta, p, n):
+def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
     """Advance the state; errors (p,), dq (n,) += of the query's direction. Returns dy y."""
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
     for i in range(p):
-        row, dot_sums, slope = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
-        wrong = error(row, k, of_k, peek(v, i), decay, beta, n)
-        simd.poke(errors, i, wrong)
-        by = splat(beta * of_k * wrong)
+        row, dot_sums, dy_lanes = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
+        row_error = error(row, k, k_scale, peek(v, i), decay, beta, n)
+        simd.poke(errors, i, row_error)
+        by = splat(beta * k_scale * row_error)
         for j in range(0, n, LANES):
             left = n - j
-            new = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
-            simd.store_part(row, j, new, left)
-            simd.store_part(dq, j, simd.fma(new, slope, load_part(dq, j, left)), left)
-            dot_sums = simd.fma(new, load_part(q, j, left), dot_sums)
-        score += f64(scale * of_q * simd.total(dot_sums)) * f64(peek(dy, i))
+            new_state = simd.fma(load_part(row, j, left), splat(decay), by * load_part(k, j, left))
+            simd.store_part(row, j, new_state, left)
+            simd.store_part(dq, j, simd.fma(new_state, dy_lanes, load_part(dq, j, left)), left)
+            dot_sums = simd.fma(new_state, load_part(q, j, left), dot_sums)
+        score += f64(scale * q_scale * simd.total(dot_sums)) * f64(peek(dy, i))
     return score
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
-def back(slope, missing, dk, errors, dy, q, k, of_q, of_k, decay, beta, p, n):
+def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
     """slope (p, n), of the state after a token, becomes that of the state before it; missing (p,) of what was added.
 
     dk (n,) += what the key has of it as the direction of what was added.
     """
-    scale = of_q / f32(math.sqrt(f64(n)))
+    scale = q_scale / f32(math.sqrt(f64(n)))
     for i in range(p):
-        row, dot_sums, by = address(slope, i * n), splat(0.0), splat(scale * peek(dy, i))
+        grad_row, dot_sums, by = address(state_grad, i * n), splat(0.0), splat(scale * peek(dy, i))
         for j in range(0, n, LANES):
             left = n - j
-            new = simd.fma(load_part(q, j, left), by, load_part(row, j, left))
-            simd.store_part(row, j, new, left)
-            dot_sums = simd.fma(new, load_part(k, j, left), dot_sums)
-        of_sum = of_k * simd.total(dot_sums)
-        simd.poke(missing, i, of_sum)
-        added, key_factor = splat(beta * peek(errors, i)), splat(-beta * of_sum * of_k)
+            new_grad = simd.fma(load_part(q, j, left), by, load_part(grad_row, j, left))
+            simd.store_part(grad_row, j, new_grad, left)
+            dot_sums = simd.fma(new_grad, load_part(k, j, left), dot_sums)
+        scaled_sum = k_scale * simd.total(dot_sums)
+        simd.poke(row_grads, i, scaled_sum)
+        error_lanes, key_factor = splat(beta * peek(errors, i)), splat(-beta * scaled_sum * k_scale)
         for j in range(0, n, LANES):
             left = n - j
-            new = load_part(row, j, left)
-            simd.store_part(dk, j, simd.fma(new, added, load_part(dk, j, left)), left)
-            new = simd.fma(key_factor, load_part(k, j, left), new)
-            simd.store_part(row, j, new * splat(decay), left)
+            new_grad = load_part(grad_row, j, left)
+            simd.store_part(dk, j, simd.fma(new_grad, error_lanes, load_part(dk, j, left)), left)
+            new_grad = simd.fma(key_factor, load_part(k, j, left), new_grad)
+            simd.store_part(grad_row, j, new_grad * splat(decay), left)
 
 
 @kernel(void(i64, i64, i64, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
-def earlier(dk, missing, state, x, decay, beta, seq, t, time, key, of_k, errors, h, p, n):
+def earlier(dk, row_grads, state, x, decay, beta, seq, t, T, k_at, k_scales, errors, h, p, n):
     """dk (n,) -= beta missing^T S of the state before token t, from what its chunk has added to the one before it.
 
     key, of_k, errors  where in a row of x the key is, and addresses of those of the line
     """
-    first, by = t // time * time, -beta[t, h] * factor(decay[t, h])
+    first_token, decay_scale = t // T * T, -beta[t, h] * decay_factor(decay[t, h])
     s = t
-    while (s - first) % CHUNK != 0 and not begins(seq, s, time):
+    while (s - first_token) % CHUNK != 0 and not is_start(seq, s, T):
         s -= 1
-        added = f32(dot(address(errors, (s - first) * p), missing, p)) * beta[s, h]
-        scale = by * added * peek(of_k, s - first)
-        add_scaled(dk, address(x, s * x.shape[1] + key), scale, n)
-        by *= factor(decay[s, h])
-    if not begins(seq, s, time):
+        error_dot = f32(dot(address(errors, (s - first_token) * p), row_grads, p)) * beta[s, h]
+        scale = decay_scale * error_dot * peek(k_scales, s - first_token)
+        add_scaled(dk, address(x, s * x.shape[1] + k_at), scale, n)
+        decay_scale *= decay_factor(decay[s, h])
+    if not is_start(seq, s, T):
         for i in range(p):
-            add_scaled(dk, address(state, i * n), by * peek(missing, i), n)
+            add_scaled(dk, address(state, i * n), decay_scale * peek(row_grads, i), n)
 
 
 @part(void(i64, i64, f32, i64))
-def through_length(dx, x, by, n):
-    """dx (n,), of x times `by`, 1 over its length, becomes that of x."""
-    projection = f32(dot(dx, x, n) * f64(by) * f64(by))
+def normalize_back(dx, x, inverse_norm, n):
+    """dx (n,), of x times `inverse_norm`, 1 over its length, becomes that of x."""
+    projection = f32(dot(dx, x, n) * f64(inverse_norm) * f64(inverse_norm))
     add_scaled(dx, x, -projection, n)
     for j in range(0, n, LANES):
-        simd.store_part(dx, j, load_part(dx, j, n - j) * splat(by), n - j)
+        simd.store_part(dx, j, load_part(dx, j, n - j) * splat(inverse_norm), n - j)
 
 
 @kernel(void(out2, i64, i64, i64, in2, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
-def forward(
-    dx, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n
+def forward_head(
+    dx, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
 ):
     """A head's tokens: `errors` (time, p), the states before chunks, and dx of queries; along[2] gets dy y."""
-    heads, wide, size, first = beta.shape[1], x.shape[1], p * n, line * time
-    state = address(states, -(-time // CHUNK) * size)
-    for t in range(time):
-        token, at = first + t, address(x, (first + t) * wide)
-        if begins(seq, token, time):
-            fill(state, size, f32(0.0))
+    H, width, state_size, first_token = beta.shape[1], x.shape[1], p * n, batch * T
+    state = address(states, -(-T // CHUNK) * state_size)
+    for t in range(T):
+        token, x_row = first_token + t, address(x, (first_token + t) * width)
+        if is_start(seq, token, T):
+            fill(state, state_size, f32(0.0))
         if t % CHUNK == 0:
-            copy(address(states, t // CHUNK * size), state, size)
-        score = forth(
-            state, address(errors, t * p), address(dx, token * wide + query), address(dy, (token * heads + h) * p),
-            address(at, value), address(at, query), address(at, key), peek(along, t), peek(along, time + t),
-            factor(decay[token, h]), beta[token, h], p, n,
+            copy(address(states, t // CHUNK * state_size), state, state_size)
+        score = forward_token(
+            state, address(errors, t * p), address(dx, token * width + q_at), address(dy, (token * H + h) * p),
+            address(x_row, v_at), address(x_row, q_at), address(x_row, k_at), peek(stats, t), peek(stats, T + t),
+            decay_factor(decay[token, h]), beta[token, h], p, n,
         )  # fmt: skip
-        simd.poke(along, 2 * time + t, f32(score))
+        simd.poke(stats, 2 * T + t, f32(score))
 
 
 @kernel(
@@ -205,76 +205,74 @@ def forward(
         i64,
     )
 )
-def backward(
-    dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n
+def backward_head(
+    dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
 ):  # fmt: skip
     """The gradients of keys, values, decays and betas; of the decay it is that of the state times the state."""
-    heads, wide, size, first, decay_slope = beta.shape[1], x.shape[1], p * n, line * time, f64(0.0)
-    slope, missing = address(states, -(-time // CHUNK) * size), address(errors, time * p)
-    fill(slope, size, f32(0.0))
-    for t in range(time - 1, -1, -1):
-        token, at = first + t, address(x, (first + t) * wide)
+    H, width, state_size, first, decay_slope = beta.shape[1], x.shape[1], p * n, batch * T, f64(0.0)
+    slope, missing = address(states, -(-T // CHUNK) * state_size), address(errors, T * p)
+    fill(slope, state_size, f32(0.0))
+    for t in range(T - 1, -1, -1):
+        token, at = first + t, address(x, (first + t) * width)
         dk, token_errors, by = (
-            address(dx, token * wide + key),
+            address(dx, token * width + k_at),
             address(errors, t * p),
             beta[token, h],
         )
-        fresh, before = begins(seq, token, time), address(states, t // CHUNK * size)
+        is_first, before = is_start(seq, token, T), address(states, t // CHUNK * state_size)
         back(
-            slope, missing, dk, token_errors, address(dy, (token * heads + h) * p), address(at, query),
-            address(at, key),
-            peek(along, t), peek(along, time + t), f32(0.0) if fresh else factor(decay[token, h]), by, p, n,
+            slope, missing, dk, token_errors, address(dy, (token * H + h) * p), address(at, q_at),
+            address(at, k_at),
+            peek(stats, t), peek(stats, T + t), f32(0.0) if is_first else decay_factor(decay[token, h]), by, p, n,
         )  # fmt: skip
-        if not fresh:
-            of_k = address(along, time)
+        if not is_first:
+            k_scales = address(stats, T)
             earlier(
-                dk, missing, before, x, decay, beta, seq, token, time, key, of_k, errors, h, p, n
+                dk, missing, before, x, decay, beta, seq, token, T, k_at, k_scales, errors, h, p, n
             )
-        decay_slope += peek(along, 2 * time + t) - by * dot(missing, address(at, value), p)
+        decay_slope += peek(stats, 2 * T + t) - by * dot(missing, address(at, v_at), p)
         if t % CHUNK == 0:
-            decay_slope = dot(slope, before, size)
-        decay_slope = f64(0.0) if fresh else decay_slope
+            decay_slope = dot(slope, before, state_size)
+        decay_slope = f64(0.0) if is_first else decay_slope
         ddecay[token, h], dbeta[token, h] = f32(decay_slope), f32(dot(missing, token_errors, p))
-        to = address(dx, token * wide + value)
+        target = address(dx, token * width + v_at)
         for i in range(p):
-            simd.poke(to, i, by * peek(missing, i))
+            simd.poke(target, i, by * peek(missing, i))
 
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
-def of_group(
-    dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, groups, tiled, eps, number
+def group_task(
+    dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps, task
 ):  # fmt: skip
     """The heads of a group, one after the other: they have its queries and keys together."""
-    heads, (_, slots, p, n) = beta.shape[1], states.shape
-    line, group = number // groups, number % groups
-    query, key, wide = group * n, (groups + group) * n, x.shape[1]
-    state, wrong = address(states, number * slots * p * n), address(errors, number * (time + 1) * p)
-    rest = address(along, number * 3 * time)
-    for t in range(time):
-        for slot, at in enumerate((query, key)):
+    H, (_, num_slots, p, n) = beta.shape[1], states.shape
+    batch, group = task // G, task % G
+    q_at, k_at, width = group * n, (G + group) * n, x.shape[1]
+    state, err_ptr = address(states, task * num_slots * p * n), address(errors, task * (T + 1) * p)
+    rest = address(stats, task * 3 * T)
+    for t in range(T):
+        for stat_row, at in enumerate((q_at, k_at)):
             simd.poke(
-                rest, slot * time + t, inverse(address(x, (line * time + t) * wide + at), n, eps)
+                rest, stat_row * T + t, inverse(address(x, (batch * T + t) * width + at), n, eps)
             )
-            fill(address(dx, (line * time + t) * wide + at), n, f32(0.0))
-    for h in range(heads):
-        if group_of(h, heads, groups, tiled) == group:
-            v = 2 * groups * n + h * p
-            forward(
-                dx, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n
+            fill(address(dx, (batch * T + t) * width + at), n, f32(0.0))
+    for h in range(H):
+        if head_group(h, H, G, tiled) == group:
+            v = 2 * G * n + h * p
+            forward_head(
+                dx, state, err_ptr, rest, dy, x, decay, beta, seq, T, batch, q_at, k_at, v, h, p, n
             )
-            backward(
-                dx, ddecay, dbeta, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n
+            backward_head(
+                dx, ddecay, dbeta, state, err_ptr, rest, dy, x, decay, beta, seq, T, batch, q_at, k_at, v, h, p, n
             )  # fmt: skip
-    for t in range(time):
-        for slot, at in enumerate((query, key)):
-            place = (line * time + t) * wide + at
-            through_length(address(dx, place), address(x, place), peek(rest, slot * time + t), n)
+    for t in range(T):
+        for stat_row, at in enumerate((q_at, k_at)):
+            offset = (batch * T + t) * width + at
+            normalize_back(address(dx, offset), address(x, offset), peek(rest, stat_row * T + t), n)
 
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32))
-def delta_back(
-    dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, groups, tiled, eps
-):
+def delta_back(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps):
     """The gradients of delta: a pass forward for the queries', one back for the others.
 
     What a key has of the state before its token comes from the state before the chunk and from what the chunk's tokens
@@ -282,32 +280,32 @@ def delta_back(
 
     states  (lines G, chunks + 1, P, N), errors (lines G, time + 1, P), along (lines G, 3, time): f32, scratch
     """
-    outputs = dx, ddecay, dbeta, states, errors, along
-    inputs = dy, x, decay, beta, seq, time, groups, tiled, eps
-    each(of_group, outputs + inputs, len(states))
+    outputs = dx, ddecay, dbeta, states, errors, stats
+    inputs = dy, x, decay, beta, seq, T, G, tiled, eps
+    each(group_task, outputs + inputs, len(states))
 
 
 # ---- with states that are kept -------------------------------------------------------------------------------
 
 
 @kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32, i64))
-def head_cells(y, states, x, decay, beta, line, source, target, groups, tiled, eps, h):
-    _, heads, p, n = states.shape
-    group = group_of(h, heads, groups, tiled)
-    begin_lines(states, source, target, h)
+def cell_head_task(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
+    _, H, p, n = states.shape
+    group = head_group(h, H, G, tiled)
+    load_states(states, sources, targets, h)
     for t in range(len(x)):
-        at, to = i64(target[line[t]]), address(y, (t * heads + h) * p)
-        if at < 0:
-            fill(to, p, f32(0.0))
+        cell, y_row = i64(targets[token_seqs[t]]), address(y, (t * H + h) * p)
+        if cell < 0:
+            fill(y_row, p, f32(0.0))
             continue
-        row, state = address(x, t * x.shape[1]), address(states, (at * heads + h) * p * n)
-        q, v = address(row, group * n), address(row, 2 * groups * n + h * p)
-        key = address(q, groups * n)
-        advance(to, state, v, q, key, factor(decay[t, h]), beta[t, h], eps, p, n)
+        x_row, state = address(x, t * x.shape[1]), address(states, (cell * H + h) * p * n)
+        q, v = address(x_row, group * n), address(x_row, 2 * G * n + h * p)
+        key = address(q, G * n)
+        advance(y_row, state, v, q, key, decay_factor(decay[t, h]), beta[t, h], eps, p, n)
 
 
 @kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32))
-def delta_cells(y, states, x, decay, beta, line, source, target, groups, tiled, eps):
+def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps):
     """As delta, of tokens of several sequences in turn, from states that are kept; see scan_cells."""
-    task_args = (y, states, x, decay, beta, line, source, target, groups, tiled, eps)
-    each(head_cells, task_args, states.shape[1])
+    task_args = (y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps)
+    each(cell_head_task, task_args, states.shape[1])

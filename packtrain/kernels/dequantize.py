@@ -5,35 +5,35 @@ from numba import types
 from packtrain import dtypes
 from packtrain.kernels import bits, simd
 from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.rooms import choice, explain, from_rooms
+from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
 from packtrain.kernels.simd import address, out2
 
 i64, void = types.int64, types.void
 F32 = dtypes.f32.number
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
-explain(simd, bits)
-form = void(i64, i64, i64)
-UNPACKERS = from_rooms("unpack", part(form, forceinline=False))
-unpack = choice(UNPACKERS, form, blocks=True)
+bind_placeholders(simd, bits)
+unpack_signature = void(i64, i64, i64)
+UNPACKERS = compile_role("unpack", part(unpack_signature, forceinline=False))
+unpack = choice(UNPACKERS, unpack_signature, count_blocks=True)
 
 
 @kernel(void(i64, i64, i64, i64))
-def row(kind, target, source, count):
-    """`count` f32, whole blocks, at `target` from the packed bytes at `source`."""
-    unpack(kind, target, source, count)
+def row(qtype, target_ptr, source_ptr, count):
+    """`count` f32, whole blocks, at `target_ptr` from the packed bytes at `source_ptr`."""
+    unpack(qtype, target_ptr, source_ptr, count)
 
 
 @kernel(void(i64, out2, packed2, i64))
-def row_of(kind, y, x, i):
+def dequantize_array_row(qtype, y, x, row_index):
     width = y.shape[1]
-    row(kind, address(y, i * width), x.ctypes.data + i * x.shape[1], width)
+    row(qtype, address(y, row_index * width), x.ctypes.data + row_index * x.shape[1], width)
 
 
 @kernel(void(i64, out2, packed2))
-def rows(kind, y, x):
+def rows(qtype, y, x):
     """Every row of an array.
 
     x  (N, row bytes)  u8
     y  (N, width)      f32
     """
-    each(row_of, (kind, y, x), len(y))
+    each(dequantize_array_row, (qtype, y, x), len(y))

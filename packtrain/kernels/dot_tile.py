@@ -15,19 +15,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import octets
-from packtrain.kernels.call import settle
-from packtrain.kernels.folds import folded
+from packtrain.kernels.call import ensure_compiled
+from packtrain.kernels.folds import fold_vectors
 from packtrain.kernels.octets import BY_SIGN, CODES
 from packtrain.kernels.panels import emit_prefetch
 from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16
 
 i64, void = types.int64, types.void
 VALUES = 128  # least integers of a line
-MORE = 64  # bytes of 16 lanes
-PLANES, KINDS = (1, 3), 64
+LANES_NBYTES = 64  # bytes of 16 lanes
+PLANE_COUNTS, MAX_TYPES = (1, 3), 64
 ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # of weights, by rows of activations: as many as registers hold
-LARGEST = 8355000  # of integers of three planes: a little less than fits
-AHEAD = 4096  # bytes after the rows that follow, where weights are prefetched
+MAX_INTEGER = 8355000  # of integers of three planes: a little less than fits
+PREFETCH_NBYTES = 4096  # bytes after the rows that follow, where weights are prefetched
 CACHE_LINE = 64
 CODES_FORM, SCALES_FORM = octets.codes64(i64, i64), f32x16(i64)
 
@@ -37,54 +37,54 @@ def width_of(dtype):
     return max(VALUES, dtype.block)
 
 
-def share_of(dtype):
+def codes_per_group(dtype):
     """How many of 64 codes are of one group."""
-    group = 16 if dtype.layout is not None and dtype.layout.group == 16 else 32
-    return group * CODES.count // width_of(dtype)
+    group_size = 16 if dtype.layout is not None and dtype.layout.group == 16 else 32
+    return group_size * CODES.count // width_of(dtype)
 
 
-def is_parted(dtype, planes):
+def needs_split_sums(dtype, planes):
     """Whether sums of products do not fit into 32 bits, so that those with the last plane are summed apart."""
-    count = width_of(dtype) // LANES
-    return planes > 1 and count * dtype.code["codes"].most * LARGEST >= 1 << 31
+    num_products = width_of(dtype) // LANES
+    return planes > 1 and num_products * dtype.code["codes"].max_code * MAX_INTEGER >= 1 << 31
 
 
 def line(width, planes):
-    return width * planes + 3 * MORE
+    return width * planes + 3 * LANES_NBYTES
 
 
-def called(context, builder, code, form, *call_args):
+def called(context, builder, code_function, signature, *call_args):
     """What a part gives; it raises nothing."""
-    settle(code)
-    (overload,) = code.overloads.values()
+    ensure_compiled(code_function)
+    (overload,) = code_function.overloads.values()
     context.add_linking_libs((overload.library,))
     function = context.declare_function(builder.module, overload.fndesc)
-    _, result = context.call_conv.call_function(
-        builder, function, form.return_type, form.args, call_args
+    _, return_value = context.call_conv.call_function(
+        builder, function, signature.return_type, signature.args, call_args
     )
-    return result
+    return return_value
 
 
-class Tile:
-    """The code for one type, `m` rows of activations and `r` of weights."""
+class DotTile:
+    """The code for one type, `num_x_rows` rows of activations and `r` of weights."""
 
     def __init__(self, context, module, dtype, code, m, planes):
-        self.context, self.code, self.m, self.r = context, code, m, ROWS[m]
-        self.width, self.planes = width_of(dtype), range(planes)
-        self.steps, self.line = self.width * planes, line(self.width, planes)
-        self.less, self.signed = dtype.code["codes"].less, dtype.code["codes"].signed
-        self.parted, self.lanes = is_parted(dtype, planes), share_of(dtype) // 4
-        self.alone = dtype.block == self.width
-        self.nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
-        name = module.get_unique_name(f"tile_{dtype.name}_{m}_{planes}")
-        form = ir.FunctionType(ir.VoidType(), [I64] * 10)
-        self.function = ir.Function(module, form, name)
+        self.context, self.code, self.num_x_rows, self.r = context, code, m, ROWS[m]
+        self.chunk_width, self.planes = width_of(dtype), range(planes)
+        self.steps_offset, self.line = self.chunk_width * planes, line(self.chunk_width, planes)
+        self.code_bias, self.is_signed = dtype.code["codes"].less, dtype.code["codes"].signed
+        self.is_split, self.lanes = needs_split_sums(dtype, planes), codes_per_group(dtype) // 4
+        self.is_single_block = dtype.block == self.chunk_width
+        self.chunk_nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
+        function_name = module.get_unique_name(f"tile_{dtype.name}_{m}_{planes}")
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 10)
+        self.function = ir.Function(module, function_type, function_name)
         self.function.linkage = "internal"
         self.function.attributes.add("noinline")
         self.builder = ir.IRBuilder(self.function.append_basic_block())
-        self.emit(*self.function.args)
+        self.emit_code(*self.function.args)
 
-    def emit(self, x, row_stride, w, stride, count, left, y, down, rows, add):
+    def emit_code(self, x, row_stride, w, w_stride, count, rest_nbytes, y, down, num_rows, add):
         """y[i, j] (+)= x[i] w[j] for m rows of x and up to r of w.
 
         row_stride, stride, down  bytes of rows of x, w and y
@@ -92,113 +92,113 @@ class Tile:
         """
         b = self.builder
         zero = ir.Constant(VECTOR, [0.0] * LANES)
-        self.sums = [cgutils.alloca_once_value(b, zero) for _ in range(self.m * self.r)]
-        last = b.sub(rows, I64(1))
-        at = [self.least(b, I64(j), last) for j in range(self.r)]
-        at = [b.add(w, b.mul(stride, j)) for j in at]
-        ahead = b.add(b.add(w, b.mul(stride, I64(self.r))), I64(AHEAD))
-        self.chunks(x, row_stride, at, ahead, count)
-        if not self.alone:
-            with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-                rest = self.rests(at, count, left)
+        self.sums = [cgutils.alloca_once_value(b, zero) for _ in range(self.num_x_rows * self.r)]
+        last_row = b.sub(num_rows, I64(1))
+        w_rows = [self.signed_min(b, I64(j), last_row) for j in range(self.r)]
+        w_rows = [b.add(w, b.mul(w_stride, j)) for j in w_rows]
+        ahead = b.add(b.add(w, b.mul(w_stride, I64(self.r))), I64(PREFETCH_NBYTES))
+        self.chunks(x, row_stride, w_rows, ahead, count)
+        if not self.is_single_block:
+            with b.if_then(b.icmp_signed(">", rest_nbytes, I64(0)), likely=False):
+                rest = self.pad_rest_rows(w_rows, count, rest_nbytes)
                 self.chunks(b.add(x, b.mul(count, I64(self.line))), row_stride, rest, ahead, I64(1))
-        totals = folded(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
-        room = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
+        totals = fold_vectors(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
+        totals_ptr = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
         for j in range(self.r):
-            with b.if_then(b.icmp_signed("<", I64(j), rows)):
-                for i in range(self.m):
+            with b.if_then(b.icmp_signed("<", I64(j), num_rows)):
+                for i in range(self.num_x_rows):
                     to = b.add(y, b.add(b.mul(down, I64(i)), I64(4 * j)))
-                    self.finish(octets.read(b, F32, room, 4 * (i * self.r + j)), to, add)
+                    self.store_sum(octets.read(b, F32, totals_ptr, 4 * (i * self.r + j)), to, add)
         b.ret_void()
 
-    def prefetch(self, at):
+    def prefetch_rows(self, prefetch_ptr):
         """Rows that follow, in the order of their bytes: rows side by side halve the rate of memory."""
-        for line in range(0, self.nbytes * self.r, CACHE_LINE):
-            emit_prefetch(self.builder, self.builder.add(at, I64(line)), level=2)
+        for byte_offset in range(0, self.chunk_nbytes * self.r, CACHE_LINE):
+            emit_prefetch(self.builder, self.builder.add(prefetch_ptr, I64(byte_offset)), level=2)
 
-    def finish(self, total, to, add):
+    def store_sum(self, sum_value, to, add):
         b = self.builder
-        added_total = b.fadd(octets.read(b, F32, to), total)
-        octets.put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, total), to)
+        added_total = b.fadd(octets.read(b, F32, to), sum_value)
+        octets.put(b, b.select(b.icmp_signed("!=", add, I64(0)), added_total, sum_value), to)
 
-    def rests(self, at, count, left):
+    def pad_rest_rows(self, w_rows, count, rest_nbytes):
         """Addresses of what is left of rows after whole chunks, with zeros behind it."""
         b = self.builder
         with b.goto_entry_block():
-            room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.nbytes), self.r))
-        first = b.ptrtoint(room, I64)
-        rests = [b.add(first, I64(j * self.nbytes)) for j in range(self.r)]
-        full_nbytes = b.mul(count, I64(self.nbytes))
-        octets.put(b, ir.Constant(room.type.pointee, None), first)
-        for source, rest in zip(at, rests, strict=True):
-            with cgutils.for_range(b, left, intp=I64) as loop:
-                byte = octets.read(b, CODES.element, b.add(source, full_nbytes), loop.index)
-                octets.put(b, byte, b.add(rest, loop.index))
-        return rests
+            room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.chunk_nbytes), self.r))
+        buffer_ptr = b.ptrtoint(room, I64)
+        rest_rows = [b.add(buffer_ptr, I64(j * self.chunk_nbytes)) for j in range(self.r)]
+        full_nbytes = b.mul(count, I64(self.chunk_nbytes))
+        octets.put(b, ir.Constant(room.type.pointee, None), buffer_ptr)
+        for source_row, rest_row in zip(w_rows, rest_rows, strict=True):
+            with cgutils.for_range(b, rest_nbytes, intp=I64) as loop:
+                byte = octets.read(b, CODES.element, b.add(source_row, full_nbytes), loop.index)
+                octets.put(b, byte, b.add(rest_row, loop.index))
+        return rest_rows
 
-    def chunks(self, x, row_stride, at, ahead, count):
+    def chunks(self, x, row_stride, w_rows, ahead, count):
         """Add what so many chunks of rows give."""
         b = self.builder
         with cgutils.for_range(b, count, intp=I64) as loop:
-            through = b.mul(loop.index, I64(self.nbytes))
-            self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
-            first = b.add(x, b.mul(loop.index, I64(self.line)))
-            chunk_rows = [b.add(first, b.mul(row_stride, I64(i))) for i in range(self.m)]
-            self.chunk(chunk_rows, [b.add(j, through) for j in at])
+            chunk_offset = b.mul(loop.index, I64(self.chunk_nbytes))
+            self.prefetch_rows(b.add(ahead, b.mul(loop.index, I64(self.chunk_nbytes * self.r))))
+            x_line = b.add(x, b.mul(loop.index, I64(self.line)))
+            chunk_rows = [b.add(x_line, b.mul(row_stride, I64(i))) for i in range(self.num_x_rows)]
+            self.add_chunk(chunk_rows, [b.add(j, chunk_offset) for j in w_rows])
 
-    def chunk(self, x, w):
+    def add_chunk(self, x, w):
         """Add what a chunk of rows at w gives with rows at x."""
         b = self.builder
-        scales = [self.called("scales", SCALES_FORM, j) for j in w]
-        by = [octets.shuffled(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
-        code_vectors = range(self.width // CODES.count)
-        codes = [[self.called("codes", CODES_FORM, j, I64(i)) for j in w] for i in code_vectors]
-        for i, at in enumerate(x):
-            places = self.sums[i * self.r : (i + 1) * self.r]
-            step = octets.read(b, VECTOR, at, self.steps)
-            steps = [b.fmul(d, step) for d in by]
-            sums = map(b.load, places)
-            sums = map(self.fma, self.products(codes, at), steps, sums)
-            if not self.less:
-                rest = octets.read(b, VECTOR, at, self.steps + MORE)
-                sums = map(self.fma, scales, [rest] * self.r, sums)
-            for place, value in zip(places, list(sums), strict=True):
-                b.store(value, place)
+        scales = [self.call_code("scales", SCALES_FORM, j) for j in w]
+        by = [octets.shuffle(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
+        code_vectors = range(self.chunk_width // CODES.count)
+        codes = [[self.call_code("codes", CODES_FORM, j, I64(i)) for j in w] for i in code_vectors]
+        for i, x_line in enumerate(x):
+            row_slots = self.sums[i * self.r : (i + 1) * self.r]
+            step_vector = octets.read(b, VECTOR, x_line, self.steps_offset)
+            scaled_steps = [b.fmul(d, step_vector) for d in by]
+            row_sums = map(b.load, row_slots)
+            row_sums = map(self.fma, self.scaled_products(codes, x_line), scaled_steps, row_sums)
+            if not self.code_bias:
+                integer_totals = octets.read(b, VECTOR, x_line, self.steps_offset + LANES_NBYTES)
+                row_sums = map(self.fma, scales, [integer_totals] * self.r, row_sums)
+            for sum_slot, sum_value in zip(row_slots, list(row_sums), strict=True):
+                b.store(sum_value, sum_slot)
 
-    def products(self, codes, at):
+    def scaled_products(self, codes, x_line):
         """Sums by fours of products of codes with the integers of a row, as floats."""
-        rest = self.steps + MORE
-        if not self.parted:
-            return [*map(self.to_floats, self.summed(codes, at, self.planes, rest))]
-        high = self.summed(codes, at, self.planes[:-1], rest)
-        low = self.summed(codes, at, self.planes[-1:], rest + MORE)
+        rest = self.steps_offset + LANES_NBYTES
+        if not self.is_split:
+            return [*map(self.to_floats, self.integer_sums(codes, x_line, self.planes, rest))]
+        high_sums = self.integer_sums(codes, x_line, self.planes[:-1], rest)
+        low_sums = self.integer_sums(codes, x_line, self.planes[-1:], rest + LANES_NBYTES)
         by_256 = ir.Constant(VECTOR, [256.0] * LANES)
-        pairs = zip(map(self.to_floats, high), map(self.to_floats, low), strict=True)
-        return [self.fma(v, by_256, w) for v, w in pairs]
+        sum_pairs = zip(map(self.to_floats, high_sums), map(self.to_floats, low_sums), strict=True)
+        return [self.fma(v, by_256, w) for v, w in sum_pairs]
 
-    def summed(self, codes, at, planes, rest):
+    def integer_sums(self, codes, x_line, plane_range, rest_offset):
         """The same of some planes.
 
         Those of all rows of w go side by side: each waits for the one before, longer than registers hold others.
         """
         b = self.builder
         # integers of more planes may be -128
-        by_sign = BY_SIGN and self.signed and len(self.planes) == 1
+        use_signed_dot = BY_SIGN and self.is_signed and len(self.planes) == 1
         plane_sums = [ir.Constant(BITS, [0] * LANES)] * self.r
-        for p in planes:
-            if p != planes[0]:
+        for p in plane_range:
+            if p != plane_range[0]:
                 plane_sums = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in plane_sums]
-            if p == planes[-1] and self.less and not by_sign:
-                correction = octets.read(b, BITS, at, rest)
+            if p == plane_range[-1] and self.code_bias and not use_signed_dot:
+                correction = octets.read(b, BITS, x_line, rest_offset)
                 plane_sums = [b.add(v, correction) for v in plane_sums]
             for i, row_codes in enumerate(codes):
-                integers = octets.read(b, CODES, at, self.width * p + CODES.count * i)
+                integers = octets.read(b, CODES, x_line, self.chunk_width * p + CODES.count * i)
                 for j, code in enumerate(row_codes):
-                    if by_sign:
-                        plane_sums[j] = octets.by_fours_signed(b, code, integers, plane_sums[j])
+                    if use_signed_dot:
+                        plane_sums[j] = octets.dot_fours_signed(b, code, integers, plane_sums[j])
                     else:
-                        plane_sums[j] = octets.by_fours(
-                            b, code, integers, plane_sums[j], self.signed
+                        plane_sums[j] = octets.dot_fours(
+                            b, code, integers, plane_sums[j], self.is_signed
                         )
         return plane_sums
 
@@ -208,37 +208,37 @@ class Tile:
     def fma(self, a, b, c):
         return call(self.builder, "llvm.fma.v16f32", VECTOR, a, b, c)
 
-    def least(self, b, v, w):
+    def signed_min(self, b, v, w):
         return b.select(b.icmp_signed("<", v, w), v, w)
 
-    def called(self, role, form, *call_args):
-        return called(self.context, self.builder, self.code[role], form, *call_args)
+    def call_code(self, role, signature, *call_args):
+        return called(self.context, self.builder, self.code[role], signature, *call_args)
 
 
-def tiles(codes, scales):
+def dot_tiles(codes, scale_functions):
     """An intrinsic (m, kind, planes, x, w, stride, k, y, down, rows, add), of a literal m: see Tile.emit."""
 
     def codegen(context, builder, sig, args):
-        _, kind, planes, x, w, stride, k, y, down, rows, add = args
-        lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
+        _, qtype, planes, x, w, w_stride, k, y, down, rows, add = args
+        num_lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
         end = builder.append_basic_block("done")
-        switch = builder.switch(builder.add(kind, builder.mul(planes, I64(KINDS))), end)
-        for dtype, planes in product(codes, PLANES):
-            case = builder.append_basic_block(dtype.name)
-            switch.add_case(I64(dtype.number + KINDS * planes), case)
-            builder.position_at_end(case)
-            code = {"codes": codes[dtype], "scales": scales[dtype]}
-            tile = Tile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
-            size, nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
-            left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), nbytes)
-            row_stride = builder.mul(lines, I64(line(VALUES, planes)))
-            tile_args = x, row_stride, w, stride, builder.udiv(k, size), left, y, down, rows, add
+        type_switch = builder.switch(builder.add(qtype, builder.mul(planes, I64(MAX_TYPES))), end)
+        for dtype, planes in product(codes, PLANE_COUNTS):
+            case_block = builder.append_basic_block(dtype.name)
+            type_switch.add_case(I64(dtype.number + MAX_TYPES * planes), case_block)
+            builder.position_at_end(case_block)
+            code = {"codes": codes[dtype], "scales": scale_functions[dtype]}
+            tile = DotTile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
+            size, block_nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
+            left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), block_nbytes)
+            row_stride = builder.mul(num_lines, I64(line(VALUES, planes)))
+            tile_args = x, row_stride, w, w_stride, builder.udiv(k, size), left, y, down, rows, add
             builder.call(tile.function, tile_args)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    def typed(typingctx, m, kind, planes, x, w, stride, k, y, down, rows, add):
+    def typed(typingctx, m, qtype, planes, x, w, w_stride, k, y, down, num_rows, add):
         return void(m, *[i64] * 10), codegen
 
     return intrinsic(prefer_literal=True)(typed)

@@ -4,12 +4,12 @@ from numba import types
 
 from packtrain.kernels import bits, simd
 from packtrain.kernels.call import part
-from packtrain.kernels.rooms import choice, explain, from_rooms
+from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
 
 i64, f32 = types.int64, types.float32
-explain(simd, bits)
-form = f32(i64, i64, i64)
-DOTS = from_rooms("dot", part(form, forceinline=False))
-FUSED = tuple(dtype.number for dtype in DOTS)
+bind_placeholders(simd, bits)
+dot_signature = f32(i64, i64, i64)
+DOT_FUNCTIONS = compile_role("dot", part(dot_signature, forceinline=False))
+FUSED_TYPES = tuple(dtype.number for dtype in DOT_FUNCTIONS)
 # (kind, x, w, n) of a kind in FUSED; n is a multiple of 32 and of the block
-dot = choice(DOTS, form, blocks=False)
+dot = choice(DOT_FUNCTIONS, dot_signature, count_blocks=False)

@@ -5,7 +5,7 @@ from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part, spans
-from packtrain.kernels.counter import FIRST, GOLDEN, SECOND
+from packtrain.kernels.counter import GOLDEN, MIX_FACTOR_1, MIX_FACTOR_2
 from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, f32x16, fma, in1, load_part, out1
 
 i64, f32, void = types.int64, types.float32, types.void
@@ -13,9 +13,9 @@ SERIAL = 1 << 15  # below this many elements a parallel region does not pay
 BLOCK = 1 << 13
 GELU_CUBE, GELU_FACTOR = 0.044715, 1.5957691216057308  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
-NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick elu softplus erf"
-UNARY = {name: code for code, name in enumerate(NAMES.split())}
-BINARY = {name: code for code, name in enumerate(["add", "sub", "mul", "div"])}
+UNARY_NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick elu softplus erf"
+UNARY = {name: op_code for op_code, name in enumerate(UNARY_NAMES.split())}
+BINARY = {name: op_code for op_code, name in enumerate(["add", "sub", "mul", "div"])}
 (
     NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, GELU, GELU_QUICK, ELU, SOFTPLUS, ERF,
 ) = UNARY.values()  # fmt: skip
@@ -33,7 +33,7 @@ def erf(x):
 
 
 @part(f32x16(i64, f32x16), forceinline=False)
-def rare(code, x):
+def rare_unary(code, x):
     if code == SIN:
         return simd.sin(x)
     if code == COS:
@@ -50,7 +50,7 @@ def rare(code, x):
 
 
 @part(f32x16(i64, f32x16))
-def one(code, x):
+def unary_lanes(code, x):
     """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     if code == NEG:
         return simd.neg(x)
@@ -76,7 +76,7 @@ def one(code, x):
         return x * simd.sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
     if code == GELU_QUICK:
         return x * simd.sigmoid(x * 1.702)
-    return rare(code, x)
+    return rare_unary(code, x)
 
 
 @part(f32x16(i64, f32x16, f32x16))
@@ -91,10 +91,10 @@ def two(code, a, b):
 
 
 @kernel(void(i64, out1, in1, i64, i64))
-def unary_span(code, y, x, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
-        simd.store_part(y, i, one(code, load_part(x, i, left)), left)
+def unary_span(code, y, x, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        simd.store_part(y, i, unary_lanes(code, load_part(x, i, num_left)), num_left)
 
 
 @kernel(void(i64, out1, in1))
@@ -108,9 +108,9 @@ def unary(code, y, x):
 
 
 @kernel(void(i64, out1, in1, in1, i64, i64))
-def binary_span(code, y, a, b, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
+def binary_span(code, y, a, b, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        left = span_stop - i
         simd.store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
 
 
@@ -125,9 +125,9 @@ def binary(code, y, a, b):
 
 
 @kernel(void(i64, simd.out2, simd.in2, in1, i64, i64))
-def rows_span(code, y, a, b, start, stop):
+def rows_span(code, y, a, b, row_start, row_stop):
     width = b.size
-    for row in range(start, stop):
+    for row in range(row_start, row_stop):
         for i in range(0, width, LANES):
             left = width - i
             at = row * width + i
@@ -146,11 +146,11 @@ def binary_rows(code, y, a, b):
 
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
-def scalar_span(code, y, a, b, start, stop):
+def scalar_span(code, y, a, b, span_start, span_stop):
     b_lanes = simd.splat(b)
-    for i in range(start, stop, LANES):
-        left = stop - i
-        simd.store_part(y, i, two(code, load_part(a, i, left), b_lanes), left)
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        simd.store_part(y, i, two(code, load_part(a, i, num_left), b_lanes), num_left)
 
 
 @kernel(void(i64, out1, in1, in1))
@@ -161,15 +161,15 @@ def binary_scalar(code, y, a, b):
     b     (1,)  f32
     """
     n = y.size
-    number = b[0]
-    spans(scalar_span, (code, y, a, number), n, BLOCK if n > SERIAL else n)
+    scalar = b[0]
+    spans(scalar_span, (code, y, a, scalar), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
-def scale_span(y, x, by, bias, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
-        simd.store_part(y, i, load_part(x, i, left) * by + bias, left)
+def scale_span(y, x, by, bias, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        simd.store_part(y, i, load_part(x, i, num_left) * by + bias, num_left)
 
 
 @kernel(void(out1, in1, f32, f32))
@@ -183,46 +183,46 @@ def scale(y, x, by, bias):
 
 
 @kernel(void(out1, in1, f32, f32, f32, i64, i64))
-def bounded_span(y, x, slope, low, high, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
-        v = load_part(x, i, left)
-        v = simd.maximum(simd.maximum(v, v * slope), low)
-        simd.store_part(y, i, simd.select_less(high, v, high, v), left)
+def bounded_span(y, x, negative_slope, low, high, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        v = load_part(x, i, num_left)
+        v = simd.maximum(simd.maximum(v, v * negative_slope), low)
+        simd.store_part(y, i, simd.select_less(high, v, high, v), num_left)
 
 
 @kernel(void(out1, in1, f32, f32, f32))
-def bounded(y, x, slope, low, high):
+def bounded(y, x, negative_slope, low, high):
     """y = max(x, slope * x), at least low and at most high; y may be x.
 
     x, y  (N,)  f32
     """
     n = x.size
-    spans(bounded_span, (y, x, slope, low, high), n, BLOCK if n > SERIAL else n)
+    spans(bounded_span, (y, x, negative_slope, low, high), n, BLOCK if n > SERIAL else n)
 
 
-flag = types.boolean
+flag_type = types.boolean
 
 
-@part(f32x16(flag, f32x16))
-def inner(gelu, x):
+@part(f32x16(flag_type, f32x16))
+def inner(use_gelu, x):
     """The argument of the sigmoid in silu or gelu."""
-    return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if gelu else x
+    return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if use_gelu else x
 
 
-@part(f32x16(flag, f32x16, f32x16, f32x16))
-def slope(gelu, dy, x, s):
+@part(f32x16(flag_type, f32x16, f32x16, f32x16))
+def gate_slope(use_gelu, dy, x, s):
     """dy times the slope of x * s, s = sigmoid(inner(x))."""
-    by = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if gelu else x
-    return dy * s * fma(by, 1.0 - s, 1.0)
+    argument_slope = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if use_gelu else x
+    return dy * s * fma(argument_slope, 1.0 - s, 1.0)
 
 
 @kernel(void(out1, in1, in1, i64, i64))
-def silu_back_span(dx, dy, x, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
+def silu_back_span(dx, dy, x, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        left = span_stop - i
         v = load_part(x, i, left)
-        simd.store_part(dx, i, slope(False, load_part(dy, i, left), v, simd.sigmoid(v)), left)
+        simd.store_part(dx, i, gate_slope(False, load_part(dy, i, left), v, simd.sigmoid(v)), left)
 
 
 @kernel(void(out1, in1, in1))
@@ -235,61 +235,61 @@ def silu_back(dx, dy, x):
     spans(silu_back_span, (dx, dy, x), n, BLOCK if n > SERIAL else n)
 
 
-@kernel(void(flag, out1, in1, in1, i64, i64))
-def gated_span(gelu, y, gate, up, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
+@kernel(void(flag_type, out1, in1, in1, i64, i64))
+def gated_span(use_gelu, y, gate, up, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        left = span_stop - i
         v = load_part(gate, i, left)
-        simd.store_part(y, i, v * simd.sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
+        simd.store_part(y, i, v * simd.sigmoid(inner(use_gelu, v)) * load_part(up, i, left), left)
 
 
-@kernel(void(flag, out1, in1, in1))
-def gated(gelu, y, gate, up):
+@kernel(void(flag_type, out1, in1, in1))
+def gated(use_gelu, y, gate, up):
     """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
 
     gate, up, y  (N,)  f32
     """
     n = y.size
-    spans(gated_span, (gelu, y, gate, up), n, BLOCK if n > SERIAL else n)
+    spans(gated_span, (use_gelu, y, gate, up), n, BLOCK if n > SERIAL else n)
 
 
-@kernel(void(flag, out1, out1, in1, in1, in1, i64, i64))
-def gated_back_span(gelu, dgate, dup, dy, gate, up, start, stop):
-    for i in range(start, stop, LANES):
-        left = stop - i
-        v = load_part(gate, i, left)
-        w = load_part(up, i, left)
-        d = load_part(dy, i, left)
-        s = simd.sigmoid(inner(gelu, v))
-        simd.store_part(dgate, i, slope(gelu, d * w, v, s), left)
-        simd.store_part(dup, i, d * v * s, left)
+@kernel(void(flag_type, out1, out1, in1, in1, in1, i64, i64))
+def gated_back_span(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        v = load_part(gate, i, num_left)
+        w = load_part(up, i, num_left)
+        d = load_part(dy, i, num_left)
+        s = simd.sigmoid(inner(use_gelu, v))
+        simd.store_part(dgate, i, gate_slope(use_gelu, d * w, v, s), num_left)
+        simd.store_part(dup, i, d * v * s, num_left)
 
 
-@kernel(void(flag, out1, out1, in1, in1, in1))
-def gated_back(gelu, dgate, dup, dy, gate, up):
+@kernel(void(flag_type, out1, out1, in1, in1, in1))
+def gated_back(use_gelu, dgate, dup, dy, gate, up):
     """Gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
 
     dgate, dup, dy, gate, up  (N,)  f32
     """
     n = dy.size
-    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK if n > SERIAL else n)
+    spans(gated_back_span, (use_gelu, dgate, dup, dy, gate, up), n, BLOCK if n > SERIAL else n)
 
 
 def emit_mix(builder, z):
-    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
-        by, times = (ir.Constant(z.type, [n] * z.type.count) for n in (shift, factor))
-        z = builder.mul(builder.xor(z, builder.lshr(z, by)), times)
+    for shift, factor in ((30, MIX_FACTOR_1), (27, MIX_FACTOR_2), (31, 1)):
+        by, factor_vector = (ir.Constant(z.type, [n] * z.type.count) for n in (shift, factor))
+        z = builder.mul(builder.xor(z, builder.lshr(z, by)), factor_vector)
     return z
 
 
 @simd.instruction(f32x16, types.int64, types.int64)
 def uniform(builder, key, index):
     """Uniforms number index .. index + 15 of a stream (see counter.py); index is even."""
-    wide = ir.VectorType(I64, LANES // 2)
-    first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
-    counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
-    golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
-    z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
+    wide_type = ir.VectorType(I64, LANES // 2)
+    first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide_type)
+    counter = builder.add(first, ir.Constant(wide_type, list(range(LANES // 2))))
+    golden_vector = ir.Constant(wide_type, [GOLDEN] * (LANES // 2))
+    z = builder.add(builder.mul(counter, golden_vector), spread_wide(builder, key, wide_type))
     bits = builder.bitcast(emit_mix(builder, z), BITS)
     bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
     return builder.fmul(
@@ -297,27 +297,27 @@ def uniform(builder, key, index):
     )
 
 
-def spread_wide(builder, value, kind):
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I64(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
-    return builder.shuffle_vector(first, first, zeros)
+def spread_wide(builder, value, vector_type):
+    first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I64(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector_type.count), [0] * vector_type.count)
+    return builder.shuffle_vector(first_lane, first_lane, zeros)
 
 
 @simd.instruction(types.int64, types.int64)
 def mix(builder, z):
     """counter.mix."""
-    wide = ir.VectorType(I64, 2)
-    z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide)
+    wide_type = ir.VectorType(I64, 2)
+    z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide_type)
     return builder.extract_element(emit_mix(builder, z), I64(0))
 
 
 @kernel(void(out1, in1, i64, f32, i64, i64))
-def dropout_span(y, x, key, p, start, stop):
+def dropout_span(y, x, key, p, span_start, span_stop):
     factor = simd.splat(f32(1.0) / (f32(1.0) - p))
-    for i in range(start, stop, LANES):
-        left = stop - i
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
         keep_factor = simd.select_less(uniform(key, i), p, 0.0, factor)
-        simd.store_part(y, i, load_part(x, i, left) * keep_factor, left)
+        simd.store_part(y, i, load_part(x, i, num_left) * keep_factor, num_left)
 
 
 @kernel(void(out1, in1, i64, i64, i64, f32))

@@ -8,33 +8,33 @@ from numba import types
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import packed2
-from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, layout
+from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, matrix_layout
 from packtrain.kernels.packed import columns, multiply_back
 from packtrain.kernels.simd import LANES, ids1, in2, out2, out3
 
 i64, f32, void = types.int64, types.float32, types.void
 ids2 = types.Array(types.int32, 2, "C", readonly=True)
-out_ids1, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")
-any_in3 = simd.rank(3, "A", readonly=True)
+out_ids1_type, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")
+any_in3_type = simd.rank(3, "A", readonly=True)
 SERIAL = 1 << 14
 BLOCK = 1 << 13
-WIDE, HIGH = 128, 120  # columns of a product in a task, rows of an outer product
+WIDE, OUTER_ROWS = 128, 120  # columns of a product in a task, rows of an outer product
 
 
 # ---- top-k --------------------------------------------------------------------------------------------------
 
 
 @kernel(void(out_ids2, in2, i64, i64))
-def largest_rows(ids, x, start, stop):
-    for i in range(start, stop):
+def largest_rows(ids, x, row_start, row_stop):
+    for i in range(row_start, row_stop):
         for j in range(ids.shape[1]):
-            best = -1
+            best_expert = -1
             for e in range(x.shape[1]):
                 before = ids[i, j - 1]
                 left = j == 0 or x[i, e] < x[i, before] or (x[i, e] == x[i, before] and e > before)
-                if left and (best < 0 or x[i, e] > x[i, best]):
-                    best = e
-            ids[i, j] = max(best, 0)  # a NaN compares false with everything
+                if left and (best_expert < 0 or x[i, e] > x[i, best_expert]):
+                    best_expert = e
+            ids[i, j] = max(best_expert, 0)  # a NaN compares false with everything
 
 
 @kernel(void(out_ids2, in2))
@@ -65,53 +65,53 @@ def take_back(dx, dy, ids):
             dx[i, ids[i, j]] += dy[i, j]
 
 
-@kernel(void(out_ids1, out_ids1, out_ids2, ids2, out_ids1))
-def group_rows(row, group, place, ids, starts):
+@kernel(void(out_ids1_type, out_ids1_type, out_ids2, ids2, out_ids1_type))
+def group_rows(row_ids, group_ids, positions, ids, group_starts):
     """Stable sort of all ids: see the op. starts (groups,) is scratch."""
-    starts[:] = 0
+    group_starts[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
-            starts[ids[i, j]] += 1
-    before = 0
-    for g in range(starts.size):
-        starts[g], before = before, before + starts[g]
+            group_starts[ids[i, j]] += 1
+    num_before = 0
+    for group_index in range(group_starts.size):
+        group_starts[group_index], num_before = num_before, num_before + group_starts[group_index]
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
-            at = starts[ids[i, j]]
-            starts[ids[i, j]] += 1
-            row[at], group[at], place[i, j] = i, ids[i, j], at
+            position = group_starts[ids[i, j]]
+            group_starts[ids[i, j]] += 1
+            row_ids[position], group_ids[position], positions[i, j] = i, ids[i, j], position
 
 
 # ---- products ------------------------------------------------------------------------------------------------
 
 
 @kernel(i64(ids1, i64))
-def first_of(ids, expert):
+def expert_start(ids, expert):
     """Where the rows of an expert begin, or would begin."""
-    low, high = 0, ids.size
-    while low < high:
-        middle = (low + high) // 2
+    low_index, high_index = 0, ids.size
+    while low_index < high_index:
+        middle = (low_index + high_index) // 2
         if ids[middle] < expert:
-            low = middle + 1
+            low_index = middle + 1
         else:
-            high = middle
-    return low
+            high_index = middle
+    return low_index
 
 
-@kernel(void(out2, in2, any_in3, ids1, types.boolean, i64))
+@kernel(void(out2, in2, any_in3_type, ids1, types.boolean, i64))
 def matmul_id_task(y, x, w, ids, accumulate, task):
     """WIDE columns of the rows of one expert."""
-    e, j = task % w.shape[0], task // w.shape[0] * WIDE
-    start, stop = first_of(ids, e), first_of(ids, e + 1)
-    transposed = w[e].T
-    if 0 < stop - start <= FEW_ROWS and layout(transposed)[0] == 1:
-        end = min(j + WIDE, y.shape[1])
-        dot_rows(y[start:stop], x[start:stop], transposed, accumulate, j, end)
+    expert, j = task % w.shape[0], task // w.shape[0] * WIDE
+    start, stop = expert_start(ids, expert), expert_start(ids, expert + 1)
+    transposed = w[expert].T
+    if 0 < stop - start <= FEW_ROWS and matrix_layout(transposed)[0] == 1:
+        col_stop = min(j + WIDE, y.shape[1])
+        dot_rows(y[start:stop], x[start:stop], transposed, accumulate, j, col_stop)
     else:
         block(y[start:stop], x[start:stop], transposed, accumulate, 0, 0, stop - start, j, WIDE)
 
 
-@kernel(void(out2, in2, any_in3, ids1, types.boolean))
+@kernel(void(out2, in2, any_in3_type, ids1, types.boolean))
 def matmul_id(y, x, w, ids, accumulate):
     """y[i] = x[i] @ w[ids[i]].T, or y + that.
 
@@ -120,59 +120,59 @@ def matmul_id(y, x, w, ids, accumulate):
     ids  (N,)       i32, ascending
     y    (N, F)     f32
     """
-    tasks = -(-y.shape[1] // WIDE) * w.shape[0]
+    num_tasks = -(-y.shape[1] // WIDE) * w.shape[0]
     if y.size * x.shape[1] <= SMALL:
-        for t in range(tasks):
-            matmul_id_task(y, x, w, ids, accumulate, t)
+        for task in range(num_tasks):
+            matmul_id_task(y, x, w, ids, accumulate, task)
         return
-    each(matmul_id_task, (y, x, w, ids, accumulate), tasks)
+    each(matmul_id_task, (y, x, w, ids, accumulate), num_tasks)
 
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean, i64))
-def packed_matmul_id_task(y, x, kind, w, experts, ids, accumulate, task):
+def packed_matmul_id_task(y, x, qtype, w, experts, ids, accumulate, task):
     """WIDE columns of the rows of one expert."""
-    high, e, j = w.shape[0] // experts, task % experts, task // experts * WIDE
-    start, stop = first_of(ids, e), first_of(ids, e + 1)
-    if start < stop:
-        matrix, end = w[e * high : (e + 1) * high], min(j + WIDE, high)
-        columns(y[start:stop], x[start:stop], kind, matrix, accumulate, 0, j, end)
+    expert_rows, e, j = w.shape[0] // experts, task % experts, task // experts * WIDE
+    row_start, row_stop = expert_start(ids, e), expert_start(ids, e + 1)
+    if row_start < row_stop:
+        matrix, end = w[e * expert_rows : (e + 1) * expert_rows], min(j + WIDE, expert_rows)
+        columns(y[row_start:row_stop], x[row_start:row_stop], qtype, matrix, accumulate, 0, j, end)
 
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean))
-def packed_matmul_id(y, x, kind, w, experts, ids, accumulate):
+def packed_matmul_id(y, x, qtype, w, experts, ids, accumulate):
     """Like matmul_id, with w (E * F, row bytes) quantized."""
-    tasks = -(-(w.shape[0] // experts) // WIDE) * experts
-    each(packed_matmul_id_task, (y, x, kind, w, experts, ids, accumulate), tasks)
+    num_tasks = -(-(w.shape[0] // experts) // WIDE) * experts
+    each(packed_matmul_id_task, (y, x, qtype, w, experts, ids, accumulate), num_tasks)
 
 
 @kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean, i64))
-def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, task):
+def packed_matmul_id_back_task(dx, dy, step, qtype, w, experts, ids, accumulate, task):
     """`step` columns of the rows of one expert."""
     high, nbytes, k = w.shape[0] // experts, w.shape[1], dx.shape[1]
-    e, c = task % experts, task // experts * step
-    start, stop = first_of(ids, e), first_of(ids, e + 1)
-    if start < stop:
+    e, col_start = task % experts, task // experts * step
+    row_start, row_stop = expert_start(ids, e), expert_start(ids, e + 1)
+    if row_start < row_stop:
         multiply_back(
-            *(kind, stop - start, high, k, c, min(k, c + step)),
-            *(simd.address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
-            *(accumulate, simd.address(dx, start * k), k, 0),
+            *(qtype, row_stop - row_start, high, k, col_start, min(k, col_start + step)),
+            *(simd.address(dy, row_start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
+            *(accumulate, simd.address(dx, row_start * k), k, 0),
         )
 
 
 @kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean))
-def packed_matmul_id_back(dx, dy, unit, kind, w, experts, ids, accumulate):
-    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) quantized in blocks of `unit` columns."""
-    step = max(unit, WIDE)
-    task_args = (dx, dy, step, kind, w, experts, ids, accumulate)
-    each(packed_matmul_id_back_task, task_args, -(-dx.shape[1] // step) * experts)
+def packed_matmul_id_back(dx, dy, block_columns, qtype, w, experts, ids, accumulate):
+    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) quantized in blocks of `block_columns` columns."""
+    columns_per_task = max(block_columns, WIDE)
+    task_args = (dx, dy, columns_per_task, qtype, w, experts, ids, accumulate)
+    each(packed_matmul_id_back_task, task_args, -(-dx.shape[1] // columns_per_task) * experts)
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean, i64))
 def out_prod_id_task(y, a, b, ids, accumulate, task):
     """HIGH rows of the product of one expert; zeros for one without rows."""
-    e, i = task % y.shape[0], task // y.shape[0] * HIGH
-    start, stop = first_of(ids, e), first_of(ids, e + 1)
-    block(y[e], a[start:stop].T, b[start:stop], accumulate, 0, i, HIGH, 0, y.shape[2])
+    e, row_start = task % y.shape[0], task // y.shape[0] * OUTER_ROWS
+    start, stop = expert_start(ids, e), expert_start(ids, e + 1)
+    block(y[e], a[start:stop].T, b[start:stop], accumulate, 0, row_start, OUTER_ROWS, 0, y.shape[2])
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean))
@@ -184,27 +184,27 @@ def out_prod_id(y, a, b, ids, accumulate):
     ids  (N,)       i32, ascending
     y    (E, P, Q)  f32
     """
-    tasks = -(-y.shape[1] // HIGH) * y.shape[0]
+    num_tasks = -(-y.shape[1] // OUTER_ROWS) * y.shape[0]
     if max(a.shape[0], y.shape[0]) * y.shape[1] * y.shape[2] <= SMALL:
-        for t in range(tasks):
-            out_prod_id_task(y, a, b, ids, accumulate, t)
+        for task in range(num_tasks):
+            out_prod_id_task(y, a, b, ids, accumulate, task)
         return
-    each(out_prod_id_task, (y, a, b, ids, accumulate), tasks)
+    each(out_prod_id_task, (y, a, b, ids, accumulate), num_tasks)
 
 
 # ---- weighted sums of rows -----------------------------------------------------------------------------------
 
 
 @kernel(void(out2, in2, ids2, in2, types.boolean, i64, i64))
-def weighted_part(y, x, ids, weights, accumulate, start, stop):
+def weighted_span(y, x, ids, weights, accumulate, token_start, token_stop):
     width = y.shape[1]
-    for t in range(start, stop):
+    for token in range(token_start, token_stop):
         for i in range(0, width, LANES):
-            v = simd.load_part(y, t * width + i, width - i) if accumulate else simd.splat(0.0)
+            v = simd.load_part(y, token * width + i, width - i) if accumulate else simd.splat(0.0)
             for j in range(ids.shape[1]):
-                at = i64(ids[t, j]) * width + i
-                v = simd.fma(simd.load_part(x, at, width - i), weights[t, j], v)
-            simd.store_part(y, t * width + i, v, width - i)
+                offset = i64(ids[token, j]) * width + i
+                v = simd.fma(simd.load_part(x, offset, width - i), weights[token, j], v)
+            simd.store_part(y, token * width + i, v, width - i)
 
 
 @kernel(void(out2, in2, ids2, in2, types.boolean))
@@ -216,26 +216,26 @@ def weighted_rows(y, x, ids, weights, accumulate):
     y             (T, C)  f32
     """
     n, width = y.shape
-    rows = BLOCK // width if x.size > SERIAL else n
-    spans(weighted_part, (y, x, ids, weights, accumulate), n, rows)
+    rows_per_task = BLOCK // width if x.size > SERIAL else n
+    spans(weighted_span, (y, x, ids, weights, accumulate), n, rows_per_task)
 
 
 @kernel(void(out2, out2, in2, in2, ids2, in2, i64, i64))
-def weighted_back_part(dx, dweights, dy, x, ids, weights, start, stop):
+def weighted_back_span(dx, dweights, dy, x, ids, weights, token_start, token_stop):
     width = dy.shape[1]
-    for t in range(start, stop):
+    for token in range(token_start, token_stop):
         for j in range(ids.shape[1]):
-            row = i64(ids[t, j]) * width
+            row_offset = i64(ids[token, j]) * width
             if dweights.size:
-                lanes = simd.splat(0.0)
+                lane_sums = simd.splat(0.0)
                 for i in range(0, width, LANES):
-                    v = simd.load_part(dy, t * width + i, width - i)
-                    lanes = simd.fma(v, simd.load_part(x, row + i, width - i), lanes)
-                dweights[t, j] = simd.total(lanes)
+                    v = simd.load_part(dy, token * width + i, width - i)
+                    lane_sums = simd.fma(v, simd.load_part(x, row_offset + i, width - i), lane_sums)
+                dweights[token, j] = simd.total(lane_sums)
             if dx.size:
                 for i in range(0, width, LANES):
-                    v = simd.load_part(dy, t * width + i, width - i) * weights[t, j]
-                    simd.store_part(dx, row + i, v, width - i)
+                    v = simd.load_part(dy, token * width + i, width - i) * weights[token, j]
+                    simd.store_part(dx, row_offset + i, v, width - i)
 
 
 @kernel(void(out2, out2, in2, in2, ids2, in2))
@@ -245,5 +245,5 @@ def weighted_rows_back(dx, dweights, dy, x, ids, weights):
     dx[ids[t, j]] = weights[t, j] * dy[t], dweights[t, j] = dy[t] . x[ids[t, j]]; each row of x is in ids once
     """
     n, width = dy.shape
-    rows = BLOCK // width if x.size > SERIAL else n
-    spans(weighted_back_part, (dx, dweights, dy, x, ids, weights), n, rows)
+    rows_per_task = BLOCK // width if x.size > SERIAL else n
+    spans(weighted_back_span, (dx, dweights, dy, x, ids, weights), n, rows_per_task)

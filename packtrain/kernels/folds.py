@@ -5,30 +5,30 @@ from llvmlite import ir
 I32 = ir.IntType(32)
 
 
-def fold(builder, value, combine):
+def fold_lanes(builder, vector, combine):
     """All lanes folded to one by halves: a fixed order on every machine."""
-    return builder.extract_element(folded(builder, [value], combine), I32(0))
+    return builder.extract_element(fold_vectors(builder, [vector], combine), I32(0))
 
 
-def folded(builder, values, combine):
+def fold_vectors(builder, vectors, combine):
     """Up to 16 values folded together, each as by `fold`: the first lanes of one, in their order."""
-    width = values[0].type.count
+    width = vectors[0].type.count
     while width > 1:
         width //= 2
-        if len(values) > 1 and len(values) % 2:
-            values = [*values, values[-1]]
-        step = min(2, len(values))
-        pairs = (values[at : at + step] for at in range(0, len(values), step))
-        values = [halved(builder, pair, width, combine) for pair in pairs]
-    return values[0]
+        if len(vectors) > 1 and len(vectors) % 2:
+            vectors = [*vectors, vectors[-1]]
+        group_size = min(2, len(vectors))
+        vector_groups = (vectors[at : at + group_size] for at in range(0, len(vectors), group_size))
+        vectors = [fold_halves(builder, pair, width, combine) for pair in vector_groups]
+    return vectors[0]
 
 
-def halved(builder, values, width, combine):
+def fold_halves(builder, vectors, width, combine):
     """One value or two as parts of 2 * width: both halves of each part combined."""
-    starts = range(0, len(values) * values[0].type.count, 2 * width)
+    starts = range(0, len(vectors) * vectors[0].type.count, 2 * width)
     halves = (
         ir.Constant(ir.VectorType(I32, len(starts) * width), [s + i for s in starts for i in half])
         for half in (range(width), range(width, 2 * width))
     )
-    shuffled = (builder.shuffle_vector(values[0], values[-1], half) for half in halves)
+    shuffled = (builder.shuffle_vector(vectors[0], vectors[-1], lane_half) for lane_half in halves)
     return combine(builder, *shuffled)

@@ -10,80 +10,80 @@ from numba.extending import intrinsic
 from packtrain.kernels import panels, simd
 from packtrain.kernels.amx import STEPS, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel
-from packtrain.kernels.operands import layout_of, pack_a, pack_b
+from packtrain.kernels.operands import a_layout, pack_a, pack_b
 from packtrain.kernels.panels import AMX, AVX512, DEEP, GROUP, IN_ROWS, PAIRED, PANEL, ROWS, UNROLL
-from packtrain.kernels.runtime import roomy
+from packtrain.kernels.runtime import has_large_l2
 from packtrain.kernels.simd import F32, I64, LANES, VECTOR, ZERO, address, poke, scratch
 
 # With AVX-512 and 2 MiB of L2, which are Intel's, cores prefetch panels and sums themselves. In f32, wider blocks of b
 # lose a part of their cache to others.
-ROOMY = AVX512 and roomy()
-BROAD = 288 if AVX512 and not ROOMY else 384  # most columns in a block of b
-BROADEST = 576 if ROOMY else BROAD  # the same in bf16; the buffer has room for it
-GROUPS = 8  # packed at once
-CHUNK = GROUPS * ROWS
-B_SIZE, A_SIZE = DEEP * BROADEST, (DEEP * GROUP + panels.SHIFT) * GROUPS
+HAS_LARGE_L2 = AVX512 and has_large_l2()
+BROAD = 288 if AVX512 and not HAS_LARGE_L2 else 384  # most columns in a block of b
+BROAD_BF16 = 576 if HAS_LARGE_L2 else BROAD  # the same in bf16; the buffer has room for it
+GROUPS_PER_CHUNK = 8  # packed at once
+CHUNK = GROUPS_PER_CHUNK * ROWS
+B_SIZE, A_SIZE = DEEP * BROAD_BF16, (DEEP * GROUP + panels.GROUP_SHIFT) * GROUPS_PER_CHUNK
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
-PAGE = 1024  # f32 of a page of memory
-AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
+PAGE_FLOATS = 1024  # f32 of a page of memory
+PREFETCH_NBYTES = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 # of packed a, by layout: bytes between its rows, and between its places of k
-ALONG, DOWN = (4, 4, 4 * panels.FLAT), (4 * GROUP, 4 * GROUP, 4)
-OTHER = IN_ROWS if panels.NARROW else PAIRED if panels.HALF and not AMX else None
+ROW_STRIDES, K_STRIDES = (4, 4, 4 * panels.FLAT_STRIDE), (4 * GROUP, 4 * GROUP, 4)
+OTHER = IN_ROWS if panels.HAS_NARROW_VECTORS else PAIRED if panels.HALF and not AMX else None
 i64, f32, void = types.int64, types.float32, types.void
-SGEMM = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
+SGEMM_SIGNATURE = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
 
 
-def emit_add(builder, half, a, b, sum_):
+def emit_add(builder, is_bf16, a, b, sum_vector):
     """sum_ + a * b in each lane, of f32 or of two bf16."""
-    if not half:
-        return simd.call(builder, "llvm.fma.v16f32", VECTOR, a, b, sum_)
-    a, b = (builder.bitcast(x, panels.HALVES) for x in (a, b))
-    return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sum_, a, b)
+    if not is_bf16:
+        return simd.call(builder, "llvm.fma.v16f32", VECTOR, a, b, sum_vector)
+    a, b = (builder.bitcast(x, panels.BF16_VECTOR) for x in (a, b))
+    return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sum_vector, a, b)
 
 
-def emit_turn(builder, layout, width, left, right, sums):
-    """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
-    places = [builder.add(right, I64(64 * w)) for w in range(width)]
-    for place in places if layout == PAIRED or not ROOMY else ():
-        panels.emit_prefetch(builder, builder.add(place, I64(AHEAD)))
-    columns = [builder.load(panels.vector_at(builder, place), align=64) for place in places]
+def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
+    """The sums after one more place: ROWS values at `a_ptr` times `width` vectors at `b_ptr`."""
+    column_ptrs = [builder.add(b_ptr, I64(64 * w)) for w in range(width)]
+    for column_ptr in column_ptrs if layout == PAIRED or not HAS_LARGE_L2 else ():
+        panels.emit_prefetch(builder, builder.add(column_ptr, I64(PREFETCH_NBYTES)))
+    columns = [builder.load(panels.vector_at(builder, place), align=64) for place in column_ptrs]
     now = []
     for r in range(ROWS):
-        spot = builder.add(left, I64(ALONG[layout] * r))
-        spot = builder.inttoptr(spot, F32.as_pointer())
-        a_lanes = simd.spread(builder, builder.load(spot), VECTOR)
+        a_value_ptr = builder.add(a_ptr, I64(ROW_STRIDES[layout] * r))
+        a_value_ptr = builder.inttoptr(a_value_ptr, F32.as_pointer())
+        a_lanes = simd.spread(builder, builder.load(a_value_ptr), VECTOR)
         for w, column in enumerate(columns):
             now.append(emit_add(builder, layout == PAIRED, a_lanes, column, sums[r * width + w]))
     return now
 
 
-def emit_sums(builder, layout, width, a, panel, depth, ahead):
+def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
     """ROWS x width sums over the places of packed a and panel; depth is a multiple of UNROLL and above 0."""
-    before = builder.block
-    loop, after = (builder.append_basic_block(name) for name in ("k", "sums"))
+    entry_block = builder.block
+    loop, exit_block = (builder.append_basic_block(name) for name in ("k", "sums"))
     builder.branch(loop)
     builder.position_at_end(loop)
-    k, left, right, next_a = (builder.phi(I64) for _ in range(4))
+    k, a_ptr, b_ptr, prefetch_ptr = (builder.phi(I64) for _ in range(4))
     sums = [builder.phi(VECTOR) for _ in range(ROWS * width)]
     now = sums
     for u in range(UNROLL):
-        row = builder.add(left, I64(DOWN[layout] * u))
-        now = emit_turn(builder, layout, width, row, builder.add(right, I64(4 * PANEL * u)), now)
-    panels.emit_prefetch(builder, next_a)
-    steps = (
+        row = builder.add(a_ptr, I64(K_STRIDES[layout] * u))
+        now = emit_k_step(builder, layout, width, row, builder.add(b_ptr, I64(4 * PANEL * u)), now)
+    panels.emit_prefetch(builder, prefetch_ptr)
+    loop_phis = (
         (k, I64(UNROLL), I64(0)),
-        (left, I64(DOWN[layout] * UNROLL), a),
-        (right, I64(4 * PANEL * UNROLL), panel),
-        (next_a, I64(64), ahead),
+        (a_ptr, I64(K_STRIDES[layout] * UNROLL), a),
+        (b_ptr, I64(4 * PANEL * UNROLL), panel_start),
+        (prefetch_ptr, I64(64), next_group),
     )
-    for phi, by, start in steps:
-        phi.add_incoming(start, before)
-        phi.add_incoming(builder.add(phi, by), loop)
+    for phi, increment, initial_value in loop_phis:
+        phi.add_incoming(initial_value, entry_block)
+        phi.add_incoming(builder.add(phi, increment), loop)
     for phi, value in zip(sums, now, strict=True):
-        phi.add_incoming(ZERO, before)
+        phi.add_incoming(ZERO, entry_block)
         phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", builder.add(k, I64(UNROLL)), depth), loop, after)
-    builder.position_at_end(after)
+    builder.cbranch(builder.icmp_signed("<", builder.add(k, I64(UNROLL)), depth), loop, exit_block)
+    builder.position_at_end(exit_block)
     return now
 
 
@@ -91,59 +91,59 @@ def emit_write(builder, value, beta, c, left):
     """c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
     pointer = panels.vector_at(builder, c)
 
-    def written(mask):
+    def write_masked(mask):
         with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))) as (new, old):
             with new:
-                start = builder.block
+                store_block = builder.block
             with old:
-                was = simd.read(builder, pointer, mask)
+                was = simd.read_masked(builder, pointer, mask)
                 beta_lanes = simd.spread(builder, beta, VECTOR)
-                mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, beta_lanes, value)
-                end = builder.block
-        result = builder.phi(VECTOR)
-        result.add_incoming(value, start)
-        result.add_incoming(mixed, end)
-        return simd.write(builder, result, pointer, mask)
+                new_value = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, beta_lanes, value)
+                add_block = builder.block
+        result_value = builder.phi(VECTOR)
+        result_value.add_incoming(value, store_block)
+        result_value.add_incoming(new_value, add_block)
+        return simd.write_masked(builder, result_value, pointer, mask)
 
-    if panels.NARROW:  # masks are slow there
-        simd.where_full(builder, left, written)
+    if panels.HAS_NARROW_VECTORS:  # masks are slow there
+        simd.branch_on_full(builder, left, write_masked)
     else:
-        written(simd.first_lanes(builder, left))
+        write_masked(simd.first_lanes(builder, left))
 
 
 def emit_tile(builder, layout, width, tile_args):
     """See tile; here layout and width are constants."""
-    a, panel, depth, ahead, beta, c, ldc, rows, left = tile_args
-    cells = [(r, w) for r in range(ROWS) for w in range(width)]
+    a, panel, depth, next_group, beta, c, ldc, num_rows, num_left = tile_args
+    tile_cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
-    def place(r, w):
+    def cell_ptr(r, w):
         return panels.beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
 
-    for cell in cells if layout == PAIRED or not ROOMY else ():
-        panels.emit_prefetch(builder, place(*cell), write=1)
-    sums = emit_sums(builder, layout, width, a, panel, depth, ahead)
+    for tile_cell in tile_cells if layout == PAIRED or not HAS_LARGE_L2 else ():
+        panels.emit_prefetch(builder, cell_ptr(*tile_cell), write=1)
+    sums = emit_sums(builder, layout, width, a, panel, depth, next_group)
     for r in range(ROWS):
-        with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
+        with builder.if_then(builder.icmp_signed("<", I64(r), num_rows), likely=True):
             for w in range(width):
-                room = builder.sub(left, I64(w * LANES))
-                emit_write(builder, sums[r * width + w], beta, place(r, w), room)
+                lanes_left = builder.sub(num_left, I64(w * LANES))
+                emit_write(builder, sums[r * width + w], beta, cell_ptr(r, w), lanes_left)
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, width, layout, a, panel, depth, ahead, beta, c, ldc, rows, left):
-    """c = a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
+def tile(typingctx, width, layout, a, panel, depth, next_group, beta, c, ldc, num_rows, left):
+    """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
 
-    layout  of packed a; only those are compiled that this CPU uses: OTHER
+    layout_value  of packed a; only those are compiled that this CPU uses: OTHER
     """
     if not isinstance(width, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
-        _, layout, *tile_args = args
+        _, layout_value, *tile_args = args
         if OTHER is None:
             emit_tile(builder, panels.IN_GROUPS, width.literal_value, tile_args)
             return context.get_dummy_value()
-        with builder.if_else(builder.icmp_signed("==", layout, I64(OTHER))) as branches:
+        with builder.if_else(builder.icmp_signed("==", layout_value, I64(OTHER))) as branches:
             for branch, branch_layout in zip(branches, (OTHER, panels.IN_GROUPS), strict=True):
                 with branch:
                     emit_tile(builder, branch_layout, width.literal_value, tile_args)
@@ -154,90 +154,90 @@ def tile(typingctx, width, layout, a, panel, depth, ahead, beta, c, ldc, rows, l
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, types.UniTuple(i64, 4)))
-def block_product(m, n, a, b, deep, beta, c, ldc, layout, following):
+def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
     """c (m, n) = a @ b + beta * c, of packed a and b.
 
-    following  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
+    next_source  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
     """
-    source, lines, distance, length = following
-    tiles, number = -(-m // ROWS) * -(-n // PANEL), 0
-    size = ROWS * panels.FLAT if layout == IN_ROWS else panels.apart(deep)
+    next_ptr, num_lines, line_stride, line_length = next_source
+    tiles, tile_index = -(-m // ROWS) * -(-n // PANEL), 0
+    group_size = ROWS * panels.FLAT_STRIDE if layout == IN_ROWS else panels.group_stride(depth)
     for i in range(0, m, ROWS):
-        group = address(a, i // ROWS * size)
+        a_ptr = address(a, i // ROWS * group_size)
         for j in range(0, n, PANEL):
-            for r in range(number * lines // tiles, (number + 1) * lines // tiles):
-                for k in range(0, length, LANES):
-                    panels.fetch(address(source, r * distance + k))
-            number += 1
-            panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
-            ahead = address(group, size + j // PANEL * (deep // UNROLL) * LANES)
+            for r in range(tile_index * num_lines // tiles, (tile_index + 1) * num_lines // tiles):
+                for k in range(0, line_length, LANES):
+                    panels.prefetch_line(address(next_ptr, r * line_stride + k))
+            tile_index += 1
+            b_ptr, n_left, m_left = address(b, j * depth), min(n - j, PANEL), m - i
+            next_a = address(a_ptr, group_size + j // PANEL * (depth // UNROLL) * LANES)
             target = address(c, i * ldc + j)
-            if left > 2 * LANES:
-                tile(3, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
-            elif left > LANES:
-                tile(2, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
+            if n_left > 2 * LANES:
+                tile(3, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
+            elif n_left > LANES:
+                tile(2, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
             else:
-                tile(1, layout, group, panel, deep, ahead, beta, target, ldc, rows, left)
+                tile(1, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
 
 
 @kernel(i64(i64, i64, i64))
-def even(size, most, unit):
-    """The length of parts: as equal as multiples of `unit` can be, at most `most`, which is at least one `unit`."""
-    count = max(-(-size // (most // unit * unit)), 1)
-    return max(-(-size // (count * unit)) * unit, unit)
+def even_parts(total_size, max_length, unit):
+    """The length of parts: as equal as multiples of `unit` can be, at most `max_length`, which is at least one `unit`."""
+    num_parts = max(-(-total_size // (max_length // unit * unit)), 1)
+    return max(-(-total_size // (num_parts * unit)) * unit, unit)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64))
-def pack(block, b, tb, ldb, depth, n, half):
+def pack(block, b, tb, ldb, depth, n, bf16):
     """op(b) (depth, n) as products take it."""
-    if AMX and half:
-        pack_columns(block, panels.places(depth, half) * LANES, b, tb, ldb, depth, n, half)
+    if AMX and bf16:
+        pack_columns(block, panels.places(depth, bf16) * LANES, b, tb, ldb, depth, n, bf16)
     else:
-        pack_b(block, b, tb, ldb, depth, n, half)
+        pack_b(block, b, tb, ldb, depth, n, bf16)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
-def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
+def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
     """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most `broad` columns."""
-    chunk, deep = scratch(A_SIZE), panels.places(depth, half)
-    if AMX and half:
-        high = A_SIZE // max(deep, LANES) // STEPS * STEPS
-        for i in range(0, m, high):
-            height, target, across = min(m - i, high), address(c, i * ldc), deep * LANES
-            pack_rows(chunk, across, address(a, i if ta else i * lda), ta, lda, depth, height, half)
-            by_tiles(height, n, chunk, block, across, beta != 0, target, ldc, half)
+    chunk, packed_k = scratch(A_SIZE), panels.places(depth, bf16)
+    if AMX and bf16:
+        max_rows = A_SIZE // max(packed_k, LANES) // STEPS * STEPS
+        for i in range(0, m, max_rows):
+            height, target, across = min(m - i, max_rows), address(c, i * ldc), packed_k * LANES
+            pack_rows(chunk, across, address(a, i if ta else i * lda), ta, lda, depth, height, bf16)
+            by_tiles(height, n, chunk, block, across, beta != 0, target, ldc, bf16)
         return
     for i in range(0, m, CHUNK):
         height, target = min(m - i, CHUNK), address(c, i * ldc)
-        pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, half)
+        pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, bf16)
         after = i + CHUNK
-        source, left = address(a, after if ta else after * lda), max(min(m - after, CHUNK), 0)
-        following = (source, depth, lda, left) if ta else (source, left, lda, depth)
-        layout = layout_of(ta, half)
-        block_product(height, n, chunk, block, deep, beta, target, ldc, layout, following)
+        next_ptr, left = address(a, after if ta else after * lda), max(min(m - after, CHUNK), 0)
+        next_source = (next_ptr, depth, lda, left) if ta else (next_ptr, left, lda, depth)
+        layout = a_layout(ta, bf16)
+        block_product(height, n, chunk, block, packed_k, beta, target, ldc, layout, next_source)
 
 
 @kernel(types.void(i64))
-def use_stack(number):
+def use_stack(thread_index):
     """Touch the stack that products need, so that its memory is in use before it is measured."""
-    block = scratch(USED)
-    for at in range(0, USED, PAGE):
-        poke(block, at, f32(0.0))
+    stack_ptr = scratch(USED)
+    for float_index in range(0, USED, PAGE_FLOATS):
+        poke(stack_ptr, float_index, f32(0.0))
 
 
 @kernel(i64(i64, i64))
-def broad(depth, half):
+def broad(depth, bf16):
     """The most columns of a block of b."""
-    return DEEP * (BROADEST if half else BROAD) // panels.places(depth, half)
+    return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
 
 
 @kernel(types.void(i64))
-def use_stacks(threads):
-    each(use_stack, (), threads)
+def use_stacks(num_threads):
+    each(use_stack, (), num_threads)
 
 
-@kernel(SGEMM)
-def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, half):
+@kernel(SGEMM_SIGNATURE)
+def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, bf16):
     """c (m, n) = op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
@@ -245,15 +245,15 @@ def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, half):
     With half = 1, a and b are rounded to bf16 and their products summed in f32; see amx.py for half = 2.
     A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
     """
-    block = scratch(B_SIZE)
-    step = even(k, 2 * DEEP if half == 1 else DEEP, LANES)
-    across = even(n, broad(step, half), PANEL)
-    for p in range(0, max(k, 1), step):
-        depth = min(k - p, step)
+    block_ptr = scratch(B_SIZE)
+    depth_step = even_parts(k, 2 * DEEP if bf16 == 1 else DEEP, LANES)
+    columns_step = even_parts(n, broad(depth_step, bf16), PANEL)
+    for p in range(0, max(k, 1), depth_step):
+        depth = min(k - p, depth_step)
         keep = beta if p == 0 else f32(1.0)
-        for j in range(0, n, across):
-            width, target = min(n - j, across), address(c, j)
+        for j in range(0, n, columns_step):
+            width, target = min(n - j, columns_step), address(c, j)
             source = address(b, j * ldb + p if tb else p * ldb + j)
-            pack(block, source, tb, ldb, depth, width, half)
-            left = address(a, p * lda if ta else p)
-            times_block(ta, m, width, left, lda, block, depth, keep, target, ldc, half)
+            pack(block_ptr, source, tb, ldb, depth, width, bf16)
+            a_ptr = address(a, p * lda if ta else p)
+            multiply_block(ta, m, width, a_ptr, lda, block_ptr, depth, keep, target, ldc, bf16)

@@ -12,20 +12,20 @@ from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import F32, packed2, row
-from packtrain.kernels.logits import add_parts, add_to, fill_zero, find_targets, highest, squash
+from packtrain.kernels.logits import add_to, fill_zero, find_targets, max_value, softcap, sum_parts
 from packtrain.kernels.simd import INFINITY, LANES, address, largest, peek, poke, scratch, splat
 
 MOST_ROWS = 4096  # of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # of x: above, too few rows of w fit
-WIDEST, HALF_SLICE = 256, 1 << 16  # rows of w in a slice, f32 of it in bf16
+WIDEST, SLICE_BUFFER = 256, 1 << 16  # rows of w in a slice, f32 of it in bf16
 LOGITS = 1 << 16  # of a slice, at once
-FLAT, HALF_LOGITS = STEPS * MOST_COLUMNS, LOGITS // 2
+FLAT_BUFFER, BF16_LOGITS_BUFFER = STEPS * MOST_COLUMNS, LOGITS // 2
 
 i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
-bias1 = types.Array(f32, 1, "C", readonly=True)
+a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+bias_type = types.Array(f32, 1, "C", readonly=True)
 # what each task is given: counted, lse, cap, rows, after (whether dw gets more), and the matrix with its bias
-asked_rows = types.Tuple((i64, i64, f32, i64, i64, i64, packed2, bias1))
+chunk_args_type = types.Tuple((i64, i64, f32, i64, i64, i64, packed2, bias_type))
 
 
 @part(i64(i64))
@@ -35,59 +35,59 @@ def line(depth):
 
 
 @part(i64(i64))
-def wide(C):
+def slice_rows(C):
     """Rows of w in a slice, each of whole tiles."""
-    return max(min(WIDEST, HALF_SLICE // max(line(C) // LANES, 1) // STEPS * STEPS), STEPS)
+    return max(min(WIDEST, SLICE_BUFFER // max(line(C) // LANES, 1) // STEPS * STEPS), STEPS)
 
 
 @part(i64(i64))
-def high_of(wide):
+def max_x_rows(num_w_rows):
     """Rows of x at once for so many rows of w: whole tiles."""
-    return LOGITS // wide // STEPS * STEPS
+    return LOGITS // num_w_rows // STEPS * STEPS
 
 
 @kernel(void(a3, a2, i64, i64, i64))
-def pack_x(panels, x, counted, rows, number):
+def pack_x(panels, x, row_ids, num_rows, tile_index):
     """32 counted rows to panels (1, rows, C), both whole tiles: to one half as rows of x, to the other as steps of k
     for dw, by blocks of high_of(wide(C)) rows."""
-    C, first, flat = x.shape[1], number * STEPS, scratch(FLAT)
-    count, block = min(rows - first, STEPS), high_of(wide(C))
+    C, first_row, flat_ptr = x.shape[1], tile_index * STEPS, scratch(FLAT_BUFFER)
+    count, block_rows = min(num_rows - first_row, STEPS), max_x_rows(slice_rows(C))
     for i in range(count):
-        source = address(x, i64(peek(counted, first + i)) * C)
+        x_row = address(x, i64(peek(row_ids, first_row + i)) * C)
         for j in range(0, C, LANES):
-            simd.store_part(flat, i * C + j, simd.load_part(source, j, C - j), C - j)
-    pack_rows(address(panels, first // LANES * line(C)), line(C), flat, 0, C, C, count, 1)
-    start = first // block * block
-    across, size = line(min(rows - start, block)), panels.shape[1] * panels.shape[2]
-    at = size // 2 + start * panels.shape[2] // 2 + (first - start) // STEPS * TILE
-    pack_columns(address(panels, at), across, flat, 0, C, count, C, 1)
+            simd.store_part(flat_ptr, i * C + j, simd.load_part(x_row, j, C - j), C - j)
+    pack_rows(address(panels, first_row // LANES * line(C)), line(C), flat_ptr, 0, C, C, count, 1)
+    start = first_row // block_rows * block_rows
+    line_stride, size = line(min(num_rows - start, block_rows)), panels.shape[1] * panels.shape[2]
+    panel_offset = size // 2 + start * panels.shape[2] // 2 + (first_row - start) // STEPS * TILE
+    pack_columns(address(panels, panel_offset), line_stride, flat_ptr, 0, C, count, C, 1)
 
 
 @kernel(void(i64, i64, i64, i64, packed2, i64, i64, i64))
-def pack_w(for_logits, for_dx, flat, kind, w, C, start, stop):
+def pack_w(for_logits, for_dx, flat_ptr, qtype, w, C, slice_start, slice_stop):
     """Rows of w as both products take them, 32 at a time; for_dx may be 0. Others than f32 are dequantized to flat."""
-    nbytes, across = w.shape[1], line(stop - start)
-    for r in range(start, stop, STEPS):
-        count, source = min(stop - r, STEPS), w.ctypes.data + r * nbytes
-        if kind != F32:
-            for i in range(count):
-                row(kind, address(flat, i * C), source + i * nbytes, C)
-            source = flat
-        target = address(for_logits, (r - start) // LANES * line(C))
-        pack_columns(target, line(C), source, 1, C, C, count, 1)
+    row_nbytes, line_stride = w.shape[1], line(slice_stop - slice_start)
+    for r in range(slice_start, slice_stop, STEPS):
+        num_rows, w_source = min(slice_stop - r, STEPS), w.ctypes.data + r * row_nbytes
+        if qtype != F32:
+            for i in range(num_rows):
+                row(qtype, address(flat_ptr, i * C), w_source + i * row_nbytes, C)
+            w_source = flat_ptr
+        target = address(for_logits, (r - slice_start) // LANES * line(C))
+        pack_columns(target, line(C), w_source, 1, C, C, num_rows, 1)
         if for_dx:
-            target = address(for_dx, (r - start) // STEPS * TILE)
-            pack_columns(target, across, source, 0, C, count, C, 1)
+            target = address(for_dx, (r - slice_start) // STEPS * TILE)
+            pack_columns(target, line_stride, w_source, 0, C, num_rows, C, 1)
 
 
-@kernel(void(i64, i64, a3, i64, i64, i64, i64, i64, bias1))
-def multiply(logits, ld, panels, first, rows, block, start, size, bias):
+@kernel(void(i64, i64, a3, i64, i64, i64, i64, i64, bias_type))
+def slice_logits(logits_ptr, ld, panels, first, num_rows, block, slice_start, num_columns, bias):
     """logits (rows, size) of rows `first` of x on, with a bias, at most (high, wide)."""
-    across = panels.shape[2] // STEPS * TILE
-    x = address(panels, first // LANES * across)
-    by_tiles(rows, size, x, block, across, 0, logits, ld, 1)
-    for i in range(rows if bias.size else 0):
-        add_to(address(logits, i * ld), address(bias, start), size)
+    line_stride = panels.shape[2] // STEPS * TILE
+    x = address(panels, first // LANES * line_stride)
+    by_tiles(num_rows, num_columns, x, block, line_stride, 0, logits_ptr, ld, 1)
+    for i in range(num_rows if bias.size else 0):
+        add_to(address(logits_ptr, i * ld), address(bias, slice_start), num_columns)
 
 
 @part(f32(f32, f32))
@@ -96,128 +96,128 @@ def capped(x, cap):
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32))
-def add_row(tops, sums, at, logits, size, cap):
+def add_row_logits(max_ptr, sums_ptr, at, logits_ptr, num_columns, cap):
     """More logits of a row; they are capped then."""
-    before, new = peek(tops, at), highest(logits, size)
+    old_max, slice_max = peek(max_ptr, at), max_value(logits_ptr, num_columns)
     if cap > 0:
-        squash(logits, size, cap)
-    top = before if before > new or math.isnan(before) else new
-    max_logit = capped(top, cap)
-    sum = logit_kernels.sum_of_exp(logits, size, max_logit)
-    if cap > 0 or abs(before) != INFINITY:
-        sum += peek(sums, at) * largest(simd.exp(splat(capped(before, cap) - max_logit)))
-    poke(tops, at, top)
-    poke(sums, at, sum)
+        softcap(logits_ptr, num_columns, cap)
+    new_max = old_max if old_max > slice_max or math.isnan(old_max) else slice_max
+    max_logit = capped(new_max, cap)
+    exp_sum = logit_kernels.sum_of_exp(logits_ptr, num_columns, max_logit)
+    if cap > 0 or abs(old_max) != INFINITY:
+        exp_sum += peek(sums_ptr, at) * largest(simd.exp(splat(capped(old_max, cap) - max_logit)))
+    poke(max_ptr, at, new_max)
+    poke(sums_ptr, at, exp_sum)
 
 
-@kernel(void(a2, a3, i64, i1, asked_rows, i64))
-def scan(part_stats, panels, C, targets, head_args, number):
+@kernel(void(a2, a3, i64, i32_1d, chunk_args_type, i64))
+def scan_vocab_part(part_stats, panels, C, targets, head_args, number):
     """Write to part_stats (2 parts + 1, rows), for one part of the vocabulary, each row's largest logit and its sum of
     exp(logit - largest), both with the cap, and the target's logit without it."""
-    (counted, _, cap, rows, _, kind, w, bias), parts = head_args, part_stats.shape[0] // 2
+    (row_ids, _, cap, num_rows, _, qtype, w, bias), parts = head_args, part_stats.shape[0] // 2
     chunk = part_stats.shape[1]
-    block, logits, ld = scratch(HALF_SLICE), scratch(LOGITS), wide(C)
-    each_part = -(-w.shape[0] // parts)
+    block_ptr, logits_ptr, ld = scratch(SLICE_BUFFER), scratch(LOGITS), slice_rows(C)
+    part_columns = -(-w.shape[0] // parts)
     tops, sums = address(part_stats, number * chunk), address(part_stats, (parts + number) * chunk)
-    for i in range(rows):
+    for i in range(num_rows):
         poke(tops, i, -INFINITY)
         poke(sums, i, f32(0.0))
-    end = min((number + 1) * each_part, w.shape[0])
-    for start in range(number * each_part, end, ld):
-        size = min(end - start, ld)
-        pack_w(block, 0, logits, kind, w, C, start, start + size)
-        for first in range(0, rows, high_of(ld)):
-            count = min(rows - first, high_of(ld))
-            multiply(logits, ld, panels, first, count, block, start, size, bias)
-            for i in range(count):
-                row_logits, at = address(logits, i * ld), first + i
-                target = i64(targets[i64(peek(counted, at))]) - start
-                if 0 <= target < size:
-                    part_stats[2 * parts, at] = peek(row_logits, target)
-                add_row(tops, sums, at, row_logits, size, cap)
+    part_stop = min((number + 1) * part_columns, w.shape[0])
+    for col0 in range(number * part_columns, part_stop, ld):
+        width = min(part_stop - col0, ld)
+        pack_w(block_ptr, 0, logits_ptr, qtype, w, C, col0, col0 + width)
+        for row0 in range(0, num_rows, max_x_rows(ld)):
+            block_rows = min(num_rows - row0, max_x_rows(ld))
+            slice_logits(logits_ptr, ld, panels, row0, block_rows, block_ptr, col0, width, bias)
+            for i in range(block_rows):
+                row_logits, row_index = address(logits_ptr, i * ld), row0 + i
+                target = i64(targets[i64(peek(row_ids, row_index))]) - col0
+                if 0 <= target < width:
+                    part_stats[2 * parts, row_index] = peek(row_logits, target)
+                add_row_logits(tops, sums, row_index, row_logits, width, cap)
 
 
-@kernel(void(a1, a1, a2, i1, asked_rows, i64))
+@kernel(void(a1, a1, a2, i32_1d, chunk_args_type, i64))
 def row_loss(losses, right, part_stats, targets, head_args, at):
     """The loss of a row, whether its target has the largest logit before the cap, and its log-sum-exp."""
-    counted, lse, cap, parts, sum = (
+    row_ids, lse, cap, parts, exp_sum = (
         head_args[0],
         head_args[1],
         head_args[2],
         part_stats.shape[0] // 2,
         f32(0.0),
     )
-    row, target_logit, top = i64(peek(counted, at)), part_stats[2 * parts, at], part_stats[0, at]
+    row, target_logit, top = i64(peek(row_ids, at)), part_stats[2 * parts, at], part_stats[0, at]
     for number in range(1, parts):
         top = top if top > part_stats[number, at] or math.isnan(top) else part_stats[number, at]
-    value = capped(top, cap)
-    for number in range(parts if abs(value) != INFINITY else 0):
-        sum += part_stats[parts + number, at] * f32(
-            math.exp(capped(part_stats[number, at], cap) - value)
+    row_lse = capped(top, cap)
+    for number in range(parts if abs(row_lse) != INFINITY else 0):
+        exp_sum += part_stats[parts + number, at] * f32(
+            math.exp(capped(part_stats[number, at], cap) - row_lse)
         )
-    if abs(value) != INFINITY:
-        value += f32(math.log(sum))
-    poke(lse, at, value)
-    losses[row] = value - capped(target_logit, cap)
+    if abs(row_lse) != INFINITY:
+        row_lse += f32(math.log(exp_sum))
+    poke(lse, at, row_lse)
+    losses[row] = row_lse - capped(target_logit, cap)
     if right.size:
         right[row] = f32(target_logit >= top)
 
 
-@kernel(void(a2, a2, a1, a3, a3, i64, i1, a1, asked_rows, i64))
+@kernel(void(a2, a2, a1, a3, a3, i64, i32_1d, a1, chunk_args_type, i64))
 def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
     """All that follows from one of the parts of the vocabulary: dw, db, and its share of dx."""
-    (counted, lse, cap, rows, after, kind, w, bias), ld = head_args, wide(C)
-    for_logits, for_dx, logits = scratch(HALF_SLICE), scratch(HALF_SLICE), scratch(LOGITS)
-    d, padded = scratch(HALF_LOGITS), panels.shape[2]
-    each_part, size_x = -(-w.shape[0] // sums.shape[0]), panels.shape[1] * padded
-    begin, end = number * each_part, min((number + 1) * each_part, w.shape[0])
-    for start in range(begin, end, ld):
-        size = min(end - start, ld)
-        pack_w(for_logits, for_dx if dx.size else 0, logits, kind, w, C, start, start + size)
-        for first in range(0, rows, high_of(ld)):
-            count = min(rows - first, high_of(ld))
-            multiply(logits, ld, panels, first, count, for_logits, start, size, bias)
-            for i in range(count if cap > 0 else 0):
-                squash(address(logits, i * ld), size, cap)
-            of_rows = address(counted, first), address(lse, first), cap, targets, weights
-            logit_kernels.slopes(db, logits, ld, count, start, size, *of_rows)
+    (row_ids, lse, cap, num_rows, is_later, qtype, w, bias), ld = head_args, slice_rows(C)
+    for_logits, for_dx, logits_ptr = scratch(SLICE_BUFFER), scratch(SLICE_BUFFER), scratch(LOGITS)
+    d, padded_width = scratch(BF16_LOGITS_BUFFER), panels.shape[2]
+    part_columns, size_x = -(-w.shape[0] // sums.shape[0]), panels.shape[1] * padded_width
+    part_start, part_stop = number * part_columns, min((number + 1) * part_columns, w.shape[0])
+    for col0 in range(part_start, part_stop, ld):
+        width = min(part_stop - col0, ld)
+        pack_w(for_logits, for_dx if dx.size else 0, logits_ptr, qtype, w, C, col0, col0 + width)
+        for row0 in range(0, num_rows, max_x_rows(ld)):
+            block_rows = min(num_rows - row0, max_x_rows(ld))
+            slice_logits(logits_ptr, ld, panels, row0, block_rows, for_logits, col0, width, bias)
+            for i in range(block_rows if cap > 0 else 0):
+                softcap(address(logits_ptr, i * ld), width, cap)
+            row_args = address(row_ids, row0), address(lse, row0), cap, targets, weights
+            logit_kernels.slopes(db, logits_ptr, ld, block_rows, col0, width, *row_args)
             if dx.size:
-                pack_rows(d, line(size), logits, 0, ld, size, count, 1)
-                target = address(sums, (number * sums.shape[1] + first) * C)
-                by_tiles(count, C, d, for_dx, line(size), start > begin, target, C, 1)
+                pack_rows(d, line(width), logits_ptr, 0, ld, width, block_rows, 1)
+                target = address(sums, (number * sums.shape[1] + row0) * C)
+                by_tiles(block_rows, C, d, for_dx, line(width), col0 > part_start, target, C, 1)
             if dw.size:
-                pack_rows(d, line(count), logits, 1, ld, count, size, 1)
-                x, add = address(panels, size_x // 2 + first * padded // 2), after or first
-                by_tiles(size, C, d, x, line(count), add, address(dw, start * C), C, 1)
+                pack_rows(d, line(block_rows), logits_ptr, 1, ld, block_rows, width, 1)
+                x, add = address(panels, size_x // 2 + row0 * padded_width // 2), is_later or row0
+                by_tiles(width, C, d, x, line(block_rows), add, address(dw, col0 * C), C, 1)
 
 
-@kernel(void(a1, a1, a1, a2, a2, a1, a2, a3, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
+@kernel(void(a1, a1, a1, a2, a2, a1, a2, a3, a3, a2, i64, packed2, bias_type, i32_1d, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, db, part_stats, panels, sums, x, kind, w, bias, targets, weights, cap, half,
+    loss, losses, right, dx, dw, db, part_stats, panels, sums, x, qtype, w, bias, targets, weights, cap, bf16,
 ):  # fmt: skip
     """As in loss.py, in bf16 (half = 1); logits are not kept.
 
     part_stats (2 parts of V + 1, rows), panels (1, rows, C), both whole tiles, sums (parts of V, rows, C): workspace
     """
-    (N, C), counted, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
+    (N, C), row_ids, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
     for zeros in (losses, right, db):
         fill_zero(address(zeros, 0), zeros.size)
     fill_zero(address(dx, 0), dx.size)
-    after, at, parts = 0, 0, sums.shape[0]
+    is_later, at, num_parts = 0, 0, sums.shape[0]
     while at < N:
-        rows, at = find_targets(counted, targets, at, min(part_stats.shape[1], MOST_ROWS))
-        if rows == 0:
+        num_rows, at = find_targets(row_ids, targets, at, min(part_stats.shape[1], MOST_ROWS))
+        if num_rows == 0:
             break
-        head_args = counted, lse, cap, rows, after, kind, w, bias
-        each(pack_x, (panels, x, counted, rows), -(-rows // STEPS))
-        each(scan, (part_stats, panels, C, targets, head_args), parts)
-        each(row_loss, (losses, right, part_stats, targets, head_args), rows)
+        head_args = row_ids, lse, cap, num_rows, is_later, qtype, w, bias
+        each(pack_x, (panels, x, row_ids, num_rows), -(-num_rows // STEPS))
+        each(scan_vocab_part, (part_stats, panels, C, targets, head_args), num_parts)
+        each(row_loss, (losses, right, part_stats, targets, head_args), num_rows)
         if dx.size + dw.size + db.size > 0:
-            back = dx, dw, db, sums, panels, C, targets, weights, head_args
-            each(part_back, back, parts)
+            back_args = dx, dw, db, sums, panels, C, targets, weights, head_args
+            each(part_back, back_args, num_parts)
         if dx.size:
-            each(add_parts, (dx, sums, parts, counted), rows)
-        after = 1
-    if after == 0:
+            each(sum_parts, (dx, sums, num_parts, row_ids), num_rows)
+        is_later = 1
+    if is_later == 0:
         fill_zero(address(dw, 0), dw.size)
     logit_kernels.weighted_sum(loss, losses, weights)

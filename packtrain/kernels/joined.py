@@ -13,55 +13,55 @@ import numpy as np
 from packtrain.kernels import ahead, machine
 
 # of kernels, by their symbols: the module that has `products`, and whether their last argument is room to work in
-PRODUCTS = {
-    f"packtrain.kernels.{module}.product": (module, works)
-    for module, works in (("rounded", True), ("packed", False))
+JOINABLE_PRODUCTS = {
+    f"packtrain.kernels.{module}.product": (module, has_workspace)
+    for module, has_workspace in (("rounded", True), ("packed", False))
 }
 
 
-def joined(calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
+def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
     """Of calls that one call can do instead: the first, the end, and the one."""
-    numbers = range(len(calls))
-    for key, group in groupby(numbers, lambda at: _alike(calls[at])):
-        first, *following = group
-        if key is not None and following:
-            end = first + 1 + len(following)
-            merged_call = _joined([calls[at] for at in range(first, end)])
+    call_indices = range(len(kernel_calls))
+    for join_key, index_group in groupby(call_indices, lambda at: _join_key(kernel_calls[at])):
+        first_index, *later_indices = index_group
+        if join_key is not None and later_indices:
+            end_index = first_index + 1 + len(later_indices)
+            merged_call = _merge_calls([kernel_calls[at] for at in range(first_index, end_index)])
             if merged_call is not None:
-                yield first, end, merged_call
+                yield first_index, end_index, merged_call
 
 
-def _alike(call: Any) -> tuple[Any, ...] | None:
+def _join_key(call: Any) -> tuple[Any, ...] | None:
     """What calls have in common that can be one; None for a call that cannot be joined."""
     _, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
-    if kernel is None or kernel.symbol not in PRODUCTS:
+    if kernel is None or kernel.symbol not in JOINABLE_PRODUCTS:
         return None
-    module, works = PRODUCTS[kernel.symbol]
-    _, x, kind, _, _, *options = call.args
-    options = options[: len(options) - works]
+    module, has_workspace = JOINABLE_PRODUCTS[kernel.symbol]
+    _, x, qtype, _, _, *options = call.args
+    options = options[: len(options) - has_workspace]
     is_joinable = module == "rounded" or (
-        options[0] == 0 and ahead.load(module).fused(*x.shape, kind)
+        options[0] == 0 and ahead.load(module).fused(*x.shape, qtype)
     )
-    return (module, *spans(x), x.shape, kind, *options) if is_joinable else None
+    return (module, *spans(x), x.shape, qtype, *options) if is_joinable else None
 
 
-def _joined(calls: Sequence[Any]) -> partial[None] | None:
+def _merge_calls(kernel_calls: Sequence[Any]) -> partial[None] | None:
     """One call for all, unless one writes what another reads."""
-    module, works = PRODUCTS[machine.entered[calls[0].func][1].symbol]
-    rooms = [calls[-1].args[-1]] if works else []  # of the last: what it reads lives as long
-    _, x, kind, _, _, *options = calls[0].args
-    weights = {spans(call.args[3]) for call in calls}  # some may be the same, and computed
-    ranges = sorted([*weights, *map(spans, [x, *rooms, *(call.args[0] for call in calls)])])
-    if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+    module, works = JOINABLE_PRODUCTS[machine.entered[kernel_calls[0].func][1].symbol]
+    rooms = [kernel_calls[-1].args[-1]] if works else []  # of the last: what it reads lives as long
+    _, x, qtype, _, _, *options = kernel_calls[0].args
+    weights = {spans(call.args[3]) for call in kernel_calls}  # some may be the same, and computed
+    ranges = sorted([*weights, *map(spans, [x, *rooms, *(call.args[0] for call in kernel_calls)])])
+    if any(end_address > start for (_, end_address), (start, _) in pairwise(ranges)):
         return None
     product_rows = [
         (y.ctypes.data, len(w), w.ctypes.data, w.strides[0], add)
-        for y, _, _, w, add, *_ in (call.args for call in calls)
+        for y, _, _, w, add, *_ in (call.args for call in kernel_calls)
     ]
     product_args = (
         np.array(product_rows, np.int64),
         x,
-        kind,
+        qtype,
         *options[: len(options) - works],
         *rooms,
     )

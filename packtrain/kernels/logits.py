@@ -8,17 +8,17 @@ from packtrain.kernels import simd
 from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import INFINITY, LANES, exp, load, load_part, peek, splat, store_part
 
-TWO = 2 * LANES
+TWO_VECTORS = 2 * LANES
 i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 
 
 @kernel(f32(i64, i64))
-def highest(row, count):
+def max_value(row, count):
     """The largest of `count` f32 at an address."""
     top, other = splat(-INFINITY), splat(-INFINITY)
-    vector_end = count // TWO * TWO
-    for i in range(0, vector_end, TWO):
+    vector_end = count // TWO_VECTORS * TWO_VECTORS
+    for i in range(0, vector_end, TWO_VECTORS):
         top, other = simd.maximum(load(row, i), top), simd.maximum(load(row, i + LANES), other)
     for i in range(vector_end, count, LANES):
         v = load_part(row, i, count - i)
@@ -27,18 +27,18 @@ def highest(row, count):
 
 
 @kernel(f32(i64, i64, f32))
-def sum_of_exp(row, count, high):
+def sum_of_exp(row, count, max_logit):
     """sum(exp(row - high)) of `count` f32 at an address, 0 if that is -inf."""
-    if high == -INFINITY:
+    if max_logit == -INFINITY:
         return f32(0.0)
     a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
     vector_end = count // (4 * LANES) * (4 * LANES)
     for i in range(0, vector_end, 4 * LANES):
-        a, b = a + exp(load(row, i) - high), b + exp(load(row, i + LANES) - high)
+        a, b = a + exp(load(row, i) - max_logit), b + exp(load(row, i + LANES) - max_logit)
         i += 2 * LANES
-        c, d = c + exp(load(row, i) - high), d + exp(load(row, i + LANES) - high)
+        c, d = c + exp(load(row, i) - max_logit), d + exp(load(row, i + LANES) - max_logit)
     for i in range(vector_end, count, LANES):
-        e = exp(load_part(row, i, count - i) - high)
+        e = exp(load_part(row, i, count - i) - max_logit)
         a = a + simd.keep_first(e, count - i, splat(0.0))
     return simd.total((a + b) + (c + d))
 
@@ -46,17 +46,17 @@ def sum_of_exp(row, count, high):
 @kernel(f32(i64, i64))
 def log_sum_exp(row, count):
     """log(sum(exp(row))) of `count` f32 at an address."""
-    high = highest(row, count)
-    if abs(high) == INFINITY:
-        return high
-    return high + f32(math.log(sum_of_exp(row, count, high)))
+    max_logit = max_value(row, count)
+    if abs(max_logit) == INFINITY:
+        return max_logit
+    return max_logit + f32(math.log(sum_of_exp(row, count, max_logit)))
 
 
 @kernel(void(i64, i64, i64, f32, f32, f32))
 def probabilities(y, x, count, lse, weight, cap):
     """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
-    vector_end = 0 if cap > 0 else count // TWO * TWO
-    for i in range(0, vector_end, TWO):
+    vector_end = 0 if cap > 0 else count // TWO_VECTORS * TWO_VECTORS
+    for i in range(0, vector_end, TWO_VECTORS):
         a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
         simd.store(y, i, a * weight)
         simd.store(y, i + LANES, b * weight)
@@ -69,7 +69,7 @@ def probabilities(y, x, count, lse, weight, cap):
 
 
 @kernel(void(i64, i64, f32))
-def squash(x, count, cap):
+def softcap(x, count, cap):
     """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
     for i in range(0, count, LANES):
         store_part(x, i, simd.tanh(load_part(x, i, count - i) / cap) * cap, count - i)
@@ -83,10 +83,10 @@ def fill_zero(y, count):
 
 @kernel(void(a1, a1, a1))
 def weighted_sum(loss, losses, weights):
-    result = 0.0
+    loss_sum = 0.0
     for i in range(losses.shape[0]):
-        result += float(losses[i]) * float(weights[i])
-    loss[0] = result
+        loss_sum += float(losses[i]) * float(weights[i])
+    loss[0] = loss_sum
 
 
 @kernel(void(i64, i64, i64))
@@ -96,39 +96,39 @@ def add_to(x, y, count):
         store_part(x, i, load_part(x, i, count - i) + load_part(y, i, count - i), count - i)
 
 
-@kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i1, a1))
-def slopes(db, logits, ld, rows, start, size, counted, lse, cap, targets, weights):
+@kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i32_1d, a1))
+def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targets, weights):
     """Of columns start : start + size of logits, at an address, the gradients in their place; db += their sums."""
-    for i in range(rows):
-        at, row = simd.address(logits, i * ld), i64(peek(counted, i))
+    for i in range(num_rows):
+        at, row = simd.address(logits, i * ld), i64(peek(row_ids, i))
         target, weight = i64(targets[row]) - start, weights[row]
-        hit = 0 <= target < size
-        capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
-        probabilities(at, at, size, peek(lse, i), weight, cap)
-        if hit:
+        is_inside = 0 <= target < num_columns
+        capped = peek(at, target) / cap if is_inside and cap > 0 else f32(0.0)
+        probabilities(at, at, num_columns, peek(lse, i), weight, cap)
+        if is_inside:
             simd.poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
         if db.size:
-            add_to(simd.address(db, start), at, size)
+            add_to(simd.address(db, start), at, num_columns)
 
 
 @kernel(void(a2, a3, i64, i64, i64))
-def add_parts(dx, sums, count, counted, i):
+def sum_parts(dx, sums, count, row_ids, i):
     """dx[counted[i]] = the sum of sums[:count, i]."""
-    (chunk, C), row = sums.shape[1:], i64(peek(counted, i))
+    (chunk_rows, C), row = sums.shape[1:], i64(peek(row_ids, i))
     for j in range(0, C, LANES):
         v = load_part(sums, i * C + j, C - j)
-        for number in range(1, count):
-            v = v + load_part(sums, (number * chunk + i) * C + j, C - j)
+        for part_index in range(1, count):
+            v = v + load_part(sums, (part_index * chunk_rows + i) * C + j, C - j)
         store_part(dx, row * C + j, v, C - j)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i1, i64, i64))
-def find_targets(counted, targets, start, most):
-    """Writes the next rows with a target from `start` on, at most so many; their number, and where to go on."""
+@kernel(types.UniTuple(i64, 2)(i64, i32_1d, i64, i64))
+def find_targets(row_ids, targets, next_row, max_rows):
+    """Writes the next rows with a target from `next_row` on, at most so many; their number, and where to go on."""
     count = 0
-    while start < targets.size and count < most:
-        if targets[start] >= 0:
-            simd.poke(counted, count, f32(start))  # exact: a step has fewer than 2**24 positions
+    while next_row < targets.size and count < max_rows:
+        if targets[next_row] >= 0:
+            simd.poke(row_ids, count, f32(next_row))  # exact: a step has fewer than 2**24 positions
             count += 1
-        start += 1
-    return count, start
+        next_row += 1
+    return count, next_row

@@ -9,27 +9,27 @@ from packtrain.kernels import logits as logit_kernels
 from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.dequantize import F32, packed2
 from packtrain.kernels.gemm import sgemm
-from packtrain.kernels.logits import add_parts, add_to, fill_zero, log_sum_exp, slopes, weighted_sum
+from packtrain.kernels.logits import add_to, fill_zero, log_sum_exp, slopes, sum_parts, weighted_sum
 from packtrain.kernels.packed import multiply, multiply_back
 from packtrain.kernels.simd import LANES, address, load_part, peek, poke, scratch, store_part
 
-MOST_COLUMNS, LEAST_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
+MOST_COLUMNS, MIN_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
 i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
-bias1 = types.Array(types.float32, 1, "C", readonly=True)
-chunk_of_rows = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted, after, half, rows
+a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+bias_type = types.Array(types.float32, 1, "C", readonly=True)
+row_state_type = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted, after, half, rows
 
 
-@kernel(void(a1, a2, i1, i64))
+@kernel(void(a1, a2, i32_1d, i64))
 def row_loss(losses, logits, targets, i):
     target, V = i64(targets[i]), logits.shape[1]
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
 
 
-@kernel(void(a1, a1, a2, i1, a1))
+@kernel(void(a1, a1, a2, i32_1d, a1))
 def cross_entropy(loss, losses, logits, targets, weights):
     """The loss of each row and their weighted sum.
 
@@ -46,7 +46,7 @@ def cross_entropy(loss, losses, logits, targets, weights):
     weighted_sum(loss, losses, weights)
 
 
-@kernel(void(a2, f32, a2, i1, a1, i64))
+@kernel(void(a2, f32, a2, i32_1d, a1, i64))
 def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     V = logits.shape[1]
     x, y = address(logits, i * V), address(d_logits, i * V)
@@ -58,7 +58,7 @@ def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     poke(y, target, peek(y, target) - weight)
 
 
-@kernel(void(a2, a1, a2, i1, a1))
+@kernel(void(a2, a1, a2, i32_1d, a1))
 def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
     """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
 
@@ -73,99 +73,99 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
 
 
 @kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
-def project(logits, x, kind, w, half, rows, start, stop):
+def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
     """logits[:rows, start:stop] = x[:rows] @ w[start:stop].T."""
-    C, (V, nbytes) = x.shape[1], w.shape
-    x_at, out = address(x, 0), address(logits, start)
-    w_at = w.ctypes.data + start * nbytes
-    if kind == F32:
-        sgemm(0, 1, rows, stop - start, C, x_at, C, w_at, C, 0.0, out, V, half)
+    C, (V, row_nbytes) = x.shape[1], w.shape
+    x_ptr, out = address(x, 0), address(logits, start)
+    w_ptr = w.ctypes.data + start * row_nbytes
+    if qtype == F32:
+        sgemm(0, 1, num_rows, stop - start, C, x_ptr, C, w_ptr, C, 0.0, out, V, bf16)
     else:
-        multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V, half)
+        multiply(qtype, num_rows, stop - start, C, x_ptr, C, w_ptr, row_nbytes, False, out, V, bf16)
 
 
-@kernel(void(a1, a1, i64, a2, bias1, i1, f32, i64, i64))
-def row_lse(losses, right, lse, logits, bias, targets, cap, counted, i):
+@kernel(void(a1, a1, i64, a2, bias_type, i32_1d, f32, i64, i64))
+def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
     """The loss of row counted[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
     The row gets the bias, if there is one, first.
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
     """
-    row, V = i64(peek(counted, i)), logits.shape[1]
+    row, V = i64(peek(row_ids, i)), logits.shape[1]
     target = i64(targets[row])
     if bias.size:
         add_to(address(logits, i * V), address(bias, 0), V)
     if right.size:
-        right[row] = f32(logits[i, target] >= logit_kernels.highest(address(logits, i * V), V))
+        right[row] = f32(logits[i, target] >= logit_kernels.max_value(address(logits, i * V), V))
     if cap > 0:
-        logit_kernels.squash(address(logits, i * V), V, cap)
-    value = log_sum_exp(address(logits, i * V), V)
-    poke(lse, i, value)
-    losses[row] = value - logits[i, target]
+        logit_kernels.softcap(address(logits, i * V), V, cap)
+    row_log_sum = log_sum_exp(address(logits, i * V), V)
+    poke(lse, i, row_log_sum)
+    losses[row] = row_log_sum - logits[i, target]
 
 
 @part(i64(i64, i64, i64))
-def slices_in_part(size, width, parts):
-    slices = -(-size // width)
-    return -(-slices // parts)
+def slices_in_part(num_columns, width, num_parts):
+    num_slices = -(-num_columns // width)
+    return -(-num_slices // num_parts)
 
 
-@kernel(void(a2, a1, a2, a2, i1, a1, chunk_of_rows, i64, i64))
-def slice_back(dw, db, logits, x, targets, weights, chunk, start, stop):
+@kernel(void(a2, a1, a2, a2, i32_1d, a1, row_state_type, i64, i64))
+def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop):
     """Columns start:stop of d_logits, written over logits; from them dw (+)= d_logits.T @ x there, db += their sums."""
-    C, V, (lse, cap, counted, after, half, rows) = x.shape[1], logits.shape[1], chunk
-    at, size = address(logits, start), stop - start
-    slopes(db, at, V, rows, start, size, counted, lse, cap, targets, weights)
+    C, V, (lse, cap, row_ids, is_later, bf16, num_rows) = x.shape[1], logits.shape[1], row_state
+    logits_ptr, num_columns = address(logits, start), stop - start
+    slopes(db, logits_ptr, V, num_rows, start, num_columns, row_ids, lse, cap, targets, weights)
     if dw.size:
-        x_at, out = address(x, 0), address(dw, start * C)
-        sgemm(1, 0, size, C, rows, at, V, x_at, C, after, out, C, half)
+        x_ptr, dw_ptr = address(x, 0), address(dw, start * C)
+        sgemm(1, 0, num_columns, C, num_rows, logits_ptr, V, x_ptr, C, is_later, dw_ptr, C, bf16)
 
 
 @kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))
-def add_slice(sums, logits, kind, w, half, rows, number, add, start, stop):
+def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
     """sums[number, :rows] = d_logits[:rows, start:stop] @ w[start:stop], + itself if `add`."""
-    (chunk, C), (V, nbytes) = sums.shape[1:], w.shape
-    at, out = address(logits, start), address(sums, number * chunk * C)
-    w_at, columns = w.ctypes.data + start * nbytes, stop - start
-    if kind == F32:
+    (chunk_rows, C), (V, nbytes) = sums.shape[1:], w.shape
+    at, out = address(logits, start), address(sums, number * chunk_rows * C)
+    w_ptr, columns = w.ctypes.data + start * nbytes, stop - start
+    if qtype == F32:
         beta = f32(1.0) if add else f32(0.0)
-        sgemm(0, 0, rows, C, columns, at, V, w_at, C, beta, out, C, half)
+        sgemm(0, 0, num_rows, C, columns, at, V, w_ptr, C, beta, out, C, bf16)
     else:
-        multiply_back(kind, rows, columns, C, 0, C, at, V, w_at, nbytes, add, out, C, half)
+        multiply_back(qtype, num_rows, columns, C, 0, C, at, V, w_ptr, nbytes, add, out, C, bf16)
 
 
-@kernel(void(a2, a2, a1, a3, a2, a2, i64, packed2, i1, a1, chunk_of_rows, i64, i64))
-def part_back(dx, dw, db, sums, logits, x, kind, w, targets, weights, chunk, width, number):
+@kernel(void(a2, a2, a1, a3, a2, a2, i64, packed2, i32_1d, a1, row_state_type, i64, i64))
+def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state, width, number):
     """All that follows from one of the parts of V: its d_logits, dw, db, and its share of dx, by slices of `width`."""
-    V, half, rows = logits.shape[1], chunk[4], chunk[5]
-    wide = slices_in_part(V, width, sums.shape[0]) * width
-    first = number * wide
-    for start in range(first, min(first + wide, V), width):
-        stop = min(start + width, V)
-        slice_back(dw, db, logits, x, targets, weights, chunk, start, stop)
+    V, bf16, rows = logits.shape[1], row_state[4], row_state[5]
+    part_columns = slices_in_part(V, width, sums.shape[0]) * width
+    first = number * part_columns
+    for start in range(first, min(first + part_columns, V), width):
+        col_stop = min(start + width, V)
+        vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, col_stop)
         if dx.size:
-            add_slice(sums, logits, kind, w, half, rows, number, start > first, start, stop)
+            add_slice(sums, logits, qtype, w, bf16, rows, number, start > first, start, col_stop)
 
 
 @kernel(void(a2, a2, i64, i64))
-def move_row(gathered, every, counted, i):
+def gather_row(gathered, source_rows, row_ids, i):
     """gathered[i] = source[counted[i]]."""
-    C, row = gathered.shape[1], i64(peek(counted, i))
+    C, row = gathered.shape[1], i64(peek(row_ids, i))
     for j in range(0, C, LANES):
-        store_part(gathered, i * C + j, load_part(every, row * C + j, C - j), C - j)
+        store_part(gathered, i * C + j, load_part(source_rows, row * C + j, C - j), C - j)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
-def parts(size, most, least, unit):
-    """(count, width): split into an even number of equal parts, multiples of `unit`, as a function of the size."""
-    count = max(2 * -(-size // (2 * most)), min(8, size // least), 1)
-    width = -(-size // (count * unit)) * unit
-    return -(-size // max(width, 1)), width
+def vocab_parts(num_columns, max_columns, min_columns, column_unit):
+    """(count, width): split into an even number of equal parts, multiples of `column_unit`, as a function of the size."""
+    num_parts = max(2 * -(-num_columns // (2 * max_columns)), min(8, num_columns // min_columns), 1)
+    part_columns = -(-num_columns // (num_parts * column_unit)) * column_unit
+    return -(-num_columns // max(part_columns, 1)), part_columns
 
 
-@kernel(void(a1, a1, a1, a2, a2, a1, a2, a2, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
+@kernel(void(a1, a1, a1, a2, a2, a1, a2, a2, a3, a2, i64, packed2, bias_type, i32_1d, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, db, logits, x_rows, sums, x, kind, w, bias, targets, weights, cap, half,
+    loss, losses, right, dx, dw, db, logits, x_rows, sums, x, qtype, w, bias, targets, weights, cap, bf16,
 ):  # fmt: skip
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
@@ -179,27 +179,27 @@ def linear_cross_entropy(
     With half = 1, factors of all products are rounded to bf16.
     """
     V, N = w.shape[0], x.shape[0]
-    chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
-    _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
+    chunk, lse, row_ids = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
+    _, slice_columns = vocab_parts(V, MOST_COLUMNS, MIN_COLUMNS, LANES)
     for zeros in (losses, right, db):
         fill_zero(address(zeros, 0), zeros.size)
     fill_zero(address(dx, 0), dx.size)
-    after, at = 0, 0
-    while at < N:
-        rows, at = logit_kernels.find_targets(counted, targets, at, chunk)
-        if rows == 0:
+    is_later, next_row = 0, 0
+    while next_row < N:
+        num_rows, next_row = logit_kernels.find_targets(row_ids, targets, next_row, chunk)
+        if num_rows == 0:
             break
-        each(move_row, (x_rows, x, counted), rows)
-        spans(project, (logits, x_rows, kind, w, half, rows), V, width)
-        each(row_lse, (losses, right, lse, logits, bias, targets, cap, counted), rows)
+        each(gather_row, (x_rows, x, row_ids), num_rows)
+        spans(project_logits, (logits, x_rows, qtype, w, bf16, num_rows), V, slice_columns)
+        each(row_lse_loss, (losses, right, lse, logits, bias, targets, cap, row_ids), num_rows)
         if dx.size + dw.size + db.size > 0:
-            wide = slices_in_part(V, width, sums.shape[0]) * width
-            back_arrays = dx, dw, db, sums, logits, x_rows, kind, w, targets, weights
-            row_state = lse, cap, counted, after, half, rows
-            each(part_back, (*back_arrays, row_state, width), -(-V // wide))
+            part_columns = slices_in_part(V, slice_columns, sums.shape[0]) * slice_columns
+            back_arrays = dx, dw, db, sums, logits, x_rows, qtype, w, targets, weights
+            row_state = lse, cap, row_ids, is_later, bf16, num_rows
+            each(part_back, (*back_arrays, row_state, slice_columns), -(-V // part_columns))
         if dx.size:
-            each(add_parts, (dx, sums, -(-V // wide), counted), rows)
-        after = 1
-    if after == 0:
+            each(sum_parts, (dx, sums, -(-V // part_columns), row_ids), num_rows)
+        is_later = 1
+    if is_later == 0:
         fill_zero(address(dw, 0), dw.size)
     weighted_sum(loss, losses, weights)

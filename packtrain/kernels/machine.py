@@ -20,101 +20,107 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from packtrain.kernels.crew import ADDRESS
-from packtrain.kernels.runtime import folder_of
+from packtrain.kernels.crew import WORDS_ADDRESS
+from packtrain.kernels.runtime import package_folder
 
-FILE = "code"
-HELPERS = {"numba._helperlib": "numba_", "numba.core.runtime._nrt_python": "NRT_"}
-made: list[Any] = []  # numba's dispatchers of kernels, in the order in which they were compiled
+CODE_FILE = "code"
+HELPER_MODULES = {"numba._helperlib": "numba_", "numba.core.runtime._nrt_python": "NRT_"}
+compiled_dispatchers: list[
+    Any
+] = []  # numba's dispatchers of kernels, in the order in which they were compiled
 functions: dict[str, Any] = {}  # by symbol, of the kernels in this process
-entered: dict[Any, tuple[int, "Kernel"]] = {}  # by function, the address of its entry
-lasting: list[Any] = []  # what compiled code points to
+entered: dict[Any, tuple[int, "CompiledKernel"]] = {}  # by function, the address of its entry
+live_objects: list[Any] = []  # what compiled code points to
 ENTRY = "enter "
-NUMBERS = {"<i8": "<q", "<i4": "<i", "<f8": "<d", "<f4": "<f", "|b1": "?"}
+STRUCT_FORMATS = {"<i8": "<q", "<i4": "<i", "<f8": "<d", "<f4": "<f", "|b1": "?"}
 
 
-class Array(NamedTuple):
+class ArrayArgType(NamedTuple):
     """The type of an array argument."""
 
     dtype: str
     ndim: int
     layout: str
-    written: bool
+    is_written: bool
 
-    def fits(self, array: Any) -> bool:
+    def accepts(self, array: Any) -> bool:
         flags = array.flags
         return bool(
             array.dtype.str == self.dtype
             and array.ndim == self.ndim
             and (self.layout != "C" or flags.c_contiguous)
-            and (flags.writeable or not self.written)
+            and (flags.writeable or not self.is_written)
         )
 
 
-class Kernel(NamedTuple):
+class CompiledKernel(NamedTuple):
     """The object of a kernel, and its names there."""
 
     symbol: str  # by which other kernels call it
-    function: str
-    wrapper: str
-    environment: str
-    given: tuple[
-        Array | str | None, ...
+    function_symbol: str
+    wrapper_symbol: str
+    environment_symbol: str
+    arg_types: tuple[
+        ArrayArgType | str | None, ...
     ]  # its arguments: a number by its dtype, None is anything else
     code: bytes
 
 
-class Damaged(Exception):
+class DamagedCacheError(Exception):
     """A file is not what was written."""
 
 
 def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
     """Write the kernels compiled for a module, which of them are its attributes, and its constants; the checksum."""
-    symbols = {id(dispatcher): dispatcher.outside.mangled_name for dispatcher in made}
+    symbols = {
+        id(dispatcher): dispatcher.outside.mangled_name for dispatcher in compiled_dispatchers
+    }
     attributes = vars(module).items()
     shown = {name: symbols[id(value)] for name, value in attributes if id(value) in symbols}
-    constants = {name: value for name, value in attributes if name.isupper() and plain(value)}
-    content = [tuple(kernel_of(one)) for one in compiled], entries(compiled), shown, constants
-    written = pickle.dumps(content)
-    (folder / FILE).write_bytes(written)
-    return sha256(written).hexdigest()
+    constants = {
+        name: value for name, value in attributes if name.isupper() and is_plain_constant(value)
+    }
+    content = [tuple(kernel_of(one)) for one in compiled], entry_code(compiled), shown, constants
+    pickled = pickle.dumps(content)
+    (folder / CODE_FILE).write_bytes(pickled)
+    return sha256(pickled).hexdigest()
 
 
-def plain(value: Any) -> bool:
+def is_plain_constant(value: Any) -> bool:
     """Whether it is a number, a text, or a dictionary of these."""
     if isinstance(value, dict):
-        return all(map(plain, (*value, *value.values())))
+        return all(map(is_plain_constant, (*value, *value.values())))
     return isinstance(value, (int, float, str))
 
 
-def kernel_of(dispatcher: Any) -> Kernel:
+def kernel_of(dispatcher: Any) -> CompiledKernel:
     (overload,) = dispatcher.overloads.values()
     _, _, (code, _) = overload.library.serialize_using_object_code()
-    about = overload.fndesc
-    arg_types = tuple(map(given_of, overload.signature.args))
-    return Kernel(
+    function_desc = overload.fndesc
+    arg_types = tuple(map(arg_type_of, overload.signature.args))
+    return CompiledKernel(
         dispatcher.outside.mangled_name,
-        about.llvm_func_name,
-        about.llvm_cpython_wrapper_name,
-        about.env_name,
+        function_desc.llvm_func_name,
+        function_desc.llvm_cpython_wrapper_name,
+        function_desc.env_name,
         arg_types,
         code,
     )
 
 
-def given_of(kind: Any) -> Array | str | None:
+def arg_type_of(kind: Any) -> ArrayArgType | str | None:
     """An argument, given numba's type."""
     as_dtype = sys.modules["numba"].np.numpy_support.as_dtype
     if hasattr(kind, "ndim"):
-        return Array(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
+        return ArrayArgType(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
     return str(as_dtype(kind).str) if hasattr(kind, "bitwidth") or kind.name == "bool" else None
 
 
 def has_entry(arg_types: Sequence[Any]) -> bool:
-    return None not in arg_types and any(isinstance(kind, Array) for kind in arg_types)
+    return None not in arg_types and any(isinstance(kind, ArrayArgType) for kind in arg_types)
 
 
-def entries(compiled: Sequence[Any]) -> bytes:
+def entry_code(compiled: Sequence[Any]) -> bytes:
     """Object code with the entries of kernels: functions of the address of words, 0 if all is well.
 
     A kernel that returns a number returns a negative one then.
@@ -123,37 +129,37 @@ def entries(compiled: Sequence[Any]) -> bytes:
     from llvmlite import ir
     from numba.core.registry import cpu_target
 
-    context, word, module = cpu_target.target_context, ir.IntType(64), ir.Module("entries")
+    context, word_type, module = cpu_target.target_context, ir.IntType(64), ir.Module("entries")
     for dispatcher in compiled:
         (overload,) = dispatcher.overloads.values()
-        if not has_entry([*map(given_of, overload.signature.args)]):
+        if not has_entry([*map(arg_type_of, overload.signature.args)]):
             continue
         callee = context.declare_function(module, dispatcher.outside)
-        entry = ir.Function(module, ir.FunctionType(word, [word]), ENTRY + callee.name)
+        entry = ir.Function(module, ir.FunctionType(word_type, [word_type]), ENTRY + callee.name)
         builder = ir.IRBuilder(entry.append_basic_block())
         out = [builder.alloca(arg.type.pointee) for arg in callee.args[:2]]
         call_args = list[Any]()
         for i, arg in enumerate(callee.args[2:]):
-            place = builder.add(entry.args[0], word(8 * i))
-            call_args.append(builder.load(builder.inttoptr(place, arg.type.as_pointer())))
+            word_address = builder.add(entry.args[0], word_type(8 * i))
+            call_args.append(builder.load(builder.inttoptr(word_address, arg.type.as_pointer())))
         status = builder.call(callee, [*out, *call_args])
         bad = builder.icmp_signed("!=", status, status.type(0))
-        if out[0].type.pointee == word:
-            bad = builder.or_(bad, builder.icmp_signed(">=", builder.load(out[0]), word(0)))
-        builder.ret(builder.zext(bad, word))
+        if out[0].type.pointee == word_type:
+            bad = builder.or_(bad, builder.icmp_signed(">=", builder.load(out[0]), word_type(0)))
+        builder.ret(builder.zext(bad, word_type))
     llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    return bytes(target.emit_object(llvm.parse_assembly(str(module))))
+    target_machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return bytes(target_machine.emit_object(llvm.parse_assembly(str(module))))
 
 
 # ---- without numba ---------------------------------------------------------------------------------------------
 
 
 @cache
-def numbas(name: str) -> Any:
+def numba_module(name: str) -> Any:
     """A module of numba's C code, loaded without those around it."""
     if name not in sys.modules:
-        folder = folder_of("numba").joinpath(*name.split(".")[1:-1])
+        folder = package_folder("numba").joinpath(*name.split(".")[1:-1])
         spec = FileFinder(str(folder), (ExtensionFileLoader, EXTENSION_SUFFIXES)).find_spec(name)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module_from_spec(spec)
@@ -162,95 +168,95 @@ def numbas(name: str) -> Any:
 
 
 @cache
-def engine() -> Any:
+def object_loader() -> Any:
     """LLVM's loader of objects, which knows the functions that wrappers call."""
     import llvmlite.binding as llvm
 
-    for module, prefix in HELPERS.items():
-        for name, address in numbas(module).c_helpers.items():
-            llvm.add_symbol(name if name.startswith("_") else prefix + name, address)
-    llvm.add_symbol("packtrain_pool", ADDRESS)
+    for module, symbol_prefix in HELPER_MODULES.items():
+        for name, helper_address in numba_module(module).c_helpers.items():
+            llvm.add_symbol(name if name.startswith("_") else symbol_prefix + name, helper_address)
+    llvm.add_symbol("packtrain_pool", WORDS_ADDRESS)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+    target_machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine)
 
 
-def load(name: str, folder: Path, checksum: str, itself: Callable[[str], Any]) -> Any:
+def load(name: str, folder: Path, checksum: str, load_with_numba: Callable[[str], Any]) -> Any:
     """A module of what `save` wrote; it has any other attribute from `itself(name)`, the module with numba.
 
     Raises Damaged if it is not what was written, which LLVM does not survive.
     """
-    written = (folder / FILE).read_bytes()
-    if sha256(written).hexdigest() != checksum:
-        raise Damaged
+    pickled = (folder / CODE_FILE).read_bytes()
+    if sha256(pickled).hexdigest() != checksum:
+        raise DamagedCacheError
 
-    def other(attribute: str) -> Any:
-        if attribute.startswith("_"):
-            raise AttributeError(f"{name} has no attribute {attribute}")
-        return getattr(itself(name), attribute)
+    def other_attribute(attribute_name: str) -> Any:
+        if attribute_name.startswith("_"):
+            raise AttributeError(f"{name} has no attribute {attribute_name}")
+        return getattr(load_with_numba(name), attribute_name)
 
-    kernels, code, shown, constants = pickle.loads(written)
+    kernels, entries_code, shown, constants = pickle.loads(pickled)
     module = ModuleType(name)
     for kernel in kernels:
-        functions[kernel[0]] = bound(module, Kernel(*kernel))
-    with_entries(code, [Kernel(*kernel) for kernel in kernels])
-    vars(module).update(constants, __getattr__=other)
+        functions[kernel[0]] = bind_kernel(module, CompiledKernel(*kernel))
+    load_entries(entries_code, [CompiledKernel(*kernel) for kernel in kernels])
+    vars(module).update(constants, __getattr__=other_attribute)
     vars(module).update({attribute: functions[symbol] for attribute, symbol in shown.items()})
     return module
 
 
-def bound(module: ModuleType, kernel: Kernel) -> Callable[..., Any]:
+def bind_kernel(module: ModuleType, kernel: CompiledKernel) -> Callable[..., Any]:
     """The kernel as a function, and known to others by its symbol."""
     import llvmlite.binding as llvm
 
-    loader, dynamic = engine(), numbas("numba._dynfunc")
-    loader.add_object_file(llvm.ObjectFileRef.from_data(kernel.code))
-    llvm.add_symbol(kernel.symbol, loader.get_function_address(kernel.function))
-    environment = dynamic.Environment({})
-    place = loader.get_global_value_address(kernel.environment)
-    ctypes.c_void_p.from_address(place).value = id(environment)
-    lasting.append(environment)
-    address = loader.get_function_address(kernel.wrapper)
+    code_loader, dynfunc = object_loader(), numba_module("numba._dynfunc")
+    code_loader.add_object_file(llvm.ObjectFileRef.from_data(kernel.code))
+    llvm.add_symbol(kernel.symbol, code_loader.get_function_address(kernel.function_symbol))
+    environment = dynfunc.Environment({})
+    environment_address = code_loader.get_global_value_address(kernel.environment_symbol)
+    ctypes.c_void_p.from_address(environment_address).value = id(environment)
+    live_objects.append(environment)
+    wrapper_address = code_loader.get_function_address(kernel.wrapper_symbol)
     name = kernel.symbol.rpartition(".")[2]
-    function = dynamic.make_function(module, name, kernel.symbol, address, environment, ())
-    checking = "calls" in os.environ.get("PACKTRAIN_DEBUG", "").split(",")
-    return checked(function, kernel) if checking else function
+    function = dynfunc.make_function(module, name, kernel.symbol, wrapper_address, environment, ())
+    is_checking = "calls" in os.environ.get("PACKTRAIN_DEBUG", "").split(",")
+    return with_arg_checks(function, kernel) if is_checking else function
 
 
-def with_entries(code: bytes, kernels: Sequence[Kernel]) -> None:
+def load_entries(object_code: bytes, kernels: Sequence[CompiledKernel]) -> None:
     import llvmlite.binding as llvm
 
-    engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+    object_loader().add_object_file(llvm.ObjectFileRef.from_data(object_code))
     for kernel in kernels:
-        if has_entry(kernel.given):
-            address = engine().get_function_address(ENTRY + kernel.symbol)
-            entered[functions[kernel.symbol]] = address, kernel
+        if has_entry(kernel.arg_types):
+            entry_address = object_loader().get_function_address(ENTRY + kernel.symbol)
+            entered[functions[kernel.symbol]] = entry_address, kernel
 
 
-def words_of(kernel: Kernel, args: Sequence[Any]) -> list[int]:
+def arg_words(kernel: CompiledKernel, args: Sequence[Any]) -> list[int]:
     """Arguments as an entry takes them."""
-    words = list[int]()
-    for kind, value in zip(kernel.given, args, strict=True):
-        if isinstance(kind, Array):
+    entry_words = list[int]()
+    for arg_type, value in zip(kernel.arg_types, args, strict=True):
+        if isinstance(arg_type, ArrayArgType):
             # not __array_interface__, see ops.arrays.start_with
-            words += 0, 0, value.size, value.itemsize, value.ctypes.data
-            words += (*value.shape, *value.strides)
+            entry_words += 0, 0, value.size, value.itemsize, value.ctypes.data
+            entry_words += (*value.shape, *value.strides)
         else:
-            raw = struct.pack(NUMBERS[str(kind)], value).ljust(8, b"\0")
-            words.append(int.from_bytes(raw, "little", signed=True))
-    return words
+            raw_bytes = struct.pack(STRUCT_FORMATS[str(arg_type)], value).ljust(8, b"\0")
+            entry_words.append(int.from_bytes(raw_bytes, "little", signed=True))
+    return entry_words
 
 
-def checked(function: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
+def with_arg_checks(function: Callable[..., Any], kernel: CompiledKernel) -> Callable[..., Any]:
     """The function, which then refuses arrays of other types."""
 
-    def call(*args: Any) -> Any:
-        for number, (value, expected_type) in enumerate(zip(args, kernel.given, strict=True)):
-            if isinstance(expected_type, Array) and not expected_type.fits(value):
+    def checked_call(*args: Any) -> Any:
+        for arg_index, (arg, expected_type) in enumerate(zip(args, kernel.arg_types, strict=True)):
+            if isinstance(expected_type, ArrayArgType) and not expected_type.accepts(arg):
                 raise TypeError(
-                    f"{kernel.symbol}: argument {number} must be {expected_type}: {value.dtype} {value.shape}"
+                    f"{kernel.symbol}: argument {arg_index} must be {expected_type}: {arg.dtype} {arg.shape}"
                 )
         return function(*args)
 
-    return call
+    return checked_call

@@ -41,41 +41,41 @@ def dot_rows(y, a, b, accumulate, start, stop):
                 s0 = simd.fma(simd.load_part(row, p, k - p), simd.load_part(column, p, k - p), s0)
                 p += 16
             s = simd.total((s0 + s1) + (s2 + s3))
-            at = i * (y.strides[0] // 4) + j
-            simd.poke(y, at, simd.peek(y, at) + s if accumulate else s)
+            offset = i * (y.strides[0] // 4) + j
+            simd.poke(y, offset, simd.peek(y, offset) + s if accumulate else s)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64))
-def shares(m, n, count, unit, again, broad):
-    """Rows and columns of each of `count` tasks of an (m, n) product, such that computing and packing take least time.
+def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
+    """Rows and columns of each of `num_tasks` tasks of an (m, n) product, such that computing and packing take least time.
 
-    Columns are multiples of `unit`, up to `broad` of them a block; packing a value of b takes as long as `again`
+    Columns are multiples of `column_unit`, up to `broad` of them a block; packing a value of b takes as long as `column_cost`
     multiply-adds.
     """
-    min_work, rows, columns = i64(1) << 62, m, n
-    for down in range(1, count + 1):
-        if count % down == 0:
-            high = -(-m // (down * gemm.ROWS)) * gemm.ROWS
-            wide = -(-n // (count // down * unit)) * unit
-            work = high * (wide + PACKING * -(-wide // broad)) + again * wide
-            if work < min_work:
-                min_work, rows, columns = work, high, wide
-    return rows, columns
+    min_cost, task_rows, task_columns = i64(1) << 62, m, n
+    for row_tasks in range(1, num_tasks + 1):
+        if num_tasks % row_tasks == 0:
+            rows_each = -(-m // (row_tasks * gemm.ROWS)) * gemm.ROWS
+            wide = -(-n // (num_tasks // row_tasks * column_unit)) * column_unit
+            task_cost = rows_each * (wide + PACKING * -(-wide // broad)) + column_cost * wide
+            if task_cost < min_cost:
+                min_cost, task_rows, task_columns = task_cost, rows_each, wide
+    return task_rows, task_columns
 
 
 @kernel(types.UniTuple(i64, 2)(any_in2))
-def layout(x):
+def matrix_layout(x):
     """Whether x is a row-major matrix transposed (1) or not (0), and the stride of its rows."""
-    first, last = x.strides[0] // 4, x.strides[1] // 4
-    if (last == 1 or x.shape[1] <= 1) and (first >= x.shape[1] or x.shape[0] <= 1):
-        return 0, first
-    if (first == 1 or x.shape[0] <= 1) and (last >= x.shape[0] or x.shape[1] <= 1):
-        return 1, last
+    row_stride, column_stride = x.strides[0] // 4, x.strides[1] // 4
+    if (column_stride == 1 or x.shape[1] <= 1) and (row_stride >= x.shape[1] or x.shape[0] <= 1):
+        return 0, row_stride
+    if (row_stride == 1 or x.shape[0] <= 1) and (column_stride >= x.shape[0] or x.shape[1] <= 1):
+        return 1, column_stride
     raise ValueError("product: each matrix must have unit stride on one of its axes")
 
 
 @kernel(void(any_out2, any_in2, any_in2))
-def check(y, a, b):
+def check_shapes(y, a, b):
     if b.shape[0] != a.shape[1] or y.shape[0] != a.shape[0] or y.shape[1] != b.shape[1]:
         raise ValueError("product: shapes must be (M, K) @ (K, N) -> (M, N)")
     if y.size and y.strides[1] != 4 and y.shape[1] > 1:
@@ -83,29 +83,29 @@ def check(y, a, b):
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
-def block(y, a, b, accumulate, half, i, rows, j, columns):
+def block(y, a, b, accumulate, bf16, row_start, num_rows, col_start, num_columns):
     """y[i : i + rows, j : j + columns], cut off at the edges of y."""
     m, k = a.shape
     n = b.shape[1]
-    ta, lda = layout(a)
-    tb, ldb = layout(b)
+    ta, lda = matrix_layout(a)
+    tb, ldb = matrix_layout(b)
     ldy = y.strides[0] // 4
     beta = f32(1.0) if accumulate else f32(0.0)
-    source_a = simd.address(a, i if ta else i * lda)
-    source_b = simd.address(b, j * ldb if tb else j)
+    a_ptr = simd.address(a, row_start if ta else row_start * lda)
+    b_ptr = simd.address(b, col_start * ldb if tb else col_start)
     gemm.sgemm(
-        *(ta, tb, min(rows, m - i), min(columns, n - j), k),
-        *(source_a, lda, source_b, ldb, beta, simd.address(y, i * ldy + j), ldy, half),
+        *(ta, tb, min(num_rows, m - row_start), min(num_columns, n - col_start), k),
+        *(a_ptr, lda, b_ptr, ldb, beta, simd.address(y, row_start * ldy + col_start), ldy, bf16),
     )
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
-def block_task(y, a, b, accumulate, half, rows, columns, across, task):
-    block(y, a, b, accumulate, half, task // across * rows, rows, task % across * columns, columns)
+def product_block_task(y, a, b, accumulate, bf16, rows, columns, across, task):
+    block(y, a, b, accumulate, bf16, task // across * rows, rows, task % across * columns, columns)
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64))
-def product(y, a, b, accumulate, half):
+def product(y, a, b, accumulate, bf16):
     """y = a @ b, or y + a @ b.
 
         a  (M, K)  f32, unit stride on either axis
@@ -115,23 +115,23 @@ def product(y, a, b, accumulate, half):
     Up to 4 rows against a transposed b use dot products, bound by reading b once, unless half = 1: a and b are rounded
     to bf16, and their products summed in f32.
     """
-    check(y, a, b)
+    check_shapes(y, a, b)
     if y.size == 0:
         return
     m, k = a.shape
     n = b.shape[1]
-    if half == 0 and m <= FEW_ROWS and layout(b)[0] == 1 and layout(a)[0] == 0:
-        step = max(16, -(-(1 << 16) // max(k * m, 1)))
-        if n <= step:
+    if bf16 == 0 and m <= FEW_ROWS and matrix_layout(b)[0] == 1 and matrix_layout(a)[0] == 0:
+        columns_per_task = max(16, -(-(1 << 16) // max(k * m, 1)))
+        if n <= columns_per_task:
             dot_rows(y, a, b, accumulate, 0, n)
         else:
-            spans(dot_rows, (y, a, b, accumulate), n, step)
+            spans(dot_rows, (y, a, b, accumulate), n, columns_per_task)
         return
     count = threads()
     if m * n * k <= SMALL or count == 1:
-        block(y, a, b, accumulate, half, 0, m, 0, n)
+        block(y, a, b, accumulate, bf16, 0, m, 0, n)
         return
-    rows, columns = shares(m, n, count, LANES, PACKING, gemm.BROADEST if half else gemm.BROAD)
-    across = -(-n // columns)
-    task_args = (y, a, b, accumulate, half, rows, columns, across)
-    each(block_task, task_args, -(-m // rows) * across)
+    rows, columns = task_shape(m, n, count, LANES, PACKING, gemm.BROADEST if bf16 else gemm.BROAD)
+    tasks_across = -(-n // columns)
+    task_args = (y, a, b, accumulate, bf16, rows, columns, tasks_across)
+    each(product_block_task, task_args, -(-m // rows) * tasks_across)

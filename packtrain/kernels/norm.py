@@ -11,7 +11,7 @@ from packtrain.kernels.simd import LANES, in1, in2, out1, out2
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 14
 BLOCK = 1 << 13
-ROWS = 64  # rows that share one row of partial sums of dw
+ROWS_PER_BLOCK = 64  # rows that share one row of partial sums of dw
 COLUMNS = 256
 
 
@@ -29,16 +29,16 @@ def inverse_rms(x, width, eps):
 
 
 @kernel(void(out2, in2, in1, f32, i64, i64))
-def norm_rows(y, x, w, eps, start, stop):
+def norm_rows(y, x, w, eps, row_start, row_stop):
     width = x.shape[1]
-    for row in range(start, stop):
+    for row in range(row_start, row_stop):
         r = simd.splat(inverse_rms(simd.address(x, row * width), width, eps))
         for i in range(0, width, LANES):
-            left = width - i
-            v = simd.load_part(x, row * width + i, left) * r
+            num_left = width - i
+            v = simd.load_part(x, row * width + i, num_left) * r
             if w.size:
-                v *= simd.load_part(w, i, left)
-            simd.store_part(y, row * width + i, v, left)
+                v *= simd.load_part(w, i, num_left)
+            simd.store_part(y, row * width + i, v, num_left)
 
 
 @kernel(void(out2, in2, in1, f32))
@@ -55,14 +55,14 @@ def rms_norm(y, x, w, eps):
 @kernel(f32(i64, i64, i64, i64))
 def gradient_dot(dy, x, w, width):
     """sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
-    lanes = simd.splat(0.0)
+    lane_sums = simd.splat(0.0)
     for i in range(0, width, LANES):
-        left = width - i
-        g = simd.load_part(dy, i, left)
+        num_left = width - i
+        g = simd.load_part(dy, i, num_left)
         if w:
-            g *= simd.load_part(w, i, left)
-        lanes = simd.fma(g, simd.load_part(x, i, left), lanes)
-    return simd.total(lanes)
+            g *= simd.load_part(w, i, num_left)
+        lane_sums = simd.fma(g, simd.load_part(x, i, num_left), lane_sums)
+    return simd.total(lane_sums)
 
 
 @kernel(void(out2, out2, in2, in2, in1, in2, f32, i64))
@@ -72,43 +72,43 @@ def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
     All of a row's inputs are read before its dx is written, lane by lane.
     """
     n, width = x.shape
-    weight = simd.address(w, 0) if w.size else 0
-    for row in range(block * ROWS, min(n, (block + 1) * ROWS)):
-        source = simd.address(x, row * width)
-        inverse = inverse_rms(source, width, eps)
-        pull = f32(0.0)
+    weight_ptr = simd.address(w, 0) if w.size else 0
+    for row in range(block * ROWS_PER_BLOCK, min(n, (block + 1) * ROWS_PER_BLOCK)):
+        x_ptr = simd.address(x, row * width)
+        inv_rms = inverse_rms(x_ptr, width, eps)
+        pull_factor = f32(0.0)
         if dx.size:
-            dot = gradient_dot(simd.address(dy, row * width), source, weight, width)
-            pull = dot * inverse * inverse * inverse / f32(width)
-        r = simd.splat(inverse)
+            dot = gradient_dot(simd.address(dy, row * width), x_ptr, weight_ptr, width)
+            pull_factor = dot * inv_rms * inv_rms * inv_rms / f32(width)
+        r = simd.splat(inv_rms)
         for i in range(0, width, LANES):
-            left = width - i
-            at = row * width + i
-            d = simd.load_part(dy, at, left)
-            v = simd.load_part(x, at, left)
+            num_left = width - i
+            offset = row * width + i
+            d = simd.load_part(dy, offset, num_left)
+            v = simd.load_part(x, offset, num_left)
             if partial.size:
-                part = d * v * r
-                if row > block * ROWS:
-                    part += simd.load_part(partial, block * width + i, left)
-                simd.store_part(partial, block * width + i, part, left)
+                partial_lanes = d * v * r
+                if row > block * ROWS_PER_BLOCK:
+                    partial_lanes += simd.load_part(partial, block * width + i, num_left)
+                simd.store_part(partial, block * width + i, partial_lanes, num_left)
             if dx.size:
                 if w.size:
-                    d *= simd.load_part(w, i, left)
-                d = d * r - v * pull
+                    d *= simd.load_part(w, i, num_left)
+                d = d * r - v * pull_factor
                 if acc.size:
-                    d += simd.load_part(acc, at, left)
-                simd.store_part(dx, at, d, left)
+                    d += simd.load_part(acc, offset, num_left)
+                simd.store_part(dx, offset, d, num_left)
 
 
 @kernel(void(out1, in2, i64, i64, i64))
-def add_partials(dw, partial, count, start, stop):
+def sum_partials(dw, partial, count, start, stop):
     width = dw.size
     for i in range(start, stop, LANES):
-        left = stop - i
-        lanes = simd.splat(0.0)
-        for block in range(count):
-            lanes += simd.load_part(partial, block * width + i, left)
-        simd.store_part(dw, i, lanes, left)
+        num_left = stop - i
+        lane_sums = simd.splat(0.0)
+        for block_index in range(count):
+            lane_sums += simd.load_part(partial, block_index * width + i, num_left)
+        simd.store_part(dw, i, lane_sums, num_left)
 
 
 @kernel(void(out2, out1, out2, in2, in2, in1, in2, f32))
@@ -123,46 +123,46 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
         partial  (ceil(N / 64), C) f32 workspace, or (0, 0) without dw
     """
     n, width = x.shape
-    blocks = -(-n // ROWS)
+    blocks = -(-n // ROWS_PER_BLOCK)
     if dw.size and partial.size < blocks * width:
         raise ValueError("rms_norm_back: partial must be (ceil(N / 64), C)")
     if n * width <= SERIAL:
-        for block in range(blocks):
-            norm_back_block(dx, partial, dy, x, w, acc, eps, block)
+        for block_index in range(blocks):
+            norm_back_block(dx, partial, dy, x, w, acc, eps, block_index)
     else:
         each(norm_back_block, (dx, partial, dy, x, w, acc, eps), blocks)
     if dw.size == 0:
         return
-    spans(add_partials, (dw, partial, blocks), width, COLUMNS if blocks * width > SERIAL else width)
+    spans(sum_partials, (dw, partial, blocks), width, COLUMNS if blocks * width > SERIAL else width)
 
 
 @kernel(types.UniTuple(f32, 2)(i64, i64, f32))
 def mean_and_inverse(x, width, eps):
     """The mean of the row at that address, and 1 / sqrt(variance + eps)."""
-    lanes = simd.splat(0.0)
+    lane_sums = simd.splat(0.0)
     for i in range(0, width, LANES):
-        lanes += simd.load_part(x, i, width - i)
-    mean = f32(simd.total(lanes) / max(width, 1))
-    lanes = simd.splat(0.0)
+        lane_sums += simd.load_part(x, i, width - i)
+    mean = f32(simd.total(lane_sums) / max(width, 1))
+    lane_sums = simd.splat(0.0)
     for i in range(0, width, LANES):
         v = simd.keep_first(simd.load_part(x, i, width - i) - mean, width - i, 0.0)
-        lanes = simd.fma(v, v, lanes)
-    return mean, f32(1.0 / math.sqrt(simd.total(lanes) / max(width, 1) + eps))
+        lane_sums = simd.fma(v, v, lane_sums)
+    return mean, f32(1.0 / math.sqrt(simd.total(lane_sums) / max(width, 1) + eps))
 
 
 @kernel(void(out2, in2, in1, in1, f32, i64, i64))
-def centred_rows(y, x, w, b, eps, start, stop):
+def layer_norm_rows(y, x, w, b, eps, row_start, row_stop):
     width = x.shape[1]
-    for row in range(start, stop):
-        mean, inverse = mean_and_inverse(simd.address(x, row * width), width, eps)
+    for row in range(row_start, row_stop):
+        mean, inv_std = mean_and_inverse(simd.address(x, row * width), width, eps)
         for i in range(0, width, LANES):
-            left = width - i
-            v = (simd.load_part(x, row * width + i, left) - mean) * inverse
+            num_left = width - i
+            v = (simd.load_part(x, row * width + i, num_left) - mean) * inv_std
             if w.size:
-                v *= simd.load_part(w, i, left)
+                v *= simd.load_part(w, i, num_left)
             if b.size:
-                v += simd.load_part(b, i, left)
-            simd.store_part(y, row * width + i, v, left)
+                v += simd.load_part(b, i, num_left)
+            simd.store_part(y, row * width + i, v, num_left)
 
 
 @kernel(void(out2, in2, in1, in1, f32))
@@ -173,4 +173,4 @@ def norm(y, x, w, b, eps):
     w, b  (C,)    f32, or (0,) for none
     """
     n, width = x.shape
-    spans(centred_rows, (y, x, w, b, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)
+    spans(layer_norm_rows, (y, x, w, b, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)

@@ -25,16 +25,16 @@ bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
 places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
 
 
-def emit_larger(builder, a, b):
+def emit_fast_max(builder, a, b):
     """One instruction on x86, unlike maximum; a NaN in b wins."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-larger = simd.lanewise(emit_larger, 2)
+larger = simd.lanewise(emit_fast_max, 2)
 
 
 @part(f32x16(f32x16))
-def power(x):
+def exp2(x):
     """2**x to 1.7e-7 for x < 128, 0 below -127."""
     x = larger(-127.0, x)
     t = x + 12582912.0
@@ -47,32 +47,32 @@ def power(x):
 
 
 @kernel(void(i64, i64, f32))
-def squash(scores, count, cap):
-    """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
-    for i in range(0, count, LANES):
+def softcap(scores, num_scores, cap):
+    """scores = cap * tanh(scores / cap), `num_scores` of them, whole vectors; -inf stays."""
+    for i in range(0, num_scores, LANES):
         x = simd.load(scores, i)
         simd.store(scores, i, simd.select_less(x, LOWEST, x, simd.tanh(x / cap) * cap))
 
 
 @kernel(void(i64, i64, i64, i64))
-def clear(x, stride, rows, width):
-    for i in range(rows):
+def clear_rows(x, stride, num_rows, width):
+    for i in range(num_rows):
         for d in range(0, width, LANES):
             simd.store_part(x, i * stride + d, simd.splat(0.0), width - d)
 
 
 @part(i64(bytes4, i64))
-def spare_of(x, width):
+def head_buffer_size(x, width):
     """Number of f32 that `heads` needs to convert a block."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
 @kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
-def heads(x, at, count, width, scratch_address):
-    """Address and stride of `count` heads from element `at` on, as f32: in place, or converted to `scratch_address`."""
-    base, line = x.ctypes.data, x.shape[2] * width
+def load_heads(x, at, num_heads, width, scratch_address):
+    """Address and stride of `num_heads` heads from element `at` on, as f32: in place, or converted to `scratch_address`."""
+    base_ptr, row_stride = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
-        return base + 4 * at, line
-    for j in range(count):
-        f16(scratch_address + 4 * j * width, base + 2 * (at + j * line), width)
+        return base_ptr + 4 * at, row_stride
+    for j in range(num_heads):
+        f16(scratch_address + 4 * j * width, base_ptr + 2 * (at + j * row_stride), width)
     return scratch_address, width

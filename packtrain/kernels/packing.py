@@ -11,9 +11,9 @@ from numba import types
 from packtrain.kernels.call import kernel, part
 
 i64, void, boolean = types.int64, types.void, types.boolean
-line, table = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+line_type, table_type = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 
-NONE, FOUND, STOPPED = 0, 1, 2
+NONE, SOLVED, STOPPED = 0, 1, 2
 KEY = 62  # bits of a key
 FIRST, LAST, SIZE, RANK = 0, 1, 2, 3  # rows of buffers
 WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # limits
@@ -21,29 +21,29 @@ WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # limits
 TOTAL, CROSSING, FILLED = 0, 1, 2
 
 
-@kernel(void(line, i64, i64))
-def sort(keys, start, stop):
+@kernel(void(line_type, i64, i64))
+def sort_keys(keys, key_start, key_stop):
     """Shellsort: short, in place, and fast for the few hundred keys of a frame."""
     gap = 1
-    while 3 * gap + 1 < stop - start:
+    while 3 * gap + 1 < key_stop - key_start:
         gap = 3 * gap + 1
     while gap > 0:
-        for i in range(start + gap, stop):
-            key, to = keys[i], i
-            while to >= start + gap and keys[to - gap] > key:
-                keys[to] = keys[to - gap]
-                to -= gap
-            keys[to] = key
+        for i in range(key_start + gap, key_stop):
+            key, insert_at = keys[i], i
+            while insert_at >= key_start + gap and keys[insert_at - gap] > key:
+                keys[insert_at] = keys[insert_at - gap]
+                insert_at -= gap
+            keys[insert_at] = key
         gap //= 3
 
 
 @part(i64(i64, i64), forceinline=True)
-def number(key, bits):
+def index_of(key, bits):
     return key & ((1 << bits) - 1)
 
 
-@part(void(table, table, i64, i64), forceinline=False)
-def count_in(buffers, sections, i, sign):
+@part(void(table_type, table_type, i64, i64), forceinline=False)
+def count_buffer(buffers, sections, i, sign):
     """Add buffer i to the unplaced ones, or remove it."""
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         sections[TOTAL, s] += sign * buffers[SIZE, i]
@@ -51,76 +51,76 @@ def count_in(buffers, sections, i, sign):
         sections[CROSSING, s] += sign
 
 
-@kernel(i64(table, table, line, i64, i64, i64, i64, i64, line))
-def lay(buffers, sections, stack, top, count, c, free, bits, limits):
+@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, line_type))
+def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
     """Place buffer c of the frame: the others become the frame after it, lifted if they overlap it; returns how many.
 
     Their keys before and, sorted, after go to `free`, for `take_back`. Keys above the new floor stay where they are.
     """
-    key, end = stack[top + c], top + count
-    i, low = number(key, bits), 2 * bits
-    floor = ((key >> low) + buffers[SIZE, i]) << low
-    count_in(buffers, sections, i, -1)
+    key, frame_end = stack[top + c], top + count
+    i, shift = index_of(key, bits), 2 * bits
+    floor = ((key >> shift) + buffers[SIZE, i]) << shift
+    count_buffer(buffers, sections, i, -1)
     for d in range(top + c, top, -1):
         stack[d] = stack[d - 1]
     stack[top] = key
-    lifted, to, at = free, top + 1, top + 1
-    while at < end and stack[at] < floor:
-        j = number(stack[at], bits)
+    lifted_at, write_at, read_at = free, top + 1, top + 1
+    while read_at < frame_end and stack[read_at] < floor:
+        j = index_of(stack[read_at], bits)
         if buffers[FIRST, j] < buffers[LAST, i] and buffers[FIRST, i] < buffers[LAST, j]:
-            stack[lifted] = stack[at]
-            lifted += 1
+            stack[lifted_at] = stack[read_at]
+            lifted_at += 1
         else:
-            stack[to] = stack[at]
-            to += 1
-        at += 1
-    limits[WORK] -= at - top
-    n = lifted - free
-    for d in range(free, lifted):
-        stack[d + n] = floor | (stack[d] & ((1 << low) - 1))
-    sort(stack, lifted, lifted + n)
-    for d in range(lifted, lifted + n):  # merged with those that have been at the floor
-        while at < end and stack[at] < stack[d]:
-            stack[to] = stack[at]
-            to, at = to + 1, at + 1
-        stack[to] = stack[d]
-        to += 1
+            stack[write_at] = stack[read_at]
+            write_at += 1
+        read_at += 1
+    limits[WORK] -= read_at - top
+    n = lifted_at - free
+    for d in range(free, lifted_at):
+        stack[d + n] = floor | (stack[d] & ((1 << shift) - 1))
+    sort_keys(stack, lifted_at, lifted_at + n)
+    for d in range(lifted_at, lifted_at + n):  # merged with those that have been at the floor
+        while read_at < frame_end and stack[read_at] < stack[d]:
+            stack[write_at] = stack[read_at]
+            write_at, read_at = write_at + 1, read_at + 1
+        stack[write_at] = stack[d]
+        write_at += 1
     return n
 
 
-@kernel(void(table, table, line, i64, i64, i64, i64, i64))
-def take_back(buffers, sections, stack, top, c, free, n, bits):
+@kernel(void(table_type, table_type, line_type, i64, i64, i64, i64, i64))
+def undo_placement(buffers, sections, stack, top, c, free, n, bits):
     """Undo `lay`, which lifted n keys."""
-    first, last = top + 1, top + 1
+    first_lifted, last_lifted = top + 1, top + 1
     if n > 0:
-        while stack[first] < stack[free + n]:
-            first += 1
-        last = first
-        while stack[last] != stack[free + 2 * n - 1]:
-            last += 1
-        to, after = last, free + 2 * n - 1
-        for d in range(last, first - 1, -1):
-            if after >= free + n and stack[d] == stack[after]:
-                after -= 1
+        while stack[first_lifted] < stack[free + n]:
+            first_lifted += 1
+        last_lifted = first_lifted
+        while stack[last_lifted] != stack[free + 2 * n - 1]:
+            last_lifted += 1
+        write_at, after_at = last_lifted, free + 2 * n - 1
+        for d in range(last_lifted, first_lifted - 1, -1):
+            if after_at >= free + n and stack[d] == stack[after_at]:
+                after_at -= 1
             else:
-                stack[to] = stack[d]
-                to -= 1
-        d = first - 1
-        for before in range(free + n - 1, free - 1, -1):
-            while d > top and stack[d] > stack[before]:
-                stack[to] = stack[d]
-                to, d = to - 1, d - 1
-            stack[to] = stack[before]
-            to -= 1
+                stack[write_at] = stack[d]
+                write_at -= 1
+        d = first_lifted - 1
+        for before_at in range(free + n - 1, free - 1, -1):
+            while d > top and stack[d] > stack[before_at]:
+                stack[write_at] = stack[d]
+                write_at, d = write_at - 1, d - 1
+            stack[write_at] = stack[before_at]
+            write_at -= 1
     key = stack[top]
     for d in range(top, top + c):
         stack[d] = stack[d + 1]
     stack[top + c] = key
-    count_in(buffers, sections, number(key, bits), 1)
+    count_buffer(buffers, sections, index_of(key, bits), 1)
 
 
-@part(i64(table, table, i64), forceinline=False)
-def most_beside(buffers, sections, i):
+@part(i64(table_type, table_type, i64), forceinline=False)
+def max_beside(buffers, sections, i):
     """The most unplaced bytes of a section of buffer i, without its own."""
     max_total = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
@@ -128,154 +128,154 @@ def most_beside(buffers, sections, i):
     return max_total - buffers[SIZE, i]
 
 
-@part(boolean(table, table, i64, i64, i64, i64, i64), forceinline=False)
-def stays_under(buffers, sections, i, low, left, right, target):
-    """Whether all of the sections but what lies below, FILLED, fits above `low`; then buffer i lies below, too."""
+@part(boolean(table_type, table_type, i64, i64, i64, i64, i64), forceinline=False)
+def add_under(buffers, sections, i, offset, left, right, target):
+    """Whether all of the sections but what lies below, FILLED, fits above `offset`; then buffer i lies below, too."""
     for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
-        if low + sections[TOTAL, s] - sections[FILLED, s] > target:
+        if offset + sections[TOTAL, s] - sections[FILLED, s] > target:
             return False
         sections[FILLED, s] += buffers[SIZE, i]
     return True
 
 
-@kernel(boolean(table, table, line, i64, i64, i64, i64, i64, i64, i64))
-def fits(buffers, sections, stack, top, count, least, target, bits, lifted, n):
-    """Whether a frame may still end below the target, if none of it will be placed before key `least`.
+@kernel(boolean(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, i64))
+def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at, n):
+    """Whether a frame may still end below the target, if none of it will be placed before key `min_key`.
 
     In each section, buffers that cannot be placed below h need their bytes above h, for every h. That is looked at
-    where buffers rose: the n keys that `lay` lifted, and those before `least`, to be lifted by one at its offset or
+    where buffers rose: the n keys that `lay` lifted, and those before `min_key`, to be lifted by one at its offset or
     higher.
     """
-    end, min_offset, cursor = top + count, least >> 2 * bits, top
+    frame_end, min_offset, cursor = top + count, min_key >> 2 * bits, top
     left, right = sections.shape[1], 0
-    while cursor < end and stack[cursor] < least:
-        i = number(stack[cursor], bits)
+    while cursor < frame_end and stack[cursor] < min_key:
+        i = index_of(stack[cursor], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
         cursor += 1
-    for d in range(lifted, lifted + n):
-        i = number(stack[d], bits)
+    for d in range(lifted_at, lifted_at + n):
+        i = index_of(stack[d], bits)
         left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
     if left >= right:
         return True
     for s in range(left, right):
         sections[FILLED, s] = 0
-    at, floor = cursor, stack[lifted] >> 2 * bits if n > 0 else min_offset
-    while at < end and stack[at] >> 2 * bits == min_offset:
-        if not stays_under(
-            buffers, sections, number(stack[at], bits), min_offset, left, right, target
+    read_at, floor = cursor, stack[lifted_at] >> 2 * bits if n > 0 else min_offset
+    while read_at < frame_end and stack[read_at] >> 2 * bits == min_offset:
+        if not add_under(
+            buffers, sections, index_of(stack[read_at], bits), min_offset, left, right, target
         ):
             return False
-        at += 1
+        read_at += 1
     for d in range(top, cursor):
-        if not stays_under(
-            buffers, sections, number(stack[d], bits), min_offset + 1, left, right, target
+        if not add_under(
+            buffers, sections, index_of(stack[d], bits), min_offset + 1, left, right, target
         ):
             return False
-    while at < end and stack[at] >> 2 * bits <= floor:
-        i, low = number(stack[at], bits), stack[at] >> 2 * bits
-        if not stays_under(buffers, sections, i, low, left, right, target):
+    while read_at < frame_end and stack[read_at] >> 2 * bits <= floor:
+        i, offset = index_of(stack[read_at], bits), stack[read_at] >> 2 * bits
+        if not add_under(buffers, sections, i, offset, left, right, target):
             return False
-        at += 1
+        read_at += 1
     return True
 
 
-@kernel(i64(table, table, line, i64, i64, i64, i64, i64, i64, line))
-def choose(buffers, sections, stack, top, count, to, left, right, bits, lows):
+@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, line_type))
+def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, bits, offsets):
     """A frame of the buffers between two edges, ranked by RANK, then by the fullest of their sections, then number."""
-    end, low = to, 2 * bits
-    highest = (1 << (KEY - low)) - 1
+    new_end, shift = to, 2 * bits
+    max_total = (1 << (KEY - shift)) - 1
     for d in range(top, top + count):
-        i = number(stack[d], bits)
-        if left <= buffers[FIRST, i] and buffers[LAST, i] <= right:
-            fullest = most_beside(buffers, sections, i) + buffers[SIZE, i]
-            lows[i] = stack[d] >> low
-            stack[end] = buffers[RANK, i] << (KEY - bits) | (highest - fullest) << bits | i
-            end += 1
-    sort(stack, to, end)
-    for rank in range(end - to):
-        i = number(stack[to + rank], bits)
-        stack[to + rank] = lows[i] << low | rank << bits | i
-    sort(stack, to, end)
-    return end - to
+        i = index_of(stack[d], bits)
+        if left_edge <= buffers[FIRST, i] and buffers[LAST, i] <= right_edge:
+            fullest = max_beside(buffers, sections, i) + buffers[SIZE, i]
+            offsets[i] = stack[d] >> shift
+            stack[new_end] = buffers[RANK, i] << (KEY - bits) | (max_total - fullest) << bits | i
+            new_end += 1
+    sort_keys(stack, to, new_end)
+    for rank in range(new_end - to):
+        i = index_of(stack[to + rank], bits)
+        stack[to + rank] = offsets[i] << shift | rank << bits | i
+    sort_keys(stack, to, new_end)
+    return new_end - to
 
 
-@part(i64(table, i64, i64), forceinline=False)
-def edge(sections, after, right):
-    """The next section that no buffer enters from its left; or `right`."""
-    for s in range(after + 1, right):
+@part(i64(table_type, i64, i64), forceinline=False)
+def edge(sections, left_edge, right_edge):
+    """The next section that no buffer enters from its left; or `right_edge`."""
+    for s in range(left_edge + 1, right_edge):
         if sections[CROSSING, s] == 0:
             return s
-    return right
+    return right_edge
 
 
-@part(boolean(table, line, i64, i64, i64), forceinline=False)
+@part(boolean(table_type, line_type, i64, i64, i64), forceinline=False)
 def has_twin(buffers, stack, top, c, bits):
     """Whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
-    i = number(stack[top + c], bits)
+    i = index_of(stack[top + c], bits)
     for d in range(top + c - 1, top - 1, -1):
         if stack[d] >> 2 * bits != stack[top + c] >> 2 * bits:
             return False
-        j = number(stack[d], bits)
+        j = index_of(stack[d], bits)
         equal = buffers[FIRST, i] == buffers[FIRST, j] and buffers[LAST, i] == buffers[LAST, j]
         if equal and buffers[SIZE, i] == buffers[SIZE, j]:
             return True
     return False
 
 
-@part(i64(table, line, i64, i64, i64), forceinline=False)
+@part(i64(table_type, line_type, i64, i64, i64), forceinline=False)
 def lowest_top(buffers, stack, top, count, bits):
     """The lowest end that a buffer of the frame can have: one that began above it would leave room for it."""
     lowest = 1 << KEY
     for d in range(top, top + count):
         if stack[d] >> 2 * bits >= lowest:
             break
-        lowest = min(lowest, (stack[d] >> 2 * bits) + buffers[SIZE, number(stack[d], bits)])
+        lowest = min(lowest, (stack[d] >> 2 * bits) + buffers[SIZE, index_of(stack[d], bits)])
     return lowest
 
 
-@kernel(i64(table, table, line, i64, i64, i64, i64, i64, i64, table, line))
-def search(buffers, sections, stack, top, count, free, left, right, least, offsets, limits):
-    """Place a frame, from key `least` on: FOUND with offsets[0] filled in, NONE, or STOPPED."""
+@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, table_type, line_type))
+def search(buffers, sections, stack, top, count, free, left, right, min_key, offsets, limits):
+    """Place a frame, from key `min_key` on: FOUND with offsets[0] filled in, NONE, or STOPPED."""
     target, bits = limits[TARGET], limits[BITS]
-    roof = lowest_top(buffers, stack, top, count, bits)
+    max_offset = lowest_top(buffers, stack, top, count, bits)
     for c in range(count):
         key = stack[top + c]
-        low, i = key >> 2 * bits, number(key, bits)
-        if low >= roof:
+        offset, i = key >> 2 * bits, index_of(key, bits)
+        if offset >= max_offset:
             break
-        if key < least or has_twin(buffers, stack, top, c, bits):
+        if key < min_key or has_twin(buffers, stack, top, c, bits):
             continue
         limits[WORK] -= 1 + buffers[LAST, i] - buffers[FIRST, i]
         if limits[WORK] < 0 or limits[STOP] != 0 or free + 3 * count > len(stack):
             return STOPPED
-        neighbor_nbytes = most_beside(buffers, sections, i)
-        possible = low + buffers[SIZE, i] + neighbor_nbytes <= target
+        neighbor_nbytes = max_beside(buffers, sections, i)
+        possible = offset + buffers[SIZE, i] + neighbor_nbytes <= target
         if possible:
             rest, size = top + 1, count - 1
-            n = lay(buffers, sections, stack, top, count, c, free, bits, limits)
+            n = place_buffer(buffers, sections, stack, top, count, c, free, bits, limits)
             possible = fits(buffers, sections, stack, rest, size, key, target, bits, free + n, n)
-            offsets[0, i] = low
-            status, a = FOUND if possible else NONE, left
+            offsets[0, i] = offset
+            status, a = SOLVED if possible else NONE, left
             is_single_part = edge(sections, buffers[FIRST, i], buffers[LAST, i]) == buffers[LAST, i]
-            while status == FOUND and a < right:
+            while status == SOLVED and a < right:
                 b, to, m, start, room = right, rest, size, key, free + 2 * n
                 if not is_single_part:
-                    b, to, start = edge(sections, a, right), room, low << 2 * bits
-                    m = choose(buffers, sections, stack, rest, size, to, a, b, bits, offsets[1])
+                    b, to, start = edge(sections, a, right), room, offset << 2 * bits
+                    m = rank_keys(buffers, sections, stack, rest, size, to, a, b, bits, offsets[1])
                     limits[WORK], room = limits[WORK] - count, to + m
                 status = search(buffers, sections, stack, to, m, room, a, b, start, offsets, limits)
                 a = b
-            take_back(buffers, sections, stack, top, c, free, n, bits)
+            undo_placement(buffers, sections, stack, top, c, free, n, bits)
             if status != NONE:
                 return status
         is_viable = possible or fits(buffers, sections, stack, top, count, key, target, bits, 0, 0)
         # it hinders no other, or all that is left is too much
         if neighbor_nbytes == 0 or not is_viable:
             break
-    return NONE if count else FOUND
+    return NONE if count else SOLVED
 
 
-@kernel(i64(table, table, line, table, line))
+@kernel(i64(table_type, table_type, line_type, table_type, line_type))
 def pack(buffers, sections, stack, offsets, limits):
     """Offsets below a target height, in units: FOUND; NONE if there are none; STOPPED: no work or stack is left.
 
@@ -285,39 +285,39 @@ def pack(buffers, sections, stack, offsets, limits):
     offsets   (2, n)  the result and scratch
     limits    (4,)    keys and sections to look at, decremented; not 0: stop; the target; the bits of a number
     """
-    n, count, bits = buffers.shape[1], sections.shape[1], limits[BITS]
+    n, num_sections, bits = buffers.shape[1], sections.shape[1], limits[BITS]
     for i in range(n):
-        count_in(buffers, sections, i, 1)
+        count_buffer(buffers, sections, i, 1)
         stack[i] = i
-    for s in range(count):
+    for s in range(num_sections):
         if sections[TOTAL, s] > limits[TARGET]:
             return NONE
-    choose(buffers, sections, stack, 0, n, n, 0, count, bits, offsets[1])
-    return search(buffers, sections, stack, n, n, 2 * n, 0, count, 0, offsets, limits)
+    rank_keys(buffers, sections, stack, 0, n, n, 0, num_sections, bits, offsets[1])
+    return search(buffers, sections, stack, n, n, 2 * n, 0, num_sections, 0, offsets, limits)
 
 
 # ---- heuristics for many buffers -------------------------------------------------------------------------------
 
 START, END, NBYTES = 0, 1, 2  # columns of lives
 BOTTOM, TOP = 2, 3  # columns of placed, after START and END
-KEYS, FIRST_START, LAST_END, LEAST = 0, 1, 2, 3  # columns of left
-BLOCK = 128
+KEYS, FIRST_START, LAST_END, MIN_KEY = 0, 1, 2, 3  # columns of left
+BLOCK_SIZE = 128
 
 
-@part(i64(table, i64, i64), forceinline=False)
+@part(i64(table_type, i64, i64), forceinline=False)
 def first_above(placed, n, floor):
     """The first of n placed buffers whose bottom is not below the floor."""
-    low, high = 0, n
-    while low < high:
-        middle = (low + high) // 2
+    low_index, high_index = 0, n
+    while low_index < high_index:
+        middle = (low_index + high_index) // 2
         if placed[middle, BOTTOM] < floor:
-            low = middle + 1
+            low_index = middle + 1
         else:
-            high = middle
-    return low
+            high_index = middle
+    return low_index
 
 
-@kernel(i64(table, line, line, table, line))
+@kernel(i64(table_type, line_type, line_type, table_type, line_type))
 def first_fit(lives, order, offsets, placed, limits):
     """Offsets as those of `packing.pack.first_fit`: FOUND, or STOPPED.
 
@@ -328,69 +328,69 @@ def first_fit(lives, order, offsets, placed, limits):
         if limits[STOP] != 0:
             return STOPPED
         i = order[n]
-        start, end, size = lives[i, START], lives[i, END], lives[i, NBYTES]
+        life_start, life_end, size = lives[i, START], lives[i, END], lives[i, NBYTES]
         floor, at = 0, 0
         while at < n and placed[at, BOTTOM] - floor < size:  # higher ones leave room, too
-            if placed[at, START] < end and start < placed[at, END]:
+            if placed[at, START] < life_end and life_start < placed[at, END]:
                 floor = max(floor, placed[at, TOP])
             at += 1
         slot = first_above(placed, n, floor)
         for k in range(n, slot, -1):
             for column in range(4):
                 placed[k, column] = placed[k - 1, column]
-        placed[slot, START], placed[slot, END] = start, end
+        placed[slot, START], placed[slot, END] = life_start, life_end
         placed[slot, BOTTOM], placed[slot, TOP] = floor, floor + size
         offsets[i] = floor
-    return FOUND
+    return SOLVED
 
 
-@part(void(table, table, i64, i64), forceinline=False)
-def measure(lives, left, b, n):
+@part(void(table_type, table_type, i64, i64), forceinline=False)
+def measure_block(lives, blocks, b, n):
     """First start, last end and least key of a block; what has been placed does not count."""
-    start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
-    for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
-        if left[i, KEYS] < 1 << KEY:
-            start, end = min(start, lives[i, START]), max(end, lives[i, END])
-            min_key = min(min_key, left[i, KEYS])
-    left[b, FIRST_START], left[b, LAST_END], left[b, LEAST] = start, end, min_key
+    block_start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
+    for i in range(b * BLOCK_SIZE, min(n, (b + 1) * BLOCK_SIZE)):
+        if blocks[i, KEYS] < 1 << KEY:
+            block_start, end = min(block_start, lives[i, START]), max(end, lives[i, END])
+            min_key = min(min_key, blocks[i, KEYS])
+    blocks[b, FIRST_START], blocks[b, LAST_END], blocks[b, MIN_KEY] = block_start, end, min_key
 
 
-@part(void(table, table, i64, i64, i64, i64), forceinline=False)
-def lift(lives, left, start, end, floor, n):
+@part(void(table_type, table_type, i64, i64, i64, i64), forceinline=False)
+def lift_keys(lives, blocks, start, end, floor, n):
     """Raise the keys of what is alive during an interval to a floor."""
-    for b in range((n + BLOCK - 1) // BLOCK):
-        met = left[b, FIRST_START] < end and start < left[b, LAST_END]
-        if met and left[b, LEAST] < floor * n:
-            for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
-                if left[i, KEYS] < floor * n and lives[i, START] < end and start < lives[i, END]:
-                    left[i, KEYS] = floor * n + left[i, KEYS] % n
-            measure(lives, left, b, n)
+    for b in range((n + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        has_overlap = blocks[b, FIRST_START] < end and start < blocks[b, LAST_END]
+        if has_overlap and blocks[b, MIN_KEY] < floor * n:
+            for i in range(b * BLOCK_SIZE, min(n, (b + 1) * BLOCK_SIZE)):
+                if blocks[i, KEYS] < floor * n and lives[i, START] < end and start < lives[i, END]:
+                    blocks[i, KEYS] = floor * n + blocks[i, KEYS] % n
+            measure_block(lives, blocks, b, n)
 
 
-@kernel(i64(table, line, line, table, line))
-def skyline(lives, order, offsets, left, limits):
+@kernel(i64(table_type, line_type, line_type, table_type, line_type))
+def skyline(lives, order, offsets, blocks, limits):
     """Offsets as those of `packing.pack.skyline`, fastest if lives are sorted by start: FOUND, or STOPPED.
 
-    left  (n, 4)  scratch: its key for each buffer, then for each BLOCK of them first start, last end and least key
+    blocks  (n, 4)  scratch: its key for each buffer, then for each BLOCK of them first start, last end and least key
     """
     n = len(order)
     for rank in range(n):
-        left[order[rank], KEYS] = rank
-    blocks = (n + BLOCK - 1) // BLOCK
-    for b in range(blocks):
-        measure(lives, left, b, n)
+        blocks[order[rank], KEYS] = rank
+    num_blocks = (n + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for b in range(num_blocks):
+        measure_block(lives, blocks, b, n)
     for _ in range(n):
         if limits[STOP] != 0:
             return STOPPED
         b = 0
-        for other in range(1, blocks):
-            if left[other, LEAST] < left[b, LEAST]:
+        for other in range(1, num_blocks):
+            if blocks[other, MIN_KEY] < blocks[b, MIN_KEY]:
                 b = other
-        i = b * BLOCK
-        while left[i, KEYS] != left[b, LEAST]:
+        i = b * BLOCK_SIZE
+        while blocks[i, KEYS] != blocks[b, MIN_KEY]:
             i += 1
-        offsets[i] = left[i, KEYS] // n
-        left[i, KEYS] = 1 << KEY
-        measure(lives, left, b, n)
-        lift(lives, left, lives[i, START], lives[i, END], offsets[i] + lives[i, NBYTES], n)
-    return FOUND
+        offsets[i] = blocks[i, KEYS] // n
+        blocks[i, KEYS] = 1 << KEY
+        measure_block(lives, blocks, b, n)
+        lift_keys(lives, blocks, lives[i, START], lives[i, END], offsets[i] + lives[i, NBYTES], n)
+    return SOLVED

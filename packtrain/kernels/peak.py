@@ -7,54 +7,56 @@ from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import F32, I64, LANES, VECTOR, f32x16, in1, out1
 
-CHAINS = 12 if runtime.has("avx512f") else 6  # independent sums: enough to hide the latency
+CHAINS = (
+    12 if runtime.has_cpu_feature("avx512f") else 6
+)  # independent sums: enough to hide the latency
 i64, f32, void = types.int64, types.float32, types.void
 
 
 @simd.instruction(f32x16, i64, f32)
-def chains(builder, count, factor):
-    """The sum of CHAINS vectors after `count` rounds of v = v * factor + factor, all at once."""
-    before, factor_lanes = builder.block, simd.spread(builder, factor, VECTOR)
-    loop, after = (builder.append_basic_block(name) for name in ("round", "after"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    turn, vectors = builder.phi(I64), [builder.phi(VECTOR) for _ in range(CHAINS)]
-    now = [
+def fma_chains(builder, num_rounds, factor):
+    """The sum of CHAINS vectors after `num_rounds` rounds of v = v * factor + factor, all at once."""
+    entry_block, factor_lanes = builder.block, simd.spread(builder, factor, VECTOR)
+    loop_block, exit_block = (builder.append_basic_block(name) for name in ("round", "after"))
+    builder.branch(loop_block)
+    builder.position_at_end(loop_block)
+    round_index, vectors = builder.phi(I64), [builder.phi(VECTOR) for _ in range(CHAINS)]
+    new_vectors = [
         simd.call(builder, "llvm.fma.v16f32", VECTOR, v, factor_lanes, factor_lanes)
         for v in vectors
     ]
-    following = builder.add(turn, I64(1))
-    turn.add_incoming(I64(0), before)
-    turn.add_incoming(following, loop)
-    for i, (vector, value) in enumerate(zip(vectors, now, strict=True)):
-        vector.add_incoming(ir.Constant(VECTOR, [ir.Constant(F32, float(i))] * LANES), before)
-        vector.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-    builder.position_at_end(after)
-    total = now[0]
-    for value in now[1:]:
-        total = builder.fadd(total, value)
-    return total
+    next_round = builder.add(round_index, I64(1))
+    round_index.add_incoming(I64(0), entry_block)
+    round_index.add_incoming(next_round, loop_block)
+    for i, (vector, value) in enumerate(zip(vectors, new_vectors, strict=True)):
+        vector.add_incoming(ir.Constant(VECTOR, [ir.Constant(F32, float(i))] * LANES), entry_block)
+        vector.add_incoming(value, loop_block)
+    builder.cbranch(builder.icmp_signed("<", next_round, num_rounds), loop_block, exit_block)
+    builder.position_at_end(exit_block)
+    vector_sum = new_vectors[0]
+    for value in new_vectors[1:]:
+        vector_sum = builder.fadd(vector_sum, value)
+    return vector_sum
 
 
 @kernel(void(out1, f32, i64, i64))
-def multiply(y, factor, count, number):
-    simd.store(y, number * LANES, chains(count, factor))
+def multiply_chains(y, factor, num_rounds, number):
+    simd.store(y, number * LANES, fma_chains(num_rounds, factor))
 
 
 @kernel(void(out1, f32, i64))
-def multiply_adds(y, factor, count):
-    """`count` rounds of CHAINS vectors for each vector of y, one task each; y keeps what comes of it."""
-    each(multiply, (y, factor, count), y.size // LANES)
+def multiply_adds(y, factor, num_rounds):
+    """`num_rounds` rounds of CHAINS vectors for each vector of y, one task each; y keeps what comes of it."""
+    each(multiply_chains, (y, factor, num_rounds), y.size // LANES)
 
 
 @kernel(void(out1, in1, i64, i64))
-def copy(y, x, start, stop):
-    for i in range(start, stop, LANES):
+def copy_span(y, x, span_start, span_stop):
+    for i in range(span_start, span_stop, LANES):
         simd.store(y, i, simd.load(x, i))
 
 
 @kernel(void(out1, in1, i64))
-def copied(y, x, tasks):
+def copied(y, x, num_tasks):
     """y = x, of whole vectors, in equal parts on the threads."""
-    spans(copy, (y, x), y.size, -(-y.size // (tasks * LANES)) * LANES)
+    spans(copy_span, (y, x), y.size, -(-y.size // (num_tasks * LANES)) * LANES)

@@ -13,68 +13,80 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import crew
-from packtrain.kernels.runtime import roomy
+from packtrain.kernels.runtime import has_large_l2
 
 llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
 i32, i64, void = types.int32, types.int64, types.void
-BUSY, OPEN, INSIDE, WAITING, USED = crew.BUSY, crew.OPEN, crew.INSIDE, crew.WAITING, crew.USED
-TASK, GIVEN, THREADS, NUMBER, CREW = crew.TASK, crew.GIVEN, crew.THREADS, crew.NUMBER, crew.CREW
-OWN, NEXT, END, TIME, ASLEEP = crew.OWN, crew.NEXT, crew.END, crew.TIME, crew.ASLEEP
-BED, GATE, SIZE = crew.BED, crew.GATE, crew.SIZE
-PATIENCE = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
+IS_BUSY, OPEN, INSIDE, WAITING, USED = crew.IS_BUSY, crew.OPEN, crew.INSIDE, crew.WAITING, crew.USED
+TASK, TASK_ARGS, REGION_THREADS, NUMBER, NUM_STARTED = (
+    crew.TASK,
+    crew.TASK_ARGS,
+    crew.REGION_THREADS,
+    crew.NUMBER,
+    crew.NUM_STARTED,
+)
+THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP = (
+    crew.THREAD_WORDS,
+    crew.NEXT,
+    crew.END,
+    crew.TIME,
+    crew.IS_ASLEEP,
+)
+BED, MAIN_SEMAPHORE, SIZE = crew.BED, crew.MAIN_SEMAPHORE, crew.SIZE
+SPIN_NANOSECONDS = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
 # bytes of its stack that a thread touches first, to be measured with the kernels
-STACK = 3 << 19 if roomy() else 1 << 20
+STACK = 3 << 19 if has_large_l2() else 1 << 20
 
-llvmlite.binding.add_symbol("packtrain_pool", crew.ADDRESS)
+llvmlite.binding.add_symbol("packtrain_pool", crew.WORDS_ADDRESS)
 sem_wait = types.ExternalFunction("sem_wait", i32(i64))
 sem_post = types.ExternalFunction("sem_post", i32(i64))
 clock_gettime = types.ExternalFunction("clock_gettime", i32(i32, i64))
 
 
-def word(builder, index):
+def shared_word(builder, word_index):
     """The pointer to a shared word."""
-    name = "packtrain_pool"
-    first = builder.module.globals.get(name) or ir.GlobalVariable(builder.module, I64, name)
-    return builder.gep(first, [index])
+    symbol = "packtrain_pool"
+    first = builder.module.globals.get(symbol) or ir.GlobalVariable(builder.module, I64, symbol)
+    return builder.gep(first, [word_index])
 
 
-def of_word(emit, has_value):
+def atomic_intrinsic(emit, has_value):
     """An intrinsic (index, …): emit(builder, pointer, …) on a shared word, in one order for all threads."""
 
     def codegen(context, builder, sig, args):
-        return emit(builder, word(builder, args[0]), *args[1:])
+        return emit(builder, shared_word(builder, args[0]), *args[1:])
 
     if has_value:
-        return intrinsic(lambda typingctx, index, value: (i64(i64, i64), codegen))
-    return intrinsic(lambda typingctx, index: (i64(i64), codegen))
+        return intrinsic(lambda typingctx, word_index, value: (i64(i64, i64), codegen))
+    return intrinsic(lambda typingctx, word_index: (i64(i64), codegen))
 
 
-get = of_word(lambda builder, p: builder.load_atomic(p, "seq_cst", 8), 0)
-swap = of_word(lambda builder, p, v: builder.atomic_rmw("xchg", p, v, "seq_cst"), 1)
-add = of_word(lambda builder, p, v: builder.atomic_rmw("add", p, v, "seq_cst"), 1)
-place = of_word(lambda builder, p: builder.ptrtoint(p, I64), 0)
+load_word = atomic_intrinsic(lambda builder, p: builder.load_atomic(p, "seq_cst", 8), 0)
+swap_word = atomic_intrinsic(lambda builder, p, v: builder.atomic_rmw("xchg", p, v, "seq_cst"), 1)
+add_word = atomic_intrinsic(lambda builder, p, v: builder.atomic_rmw("add", p, v, "seq_cst"), 1)
+word_address = atomic_intrinsic(lambda builder, p: builder.ptrtoint(p, I64), 0)
 
 
 @intrinsic
-def rest(typingctx):
+def spin_pause(typingctx):
     """Wait for some nanoseconds."""
 
     def codegen(context, builder, sig, args):
-        form = ir.FunctionType(ir.VoidType(), [])
-        builder.asm(form, "\n".join([crew.REST[platform.machine()]] * 4), "", [], True)
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        builder.asm(function_type, "\n".join([crew.REST[platform.machine()]] * 4), "", [], True)
         return context.get_dummy_value()
 
     return void(), codegen
 
 
 @intrinsic
-def call_task(typingctx, task, given, number):
+def call_task(typingctx, task, task_args, task_index):
     """Call a function that `call.task_code` wrote."""
 
     def codegen(context, builder, sig, args):
-        form = ir.FunctionType(ir.VoidType(), [I64, I64])
-        builder.call(builder.inttoptr(args[0], form.as_pointer()), args[1:])
+        function_type = ir.FunctionType(ir.VoidType(), [I64, I64])
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
         return context.get_dummy_value()
 
     return void(i64, i64, i64), codegen
@@ -87,104 +99,107 @@ def touch_stack(typingctx):
     def codegen(context, builder, sig, args):
         room = builder.alloca(ir.ArrayType(ir.IntType(8), STACK))
         kinds = [room.type, ir.IntType(8), I64, ir.IntType(1)]
-        form = ir.FunctionType(ir.VoidType(), kinds)
-        fill = cgutils.get_or_insert_function(builder.module, form, "llvm.memset.p0.i64")
-        builder.call(fill, [room, kinds[1](0), I64(STACK), kinds[3](1)])  # 1: not to be left out
+        function_type = ir.FunctionType(ir.VoidType(), kinds)
+        memset = cgutils.get_or_insert_function(builder.module, function_type, "llvm.memset.p0.i64")
+        builder.call(memset, [room, kinds[1](0), I64(STACK), kinds[3](1)])  # 1: not to be left out
         return context.get_dummy_value()
 
     return void(), codegen
 
 
-inlined = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True}
+INLINE_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True}
 
 
-@njit(i64(), **inlined)
+@njit(i64(), **INLINE_OPTIONS)
 def threads():
     """How many threads a region uses."""
-    return get(USED)
+    return load_word(USED)
 
 
-@njit(i64(i64), **inlined)
-def nanoseconds(own):
-    clock_gettime(i32(1), place(own + TIME))
-    return get(own + TIME) * 1_000_000_000 + get(own + TIME + 1)
+@njit(i64(i64), **INLINE_OPTIONS)
+def nanoseconds(thread_slot):
+    clock_gettime(i32(1), word_address(thread_slot + TIME))
+    return load_word(thread_slot + TIME) * 1_000_000_000 + load_word(thread_slot + TIME + 1)
 
 
-@njit(void(i64, i64), **inlined)
-def work(first, threads):
+@njit(void(i64, i64), **INLINE_OPTIONS)
+def run_tasks(first_thread, num_threads):
     """Run the tasks of this thread, then what others have not begun."""
-    for step in range(threads):
-        slot = OWN + (first + step) % threads * SIZE
-        while get(slot + NEXT) < get(slot + END):
-            number = add(slot + NEXT, 1)
-            if number < get(slot + END):
-                call_task(get(TASK), get(GIVEN), number)
+    for thread_step in range(num_threads):
+        thread_slot = THREAD_WORDS + (first_thread + thread_step) % num_threads * SIZE
+        while load_word(thread_slot + NEXT) < load_word(thread_slot + END):
+            task_index = add_word(thread_slot + NEXT, 1)
+            if task_index < load_word(thread_slot + END):
+                call_task(load_word(TASK), load_word(TASK_ARGS), task_index)
 
 
-@njit(i64(i64, i64), **inlined)
-def called(thread, seen):
+@njit(i64(i64, i64), **INLINE_OPTIONS)
+def called(thread_index, last_region):
     """The number of the open region if this thread has work there and has not seen it, or 0."""
-    region = get(OPEN)
-    return region if region != seen and thread < get(THREADS) else 0
+    region = load_word(OPEN)
+    return region if region != last_region and thread_index < load_word(REGION_THREADS) else 0
 
 
-@njit(void(i64, i64), **inlined)
-def await_region(thread, seen):
-    slot = OWN + thread * SIZE
-    end = nanoseconds(slot) + PATIENCE
-    while called(thread, seen) == 0:
-        rest()
-        if nanoseconds(slot) > end:
-            swap(slot + ASLEEP, 1)
-            if called(thread, seen) == 0 or swap(slot + ASLEEP, 0) == 0:
-                sem_wait(place(slot + BED))
+@njit(void(i64, i64), **INLINE_OPTIONS)
+def await_region(thread_index, last_region):
+    thread_slot = THREAD_WORDS + thread_index * SIZE
+    deadline = nanoseconds(thread_slot) + SPIN_NANOSECONDS
+    while called(thread_index, last_region) == 0:
+        spin_pause()
+        if nanoseconds(thread_slot) > deadline:
+            swap_word(thread_slot + IS_ASLEEP, 1)
+            if called(thread_index, last_region) == 0 or swap_word(thread_slot + IS_ASLEEP, 0) == 0:
+                sem_wait(word_address(thread_slot + BED))
 
 
-@njit(void(), **inlined)
-def await_others():
+@njit(void(), **INLINE_OPTIONS)
+def await_region_end():
     """Until no thread is in the region."""
-    end = nanoseconds(OWN) + PATIENCE
-    while get(INSIDE) > 0:
-        rest()
-        if nanoseconds(OWN) > end:
-            swap(WAITING, 1)
-            if get(INSIDE) > 0 or swap(WAITING, 0) == 0:
-                sem_wait(place(GATE))
+    deadline = nanoseconds(THREAD_WORDS) + SPIN_NANOSECONDS
+    while load_word(INSIDE) > 0:
+        spin_pause()
+        if nanoseconds(THREAD_WORDS) > deadline:
+            swap_word(WAITING, 1)
+            if load_word(INSIDE) > 0 or swap_word(WAITING, 0) == 0:
+                sem_wait(word_address(MAIN_SEMAPHORE))
 
 
-def serve(thread):
+def serve(thread_index):
     """Never returns."""
     touch_stack()
-    seen = i64(0)
+    last_region = i64(0)
     while True:
-        await_region(thread, seen)
-        add(INSIDE, 1)
-        region = called(thread, seen)
+        await_region(thread_index, last_region)
+        add_word(INSIDE, 1)
+        region = called(thread_index, last_region)
         if region != 0:
-            work(thread, get(THREADS))
-            seen = region
-        if add(INSIDE, -1) == 1 and swap(WAITING, 0) == 1:
-            sem_post(place(GATE))
+            run_tasks(thread_index, load_word(REGION_THREADS))
+            last_region = region
+        if add_word(INSIDE, -1) == 1 and swap_word(WAITING, 0) == 1:
+            sem_post(word_address(MAIN_SEMAPHORE))
 
 
-def share_out(task, task_args, count):
+def run_region(task, task_args, num_tasks):
     """Run tasks 0 … count - 1."""
-    workers = min(threads(), get(CREW) + 1, count)
-    if workers <= 1 or swap(BUSY, 1) == 1:
-        for number in range(count):
-            call_task(task, task_args, number)
+    num_workers = min(threads(), load_word(NUM_STARTED) + 1, num_tasks)
+    if num_workers <= 1 or swap_word(IS_BUSY, 1) == 1:
+        for task_index in range(num_tasks):
+            call_task(task, task_args, task_index)
         return
-    swap(TASK, task)
-    swap(GIVEN, task_args)
-    swap(THREADS, workers)
-    for thread in range(workers):
-        swap(OWN + thread * SIZE + NEXT, thread * count // workers)
-        swap(OWN + thread * SIZE + END, (thread + 1) * count // workers)
-    swap(OPEN, add(NUMBER, 1) + 1)
-    for thread in range(1, workers):
-        if get(OWN + thread * SIZE + ASLEEP) == 1 and swap(OWN + thread * SIZE + ASLEEP, 0) == 1:
-            sem_post(place(OWN + thread * SIZE + BED))
-    work(0, workers)
-    swap(OPEN, 0)
-    await_others()
-    swap(BUSY, 0)
+    swap_word(TASK, task)
+    swap_word(TASK_ARGS, task_args)
+    swap_word(REGION_THREADS, num_workers)
+    for thread in range(num_workers):
+        swap_word(THREAD_WORDS + thread * SIZE + NEXT, thread * num_tasks // num_workers)
+        swap_word(THREAD_WORDS + thread * SIZE + END, (thread + 1) * num_tasks // num_workers)
+    swap_word(OPEN, add_word(NUMBER, 1) + 1)
+    for thread in range(1, num_workers):
+        if (
+            load_word(THREAD_WORDS + thread * SIZE + IS_ASLEEP) == 1
+            and swap_word(THREAD_WORDS + thread * SIZE + IS_ASLEEP, 0) == 1
+        ):
+            sem_post(word_address(THREAD_WORDS + thread * SIZE + BED))
+    run_tasks(0, num_workers)
+    swap_word(OPEN, 0)
+    await_region_end()
+    swap_word(IS_BUSY, 0)

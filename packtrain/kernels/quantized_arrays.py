@@ -12,18 +12,18 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.common.errors import InputError
-from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, dtype_of
-from packtrain.dtypes.neighbours import neighbours
+from packtrain.dtypes import PACKABLE, READABLE, WRITABLE, Dtype, dtype_of
+from packtrain.dtypes.neighbours import neighbour_table
 
 
-class Stored(NamedTuple):
+class QuantizedBlocks(NamedTuple):
     """Values that are quantized already: blocks, and what they stand for."""
 
     blocks: np.ndarray
     values: np.ndarray
 
 
-class Weighed(NamedTuple):
+class WeightedValues(NamedTuple):
     """Values whose rounding errors count by a weight of each column."""
 
     values: np.ndarray
@@ -39,17 +39,17 @@ def dequantize(array: np.ndarray) -> np.ndarray:
     if dtype not in READABLE:
         raise ValueError(f"{dtype} cannot be read; supported are {', '.join(map(str, READABLE))}")
     values = np.empty(dtype.tensor_shape(array.shape), np.float32)
-    unpack(values, array)
+    unpack_into(values, array)
     return values
 
 
-def unpack(values: np.ndarray, array: np.ndarray) -> None:
+def unpack_into(values: np.ndarray, array: np.ndarray) -> None:
     """Write the values of an array of one of READABLE to a dense f32 array of its shape."""
     if array.size:
         packed = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        rows = values.reshape(-1, values.shape[-1] if array.ndim else 1)
-        compiled: Any = kernels.dequantize
-        compiled.rows(dtype_of(array).number, rows, packed.reshape(len(rows), -1))
+        value_rows = values.reshape(-1, values.shape[-1] if array.ndim else 1)
+        kernel_module: Any = kernels.dequantize
+        kernel_module.rows(dtype_of(array).number, value_rows, packed.reshape(len(value_rows), -1))
 
 
 def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None) -> np.ndarray:
@@ -59,10 +59,10 @@ def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None
     weights  (width,) by which errors of each column count, if the type can weigh them; finite, not below zero
     All but q4_K to q6_K are packed bit for bit as ggml's reference; with weights all that use them.
     """
-    packed, total, _ = quantize_measured(values, dtype, weights)
-    if dtype.quantized and not math.isfinite(total):
+    packed_array, square_sum, _ = quantize_measured(values, dtype, weights)
+    if dtype.quantized and not math.isfinite(square_sum):
         raise ValueError(f"values for {dtype} are not finite; a block holds finite ones only")
-    return packed
+    return packed_array
 
 
 def quantize_measured(
@@ -72,59 +72,59 @@ def quantize_measured(
 
     Rows that are not finite are not packed: the first sum shows them.
     """
-    if dtype not in (WRITABLE if weights is None else PACKED):
+    if dtype not in (WRITABLE if weights is None else PACKABLE):
         raise ValueError(
-            f"{dtype} cannot be written{' without weights' if dtype in PACKED else ''}; supported are "
+            f"{dtype} cannot be written{' without weights' if dtype in PACKABLE else ''}; supported are "
             + ", ".join(map(str, WRITABLE))
         )
     width = values.shape[-1]
     if width % dtype.block:
         raise ValueError(f"rows have {width} values; {dtype} packs {dtype.block} each")
-    packed = np.empty(dtype.array_shape(values.shape), dtype.numpy)
+    packed_array = np.empty(dtype.array_shape(values.shape), dtype.numpy)
     if not values.size:
-        return packed, 0.0, 0.0
+        return packed_array, 0.0, 0.0
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
     sums = np.empty((2, len(rows)))
     compiled: Any = kernels
-    raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
+    raw = packed_array.reshape(-1).view(np.uint8).reshape(len(rows), -1)
     importance = np.ascontiguousarray(() if weights is None else weights, np.float32)
     if "snap" in dtype.code:
-        compiled.snapping.rows(dtype.number, raw, sums, rows, importance, neighbours(dtype))
+        compiled.snapping.rows(dtype.number, raw, sums, rows, importance, neighbour_table(dtype))
     elif importance.size and "weigh" in dtype.code:
         compiled.weighing.rows(dtype.number, raw, sums, rows, importance)
     else:
         compiled.quantize.rows(dtype.number, raw, sums, rows)
-    total, wrong = sums.sum(axis=1)
-    return packed, float(total), float(wrong)
+    square_sum, error_sum = sums.sum(axis=1)
+    return packed_array, float(square_sum), float(error_sum)
 
 
 def packed(
     location: str,
-    parts: Iterable[np.ndarray | Stored | Weighed],
+    tensor_parts: Iterable[np.ndarray | QuantizedBlocks | WeightedValues],
     dtype: Dtype,
-    done: Callable[[float], None],
+    report_error: Callable[[float], None],
 ) -> Iterator[np.ndarray]:
-    """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
-    wrong = total = 0.0
-    for values in parts:
-        if isinstance(values, Stored):
-            part, size = values.blocks, squares(values.values)
-            error = squares(dequantize(part) - values.values)
-        elif isinstance(values, Weighed):
-            part, size, error = quantize_measured(values.values, dtype, values.weights)
+    """Convert parts of a tensor from f32; calls `report_error` with the rounding error. Raises InputError for bad values."""
+    error_sum = square_sum = 0.0
+    for part_values in tensor_parts:
+        if isinstance(part_values, QuantizedBlocks):
+            part, size = part_values.blocks, sum_of_squares(part_values.values)
+            error = sum_of_squares(dequantize(part) - part_values.values)
+        elif isinstance(part_values, WeightedValues):
+            part, size, error = quantize_measured(part_values.values, dtype, part_values.weights)
         else:
-            part, size, error = quantize_measured(values, dtype)
-        total += size
-        if not math.isfinite(total):
+            part, size, error = quantize_measured(part_values, dtype)
+        square_sum += size
+        if not math.isfinite(square_sum):
             raise InputError(f"{location} has values that are not finite; they must be")
-        wrong += error
-        if not math.isfinite(wrong):
+        error_sum += error
+        if not math.isfinite(error_sum):
             raise InputError(f"{location} has values too large for {dtype}; use another type")
         yield part
-    done(math.sqrt(wrong / total) if total else 0.0)
+    report_error(math.sqrt(error_sum / square_sum) if square_sum else 0.0)
 
 
-def squares(x: np.ndarray) -> float:
+def sum_of_squares(x: np.ndarray) -> float:
     """The sum of squares in f64, without a copy in f64."""
-    flat = x.reshape(-1)
-    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
+    flat_values = x.reshape(-1)
+    return float(np.einsum("i,i->", flat_values, flat_values, dtype=np.float64))

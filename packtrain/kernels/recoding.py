@@ -5,61 +5,61 @@ from numba import types
 from packtrain.kernels import bits, codes, simd
 from packtrain.kernels.call import kernel, part, spans, threads
 from packtrain.kernels.dequantize import packed2, row
-from packtrain.kernels.rooms import choice, explain, from_rooms
+from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
 from packtrain.kernels.simd import LANES, address, fma, in1, in2, load, peek, scratch, store
 
 i64, f32, void = types.int64, types.float32, types.void
-COLUMNS = 256  # at a time: whole blocks of every type
-LINE = 512  # their values, and by how much their codes are moved
-PARTS = 1 << 12  # by which codes are moved, in turn; COLUMNS more repeat the first ones
-TURN = 2654435761  # from row to row
-bytes2 = types.Array(types.uint8, 2, "C")
-explain(simd, bits, codes)
+CHUNK_COLUMNS = 256  # at a time: whole blocks of every type
+CHUNK_BUFFER = 512  # their values, and by how much their codes are moved
+NOISE_PERIOD = 1 << 12  # by which codes are moved, in turn; COLUMNS more repeat the first ones
+ROW_HASH = 2654435761  # from row to row
+bytes2_type = types.Array(types.uint8, 2, "C")
+bind_placeholders(simd, bits, codes)
 form = void(i64, i64, i64)
-recode = choice(from_rooms("recode", part(form, forceinline=False)), form, blocks=True)
+recode = choice(compile_role("recode", part(form, forceinline=False)), form, count_blocks=True)
 
 
 @part(i64(i64, i64))
-def place(i, j):
+def noise_offset(i, j):
     """Where the parts of row i lie, from column j on."""
-    return ((i * TURN >> 8) + j) & (PARTS - 1)
+    return ((i * ROW_HASH >> 8) + j) & (NOISE_PERIOD - 1)
 
 
-@kernel(void(bytes2, packed2, i64, in2, in2, f32, in1, i64, i64, i64))
-def some(y, w, kind, a, b, by, moved, first, start, stop):
+@kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64, i64, i64))
+def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
     """Rows start … stop."""
-    (rank, k), nbytes = a.shape, w.shape[1]
-    line = scratch(LINE)
-    for c in range(0, k, COLUMNS):
-        width = min(k - c, COLUMNS)
-        left, right = c * nbytes // k, (c + width) * nbytes // k
-        for i in range(start, stop):
-            for byte in range(left, right):
-                y[i, byte] = w[i, byte]
-            row(kind, line, w.ctypes.data + i * nbytes + left, width)
-            values, at = address(b, i * rank), place(first + i, c)
+    (rank, k), row_nbytes = a.shape, w.shape[1]
+    chunk_ptr = scratch(CHUNK_BUFFER)
+    for c in range(0, k, CHUNK_COLUMNS):
+        width = min(k - c, CHUNK_COLUMNS)
+        byte_start, byte_stop = c * row_nbytes // k, (c + width) * row_nbytes // k
+        for i in range(row_start, row_stop):
+            for byte_index in range(byte_start, byte_stop):
+                y[i, byte_index] = w[i, byte_index]
+            row(qtype, chunk_ptr, w.ctypes.data + i * row_nbytes + byte_start, width)
+            b_row, noise_start = address(b, i * rank), noise_offset(first + i, c)
             for j in range(0, width, 2 * LANES):
-                first_half, second_half = load(line, j), load(line, j + LANES)
+                first_half, second_half = load(chunk_ptr, j), load(chunk_ptr, j + LANES)
                 for r in range(rank):
-                    factor, column = by * peek(values, r), r * k + c + j
+                    factor, column = by * peek(b_row, r), r * k + c + j
                     first_half = fma(load(a, column), factor, first_half)
                     second_half = fma(load(a, column + LANES), factor, second_half)
-                store(line, j, first_half)
-                store(line, j + LANES, second_half)
-                store(line, COLUMNS + j, load(moved, at + j))
-                store(line, COLUMNS + j + LANES, load(moved, at + j + LANES))
-            recode(kind, y.ctypes.data + i * nbytes + left, line, width)
+                store(chunk_ptr, j, first_half)
+                store(chunk_ptr, j + LANES, second_half)
+                store(chunk_ptr, CHUNK_COLUMNS + j, load(noise, noise_start + j))
+                store(chunk_ptr, CHUNK_COLUMNS + j + LANES, load(noise, noise_start + j + LANES))
+            recode(qtype, y.ctypes.data + i * row_nbytes + byte_start, chunk_ptr, width)
 
 
-@kernel(void(bytes2, packed2, i64, in2, in2, f32, in1, i64))
-def add(y, w, kind, a, b, by, moved, first):
+@kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64))
+def add(y, w, qtype, a, b, by, noise, first):
     """y = w + by * b @ a in the blocks of w: its scales, and the nearest codes.
 
     w, y   (N, row bytes)      packed
     a      (R, K)              f32
     b      (N, R)              f32
-    moved  (PARTS + COLUMNS,)  f32, by which part of a step codes are moved, see `place`
+    noise  (PARTS + COLUMNS,)  f32, by which part of a step codes are moved, see `place`
     first  the number of the first row of a larger matrix, of which w has some rows
     """
     n = len(w)
-    spans(some, (y, w, kind, a, b, by, moved, first), n, -(-n // (threads() * LANES)) * LANES)
+    spans(add_rows, (y, w, qtype, a, b, by, noise, first), n, -(-n // (threads() * LANES)) * LANES)

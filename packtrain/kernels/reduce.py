@@ -7,48 +7,48 @@ from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import LANES, in1, in2, out1, out2
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-RUN = 8 * LANES  # elements added in f32 lanes before they go to f64
-PARTS = 64  # tasks of one sum
+VALUES_PER_RUN = 8 * LANES  # elements added in f32 lanes before they go to f64
+NUM_PARTS = 64  # tasks of one sum
 SERIAL = 1 << 15
 COLUMNS = 64  # columns of one task
-ROWS = 64  # rows added in f32 before they go to the sum over all rows
+ROWS_PER_RUN = 64  # rows added in f32 before they go to the sum over all rows
 
 
 @kernel(f64(in1, i64, i64, types.boolean))
-def span_sum(x, start, stop, squared):
+def span_sum(x, span_start, span_stop, use_squares):
     """The sum of x[start:stop], or of its squares."""
-    result = f64(0.0)
-    for run in range(start, stop, RUN):
-        lanes = simd.splat(0.0)
-        for i in range(run, min(run + RUN, stop), LANES):
-            v = simd.load_part(x, i, stop - i)
-            lanes += v * v if squared else v
-        result += f64(simd.total(lanes))
-    return result
+    run_sum = f64(0.0)
+    for run_start in range(span_start, span_stop, VALUES_PER_RUN):
+        lane_sums = simd.splat(0.0)
+        for i in range(run_start, min(run_start + VALUES_PER_RUN, span_stop), LANES):
+            v = simd.load_part(x, i, span_stop - i)
+            lane_sums += v * v if use_squares else v
+        run_sum += f64(simd.total(lane_sums))
+    return run_sum
 
 
 @kernel(void(i64, in1, i64, types.boolean, i64))
-def fold_part(parts, x, length, squared, t):
+def reduce_part(parts_ptr, x, part_length, use_squares, t):
     """Part t of a sum, as a pair of f32 (head and rest of an f64)."""
-    part = span_sum(x, t * length, min(x.size, (t + 1) * length), squared)
-    simd.poke(parts, 2 * t, f32(part))
-    simd.poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
+    part_sum = span_sum(x, t * part_length, min(x.size, (t + 1) * part_length), use_squares)
+    simd.poke(parts_ptr, 2 * t, f32(part_sum))
+    simd.poke(parts_ptr, 2 * t + 1, f32(part_sum - f64(f32(part_sum))))
 
 
 @kernel(void(out1, in1, types.boolean))
-def fold(y, x, squared):
+def reduce_sum(y, x, use_squares):
     """y[0] = the sum."""
     n = x.size
     if n <= SERIAL:
-        y[0] = f32(span_sum(x, 0, n, squared))
+        y[0] = f32(span_sum(x, 0, n, use_squares))
         return
-    parts = simd.scratch(128)
-    length = -(-n // (PARTS * RUN)) * RUN
-    each(fold_part, (parts, x, length, squared), PARTS)
-    result = f64(0.0)
-    for t in range(PARTS):
-        result += f64(simd.peek(parts, 2 * t)) + f64(simd.peek(parts, 2 * t + 1))
-    y[0] = f32(result)
+    parts_ptr = simd.scratch(128)
+    part_length = -(-n // (NUM_PARTS * VALUES_PER_RUN)) * VALUES_PER_RUN
+    each(reduce_part, (parts_ptr, x, part_length, use_squares), NUM_PARTS)
+    total_sum = f64(0.0)
+    for t in range(NUM_PARTS):
+        total_sum += f64(simd.peek(parts_ptr, 2 * t)) + f64(simd.peek(parts_ptr, 2 * t + 1))
+    y[0] = f32(total_sum)
 
 
 @kernel(void(out1, in1))
@@ -58,7 +58,7 @@ def sum_all(y, x):
     x  (N,)  f32
     y  (1,)  f32
     """
-    fold(y, x, False)
+    reduce_sum(y, x, False)
 
 
 @kernel(void(out1, in1))
@@ -68,24 +68,24 @@ def sum_squares(y, x):
     x  (N,)  f32
     y  (1,)  f32
     """
-    fold(y, x, True)
+    reduce_sum(y, x, True)
 
 
 @kernel(f64(i64, i64))
 def row_sum(x, width):
     """The sum of the row at that address."""
-    result = f64(0.0)
-    for run in range(0, width, RUN):
-        lanes = simd.splat(0.0)
-        for i in range(run, min(run + RUN, width), LANES):
-            lanes += simd.load_part(x, i, width - i)
-        result += f64(simd.total(lanes))
-    return result
+    run_sum = f64(0.0)
+    for run_start in range(0, width, VALUES_PER_RUN):
+        lane_sums = simd.splat(0.0)
+        for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
+            lane_sums += simd.load_part(x, i, width - i)
+        run_sum += f64(simd.total(lane_sums))
+    return run_sum
 
 
 @kernel(void(out1, in2, i64, i64))
-def row_sums(y, x, start, stop):
-    for row in range(start, stop):
+def row_sums(y, x, row_start, row_stop):
+    for row in range(row_start, row_stop):
         y[row] = f32(row_sum(simd.address(x, row * x.shape[1]), x.shape[1]))
 
 
@@ -104,14 +104,14 @@ def sum_rows(y, x):
 def columns_sum(y, x, start, stop):
     n, width = x.shape
     for i in range(start, stop, LANES):
-        left = stop - i
-        lanes = simd.splat(0.0)
-        for first in range(0, n, ROWS):
-            part = simd.splat(0.0)
-            for row in range(first, min(n, first + ROWS)):
-                part += simd.load_part(x, row * width + i, left)
-            lanes += part
-        simd.store_part(y, i, lanes, left)
+        num_left = stop - i
+        lane_sums = simd.splat(0.0)
+        for run_start in range(0, n, ROWS_PER_RUN):
+            run_sums = simd.splat(0.0)
+            for row in range(run_start, min(n, run_start + ROWS_PER_RUN)):
+                run_sums += simd.load_part(x, row * width + i, num_left)
+            lane_sums += run_sums
+        simd.store_part(y, i, lane_sums, num_left)
 
 
 @kernel(void(out1, in2))
@@ -126,14 +126,14 @@ def sum_cols(y, x):
 
 
 @kernel(void(out2, in2, types.boolean, i64, i64))
-def running_rows(y, x, reverse, start, stop):
+def running_rows(y, x, reverse, row_start, row_stop):
     width = x.shape[1]
-    for row in range(start, stop):
-        result = f64(0.0)
+    for row in range(row_start, row_stop):
+        running_sum = f64(0.0)
         for i in range(width):
-            at = row * width + (width - 1 - i if reverse else i)
-            result += f64(simd.peek(x, at))
-            simd.poke(y, at, f32(result))
+            offset = row * width + (width - 1 - i if reverse else i)
+            running_sum += f64(simd.peek(x, offset))
+            simd.poke(y, offset, f32(running_sum))
 
 
 @kernel(void(out2, in2, types.boolean))

@@ -12,60 +12,71 @@ from packtrain.kernels.bits import as_floats, i32x16, put_bytes, spread_bits, to
 from packtrain.kernels.call import each, kernel, part, part_of, spans, tasks_of, threads, words2
 from packtrain.kernels.code_panels import HIGH, WIDE
 from packtrain.kernels.codes import ROUND
-from packtrain.kernels.dot_tile import CODES_FORM, LARGEST, MORE, ROWS, VALUES, is_parted, share_of
-from packtrain.kernels.gemm import even
-from packtrain.kernels.octets import arranged_by_4, arranged_by_8, arranged_by_16, sums_at
-from packtrain.kernels.panels import turn16
-from packtrain.kernels.rooms import explain, from_rooms
+from packtrain.kernels.dot_tile import (
+    CODES_FORM,
+    LANES_NBYTES,
+    MAX_INTEGER,
+    ROWS,
+    VALUES,
+    codes_per_group,
+    needs_split_sums,
+)
+from packtrain.kernels.gemm import even_parts
+from packtrain.kernels.octets import reorder_by_4, reorder_by_8, reorder_by_16, sum_fours_at
+from packtrain.kernels.panels import transpose16
+from packtrain.kernels.rooms import bind_placeholders, compile_role
 from packtrain.kernels.simd import LANES, address, f32x16, in1, in2, load, out1, out2, poke, store
 
 i64, f32, void = types.int64, types.float32, types.void
 BLOCK = 32
-SMALL = 1 << 17  # below this many weights a parallel region does not pay
-SERIAL = 1 << 12  # below this many activations, either
-TINY = f32(1.1754944e-38)  # steps below are 0
-MOST_1, MOST_3 = f32(127), f32(LARGEST)
-OF_8, OF_4, OF_2, OF_1 = (ROWS[m] for m in (8, 4, 2, 1))
-TASKS = 8  # of each thread
+MIN_PARALLEL_WEIGHTS = 1 << 17  # below this many weights a parallel region does not pay
+MIN_PARALLEL_VALUES = 1 << 12  # below this many activations, either
+MIN_STEP = f32(1.1754944e-38)  # steps below are 0
+MAX_INT_1, MAX_INT_3 = f32(127), f32(MAX_INTEGER)
+COLUMNS_OF_8, COLUMNS_OF_4, COLUMNS_OF_2, COLUMNS_OF_1 = (ROWS[m] for m in (8, 4, 2, 1))
+TASKS_PER_THREAD = 8  # of each thread
 PANEL = 24  # rows of weights that all rows of x are multiplied with while they are in the cache
-explain(octets, simd, bits)
+bind_placeholders(octets, simd, bits)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
-CODES = from_rooms("codes", part(CODES_FORM))
-SCALES = from_rooms("scales", part(dot_tile.SCALES_FORM))
-tile, panel_tile = dot_tile.tiles(CODES, SCALES), code_panels.tiles(CODES)
-line = code_panels.lines(CODES, SCALES)
-DEEP, WIDEST = 1024, 256  # values of rows of a panel, and of the longest chunk
-LINE = (WIDEST + MORE) // 4  # f32 of one with its scales
-LINES, PANEL_SIZE = LANES * LINE, WIDE * LANES * DEEP // VALUES * (VALUES + MORE) // 4
-LESS, PARTED, WIDTH, SHARE, CHUNK = (np.zeros(64, np.int64) for _ in range(5))  # by kind
+CODES = compile_role("codes", part(CODES_FORM))
+SCALE_FUNCTIONS = compile_role("scales", part(dot_tile.SCALES_FORM))
+row_tile, chunk_tile = dot_tile.dot_tiles(CODES, SCALE_FUNCTIONS), code_panels.panel_tiles(CODES)
+emit_weight_line = code_panels.weight_lines(CODES, SCALE_FUNCTIONS)
+DEEP, MAX_CHUNK = 1024, 256  # values of rows of a panel, and of the longest chunk
+LINE_SIZE = (MAX_CHUNK + LANES_NBYTES) // 4  # f32 of one with its scales
+LINES, PANEL_SIZE = LANES * LINE_SIZE, WIDE * LANES * DEEP // VALUES * (VALUES + LANES_NBYTES) // 4
+CODE_BIAS, IS_SPLIT, WIDTH, SHARE, CHUNK = (np.zeros(64, np.int64) for _ in range(5))  # by kind
 for dtype in CODES:
     CHUNK[dtype.number] = dtype.block_nbytes * max(1, VALUES // dtype.block)
-    LESS[dtype.number], PARTED[dtype.number] = dtype.code["codes"].less, is_parted(dtype, 3)
-    WIDTH[dtype.number], SHARE[dtype.number] = dot_tile.width_of(dtype), share_of(dtype)
+    CODE_BIAS[dtype.number], IS_SPLIT[dtype.number] = (
+        dtype.code["codes"].code_offset,
+        needs_split_sums(dtype, 3),
+    )
+    WIDTH[dtype.number], SHARE[dtype.number] = dot_tile.width_of(dtype), codes_per_group(dtype)
 
 
 @part(i64(i64, i64))
 def nbytes(n, planes):
     """Of n integers; lines that are longer take less."""
-    return (n + VALUES - 1) // VALUES * (VALUES * planes + 3 * MORE)
+    return (n + VALUES - 1) // VALUES * (VALUES * planes + 3 * LANES_NBYTES)
 
 
 @part(f32(i64, f32))
-def step_of(x, most):
-    """Of 32 values: the largest becomes `most`. NaN if not all are finite."""
+def block_step(x, max_code):
+    """Of 32 values: the largest becomes `max_code`. NaN if not all are finite."""
     a, b = load(x, 0), load(x, LANES)
-    d = simd.largest(simd.maximum(simd.absolute(a), simd.absolute(b))) / most
-    return (f32(0) if d < TINY else d) + simd.total((a - a) + (b - b))
+    d = simd.largest(simd.maximum(simd.absolute(a), simd.absolute(b))) / max_code
+    return (f32(0) if d < MIN_STEP else d) + simd.total((a - a) + (b - b))
 
 
 @part(f32x16(f32x16, f32))
-def codes_of(v, d):
+def rounded_codes(v, d):
     """Rounded to nearest, ties to even."""
     return (v / d + ROUND) - ROUND if d != 0 else v * f32(0)
 
 
 @part(i32x16(f32x16, f32))
-def integers_of(v, d):
+def rounded_integers(v, d):
     """The same for more bits, ties away from zero."""
     if d != 0:
         q = v / d
@@ -77,24 +88,24 @@ def integers_of(v, d):
 def put_integers(y, x, d, planes, width):
     """Of 16 values, by planes at y."""
     if planes == 1:
-        put_bytes(y, 0, to_bits(codes_of(load(x, 0), d)))
+        put_bytes(y, 0, to_bits(rounded_codes(load(x, 0), d)))
         return
-    left = integers_of(load(x, 0), d)
+    remainder = rounded_integers(load(x, 0), d)
     for p in range(planes - 1, 0, -1):
-        low = ((left + 128) & 255) - 128
-        put_bytes(y, width * p, low)
-        left = (left - low) >> 8
-    put_bytes(y, 0, left)
+        low_byte = ((remainder + 128) & 255) - 128
+        put_bytes(y, width * p, low_byte)
+        remainder = (remainder - low_byte) >> 8
+    put_bytes(y, 0, remainder)
 
 
 @part(i32x16(i64, i64, i64, i64))
-def lane_sums(y, width, first, last):
+def lane_sums(y, width, first_plane, plane_stop):
     """Sums by lane of a sum of integers of some planes."""
     sums = spread_bits(0)
-    for p in range(first, last):
+    for p in range(first_plane, plane_stop):
         sums = sums << 8
-        for at in range(width * p, width * (p + 1), LANES * 4):
-            sums = sums + sums_at(y + at)
+        for byte_offset in range(width * p, width * (p + 1), LANES * 4):
+            sums = sums + sum_fours_at(y + byte_offset)
     return sums
 
 
@@ -102,255 +113,255 @@ def lane_sums(y, width, first, last):
 def sum_groups(y, v, lanes):
     """In the first lane of each group the sum of all; as f32 they are exact."""
     store(y, 0, to_floats(v))
-    for first in range(0, LANES, lanes):
+    for first_lane in range(0, LANES, lanes):
         s = f32(0)
-        for lane in range(first, first + lanes):
+        for lane in range(first_lane, first_lane + lanes):
             s += simd.peek(y, lane)
-        poke(y, first, s)
+        poke(y, first_lane, s)
     store(y, 0, as_floats(to_bits(load(y, 0))))
 
 
 @kernel(void(i64, i64, i64))
-def put_rests(y, kind, planes):
+def put_corrections(y, qtype, planes):
     """What follows the steps of a line, by kind."""
-    width, bias = WIDTH[kind], LESS[kind]
-    steps = y + width * planes
-    rest, later = steps + MORE, steps + 2 * MORE
-    lanes = SHARE[kind] // 4
-    groups = LANES // lanes
+    width, bias = WIDTH[qtype], CODE_BIAS[qtype]
+    steps_ptr = y + width * planes
+    corrections, more_corrections = steps_ptr + LANES_NBYTES, steps_ptr + 2 * LANES_NBYTES
+    lanes_per_group = SHARE[qtype] // 4
+    num_groups = LANES // lanes_per_group
     if bias == 0:
-        store(rest, 0, simd.splat(0.0))
-        store(later, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps, 0))
-        for group in range(groups):
+        store(corrections, 0, simd.splat(0.0))
+        store(more_corrections, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps_ptr, 0))
+        for group in range(num_groups):
             s = f32(0)
-            for lane in range(group * lanes, (group + 1) * lanes):
-                s += simd.peek(later, lane)
-            poke(rest, groups + group, s)
+            for lane in range(group * lanes_per_group, (group + 1) * lanes_per_group):
+                s += simd.peek(more_corrections, lane)
+            poke(corrections, num_groups + group, s)
         return
-    high = planes - 1 if planes > 1 and PARTED[kind] else planes
-    store(rest, 0, as_floats(lane_sums(y, width, 0, high) * -bias))
+    num_high_planes = planes - 1 if planes > 1 and IS_SPLIT[qtype] else planes
+    store(corrections, 0, as_floats(lane_sums(y, width, 0, num_high_planes) * -bias))
     if planes == 1:
-        sum_groups(later, lane_sums(y, width, 0, 1) * -bias, lanes)
+        sum_groups(more_corrections, lane_sums(y, width, 0, 1) * -bias, lanes_per_group)
         return
-    store(later, 0, as_floats(lane_sums(y, width, high, planes) * -bias))
+    store(more_corrections, 0, as_floats(lane_sums(y, width, num_high_planes, planes) * -bias))
 
 
 @part(void(i64, i64, i64, i64))
-def arrange(y, width, share, planes):
+def reorder_groups(y, width, group_codes, planes):
     """Integers of groups in the order in which codes of theirs come."""
-    for at in range(y, y + width * planes, width):
-        if share == 16:
-            arranged_by_16(at)
-        elif share == 8:
-            arranged_by_8(at)
+    for plane_ptr in range(y, y + width * planes, width):
+        if group_codes == 16:
+            reorder_by_16(plane_ptr)
+        elif group_codes == 8:
+            reorder_by_8(plane_ptr)
         else:
-            arranged_by_4(at)
+            reorder_by_4(plane_ptr)
 
 
 @kernel(void(i64, i64, i64, i64, i64))
-def round_row(y, x, n, kind, planes):
+def round_row(y, x, n, qtype, planes):
     """n f32 at x become integers at y, for products with weights of this kind."""
-    max_code, width = MOST_1 if planes == 1 else MOST_3, WIDTH[kind]
-    lanes = LANES * BLOCK // width
+    max_code, width = MAX_INT_1 if planes == 1 else MAX_INT_3, WIDTH[qtype]
+    lanes_per_group = LANES * BLOCK // width
     for i in range(0, n, width):
         for group in range(width // BLOCK):
-            at, d = x + 4 * (i + group * BLOCK), f32(0)
+            block_ptr, d = x + 4 * (i + group * BLOCK), f32(0)
             if i + group * BLOCK < n:
-                d = step_of(at, max_code)
+                d = block_step(block_ptr, max_code)
                 for half in range(0, BLOCK, LANES):
-                    put_integers(y + group * BLOCK + half, at + 4 * half, d, planes, width)
+                    put_integers(y + group * BLOCK + half, block_ptr + 4 * half, d, planes, width)
             else:
-                for place in range(group * BLOCK, width * planes, width):
-                    put_bytes(y + place, 0, spread_bits(0))
-                    put_bytes(y + place, LANES, spread_bits(0))
-            for lane in range(group * lanes, (group + 1) * lanes):
+                for byte_offset in range(group * BLOCK, width * planes, width):
+                    put_bytes(y + byte_offset, 0, spread_bits(0))
+                    put_bytes(y + byte_offset, LANES, spread_bits(0))
+            for lane in range(group * lanes_per_group, (group + 1) * lanes_per_group):
                 poke(y + width * planes, lane, d)
-        arrange(y, width, SHARE[kind], planes)
-        put_rests(y, kind, planes)
-        y += width * planes + 3 * MORE
+        reorder_groups(y, width, SHARE[qtype], planes)
+        put_corrections(y, qtype, planes)
+        y += width * planes + 3 * LANES_NBYTES
 
 
 @kernel(void(out1, in1))
 def rounded(y, x):
     """y = x, each 32 values rounded to multiples of their step."""
     for i in range(0, len(x), BLOCK):
-        d = step_of(address(x, i), MOST_1)
+        d = block_step(address(x, i), MAX_INT_1)
         for j in range(i, i + BLOCK, LANES):
-            store(y, j, codes_of(load(x, j), d) * d)
+            store(y, j, rounded_codes(load(x, j), d) * d)
 
 
 @kernel(void(*[i64] * 12))
-def panel(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
+def product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
     """Columns start … stop of y (m, n); y, the integers x and w are addresses."""
-    i, down = i64(0), 4 * n
+    i, ldy = i64(0), 4 * n
     while i < m:
-        left, at, row = m - i, x + i * nbytes(k, planes), y + i * down
-        if left >= 8:
-            for j in range(start, stop, OF_8):
-                to, tile_columns = row + 4 * j, min(OF_8, stop - j)
-                tile(8, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
+        num_left, x_at, y_at = m - i, x + i * nbytes(k, planes), y + i * ldy
+        if num_left >= 8:
+            for j in range(start, stop, COLUMNS_OF_8):
+                to, tile_columns = y_at + 4 * j, min(COLUMNS_OF_8, stop - j)
+                row_tile(8, qtype, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
             i += 8
-        elif left >= 4:
-            for j in range(start, stop, OF_4):
-                to, tile_columns = row + 4 * j, min(OF_4, stop - j)
-                tile(4, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
+        elif num_left >= 4:
+            for j in range(start, stop, COLUMNS_OF_4):
+                to, tile_columns = y_at + 4 * j, min(COLUMNS_OF_4, stop - j)
+                row_tile(4, qtype, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
             i += 4
-        elif left >= 2:
-            for j in range(start, stop, OF_2):
-                to, tile_columns = row + 4 * j, min(OF_2, stop - j)
-                tile(2, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
+        elif num_left >= 2:
+            for j in range(start, stop, COLUMNS_OF_2):
+                to, tile_columns = y_at + 4 * j, min(COLUMNS_OF_2, stop - j)
+                row_tile(2, qtype, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
             i += 2
         else:
-            for j in range(start, stop, OF_1):
-                to, tile_columns = row + 4 * j, min(OF_1, stop - j)
-                tile(1, kind, planes, at, w + j * stride, stride, k, to, down, tile_columns, add)
+            for j in range(start, stop, COLUMNS_OF_1):
+                to, tile_columns = y_at + 4 * j, min(COLUMNS_OF_1, stop - j)
+                row_tile(1, qtype, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
             i += 1
 
 
 @kernel(void(*[i64] * 12))
-def dots(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
+def dots(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
     """Columns start … stop: each row of w is in the cache for all rows of x; y, the integers x and w are addresses."""
     for j in range(start, stop, PANEL):
-        end = min(j + PANEL, stop)
-        panel(m, n, k, kind, planes, x, w, stride, y, add, j, end)
+        panel_stop = min(j + PANEL, stop)
+        product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, j, panel_stop)
 
 
 @kernel(void(in2, i64, i64, i64, i64, i64))
-def round_rows(x, y, kind, planes, start, stop):
+def round_rows(x, y, qtype, planes, row_start, row_stop):
     k = x.shape[1]
-    for i in range(start, stop):
-        round_row(y + i * nbytes(k, planes), address(x, i * k), k, kind, planes)
+    for i in range(row_start, row_stop):
+        round_row(y + i * nbytes(k, planes), address(x, i * k), k, qtype, planes)
 
 
 @kernel(void(in2, i64, i64, i64))
-def round_all(x, y, kind, planes):
+def round_all(x, y, qtype, planes):
     m, k = x.shape
-    if m * k < SERIAL or m == 1:
-        round_rows(x, y, kind, planes, 0, m)
+    if m * k < MIN_PARALLEL_VALUES or m == 1:
+        round_rows(x, y, qtype, planes, 0, m)
     else:
-        spans(round_rows, (x, y, kind, planes), m, -(-m // threads()))
+        spans(round_rows, (x, y, qtype, planes), m, -(-m // threads()))
 
 
 @part(i64(i64))
-def share(n):
+def columns_per_task(n):
     """How many of n columns make a task: threads that come late must not be waited for."""
-    return -(-n // (threads() * TASKS * PANEL)) * PANEL
+    return -(-n // (threads() * TASKS_PER_THREAD * PANEL)) * PANEL
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, out1))
-def product(y, x, kind, w, add, planes, work):
+def product(y, x, qtype, w, add, planes, workspace):
     """y = rounded(x) @ w.T, or y + rounded(x) @ w.T.
 
     x       (M, K)          f32; K is a multiple of 32 and of the block
     w       (N, row bytes)  packed, of a kind in CODES
     y       (M, N)          f32
     planes  1 or 3
-    work    (M * nbytes(K, planes) / 4,)  f32
+    workspace    (M * nbytes(K, planes) / 4,)  f32
     """
     m, k = x.shape
-    n, integers = w.shape[0], address(work, 0)
-    round_all(x, integers, kind, planes)
-    task_args = m, n, k, kind, planes, integers, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
-    if n * k * m < SMALL:
+    n, integers = w.shape[0], address(workspace, 0)
+    round_all(x, integers, qtype, planes)
+    task_args = m, n, k, qtype, planes, integers, w.ctypes.data, w.shape[1], address(y, 0), i64(add)
+    if n * k * m < MIN_PARALLEL_WEIGHTS:
         dots(*task_args, 0, n)
     else:
-        spans(dots, task_args, n, share(n))
+        spans(dots, task_args, n, columns_per_task(n))
 
 
 @kernel(void(words2, i64, i64, i64, i64, i64, i64, i64))
-def some_dots(every, m, k, kind, planes, x, step, task):
-    """Up to `step` columns of one of the products."""
-    i, start = part_of(every, step, task)
-    y, n, w, stride, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
-    dots(m, n, k, kind, planes, x, w, stride, y, add, start, min(start + step, n))
+def product_task(every, m, k, qtype, planes, x, columns_per_part, task):
+    """Up to `columns_per_part` columns of one of the products."""
+    i, col_start = part_of(every, columns_per_part, task)
+    y, n, w, ldw, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
+    dots(m, n, k, qtype, planes, x, w, ldw, y, add, col_start, min(col_start + columns_per_part, n))
 
 
 @kernel(void(words2, in2, i64, i64, out1))
-def products(every, x, kind, planes, work):
+def products(every, x, qtype, planes, workspace):
     """`product` with several weights of one kind.
 
     every  of each the address of y, N, the address of w, the bytes of a row, and add
     """
     m, k = x.shape
-    integers = address(work, 0)
-    round_all(x, integers, kind, planes)
-    step = share(tasks_of(every, 1))
-    each(some_dots, (every, m, k, kind, planes, integers, step), tasks_of(every, step))
+    integers = address(workspace, 0)
+    round_all(x, integers, qtype, planes)
+    step = columns_per_task(tasks_of(every, 1))
+    each(product_task, (every, m, k, qtype, planes, integers, step), tasks_of(every, step))
 
 
 @part(i64(i64, i64, i64, i64))
-def whole_chunk(room, w, left, size):
-    """The address of `size` bytes at w, or where only `left` are a row's, of those with zeros behind them."""
-    if left >= size:
+def padded_chunk(buffer, w, left, chunk_nbytes):
+    """The address of `chunk_nbytes` bytes at w, or where only `left` are a row's, of those with zeros behind them."""
+    if left >= chunk_nbytes:
         return w
-    for i in range(size):
-        bits.put_byte(room, i, bits.byte_at(w, i) if i < left else 0)
-    return room
+    for i in range(chunk_nbytes):
+        bits.put_byte(buffer, i, bits.byte_at(w, i) if i < left else 0)
+    return buffer
 
 
 @kernel(void(*[i64] * 8))
-def pack_panel(panel, kind, w, stride, first, count, num_rows, wide):
-    """Lines of `num_rows` rows at w, of `count` chunks from the `first` on, turned: see code_panels."""
-    lines_of, room = simd.scratch(LINES), simd.scratch(LINE)
-    per, chunk = (WIDTH[kind] + MORE) // 4, CHUNK[kind]
+def pack_panel(panel_ptr, qtype, w, ldw, first_chunk, count, num_rows, wide):
+    """Lines of `num_rows` rows at w, of `count` chunks from the `first_chunk` on, turned: see code_panels."""
+    lines_ptr, room = simd.scratch(LINES), simd.scratch(LINE_SIZE)
+    per, chunk = (WIDTH[qtype] + LANES_NBYTES) // 4, CHUNK[qtype]
     for c in range(count):
-        at = (first + c) * chunk
+        at = (first_chunk + c) * chunk
         for column in range(0, num_rows, LANES):
-            rows = min(num_rows - column, LANES)
-            for r in range(rows):
-                source = w + (column + r) * stride + at
-                line(
-                    kind, address(lines_of, r * per), whole_chunk(room, source, stride - at, chunk)
+            lines_here = min(num_rows - column, LANES)
+            for r in range(lines_here):
+                source = w + (column + r) * ldw + at
+                emit_weight_line(
+                    qtype, address(lines_ptr, r * per), padded_chunk(room, source, ldw - at, chunk)
                 )
             for i in range(0, per, LANES):
-                target = address(panel, ((c * per + i) * wide + column // LANES) * LANES)
-                turn16(address(lines_of, i), per, rows - 1, LANES, target, wide * LANES)
+                target = address(panel_ptr, ((c * per + i) * wide + column // LANES) * LANES)
+                transpose16(address(lines_ptr, i), per, lines_here - 1, LANES, target, wide * LANES)
 
 
 @kernel(void(*[i64] * 11))
-def panels(m, n, k, kind, x, w, stride, y, add, start, stop):
+def panels(m, n, k, qtype, x, w, ldw, y, add, start, stop):
     """Columns start … stop of y (m, n) for many rows; y, the integers x and w are addresses."""
-    panel, width = simd.scratch(PANEL_SIZE), WIDTH[kind]
-    row_stride, size = nbytes(k, 1), width + 3 * MORE
-    step = even(k, DEEP, WIDEST)
+    panel, width = simd.scratch(PANEL_SIZE), WIDTH[qtype]
+    x_stride, line_nbytes = nbytes(k, 1), width + 3 * LANES_NBYTES
+    depth_step = even_parts(k, DEEP, MAX_CHUNK)
     for j in range(start, stop, WIDE * LANES):
         num_columns = min(stop - j, WIDE * LANES)
         wide = -(-num_columns // LANES)
-        for p in range(0, k, step):
-            first, count = p // width, -(-min(k - p, step) // width)
-            pack_panel(panel, kind, w + j * stride, stride, first, count, num_columns, wide)
-            keep = f32(1) if add or p else f32(0)
+        for p in range(0, k, depth_step):
+            first_chunk, chunks = p // width, -(-min(k - p, depth_step) // width)
+            pack_panel(panel, qtype, w + j * ldw, ldw, first_chunk, chunks, num_columns, wide)
+            beta = f32(1) if add or p else f32(0)
             for i in range(0, m, HIGH):
-                to, at, rows = (
+                to, x_at, m_rows = (
                     y + 4 * (i * n + j),
-                    x + i * row_stride + first * size,
+                    x + i * x_stride + first_chunk * line_nbytes,
                     min(m - i, HIGH),
                 )
-                down = 4 * n
+                ldy = 4 * n
                 if wide == 3:
-                    panel_tile(
-                        3, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    chunk_tile(
+                        3, qtype, x_at, x_stride, panel, chunks, to, beta, ldy, m_rows, num_columns
                     )
                 elif wide == 2:
-                    panel_tile(
-                        2, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    chunk_tile(
+                        2, qtype, x_at, x_stride, panel, chunks, to, beta, ldy, m_rows, num_columns
                     )
                 else:
-                    panel_tile(
-                        1, kind, at, row_stride, panel, count, to, keep, down, rows, num_columns
+                    chunk_tile(
+                        1, qtype, x_at, x_stride, panel, chunks, to, beta, ldy, m_rows, num_columns
                     )
 
 
 @kernel(void(out2, i64, i64, i64, packed2, types.boolean, i64, i64))
-def columns(y, x, k, kind, w, add, start, stop):
+def columns(y, x, k, qtype, w, add, start, stop):
     m, n = y.shape
-    panels(m, n, k, kind, x, w.ctypes.data, w.shape[1], address(y, 0), i64(add), start, stop)
+    panels(m, n, k, qtype, x, w.ctypes.data, w.shape[1], address(y, 0), i64(add), start, stop)
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, out1))
-def product_of_many(y, x, kind, w, add, work):
+def product_of_many(y, x, qtype, w, add, workspace):
     """The same as `product` with one plane, for many rows: weights are taken out of their blocks once for all."""
     m, k = x.shape
-    n, integers = w.shape[0], address(work, 0)
-    spans(round_rows, (x, integers, kind, 1), m, -(-m // threads()))
-    spans(columns, (y, integers, k, kind, w, add), n, -(-n // (threads() * LANES)) * LANES)
+    n, integers = w.shape[0], address(workspace, 0)
+    spans(round_rows, (x, integers, qtype, 1), m, -(-m // threads()))
+    spans(columns, (y, integers, k, qtype, w, add), n, -(-n // (threads() * LANES)) * LANES)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from packtrain.common.errors import InputError
-from packtrain.common.gc_control import not_collecting
+from packtrain.common.gc_control import gc_paused
 
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
 CPUS = {
@@ -35,13 +35,13 @@ ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, what it is
 
 
 AMX = "amx-bf16"
-NEEDED = {"bf16": "avx512bf16", "bf16x3": AMX}  # by products of these precisions
-NUMBERS = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
+PRECISION_FEATURES = {"bf16": "avx512bf16", "bf16x3": AMX}  # by products of these precisions
+THREAD_VARIABLES = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
 
 
-def most_threads() -> int:
+def max_threads() -> int:
     """The number of threads that the environment gives, else a thread for each core."""
-    env_values = (os.environ.get(name, "") for name in NUMBERS)
+    env_values = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
     return next(
         (int(text) for text in env_values if text.isdecimal() and int(text)), allowed_cpus()
     )
@@ -49,41 +49,41 @@ def most_threads() -> int:
 
 def allowed_cpus() -> int:
     """The number of cores that affinity and the cgroup quota (v2, v1) allow this process."""
-    bound = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    count = len(bound) or os.cpu_count() or 1
-    root = Path("/sys/fs/cgroup")
+    affinity_cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    num_cpus = len(affinity_cpus) or os.cpu_count() or 1
+    cgroup_root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         cgroup_path = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        for folder in (root / cgroup_path, *(root / cgroup_path).parents):
+        for folder in (cgroup_root / cgroup_path, *(cgroup_root / cgroup_path).parents):
             if (folder / "cpu.max").exists():
-                quota, period = (folder / "cpu.max").read_text().split()[:2]
-                if quota != "max":
-                    count = min(count, max(1, -(-int(quota) // int(period))))
+                quota_text, period_text = (folder / "cpu.max").read_text().split()[:2]
+                if quota_text != "max":
+                    num_cpus = min(num_cpus, max(1, -(-int(quota_text) // int(period_text))))
     with contextlib.suppress(OSError, ValueError):
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+        quota_us = int((cgroup_root / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((cgroup_root / "cpu/cpu.cfs_period_us").read_text())
         if quota_us > 0:
-            count = min(count, max(1, -(-quota_us // period_us)))
-    return count
+            num_cpus = min(num_cpus, max(1, -(-quota_us // period_us)))
+    return num_cpus
 
 
 @cache
 def prepare_numba() -> None:
     """Let numba compile for the chosen CPU, with our number of threads: OpenMP's, else those of its workqueue."""
-    with not_collecting():
+    with gc_paused():
         import numba
 
     try:
         importlib.import_module("numba.np.ufunc.omppool")
-        layer = "omp"
+        threading_layer = "omp"
     except ImportError:
-        layer = "workqueue"
-    for name, value in chosen_cpu().items():
-        setattr(numba.config, name, value)
+        threading_layer = "workqueue"
+    for option_name, option_value in chosen_cpu().items():
+        setattr(numba.config, option_name, option_value)
     if "NUMBA_THREADING_LAYER" not in os.environ:
-        numba.config.THREADING_LAYER = layer
+        numba.config.THREADING_LAYER = threading_layer
     with contextlib.suppress(RuntimeError):
-        numba.config.NUMBA_NUM_THREADS = most_threads()
+        numba.config.NUMBA_NUM_THREADS = max_threads()
 
 
 @cache
@@ -98,14 +98,14 @@ def limit_blas() -> None:
 def chosen_cpu() -> dict[str, str]:
     """What numba is told of the CPU: nothing to compile for this one. Raises InputError for a wrong PACKTRAIN_CPU."""
     cpu_name = os.environ.get("PACKTRAIN_CPU", "")
-    chosen = _lesser(cpu_name) if cpu_name else {}
+    chosen = _override_config(cpu_name) if cpu_name else {}
     names = ("CPU_NAME", "CPU_FEATURES")
-    env_values = {name: os.environ.get(f"NUMBA_{name}") for name in names}
+    env_values = {option_name: os.environ.get(f"NUMBA_{option_name}") for option_name in names}
     return {name: value for name, value in env_values.items() if value is not None} | chosen
 
 
 @cache
-def _lesser(cpu_name: str) -> dict[str, str]:
+def _override_config(cpu_name: str) -> dict[str, str]:
     """What numba is told for a value of PACKTRAIN_CPU; code for features that are not here would end the process."""
     import llvmlite.binding
 
@@ -114,73 +114,73 @@ def _lesser(cpu_name: str) -> dict[str, str]:
             f"PACKTRAIN_CPU: {cpu_name} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
         )
     host_features = llvmlite.binding.get_host_cpu_features().flatten().split(",")
-    missing = [
+    missing_features = [
         name for name in CPUS[cpu_name]["CPU_FEATURES"].split(",") if name not in host_features
     ]
-    if missing:
-        lacks = ", ".join(name.removeprefix("+") for name in missing)
-        raise InputError(f"PACKTRAIN_CPU: {cpu_name}: this CPU has no {lacks}; unset it")
+    if missing_features:
+        missing_text = ", ".join(feature.removeprefix("+") for feature in missing_features)
+        raise InputError(f"PACKTRAIN_CPU: {cpu_name}: this CPU has no {missing_text}; unset it")
     return CPUS[cpu_name]
 
 
 @cache
-def platform_parts() -> tuple[str, ...]:
+def platform_identity() -> tuple[str, ...]:
     """What all compiled code depends on in addition to its source."""
     import llvmlite.binding
 
     return (
         "with entries",  # of what is kept, see machine.py
-        *map(version_of, ("numba", "llvmlite")),
+        *map(package_version, ("numba", "llvmlite")),
         sys.version,
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
-        *("tiles" for _ in range(has(AMX))),
-        *("roomy" for _ in range(roomy())),
-        *(part for item in sorted(chosen_cpu().items()) for part in item),
+        *("tiles" for _ in range(has_cpu_feature(AMX))),
+        *("roomy" for _ in range(has_large_l2())),
+        *(part for config_item in sorted(chosen_cpu().items()) for part in config_item),
     )
 
 
-def version_of(package: str) -> str:
+def package_version(package: str) -> str:
     """What says a package's version, read without importing it."""
-    return (folder_of(package) / "_version.py").read_text(encoding="utf-8")
+    return (package_folder(package) / "_version.py").read_text(encoding="utf-8")
 
 
-def folder_of(package: str) -> Path:
+def package_folder(package: str) -> Path:
     module_spec = find_spec(package)
     assert module_spec is not None and module_spec.origin is not None
     return Path(module_spec.origin).parent
 
 
-def has(feature: str) -> bool:
+def has_cpu_feature(feature: str) -> bool:
     """Whether code is compiled for a CPU with this feature, as LLVM calls it: `avx512f`."""
     import llvmlite.binding
 
     chosen = chosen_cpu().get("CPU_FEATURES")
     features = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
-    return f"+{feature}" in features.split(",") and (feature != AMX or tiles_allowed())
+    return f"+{feature}" in features.split(",") and (feature != AMX or has_tile_permission())
 
 
-def multiplies(precision: str) -> bool:
+def supports_precision(precision: str) -> bool:
     """Whether our products on this CPU have this precision."""
-    return precision not in NEEDED or has(NEEDED[precision])
+    return precision not in PRECISION_FEATURES or has_cpu_feature(PRECISION_FEATURES[precision])
 
 
 @cache
-def roomy() -> bool:
+def has_large_l2() -> bool:
     """Whether the L2 cache of a core has 2 MiB, which products make use of."""
     with contextlib.suppress(OSError, ValueError):
-        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
-        return int(size.removesuffix("K")) >= 2048
+        size_text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(size_text.removesuffix("K")) >= 2048
     return False
 
 
 @cache
-def tiles_allowed() -> bool:
+def has_tile_permission() -> bool:
     """Whether Linux lets this process use AMX's tiles, which it wants to be asked."""
     if sys.platform != "linux":
         return False
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    return bool(call(ARCH_PRCTL, REQUEST, TILES) == 0)
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(ARCH_PRCTL, REQUEST, TILES) == 0)
 
 
 def cache_root() -> Path:
@@ -196,29 +196,29 @@ def cache_root() -> Path:
     return home / ("Library/Caches" if platform.system() == "Darwin" else ".cache") / "packtrain"
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be closed
         print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
-def refusal(root: Path) -> str | None:
+def write_error(folder: Path) -> str | None:
     """Why no files can be created in this folder (created if missing); None if they can."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
         return error.strerror
 
 
-def writable(root: Path) -> Path:
-    """`root`, or with a message a temporary folder that is deleted at exit."""
-    reason = refusal(root)
-    if reason is None:
-        return root
+def writable(folder: Path) -> Path:
+    """`folder`, or with a message a temporary folder that is deleted at exit."""
+    error_text = write_error(folder)
+    if error_text is None:
+        return folder
     import atexit
 
-    folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    say(f"cannot write {root} ({reason}); using {folder} this time")
-    return folder
+    temporary_folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
+    atexit.register(shutil.rmtree, temporary_folder, ignore_errors=True)
+    print_message(f"cannot write {folder} ({error_text}); using {temporary_folder} this time")
+    return temporary_folder

@@ -11,7 +11,7 @@ from numba import types
 from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.simd import LANES, address, ids1, in1, in2, load_part, out1, out2, out3, peek
-from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
+from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, load_states
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = simd.rank(4)
@@ -25,142 +25,142 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
     decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
-        row, by, dot_sums = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
+        state_row, by, dot_sums = address(s, i * n), simd.splat(delta * value), simd.splat(0.0)
         for k in range(0, n, LANES):
             left = n - k
-            new = simd.fma(load_part(row, k, left), decay, by * load_part(b, k, left))
-            simd.store_part(row, k, new, left)
-            dot_sums = simd.fma(new, load_part(c, k, left), dot_sums)
+            new_state = simd.fma(load_part(state_row, k, left), decay, by * load_part(b, k, left))
+            simd.store_part(state_row, k, new_state, left)
+            dot_sums = simd.fma(new_state, load_part(c, k, left), dot_sums)
         simd.poke(y, i, simd.total(dot_sums) + skip * value)
 
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64, i64))
-def head(y, states, x, delta, a, skip, seq, time, groups, number):
-    heads, (_, p, n) = len(a), states.shape
-    line, h = number // heads, number % heads
-    group, state = h // (heads // groups), address(states, number * p * n)
-    for t in range(line * time, (line + 1) * time):
-        if t == line * time or (seq.size > 0 and seq[t] != seq[t - 1]):
+def head_task(y, states, x, delta, a, skip, seq, T, G, task):
+    H, (_, p, n) = len(a), states.shape
+    batch, h = task // H, task % H
+    group, state = h // (H // G), address(states, task * p * n)
+    for t in range(batch * T, (batch + 1) * T):
+        if t == batch * T or (seq.size > 0 and seq[t] != seq[t - 1]):
             fill(state, p * n, f32(0.0))
-        values = address(x, t * x.shape[1])
-        b = address(values, heads * p + group * n)
-        c, d = address(b, groups * n), delta[t, h]
+        x_row = address(x, t * x.shape[1])
+        b = address(x_row, H * p + group * n)
+        c, d = address(b, G * n), delta[t, h]
         advance(
-            address(y, (t * heads + h) * p), state, address(values, h * p), b, c, d, a[h], skip[h], p, n
+            address(y, (t * H + h) * p), state, address(x_row, h * p), b, c, d, a[h], skip[h], p, n
         )  # fmt: skip
 
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64))
-def scan(y, states, x, delta, a, skip, seq, time, groups):
+def scan(y, states, x, delta, a, skip, seq, T, G):
     """All tokens of all lines, each line and sequence from a state of zeros.
 
-    y        (N, H P)  f32, N a multiple of `time`
+    y        (N, H P)  f32, N a multiple of `T`
     states   (lines H, P, N)  f32, scratch
     x        (N, W)    f32
     delta    (N, H)    f32
     a, skip  (H,)      f32
     seq      (N,)      i32, or empty
     """
-    each(head, (y, states, x, delta, a, skip, seq, time, groups), len(states))
+    each(head_task, (y, states, x, delta, a, skip, seq, T, G), len(states))
 
 
 # ---- the gradient --------------------------------------------------------------------------------------------
 
 
 @kernel(void(i64, i64, i64, i64, f32, f32, i64, i64))
-def forth(state, seen, dy, x, delta, decay, p, n):
-    """Advance the state; seen (n,) = sum over p of dy S. `seen` has b, which is replaced."""
+def forward(state, dc_row, dy, x, delta, decay, p, n):
+    """Advance the state; seen (n,) = sum over p of dy S. `dc_row` has b, which is replaced."""
     for k in range(0, n, LANES):
         left = n - k
-        b, dot_sums = load_part(seen, k, left), simd.splat(0.0)
+        b, dot_sums = load_part(dc_row, k, left), simd.splat(0.0)
         for i in range(p):
-            at = address(state, i * n)
-            new = simd.fma(
-                load_part(at, k, left), simd.splat(decay), simd.splat(delta * peek(x, i)) * b
+            state_row = address(state, i * n)
+            new_state = simd.fma(
+                load_part(state_row, k, left), simd.splat(decay), simd.splat(delta * peek(x, i)) * b
             )
-            simd.store_part(at, k, new, left)
-            dot_sums = simd.fma(new, simd.splat(peek(dy, i)), dot_sums)
-        simd.store_part(seen, k, dot_sums, left)
+            simd.store_part(state_row, k, new_state, left)
+            dot_sums = simd.fma(new_state, simd.splat(peek(dy, i)), dot_sums)
+        simd.store_part(dc_row, k, dot_sums, left)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64))
-def back(slope, seen, dx, dy, x, b, c, decay, p, n):
+def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
     """slope = decay slope + dy c; dx (p,) = slope b, and seen (n,) = sum over p of x slope."""
-    fill(seen, n, f32(0.0))
+    fill(db_row, n, f32(0.0))
     for i in range(p):
-        row, dot_sums = address(slope, i * n), simd.splat(0.0)
-        by, value = simd.splat(peek(dy, i)), simd.splat(peek(x, i))
+        row, dot_sums = address(state_grad, i * n), simd.splat(0.0)
+        by, x_lanes = simd.splat(peek(dy, i)), simd.splat(peek(x, i))
         for k in range(0, n, LANES):
             left = n - k
             new = simd.fma(load_part(row, k, left), simd.splat(decay), by * load_part(c, k, left))
             simd.store_part(row, k, new, left)
             dot_sums = simd.fma(new, load_part(b, k, left), dot_sums)
-            simd.store_part(seen, k, simd.fma(new, value, load_part(seen, k, left)), left)
+            simd.store_part(db_row, k, simd.fma(new, x_lanes, load_part(db_row, k, left)), left)
         simd.poke(dx, i, simd.total(dot_sums))
 
 
 @kernel(void(out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ids1, i64, i64, i64))
-def share(dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups, number):
+def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
     """The heads of a group that this task has, one after the other."""
-    heads, (_, p, n) = len(a), states.shape
-    per_group = heads // groups
-    shares = min(per_group, SHARES)
-    line, group = number // shares // groups, number // shares % groups
-    state, of_b = address(states, number * p * n), address(parts, number * 2 * time * n)
-    of_c, scores = address(of_b, time * n), address(along, number * (time + n))
-    seen, width, first = address(scores, time), x.shape[1], line * time
-    fill(of_b, 2 * time * n, f32(0.0))
-    for h in range(group * per_group + number % shares, (group + 1) * per_group, shares):
-        for t in range(time):
-            values, token = address(x, (first + t) * width), first + t
-            if begins(seq, token, time):
+    H, (_, p, n) = len(a), states.shape
+    group_heads = H // G
+    num_shares = min(group_heads, SHARES)
+    batch, group = task // num_shares // G, task // num_shares % G
+    state, db_rows = address(states, task * p * n), address(bc_grads, task * 2 * T * n)
+    dc_rows, scores = address(db_rows, T * n), address(stats, task * (T + n))
+    grad_row, width, first_token = address(scores, T), x.shape[1], batch * T
+    fill(db_rows, 2 * T * n, f32(0.0))
+    for h in range(group * group_heads + task % num_shares, (group + 1) * group_heads, num_shares):
+        for t in range(T):
+            x_row, token = address(x, (first_token + t) * width), first_token + t
+            if is_start(seq, token, T):
                 fill(state, p * n, f32(0.0))
-            d, b = delta[token, h], address(values, heads * p + group * n)
-            copy(seen, b, n)
-            decay, of_y = f32(math.exp(f64(d) * f64(a[h]))), address(dy, (token * heads + h) * p)
-            forth(state, seen, of_y, address(values, h * p), d, decay, p, n)
-            add_scaled(address(of_c, t * n), seen, f32(1.0), n)
-            simd.poke(scores, t, f32(dot(seen, address(b, groups * n), n)))
+            d, b = delta[token, h], address(x_row, H * p + group * n)
+            copy(grad_row, b, n)
+            decay, dy_row = f32(math.exp(f64(d) * f64(a[h]))), address(dy, (token * H + h) * p)
+            forward(state, grad_row, dy_row, address(x_row, h * p), d, decay, p, n)
+            add_scaled(address(dc_rows, t * n), grad_row, f32(1.0), n)
+            simd.poke(scores, t, f32(dot(grad_row, address(b, G * n), n)))
         fill(state, p * n, f32(0.0))
-        decay, slope, of_a, of_skip = f32(0.0), f64(0.0), f64(0.0), f64(0.0)
-        for t in range(time - 1, -1, -1):
-            values, token = address(x, (first + t) * width), first + t
-            of_x, value = address(dx, token * width + h * p), address(values, h * p)
-            b, d = address(values, heads * p + group * n), delta[token, h]
-            of_y = address(dy, (token * heads + h) * p)
-            back(state, seen, of_x, of_y, value, b, address(b, groups * n), decay, p, n)
-            straight = dot(seen, b, n)
-            slope = f64(0.0) if begins(seq, token, time) else slope + peek(scores, t) - d * straight
+        decay, slope, a_grad, skip_grad = f32(0.0), f64(0.0), f64(0.0), f64(0.0)
+        for t in range(T - 1, -1, -1):
+            x_row, token = address(x, (first_token + t) * width), first_token + t
+            dx_row, head_x = address(dx, token * width + h * p), address(x_row, h * p)
+            b, d = address(x_row, H * p + group * n), delta[token, h]
+            dy_row = address(dy, (token * H + h) * p)
+            backward(state, grad_row, dx_row, dy_row, head_x, b, address(b, G * n), decay, p, n)
+            straight = dot(grad_row, b, n)
+            slope = f64(0.0) if is_start(seq, token, T) else slope + peek(scores, t) - d * straight
             ddelta[token, h] = f32(straight + f64(a[h]) * slope)
-            of_a += d * slope
-            of_skip += dot(of_y, value, p)
-            add_scaled(address(of_b, t * n), seen, d, n)
+            a_grad += d * slope
+            skip_grad += dot(dy_row, head_x, p)
+            add_scaled(address(db_rows, t * n), grad_row, d, n)
             for i in range(p):
-                simd.poke(of_x, i, d * peek(of_x, i) + skip[h] * peek(of_y, i))
-            decay = f32(0.0) if begins(seq, token, time) else f32(math.exp(f64(d) * f64(a[h])))
-        sums[line * heads + h, 0], sums[line * heads + h, 1] = f32(of_a), f32(of_skip)
+                simd.poke(dx_row, i, d * peek(dx_row, i) + skip[h] * peek(dy_row, i))
+            decay = f32(0.0) if is_start(seq, token, T) else f32(math.exp(f64(d) * f64(a[h])))
+        sums[batch * H + h, 0], sums[batch * H + h, 1] = f32(a_grad), f32(skip_grad)
 
 
 @kernel(void(out2, out4, i64, i64, i64, i64))
-def gather(dx, parts, width, groups, shares, token):
+def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
     """B's and C's gradients of a token: the sums of all tasks."""
-    _, _, time, n = parts.shape
-    line, t = token // time, token % time
-    for part in range(2):
-        for group in range(groups):
-            to = address(dx, token * dx.shape[1] + width + (part * groups + group) * n)
-            fill(to, n, f32(0.0))
-            for k in range(shares):
-                number = (line * groups + group) * shares + k
-                source = address(parts, ((number * 2 + part) * time + t) * n)
-                add_scaled(to, source, f32(1.0), n)
+    _, _, T, n = bc_grads.shape
+    batch, t = token // T, token % T
+    for is_c in range(2):
+        for group in range(G):
+            target = address(dx, token * dx.shape[1] + width + (is_c * G + group) * n)
+            fill(target, n, f32(0.0))
+            for k in range(num_shares):
+                task = (batch * G + group) * num_shares + k
+                source = address(bc_grads, ((task * 2 + is_c) * T + t) * n)
+                add_scaled(target, source, f32(1.0), n)
 
 
 @kernel(
     void(out2, out2, out1, out1, out3, out4, out2, out2, in2, in2, in2, in1, in1, ids1, i64, i64)
 )
 def scan_back(
-    dx, ddelta, da, dskip, states, parts, along, sums, dy, x, delta, a, skip, seq, time, groups
+    dx, ddelta, da, dskip, states, bc_grads, stats, sums, dy, x, delta, a, skip, seq, T, G
 ):
     """The gradients of scan: a pass forward for C's, one back for the others.
 
@@ -169,89 +169,89 @@ def scan_back(
 
     states  (tasks, P, N), parts (tasks, 2, time, N), along (tasks, time + N), sums (lines H, 2): f32, scratch
     """
-    heads = len(a)
-    shares = min(heads // groups, SHARES)
-    task_args = (dx, ddelta, sums, states, parts, along, dy, x, delta, a, skip, seq, time, groups)
+    H = len(a)
+    num_shares = min(H // G, SHARES)
+    task_args = (dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G)
     each(share, task_args, len(states))
-    each(gather, (dx, parts, dy.shape[1], groups, shares), len(x))
-    for h in range(heads):
+    each(sum_group_grads, (dx, bc_grads, dy.shape[1], G, num_shares), len(x))
+    for h in range(H):
         da[h], dskip[h] = f32(0.0), f32(0.0)
-        for line in range(len(x) // max(time, 1)):
-            da[h] += sums[line * heads + h, 0]
-            dskip[h] += sums[line * heads + h, 1]
+        for batch in range(len(x) // max(T, 1)):
+            da[h] += sums[batch * H + h, 0]
+            dskip[h] += sums[batch * H + h, 1]
 
 
 # ---- with states that are kept -------------------------------------------------------------------------------
 
 
 @kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64, i64))
-def head_cells(y, states, x, delta, a, skip, line, source, target, groups, h):
-    _, heads, p, n = states.shape
-    size, group = p * n, h // (heads // groups)
-    begin_lines(states, source, target, h)
+def cell_head_task(y, states, x, delta, a, skip, token_seqs, sources, targets, G, h):
+    _, H, p, n = states.shape
+    state_size, group = p * n, h // (H // G)
+    load_states(states, sources, targets, h)
     for t in range(len(x)):
-        at, of_y = i64(target[line[t]]), address(y, (t * heads + h) * p)
-        if at < 0:
-            fill(of_y, p, f32(0.0))
+        cell, y_row = i64(targets[token_seqs[t]]), address(y, (t * H + h) * p)
+        if cell < 0:
+            fill(y_row, p, f32(0.0))
             continue
-        values = address(x, t * x.shape[1])
-        b = address(values, heads * p + group * n)
-        state, d = address(states, (at * heads + h) * size), delta[t, h]
-        advance(
-            of_y, state, address(values, h * p), b, address(b, groups * n), d, a[h], skip[h], p, n
-        )
+        x_row = address(x, t * x.shape[1])
+        b = address(x_row, H * p + group * n)
+        state, d = address(states, (cell * H + h) * state_size), delta[t, h]
+        advance(y_row, state, address(x_row, h * p), b, address(b, G * n), d, a[h], skip[h], p, n)
 
 
 @kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64))
-def scan_cells(y, states, x, delta, a, skip, line, source, target, groups):
+def scan_cells(y, states, x, delta, a, skip, token_seqs, sources, targets, G):
     """As scan, of tokens of several sequences in turn, from states that are kept, which stay as they are.
 
     states          (S, H, P, N)  f32
-    line            (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
+    token_seqs            (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
     source, target  (R,)  i32: ... and becomes target[line]; a negative target is padding, whose y is 0
     """
-    task_args = (y, states, x, delta, a, skip, line, source, target, groups)
-    each(head_cells, task_args, states.shape[1])
+    task_args = (y, states, x, delta, a, skip, token_seqs, sources, targets, G)
+    each(cell_head_task, task_args, states.shape[1])
 
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1, i64))
-def channels(y, kept, x, w, line, source, target, number):
-    taps, wide = w.shape
-    before = taps - 1
-    for s in range(number * CHANNELS, min(wide, (number + 1) * CHANNELS), LANES):
+def conv_channels(y, inputs, x, w, token_seqs, sources, targets, task):
+    num_taps, wide = w.shape
+    before = num_taps - 1
+    for s in range(task * CHANNELS, min(wide, (task + 1) * CHANNELS), LANES):
         left = wide - s
-        for r in range(len(target)):
-            for k in range(before if target[r] >= 0 else 0):
+        for r in range(len(targets)):
+            for k in range(before if targets[r] >= 0 else 0):
                 value = simd.splat(0.0)
-                if source[r] >= 0:
-                    value = load_part(address(kept, (source[r] * before + k) * wide), s, left)
-                simd.store_part(address(kept, (target[r] * before + k) * wide), s, value, left)
+                if sources[r] >= 0:
+                    value = load_part(address(inputs, (sources[r] * before + k) * wide), s, left)
+                simd.store_part(address(inputs, (targets[r] * before + k) * wide), s, value, left)
         for t in range(len(x)):
-            at = i64(target[line[t]])
-            new, output_sums = load_part(address(x, t * wide), s, left), simd.splat(0.0)
+            at = i64(targets[token_seqs[t]])
+            new_input, output_sums = load_part(address(x, t * wide), s, left), simd.splat(0.0)
             if at >= 0:
                 for k in range(before):
-                    row = address(kept, (at * before + k) * wide)
-                    old = load_part(row, s, left)
+                    state_row = address(inputs, (at * before + k) * wide)
+                    old = load_part(state_row, s, left)
                     output_sums = simd.fma(
                         old, load_part(address(w, k * wide), s, left), output_sums
                     )
                     if k > 0:
-                        simd.store_part(address(kept, (at * before + k - 1) * wide), s, old, left)
+                        simd.store_part(address(inputs, (at * before + k - 1) * wide), s, old, left)
                 if before > 0:
-                    simd.store_part(address(kept, (at * before + before - 1) * wide), s, new, left)
+                    simd.store_part(
+                        address(inputs, (at * before + before - 1) * wide), s, new_input, left
+                    )
                 output_sums = simd.fma(
-                    new, load_part(address(w, before * wide), s, left), output_sums
+                    new_input, load_part(address(w, before * wide), s, left), output_sums
                 )
             simd.store_part(address(y, t * wide), s, output_sums, left)
 
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1))
-def conv_states(y, kept, x, w, line, source, target):
+def conv_states(y, inputs, x, w, token_seqs, sources, targets):
     """A short convolution of such tokens.
 
-    kept  (S, K - 1, C)  f32: the last inputs of sequences
+    inputs  (S, K - 1, C)  f32: the last inputs of sequences
     x, y  (N, C)         f32
     w     (K, C)         f32
     """
-    each(channels, (y, kept, x, w, line, source, target), -(-w.shape[1] // CHANNELS))
+    each(conv_channels, (y, inputs, x, w, token_seqs, sources, targets), -(-w.shape[1] // CHANNELS))

@@ -13,48 +13,48 @@ from packtrain.kernels.call import kernel, part
 from packtrain.kernels.simd import INFINITY, LANES, f32x16, neg, peek, poke, scratch, splat, store
 
 i64, f32, void = types.int64, types.float32, types.void
-NOTHING = np.float32(1e-15)  # a group without larger values is all zeros
+MIN_MAGNITUDE = np.float32(1e-15)  # a group without larger values is all zeros
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits
-LARGEST = 1 << 22
-TURNS = 5  # at most, each through all codes of a group
-group = (i64, i64, i64, i64, i64)  # x, w, n, most, codes
+MAX_CODE = 1 << 22
+MAX_PASSES = 5  # at most, each through all codes of a group
+group_types = (i64, i64, i64, i64, i64)  # x, w, n, most, codes
 
 
 @part(f32x16())
 def lanes():
     """0 .. 15."""
-    numbers = scratch(16)
+    lane_indices = scratch(16)
     for lane in range(LANES):
-        poke(numbers, lane, f32(lane))
-    return simd.load(numbers, 0)
+        poke(lane_indices, lane, f32(lane))
+    return simd.load(lane_indices, 0)
 
 
 @part(i64(f32))
-def nearest(v):
+def round_nearest(v):
     """Round to the nearest integer, ties to even; numbers beyond 22 bits lose their upper bits, as there."""
-    bits = np.float32(v + f32(ROUND)).view(np.int32)
-    return (i64(bits) & 0x007FFFFF) - 0x00400000
+    float_bits = np.float32(v + f32(ROUND)).view(np.int32)
+    return (i64(float_bits) & 0x007FFFFF) - 0x00400000
 
 
 @part(f32(f32, i64, i64))
-def code_of(v, low, high):
-    return f32(min(max(nearest(v), low), high))
+def clamped_code(v, low, max_code):
+    return f32(min(max(round_nearest(v), low), max_code))
 
 
 @part(f32(f32))
-def as_byte(code):
+def wrapped_byte(code):
     """A code as ggml keeps it: below zero it wraps around."""
     return code + f32(256) if code < 0 else code
 
 
 @kernel(f32(i64, i64))
-def furthest(x, n):
+def extreme_value(x, n):
     """The value furthest from zero, the first on ties; 0 if all are next to nothing."""
     extreme = f32(0)
     for i in range(n):
         if abs(peek(x, i)) > abs(extreme):
             extreme = peek(x, i)
-    return extreme if abs(extreme) >= NOTHING else f32(0)
+    return extreme if abs(extreme) >= MIN_MAGNITUDE else f32(0)
 
 
 @part(void(i64, i64))
@@ -63,144 +63,144 @@ def put_zeros(codes, n):
         poke(codes, i, f32(0))
 
 
-@kernel(types.UniTuple(f32, 2)(*group, f32))
-def products(x, w, n, most, codes, inverse):
-    """Codes for one scale, written with `most` added, and the sums of w * x * code and w * code * code."""
-    sum_lx, sum_ll, high = f32(0), f32(0), f32(most)
+@kernel(types.UniTuple(f32, 2)(*group_types, f32))
+def code_products(x, w, n, max_code, codes, inverse):
+    """Codes for one scale, written with `max_code` added, and the sums of w * x * code and w * code * code."""
+    sum_lx, sum_ll, code_offset = f32(0), f32(0), f32(max_code)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
-        code = code_of(inverse * v, -most, most - 1)
-        poke(codes, i, code + high)
+        code = clamped_code(inverse * v, -max_code, max_code - 1)
+        poke(codes, i, code + code_offset)
         sum_lx += weight * v * code
         sum_ll += weight * code * code
     return sum_lx, sum_ll
 
 
 @part(f32x16(f32x16, f32, f32))
-def codes_of(v, low, high):
-    return neg(simd.maximum(-high, neg(simd.maximum(v + ROUND - ROUND, low))))
+def clamped_codes(v, low, max_code):
+    return neg(simd.maximum(-max_code, neg(simd.maximum(v + ROUND - ROUND, low))))
 
 
 @part(void(i64, i64, i64, i64, i64, f32x16))
-def all_products(x, w, n, most, result_sums, inverses):
+def lane_products(x, w, n, max_code, result_sums, inverses):
     """`products` of a scale in each lane, without the codes."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
     for i in range(n):
-        code = codes_of(inverses * peek(x, i), f32(-most), f32(most - 1))
+        code = clamped_codes(inverses * peek(x, i), f32(-max_code), f32(max_code - 1))
         sum_lx += code * (peek(w, i) * peek(x, i))
         sum_ll += code * peek(w, i) * code
     store(result_sums, 0, sum_lx)
     store(result_sums, LANES, sum_ll)
 
 
-@kernel(f32(*group))
-def even(x, w, n, most, codes):
+@kernel(f32(*group_types))
+def even(x, w, n, max_code, codes):
     """The scale of a group; eighteen trials map its extreme to most - 0.9 .. most + 0.9. make_qx_quants."""
-    extreme, trial_sums = furthest(x, n), scratch(32)
+    extreme, trial_sums = extreme_value(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
         return f32(0)
-    first = inverse = f32(-most) / extreme
-    sum_lx, sum_ll = products(x, w, n, most, codes, first)
+    first_inverse = inverse = f32(-max_code) / extreme
+    sum_lx, sum_ll = code_products(x, w, n, max_code, codes, first_inverse)
     scale = sum_lx / sum_ll if sum_ll != 0 else f32(0)
-    best = scale * sum_lx
-    for begin in (-9, 1):
-        inverses = neg((lanes() + f32(begin)) * f32(0.1) + f32(most)) / extreme
-        all_products(x, w, n, most, trial_sums, inverses)
+    best_score = scale * sum_lx
+    for first_trial in (-9, 1):
+        inverses = neg((lanes() + f32(first_trial)) * f32(0.1) + f32(max_code)) / extreme
+        lane_products(x, w, n, max_code, trial_sums, inverses)
         for lane in range(9):
             sum_lx, sum_ll = peek(trial_sums, lane), peek(trial_sums, LANES + lane)
-            if sum_ll > 0 and sum_lx * sum_lx > best * sum_ll:
+            if sum_ll > 0 and sum_lx * sum_lx > best_score * sum_ll:
                 scale = sum_lx / sum_ll
-                best = scale * sum_lx
-                inverse = -(f32(most) + f32(0.1) * f32(begin + lane)) / extreme
-    if inverse != first:
-        products(x, w, n, most, codes, inverse)
+                best_score = scale * sum_lx
+                inverse = -(f32(max_code) + f32(0.1) * f32(first_trial + lane)) / extreme
+    if inverse != first_inverse:
+        code_products(x, w, n, max_code, codes, inverse)
     return scale
 
 
-@kernel(f32(*group))
-def even_by_turns(x, w, n, most, codes):
+@kernel(f32(*group_types))
+def even_by_turns(x, w, n, max_code, codes):
     """The scale of a group; from the extreme on -most, codes change one by one while that helps. make_q3_quants."""
-    extreme, high = furthest(x, n), f32(most)
+    extreme, code_offset = extreme_value(x, n), f32(max_code)
     if extreme == 0:
         put_zeros(codes, n)
         return f32(0)
-    sum_lx, sum_ll = products(x, w, n, most, codes, f32(-most) / extreme)
-    for _ in range(TURNS):
-        changed = False
+    sum_lx, sum_ll = code_products(x, w, n, max_code, codes, f32(-max_code) / extreme)
+    for _ in range(MAX_PASSES):
+        has_changed = False
         for i in range(n):
-            v, weight, code = peek(x, i), peek(w, i), peek(codes, i) - high
+            v, weight, code = peek(x, i), peek(w, i), peek(codes, i) - code_offset
             lx = sum_lx - weight * v * code
             if lx > 0:
                 ll = sum_ll - weight * code * code
-                new = code_of(v * ll / lx, -most, most - 1)
-                if new != code:
-                    lx += weight * v * new
-                    ll += weight * new * new
+                new_code = clamped_code(v * ll / lx, -max_code, max_code - 1)
+                if new_code != code:
+                    lx += weight * v * new_code
+                    ll += weight * new_code * new_code
                     if ll > 0 and lx * lx * sum_ll > sum_lx * sum_lx * ll:
-                        poke(codes, i, new + high)
-                        sum_lx, sum_ll, changed = lx, ll, True
-        if not changed:
+                        poke(codes, i, new_code + code_offset)
+                        sum_lx, sum_ll, has_changed = lx, ll, True
+        if not has_changed:
             break
     return sum_lx / sum_ll if sum_ll > 0 else f32(0)
 
 
 @kernel(f32(i64, i64, i64, i64, f32))
-def best_of_nine(x, w, n, most, highest):
-    """The factor for values that makes the least errors as codes, of those that map the highest near `most`."""
-    inverse, best = f32(most) / highest, f32(0)
+def best_inverse(x, w, n, max_code, max_value):
+    """The factor for values that makes the least errors as codes, of those that map the highest near `max_code`."""
+    inverse, best_error = f32(max_code) / max_value, f32(0)
     for trial in range(-5, 5):
         if trial != 0:  # the first one is that of the plain scale
-            by = (f32(0.1) * f32(trial) + f32(most)) / highest
+            trial_inverse = (f32(0.1) * f32(trial) + f32(max_code)) / max_value
             if trial == -5:
-                by = inverse
-            error, scale = f32(0), f32(1) / by
+                trial_inverse = inverse
+            error, scale = f32(0), f32(1) / trial_inverse
             for i in range(n):
-                code = code_of(by * peek(x, i), -LARGEST, most)
-                residual = peek(x, i) - scale * (as_byte(code) if trial == -5 else code)
+                code = clamped_code(trial_inverse * peek(x, i), -MAX_CODE, max_code)
+                residual = peek(x, i) - scale * (wrapped_byte(code) if trial == -5 else code)
                 error += peek(w, i) * residual * residual
-            if trial == -5 or error < best:
-                best, inverse = error, by
+            if trial == -5 or error < best_error:
+                best_error, inverse = error, trial_inverse
     return inverse
 
 
-@kernel(f32(*group))
-def above(x, w, n, most, codes):
+@kernel(f32(*group_types))
+def above(x, w, n, max_code, codes):
     """The scale of a group of values above zero (hardly below), from nine trials, then by turns. make_qp_quants."""
-    highest, min_code = f32(0), -LARGEST
+    max_value, min_code = f32(0), -MAX_CODE
     for i in range(n):
-        highest = max(highest, peek(x, i))
-    if highest < NOTHING:
+        max_value = max(max_value, peek(x, i))
+    if max_value < MIN_MAGNITUDE:
         put_zeros(codes, n)
         return f32(0)
-    inverse = best_of_nine(x, w, n, most, highest)
+    inverse = best_inverse(x, w, n, max_code, max_value)
     sum_lx, sum_ll = f32(0), f32(0)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
-        code = code_of(inverse * v, min_code, most)
-        poke(codes, i, as_byte(code))
+        code = clamped_code(inverse * v, min_code, max_code)
+        poke(codes, i, wrapped_byte(code))
         sum_lx += weight * v * code
         sum_ll += weight * code * code
-    for _ in range(TURNS):
-        changed = False
+    for _ in range(MAX_PASSES):
+        has_changed = False
         for i in range(n):
             v, weight, code = peek(x, i), peek(w, i), peek(codes, i)
             lx, ll = sum_lx - weight * v * code, sum_ll - weight * code * code
             if lx > 0 and ll > 0:
-                new = code_of(v * ll / lx, min_code, most)
-                if new != code:
-                    lx += weight * v * new
-                    ll += weight * new * new
+                new_code = clamped_code(v * ll / lx, min_code, max_code)
+                if new_code != code:
+                    lx += weight * v * new_code
+                    ll += weight * new_code * new_code
                     if lx * lx * sum_ll > sum_lx * sum_lx * ll:
-                        poke(codes, i, as_byte(new))
-                        sum_lx, sum_ll, changed = lx, ll, True
-        if not changed:
+                        poke(codes, i, wrapped_byte(new_code))
+                        sum_lx, sum_ll, has_changed = lx, ll, True
+        if not has_changed:
             break
     return sum_lx / sum_ll if sum_ll > 0 else f32(0)
 
 
 @kernel(f32(i64, i64, i64, i64, f32, f32, i64))
-def misfit(x, w, n, codes, scale, low, sizes):
+def weighted_error(x, w, n, codes, scale, low, sizes):
     """The weighted sum of squared differences, or of their sizes."""
     error = f32(0)
     for i in range(n):
@@ -210,43 +210,43 @@ def misfit(x, w, n, codes, scale, low, sizes):
 
 
 @part(f32x16(i64, i64, i64, i64, f32x16, f32x16, i64))
-def misfits(x, w, n, codes, scales, lows, sizes):
+def weighted_errors(x, w, n, codes, scales, min_values, sizes):
     """`misfit` of a trial in each lane."""
     errors = splat(0.0)
     for i in range(n):
-        residual = scales * simd.load(codes, i * LANES) + lows - peek(x, i)
+        residual = scales * simd.load(codes, i * LANES) + min_values - peek(x, i)
         errors += splat(peek(w, i)) * (simd.absolute(residual) if sizes else residual * residual)
     return errors
 
 
-@part(void(*group, f32, f32x16, f32, f32, i64))
-def tried(x, w, n, most, trial_results, low, inverses, weight, sum_x, sizes):
+@part(void(*group_types, f32, f32x16, f32, f32, i64))
+def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
     """A trial in each lane: writes errors, scales and lows, and then the codes of each value, to `trial_results`."""
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
     codes = trial_results + 3 * LANES * 4
     for i in range(n):
-        code = codes_of(inverses * (peek(x, i) - low), f32(0), f32(most))
+        code = clamped_codes(inverses * (peek(x, i) - low), f32(0), f32(max_code))
         store(codes, i * LANES, code)
-        part = code * peek(w, i)
-        sum_l += part
-        sum_ll += part * code
-        sum_lx += part * peek(x, i)
+        weighted_code = code * peek(w, i)
+        sum_l += weighted_code
+        sum_ll += weighted_code * code
+        sum_lx += weighted_code * peek(x, i)
     determinant = sum_ll * weight - sum_l * sum_l
     scales = (sum_lx * weight - sum_l * sum_x) / determinant
-    lows = (sum_ll * sum_x - sum_l * sum_lx) / determinant
-    scales = simd.select_less(0.0, lows, sum_lx / sum_ll, scales)
-    lows = simd.select_less(0.0, lows, 0.0, lows)
-    errors = misfits(x, w, n, codes, scales, lows, sizes)
+    min_values = (sum_ll * sum_x - sum_l * sum_lx) / determinant
+    scales = simd.select_less(0.0, min_values, sum_lx / sum_ll, scales)
+    min_values = simd.select_less(0.0, min_values, 0.0, min_values)
+    errors = weighted_errors(x, w, n, codes, scales, min_values, sizes)
     store(trial_results, 0, simd.select_less(0.0, determinant, errors, INFINITY))
     store(trial_results, LANES, scales)
-    store(trial_results, 2 * LANES, lows)
+    store(trial_results, 2 * LANES, min_values)
 
 
-@kernel(types.UniTuple(f32, 2)(*group, f32, f32, i64, i64))
-def sloped(x, w, n, most, codes, first, step, trials, sizes):
+@kernel(types.UniTuple(f32, 2)(*group_types, f32, f32, i64, i64))
+def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
     """Scale and least value, at most 0. make_qkx2_quants and make_qkx3_quants.
 
-    The range of the values gets `most` codes, then in trial i most + first + i * step; of these lines through codes and
+    The range of the values gets `max_code` codes, then in trial i most + first + i * step; of these lines through codes and
     values the one with the least weighted errors, or their sizes, is kept.
     """
     low, high, weight, sum_x, trial_results = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
@@ -258,22 +258,22 @@ def sloped(x, w, n, most, codes, first, step, trials, sizes):
     if not high > low:
         put_zeros(codes, n)
         return f32(0), low
-    inverse = f32(most) / (high - low)
+    inverse = f32(max_code) / (high - low)
     for i in range(n):
-        poke(codes, i, code_of(inverse * (peek(x, i) - low), 0, most))
+        poke(codes, i, clamped_code(inverse * (peek(x, i) - low), 0, max_code))
     scale = f32(1) / inverse
-    best = misfit(x, w, n, codes, scale, low, sizes)
-    number = 0
-    while number <= trials:
-        inverses = ((lanes() + f32(number)) * step + first + f32(most)) / (high - low)
-        tried(x, w, n, most, trial_results, low, inverses, weight, sum_x, sizes)
-        lane, ahead = 0, min(trials + 1 - number, LANES)
-        while lane < ahead and not peek(trial_results, lane) < best:
+    best_error = weighted_error(x, w, n, codes, scale, low, sizes)
+    trial_index = 0
+    while trial_index <= num_trials:
+        inverses = ((lanes() + f32(trial_index)) * step + first_step + f32(max_code)) / (high - low)
+        try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes)
+        lane, num_lanes = 0, min(num_trials + 1 - trial_index, LANES)
+        while lane < num_lanes and not peek(trial_results, lane) < best_error:
             lane += 1
-        number += lane
-        if lane < ahead:  # later trials begin from its lowest value
-            number += 1
-            best, scale = peek(trial_results, lane), peek(trial_results, LANES + lane)
+        trial_index += lane
+        if lane < num_lanes:  # later trials begin from its lowest value
+            trial_index += 1
+            best_error, scale = peek(trial_results, lane), peek(trial_results, LANES + lane)
             low = peek(trial_results, 2 * LANES + lane)
             for i in range(n):
                 poke(codes, i, peek(trial_results, (3 + i) * LANES + lane))

@@ -14,7 +14,7 @@ from numba.core import cgutils, errors
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
-from packtrain.kernels.folds import fold
+from packtrain.kernels.folds import fold_lanes
 
 LANES = 16
 I32 = ir.IntType(32)
@@ -28,87 +28,87 @@ INFINITY = float("inf")
 NAN = float("nan")
 
 
-class Vector(types.Type):
+class FloatVectorType(types.Type):
     """The numba type of 16 f32 in one LLVM vector."""
 
     def __init__(self):
         super().__init__(name="f32x16")
 
 
-f32x16 = Vector()
+f32x16 = FloatVectorType()
 
 
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):
+@register_model(FloatVectorType)
+class FloatVectorModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, VECTOR)
 
 
-def spread(builder, value, kind):
+def spread(builder, value, vector_type):
     """One scalar in every lane."""
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(BITS, [0] * LANES))
+    first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first_lane, first_lane, ir.Constant(BITS, [0] * LANES))
 
 
-def call(builder, name, kind, *args):
+def call(builder, name, result_type, *args):
     """An LLVM intrinsic of that name."""
-    function_type = ir.FunctionType(kind, [arg.type for arg in args])
+    function_type = ir.FunctionType(result_type, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
-@lower_cast(types.Number, Vector)
+@lower_cast(types.Number, FloatVectorType)
 def number_to_vector(context, builder, fromty, toty, value):
     return spread(builder, context.cast(builder, value, fromty, types.float32), VECTOR)
 
 
-def binary_operator(vector, scalar, symbol, instruction):
+def binary_operator(vector, scalar, python_operator, llvm_name):
     """Define an operator on two vectors, or a vector and a scalar, by LLVM's instruction."""
 
-    @infer_global(symbol)
-    class Operator(AbstractTemplate):
+    @infer_global(python_operator)
+    class VectorOperator(AbstractTemplate):
         def generic(self, args, kws):
             if vector in args and all(a == vector or isinstance(a, scalar) for a in args):
                 return signature(vector, vector, vector)
             return None
 
-    @lower_builtin(symbol, vector, vector)
-    def lower(context, builder, sig, args):
-        return getattr(builder, instruction)(*args)
+    @lower_builtin(python_operator, vector, vector)
+    def lower_operator(context, builder, sig, args):
+        return getattr(builder, llvm_name)(*args)
 
 
-for name, emitted in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
-    for symbol in (getattr(operator, name), getattr(operator, "i" + name)):
-        binary_operator(f32x16, types.Number, symbol, emitted)
+for name, llvm_method in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
+    for operator_function in (getattr(operator, name), getattr(operator, "i" + name)):
+        binary_operator(f32x16, types.Number, operator_function, llvm_method)
 
 
-def instruction(result, *kinds):
+def instruction(result_type, *arg_types):
     """An intrinsic of these types, from emit(builder, *values) -> value; without a value its result is void."""
 
-    def named(emit):
+    def define_intrinsic(emit):
         def codegen(context, builder, sig, args):
             value = emit(builder, *args)
             return context.get_dummy_value() if value is None else value
 
         def typed(typingctx, *values):
-            return result(*kinds), codegen
+            return result_type(*arg_types), codegen
 
         # numba counts the parameters
-        names = [f"value{number}" for number in range(len(kinds))]
+        names = [f"value{param_index}" for param_index in range(len(arg_types))]
         typed.__signature__ = Signature(
             [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names)]
         )
         return intrinsic(typed)
 
-    return named
+    return define_intrinsic
 
 
-def lanewise(emit, count):
-    """An intrinsic on `count` vectors (numbers are spread); emit(builder, *values) -> value."""
-    return instruction(f32x16, *[f32x16] * count)(emit)
+def lanewise(emit, num_vectors):
+    """An intrinsic on `num_vectors` vectors (numbers are spread); emit(builder, *values) -> value."""
+    return instruction(f32x16, *[f32x16] * num_vectors)(emit)
 
 
-def named(name):
-    return lambda builder, *args: call(builder, f"llvm.{name}.v16f32", VECTOR, *args)
+def llvm_op(function_name):
+    return lambda builder, *args: call(builder, f"llvm.{function_name}.v16f32", VECTOR, *args)
 
 
 def emit_max(builder, a, b):
@@ -134,12 +134,12 @@ def emit_mantissa(builder, x):
 
 splat = lanewise(lambda builder, a: a, 1)
 neg = lanewise(lambda builder, a: builder.fneg(a), 1)
-fma = lanewise(named("fma"), 3)
-sqrt = lanewise(named("sqrt"), 1)
-absolute = lanewise(named("fabs"), 1)
-copysign = lanewise(named("copysign"), 2)
-sin = lanewise(named("sin"), 1)
-cos = lanewise(named("cos"), 1)
+fma = lanewise(llvm_op("fma"), 3)
+sqrt = lanewise(llvm_op("sqrt"), 1)
+absolute = lanewise(llvm_op("fabs"), 1)
+copysign = lanewise(llvm_op("copysign"), 2)
+sin = lanewise(llvm_op("sin"), 1)
+cos = lanewise(llvm_op("cos"), 1)
 maximum = lanewise(emit_max, 2)
 select_less = lanewise(  # (a, b, x, y): x where a < b, else y
     lambda builder, a, b, x, y: builder.select(builder.fcmp_ordered("<", a, b), x, y), 4
@@ -152,10 +152,10 @@ mantissa = lanewise(emit_mantissa, 1)
 def element(context, builder, kind, value, index):
     """The pointer to element `index` of an f32 array, counted flat, or of the address `value`."""
     if isinstance(kind, types.Array):
-        base = context.make_array(kind)(context, builder, value).data
+        base_pointer = context.make_array(kind)(context, builder, value).data
     else:
-        base = builder.inttoptr(value, F32.as_pointer())
-    return builder.gep(base, [index])
+        base_pointer = builder.inttoptr(value, F32.as_pointer())
+    return builder.gep(base_pointer, [index])
 
 
 def lanes_at(context, builder, kind, value, index):
@@ -163,31 +163,31 @@ def lanes_at(context, builder, kind, value, index):
 
 
 def first_lanes(builder, left):
-    lanes = ir.Constant(BITS, list(range(LANES)))
-    return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(left, I32), BITS))
+    lane_indices = ir.Constant(BITS, list(range(LANES)))
+    return builder.icmp_signed("<", lane_indices, spread(builder, builder.trunc(left, I32), BITS))
 
 
-def read(builder, pointer, mask=None):
+def read_masked(builder, pointer, mask=None):
     """16 f32 in memory; zeros outside the mask, where there is one."""
     if mask is None:
         return builder.load(pointer, typ=VECTOR, align=4)
     return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
 
 
-def write(builder, value, pointer, mask=None):
+def write_masked(builder, value, pointer, mask=None):
     if mask is None:
         return builder.store(value, pointer, align=4)
-    name, void = "llvm.masked.store.v16f32.p0", ir.VoidType()
-    return call(builder, name, void, value, pointer, I32(4), mask)
+    intrinsic_name, void = "llvm.masked.store.v16f32.p0", ir.VoidType()
+    return call(builder, intrinsic_name, void, value, pointer, I32(4), mask)
 
 
-def where_full(builder, left, done):
+def branch_on_full(builder, left, emit):
     """Branch: done(None) where left >= 16, else done(mask of the first lanes); the value of either, if any."""
     with builder.if_else(builder.icmp_signed(">=", left, I64(LANES)), likely=True) as (then, other):
         with then:
-            a, a_block = done(None), builder.block
+            a, a_block = emit(None), builder.block
         with other:
-            b, b_block = done(first_lanes(builder, left)), builder.block
+            b, b_block = emit(first_lanes(builder, left)), builder.block
     if isinstance(a.type, ir.VoidType):
         return None
     phi = builder.phi(a.type)
@@ -196,7 +196,7 @@ def where_full(builder, left, done):
     return phi
 
 
-def place(kind):
+def array_or_address(kind):
     """The type of a place in memory: an f32 array, or an address."""
     if isinstance(kind, types.Array) and kind.dtype == types.float32:
         return kind
@@ -212,7 +212,7 @@ def load(typingctx, x, i):
     def codegen(context, builder, sig, args):
         return builder.load(lanes_at(context, builder, sig.args[0], *args), align=4)
 
-    return f32x16(place(x), types.int64), codegen
+    return f32x16(array_or_address(x), types.int64), codegen
 
 
 @intrinsic
@@ -221,9 +221,9 @@ def load_part(typingctx, x, i, left):
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        return where_full(builder, args[2], lambda mask: read(builder, pointer, mask))
+        return branch_on_full(builder, args[2], lambda mask: read_masked(builder, pointer, mask))
 
-    return f32x16(place(x), types.int64, types.int64), codegen
+    return f32x16(array_or_address(x), types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -234,7 +234,7 @@ def store(typingctx, y, i, v):
         builder.store(args[2], lanes_at(context, builder, sig.args[0], *args[:2]), align=4)
         return context.get_dummy_value()
 
-    return types.void(place(y), types.int64, f32x16), codegen
+    return types.void(array_or_address(y), types.int64, f32x16), codegen
 
 
 @intrinsic
@@ -243,10 +243,10 @@ def store_part(typingctx, y, i, v, left):
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        where_full(builder, args[3], lambda mask: write(builder, args[2], pointer, mask))
+        branch_on_full(builder, args[3], lambda mask: write_masked(builder, args[2], pointer, mask))
         return context.get_dummy_value()
 
-    return types.void(place(y), types.int64, f32x16, types.int64), codegen
+    return types.void(array_or_address(y), types.int64, f32x16, types.int64), codegen
 
 
 @instruction(f32x16, f32x16, types.int64, f32x16)
@@ -255,12 +255,12 @@ def keep_first(builder, v, left, fill):
     return builder.select(first_lanes(builder, left), v, fill)
 
 
-def folding(combine):
-    return instruction(types.float32, f32x16)(lambda builder, v: fold(builder, v, combine))
+def fold_intrinsic(combine):
+    return instruction(types.float32, f32x16)(lambda builder, v: fold_lanes(builder, v, combine))
 
 
-total = folding(lambda builder, a, b: builder.fadd(a, b))
-largest = folding(emit_max)
+total = fold_intrinsic(lambda builder, a, b: builder.fadd(a, b))
+largest = fold_intrinsic(emit_max)
 
 
 @intrinsic
@@ -270,23 +270,23 @@ def address(typingctx, x, i):
     def codegen(context, builder, sig, args):
         return builder.ptrtoint(element(context, builder, sig.args[0], *args), I64)
 
-    return types.int64(place(x), types.int64), codegen
+    return types.int64(array_or_address(x), types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
-def scratch(typingctx, size):
-    """The address of `size` (a literal) f32 on the caller's stack, 64-byte aligned."""
-    if not isinstance(size, types.IntegerLiteral):
+def scratch(typingctx, num_values):
+    """The address of `num_values` (a literal) f32 on the caller's stack, 64-byte aligned."""
+    if not isinstance(num_values, types.IntegerLiteral):
         raise errors.TypingError("scratch takes a literal size")
 
     def codegen(context, builder, sig, args):
-        kind = ir.ArrayType(F32, size.literal_value)
+        array_type = ir.ArrayType(F32, num_values.literal_value)
         with builder.goto_entry_block():
-            room = builder.alloca(kind)
-        room.align = 64
-        return builder.ptrtoint(room, I64)
+            buffer = builder.alloca(array_type)
+        buffer.align = 64
+        return builder.ptrtoint(buffer, I64)
 
-    return types.int64(size), codegen
+    return types.int64(num_values), codegen
 
 
 @intrinsic
@@ -296,7 +296,7 @@ def peek(typingctx, x, i):
     def codegen(context, builder, sig, args):
         return builder.load(element(context, builder, sig.args[0], *args))
 
-    return types.float32(place(x), types.int64), codegen
+    return types.float32(array_or_address(x), types.int64), codegen
 
 
 @intrinsic
@@ -307,16 +307,16 @@ def poke(typingctx, y, i, value):
         builder.store(args[2], element(context, builder, sig.args[0], *args[:2]))
         return context.get_dummy_value()
 
-    return types.void(place(y), types.int64, types.float32), codegen
+    return types.void(array_or_address(y), types.int64, types.float32), codegen
 
 
-def rank(count, layout="C", readonly=False):
-    return types.Array(types.float32, count, layout, readonly=readonly)
+def rank(num_axes, layout="C", readonly=False):
+    return types.Array(types.float32, num_axes, layout, readonly=readonly)
 
 
 # In signatures: `in2` also takes arrays that are not writeable (a mapped file), `out2` does not.
-in1, in2, in3 = (rank(count, readonly=True) for count in (1, 2, 3))
-out1, out2, out3 = (rank(count) for count in (1, 2, 3))
+in1, in2, in3 = (rank(num_axes, readonly=True) for num_axes in (1, 2, 3))
+out1, out2, out3 = (rank(num_axes) for num_axes in (1, 2, 3))
 any_in2, any_out2 = rank(2, "A", readonly=True), rank(2, "A")
 ids1 = types.Array(types.int32, 1, "C", readonly=True)
 
@@ -354,19 +354,19 @@ def tanh(x):
     p = fma(p, z, -0.05374349797385402)
     p = fma(p, z, 0.133314912857102)
     p = fma(p, z, -0.3333328392524079)
-    small = fma(p * z, x, x)
-    size = absolute(x)
-    large = copysign(1.0 - 2.0 / (exp(size * 2.0) + 1.0), x)
-    return select_less(size, 0.625, small, large)
+    small_result = fma(p * z, x, x)
+    magnitude = absolute(x)
+    large_result = copysign(1.0 - 2.0 / (exp(magnitude * 2.0) + 1.0), x)
+    return select_less(magnitude, 0.625, small_result, large_result)
 
 
 @lanewise_function
 def log(x):
     """The natural logarithm to 1.5e-7: -inf at 0, NaN below."""
-    tiny = splat(1.1754943508222875e-38)
-    normal = select_less(x, tiny, x * 8388608.0, x)
-    m = mantissa(normal)
-    n = exponent(normal) + select_less(x, tiny, -23.0, 0.0)
+    min_normal = splat(1.1754943508222875e-38)
+    normal_x = select_less(x, min_normal, x * 8388608.0, x)
+    m = mantissa(normal_x)
+    n = exponent(normal_x) + select_less(x, min_normal, -23.0, 0.0)
     n = select_less(1.41421356, m, n + 1.0, n)
     r = select_less(1.41421356, m, m * 0.5, m) - 1.0
     z = r * r

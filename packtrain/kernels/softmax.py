@@ -11,65 +11,65 @@ from packtrain.kernels.simd import INFINITY, LANES, f32x16, in2, load_part, out2
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
 BLOCK = 1 << 13
-RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
+VALUES_PER_RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 
 @part(f32x16(i64, i64, i64, i64, f32))
-def masked(x, mask, i, left, scale):
+def masked(x_ptr, mask_ptr, i, left, scale):
     """scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
-    v = load_part(x, i, left) * scale
-    if mask:
-        v += load_part(mask, i, left)
+    v = load_part(x_ptr, i, left) * scale
+    if mask_ptr:
+        v += load_part(mask_ptr, i, left)
     return v if left >= LANES else simd.keep_first(v, left, -INFINITY)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
-def soft_max_rows(y, x, mask, scale, start, stop):
+def soft_max_rows(y, x, mask, scale, row_start, row_stop):
     width = x.shape[1]
-    for row in range(start, stop):
-        source = simd.address(x, row * width)
-        added = simd.address(mask, row % mask.shape[0] * width) if mask.size else 0
-        lanes = splat(-INFINITY)
+    for row in range(row_start, row_stop):
+        x_row = simd.address(x, row * width)
+        mask_row = simd.address(mask, row % mask.shape[0] * width) if mask.size else 0
+        lane_values = splat(-INFINITY)
         for i in range(0, width, LANES):
-            lanes = simd.maximum(masked(source, added, i, width - i, scale), lanes)
-        top = simd.largest(lanes)
-        if top == -INFINITY:
+            lane_values = simd.maximum(masked(x_row, mask_row, i, width - i, scale), lane_values)
+        max_score = simd.largest(lane_values)
+        if max_score == -INFINITY:
             for i in range(0, width, LANES):
                 store_part(y, row * width + i, splat(0.0), width - i)
             continue
-        weight = f64(0.0)
-        for run in range(0, width, RUN):
-            lanes = splat(0.0)
-            for i in range(run, min(run + RUN, width), LANES):
-                v = simd.exp(masked(source, added, i, width - i, scale) - top)
+        exp_sum = f64(0.0)
+        for run_start in range(0, width, VALUES_PER_RUN):
+            lane_values = splat(0.0)
+            for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
+                v = simd.exp(masked(x_row, mask_row, i, width - i, scale) - max_score)
                 store_part(y, row * width + i, v, width - i)
-                lanes += v
-            weight += f64(simd.total(lanes))
-        share = splat(f32(1.0 / weight))
+                lane_values += v
+            exp_sum += f64(simd.total(lane_values))
+        inverse_sum = splat(f32(1.0 / exp_sum))
         for i in range(0, width, LANES):
-            at = row * width + i
-            store_part(y, at, load_part(y, at, width - i) * share, width - i)
+            offset = row * width + i
+            store_part(y, offset, load_part(y, offset, width - i) * inverse_sum, width - i)
 
 
 @kernel(void(out2, in2, i64, i64))
-def log_soft_max_rows(y, x, start, stop):
+def log_soft_max_rows(y, x, row_start, row_stop):
     width = x.shape[1]
-    for row in range(start, stop):
-        source = simd.address(x, row * width)
-        lanes = splat(-INFINITY)
+    for row in range(row_start, row_stop):
+        x_row = simd.address(x, row * width)
+        lane_values = splat(-INFINITY)
         for i in range(0, width, LANES):
-            lanes = simd.maximum(masked(source, 0, i, width - i, f32(1.0)), lanes)
-        top = simd.largest(lanes)
-        weight = f64(0.0)
-        for run in range(0, width, RUN):
-            lanes = splat(0.0)
-            for i in range(run, min(run + RUN, width), LANES):
-                lanes += simd.exp(masked(source, 0, i, width - i, f32(1.0)) - top)
-            weight += f64(simd.total(lanes))
-        log_sum = splat(f32(math.log(weight)))
+            lane_values = simd.maximum(masked(x_row, 0, i, width - i, f32(1.0)), lane_values)
+        max_logit = simd.largest(lane_values)
+        exp_sum = f64(0.0)
+        for run_start in range(0, width, VALUES_PER_RUN):
+            lane_values = splat(0.0)
+            for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
+                lane_values += simd.exp(masked(x_row, 0, i, width - i, f32(1.0)) - max_logit)
+            exp_sum += f64(simd.total(lane_values))
+        log_sum = splat(f32(math.log(exp_sum)))
         for i in range(0, width, LANES):
-            at = row * width + i
-            store_part(y, at, load_part(x, at, width - i) - top - log_sum, width - i)
+            offset = row * width + i
+            store_part(y, offset, load_part(x, offset, width - i) - max_logit - log_sum, width - i)
 
 
 @kernel(void(out2, in2))
@@ -96,21 +96,21 @@ def soft_max(y, x, mask, scale):
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
-def soft_max_back_rows(dx, dy, y, scale, start, stop):
+def soft_max_back_rows(dx, dy, y, scale, row_start, row_stop):
     width = y.shape[1]
-    for row in range(start, stop):
-        dot = f64(0.0)
-        for run in range(0, width, RUN):
+    for row in range(row_start, row_stop):
+        dot_sum = f64(0.0)
+        for run_start in range(0, width, VALUES_PER_RUN):
             lanes = splat(0.0)
-            for i in range(run, min(run + RUN, width), LANES):
+            for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
                 at = row * width + i
                 lanes = simd.fma(load_part(dy, at, width - i), load_part(y, at, width - i), lanes)
-            dot += f64(simd.total(lanes))
-        mean = splat(f32(dot))
+            dot_sum += f64(simd.total(lanes))
+        mean_lanes = splat(f32(dot_sum))
         for i in range(0, width, LANES):
             at = row * width + i
             v = load_part(y, at, width - i) * scale
-            store_part(dx, at, v * (load_part(dy, at, width - i) - mean), width - i)
+            store_part(dx, at, v * (load_part(dy, at, width - i) - mean_lanes), width - i)
 
 
 @kernel(void(out2, in2, in2, f32))
@@ -120,5 +120,5 @@ def soft_max_back(dx, dy, y, scale):
     dx, dy, y  (N, C)  f32
     """
     n, width = y.shape
-    rows = BLOCK // max(1, width) if y.size > SERIAL else n
-    spans(soft_max_back_rows, (dx, dy, y, scale), n, rows)
+    rows_per_task = BLOCK // max(1, width) if y.size > SERIAL else n
+    spans(soft_max_back_rows, (dx, dy, y, scale), n, rows_per_task)

@@ -8,196 +8,200 @@ from numba import types
 from packtrain.kernels.call import kernel, part
 
 i32, i64, void, boolean = types.int32, types.int64, types.void, types.boolean
-u8 = types.Array(types.uint8, 1, "C", readonly=True)
-u8_out = types.Array(types.uint8, 1, "C")
-ints, int_rows = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
+u8_type = types.Array(types.uint8, 1, "C", readonly=True)
+u8_out_type = types.Array(types.uint8, 1, "C")
+ints_type, int_rows_type = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
 longs = types.Array(i64, 1, "C")
 
-UNKNOWN = 255  # the class of a character that the table does not have yet
+UNKNOWN_CLASS = 255  # the class of a character that the table does not have yet
 INSIDE = 0  # the class of the bytes of a character after its first
-ENDING = 1  # the class of the end of a part
-MATCHED, DEAD = 1, 0
+END_CLASS = 1  # the class of the end of a part
+MATCHED_FLAG, DEAD_STATE = 1, 0
 NONE = -1
-PRIME, BASIS = 1099511628211, 1469598103934665603  # of FNV-1a
+FNV_PRIME, FNV_BASIS = 1099511628211, 1469598103934665603  # of FNV-1a
 GOLDEN = -7046029254386353131  # 2**64 over the golden ratio
 
 
-@part(i64(u8, i64))
-def width_at(raw, at):
+@part(i64(u8_type, i64))
+def char_nbytes(raw, byte_index):
     """Bytes of the character that begins here."""
-    first = raw[at]
-    return 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+    first_byte = raw[byte_index]
+    return 1 if first_byte < 0x80 else 2 if first_byte < 0xE0 else 3 if first_byte < 0xF0 else 4
 
 
-@part(i64(u8, i64))
-def code_at(raw, at):
+@part(i64(u8_type, i64))
+def code_point_at(raw, byte_index):
     """The code point of the character that begins here."""
-    first = i64(raw[at])
-    if first < 0x80:
-        return first
-    if first < 0xE0:
-        return (first & 0x1F) << 6 | (raw[at + 1] & 0x3F)
-    low = i64(raw[at + 1] & 0x3F) << 6 | (raw[at + 2] & 0x3F)
-    if first < 0xF0:
-        return (first & 0x0F) << 12 | low
-    return (first & 0x07) << 18 | low << 6 | (raw[at + 3] & 0x3F)
+    first_byte = i64(raw[byte_index])
+    if first_byte < 0x80:
+        return first_byte
+    if first_byte < 0xE0:
+        return (first_byte & 0x1F) << 6 | (raw[byte_index + 1] & 0x3F)
+    low_bits = i64(raw[byte_index + 1] & 0x3F) << 6 | (raw[byte_index + 2] & 0x3F)
+    if first_byte < 0xF0:
+        return (first_byte & 0x0F) << 12 | low_bits
+    return (first_byte & 0x07) << 18 | low_bits << 6 | (raw[byte_index + 3] & 0x3F)
 
 
-@part(i64(u8, i64, i64))
-def hash_of(raw, start, stop):
-    hash_value = i64(BASIS)
+@part(i64(u8_type, i64, i64))
+def hash_bytes(raw, start, stop):
+    hash_value = i64(FNV_BASIS)
     for i in range(start, stop):
-        hash_value = (hash_value ^ i64(raw[i])) * PRIME
+        hash_value = (hash_value ^ i64(raw[i])) * FNV_PRIME
     return hash_value ^ (hash_value >> 32)
 
 
 @part(i64(i64))
-def mixed(key):
+def mix_key(key):
     key = (key ^ (key >> 31)) * GOLDEN
     return key ^ (key >> 29) ^ (key >> 47)
 
 
-@part(boolean(u8, i64, u8, i64, i64))
-def same(a, i, b, j, count):
+@part(boolean(u8_type, i64, u8_type, i64, i64))
+def equal_bytes(a, i, b, j, num_bytes):
     k = 0
-    while k < count and a[i + k] == b[j + k]:
+    while k < num_bytes and a[i + k] == b[j + k]:
         k += 1
-    return k == count
+    return k == num_bytes
 
 
-@kernel(i64(u8, i64, u8, u8_out))
-def classify(raw, at, classes, out):
-    """Write the class of each byte from `at` on; returns where a character has none, or the length."""
-    while at < len(raw):
-        code = code_at(raw, at)
-        char_class = classes[code]
-        if char_class == UNKNOWN:
-            return at
-        out[at] = char_class
-        end = at + width_at(raw, at)
-        for i in range(at + 1, end):
-            out[i] = INSIDE
-        at = end
-    return at
+@kernel(i64(u8_type, i64, u8_type, u8_out_type))
+def classify(raw, byte_index, classes, class_out):
+    """Write the class of each byte from `byte_index` on; returns where a character has none, or the length."""
+    while byte_index < len(raw):
+        code_point = code_point_at(raw, byte_index)
+        char_class = classes[code_point]
+        if char_class == UNKNOWN_CLASS:
+            return byte_index
+        class_out[byte_index] = char_class
+        char_end = byte_index + char_nbytes(raw, byte_index)
+        for i in range(byte_index + 1, char_end):
+            class_out[i] = INSIDE
+        byte_index = char_end
+    return byte_index
 
 
-@kernel(i64(u8, int_rows, i64, ints, i64, ints))
-def split(symbols, steps, first, before, count, ends):
+@kernel(i64(u8_type, int_rows_type, i64, ints_type, i64, ints_type))
+def split(symbols, transitions, first_state, part_ends, count, word_ends):
     """Divide each part into the words that an automaton finds, and what lies between them; returns their number.
 
     steps[state, class]  the next state times 2, plus MATCHED if a word ends before this character
     """
-    start, total = 0, 0
-    for n in range(count):
-        stop = i64(before[n])
-        gap_start = start  # of what lies between words
-        while start < stop:
-            state, at, end = first, start, start
+    word_start, num_words = 0, 0
+    for part_index in range(count):
+        part_stop = i64(part_ends[part_index])
+        gap_start = word_start  # of what lies between words
+        while word_start < part_stop:
+            state, at, match_end = first_state, word_start, word_start
             while True:
-                step = steps[state, symbols[at] if at < stop else ENDING]
-                if step & MATCHED:
-                    end = at
-                state = step >> 1
-                if state == DEAD:
+                next_step = transitions[state, symbols[at] if at < part_stop else END_CLASS]
+                if next_step & MATCHED_FLAG:
+                    match_end = at
+                state = next_step >> 1
+                if state == DEAD_STATE:
                     break
                 at += 1
-            if end > start:
-                if gap_start < start:
-                    ends[total] = start
-                    total += 1
-                ends[total] = end
-                total += 1
-                gap_start = start = end
+            if match_end > word_start:
+                if gap_start < word_start:
+                    word_ends[num_words] = word_start
+                    num_words += 1
+                word_ends[num_words] = match_end
+                num_words += 1
+                gap_start = word_start = match_end
             else:
-                start += 1
-                while start < stop and symbols[start] == INSIDE:
-                    start += 1
-        if gap_start < stop:
-            ends[total] = stop
-            total += 1
-    return total
+                word_start += 1
+                while word_start < part_stop and symbols[word_start] == INSIDE:
+                    word_start += 1
+        if gap_start < part_stop:
+            word_ends[num_words] = part_stop
+            num_words += 1
+    return num_words
 
 
-@kernel(i64(u8, u8, boolean, ints, i64, ints))
-def threes(symbols, inside, after, before, count, ends):
+@kernel(i64(u8_type, u8_type, boolean, ints_type, i64, ints_type))
+def threes(symbols, is_in_run, after, part_ends, count, new_ends):
     """Divide runs of characters whose class is inside into threes from their end; returns how many parts there are.
 
     after  a run stays together with what is before it, and its end is cut; else a cut is before each three
     """
-    start, total = 0, 0
-    for n in range(count):
-        stop = i64(before[n])
-        at = part_start = start
+    part_begin, num_ends = 0, 0
+    for part_index in range(count):
+        stop = i64(part_ends[part_index])
+        at = part_start = part_begin
         while at < stop:
-            if not inside[symbols[at]]:
+            if not is_in_run[symbols[at]]:
                 at += 1
                 continue
-            left, end, first = 0, at, at
-            while end < stop and (symbols[end] == INSIDE or inside[symbols[end]]):
-                left += symbols[end] != INSIDE
-                end += 1
-            while at < end:
+            num_left, run_end, run_start = 0, at, at
+            while run_end < stop and (symbols[run_end] == INSIDE or is_in_run[symbols[run_end]]):
+                num_left += symbols[run_end] != INSIDE
+                run_end += 1
+            while at < run_end:
                 if symbols[at] != INSIDE:
-                    if left % 3 == 0 and at > part_start and (at > first or not after):
-                        ends[total] = part_start = at
-                        total += 1
-                    left -= 1
+                    if num_left % 3 == 0 and at > part_start and (at > run_start or not after):
+                        new_ends[num_ends] = part_start = at
+                        num_ends += 1
+                    num_left -= 1
                 at += 1
             if after:
-                ends[total] = part_start = end
-                total += 1
+                new_ends[num_ends] = part_start = run_end
+                num_ends += 1
         if part_start < stop:
-            ends[total] = stop
-            total += 1
-        start = stop
-    return total
+            new_ends[num_ends] = stop
+            num_ends += 1
+        part_begin = stop
+    return num_ends
 
 
-@kernel(i64(u8, longs, ints, i64, ints))
-def cut(raw, joins, before, count, ends):
+@kernel(i64(u8_type, longs, ints_type, i64, ints_type))
+def cut(raw, join_table, part_ends, count, new_ends):
     """Divide each part between characters that no token has side by side; returns how many there are."""
-    start, total, mask = 0, 0, len(joins) - 1
-    for n in range(count):
-        stop = i64(before[n])
-        left = i64(NONE)
-        while start < stop:
-            right = code_at(raw, start)
-            if left != NONE:
-                pair = left << 21 | right
-                slot = mixed(pair) & mask
-                while joins[slot] != NONE and joins[slot] != pair:
+    byte_index, num_ends, mask = 0, 0, len(join_table) - 1
+    for part_index in range(count):
+        part_stop = i64(part_ends[part_index])
+        left_code = i64(NONE)
+        while byte_index < part_stop:
+            right_code = code_point_at(raw, byte_index)
+            if left_code != NONE:
+                pair_key = left_code << 21 | right_code
+                slot = mix_key(pair_key) & mask
+                while join_table[slot] != NONE and join_table[slot] != pair_key:
                     slot = (slot + 1) & mask
-                if joins[slot] == NONE:
-                    ends[total] = start
-                    total += 1
-            left = right
-            start += width_at(raw, start)
-        if left != NONE:
-            ends[total] = stop
-            total += 1
-    return total
+                if join_table[slot] == NONE:
+                    new_ends[num_ends] = byte_index
+                    num_ends += 1
+            left_code = right_code
+            byte_index += char_nbytes(raw, byte_index)
+        if left_code != NONE:
+            new_ends[num_ends] = part_stop
+            num_ends += 1
+    return num_ends
 
 
 @kernel(void(longs, longs))
-def fill_joins(pairs, joins):
-    mask = len(joins) - 1
-    for pair in pairs:
-        slot = mixed(pair) & mask
-        while joins[slot] != NONE:
+def fill_joins(pair_keys, join_table):
+    mask = len(join_table) - 1
+    for pair_key in pair_keys:
+        slot = mix_key(pair_key) & mask
+        while join_table[slot] != NONE:
             slot = (slot + 1) & mask
-        joins[slot] = pair
+        join_table[slot] = pair_key
 
 
-@kernel(void(u8, u8, ints, ints, ints, u8_out))
-def spot(raw, text, starts, heads, items, seen):
+@kernel(void(u8_type, u8_type, ints_type, ints_type, ints_type, u8_out_type))
+def spot(raw, names_text, name_starts, pair_heads, name_ids, is_present):
     """Mark the strings that occur in a text, by number; they have two bytes at least.
 
     items from heads[pair] up to heads[pair + 1] begin with a pair of bytes
     """
     for i in range(len(raw) - 1):
-        pair = i64(raw[i]) << 8 | raw[i + 1]
-        for k in range(heads[pair], heads[pair + 1]):
-            n = items[k]
-            count = i64(starts[n + 1] - starts[n])
-            if not seen[n] and i + count <= len(raw) and same(text, starts[n], raw, i, count):
-                seen[n] = 1
+        pair_key = i64(raw[i]) << 8 | raw[i + 1]
+        for k in range(pair_heads[pair_key], pair_heads[pair_key + 1]):
+            name_id = name_ids[k]
+            count = i64(name_starts[name_id + 1] - name_starts[name_id])
+            if (
+                not is_present[name_id]
+                and i + count <= len(raw)
+                and equal_bytes(names_text, name_starts[name_id], raw, i, count)
+            ):
+                is_present[name_id] = 1

@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
-from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writable
+from packtrain.kernels.runtime import cache_root, platform_identity, writable, write_error
 
-FOLDER = Path(__file__).parent
+KERNELS_FOLDER = Path(__file__).parent
 # the kernel modules with their imports, listed so that no file need be read; a test compares
 MADE_OF = {
     "amx": "call panels simd",
@@ -79,8 +79,8 @@ MADE_OF = {
     "weighing": "bits call codes quantize rooms search simd",
     "windows": "call simd",
 }
-DTYPES = FOLDER.parent / "dtypes"
-ROLES = {
+DTYPES_FOLDER = KERNELS_FOLDER.parent / "dtypes"
+MODULE_ROLES = {
     "dequantize": "unpack",
     "dots": "dot",
     "rounded": "codes scales",
@@ -89,19 +89,22 @@ ROLES = {
     "snapping": "snap",
     "weighing": "weigh",
 }  # module -> functions of a type that it compiles
-COMPLETE = "complete"  # a file with the checksum of the machine code
-FINGERPRINT = re.compile("[0-9a-f]{16}")
-DAYS_KEPT = 30
-given: Path | None = None  # in a compiling child: the folder for results
-distrusted: set[Path] = set()  # damaged folders that cannot be written
+CHECKSUM_FILE = "complete"  # a file with the checksum of the machine code
+FINGERPRINT_PATTERN = re.compile("[0-9a-f]{16}")
+MAX_AGE_DAYS = 30
+child_folder: Path | None = None  # in a compiling child: the folder for results
+distrusted_folders: set[Path] = set()  # damaged folders that cannot be written
 
 
 @cache
-def modules() -> list[str]:
+def kernel_modules() -> list[str]:
     """The kernel modules, those that most others import first, then the largest."""
-    users = {name: sum(name in needed(other) for other in MADE_OF) for name in MADE_OF}
-    sizes = {name: (FOLDER / f"{name}.py").stat().st_size for name in MADE_OF}
-    return sorted(MADE_OF, key=lambda name: (-users[name], -sizes[name]))
+    num_users = {name: sum(name in needed(user) for user in MADE_OF) for name in MADE_OF}
+    sizes = {
+        module_name: (KERNELS_FOLDER / f"{module_name}.py").stat().st_size
+        for module_name in MADE_OF
+    }
+    return sorted(MADE_OF, key=lambda name: (-num_users[name], -sizes[name]))
 
 
 @cache
@@ -112,13 +115,18 @@ def needed(name: str) -> frozenset[str]:
 
 def fingerprint(name: str) -> str:
     """Hash of everything a module's code depends on: the platform and the sources, not their location."""
-    parts = list(platform_parts())
+    hashed_parts = list(platform_identity())
     for module_name in sorted(needed(name)):
-        parts += [module_name, (FOLDER / f"{module_name}.py").read_text(encoding="utf-8")]
-        if module_name in ROLES:
-            sources = (file.read_text(encoding="utf-8") for file in sorted(DTYPES.glob("*.py")))
-            parts.append(of_role("\n".join(sources), ROLES[module_name]))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        hashed_parts += [
+            module_name,
+            (KERNELS_FOLDER / f"{module_name}.py").read_text(encoding="utf-8"),
+        ]
+        if module_name in MODULE_ROLES:
+            sources = (
+                file.read_text(encoding="utf-8") for file in sorted(DTYPES_FOLDER.glob("*.py"))
+            )
+            hashed_parts.append(role_source("\n".join(sources), MODULE_ROLES[module_name]))
+    return hashlib.sha256("\0".join(hashed_parts).encode()).hexdigest()[:16]
 
 
 @cache
@@ -127,23 +135,23 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 
 @cache
-def of_role(source: str, role: str) -> str:
+def role_source(source: str, role: str) -> str:
     """The part of the files in dtypes/ that some roles depend on: all but functions used only by others."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    for_role = [f for f in functions if not decorators(f).isdisjoint(role.split())]
-    called = [*for_role, *(node for node in nodes if node not in functions)]
+    role_functions = [f for f in functions if not decorator_names(f).isdisjoint(role.split())]
+    called = [*role_functions, *(node for node in nodes if node not in functions)]
     for node in called:  # grows
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        called += [f for f in functions if f.name in names and f not in called]
+        used_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        called += [f for f in functions if f.name in used_names and f not in called]
     lines = source.splitlines()
     return "\n".join(line for node in called for line in lines[first_line(node) : node.end_lineno])
 
 
-def decorators(function: ast.FunctionDef) -> set[str]:
+def decorator_names(function: ast.FunctionDef) -> set[str]:
     """The last names of a function's decorators."""
-    called = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
-    return {d.attr for d in called if isinstance(d, ast.Attribute)}
+    decorator_calls = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
+    return {d.attr for d in decorator_calls if isinstance(d, ast.Attribute)}
 
 
 def first_line(node: ast.stmt) -> int:
@@ -153,120 +161,128 @@ def first_line(node: ast.stmt) -> int:
 
 @cache
 def folder_name(name: str) -> str:
-    return f"{name}-{kept().get(name) or fingerprint(name)}"
+    return f"{name}-{saved_fingerprints().get(name) or fingerprint(name)}"
 
 
-def kept_name() -> str:
+def fingerprints_file() -> str:
     """The name of the file with all fingerprints, a hash of all that they depend on: parsing it takes longer."""
-    files = [*(FOLDER / f"{name}.py" for name in MADE_OF), *sorted(DTYPES.glob("*.py"))]
-    parts = [
-        *platform_parts(),
+    files = [
+        *(KERNELS_FOLDER / f"{name}.py" for name in MADE_OF),
+        *sorted(DTYPES_FOLDER.glob("*.py")),
+    ]
+    hashed_parts = [
+        *platform_identity(),
         repr(MADE_OF),
         *(f"{file.name}\0{file.read_text('utf-8')}" for file in files),
     ]
-    return f"names-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
+    return f"names-{hashlib.sha256(chr(0).join(hashed_parts).encode()).hexdigest()[:16]}.json"
 
 
 @cache
-def kept() -> dict[str, str]:
+def saved_fingerprints() -> dict[str, str]:
     """The fingerprints of all modules, if they have been kept."""
-    for root in roots():
+    for root in cache_roots():
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            fingerprints = json.loads((root / kept_name()).read_text())
+            fingerprints = json.loads((root / fingerprints_file()).read_text())
             if isinstance(fingerprints, dict) and all(
-                FINGERPRINT.fullmatch(str(fingerprints.get(n))) for n in MADE_OF
+                FINGERPRINT_PATTERN.fullmatch(str(fingerprints.get(n))) for n in MADE_OF
             ):
                 return fingerprints
     return {}
 
 
-def keep() -> None:
+def save_fingerprints() -> None:
     """Keep the fingerprints of all modules for other processes, where that is possible and has not been done."""
-    root = next((root for root in roots() if os.access(root, os.W_OK)), None)
-    if root is None or kept():
+    writable_root = next((root for root in cache_roots() if os.access(root, os.W_OK)), None)
+    if writable_root is None or saved_fingerprints():
         return
-    path = root / kept_name()
-    part = path.with_suffix(f".{os.getpid()}")
+    file_path = writable_root / fingerprints_file()
+    partial_path = file_path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk
-        part.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
-        part.replace(path)
+        partial_path.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
+        partial_path.replace(file_path)
     with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
-def own_folder(make: bool = False) -> list[Path]:
+def private_folder(create: bool = False) -> list[Path]:
     """A temporary folder for this user's kernels that nobody else can write; empty if there is none."""
     if not hasattr(os, "getuid"):
         return []
     folder = Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
     with contextlib.suppress(OSError):
-        if make:
+        if create:
             folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
+        folder_stat = folder.lstat()
         if (
-            stat.S_ISDIR(about.st_mode)
-            and about.st_uid == os.getuid()
-            and not about.st_mode & 0o022
+            stat.S_ISDIR(folder_stat.st_mode)
+            and folder_stat.st_uid == os.getuid()
+            and not folder_stat.st_mode & 0o022
         ):
             return [folder / "kernels"]
     return []
 
 
 @cache
-def roots() -> list[Path]:
+def cache_roots() -> list[Path]:
     """Folders that may have compiled modules, the usual one first."""
-    return [given] if given else [cache_root() / "kernels", *own_folder()]
+    return [child_folder] if child_folder else [cache_root() / "kernels", *private_folder()]
 
 
 @cache
-def target() -> Path:
+def target_folder() -> Path:
     """Where to compile missing modules to: the usual folder, one that later commands find, or a temporary one."""
-    if given:
-        return given
+    if child_folder:
+        return child_folder
     default_folder = cache_root() / "kernels"
-    folder = next(
-        (root for root in (default_folder, *own_folder(make=True)) if refusal(root) is None), None
+    usable_folder = next(
+        (
+            root
+            for root in (default_folder, *private_folder(create=True))
+            if write_error(root) is None
+        ),
+        None,
     )
-    folder = folder or writable(default_folder)
-    if folder not in roots():
-        roots().append(folder)
-    return folder
+    usable_folder = usable_folder or writable(default_folder)
+    if usable_folder not in cache_roots():
+        cache_roots().append(usable_folder)
+    return usable_folder
 
 
 def complete(name: str) -> Path | None:
     """The folder with a module's complete compiled code, or None."""
-    folders = (root / folder_name(name) for root in roots())
-    good = (folder for folder in folders if folder not in distrusted)
-    return next((folder for folder in good if (folder / COMPLETE).exists()), None)
+    module_folders = (root / folder_name(name) for root in cache_roots())
+    trusted_folders = (folder for folder in module_folders if folder not in distrusted_folders)
+    return next((folder for folder in trusted_folders if (folder / CHECKSUM_FILE).exists()), None)
 
 
 def distrust(folder: Path) -> None:
     """Have a damaged folder compiled again."""
     try:
-        (folder / COMPLETE).unlink(missing_ok=True)
+        (folder / CHECKSUM_FILE).unlink(missing_ok=True)
     except OSError:
-        distrusted.add(folder)
+        distrusted_folders.add(folder)
 
 
-def folder_of(name: str) -> Path:
+def module_folder(name: str) -> Path:
     """Where a module's compiled code is, or will be."""
-    return complete(name) or target() / folder_name(name)
+    return complete(name) or target_folder() / folder_name(name)
 
 
-def missing(names: Collection[str]) -> list[str]:
+def missing_modules(names: Collection[str]) -> list[str]:
     """Those of these modules, and of the modules that they need, that are not compiled."""
-    required = frozenset[str]().union(*(needed(name) for name in names))
-    return [name for name in modules() if name in required and complete(name) is None]
+    all_required = frozenset[str]().union(*(needed(module_name) for module_name in names))
+    return [name for name in kernel_modules() if name in all_required and complete(name) is None]
 
 
-def sweep(root: Path) -> None:
+def remove_old_kernels(root: Path) -> None:
     """Remove kernels of other versions that were compiled more than a month ago."""
-    current = {folder_name(name) for name in modules()}
+    current_names = {folder_name(module_name) for module_name in kernel_modules()}
     for folder in root.iterdir():
-        old = time.time() - folder.stat().st_mtime > DAYS_KEPT * 24 * 3600
-        if folder.is_dir() and folder.name not in current and old:
+        is_old = time.time() - folder.stat().st_mtime > MAX_AGE_DAYS * 24 * 3600
+        if folder.is_dir() and folder.name not in current_names and is_old:
             shutil.rmtree(folder, ignore_errors=True)
-        elif folder.suffix == ".json" and old:
+        elif folder.suffix == ".json" and is_old:
             folder.unlink(missing_ok=True)
 
 
@@ -275,12 +291,12 @@ def numba_cache(folder: Path) -> Iterator[None]:
     """Inside the block numba caches in `folder`; the user's own numba code keeps its cache."""
     caching = importlib.import_module("numba.core.caching")
     locator = importlib.import_module(f"{__package__}.locator")
-    before = caching.CacheImpl._locator_classes, caching.Cache.load_overload
+    original_hooks = caching.CacheImpl._locator_classes, caching.Cache.load_overload
     locator.InFolder.folder = str(folder)
-    locator.InFolder.complete = (folder / COMPLETE).exists()
+    locator.InFolder.complete = (folder / CHECKSUM_FILE).exists()
     caching.CacheImpl._locator_classes = [locator.InFolder]
     caching.Cache.load_overload = locator.load_overload
     try:
         yield
     finally:
-        caching.CacheImpl._locator_classes, caching.Cache.load_overload = before
+        caching.CacheImpl._locator_classes, caching.Cache.load_overload = original_hooks

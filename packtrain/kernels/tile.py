@@ -12,161 +12,163 @@ from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import BITS, F32, I64, LANES, MASK, VECTOR, ZERO
 
 POINTER = ir.PointerType()
-PRODUCT = types.void(*[types.int64] * 9, types.boolean)
-TURN = types.void(*[types.int64] * 8)
+PRODUCT_SIGNATURE = types.void(*[types.int64] * 9, types.boolean)
+TRANSPOSE_SIGNATURE = types.void(*[types.int64] * 8)
 # rows and vectors of a tile, the largest first: sums, columns and a broadcast value fill the registers
-HEIGHTS, WIDEST = ((12, 4, 1), 2) if runtime.has("avx512f") else ((6, 2, 1), 1)
+TILE_HEIGHTS, MAX_VECTORS = (
+    ((12, 4, 1), 2) if runtime.has_cpu_feature("avx512f") else ((6, 2, 1), 1)
+)
 
 
-def at(builder, base, row, stride, column):
+def at(builder, base_pointer, row, stride, column):
     """The pointer to base[row * stride + column]."""
     index = builder.add(builder.mul(row, stride), column)
-    return builder.gep(base, [index], source_etype=F32)
+    return builder.gep(base_pointer, [index], source_etype=F32)
 
 
 def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):
     """c (height, width * 16) = a b, + c where `add`, with the sums in registers."""
-    cells = [(i, j) for i in range(height) for j in range(width)]
-    spots = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in cells}
-    sums = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
+    tile_cells = [(i, j) for i in range(height) for j in range(width)]
+    c_ptrs = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in tile_cells}
+    sums = {tile_cell: cgutils.alloca_once_value(builder, ZERO) for tile_cell in tile_cells}
     with builder.if_then(add):
-        for cell in cells:
-            builder.store(simd.read(builder, spots[cell], mask), sums[cell])
-    step = lda if by_column else I64(1)
+        for tile_cell in tile_cells:
+            builder.store(simd.read_masked(builder, c_ptrs[tile_cell], mask), sums[tile_cell])
+    a_step = lda if by_column else I64(1)
     tops = [a] if by_column else [at(builder, a, I64(i), lda, I64(0)) for i in range(0, height, 3)]
-    moving = [(cgutils.alloca_once_value(builder, top), step) for top in tops]
-    moving.append((cgutils.alloca_once_value(builder, b), ldb))
+    cursors = [(cgutils.alloca_once_value(builder, a_start), a_step) for a_start in tops]
+    cursors.append((cgutils.alloca_once_value(builder, b), ldb))
     with cgutils.for_range(builder, depth):
-        *lefts, right = (builder.load(place) for place, _ in moving)
-        rights = [
-            simd.read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
+        *a_pointers, b_pointer = (builder.load(cursor) for cursor, _ in cursors)
+        b_vectors = [
+            simd.read_masked(builder, at(builder, b_pointer, I64(0), ldb, I64(j * LANES)), mask)
             for j in range(width)
         ]
         for i in range(height):
-            order = (
-                (lefts[0], I64(0), lda, I64(i))
+            a_element = (
+                (a_pointers[0], I64(0), lda, I64(i))
                 if by_column
-                else (lefts[i // 3], I64(i % 3), lda, I64(0))
+                else (a_pointers[i // 3], I64(i % 3), lda, I64(0))
             )
-            left = builder.load(at(builder, *order), typ=F32, align=4)
-            left = simd.spread(builder, left, VECTOR)
+            a_value = builder.load(at(builder, *a_element), typ=F32, align=4)
+            a_value = simd.spread(builder, a_value, VECTOR)
             for j in range(width):
                 done = builder.load(sums[i, j])
-                done = simd.call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
+                done = simd.call(builder, "llvm.fma.v16f32", VECTOR, a_value, b_vectors[j], done)
                 builder.store(done, sums[i, j])
-        for place, by in moving:
-            builder.store(builder.gep(builder.load(place), [by], source_etype=F32), place)
-    for cell in cells:
-        simd.write(builder, builder.load(sums[cell]), spots[cell], mask)
+        for cursor, by in cursors:
+            builder.store(builder.gep(builder.load(cursor), [by], source_etype=F32), cursor)
+    for tile_cell in tile_cells:
+        simd.write_masked(builder, builder.load(sums[tile_cell]), c_ptrs[tile_cell], mask)
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
     """c (m, n) = a b, + c where `add`: WIDEST vectors of columns at a time, then one or what is left of it."""
-    wide = builder.and_(n, I64(-WIDEST * LANES))
-    for start, stop, width in ((I64(0), wide, WIDEST), (wide, n, 1)):
-        step = I64(width * LANES)
-        with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (j, _):
-            mask = None if stop is wide else simd.first_lanes(builder, builder.sub(n, j))
+    wide = builder.and_(n, I64(-MAX_VECTORS * LANES))
+    for col_start, col_stop, num_vectors in ((I64(0), wide, MAX_VECTORS), (wide, n, 1)):
+        column_step = I64(num_vectors * LANES)
+        with cgutils.for_range_slice(builder, col_start, col_stop, column_step, inc=True) as (j, _):
+            mask = None if col_stop is wide else simd.first_lanes(builder, builder.sub(n, j))
             done = I64(0)
-            for height in HEIGHTS:
-                rest = builder.srem(builder.sub(m, done), I64(height))
-                end = builder.sub(m, rest)
+            for height in TILE_HEIGHTS:
+                rows_left = builder.srem(builder.sub(m, done), I64(height))
+                end = builder.sub(m, rows_left)
                 with cgutils.for_range_slice(builder, done, end, I64(height), inc=True) as (i, _):
-                    corner = at(builder, c, i, ldc, j)
-                    top = at(builder, a, *((I64(0), lda, i) if by_column else (i, lda, I64(0))))
-                    right = at(builder, b, I64(0), ldb, j)
-                    args = corner, ldc, top, lda, right, ldb, depth, add
-                    emit_tile(builder, height, width, mask, by_column, *args)
+                    c_corner = at(builder, c, i, ldc, j)
+                    a_start = at(builder, a, *((I64(0), lda, i) if by_column else (i, lda, I64(0))))
+                    b_start = at(builder, b, I64(0), ldb, j)
+                    tile_args = c_corner, ldc, a_start, lda, b_start, ldb, depth, add
+                    emit_tile(builder, height, num_vectors, mask, by_column, *tile_args)
                 done = end
 
 
-def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
+def emit_transpose(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     """y = x transposed, both (16, 16): only y_rows, y_columns are written; x is 0 outside its own."""
-    nothing = ir.Constant(MASK, [0] * LANES)
+    no_lanes = ir.Constant(MASK, [0] * LANES)
 
-    def inside(rows, columns, i):
-        lanes = simd.first_lanes(builder, columns)
-        return builder.select(builder.icmp_signed("<", I64(i), rows), lanes, nothing)
+    def inside(num_rows, num_columns, i):
+        column_mask = simd.first_lanes(builder, num_columns)
+        return builder.select(builder.icmp_signed("<", I64(i), num_rows), column_mask, no_lanes)
 
     lines = [
-        simd.read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
+        simd.read_masked(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
         for i in range(LANES)
     ]
-    for step in (8, 4, 2, 1):
-        first = [i + LANES - step if i & step else i for i in range(LANES)]
-        second = [i + step for i in first]
-        for i in (i for i in range(LANES) if not i & step):
-            pair = lines[i], lines[i + step]
-            for line, order in ((i, first), (i + step, second)):
-                lines[line] = builder.shuffle_vector(*pair, ir.Constant(BITS, order))
+    for swap_distance in (8, 4, 2, 1):
+        first_order = [i + LANES - swap_distance if i & swap_distance else i for i in range(LANES)]
+        second_order = [i + swap_distance for i in first_order]
+        for i in (i for i in range(LANES) if not i & swap_distance):
+            row_pair = lines[i], lines[i + swap_distance]
+            for row_index, order in ((i, first_order), (i + swap_distance, second_order)):
+                lines[row_index] = builder.shuffle_vector(*row_pair, ir.Constant(BITS, order))
     for i in range(LANES):
-        simd.write(
+        simd.write_masked(
             builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i)
         )
 
 
-def compiled(name, emit, kinds):
+def shared_function(function_name, emit, arg_kinds):
     """An intrinsic that calls emit(builder, *args) as one function.
 
     kinds, a letter for each argument: p address, i int, b bool
     """
-    kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
+    llvm_types = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
     def emit_call(builder, *args):
-        function = builder.module.globals.get(name)
+        function = builder.module.globals.get(function_name)
         if function is None:
-            form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
-            function = ir.Function(builder.module, form, name)
+            function_type = ir.FunctionType(ir.VoidType(), [llvm_types[k] for k in arg_kinds])
+            function = ir.Function(builder.module, function_type, function_name)
             function.linkage = "internal"
             function.attributes.add("noinline")
-            inner = ir.IRBuilder(function.append_basic_block())
-            emit(inner, *function.args)
-            inner.ret_void()
-        fixed = (
+            body_builder = ir.IRBuilder(function.append_basic_block())
+            emit(body_builder, *function.args)
+            body_builder.ret_void()
+        call_args = (
             builder.inttoptr(a, POINTER) if k == "p" else a
-            for k, a in zip(kinds, args, strict=True)
+            for k, a in zip(arg_kinds, args, strict=True)
         )
-        builder.call(function, list(fixed))
+        builder.call(function, list(call_args))
 
-    number = {"p": types.int64, "i": types.int64, "b": types.boolean}
-    return simd.instruction(types.void, *[number[k] for k in kinds])(emit_call)
+    numba_types = {"p": types.int64, "i": types.int64, "b": types.boolean}
+    return simd.instruction(types.void, *[numba_types[k] for k in arg_kinds])(emit_call)
 
 
 # functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
-product_by_rows = compiled(
+product_by_rows = shared_function(
     "packtrain_rows_product",
     lambda builder, *args: emit_product(builder, False, *args),
     "iiipipipib",
 )
-product_by_columns = compiled(
+product_by_columns = shared_function(
     "packtrain_columns_product",
     lambda builder, *args: emit_product(builder, True, *args),
     "iiipipipib",
 )
-turned = compiled("packtrain_turn", emit_turn, "piiipiii")
+transpose_call = shared_function("packtrain_turn", emit_transpose, "piiipiii")
 
 
-@kernel(PRODUCT)
+@kernel(PRODUCT_SIGNATURE)
 def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
     """c (m, n) = a b, + c where `add`; a (m, depth), b (depth, n), each with its rows' distance."""
     product_by_rows(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
-@kernel(PRODUCT)
+@kernel(PRODUCT_SIGNATURE)
 def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
     """The same with a stored by columns: a[i, k] at a + k * lda + i."""
     product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
-@kernel(TURN)
-def turn(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
+@kernel(TRANSPOSE_SIGNATURE)
+def transpose_tile(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     """See emit_turn."""
-    turned(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
+    transpose_call(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
 @simd.instruction(types.int64, types.int64)
-def on_stack(builder, size):
-    """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
-    block = builder.alloca(F32, size=size)
-    block.align = 64
-    return builder.ptrtoint(block, I64)
+def on_stack(builder, num_values):
+    """The address of `num_values` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
+    buffer = builder.alloca(F32, size=num_values)
+    buffer.align = 64
+    return builder.ptrtoint(buffer, I64)

@@ -7,73 +7,73 @@ pairs that merge, the order of its tokens if they have scores, and the token of 
 from numba import types
 
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.splitting import NONE, hash_of, mixed, same, width_at
+from packtrain.kernels.splitting import NONE, char_nbytes, equal_bytes, hash_bytes, mix_key
 
 i32, i64, void, boolean = types.int32, types.int64, types.void, types.boolean
-u8 = types.Array(types.uint8, 1, "C", readonly=True)
+u8_type = types.Array(types.uint8, 1, "C", readonly=True)
 u8_rows = types.Array(types.uint8, 2, "C")
-ints, int_rows = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
-longs, long_rows = types.Array(i64, 1, "C"), types.Array(i64, 2, "C")
-table = types.Tuple((u8, ints, ints))
-given = types.Tuple((table, long_rows, ints, ints))  # a vocabulary
-rooms = types.Tuple((int_rows, longs, longs))  # for the longest word: parts, pairs found, heap
+ints_type, int_rows_type = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
+longs, long_rows_type = types.Array(i64, 1, "C"), types.Array(i64, 2, "C")
+table = types.Tuple((u8_type, ints_type, ints_type))
+vocabulary_type = types.Tuple((table, long_rows_type, ints_type, ints_type))  # a vocabulary
+rooms = types.Tuple((int_rows_type, longs, longs))  # for the longest word: parts, pairs found, heap
 
 LENGTH, COUNT, IDS = 0, 1, 2  # columns of a word that is kept
-PARTS, AFTER, BEFORE, AT = 0, 1, 2, 3  # rows of the room for a word
-LOW = 0xFFFFFFFF
-LINE = 0x0A
-WORDS, LINES = 1, 2  # what is looked up before it is merged
+PART_ID, NEXT_PART, PREVIOUS_PART, AT = 0, 1, 2, 3  # rows of the room for a word
+LOW_WORD = 0xFFFFFFFF
+NEWLINE = 0x0A
+LOOK_UP_WORDS, LINES = 1, 2  # what is looked up before it is merged
 
 
-@kernel(void(u8, ints, ints))
-def fill_strings(text, starts, slots):
+@kernel(void(u8_type, ints_type, ints_type))
+def fill_strings(joined_text, string_starts, slots):
     """Enter all strings that are not empty; they must differ."""
     mask = len(slots) - 1
-    for n in range(len(starts) - 1):
-        if starts[n] < starts[n + 1]:
-            slot = hash_of(text, starts[n], starts[n + 1]) & mask
+    for n in range(len(string_starts) - 1):
+        if string_starts[n] < string_starts[n + 1]:
+            slot = hash_bytes(joined_text, string_starts[n], string_starts[n + 1]) & mask
             while slots[slot] != NONE:
                 slot = (slot + 1) & mask
             slots[slot] = n
 
 
-@kernel(void(ints, ints, ints, long_rows))
-def fill_pairs(lefts, rights, made, pairs):
+@kernel(void(ints_type, ints_type, ints_type, long_rows_type))
+def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
     """Enter merges in their order: row (pair, order << 32 | what it makes); of equal ones the first counts."""
-    mask = len(pairs) - 1
-    for n in range(len(lefts)):
-        pair = i64(lefts[n]) << 32 | i64(rights[n])
-        slot = mixed(pair) & mask
-        while pairs[slot, 0] != NONE and pairs[slot, 0] != pair:
+    mask = len(pair_table) - 1
+    for n in range(len(left_ids)):
+        pair_key = i64(left_ids[n]) << 32 | i64(right_ids[n])
+        slot = mix_key(pair_key) & mask
+        while pair_table[slot, 0] != NONE and pair_table[slot, 0] != pair_key:
             slot = (slot + 1) & mask
-        if pairs[slot, 0] == NONE:
-            pairs[slot, 0] = pair
-            pairs[slot, 1] = n << 32 | i64(made[n])
+        if pair_table[slot, 0] == NONE:
+            pair_table[slot, 0] = pair_key
+            pair_table[slot, 1] = n << 32 | i64(merged_ids[n])
 
 
-@part(i64(u8, i64, i64, table), forceinline=False)
+@part(i64(u8_type, i64, i64, table), forceinline=False)
 def find_string(raw, start, stop, strings):
     """The number of a string, or NONE."""
     text, starts, slots = strings
     mask, count = len(slots) - 1, stop - start
-    slot = hash_of(raw, start, stop) & mask
+    slot = hash_bytes(raw, start, stop) & mask
     while True:
         n = i64(slots[slot])
         if n == NONE:
             return i64(NONE)
-        if starts[n + 1] - starts[n] == count and same(text, starts[n], raw, start, count):
+        if starts[n + 1] - starts[n] == count and equal_bytes(text, starts[n], raw, start, count):
             return n
         slot = (slot + 1) & mask
 
 
-@part(i64(i64, i64, long_rows), forceinline=False)
-def find_pair(left, right, pairs):
+@part(i64(i64, i64, long_rows_type), forceinline=False)
+def find_pair(left_id, right_id, pair_table):
     """order << 32 | what a pair makes, or NONE."""
-    pair, mask = left << 32 | right, len(pairs) - 1
-    slot = mixed(pair) & mask
-    while pairs[slot, 0] != NONE:
-        if pairs[slot, 0] == pair:
-            return pairs[slot, 1]
+    pair_key, mask = left_id << 32 | right_id, len(pair_table) - 1
+    slot = mix_key(pair_key) & mask
+    while pair_table[slot, 0] != NONE:
+        if pair_table[slot, 0] == pair_key:
+            return pair_table[slot, 1]
         slot = (slot + 1) & mask
     return i64(NONE)
 
@@ -82,195 +82,210 @@ def find_pair(left, right, pairs):
 
 
 @part(i64(longs, i64, i64))
-def push(heap, size, key):
-    at = size
-    while at > 0 and heap[(at - 1) >> 1] > key:
-        heap[at] = heap[(at - 1) >> 1]
-        at = (at - 1) >> 1
-    heap[at] = key
-    return size + 1
+def push_heap(heap, heap_size, key):
+    heap_index = heap_size
+    while heap_index > 0 and heap[(heap_index - 1) >> 1] > key:
+        heap[heap_index] = heap[(heap_index - 1) >> 1]
+        heap_index = (heap_index - 1) >> 1
+    heap[heap_index] = key
+    return heap_size + 1
 
 
 @part(i64(longs, i64))
-def pop(heap, size):
+def pop_heap(heap, heap_size):
     """Remove the first key, which the caller has read."""
-    size -= 1
-    key, at = heap[size], 0
+    heap_size -= 1
+    key, heap_index = heap[heap_size], 0
     while True:
-        child = 2 * at + 1
-        if child >= size:
+        child_index = 2 * heap_index + 1
+        if child_index >= heap_size:
             break
-        if child + 1 < size and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= key:
+        if child_index + 1 < heap_size and heap[child_index + 1] < heap[child_index]:
+            child_index += 1
+        if heap[child_index] >= key:
             break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = key
-    return size
+        heap[heap_index] = heap[child_index]
+        heap_index = child_index
+    heap[heap_index] = key
+    return heap_size
 
 
-@part(i64(i64, u8, given, int_rows), forceinline=False)
-def price(i, raw, vocabulary, room):
+@part(i64(i64, u8_type, vocabulary_type, int_rows_type), forceinline=False)
+def pair_price(i, raw, vocabulary, room):
     """order << 32 | what part i makes with the part after it, or NONE."""
-    strings, pairs, order, _ = vocabulary
-    j = room[AFTER, i]
-    if len(order) == 0:
-        return find_pair(i64(room[PARTS, i]), i64(room[PARTS, j]), pairs)
-    n = find_string(raw, room[AT, i], room[AT, room[AFTER, j]], strings)
-    return n if n == NONE else i64(order[n]) << 32 | n
+    strings, pair_table, token_order, _ = vocabulary
+    j = room[NEXT_PART, i]
+    if len(token_order) == 0:
+        return find_pair(i64(room[PART_ID, i]), i64(room[PART_ID, j]), pair_table)
+    n = find_string(raw, room[AT, i], room[AT, room[NEXT_PART, j]], strings)
+    return n if n == NONE else i64(token_order[n]) << 32 | n
 
 
-@kernel(void(i64, u8, given, rooms))
-def merge(count, raw, vocabulary, scratch):
+@kernel(void(i64, u8_type, vocabulary_type, rooms))
+def merge_parts(count, raw, vocabulary, buffers):
     """Join adjacent parts, the first in the order first (leftmost of equals), until no pair is in the tables.
 
     An entry of the heap, order << 32 | part, is stale if the pair that begins there now has another order.
     """
-    room, pair_prices, heap = scratch
-    size = 0
+    part_rows, pair_prices, heap = buffers
+    heap_size = 0
     pair_prices[count - 1] = NONE
     for i in range(count - 1):
-        pair_prices[i] = price(i, raw, vocabulary, room)
+        pair_prices[i] = pair_price(i, raw, vocabulary, part_rows)
         if pair_prices[i] != NONE:
-            size = push(heap, size, pair_prices[i] & ~LOW | i)
-    while size:
+            heap_size = push_heap(heap, heap_size, pair_prices[i] & ~LOW_WORD | i)
+    while heap_size:
         key = heap[0]
-        size = pop(heap, size)
-        i = key & LOW
+        heap_size = pop_heap(heap, heap_size)
+        i = key & LOW_WORD
         if pair_prices[i] == NONE or pair_prices[i] >> 32 != key >> 32:
             continue
-        j = i64(room[AFTER, i])
-        after = i64(room[AFTER, j])
-        room[PARTS, i], room[AFTER, i] = pair_prices[i] & LOW, after
+        j = i64(part_rows[NEXT_PART, i])
+        part_after = i64(part_rows[NEXT_PART, j])
+        part_rows[PART_ID, i], part_rows[NEXT_PART, i] = pair_prices[i] & LOW_WORD, part_after
         pair_prices[i] = pair_prices[j] = NONE
-        if after < count:
-            room[BEFORE, after] = i
-            pair_prices[i] = price(i, raw, vocabulary, room)
+        if part_after < count:
+            part_rows[PREVIOUS_PART, part_after] = i
+            pair_prices[i] = pair_price(i, raw, vocabulary, part_rows)
             if pair_prices[i] != NONE:
-                size = push(heap, size, pair_prices[i] & ~LOW | i)
-        before = i64(room[BEFORE, i])
+                heap_size = push_heap(heap, heap_size, pair_prices[i] & ~LOW_WORD | i)
+        before = i64(part_rows[PREVIOUS_PART, i])
         if before >= 0:
-            pair_prices[before] = price(before, raw, vocabulary, room)
+            pair_prices[before] = pair_price(before, raw, vocabulary, part_rows)
             if pair_prices[before] != NONE:
-                size = push(heap, size, pair_prices[before] & ~LOW | before)
+                heap_size = push_heap(heap, heap_size, pair_prices[before] & ~LOW_WORD | before)
 
 
-@part(i64(u8, i64, i64, given, boolean, int_rows), forceinline=False)
-def begin(raw, start, stop, vocabulary, letters, room):
+@part(i64(u8_type, i64, i64, vocabulary_type, boolean, int_rows_type), forceinline=False)
+def split_word(raw, start, stop, vocabulary, by_char, room):
     """Lay out a word as parts: bytes, or characters (letters), which have a number if they merge in pairs; returns
     how many."""
-    strings, _, order, singles = vocabulary
-    count, at = 0, start
+    strings, _, token_order, singles = vocabulary
+    num_parts, at = 0, start
     while at < stop:
-        width = width_at(raw, at) if letters else 1
-        room[AT, count], room[PARTS, count] = at, NONE if letters else singles[raw[at]]
-        if letters and len(order) == 0:
-            room[PARTS, count] = find_string(raw, at, at + width, strings)
-        room[BEFORE, count], room[AFTER, count] = count - 1, count + 1
-        at += width
-        count += 1
-    room[AT, count] = stop
-    return count
+        part_nbytes = char_nbytes(raw, at) if by_char else 1
+        room[AT, num_parts], room[PART_ID, num_parts] = at, NONE if by_char else singles[raw[at]]
+        if by_char and len(token_order) == 0:
+            room[PART_ID, num_parts] = find_string(raw, at, at + part_nbytes, strings)
+        room[PREVIOUS_PART, num_parts], room[NEXT_PART, num_parts] = num_parts - 1, num_parts + 1
+        at += part_nbytes
+        num_parts += 1
+    room[AT, num_parts] = stop
+    return num_parts
 
 
-@part(i64(u8, i64, i64, ints, i64, ints, i64), forceinline=False)
-def spell(raw, start, stop, singles, unknown, ids, total):
+@part(i64(u8_type, i64, i64, ints_type, i64, ints_type, i64), forceinline=False)
+def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
     """The tokens of the bytes of a character, a space being U+2581; else the unknown token; NONE without one."""
-    before = total
+    first_id = num_ids
     for i in range(start, stop):
-        count = 3 if raw[i] == 0x20 else 1
-        for k in range(count):
-            byte = raw[i] if count == 1 else (0xE2 if k == 0 else 0x96 if k == 1 else 0x81)
-            if singles[byte] == NONE:
+        num_bytes = 3 if raw[i] == 0x20 else 1
+        for k in range(num_bytes):
+            byte = raw[i] if num_bytes == 1 else (0xE2 if k == 0 else 0x96 if k == 1 else 0x81)
+            if byte_tokens[byte] == NONE:
                 if unknown == NONE:
                     return i64(NONE)
-                ids[before] = unknown
-                return before + 1
-            ids[total] = singles[byte]
-            total += 1
-    return total
+                ids[first_id] = unknown
+                return first_id + 1
+            ids[num_ids] = byte_tokens[byte]
+            num_ids += 1
+    return num_ids
 
 
-@kernel(i64(u8, i64, i64, given, i64, i64, boolean, rooms, ints, i64))
-def word(raw, start, stop, vocabulary, tokens, unknown, letters, scratch, ids, total):
+@kernel(i64(u8_type, i64, i64, vocabulary_type, i64, i64, boolean, rooms, ints_type, i64))
+def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buffers, ids, num_ids):
     """Write the ids of a word that is merged; returns the new total, or NONE if it has none."""
-    strings, _, order, singles = vocabulary
-    room, scored = scratch[0], len(order) > 0
-    count = begin(raw, start, stop, vocabulary, letters, room)
-    merge(count, raw, vocabulary, scratch)
+    strings, _, token_order, singles = vocabulary
+    room, has_scores = buffers[0], len(token_order) > 0
+    num_parts = split_word(raw, start, stop, vocabulary, by_char, room)
+    merge_parts(num_parts, raw, vocabulary, buffers)
     i = 0
-    while i < count:
-        n, after = i64(room[PARTS, i]), i64(room[AFTER, i])
-        if scored and n == NONE:
-            n = find_string(raw, room[AT, i], room[AT, after], strings)
-        if NONE < n < tokens:  # what a merge makes may be no token
-            ids[total] = n
-            total += 1
-        elif scored:
-            total = spell(raw, room[AT, i], room[AT, after], singles, unknown, ids, total)
-            if total == NONE:
+    while i < num_parts:
+        n, next_part = i64(room[PART_ID, i]), i64(room[NEXT_PART, i])
+        if has_scores and n == NONE:
+            n = find_string(raw, room[AT, i], room[AT, next_part], strings)
+        if NONE < n < vocab_size:  # what a merge makes may be no token
+            ids[num_ids] = n
+            num_ids += 1
+        elif has_scores:
+            num_ids = spell(raw, room[AT, i], room[AT, next_part], singles, unknown, ids, num_ids)
+            if num_ids == NONE:
                 return i64(NONE)
-        elif letters:
-            for k in range(room[AT, i], room[AT, after]):
+        elif by_char:
+            for k in range(room[AT, i], room[AT, next_part]):
                 if singles[raw[k]] != NONE:
-                    ids[total] = singles[raw[k]]
-                    total += 1
-        i = after
-    return total
+                    ids[num_ids] = singles[raw[k]]
+                    num_ids += 1
+        i = next_part
+    return num_ids
 
 
-@part(void(u8, i64, i64, ints, i64, i64, u8_rows, int_rows, i64), forceinline=False)
-def keep(raw, start, stop, ids, before, total, kept_text, kept, slot):
+@part(void(u8_type, i64, i64, ints_type, i64, i64, u8_rows, int_rows_type, i64), forceinline=False)
+def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_words, slot):
     """Enter a word and its ids in the cache if they fit."""
-    if stop - start <= kept_text.shape[1] and total - before <= kept.shape[1] - IDS:
-        kept[slot, LENGTH], kept[slot, COUNT] = stop - start, total - before
+    if stop - start <= cached_text.shape[1] and num_ids - first_id <= cached_words.shape[1] - IDS:
+        cached_words[slot, LENGTH], cached_words[slot, COUNT] = stop - start, num_ids - first_id
         for k in range(stop - start):
-            kept_text[slot, k] = raw[start + k]
-        for k in range(total - before):
-            kept[slot, IDS + k] = ids[before + k]
+            cached_text[slot, k] = raw[start + k]
+        for k in range(num_ids - first_id):
+            cached_words[slot, IDS + k] = ids[first_id + k]
 
 
 @kernel(
-    i64(u8, ints, i64, longs, given, i64, i64, i64, boolean, u8_rows, int_rows, rooms, ints, longs)
+    i64(
+        u8_type,
+        ints_type,
+        i64,
+        longs,
+        vocabulary_type,
+        i64,
+        i64,
+        i64,
+        boolean,
+        u8_rows,
+        int_rows_type,
+        rooms,
+        ints_type,
+        longs,
+    )
 )
 def encode(
-    raw, ends, count, parts, vocabulary, tokens, unknown, whole, letters, kept_text, kept, scratch, ids, totals
+    raw, word_ends, num_words, part_ends, vocabulary, tokens, unknown, look_up_mode, by_char, cached_text, cached_words, buffers, ids, part_totals
 ):  # fmt: skip
     """Write the ids of all words, and how many there are up to the end of each part; NONE if a word has none.
 
-    whole    WORDS or LINES that are one of the strings become that token, whatever the merges
-    letters  what merges are characters, not bytes
+    look_up_mode    WORDS or LINES that are one of the strings become that token, whatever the merges
+    by_char  what merges are characters, not bytes
     """
-    start, total, at, mask = i64(0), i64(0), 0, len(kept) - 1
-    for n in range(count):
-        stop = i64(ends[n])
-        slot, before = hash_of(raw, start, stop) & mask, total
-        if kept[slot, LENGTH] == stop - start and same(
-            kept_text[slot], 0, raw, start, stop - start
+    start, num_ids, part_index, mask = i64(0), i64(0), 0, len(cached_words) - 1
+    for n in range(num_words):
+        stop = i64(word_ends[n])
+        slot, first_id = hash_bytes(raw, start, stop) & mask, num_ids
+        if cached_words[slot, LENGTH] == stop - start and equal_bytes(
+            cached_text[slot], 0, raw, start, stop - start
         ):
-            for k in range(kept[slot, COUNT]):
-                ids[total + k] = kept[slot, IDS + k]
-            total += kept[slot, COUNT]
+            for k in range(cached_words[slot, COUNT]):
+                ids[num_ids + k] = cached_words[slot, IDS + k]
+            num_ids += cached_words[slot, COUNT]
         else:
             token_id = i64(NONE)
-            if whole == WORDS or (whole == LINES and raw[start] == LINE):
+            if look_up_mode == LOOK_UP_WORDS or (look_up_mode == LINES and raw[start] == NEWLINE):
                 token_id = find_string(raw, start, stop, vocabulary[0])
             if not NONE < token_id < tokens:
-                total = word(
-                    raw, start, stop, vocabulary, tokens, unknown, letters, scratch, ids, total
+                num_ids = encode_word(
+                    raw, start, stop, vocabulary, tokens, unknown, by_char, buffers, ids, num_ids
                 )
-                if total == NONE:
+                if num_ids == NONE:
                     return i64(NONE)
             else:
-                ids[total] = token_id
-                total += 1
-            keep(raw, start, stop, ids, before, total, kept_text, kept, slot)
+                ids[num_ids] = token_id
+                num_ids += 1
+            cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_words, slot)
         start = stop
-        while at < len(parts) and parts[at] <= start:
-            totals[at] = total
-            at += 1
-    while at < len(parts):
-        totals[at] = total
-        at += 1
-    return total
+        while part_index < len(part_ends) and part_ends[part_index] <= start:
+            part_totals[part_index] = num_ids
+            part_index += 1
+    while part_index < len(part_ends):
+        part_totals[part_index] = num_ids
+        part_index += 1
+    return num_ids

@@ -8,7 +8,7 @@ import math
 from numba import types
 
 from packtrain.kernels import bits, simd
-from packtrain.kernels.bits import I16, i32x16, put_short, reading, short_at, sixteen, to_bits
+from packtrain.kernels.bits import I16, i32x16, put_short, reading, short_at, to_bits, vector_of
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
@@ -17,66 +17,66 @@ from packtrain.kernels.simd import I32, LANES, address, fma, in1, in2, load_part
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
 BLOCK = 1 << 13
-RUN = 8 * LANES  # products added in f32 lanes before they go to f64
-PART = 1 << 10  # elements of a bf16 weight converted to f32 at a time
+VALUES_PER_RUN = 8 * LANES  # products added in f32 lanes before they go to f64
+PART_SIZE = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
-bytes1 = types.Array(types.uint8, 1, "C")
-words_at = reading(sixteen(I32), i32x16, lambda builder, v: v)
-put_shorts = bits.writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I16)))
+bytes1_type = types.Array(types.uint8, 1, "C")
+words_at = reading(vector_of(I32), i32x16, lambda builder, v: v)
+put_shorts = bits.writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I16)))
 
 
 @kernel(void(i64, i64, i64, i64, i64))
-def round_at_random(w, part, key, first, n):
-    """n f32 at the address `part`, elements `first` and on of a tensor, to bf16 at `w`; overwrites `part`.
+def round_at_random(w, part_ptr, key, first_element, n):
+    """n f32 at the address `part_ptr`, elements `first_element` and on of a tensor, to bf16 at `w`; overwrites `part_ptr`.
 
     Stochastic rounding: 16 random bits are added to the 16 that are dropped, and the carry is kept. Vectors of bits
     have no addition, so the random ones are negated.
     """
     for i in range(0, n, LANES):
-        noise_bits = to_bits(uniform(key, first + i) * -65536.0)
-        rounded = (words_at(part, i) - noise_bits) >> 16
+        noise_bits = to_bits(uniform(key, first_element + i) * -65536.0)
+        rounded_bits = (words_at(part_ptr, i) - noise_bits) >> 16
         if n - i >= LANES:
-            put_shorts(w, i, rounded)
+            put_shorts(w, i, rounded_bits)
         else:
-            put_shorts(part, 0, rounded)
+            put_shorts(part_ptr, 0, rounded_bits)
             for k in range(n - i):
-                put_short(w, i + k, short_at(part, k))
+                put_short(w, i + k, short_at(part_ptr, k))
 
 
 @kernel(void(i64, in1, out1, out1, in1, f32, f32, i64, i64))
-def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
+def adamw_span(w, g, m, v, hyper, decay, gate, span_start, span_stop):
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
     rate = splat(f32(-f64(hyper[0]) / f64(hyper[5])))
-    root = splat(f32(1.0 / math.sqrt(f64(hyper[6]))))
-    beta1, rest1 = splat(hyper[1]), splat(f32(1.0 - f64(hyper[1])))
-    beta2, rest2 = splat(hyper[2]), splat(f32(1.0 - f64(hyper[2])))
-    eps, factor = splat(hyper[3]), splat(gate)
-    for i in range(start, stop, LANES):
-        left = stop - i
-        gradient = load_part(g, i, left) * factor
-        first = fma(load_part(m, i, left), beta1, gradient * rest1)
-        second = fma(load_part(v, i, left), beta2, gradient * gradient * rest2)
-        step = first / fma(sqrt(second), root, eps)
-        simd.store_part(m, i, first, left)
-        simd.store_part(v, i, second, left)
-        simd.store_part(w, i, fma(rate, step, load_part(w, i, left) * decay_factor), left)
+    root_factor = splat(f32(1.0 / math.sqrt(f64(hyper[6]))))
+    beta1, one_minus_beta1 = splat(hyper[1]), splat(f32(1.0 - f64(hyper[1])))
+    beta2, one_minus_beta2 = splat(hyper[2]), splat(f32(1.0 - f64(hyper[2])))
+    eps, gate_lanes = splat(hyper[3]), splat(gate)
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        gradient = load_part(g, i, num_left) * gate_lanes
+        first_moment = fma(load_part(m, i, num_left), beta1, gradient * one_minus_beta1)
+        second_moment = fma(load_part(v, i, num_left), beta2, gradient * gradient * one_minus_beta2)
+        step = first_moment / fma(sqrt(second_moment), root_factor, eps)
+        simd.store_part(m, i, first_moment, num_left)
+        simd.store_part(v, i, second_moment, num_left)
+        simd.store_part(w, i, fma(rate, step, load_part(w, i, num_left) * decay_factor), num_left)
 
 
-@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, f32, i64, i64, i64))
-def adamw_part(kind, w, g, m, v, hyper, decay, gate, key, start, stop):
-    if kind == F32:
-        adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, start, stop)
+@kernel(void(i64, bytes1_type, in1, out1, out1, in1, f32, f32, i64, i64, i64))
+def adamw_part(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
+    if qtype == F32:
+        adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, span_start, span_stop)
         return
-    part = simd.scratch(PART)
-    for i in range(start, stop, PART):
-        at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
-        row(kind, part, at, n)
-        adamw_span(part - 4 * i, g, m, v, hyper, decay, gate, i, i + n)
-        round_at_random(at, part, key, i, n)
+    part_ptr = simd.scratch(PART_SIZE)
+    for i in range(span_start, span_stop, PART_SIZE):
+        weight_ptr, part_length = w.ctypes.data + 2 * i, min(PART_SIZE, span_stop - i)
+        row(qtype, part_ptr, weight_ptr, part_length)
+        adamw_span(part_ptr - 4 * i, g, m, v, hyper, decay, gate, i, i + part_length)
+        round_at_random(weight_ptr, part_ptr, key, i, part_length)
 
 
-@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, in1, i64))
-def adamw(kind, w, g, m, v, hyper, decay, gate, key):
+@kernel(void(i64, bytes1_type, in1, out1, out1, in1, f32, in1, i64))
+def adamw(qtype, w, g, m, v, hyper, decay, gate, key):
     """AdamW with decoupled decay, as torch.optim.AdamW, in place.
 
     g = gate * g
@@ -95,34 +95,34 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     if not math.isfinite(factor):
         return
     n = g.size
-    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
+    spans(adamw_part, (qtype, w, g, m, v, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
-def sgd_span(w, g, hyper, decay, gate, start, stop):
+def sgd_span(w, g, hyper, decay, gate, span_start, span_stop):
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
     rate = splat(-hyper[0] * gate)
-    for i in range(start, stop, LANES):
-        left = stop - i
-        w_new = fma(rate, load_part(g, i, left), load_part(w, i, left) * decay_factor)
-        simd.store_part(w, i, w_new, left)
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        w_new = fma(rate, load_part(g, i, num_left), load_part(w, i, num_left) * decay_factor)
+        simd.store_part(w, i, w_new, num_left)
 
 
-@kernel(void(i64, bytes1, in1, in1, f32, f32, i64, i64, i64))
-def sgd_part(kind, w, g, hyper, decay, gate, key, start, stop):
-    if kind == F32:
-        sgd_span(w.ctypes.data, g, hyper, decay, gate, start, stop)
+@kernel(void(i64, bytes1_type, in1, in1, f32, f32, i64, i64, i64))
+def sgd_part(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
+    if qtype == F32:
+        sgd_span(w.ctypes.data, g, hyper, decay, gate, span_start, span_stop)
         return
-    part = simd.scratch(PART)
-    for i in range(start, stop, PART):
-        at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
-        row(kind, part, at, n)
-        sgd_span(part - 4 * i, g, hyper, decay, gate, i, i + n)
-        round_at_random(at, part, key, i, n)
+    part_ptr = simd.scratch(PART_SIZE)
+    for part_start in range(span_start, span_stop, PART_SIZE):
+        weight_ptr, n = w.ctypes.data + 2 * part_start, min(PART_SIZE, span_stop - part_start)
+        row(qtype, part_ptr, weight_ptr, n)
+        sgd_span(part_ptr - 4 * part_start, g, hyper, decay, gate, part_start, part_start + n)
+        round_at_random(weight_ptr, part_ptr, key, part_start, n)
 
 
-@kernel(void(i64, bytes1, in1, in1, f32, in1, i64))
-def sgd(kind, w, g, hyper, decay, gate, key):
+@kernel(void(i64, bytes1_type, in1, in1, f32, in1, i64))
+def sgd(qtype, w, g, hyper, decay, gate, key):
     """w = w * (1 - lr * wd * decay) - lr * gate * g, in place.
 
     kind, w      F32 or BF16, and the bytes of N of them
@@ -132,18 +132,18 @@ def sgd(kind, w, g, hyper, decay, gate, key):
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
     key          i64: key of bf16's stochastic rounding, see counter
     """
-    factor = gate[0] if gate.size else f32(1.0)
-    if not math.isfinite(factor):
+    gate_value = gate[0] if gate.size else f32(1.0)
+    if not math.isfinite(gate_value):
         return
     n = g.size
-    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
+    spans(sgd_part, (qtype, w, g, hyper, decay, gate_value, key), n, BLOCK if n > SERIAL else n)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
-def momentum_span(b, g, momentum, gate, start, stop):
+def momentum_span(b, g, momentum, gate, span_start, span_stop):
     momentum_factor, factor = splat(momentum), splat(gate)
-    for i in range(start, stop, LANES):
-        left = stop - i
+    for i in range(span_start, span_stop, LANES):
+        left = span_stop - i
         simd.store_part(
             b, i, fma(load_part(b, i, left), momentum_factor, load_part(g, i, left) * factor), left
         )
@@ -160,10 +160,10 @@ def momentum(b, g, momentum, gate):
 
 
 @kernel(void(out1, in1, in2, in2, in1, i64, i64))
-def combine_span(p, g, s, y, c, start, stop):
+def combine_span(p, g, s, y, c, span_start, span_stop):
     m, n = s.shape
-    for i in range(start, stop, LANES):
-        left = stop - i
+    for i in range(span_start, span_stop, LANES):
+        left = span_stop - i
         direction = load_part(g, i, left) * splat(c[0])
         for k in range(m):
             direction = fma(load_part(address(s, k * n), i, left), splat(c[1 + k]), direction)
@@ -184,15 +184,15 @@ def combine(p, g, s, y, c):
 
 
 @kernel(f64(i64, i64, i64))
-def dot(a, b, n):
+def dot_runs(a, b, n):
     """Of n f32 at two addresses: short runs in f32 lanes, everything longer in f64."""
-    result = f64(0.0)
-    for run in range(0, n, RUN):
-        lanes = splat(0.0)
-        for i in range(run, min(run + RUN, n), LANES):
-            lanes = fma(load_part(a, i, n - i), load_part(b, i, n - i), lanes)
-        result += f64(simd.total(lanes))
-    return result
+    total_sum = f64(0.0)
+    for run_start in range(0, n, VALUES_PER_RUN):
+        lane_sums = splat(0.0)
+        for i in range(run_start, min(run_start + VALUES_PER_RUN, n), LANES):
+            lane_sums = fma(load_part(a, i, n - i), load_part(b, i, n - i), lane_sums)
+        total_sum += f64(simd.total(lane_sums))
+    return total_sum
 
 
 @kernel(void(out1, in1, in1))
@@ -201,21 +201,21 @@ def product(y, a, b):
 
     a, b  (N,)  f32
     """
-    y[0] = f32(y[0] + dot(address(a, 0), address(b, 0), a.size))
+    y[0] = f32(y[0] + dot_runs(address(a, 0), address(b, 0), a.size))
 
 
 @kernel(void(out1, in1, in2, in2, i64))
-def products_at(z, g, s, y, at):
+def add_product_at(z, g, s, y, product_index):
     m, n = s.shape
-    row, column = at // (m + 1), at % (m + 1)
-    other = address(g, 0) if column == 0 else address(y, (column - 1) * n)
-    if row == 0:
-        vector = address(g, 0)
-    elif row <= m:
-        vector = address(s, (row - 1) * n)
+    row_index, column_index = product_index // (m + 1), product_index % (m + 1)
+    column_vector = address(g, 0) if column_index == 0 else address(y, (column_index - 1) * n)
+    if row_index == 0:
+        row_vector = address(g, 0)
+    elif row_index <= m:
+        row_vector = address(s, (row_index - 1) * n)
     else:
-        vector = address(y, (row - 1 - m) * n)
-    z[at] = f32(z[at] + dot(vector, other, n))
+        row_vector = address(y, (row_index - 1 - m) * n)
+    z[product_index] = f32(z[product_index] + dot_runs(row_vector, column_vector, n))
 
 
 @kernel(void(out1, in1, in2, in2))
@@ -227,7 +227,7 @@ def products(z, g, s, y):
     s, y  (M, N)  f32
     """
     if g.size <= SERIAL:
-        for at in range(z.size):
-            products_at(z, g, s, y, at)
+        for product_index in range(z.size):
+            add_product_at(z, g, s, y, product_index)
         return
-    each(products_at, (z, g, s, y), z.size)
+    each(add_product_at, (z, g, s, y), z.size)

@@ -11,46 +11,46 @@ out4 = rank(4)
 
 
 @part(void(i64, i64, f32))
-def fill(at, size, value):
-    for s in range(0, size, LANES):
-        store_part(at, s, splat(value), size - s)
+def fill(target, num_values, value):
+    for s in range(0, num_values, LANES):
+        store_part(target, s, splat(value), num_values - s)
 
 
 @part(void(i64, i64, i64))
-def copy(to, source, size):
-    for s in range(0, size, LANES):
-        store_part(to, s, load_part(source, s, size - s), size - s)
+def copy(to, source, num_values):
+    for s in range(0, num_values, LANES):
+        store_part(to, s, load_part(source, s, num_values - s), num_values - s)
 
 
 @part(void(i64, i64, f32, i64))
-def add_scaled(to, source, by, size):
-    for s in range(0, size, LANES):
-        left = size - s
+def add_scaled(to, source, by, num_values):
+    for s in range(0, num_values, LANES):
+        left = num_values - s
         store_part(to, s, fma(load_part(source, s, left), splat(by), load_part(to, s, left)), left)
 
 
 @part(f64(i64, i64, i64))
-def dot(a, b, size):
+def dot(a, b, num_values):
     dot_sums = splat(0.0)
-    for s in range(0, size, LANES):
-        dot_sums = fma(load_part(a, s, size - s), load_part(b, s, size - s), dot_sums)
+    for s in range(0, num_values, LANES):
+        dot_sums = fma(load_part(a, s, num_values - s), load_part(b, s, num_values - s), dot_sums)
     return f64(simd.total(dot_sums))
 
 
 @part(i64(ids1, i64, i64))
-def begins(seq, t, time):
+def is_start(seq, t, T):
     """1 for the first token of a line, or of a sequence within it."""
-    return i64(1) if t % time == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
+    return i64(1) if t % T == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
 
 
 @part(void(out4, ids1, ids1, i64))
-def begin_lines(states, source, target, h):
+def load_states(states, sources, targets, h):
     """Put the states of a head that are read, (P, N) each, where they will be written; zeros for a negative source."""
-    _, heads, p, n = states.shape
-    for r in range(len(target)):
-        if target[r] >= 0:
-            to = address(states, (target[r] * heads + h) * p * n)
-            if source[r] >= 0:
-                copy(to, address(states, (source[r] * heads + h) * p * n), p * n)
+    _, H, p, n = states.shape
+    for r in range(len(targets)):
+        if targets[r] >= 0:
+            state_ptr = address(states, (targets[r] * H + h) * p * n)
+            if sources[r] >= 0:
+                copy(state_ptr, address(states, (sources[r] * H + h) * p * n), p * n)
             else:
-                fill(to, p * n, f32(0.0))
+                fill(state_ptr, p * n, f32(0.0))

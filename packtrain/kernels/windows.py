@@ -9,54 +9,54 @@ from numba import types
 from packtrain.kernels.call import kernel, spans
 from packtrain.kernels.simd import ids1, in1, out1
 
-i64, f32, void, flag = types.int64, types.float32, types.void, types.boolean
-WORK = 1 << 14  # values of a task
+i64, f32, void, flag_type = types.int64, types.float32, types.void, types.boolean
+VALUES_PER_TASK = 1 << 14  # values of a task
 
 
 @kernel(void(out1, in1, i64, ids1, i64, i64))
-def unfold_span(y, x, channels, sizes, start, stop):
+def unfold_span(y, x, channels, sizes, line_start, line_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
-    for line in range(start, stop):
-        image, i = line // oh, line % oh
-        to = line * ow * channels * kh * kw
+    for output_line in range(line_start, line_stop):
+        image, i = output_line // oh, output_line % oh
+        target = output_line * ow * channels * kh * kw
         for j in range(ow):
             for c in range(channels):
                 plane = (image * channels + c) * h
                 for a in range(kh):
                     row = i * sh - ph + a * dh
-                    inside = 0 <= row < h
+                    is_inside = 0 <= row < h
                     for b in range(kw):
                         column = j * sw - pw + b * dw
-                        if inside and 0 <= column < w:
-                            y[to] = x[(plane + row) * w + column]
+                        if is_inside and 0 <= column < w:
+                            y[target] = x[(plane + row) * w + column]
                         else:
-                            y[to] = 0.0
-                        to += 1
+                            y[target] = 0.0
+                        target += 1
 
 
 @kernel(void(out1, in1, i64, i64, ids1))
-def unfold(y, x, images, channels, sizes):
+def unfold(y, x, num_images, channels, sizes):
     """y = the windows of each image as rows of channels x window.
 
     x  (N C H W,)            f32
     y  (N OH OW C KH KW,)    f32
     """
-    lines = images * sizes[4]
-    step = max(1, WORK // max(1, sizes[5] * channels * sizes[2] * sizes[3]))
-    spans(unfold_span, (y, x, channels, sizes), lines, step)
+    num_lines = num_images * sizes[4]
+    lines_per_task = max(1, VALUES_PER_TASK // max(1, sizes[5] * channels * sizes[2] * sizes[3]))
+    spans(unfold_span, (y, x, channels, sizes), num_lines, lines_per_task)
 
 
 @kernel(void(out1, in1, i64, ids1, i64, i64))
-def fold_span(dx, dy, channels, sizes, start, stop):
+def fold_span(dx, dy, channels, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
-    window = kh * kw
-    for plane in range(start, stop):
+    window_size = kh * kw
+    for plane in range(plane_start, plane_stop):
         image, c = plane // channels, plane % channels
-        for at in range(plane * h * w, (plane + 1) * h * w):
-            dx[at] = 0.0
+        for offset in range(plane * h * w, (plane + 1) * h * w):
+            dx[offset] = 0.0
         for i in range(oh):
             for j in range(ow):
-                source = (((image * oh + i) * ow + j) * channels + c) * window
+                source = (((image * oh + i) * ow + j) * channels + c) * window_size
                 for a in range(kh):
                     row = i * sh - ph + a * dh
                     if not 0 <= row < h:
@@ -68,68 +68,68 @@ def fold_span(dx, dy, channels, sizes, start, stop):
 
 
 @kernel(void(out1, in1, i64, i64, ids1))
-def fold(dx, dy, images, channels, sizes):
+def fold(dx, dy, num_images, channels, sizes):
     """The adjoint of unfold: each value of dy added where it came from.
 
     dx  (N C H W,)           f32
     dy  (N OH OW C KH KW,)   f32
     """
-    step = max(1, WORK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(fold_span, (dx, dy, channels, sizes), images * channels, step)
+    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
+    spans(fold_span, (dx, dy, channels, sizes), num_images * channels, planes_per_task)
 
 
-@kernel(void(flag, out1, in1, ids1, i64, i64))
-def pool_span(largest, y, x, sizes, start, stop):
+@kernel(void(flag_type, out1, in1, ids1, i64, i64))
+def pool_span(use_max, y, x, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, _, _ = sizes
-    for plane in range(start, stop):
+    for plane in range(plane_start, plane_stop):
         for i in range(oh):
             for j in range(ow):
-                pooled = f32(-3.4028235e38) if largest else f32(0.0)
+                pooled = f32(-3.4028235e38) if use_max else f32(0.0)
                 for row in range(max(i * sh - ph, 0), min(i * sh - ph + kh, h)):
                     for column in range(max(j * sw - pw, 0), min(j * sw - pw + kw, w)):
                         value = x[(plane * h + row) * w + column]
-                        pooled = max(pooled, value) if largest else pooled + value
-                y[(plane * oh + i) * ow + j] = pooled if largest else pooled / f32(kh * kw)
+                        pooled = max(pooled, value) if use_max else pooled + value
+                y[(plane * oh + i) * ow + j] = pooled if use_max else pooled / f32(kh * kw)
 
 
-@kernel(void(flag, out1, in1, i64, ids1))
-def pool(largest, y, x, planes, sizes):
+@kernel(void(flag_type, out1, in1, i64, ids1))
+def pool(use_max, y, x, planes, sizes):
     """The largest value of each window, or its sum over its size.
 
     x  (N C H W,)    f32
     y  (N C OH OW,)  f32
     """
-    step = max(1, WORK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(pool_span, (largest, y, x, sizes), planes, step)
+    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
+    spans(pool_span, (use_max, y, x, sizes), planes, planes_per_task)
 
 
-@kernel(void(flag, out1, in1, in1, ids1, i64, i64))
-def pool_back_span(largest, dx, dy, x, sizes, start, stop):
+@kernel(void(flag_type, out1, in1, in1, ids1, i64, i64))
+def pool_back_span(use_max, dx, dy, x, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, _, _ = sizes
-    for plane in range(start, stop):
-        for at in range(plane * h * w, (plane + 1) * h * w):
-            dx[at] = 0.0
+    for plane in range(plane_start, plane_stop):
+        for offset in range(plane * h * w, (plane + 1) * h * w):
+            dx[offset] = 0.0
         for i in range(oh):
             for j in range(ow):
                 d = dy[(plane * oh + i) * ow + j]
-                best, top = i64(-1), f32(0.0)
+                max_offset, max_value = i64(-1), f32(0.0)
                 for row in range(max(i * sh - ph, 0), min(i * sh - ph + kh, h)):
                     for column in range(max(j * sw - pw, 0), min(j * sw - pw + kw, w)):
-                        at = (plane * h + row) * w + column
-                        if not largest:
-                            dx[at] += d / f32(kh * kw)
-                        elif best < 0 or x[at] > top:
-                            best, top = at, x[at]
-                if best >= 0:
-                    dx[best] += d
+                        offset = (plane * h + row) * w + column
+                        if not use_max:
+                            dx[offset] += d / f32(kh * kw)
+                        elif max_offset < 0 or x[offset] > max_value:
+                            max_offset, max_value = offset, x[offset]
+                if max_offset >= 0:
+                    dx[max_offset] += d
 
 
-@kernel(void(flag, out1, in1, in1, i64, ids1))
-def pool_back(largest, dx, dy, x, planes, sizes):
+@kernel(void(flag_type, out1, in1, in1, i64, ids1))
+def pool_back(use_max, dx, dy, x, planes, sizes):
     """Gradient of pool: to the first of the largest values, or to all of a window alike.
 
     dx, x  (N C H W,)    f32
     dy     (N C OH OW,)  f32
     """
-    step = max(1, WORK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(pool_back_span, (largest, dx, dy, x, sizes), planes, step)
+    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
+    spans(pool_back_span, (use_max, dx, dy, x, sizes), planes, planes_per_task)

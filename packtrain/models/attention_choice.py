@@ -10,8 +10,8 @@ from packtrain.engine.backends import Backend, Target
 from packtrain.engine.tensor import Tensor, input, state
 from packtrain.models.config import Config
 
-AUTO, ON, OFF = MODES = "auto", "on", "off"
-FLASH = (
+AUTO, ON, OFF = FLASH_MODES = "auto", "on", "off"
+FLASH_HELP = (
     "attention as one operation (on), or written out as products and a softmax, which needs memory for all pairs (off);"
     " auto: on where the device of keys and values has it"
 )
@@ -21,38 +21,38 @@ def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
     """The config with the attention that is asked for, of a cache of this type, or of a batch. Raises InputError."""
-    lacking = "" if mode == OFF else missing(config, target, cache)
-    if lacking and mode == ON:
-        raise InputError(f"--flash-attn on: {lacking}")
-    if lacking or mode == OFF:
-        report(f"attention is written out: {lacking or '--flash-attn off'}")
-    return replace(config, flash=not (lacking or mode == OFF))
+    missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
+    if missing_ops and mode == ON:
+        raise InputError(f"--flash-attn on: {missing_ops}")
+    if missing_ops or mode == OFF:
+        report(f"attention is written out: {missing_ops or '--flash-attn off'}")
+    return replace(config, flash=not (missing_ops or mode == OFF))
 
 
-def missing(config: Config, target: Target, cache: Dtype | None) -> str:
+def missing_attention_ops(config: Config, target: Target, cache: Dtype | None) -> str:
     """What the backends of keys and values have not of the ops for these; "" if they have all."""
-    for y in asked(config, cache):
+    for y in attention_calls(config, cache):
         call = y.call
-        for backend in backends(config, target, cache):
+        for backend in kv_backends(config, target, cache):
             if call is not None and backend.kernel(call.op, call.inputs) is None:
                 operands = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
                 return f"{backend.name} has no {call.op.name} of {operands}"
     return ""
 
 
-def backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
+def kv_backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
     """Where keys and values live: elsewhere the op would need copies of all cells in every block."""
     if cache is None:
         return [target.backends[0]]
-    cells = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))
-    return list({(b.name, b.space): b for b in map(target.home, cells)}.values())
+    cache_leaves = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))
+    return list({(b.name, b.space): b for b in map(target.home, cache_leaves)}.values())
 
 
-def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
+def attention_calls(config: Config, cache: Dtype | None) -> list[Tensor]:
     """Calls of one token that attends to one; nothing is allocated."""
     heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
     index = input("one", (1,), i32)
-    sinks = input("sinks", (heads,)) if config.traits.sinks else None
+    sinks = input("sinks", (heads,)) if config.traits.attention_sinks else None
     if cache is not None:
         kv, d = config.cached_heads(0)
         q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)

@@ -6,211 +6,212 @@ Activations have the names of GGUF tensors; a Mixer is what mixes the values of 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
 from packtrain.models import altup, latent_attention, mamba
-from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, LAYER_SCALE, SCAN_OUT
-from packtrain.models.block_weights import Block, Mixer, Tables, Weights
+from packtrain.models.arch.architecture import CHOICE, CONV_INPUTS, CONV_OUT, LAYER_SCALE, SCAN_OUT
+from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables, Weights
 from packtrain.models.config import Config
 
-DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; as gemma3n.cpp has it
+SPARSITY_DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; as gemma3n.cpp has it
 
 
-def block(
-    config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer,
+def transformer_block(
+    config: Config, w: Weights, i: int, h: Tensor, rope_tables: RopeTables, mixer: Mixer,
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One transformer block: h (..., C) -> (..., C); embeddings (..., L, P), if blocks have some of their own.
 
     Of several streams (..., S, C) it computes with one.
     """
-    part = Block(config, w, i)
-    if config.traits.streams:
-        guess = altup.predicted(part, h)
-        h = altup.corrected(part, guess, computed(part, altup.one(guess), tables, mixer))
-        first = ops.mul(altup.one(h), part.weight("altup_correct_scale"))
-        return h if embeddings is None else altup.added(h, embedded(part, first, embeddings))
-    h = computed(part, h, tables, mixer)
-    h = h if embeddings is None else ops.add(embedded(part, h, embeddings), h)
-    return ops.mul(h, part.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
+    block = BlockBuilder(config, w, i)
+    if config.traits.num_streams:
+        guess = altup.predict_streams(block, h)
+        h = altup.corrected(block, guess, computed(block, altup.one(guess), rope_tables, mixer))
+        first = ops.mul(altup.one(h), block.weight("altup_correct_scale"))
+        return h if embeddings is None else altup.added(h, embedded(block, first, embeddings))
+    h = computed(block, h, rope_tables, mixer)
+    h = h if embeddings is None else ops.add(embedded(block, h, embeddings), h)
+    return ops.mul(h, block.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
 
 
-def computed(part: Block, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
+def computed(block: BlockBuilder, h: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
     """h (..., C) plus what mixes tokens, and plus the feed-forward."""
-    config, i, traits = part.config, part.number, part.config.traits
-    x = read = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
-    if config.has("attn_norm_2"):
-        read = part.saved(part.norm("attn_norm_2", h))
+    config, i, traits = block.config, block.block_index, block.config.traits
+    x = mixer_input = block.saved(block.norm("attn_norm", h)) if traits.pre_norms else h
+    if config.has_weight("attn_norm_2"):
+        mixer_input = block.saved(block.norm("attn_norm_2", h))
     if config.attends(i):
-        mixed = latent_attention.attention if config.kv_lora_rank else attention
-        y = mixed(part, read, tables, mixer)
-        h = part.join("attn_output", y, "post_attention_norm", h)
+        attend = latent_attention.attention if config.kv_lora_rank else attention
+        y = attend(block, mixer_input, rope_tables, mixer)
+        h = block.add_to_residual("attn_output", y, "post_attention_norm", h)
     elif config.conv_width:
-        h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
-    if config.scans(i):
-        scanned = mamba.ruled if traits.delta else mamba.mixed
-        h = part.join(SCAN_OUT, scanned(part, read, mixer), "", h)
-    if traits.laurel:
-        h = ops.scale(ops.add(h, low_rank(part, read)), by=0.5**0.5)
-    if not config.parallel:
-        x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
-    return feed_forward(part, x, h)
+        h = block.add_to_residual(CONV_OUT, short_conv(block, mixer_input, mixer), "", h)
+    if config.has_scan(i):
+        scan = mamba.mix_delta_rule if traits.delta else mamba.mix_scan
+        h = block.add_to_residual(SCAN_OUT, scan(block, mixer_input, mixer), "", h)
+    if traits.laurel_rank:
+        h = ops.scale(ops.add(h, laurel(block, mixer_input)), by=0.5**0.5)
+    if not config.is_parallel:
+        x = block.saved(block.norm(traits.ffn_norm, h)) if traits.pre_norms else h
+    return feed_forward(block, x, h)
 
 
-def low_rank(part: Block, x: Tensor) -> Tensor:
+def laurel(block: BlockBuilder, x: Tensor) -> Tensor:
     """x (..., C) plus its product with two narrow matrices, normalized: LAuReL, arXiv 2411.07501."""
-    y = part.linear("laurel_r", part.saved(part.linear("laurel_l", x)))
-    return ops.add(part.norm("laurel_post_norm", part.saved(y)), x)
+    y = block.linear("laurel_r", block.saved(block.linear("laurel_l", x)))
+    return ops.add(block.norm("laurel_post_norm", block.saved(y)), x)
 
 
-def embedded(part: Block, h: Tensor, embeddings: Tensor) -> Tensor:
+def embedded(block: BlockBuilder, h: Tensor, embeddings: Tensor) -> Tensor:
     """What the block makes of its own embeddings of the tokens, gated by h (..., C). Google, Gemma 3n."""
     axis = len(embeddings.shape) - 2
-    block_embedding = ops.cont(ops.narrow(embeddings, axis=axis, start=part.number, length=1))
-    gate = part.saved(part.linear("inp_gate", part.saved(h)))
+    block_embedding = ops.cont(ops.narrow(embeddings, axis=axis, start=block.block_index, length=1))
+    gate = block.saved(block.linear("inp_gate", block.saved(h)))
     block_embedding = ops.reshape(block_embedding, shape=gate.shape)
-    y = part.saved(part.named("inp_gated", ops.geglu(gate, block_embedding)))
-    return part.norm("post_norm", part.saved(part.linear("proj", y)))
+    y = block.saved(block.named("inp_gated", ops.geglu(gate, block_embedding)))
+    return block.norm("post_norm", block.saved(block.linear("proj", y)))
 
 
-def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
+def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H D)."""
-    config, i = part.config, part.number
+    config, i = block.config, block.block_index
     traits = config.traits
-    q, gate = part.heads("attn_q", x, config.head_count), None
+    q, gate = block.project_heads("attn_q", x, config.head_count), None
     if traits.gated_heads:
         q, gate = (
-            ops.narrow(q, axis=len(q.shape) - 1, start=at, length=config.head_width)
-            for at in (0, config.head_width)
+            ops.narrow(q, axis=len(q.shape) - 1, start=gate_start, length=config.head_width)
+            for gate_start in (0, config.head_width)
         )
     qk, v = [q], None
     if config.source_of(i) == i:
-        qk.append(part.heads("attn_k", x, config.kv_heads_of(i)))
-        v = values(part, x, qk[1])
-    by_heads = traits.head_norms or config.has("attn_q_norm")
-    if by_heads and not traits.late_norms:
-        qk = part.norm_heads(qk)
+        qk.append(block.project_heads("attn_k", x, config.kv_heads_of(i)))
+        v = head_values(block, x, qk[1])
+    norms_each_head = traits.head_norms or config.has_weight("attn_q_norm")
+    if norms_each_head and not traits.qk_norms_after_rope:
+        qk = block.norm_heads(qk)
     rope = config.rope_of(i)
     if rope is not None:
-        rope_inputs = zip("qk", qk, tables[rope], strict=False)
+        rope_inputs = zip("qk", qk, rope_tables[rope], strict=False)
         qk = [
-            part.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in rope_inputs
+            block.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in rope_inputs
         ]
-        if config.plain_norms:
-            qk = [ops.rms_norm(part.saved(x), eps=config.rms_eps) for x in qk]
-    elif traits.warmth:
-        qk[0] = ops.mul(qk[0], tables[None][0])
-    if traits.late_norms:
-        qk = part.norm_heads(qk)
-    sinks = part.weight("attn_sinks") if traits.sinks else None
-    q, *k = map(part.saved, qk)
-    new_kv = (k[0], part.saved(v)) if k and v is not None else (None, None)
+        if config.has_unweighted_qk_norms:
+            qk = [ops.rms_norm(block.saved(x), eps=config.rms_eps) for x in qk]
+    elif traits.chunk_temperature:
+        qk[0] = ops.mul(qk[0], rope_tables[None][0])
+    if traits.qk_norms_after_rope:
+        qk = block.norm_heads(qk)
+    sinks = block.weight("attn_sinks") if traits.attention_sinks else None
+    q, *k = map(block.saved, qk)
+    new_kv = (k[0], block.saved(v)) if k and v is not None else (None, None)
     y = mixer.attend(i, q, new_kv[0], new_kv[1], sinks)
     if gate is not None:
-        share = ops.sigmoid(part.saved(ops.cont(gate)))
-        y = ops.mul(part.saved(y), part.named("attn_gated", share))
+        gate_share = ops.sigmoid(block.saved(ops.cont(gate)))
+        y = ops.mul(block.saved(y), block.named("attn_gated", gate_share))
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.width_of(i)))
 
 
-def values(part: Block, x: Tensor, k: Tensor) -> Tensor:
+def head_values(block: BlockBuilder, x: Tensor, k: Tensor) -> Tensor:
     """The values of heads, (..., K, D); k are the keys as they come from their matrix."""
-    config, i = part.config, part.number
-    like_keys = config.keys_are_values and not config.near(i)
-    v = k if like_keys else part.heads("attn_v", x, config.kv_heads_of(i))
+    config, i = block.config, block.block_index
+    like_keys = config.keys_are_values and not config.has_window(i)
+    v = k if like_keys else block.project_heads("attn_v", x, config.kv_heads_of(i))
     if not config.traits.value_norms:
         return v
-    return part.named("attn_v_norm", ops.rms_norm(part.saved(v), eps=config.rms_eps))
+    return block.named("attn_v_norm", ops.rms_norm(block.saved(v), eps=config.rms_eps))
 
 
-def short_conv(part: Block, x: Tensor, mixer: Mixer) -> Tensor:
+def short_conv(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
     """A short convolution between two gates: x (..., C) -> (..., C). Liquid AI, LFM2: arXiv 2511.23404."""
-    before, after, x = (part.saved(part.linear(name, x)) for name in CONV_IN)
-    x = part.saved(part.named("shortconv.gated", ops.mul(before, x)))
-    y = mixer.convolve(part.number, x, part.weight("shortconv.conv"))
-    return part.saved(ops.mul(after, part.saved(part.named("shortconv.conv", y))))
+    input_gate, output_gate, x = (block.saved(block.linear(name, x)) for name in CONV_INPUTS)
+    x = block.saved(block.named("shortconv.gated", ops.mul(input_gate, x)))
+    y = mixer.convolve(block.block_index, x, block.weight("shortconv.conv"))
+    return block.saved(ops.mul(output_gate, block.saved(block.named("shortconv.conv", y))))
 
 
-def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:
+def feed_forward(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
     """h plus the feed-forward of x, or of the experts for x: both (..., C) -> (..., C)."""
-    by = part.config.residual_scale
-    if part.config.mixture(part.number) and part.config.traits.dense_beside:
-        return beside(part, x, h)
-    if part.config.mixture(part.number):
-        y = part.named("ffn_experts", mixture(part, x, None if by else h))
-        y = shared(part, x, y) if part.config.expert_shared_feed_forward_length else y
-        return ops.add(ops.scale(y, by=by), h) if by else y
-    y = gated(part, x) if part.config.traits.gated else activated(part, x)
-    return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
+    residual_scale = block.config.residual_scale
+    if block.config.has_experts(block.block_index) and block.config.traits.parallel_dense_ffn:
+        return dense_and_experts(block, x, h)
+    if block.config.has_experts(block.block_index):
+        y = block.named("ffn_experts", mixture(block, x, None if residual_scale else h))
+        y = add_shared_expert(block, x, y) if block.config.expert_shared_feed_forward_length else y
+        return ops.add(ops.scale(y, by=residual_scale), h) if residual_scale else y
+    y = gated(block, x) if block.config.traits.gated else ungated_feed_forward(block, x)
+    return block.add_to_residual("ffn_down", block.saved(y), "post_ffw_norm", h)
 
 
-def beside(part: Block, x: Tensor, h: Tensor) -> Tensor:
+def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
     """h plus a feed-forward of x and the output of experts that read h, each normalized, and their sum. gemma4.cpp."""
-    eps, by = part.config.rms_eps, part.config.embedding_length**-0.5
-    y = part.linear("ffn_down", part.saved(gated(part, x)))
-    y = part.norm("post_ffw_norm_1", part.saved(y))
+    eps, router_scale = block.config.rms_eps, block.config.embedding_length**-0.5
+    y = block.linear("ffn_down", block.saved(gated(block, x)))
+    y = block.norm("post_ffw_norm_1", block.saved(y))
     router_input = ops.mul(
-        ops.rms_norm(part.saved(h), eps=eps), part.weight("ffn_gate_inp", "scale")
+        ops.rms_norm(block.saved(h), eps=eps), block.weight("ffn_gate_inp", "scale")
     )
-    expert_input = part.saved(part.norm("pre_ffw_norm_2", h))
-    z = part.named(
-        "ffn_experts", mixture(part, expert_input, None, part.saved(ops.scale(router_input, by=by)))
+    expert_input = block.saved(block.norm("pre_ffw_norm_2", h))
+    experts_output = block.named(
+        "ffn_experts",
+        mixture(block, expert_input, None, block.saved(ops.scale(router_input, by=router_scale))),
     )
-    y = ops.add(y, part.norm("post_ffw_norm_2", part.saved(z)))
-    return ops.add(part.norm("post_ffw_norm", part.saved(y)), h)
+    y = ops.add(y, block.norm("post_ffw_norm_2", block.saved(experts_output)))
+    return ops.add(block.norm("post_ffw_norm", block.saved(y)), h)
 
 
-def gated(part: Block, x: Tensor, end: str = "") -> Tensor:
-    gate, up = (part.saved(part.linear(f"{name}{end}", x)) for name in ("ffn_gate", "ffn_up"))
-    if part.number < part.config.traits.sparse_blocks:
-        gate = part.saved(part.named("ffn_gate_sparse", sparse(gate)))
-    if part.config.traits.gelu:
-        return part.named(f"ffn_geglu{end}", ops.geglu(gate, up))
-    return part.named(f"ffn_swiglu{end}", ops.swiglu(gate, up))
+def gated(block: BlockBuilder, x: Tensor, suffix: str = "") -> Tensor:
+    gate, up = (block.saved(block.linear(f"{name}{suffix}", x)) for name in ("ffn_gate", "ffn_up"))
+    if block.block_index < block.config.traits.num_sparse_blocks:
+        gate = block.saved(block.named("ffn_gate_sparse", sparsify_gate(gate)))
+    if block.config.traits.use_gelu:
+        return block.named(f"ffn_geglu{suffix}", ops.geglu(gate, up))
+    return block.named(f"ffn_swiglu{suffix}", ops.swiglu(gate, up))
 
 
-def sparse(gate: Tensor) -> Tensor:
+def sparsify_gate(gate: Tensor) -> Tensor:
     """By how much gates (..., F) exceed their mean and so many deviations that one of 20 normal values does, or 0."""
-    off = ops.sub(gate, ops.mean_rows(gate))
-    squares = ops.sum_rows(ops.sqr(off))
-    deviation = ops.sqrt(ops.scale(squares, by=1 / (gate.shape[-1] - 1), bias=altup.TINY))
-    return ops.relu(ops.sub(off, ops.scale(deviation, by=DEVIATIONS)))
+    centered = ops.sub(gate, ops.mean_rows(gate))
+    squares = ops.sum_rows(ops.sqr(centered))
+    deviation = ops.sqrt(ops.scale(squares, by=1 / (gate.shape[-1] - 1), bias=altup.NORM_EPS))
+    return ops.relu(ops.sub(centered, ops.scale(deviation, by=SPARSITY_DEVIATIONS)))
 
 
-def shared(part: Block, x: Tensor, h: Tensor) -> Tensor:
+def add_shared_expert(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
     """h plus the output of the expert that all tokens have, which a gate may weigh."""
-    y = part.saved(gated(part, x, "_shexp"))
-    if not part.config.traits.shared_gate:
-        return part.linear("ffn_down_shexp", y, h)
-    row = ops.reshape(part.weight("ffn_gate_inp_shexp"), shape=(1, x.shape[-1]))
-    share = part.named("ffn_gate_inp_shexp", ops.sigmoid(ops.matmul(x, row)))
-    return ops.add(ops.mul(part.linear("ffn_down_shexp", y), share), h)
+    y = block.saved(gated(block, x, "_shexp"))
+    if not block.config.traits.gated_shared_expert:
+        return block.linear("ffn_down_shexp", y, h)
+    gate_row = ops.reshape(block.weight("ffn_gate_inp_shexp"), shape=(1, x.shape[-1]))
+    expert_share = block.named("ffn_gate_inp_shexp", ops.sigmoid(ops.matmul(x, gate_row)))
+    return ops.add(ops.mul(block.linear("ffn_down_shexp", y), expert_share), h)
 
 
-def activated(part: Block, x: Tensor) -> Tensor:
+def ungated_feed_forward(block: BlockBuilder, x: Tensor) -> Tensor:
     """Without a gate: gelu, or the square of relu."""
-    up = part.saved(part.linear("ffn_up", x))
-    if part.config.traits.gelu:
-        return part.named("ffn_gelu", ops.gelu(up))
-    return part.named("ffn_relu_sqr", ops.sqr(ops.relu(up)))
+    up = block.saved(block.linear("ffn_up", x))
+    if block.config.traits.use_gelu:
+        return block.named("ffn_gelu", ops.gelu(up))
+    return block.named("ffn_relu_sqr", ops.sqr(ops.relu(up)))
 
 
-def mixture(part: Block, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
+def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
     """h, if it is there, plus the output of the experts for x, with their LoRA adapters; they are chosen by `read`."""
-    config, traits = part.config, part.config.traits
+    config, traits = block.config, block.config.traits
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
-    if config.has("ffn_gate_up_exps"):
+    if config.has_weight("ffn_gate_up_exps"):
         names = {**names, "gate": "ffn_gate_up_exps"}
         del names["up"]
-    w = {short: part.weight(name) for short, name in names.items()}
-    adapters = {short: part.low(name) for short, name in names.items()}
-    low = {short: addition for short, addition in adapters.items() if addition is not None}
+    weights = {key: block.weight(name) for key, name in names.items()}
+    adapters_or_none = {key: block.lora_of(name) for key, name in names.items()}
+    low = {key: adapter for key, adapter in adapters_or_none.items() if adapter is not None}
     biases = {
-        short: part.weight(name, "bias")
-        for short, name in names.items()
+        key: block.weight(name, "bias")
+        for key, name in names.items()
         if f"{name}.bias" in config.optional
     }
-    offsets = part.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
-    matrices = w["gate_inp"], w["gate"], w.get("up"), w["down"]
+    offsets = block.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
+    matrices = weights["gate_inp"], weights["gate"], weights.get("up"), weights["down"]
     return ops.experts(
         x, *matrices, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
-        sigmoids=config.sigmoids, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
-        first=traits.weighed_first, clamped=traits.clamped, biases=biases, low=low, read=read,
-        gelu=traits.gelu, scales=part.weight("ffn_down_exps", "scale") if traits.dense_beside else None,
+        sigmoids=config.uses_sigmoid_routing, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
+        first=traits.weigh_expert_inputs, clamped=traits.clamped, biases=biases, low=low, read=read,
+        gelu=traits.use_gelu, scales=block.weight("ffn_down_exps", "scale") if traits.parallel_dense_ffn else None,
     )  # fmt: skip

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from packtrain.common.errors import InputError
-from packtrain.common.text import long_context
+from packtrain.common.text import long_context_warning
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, LONG, SCAN_IN, SCAN_ROWS
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import CONV_INPUT, CONV_INPUTS, LONG, SCAN_IN, SCAN_INPUT
+from packtrain.models.arch.size_fields import ModelSizes
 from packtrain.models.lora import Lora
 
-Scaling = Literal["none", "linear", "yarn", "longrope"]
-UNNORMED = 128  # experts of the llama4 whose queries and keys are not normalized
-SIGMOID = 2  # of expert_gating_func
-LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
+ScalingType = Literal["none", "linear", "yarn", "longrope"]
+UNNORMED_EXPERT_COUNT = 128  # experts of the llama4 whose queries and keys are not normalized
+SIGMOID_GATING = 2  # of expert_gating_func
+MIN_BLEND_LENGTH = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RopeScaling:
     original_context  0: the model's context_length
     """
 
-    type: Scaling = "none"
+    type: ScalingType = "none"
     factor: float = 1.0
     original_context: int = 0
     attn_factor: float = 1.0
@@ -42,16 +42,16 @@ class RopeScaling:
         """What rope frequencies are divided by; with yarn only the low ones."""
         return 1.0 if self.type == "none" else self.factor
 
-    def magnitude(self, divisor: float, latent: bool = False) -> float:
+    def magnitude(self, divisor: float, is_latent: bool = False) -> float:
         """What cosines and sines are multiplied by if frequencies are divided by `divisor`: llama-context.cpp.
 
-        latent  heads are made from narrow vectors: the scale of scores has the growth instead, if there is a multiplier
+        is_latent  heads are made from narrow vectors: the scale of scores has the growth instead, if there is a multiplier
         """
         if self.type != "yarn":
             return self.attn_factor
         growth = _growth(self.factor, 1.0)
         if self.log_multiplier:
-            growth = 1.0 if latent else growth / _growth(self.factor, self.log_multiplier)
+            growth = 1.0 if is_latent else growth / _growth(self.factor, self.log_multiplier)
         return self.attn_factor * growth * _log_growth(divisor) / _log_growth(self.factor)
 
     @property
@@ -59,24 +59,24 @@ class RopeScaling:
         """What queries and keys from narrow vectors are multiplied by in scores: deepseek2.cpp."""
         log_growth = _log_growth(self.divisor) if self.type != "yarn" else 1.0
         # the key has a tenth of the multiplier
-        longer = 1.0 + self.log_multiplier * math.log(self.divisor)
-        return self.magnitude(self.divisor, True) * log_growth * longer
+        length_growth = 1.0 + self.log_multiplier * math.log(self.divisor)
+        return self.magnitude(self.divisor, True) * log_growth * length_growth
 
     def blend(
-        self, dims: int, base: float, context: int, truncate: bool = True
+        self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
         """YaRN's ramp: pairs up to the first number keep their frequency, those from the second on are divided."""
         if self.type != "yarn":
             return None
 
-        def pair(turns: float) -> float:
-            length = context / (2 * math.pi * turns)
-            return dims * math.log(length) / (2 * math.log(base))
+        def pair_index(rotations: float) -> float:
+            wavelength = trained_context / (2 * math.pi * rotations)
+            return rotated_width * math.log(wavelength) / (2 * math.log(base))
 
-        low, high = pair(self.beta_fast), pair(self.beta_slow)
-        low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
-        low, high = max(0.0, low), min(dims - 1.0, high)
-        return low, max(high, low + LONGEST_DIVIDED)
+        low, ramp_end = pair_index(self.beta_fast), pair_index(self.beta_slow)
+        low, ramp_end = (math.floor(low), math.ceil(ramp_end)) if truncate else (low, ramp_end)
+        low, ramp_end = max(0.0, low), min(rotated_width - 1.0, ramp_end)
+        return low, max(ramp_end, low + MIN_BLEND_LENGTH)
 
 
 def _log_growth(factor: float) -> float:
@@ -91,19 +91,19 @@ def _growth(factor: float, multiplier: float) -> float:
 class Rope:
     """How a block rotates queries and keys: see ops.rope_table.
 
-    factors  frequencies are divided by those of the file, if it has any
+    use_factors  frequencies are divided by those of the file, if it has any
     """
 
     base: float
-    dims: int
+    rotated_width: int
     divisor: float = 1.0
     blend: tuple[float, float] | None = None
     magnitude: float = 1.0
-    factors: bool = True
+    use_factors: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Config(Sizes):
+class Config(ModelSizes):
     """A model's sizes and settings; names follow the GGUF metadata keys.
 
     window             sliding window: how many tokens, itself included, a token attends to; 0: all
@@ -171,42 +171,42 @@ class Config(Sizes):
     def traits(self) -> arch.Architecture:
         return ARCHITECTURES[self.architecture]
 
-    def has(self, part: str) -> bool:
+    def has_weight(self, name: str) -> bool:
         """Whether the blocks have this weight, which other models of the architecture may lack."""
-        return f"{part}.weight" in self.optional
+        return f"{name}.weight" in self.optional
 
     @property
-    def fused(self) -> bool:
+    def has_fused_qkv(self) -> bool:
         """Whether queries, keys and values are one matrix."""
-        return self.traits.fused or self.has("attn_qkv")
+        return self.traits.fused_qkv or self.has_weight("attn_qkv")
 
     @property
     def stream_shape(self) -> tuple[int, ...]:
         """Of the residual stream of a token: its width, behind the number of streams if there are several."""
-        count = self.traits.streams
-        return (count, self.embedding_length) if count else (self.embedding_length,)
+        num_streams = self.traits.num_streams
+        return (num_streams, self.embedding_length) if num_streams else (self.embedding_length,)
 
     @property
-    def parallel(self) -> bool:
+    def is_parallel(self) -> bool:
         """Whether attention and feed-forward read the same, and both are added to it."""
-        return self.traits.parallel and not self.has(self.traits.ffn_norm)
+        return self.traits.is_parallel and not self.has_weight(self.traits.ffn_norm)
 
     @property
-    def plain_norms(self) -> bool:
+    def has_unweighted_qk_norms(self) -> bool:
         """Whether queries and keys that rope has turned are normalized without weights."""
-        return self.traits.plain_norms and self.expert_count != UNNORMED
+        return self.traits.unweighted_qk_norms and self.expert_count != UNNORMED_EXPERT_COUNT
 
     @property
     def chosen_sum(self) -> bool:
         """Whether the weights of the chosen experts are divided by their sum."""
-        override = self.traits.chosen_sum
+        override = self.traits.normalized_expert_weights
         return self.expert_weights_norm if override is None else override
 
     @property
-    def sigmoids(self) -> bool:
+    def uses_sigmoid_routing(self) -> bool:
         """Whether an expert's weight is the sigmoid of its logit."""
-        override = self.traits.sigmoids
-        return self.expert_gating_func == SIGMOID if override is None else override
+        override = self.traits.sigmoid_routing
+        return self.expert_gating_func == SIGMOID_GATING if override is None else override
 
     @property
     def expert_groups(self) -> tuple[int, int]:
@@ -214,18 +214,18 @@ class Config(Sizes):
         return self.expert_group_count or 1, self.expert_group_used_count
 
     @property
-    def latent(self) -> bool:
+    def has_latent_cache(self) -> bool:
         """Whether a cache keeps the narrow vectors that keys and values are made from."""
-        return self.kv_lora_rank > 0 and not self.has("attn_kv_b")
+        return self.kv_lora_rank > 0 and not self.has_weight("attn_kv_b")
 
     @property
-    def cached_parts(self) -> str:
+    def cached_tensors(self) -> str:
         """What a cache keeps: keys (k) and values (v), or keys that have the values in them."""
-        return "k" if self.latent else "kv"
+        return "k" if self.has_latent_cache else "kv"
 
     def cached_heads(self, block: int) -> tuple[int, int]:
         """How many heads each of them has in that block, and how wide these are."""
-        if self.latent:
+        if self.has_latent_cache:
             return 1, self.rope_width + self.kv_lora_rank
         return self.kv_heads_of(block), self.width_of(block)
 
@@ -248,79 +248,79 @@ class Config(Sizes):
     def attention_scale(self) -> float:
         if self.kv_lora_rank:
             return self.rope_scaling.attention_growth**2 / math.sqrt(self.head_width)
-        width = 1.0 if self.traits.plain_scores else self.traits.scored_width(self)
-        return self.score_scale or 1.0 / math.sqrt(width)
+        score_width = 1.0 if self.traits.unscaled_scores else self.traits.score_width(self)
+        return self.score_scale or 1.0 / math.sqrt(score_width)
 
-    def near(self, block: int) -> bool:
+    def has_window(self, block: int) -> bool:
         """Whether that block has a window, in a model with windows."""
         if isinstance(self.window_pattern, tuple):
             return self.window_pattern[block]
-        every = self.window_pattern
-        return not every or block % every < every - 1
+        window_interval = self.window_pattern
+        return not window_interval or block % window_interval < window_interval - 1
 
     def window_of(self, block: int) -> int:
         """How many tokens a token attends to in that block; 0: all."""
-        return self.window if self.near(block) else 0
+        return self.window if self.has_window(block) else 0
 
     def width_of(self, block: int) -> int:
         """Width of the heads of that block."""
-        return (self.near(block) and self.key_length_swa) or self.head_width
+        return (self.has_window(block) and self.key_length_swa) or self.head_width
 
     def kv_heads_of(self, block: int) -> int:
         """How many heads its keys and values have."""
-        return (self.near(block) and self.head_count_kv_swa) or self.head_count_kv
+        return (self.has_window(block) and self.head_count_kv_swa) or self.head_count_kv
 
     def feed_forward_of(self, block: int) -> int:
         """Width of its feed-forward."""
-        widths = self.feed_forward_lengths
-        return widths[block] if widths else self.feed_forward_length
+        ffn_widths = self.feed_forward_lengths
+        return ffn_widths[block] if ffn_widths else self.feed_forward_length
 
     def source_of(self, block: int) -> int:
         """The block whose keys and values it has."""
         if not self.own_kv or block < self.own_kv:
             return block
-        return max(i for i in range(self.own_kv) if self.near(i) == self.near(block))
+        return max(i for i in range(self.own_kv) if self.has_window(i) == self.has_window(block))
 
     @property
     def differing(self) -> bool:
         """Whether sizes of blocks differ."""
-        sparse = 0 < self.traits.sparse_blocks < self.block_count
+        sparse = 0 < self.traits.num_sparse_blocks < self.block_count
         return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
-    def scans(self, block: int) -> bool:
+    def has_scan(self, block: int) -> bool:
         """Whether that block has a scan."""
-        return self.scan is not None and (self.traits.scan_beside or not self.attends(block))
+        return self.scan is not None and (self.traits.parallel_scan or not self.attends(block))
 
     @property
-    def windowed(self) -> bool:
+    def has_windows(self) -> bool:
         """Whether attention has a window in any block."""
         return any(self.attends(i) and self.window_of(i) for i in range(self.block_count))
 
-    def reach_of(self, block: int) -> int:
+    def visible_tokens_of(self, block: int) -> int:
         """How many tokens a token sees in that block, in attention or a convolution; 0: all."""
         return self.window_of(block) if self.attends(block) else self.conv_width
 
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
-        traits, scaling, window = self.traits, self.rope_scaling, self.window_of(block)
+        traits, rope_scaling, window = self.traits, self.rope_scaling, self.window_of(block)
         dims = self.key_length_swa if window and self.key_length_swa else self.rope_width
         if not self.attends(block) or not self.turned:
             return None
-        paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
+        is_paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
         if (
             traits.learned_positions
-            or paused
-            or (traits.windows_turn and self.window and not window)
+            or is_paused
+            or (traits.rope_only_in_windows and self.window and not window)
         ):
             return None
-        if traits.windows_plain and window:
+        if traits.unscaled_window_rope and window:
             return Rope(self.rope_freq_base, dims)
-        base, divisor = self.rope_freq_base, scaling.divisor
+        base, divisor = self.rope_freq_base, rope_scaling.divisor
         if self.rope_freq_base_swa and window:
             base, divisor = self.rope_freq_base_swa, 1.0
-        blend = scaling.blend(dims, base, self.original_context)
-        longer = scaling.magnitude(divisor, self.kv_lora_rank > 0)
-        return Rope(base, dims, divisor, blend, longer, not (window and traits.far_factors))
+        blend = rope_scaling.blend(dims, base, self.original_context)
+        magnitude = rope_scaling.magnitude(divisor, self.kv_lora_rank > 0)
+        return Rope(base, dims, divisor, blend, magnitude, not (window and traits.far_factors))
 
     @property
     def still(self) -> "Config":
@@ -328,23 +328,23 @@ class Config(Sizes):
         return replace(self, lora=self.lora and replace(self.lora, dropout=0.0), saved="f32")
 
     @property
-    def slices(self) -> Mapping[str, tuple[str, int, int]]:
+    def fused_slices(self) -> Mapping[str, tuple[str, int, int]]:
         """Parts of fused tensors: the tensor, the first row and the number of rows of each."""
         q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
         f = self.feed_forward_length
-        attention = {
+        attention_slices = {
             "attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv), "attn_v": ("attn_qkv", q + kv, kv),
         }  # fmt: skip
-        feed_forward = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
-        slices = attention if self.fused else {}
+        ffn_slices = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
+        row_slices = attention_slices if self.has_fused_qkv else {}
         if self.conv_width:
             c = self.embedding_length
-            slices |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
+            row_slices |= {name: (CONV_INPUT, n * c, c) for n, name in enumerate(CONV_INPUTS)}
         if self.scan is not None and not self.traits.delta:
-            rows = self.scan.rows
-            for n, name in enumerate(SCAN_IN):
-                slices[name] = (SCAN_ROWS, sum(rows[:n]), rows[n])
-        return slices | (feed_forward if self.traits.fused_ffn else {})
+            scan_rows = self.scan.input_rows
+            for index, name in enumerate(SCAN_IN):
+                row_slices[name] = (SCAN_INPUT, sum(scan_rows[:index]), scan_rows[index])
+        return row_slices | (ffn_slices if self.traits.fused_ffn else {})
 
 
 def linear_scaling(freq_scale: float) -> RopeScaling:
@@ -361,7 +361,7 @@ def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> No
             " give at most that"
         )
     if ctx > trained_context:
-        report(long_context(ctx, trained_context))
+        report(long_context_warning(ctx, trained_context))
     if 0 < short < ctx:
         report(
             f"--ctx {ctx:,} is more than {short:,}: positions are rotated by the model's long factors, in short texts,"

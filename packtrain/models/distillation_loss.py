@@ -20,13 +20,13 @@ from packtrain.models import transformer
 from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
 from packtrain.models.tensor_shapes import HEAD_BIAS
-from packtrain.models.transformer import Loss
+from packtrain.models.transformer import LossOutputs
 
-IDS, PARTS = "teacher_ids", "teacher_parts"  # inputs
+TEACHER_IDS, TEACHER_PARTS = "teacher_ids", "teacher_parts"  # inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Distill:
+class DistillationLoss:
     """The settings of the loss.
 
     weight       the teacher's share, up to 1; the rest is the data's
@@ -42,32 +42,32 @@ class Distill:
         """How many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
         return 2 * (self.top + 1) * time
 
-    def loss(self, config: Config, w: Weights, base_loss: Loss, chunk: int) -> Tensor:
+    def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
         """The loss (). Adds inputs `teacher_ids` i32 and `teacher_parts`, (B, top + 1, T), see `parts`."""
-        (rows, time, _), head, bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
+        (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
-        counted = input(IDS, shape, i32), input(PARTS, shape)
-        mixed = _mixed(head, *counted)
+        teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)
+        mixed = _mix_rows(head, *teacher_inputs)
         expected_logits = ops.reshape(ops.sum_rows(ops.mul(base_loss.x, mixed)), shape=(rows, time))
-        if bias is not None:
-            column = ops.reshape(bias, shape=(*bias.shape, 1))
-            of_bias = ops.reshape(_mixed(column, *counted), shape=(rows, time))
-            expected_logits = ops.add(expected_logits, of_bias)
+        if head_bias is not None:
+            bias_column = ops.reshape(head_bias, shape=(*head_bias.shape, 1))
+            bias_logits = ops.reshape(_mix_rows(bias_column, *teacher_inputs), shape=(rows, time))
+            expected_logits = ops.add(expected_logits, bias_logits)
         expected_logits = ops.sum(ops.mul(expected_logits, base_loss.weights))
         by = self.weight
         if self.temperature == 1:
             return named("loss", ops.add(base_loss.loss, ops.scale(expected_logits, by=by)))
         t = self.temperature
-        sharp = ops.linear_cross_entropy(
+        tempered_loss = ops.linear_cross_entropy(
             ops.scale(base_loss.x, by=1 / t), head, base_loss.targets, base_loss.weights,
-            None if bias is None else ops.scale(bias, by=1 / t), chunk=chunk, precision=config.precision,
+            None if head_bias is None else ops.scale(head_bias, by=1 / t), chunk=chunk, precision=config.precision,
         )[0]  # fmt: skip
-        soft = ops.scale(ops.add(sharp, ops.scale(expected_logits, by=1 / t)), by=by * t**2)
+        soft = ops.scale(ops.add(tempered_loss, ops.scale(expected_logits, by=1 / t)), by=by * t**2)
         return named(
             "loss", soft if by == 1 else ops.add(soft, ops.scale(base_loss.loss, by=1 - by))
         )
 
-    def parts(self, logits: np.ndarray) -> np.ndarray:
+    def row_weights(self, logits: np.ndarray) -> np.ndarray:
         """How much rows of the head count, (N, top + 1) f32: 1 of the target, then -p of the teacher's tokens.
 
         logits  (N, top)  the teacher's, the largest first
@@ -77,30 +77,30 @@ class Distill:
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
 
 
-def _mixed(table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
+def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
     """Of each target, the sum of rows of a table (V, N), as much as each counts: (B, T, N)."""
-    (rows, count, time), mixed = ids.shape, None
-    for at in range(count):
-        chosen, part = (ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts))
-        row = ops.get_rows(table, ops.reshape(chosen, shape=(rows, time)))
-        row = ops.mul(row, ops.reshape(part, shape=(rows, time, 1)))
-        mixed = row if mixed is None else ops.add(mixed, row)
-    assert mixed is not None
-    return mixed
+    (batch_rows, num_rows, num_tokens), mixed_rows = ids.shape, None
+    for at in range(num_rows):
+        row_ids, part = (ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts))
+        weighted_row = ops.get_rows(row_table, ops.reshape(row_ids, shape=(batch_rows, num_tokens)))
+        weighted_row = ops.mul(weighted_row, ops.reshape(part, shape=(batch_rows, num_tokens, 1)))
+        mixed_rows = weighted_row if mixed_rows is None else ops.add(mixed_rows, weighted_row)
+    assert mixed_rows is not None
+    return mixed_rows
 
 
 def reading(
-    config: Config, w: Weights, time: int, num_rows: int, top: int, shared: int
+    config: Config, w: Weights, time: int, num_rows: int, top: int, shared_vocab_size: int
 ) -> dict[str, dict[str, Tensor]]:
     """Outputs of a teacher: `read` gives the `hidden` states (1, time, C) of tokens, `likely` the likeliest tokens.
 
     num_rows  tokens whose likeliest are computed in one run
-    top       how many of each: `ids` and `logits` (num_rows, top), of the first `shared` of its vocabulary
+    top       how many of each: `ids` and `logits` (num_rows, top), of the first `shared_vocab_size` of its vocabulary
     """
     tokens, pos, seq = (input(name, (1, time), i32) for name in ("tokens", "pos", "seq"))
-    *_, (last,) = transformer.in_parts(config, w, (tokens, pos, seq), 1)
+    *_, (hidden,) = transformer.residual_stream_in_parts(config, w, (tokens, pos, seq), 1)
     logits = transformer.logits(config, w, input("hidden", (num_rows, config.embedding_length)))
-    if shared < config.vocab_size:
-        logits = ops.cont(ops.narrow(logits, axis=1, start=0, length=shared))
-    ids, values = ops.candidates(logits, k=top)
-    return {"read": {"hidden": last}, "likely": {"ids": ids, "logits": values}}
+    if shared_vocab_size < config.vocab_size:
+        logits = ops.cont(ops.narrow(logits, axis=1, start=0, length=shared_vocab_size))
+    ids, top_logits = ops.candidates(logits, k=top)
+    return {"read": {"hidden": hidden}, "likely": {"ids": ids, "logits": top_logits}}

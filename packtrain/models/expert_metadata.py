@@ -2,83 +2,83 @@
 
 from typing import Any
 
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 from packtrain.models.config import Config
-from packtrain.models.gguf_keys import Keys
+from packtrain.models.gguf_keys import MetadataReader
 
-MOST_EXPERTS = 512  # as in llama.cpp
+MAX_EXPERTS = 512  # as in llama.cpp
 EXPERT_WIDTH = "expert_feed_forward_length"
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 STEP = "interleave_moe_layer_step"
-GATING, GATINGS = "expert_gating_func", (0, 1, 2)
+GATING, GATING_FUNCS = "expert_gating_func", (0, 1, 2)
 GROUPS = "expert_group_count", "expert_group_used_count"
 DENSE = "leading_dense_block_count"
 WEIGHTS_SCALE, WEIGHTS_NORM = "expert_weights_scale", "expert_weights_norm"
 
 
-def feed_forward_length(keys: Keys) -> int:
+def feed_forward_length(keys: MetadataReader) -> int:
     """Of files that have only experts, their width."""
     return keys.size("feed_forward_length", keys.get(EXPERT_WIDTH))
 
 
-def mixture(keys: Keys) -> dict[str, Any]:
-    defaults = keys.architecture.keys
-    is_required = defaults.get("expert_count", 0) is None
-    if not is_required and not keys.size("expert_count", 0, least=0):
+def read_expert_fields(keys: MetadataReader) -> dict[str, Any]:
+    key_defaults = keys.architecture.key_defaults
+    is_required = key_defaults.get("expert_count", 0) is None
+    if not is_required and not keys.size("expert_count", 0, min_size=0):
         return {}
     count = keys.size("expert_count")
-    if count > MOST_EXPERTS:
-        raise keys.wrong("expert_count", count, f"at most {MOST_EXPERTS}")
+    if count > MAX_EXPERTS:
+        raise keys.wrong("expert_count", count, f"at most {MAX_EXPERTS}")
     used = keys.size("expert_used_count")
     if used > count:
         raise keys.wrong(
             "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
         )
     width = None
-    if EXPERT_WIDTH in defaults:
+    if EXPERT_WIDTH in key_defaults:
         width = keys.size(EXPERT_WIDTH, feed_forward_length(keys) // used)
     fields = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
-    return fields | _shared(keys, width or 0) | _weights(keys)
+    return fields | _shared_expert_fields(keys, width or 0) | _routing_fields(keys)
 
 
-def _shared(keys: Keys, width: int) -> dict[str, Any]:
+def _shared_expert_fields(keys: MetadataReader, expert_width: int) -> dict[str, Any]:
     """The width of the shared expert, and the number of blocks without experts."""
-    defaults, fields = keys.architecture.keys, {}
-    if SHARED_WIDTH in defaults:
-        default_width = feed_forward_length(keys) if keys.architecture.shared_gate else 0
-        fields[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or default_width
-    elif keys.architecture.shared_alike:
-        fields[SHARED_WIDTH] = width
-    elif SHARED_COUNT in defaults:
-        fields[SHARED_WIDTH] = keys.size(SHARED_COUNT, least=0) * width
-    if STEP in defaults and STEP not in keys.architecture.neutral:
-        fields[STEP] = keys.size(STEP)
-    return fields | ({DENSE: keys.size(DENSE, least=0)} if DENSE in defaults else {})
+    key_defaults, shared_fields = keys.architecture.key_defaults, {}
+    if SHARED_WIDTH in key_defaults:
+        default_width = feed_forward_length(keys) if keys.architecture.gated_shared_expert else 0
+        shared_fields[SHARED_WIDTH] = keys.size(SHARED_WIDTH, min_size=0) or default_width
+    elif keys.architecture.shared_expert_alike:
+        shared_fields[SHARED_WIDTH] = expert_width
+    elif SHARED_COUNT in key_defaults:
+        shared_fields[SHARED_WIDTH] = keys.size(SHARED_COUNT, min_size=0) * expert_width
+    if STEP in key_defaults and STEP not in keys.architecture.neutral:
+        shared_fields[STEP] = keys.size(STEP)
+    return shared_fields | ({DENSE: keys.size(DENSE, min_size=0)} if DENSE in key_defaults else {})
 
 
-def _weights(keys: Keys) -> dict[str, Any]:
+def _routing_fields(keys: MetadataReader) -> dict[str, Any]:
     """What happens to the weights of the chosen experts."""
-    norm = keys.get(WEIGHTS_NORM, False)
-    if not isinstance(norm, bool):
-        raise keys.wrong(WEIGHTS_NORM, norm, "true or false")
-    fields = {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
-    if GATING not in keys.architecture.keys:
+    is_normalized = keys.get(WEIGHTS_NORM, False)
+    if not isinstance(is_normalized, bool):
+        raise keys.wrong(WEIGHTS_NORM, is_normalized, "true or false")
+    fields = {WEIGHTS_SCALE: keys.read_optional_float(WEIGHTS_SCALE), WEIGHTS_NORM: is_normalized}
+    if GATING not in keys.architecture.key_defaults:
         return fields
-    func, groups, used = (keys.size(key, 0, least=0) for key in (GATING, *GROUPS))
-    if func not in GATINGS:
-        raise keys.wrong(GATING, func, "1 for a softmax or 2 for sigmoids")
-    if groups > 1 and (
-        keys.size("expert_count") % groups or keys.size("expert_count") < 2 * groups
+    gating_func, num_groups, used = (keys.size(key, 0, min_size=0) for key in (GATING, *GROUPS))
+    if gating_func not in GATING_FUNCS:
+        raise keys.wrong(GATING, gating_func, "1 for a softmax or 2 for sigmoids")
+    if num_groups > 1 and (
+        keys.size("expert_count") % num_groups or keys.size("expert_count") < 2 * num_groups
     ):
         raise keys.wrong(
-            GROUPS[0], groups, "a divisor of expert_count, with two experts or more in a group"
+            GROUPS[0], num_groups, "a divisor of expert_count, with two experts or more in a group"
         )
-    if groups > 1 and not 0 < used <= groups:
-        raise keys.wrong(GROUPS[1], used, f"from 1 to {GROUPS[0]} {groups}")
-    each = keys.size("expert_count") // max(groups, 1)
-    if groups > 1 and used * each < keys.size("expert_used_count"):
+    if num_groups > 1 and not 0 < used <= num_groups:
+        raise keys.wrong(GROUPS[1], used, f"from 1 to {GROUPS[0]} {num_groups}")
+    experts_per_group = keys.size("expert_count") // max(num_groups, 1)
+    if num_groups > 1 and used * experts_per_group < keys.size("expert_used_count"):
         raise keys.wrong(GROUPS[1], used, "enough for expert_used_count")
-    return {**fields, GATING: func, **dict(zip(GROUPS, (groups, used), strict=True))}
+    return {**fields, GATING: gating_func, **dict(zip(GROUPS, (num_groups, used), strict=True))}
 
 
 def expert_sizes(config: Config) -> dict[str, int]:
@@ -87,20 +87,20 @@ def expert_sizes(config: Config) -> dict[str, int]:
         SHARED_COUNT: config.expert_shared_feed_forward_length // config.expert_width,
         DENSE: config.leading_dense_block_count, STEP: config.interleave_moe_layer_step,
     }  # fmt: skip
-    known_keys = config.traits.keys if config.expert_count else ()
+    known_keys = config.traits.key_defaults if config.expert_count else ()
     return {key: size for key, size in sizes.items() if key in known_keys}
 
 
-def weight_keys(config: Config) -> dict[str, Value]:
+def weight_keys(config: Config) -> dict[str, MetadataValue]:
     """Keys of what happens to the weights of the chosen experts."""
-    by, norm = config.expert_weights_scale, config.expert_weights_norm
-    keys = {WEIGHTS_SCALE: Value("f32", by)} if by else {}
-    keys |= {k: Value("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
-    numbers = {
+    weights_scale, is_normalized = config.expert_weights_scale, config.expert_weights_norm
+    keys = {WEIGHTS_SCALE: MetadataValue("f32", weights_scale)} if weights_scale else {}
+    keys |= {k: MetadataValue("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
+    routing_values = {
         GATING: config.expert_gating_func,
         GROUPS[0]: config.expert_group_count,
         GROUPS[1]: config.expert_group_used_count,
     }
-    if config.traits.sigmoids is None:
-        keys |= {key: Value("u32", number) for key, number in numbers.items() if number}
-    return keys | ({WEIGHTS_NORM: Value("bool", True)} if norm else {})
+    if config.traits.sigmoid_routing is None:
+        keys |= {key: MetadataValue("u32", value) for key, value in routing_values.items() if value}
+    return keys | ({WEIGHTS_NORM: MetadataValue("bool", True)} if is_normalized else {})

@@ -10,22 +10,22 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.architecture import BETAS, Architecture
+from packtrain.models.arch.architecture import YARN_BETAS, Architecture
 from packtrain.models.arch.refused_architectures import NEEDED
 
-MOST = 2**31 - 1  # ids, positions and sizes are i32
+MAX_SIZE = 2**31 - 1  # ids, positions and sizes are i32
 ROPE_FREQ_BASE = 10_000.0  # the default
-RMS_EPS, EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-SHARED = [
+RMS_EPS_KEY, EPS_KEY = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+SHARED_KEYS = [
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    RMS_EPS, "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    RMS_EPS_KEY, "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 ]  # fmt: skip
 # sizes that may be given for each block
-EACH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+PER_BLOCK_KEYS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 # neutral values of unsupported keys
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention.scale": (0.0,),
         "attention.causal": (True,),
@@ -37,7 +37,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "rope.scaling.yarn_ext_factor": (1.0, -1.0),
         "rope.scaling.yarn_attn_factor": (1.0,),
         "rope.scaling.yarn_log_multiplier": (0.0,),
-        **{key: (value,) for key, value in BETAS.items()},
+        **{key: (value,) for key, value in YARN_BETAS.items()},
     }
 )
 CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
@@ -45,7 +45,7 @@ CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_s
             "nextn_")  # fmt: skip
 
 
-class Keys:
+class MetadataReader:
     """The keys of one architecture in a file; values are checked when they are read."""
 
     def __init__(self, gguf: GGUF) -> None:
@@ -60,21 +60,25 @@ class Keys:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value in the file, else `default`, else the architecture's default."""
-        default = self.architecture.keys.get(key) if default is None else default
+        default = self.architecture.key_defaults.get(key) if default is None else default
         return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
-    def wrong(self, key: str, value: Any, right: str) -> InputError:
-        shown = "missing" if value is None else " ".join(repr(value).split())[:80]
+    def wrong(self, key: str, value: Any, expected: str) -> InputError:
+        value_text = "missing" if value is None else " ".join(repr(value).split())[:80]
         return InputError(
-            f"{self.path}: {self.architecture.name}.{key} is {shown}; it must be {right}"
+            f"{self.path}: {self.architecture.name}.{key} is {value_text}; it must be {expected}"
         )
 
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def size(self, key: str, default: int | None = None, min_size: int = 1) -> int:
         value = self.get(key, default)
-        if key in EACH and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        if key in PER_BLOCK_KEYS and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             value = int(value[0]) if len({*value.tolist()}) == 1 else value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            raise self.wrong(key, value, f"a whole number from {least} to {MOST}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not min_size <= value <= MAX_SIZE
+        ):
+            raise self.wrong(key, value, f"a whole number from {min_size} to {MAX_SIZE}")
         return value
 
     def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
@@ -83,30 +87,30 @@ class Keys:
             raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
         return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
-    def own(self, key: str) -> float:
+    def read_optional_float(self, key: str) -> float:
         """A key of some architectures, 0 for the others; must be positive unless its default is 0, or it may be."""
-        defaults, zero = self.architecture.keys, key in self.architecture.zero
-        return self.real(key, zero=zero or defaults[key] == 0) if key in defaults else 0.0
+        key_defaults, zero = self.architecture.key_defaults, key in self.architecture.zero_keys
+        return self.real(key, zero=zero or key_defaults[key] == 0) if key in key_defaults else 0.0
 
-    def check(self) -> None:
+    def check_supported(self) -> None:
         """Raise InputError for a key that changes the computation and is not supported."""
         known_keys = {
-            *SHARED,
-            *self.architecture.keys,
-            *self.architecture.ignored,
+            *SHARED_KEYS,
+            *self.architecture.key_defaults,
+            *self.architecture.ignored_keys,
             eps_key(self.architecture),
         }
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
             neutral_values = self.architecture.neutral
-            value, neutral = self.get(key), neutral_values.get(key, NEUTRAL.get(key, ()))
+            value, neutral = self.get(key), neutral_values.get(key, NEUTRAL_VALUES.get(key, ()))
             if (key in known_keys and key not in neutral_values) or not key.startswith(CHANGING):
                 continue
             if isinstance(value, np.ndarray | list) or value not in neutral:
-                right = f"{neutral[0]!r} or left out" if neutral else "left out"
-                raise self.wrong(key, value, f"{right}: others are not supported")
+                expected = f"{neutral[0]!r} or left out" if neutral else "left out"
+                raise self.wrong(key, value, f"{expected}: others are not supported")
 
 
 def eps_key(architecture: Architecture) -> str:
     """The key of what norms add to a mean of squares."""
-    return EPS if architecture.layer_norms else RMS_EPS
+    return EPS_KEY if architecture.layer_norms else RMS_EPS_KEY

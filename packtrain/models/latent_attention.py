@@ -11,91 +11,91 @@ from packtrain.dtypes import f32, i32
 from packtrain.engine import ops
 from packtrain.engine.ops import mixture
 from packtrain.engine.tensor import Tensor, constant
-from packtrain.models.activation_rounding import product
-from packtrain.models.block_weights import Block, Mixer, Tables
+from packtrain.models.activation_rounding import matmul_weight
+from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables
 
 
-def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
+def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H V)."""
-    config, i = part.config, part.number
-    heads, rope_width, rank = config.head_count, config.rope_width, config.kv_lora_rank
-    for_q, for_k = tables[config.rope_of(i)]
-    q = queries(part, x)
+    config, i = block.config, block.block_index
+    num_heads, rope_width, rank = config.head_count, config.rope_width, config.kv_lora_rank
+    q_table, k_table = rope_tables[config.rope_of(i)]
+    q = project_queries(block, x)
     q_nope, q = (
         _cut(q, 0, config.head_width - rope_width),
         _cut(q, config.head_width - rope_width, rope_width),
     )
-    q = part.named("q_rope", ops.rope(q, for_q, neox=config.traits.halves))
-    both = part.saved(part.linear("attn_kv_a_mqa", x))
+    q = block.named("q_rope", ops.rope(q, q_table, neox=config.traits.halves))
+    both = block.saved(block.linear("attn_kv_a_mqa", x))
     k = ops.reshape(ops.cont(_cut(both, rank, rope_width)), shape=(*x.shape[:-1], 1, rope_width))
-    k = part.named("k_rope", ops.rope(k, for_k, neox=config.traits.halves))
-    narrow = part.saved(part.norm("attn_kv_a_norm", ops.cont(_cut(both, 0, rank))))
-    if mixer.cached and config.latent:
-        q = ops.concat((q, by_head(part, "attn_k_b", q_nope)), axis=-1)
-        k = ops.concat((k, ops.reshape(narrow, shape=(*k.shape[:-1], rank))), axis=-1)
-        y = by_head(part, "attn_v_b", _cut(mixer.attend(i, q, k, None, None), rope_width, rank))
+    k = block.named("k_rope", ops.rope(k, k_table, neox=config.traits.halves))
+    latent = block.saved(block.norm("attn_kv_a_norm", ops.cont(_cut(both, 0, rank))))
+    if mixer.is_cached and config.has_latent_cache:
+        q = ops.concat((q, by_head(block, "attn_k_b", q_nope)), axis=-1)
+        k = ops.concat((k, ops.reshape(latent, shape=(*k.shape[:-1], rank))), axis=-1)
+        y = by_head(block, "attn_v_b", _cut(mixer.attend(i, q, k, None, None), rope_width, rank))
     else:
-        keys, v = expanded(part, narrow)
-        k = ops.repeat(k, shape=(*x.shape[:-1], heads, rope_width))
-        q, k = (part.saved(ops.concat(parts, axis=-1)) for parts in ((q, q_nope), (k, keys)))
+        keys, v = expand_latent(block, latent)
+        k = ops.repeat(k, shape=(*x.shape[:-1], num_heads, rope_width))
+        q, k = (block.saved(ops.concat(sections, axis=-1)) for sections in ((q, q_nope), (k, keys)))
         padded_v = ops.narrow_back(v, axis=len(v.shape) - 1, start=0, size=config.head_width)
-        y = _cut(mixer.attend(i, q, k, part.saved(padded_v), None), 0, config.value_width)
-    return ops.reshape(ops.cont(y), shape=(*x.shape[:-1], heads * config.value_width))
+        y = _cut(mixer.attend(i, q, k, block.saved(padded_v), None), 0, config.value_width)
+    return ops.reshape(ops.cont(y), shape=(*x.shape[:-1], num_heads * config.value_width))
 
 
-def queries(part: Block, x: Tensor) -> Tensor:
+def project_queries(block: BlockBuilder, x: Tensor) -> Tensor:
     """x (..., C) -> (..., H, D), by way of a narrow vector if the model has one."""
-    name, heads = "attn_q", part.config.head_count
-    if part.config.q_lora_rank:
-        x = part.saved(part.linear("attn_q_a", x))
-        x, name = part.saved(part.norm("attn_q_a_norm", x)), "attn_q_b"
-    return ops.reshape(part.linear(name, x), shape=(*x.shape[:-1], heads, part.config.head_width))
+    name, heads = "attn_q", block.config.head_count
+    if block.config.q_lora_rank:
+        x = block.saved(block.linear("attn_q_a", x))
+        x, name = block.saved(block.norm("attn_q_a_norm", x)), "attn_q_b"
+    return ops.reshape(block.linear(name, x), shape=(*x.shape[:-1], heads, block.config.head_width))
 
 
-def expanded(part: Block, narrow: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
     """The plain parts of keys (..., H, D - R) and the values (..., H, V) of narrow vectors."""
-    config, lead = part.config, narrow.shape[:-1]
-    nope_width, v = config.head_width - config.rope_width, config.value_width
-    if not config.latent:
-        both = part.linear("attn_kv_b", narrow)
-        both = ops.reshape(both, shape=(*lead, config.head_count, nope_width + v))
-        return _cut(both, 0, nope_width), _cut(both, nope_width, v)
+    config, lead = block.config, latent.shape[:-1]
+    nope_width, value_width = config.head_width - config.rope_width, config.value_width
+    if not config.has_latent_cache:
+        both = block.linear("attn_kv_b", latent)
+        both = ops.reshape(both, shape=(*lead, config.head_count, nope_width + value_width))
+        return _cut(both, 0, nope_width), _cut(both, nope_width, value_width)
     outputs = list[Tensor]()
-    for name, width in (("attn_k_b", nope_width), ("attn_v_b", v)):
+    for name, width in (("attn_k_b", nope_width), ("attn_v_b", value_width)):
         matrix_shape = config.head_count * width, config.kv_lora_rank
-        w, lora_weight = whole(part, name)
-        y = product(config, narrow, ops.reshape(w, shape=matrix_shape))
+        weight, lora_weight = head_matrices(block, name)
+        y = matmul_weight(config, latent, ops.reshape(weight, shape=matrix_shape))
         if lora_weight is not None:
             lora_weight = ops.reshape(lora_weight, shape=matrix_shape)
-            y = ops.matmul(narrow, lora_weight, y, precision=config.precision)
-        outputs.append(ops.reshape(part.named(name, y), shape=(*lead, config.head_count, width)))
+            y = ops.matmul(latent, lora_weight, y, precision=config.precision)
+        outputs.append(ops.reshape(block.named(name, y), shape=(*lead, config.head_count, width)))
     return outputs[0], outputs[1]
 
 
-def whole(part: Block, name: str) -> tuple[Tensor, Tensor | None]:
+def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None]:
     """The matrices of each head, and what their LoRA adapter, which has no dropout here, adds: (H, N, K).
 
     Those of keys are turned, from (H, K, N).
     """
-    w, adapter, is_transposed = part.weight(name), part.low(name), name == "attn_k_b"
+    w, adapter, is_transposed = block.weight(name), block.lora_of(name), name == "attn_k_b"
     if is_transposed:
         w = ops.cont(ops.transpose(w if w.dtype == f32 else ops.cast(w)))
     if adapter is None:
         return w, None
-    a, b, by, _ = adapter
+    a, b, lora_scale, _ = adapter
     inputs = ops.cont(ops.transpose(a))
-    return w, ops.scale(ops.matmul(*((inputs, b) if is_transposed else (b, inputs))), by=by)
+    return w, ops.scale(ops.matmul(*((inputs, b) if is_transposed else (b, inputs))), by=lora_scale)
 
 
-def by_head(part: Block, name: str, x: Tensor) -> Tensor:
+def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
     """x (T, H, K) times a matrix of each head (H, N, K), with its LoRA adapter: (T, H, N)."""
     t, h, k = x.shape
-    rows = ops.reshape(ops.cont(ops.permute(x, axes=(1, 0, 2))), shape=(h * t, k))
+    head_rows = ops.reshape(ops.cont(ops.permute(x, axes=(1, 0, 2))), shape=(h * t, k))
     head_ids = constant(
-        f"{part.whole(name)}.heads", np.repeat(np.arange(h, dtype=np.int32), t), i32
+        f"{block.tensor_name(name)}.heads", np.repeat(np.arange(h, dtype=np.int32), t), i32
     )
-    y = mixture.product(rows, part.weight(name), part.low(name), None, head_ids)
-    y = ops.reshape(part.named(name, y), shape=(h, t, y.shape[-1]))
+    y = mixture.product(head_rows, block.weight(name), block.lora_of(name), None, head_ids)
+    y = ops.reshape(block.named(name, y), shape=(h, t, y.shape[-1]))
     return ops.cont(ops.permute(y, axes=(1, 0, 2)))
 
 

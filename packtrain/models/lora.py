@@ -34,44 +34,44 @@ class Lora:
     owners: tuple[tuple[str, tuple[int, ...]], ...] = ()
     aware: bool = False
 
-    def rank(self, name: str) -> int:
+    def rank_of(self, name: str) -> int:
         """The rank of a tensor's adapter; 0 for none."""
         return next((rank for pattern, rank in self.ranks if fnmatchcase(name, pattern)), 0)
 
     def scale(self, rank: int) -> float:
-        return scale_of(self.alpha, rank)
+        return lora_scale(self.alpha, rank)
 
-    def inputs(self) -> dict[tuple[int, ...], str]:
+    def scale_inputs(self) -> dict[tuple[int, ...], str]:
         """Inputs (T, rank) with the scales of tokens for rows of A, by the adapters that these rows belong to."""
-        kinds = dict.fromkeys(owners for _, owners in self.owners)
-        return {owners: f"lora_scales.{number}" for number, owners in enumerate(kinds)}
+        distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
+        return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
     def input_of(self, name: str) -> str:
         """The input of a tensor; empty if its scale is one number."""
         owners = dict(self.owners).get(name)
-        return "" if owners is None else self.inputs()[owners]
+        return "" if owners is None else self.scale_inputs()[owners]
 
-    def shapes(
+    def adapter_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of A and B for a model with these shapes."""
-        first = blocks - self.last if self.last else 0
+        first_block = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
-            in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first
+            in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first_block
             in_reach = in_block or name == EMBEDDING
-            rank = self.rank(name) if in_reach and is_matrix(name, shape) else 0
+            rank = self.rank_of(name) if in_reach and is_matrix(name, shape) else 0
             if rank:
                 yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)
 
 
-def scale_of(alpha: float, rank: int) -> float:
+def lora_scale(alpha: float, rank: int) -> float:
     """The factor of B A: alpha / rank, or 1 if alpha is 0, as in llama.cpp."""
     return alpha / rank if alpha else 1.0
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of A and B of this rank for a tensor of the base."""
-    *experts, out, width = shape
+    *experts, num_rows, row_width = shape
     if name == EMBEDDING:
-        return (out, rank), (width, rank)
-    return (*experts, rank, width), (*experts, out, rank)
+        return (num_rows, rank), (row_width, rank)
+    return (*experts, rank, row_width), (*experts, num_rows, rank)

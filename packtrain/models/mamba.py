@@ -5,59 +5,70 @@ Gated delta nets, likewise, with the gated delta rule. Yang et al. 2024, arXiv 2
 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
-from packtrain.models.arch.architecture import BARE, DELTA_EACH, DELTA_HEADS, DELTA_IN, SCAN_IN
-from packtrain.models.block_weights import Block, Mixer
+from packtrain.models.arch.architecture import (
+    DELTA_EACH,
+    DELTA_HEADS,
+    DELTA_IN,
+    SCAN_IN,
+    UNSUFFIXED_SCAN_WEIGHTS,
+)
+from packtrain.models.block_weights import BlockBuilder, Mixer
 
 
-def mixed(part: Block, x: Tensor, mixer: Mixer) -> Tensor:
+def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
     """What a scan gives for x: (..., C) -> (..., inner)."""
-    gate, x, step = (part.saved(part.linear(name, x)) for name in SCAN_IN)
-    sizes, i = part.config.scan, part.number
-    assert sizes is not None
-    y = mixer.filter(i, x, part.weight("ssm_conv1d"))
-    if "ssm_conv1d.bias" in part.config.optional:
-        y = ops.add(y, part.weight("ssm_conv1d", "bias"))
-    y = part.saved(part.named("ssm_conv1d", ops.silu(part.saved(y))))
-    delta = part.saved(ops.softplus(part.saved(ops.add(step, part.weight("ssm_dt", "bias")))))
-    a, skip = (ops.reshape(part.w[f"blk.{i}.{name}"], shape=(sizes.heads,)) for name in BARE)
-    y = part.saved(part.named("ssm_scan", mixer.scan(i, y, delta, a, skip)))
-    y = part.named("ssm_gated", ops.swiglu(gate, y))
-    if part.config.has("ssm_norm"):
-        groups = (*y.shape[:-1], sizes.groups, sizes.inner // sizes.groups)
-        if part.weight("ssm_norm").shape == groups[-2:]:
-            y = ops.reshape(y, shape=groups)
-        y = part.norm("ssm_norm", part.saved(y))
-        y = ops.reshape(y, shape=(*x.shape[:-1], sizes.inner))
-    return part.saved(y)
-
-
-def ruled(part: Block, x: Tensor, mixer: Mixer) -> Tensor:
-    """What a gated delta net gives for x: (..., C) -> (..., inner)."""
-    sizes, i, lead = part.config.scan, part.number, x.shape[:-1]
-    assert sizes is not None
-    beta, step = _of_heads(part, x)
-    x, gate = (part.saved(part.linear(name, x)) for name in DELTA_IN)
-    y = mixer.filter(i, x, part.weight("ssm_conv1d"))
-    y = part.saved(part.named("ssm_conv1d", ops.silu(part.saved(y))))
-    step = ops.softplus(part.saved(ops.add(step, part.weight("ssm_dt", "bias"))))
-    decay = part.saved(ops.mul(part.saved(step), part.w[f"blk.{i}.{BARE[0]}"]))
-    y = part.named("delta_rule", mixer.delta(i, y, decay, part.saved(ops.sigmoid(beta))))
-    heads = (*lead, sizes.heads, sizes.inner // sizes.heads)
-    y = part.saved(part.norm("ssm_norm", ops.reshape(part.saved(y), shape=heads)))
-    y = ops.reshape(y, shape=(*lead, sizes.inner))
-    return part.saved(part.named("ssm_gated", ops.swiglu(gate, y)))
-
-
-def _of_heads(part: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Betas and steps (..., H) before their activations; joined, each group has its betas, then its steps."""
-    if part.config.traits.delta == "tiled":
-        beta, step = (part.saved(part.linear(name, x)) for name in DELTA_EACH)
-        return beta, step
-    assert part.config.scan is not None
-    heads, groups = part.config.scan.heads, part.config.scan.groups
-    y = ops.reshape(part.linear(DELTA_HEADS, x), shape=(*x.shape[:-1], groups, 2, heads // groups))
-    each = (ops.narrow(y, axis=len(y.shape) - 2, start=n, length=1) for n in (0, 1))
-    beta, step = (
-        part.saved(ops.reshape(ops.cont(half), shape=(*x.shape[:-1], heads))) for half in each
+    gate, x, step = (block.saved(block.linear(name, x)) for name in SCAN_IN)
+    scan_sizes, i = block.config.scan, block.block_index
+    assert scan_sizes is not None
+    y = mixer.convolve_states(i, x, block.weight("ssm_conv1d"))
+    if "ssm_conv1d.bias" in block.config.optional:
+        y = ops.add(y, block.weight("ssm_conv1d", "bias"))
+    y = block.saved(block.named("ssm_conv1d", ops.silu(block.saved(y))))
+    delta = block.saved(ops.softplus(block.saved(ops.add(step, block.weight("ssm_dt", "bias")))))
+    a, skip = (
+        ops.reshape(block.w[f"blk.{i}.{name}"], shape=(scan_sizes.heads,))
+        for name in UNSUFFIXED_SCAN_WEIGHTS
     )
-    return beta, step
+    y = block.saved(block.named("ssm_scan", mixer.scan(i, y, delta, a, skip)))
+    y = block.named("ssm_gated", ops.swiglu(gate, y))
+    if block.config.has_weight("ssm_norm"):
+        group_shape = (*y.shape[:-1], scan_sizes.groups, scan_sizes.inner // scan_sizes.groups)
+        if block.weight("ssm_norm").shape == group_shape[-2:]:
+            y = ops.reshape(y, shape=group_shape)
+        y = block.norm("ssm_norm", block.saved(y))
+        y = ops.reshape(y, shape=(*x.shape[:-1], scan_sizes.inner))
+    return block.saved(y)
+
+
+def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
+    """What a gated delta net gives for x: (..., C) -> (..., inner)."""
+    scan_sizes, i, leading_shape = block.config.scan, block.block_index, x.shape[:-1]
+    assert scan_sizes is not None
+    beta, time_step = _head_betas_and_steps(block, x)
+    x, gate = (block.saved(block.linear(name, x)) for name in DELTA_IN)
+    y = mixer.convolve_states(i, x, block.weight("ssm_conv1d"))
+    y = block.saved(block.named("ssm_conv1d", ops.silu(block.saved(y))))
+    time_step = ops.softplus(block.saved(ops.add(time_step, block.weight("ssm_dt", "bias"))))
+    decay = block.saved(
+        ops.mul(block.saved(time_step), block.w[f"blk.{i}.{UNSUFFIXED_SCAN_WEIGHTS[0]}"])
+    )
+    y = block.named("delta_rule", mixer.delta_rule(i, y, decay, block.saved(ops.sigmoid(beta))))
+    head_shape = (*leading_shape, scan_sizes.heads, scan_sizes.inner // scan_sizes.heads)
+    y = block.saved(block.norm("ssm_norm", ops.reshape(block.saved(y), shape=head_shape)))
+    y = ops.reshape(y, shape=(*leading_shape, scan_sizes.inner))
+    return block.saved(block.named("ssm_gated", ops.swiglu(gate, y)))
+
+
+def _head_betas_and_steps(block: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Betas and steps (..., H) before their activations; joined, each group has its betas, then its steps."""
+    if block.config.traits.delta == "tiled":
+        beta, time_step = (block.saved(block.linear(name, x)) for name in DELTA_EACH)
+        return beta, time_step
+    assert block.config.scan is not None
+    heads, groups = block.config.scan.heads, block.config.scan.groups
+    y = ops.reshape(block.linear(DELTA_HEADS, x), shape=(*x.shape[:-1], groups, 2, heads // groups))
+    halves = (ops.narrow(y, axis=len(y.shape) - 2, start=n, length=1) for n in (0, 1))
+    beta, time_step = (
+        block.saved(ops.reshape(ops.cont(half), shape=(*x.shape[:-1], heads))) for half in halves
+    )
+    return beta, time_step

@@ -15,34 +15,36 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer, TokenizerError
 from packtrain.dtypes import DTYPES, READABLE, Dtype, bf16, f32
-from packtrain.gguf import GGUF, Deferred, Value, write
+from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import dequantize
 from packtrain.models import transformer
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config
-from packtrain.models.gguf_keys import Keys
-from packtrain.models.model_metadata import metadata, read, unused_blocks
-from packtrain.models.tensor_shapes import unread
+from packtrain.models.gguf_keys import MetadataReader
+from packtrain.models.model_metadata import model_metadata, num_unused_blocks, read_config
+from packtrain.models.tensor_shapes import unused_weights
 
-PART = 1 << 18  # elements converted at a time
-TOKENS = "tokenizer.ggml.tokens"
-EDGE = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
-APART = 128  # by how many tokens the sizes of two vocabularies may differ, as in llama.cpp
+CHUNK_ELEMENTS = 1 << 18  # elements converted at a time
+TOKENS_KEY = "tokenizer.ggml.tokens"
+EDGE_NBYTES = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
+MAX_VOCAB_DIFFERENCE = (
+    128  # by how many tokens the sizes of two vocabularies may differ, as in llama.cpp
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """An open, validated model file; weights stay in the file until they are read.
 
-    added  values of LoRA adapters that are in the config but not in the file, see adapted
+    adapter_values  values of LoRA adapters that are in the config but not in the file, see adapted
     """
 
     gguf: GGUF
     config: Config
-    added: Mapping[str, np.ndarray] = field(default_factory=dict)
+    adapter_values: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def weight_names(self) -> tuple[str, ...]:
         """The names of all weights, in the order of the model."""
         return tuple(transformer.weights(self.config))
 
@@ -63,12 +65,12 @@ class ModelFile:
         entries = self.gguf.entries.items()
         return {
             **{n: self.gguf.array(n) if len(e.shape) > 1 else self.weight(n) for n, e in entries},
-            **self.added,
+            **self.adapter_values,
         }
 
-    def types(self) -> dict[str, Dtype]:
+    def matrix_dtypes(self) -> dict[str, Dtype]:
         """The element types of the matrices."""
-        return {name: e.dtype for name, e in self.gguf.entries.items() if len(e.shape) > 1}
+        return {name: info.dtype for name, info in self.gguf.entries.items() if len(info.shape) > 1}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ def open_model(path: str | Path) -> ModelFile:
         raise InputError(
             f"{path}: this is an adapter, not a model; give its base, and --lora {path}"
         )
-    config = read(gguf)
+    config = read_config(gguf)
     _check_vocabulary(gguf, config)
     _check_tensors(gguf, config)
     return ModelFile(gguf, config)
@@ -90,33 +92,33 @@ def open_model(path: str | Path) -> ModelFile:
 def fingerprint(model: ModelFile) -> str:
     """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
     digest = hashlib.sha256()
-    for name, e in model.gguf.entries.items():
-        digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
-        raw = model.gguf.array(name).reshape(-1).view(np.uint8)
-        digest.update(raw[:EDGE].tobytes() + raw[-EDGE:].tobytes())
+    for name, info in model.gguf.entries.items():
+        digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+        tensor_bytes = model.gguf.array(name).reshape(-1).view(np.uint8)
+        digest.update(tensor_bytes[:EDGE_NBYTES].tobytes() + tensor_bytes[-EDGE_NBYTES:].tobytes())
     return digest.hexdigest()[:16]
 
 
 def _check_vocabulary(gguf: GGUF, config: Config) -> None:
-    tokens = gguf.metadata.get(TOKENS)
+    tokens = gguf.metadata.get(TOKENS_KEY)
     if not isinstance(tokens, list):
-        raise InputError(f"{gguf.path}: there is no array {TOKENS}; a model needs a vocabulary")
+        raise InputError(f"{gguf.path}: there is no array {TOKENS_KEY}; a model needs a vocabulary")
     if len(tokens) != config.vocab_size:
         raise InputError(
-            f"{gguf.path}: {TOKENS} has {len(tokens)} tokens and token_embd.weight {config.vocab_size} rows;"
+            f"{gguf.path}: {TOKENS_KEY} has {len(tokens)} tokens and token_embd.weight {config.vocab_size} rows;"
             " both must be equal"
         )
-    keys = Keys(gguf)
-    if keys.size("vocab_size", config.vocab_size) != config.vocab_size:
-        right = f"{config.vocab_size}, the rows of token_embd.weight"
-        raise keys.wrong("vocab_size", keys.get("vocab_size"), right)
+    reader = MetadataReader(gguf)
+    if reader.size("vocab_size", config.vocab_size) != config.vocab_size:
+        expected = f"{config.vocab_size}, the rows of token_embd.weight"
+        raise reader.wrong("vocab_size", reader.get("vocab_size"), expected)
 
 
 def _check_tensors(gguf: GGUF, config: Config) -> None:
     """Check that the file has exactly the model's tensors, in their shapes and in readable types."""
     leaves = transformer.weights(config)
-    count = min(unused_blocks(Keys(gguf)), len(gguf.entries))
-    unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unread(config))
+    count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
+    unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unused_weights(config))
     unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
         raise InputError(
@@ -124,18 +126,18 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
             f" packtrain cannot use it ({len(unknown)} in total)"
         )
     for name, leaf in leaves.items():
-        entry = gguf.entries.get(name)
-        if entry is None:
+        tensor_info = gguf.entries.get(name)
+        if tensor_info is None:
             raise InputError(f"{gguf.path}: tensor {name} is missing; its shape is {[*leaf.shape]}")
-        if entry.shape == (1, *leaf.shape):  # a matrix of one row is a vector
-            entry = gguf.entries[name] = replace(entry, shape=leaf.shape)
-        if entry.shape != leaf.shape:
+        if tensor_info.shape == (1, *leaf.shape):  # a matrix of one row is a vector
+            tensor_info = gguf.entries[name] = replace(tensor_info, shape=leaf.shape)
+        if tensor_info.shape != leaf.shape:
             raise InputError(
-                f"{gguf.path}: {name} has shape {[*entry.shape]}; by the metadata it must be {[*leaf.shape]}"
+                f"{gguf.path}: {name} has shape {[*tensor_info.shape]}; by the metadata it must be {[*leaf.shape]}"
             )
-        if entry.dtype not in READABLE:
+        if tensor_info.dtype not in READABLE:
             raise InputError(
-                f"{gguf.path}: {name} is of type {entry.dtype}; only {', '.join(map(str, READABLE))} can be read"
+                f"{gguf.path}: {name} is of type {tensor_info.dtype}; only {', '.join(map(str, READABLE))} can be read"
             )
 
 
@@ -145,49 +147,49 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
 def save_model(
     path: str | Path,
     config: Config,
-    vocabulary: Mapping[str, Value],
-    weights: Callable[[str], np.ndarray],
+    vocabulary: Mapping[str, MetadataValue],
+    read_weight: Callable[[str], np.ndarray],
     *,
     dtype: str = "f32",
     name: str,
-    extra: Mapping[str, Value] = MappingProxyType({}),
+    extra: Mapping[str, MetadataValue] = MappingProxyType({}),
 ) -> None:
     """Write a model that llama.cpp loads; weights(name) returns f32 arrays, called one by one.
 
     dtype       of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
     """
-    tokens = len(vocabulary[TOKENS].value)
-    if tokens != config.vocab_size:
+    num_tokens = len(vocabulary[TOKENS_KEY].value)
+    if num_tokens != config.vocab_size:
         raise InputError(
-            f"{path}: the vocabulary has {tokens} tokens, the model {config.vocab_size}; both must be equal"
+            f"{path}: the vocabulary has {num_tokens} tokens, the model {config.vocab_size}; both must be equal"
         )
 
-    def deferred(tensor: str, shape: tuple[int, ...]) -> Deferred:
+    def defer_tensor(tensor: str, shape: tuple[int, ...]) -> DeferredTensor:
         stored = DTYPES[dtype] if is_matrix(tensor, shape) else f32
-        return Deferred(
-            stored, shape, lambda: _stored(path, tensor, weights(tensor), shape, stored)
+        return DeferredTensor(
+            stored, shape, lambda: _stored_chunks(path, tensor, read_weight(tensor), shape, stored)
         )
 
     tensors = {
-        leaf.label: deferred(leaf.label, leaf.shape)
+        leaf.label: defer_tensor(leaf.label, leaf.shape)
         for leaf in transformer.weights(config).values()
     }
-    write(path, {**metadata(config, name, dtype), **vocabulary, **extra}, tensors)
+    write_gguf(path, {**model_metadata(config, name, dtype), **vocabulary, **extra}, tensors)
 
 
-def _stored(
+def _stored_chunks(
     path: str | Path, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: Dtype
 ) -> Iterator[np.ndarray]:
     """A weight as stored in the file, some rows at a time."""
     if array.shape != shape or array.dtype != np.float32:
         raise ValueError(f"{name}: {array.dtype}{[*array.shape]} was given for f32{[*shape]}")
     flat = array.reshape(-1)
-    for start in range(0, flat.size, PART):
-        yield _converted(path, name, flat[start : start + PART], dtype)
+    for chunk_start in range(0, flat.size, CHUNK_ELEMENTS):
+        yield _convert_array(path, name, flat[chunk_start : chunk_start + CHUNK_ELEMENTS], dtype)
 
 
-def _converted(path: str | Path, name: str, array: np.ndarray, dtype: Dtype) -> np.ndarray:
+def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype) -> np.ndarray:
     if dtype is bf16:
         return _rounded_to_bf16(array)
     try:
@@ -215,8 +217,8 @@ def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
     """Raise InputError unless both have the same tokens."""
-    model_tokens, draft_tokens = (file.gguf.metadata[TOKENS] for file in (model, draft))
-    if abs(len(model_tokens) - len(draft_tokens)) > APART:
+    model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
+    if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(
             f"{draft.gguf.path}: its vocabulary has {len(draft_tokens):,} tokens and"
             f" that of {model.gguf.path} {len(model_tokens):,};"

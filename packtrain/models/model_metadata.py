@@ -10,218 +10,218 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES
-from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
+from packtrain.gguf import GGUF, QUANTIZATION_VERSION, MetadataValue
 from packtrain.models import expert_metadata
 from packtrain.models.arch.architecture import Architecture
-from packtrain.models.config import Config, RopeScaling, Scaling
+from packtrain.models.config import Config, RopeScaling, ScalingType
 from packtrain.models.expert_metadata import (
     EXPERT_WIDTH,
     expert_sizes,
     feed_forward_length,
-    mixture,
+    read_expert_fields,
 )
-from packtrain.models.gguf_keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
-from packtrain.models.mixer_metadata import LATENT, mixer_keys, mixing
-from packtrain.models.per_block_metadata import FEED_FORWARD, PER_LAYER, kind_keys, kinds
+from packtrain.models.gguf_keys import MAX_SIZE, ROPE_FREQ_BASE, MetadataReader, eps_key
+from packtrain.models.mixer_metadata import KV_LORA_RANK, mixer_metadata, mixing
+from packtrain.models.per_block_metadata import FEED_FORWARD, PER_LAYER, kinds, per_block_metadata
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
-WINDOW = "attention.sliding_window"
+WINDOW_KEY = "attention.sliding_window"
 WINDOWS, NEXT = "attention.sliding_window_pattern", "nextn_predict_layers"
 
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def read(gguf: GGUF) -> Config:
+def read_config(gguf: GGUF) -> Config:
     """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
-    keys = Keys(gguf)
-    keys.check()
-    vocabulary, blocks = _vocabulary_size(gguf), _block_count(gguf, keys)
-    heads = keys.size("attention.head_count")
-    windows = _windows(keys)
+    reader = MetadataReader(gguf)
+    reader.check_supported()
+    vocabulary_size, num_blocks = _read_vocabulary_size(gguf), _read_block_count(gguf, reader)
+    num_heads = reader.size("attention.head_count")
+    windows = _read_window_fields(reader)
     config = Config(
-        vocab_size=vocabulary,
-        context_length=keys.size("context_length"),
-        embedding_length=keys.size("embedding_length"),
-        block_count=blocks,
-        head_count=heads,
-        rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
-        rms_eps=keys.real(eps_key(keys.architecture)),
-        tied=_tied(gguf, keys.architecture),
-        architecture=keys.architecture.name,
-        optional=_optional(gguf, keys.architecture, blocks - 1),
-        rope_scaling=_scaling(keys),
-        attention_softcap=keys.own("attn_logit_softcapping"),
-        final_softcap=keys.own("final_logit_softcapping"),
-        temperature_scale=keys.own("attention.temperature_scale"),
-        score_scale=keys.own("attention.scale"),
-        embedding_scale=keys.own("embedding_scale"),
-        residual_scale=keys.own("residual_scale"),
-        logit_scale=keys.own("logit_scale"),
-        **{**_heads(keys, heads), **mixing(keys, blocks, heads), **windows},
-        **(kinds(keys, gguf, blocks, windows) or {FEED_FORWARD: feed_forward_length(keys)}),
-        **mixture(keys),
+        vocab_size=vocabulary_size,
+        context_length=reader.size("context_length"),
+        embedding_length=reader.size("embedding_length"),
+        block_count=num_blocks,
+        head_count=num_heads,
+        rope_freq_base=reader.real("rope.freq_base", ROPE_FREQ_BASE),
+        rms_eps=reader.real(eps_key(reader.architecture)),
+        tied=_is_tied(gguf, reader.architecture),
+        architecture=reader.architecture.name,
+        optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1),
+        rope_scaling=_read_rope_scaling(reader),
+        attention_softcap=reader.read_optional_float("attn_logit_softcapping"),
+        final_softcap=reader.read_optional_float("final_logit_softcapping"),
+        temperature_scale=reader.read_optional_float("attention.temperature_scale"),
+        score_scale=reader.read_optional_float("attention.scale"),
+        embedding_scale=reader.read_optional_float("embedding_scale"),
+        residual_scale=reader.read_optional_float("residual_scale"),
+        logit_scale=reader.read_optional_float("logit_scale"),
+        **{**_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows},
+        **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
+        **read_expert_fields(reader),
     )
-    _check_widths(keys, config)
-    _check_heads(keys, config)
+    _check_widths(reader, config)
+    _check_heads(reader, config)
     return config
 
 
-def unused_blocks(keys: Keys) -> int:
+def num_unused_blocks(keys: MetadataReader) -> int:
     """How many of the last blocks are there to guess more tokens, which nothing here uses."""
-    if NEXT not in keys.architecture.keys:
+    if NEXT not in keys.architecture.key_defaults:
         return 0
-    count, blocks = keys.size(NEXT, least=0), keys.size("block_count")
+    count, blocks = keys.size(NEXT, min_size=0), keys.size("block_count")
     if count >= blocks:
         raise keys.wrong(NEXT, count, f"less than {keys.architecture.name}.block_count {blocks}")
     return count
 
 
-def _block_count(gguf: GGUF, keys: Keys) -> int:
+def _read_block_count(gguf: GGUF, keys: MetadataReader) -> int:
     """The blocks that are used; each has tensors, so that no list of blocks is longer than the file allows."""
-    count = keys.size("block_count") - unused_blocks(keys)
-    if count > len(gguf.entries):
-        right = f"less than the number of tensors, {len(gguf.entries)}"
-        raise keys.wrong("block_count", count, right)
-    return count
+    num_blocks = keys.size("block_count") - num_unused_blocks(keys)
+    if num_blocks > len(gguf.entries):
+        expected = f"less than the number of tensors, {len(gguf.entries)}"
+        raise keys.wrong("block_count", num_blocks, expected)
+    return num_blocks
 
 
-def _vocabulary_size(gguf: GGUF) -> int:
-    entry = gguf.entries.get("token_embd.weight")
-    if entry is None:
+def _read_vocabulary_size(gguf: GGUF) -> int:
+    tensor_info = gguf.entries.get("token_embd.weight")
+    if tensor_info is None:
         raise InputError(
             f"{gguf.path}: there is no tensor token_embd.weight; a model needs its weights"
         )
-    if len(entry.shape) != 2 or not 0 < entry.shape[0] <= MOST:
+    if len(tensor_info.shape) != 2 or not 0 < tensor_info.shape[0] <= MAX_SIZE:
         raise InputError(
-            f"{gguf.path}: token_embd.weight has shape {list(entry.shape)}; it must be [vocabulary, width]"
+            f"{gguf.path}: token_embd.weight has shape {list(tensor_info.shape)}; it must be [vocabulary, width]"
         )
-    return entry.shape[0]
+    return tensor_info.shape[0]
 
 
-def _tied(gguf: GGUF, architecture: Architecture) -> bool:
-    separate = architecture.always_apart or "output.weight" in gguf.entries
-    return architecture.always_tied or not separate
+def _is_tied(gguf: GGUF, architecture: Architecture) -> bool:
+    has_output = architecture.always_untied or "output.weight" in gguf.entries
+    return architecture.always_tied or not has_output
 
 
-def _optional(gguf: GGUF, architecture: Architecture, last: int) -> tuple[str, ...]:
+def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
     """Optional tensors that the file has; the first blocks may lack those of experts, the last has them."""
-    names = architecture.optional
-    at = "", "blk.0.", f"blk.{last}."
-    return tuple(n for n in names if any(f"{prefix}{n}" in gguf.entries for prefix in at))
+    names = architecture.optional_tensors
+    at = "", "blk.0.", f"blk.{last_block}."
+    return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))
 
 
-def _scaling(keys: Keys) -> RopeScaling:
+def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
     """Rope scaling; as in llama.cpp, a factor alone means linear scaling."""
-    type = keys.get("rope.scaling.type", "linear")
-    if not isinstance(type, str) or type not in get_args(Scaling):
-        raise keys.wrong("rope.scaling.type", type, " or ".join(get_args(Scaling)))
-    old = keys.real("rope.scale_linear", 0.0, zero=True)
-    factor = keys.real("rope.scaling.factor", old, zero=True) or 1.0
-    if type == "none" or (type == "linear" and factor == 1):
-        type, factor = "none", 1.0
-    if type == "yarn" and factor < 1:
+    scaling_type = keys.get("rope.scaling.type", "linear")
+    if not isinstance(scaling_type, str) or scaling_type not in get_args(ScalingType):
+        raise keys.wrong("rope.scaling.type", scaling_type, " or ".join(get_args(ScalingType)))
+    linear_scale = keys.real("rope.scale_linear", 0.0, zero=True)
+    factor = keys.real("rope.scaling.factor", linear_scale, zero=True) or 1.0
+    if scaling_type == "none" or (scaling_type == "linear" and factor == 1):
+        scaling_type, factor = "none", 1.0
+    if scaling_type == "yarn" and factor < 1:
         raise keys.wrong("rope.scaling.factor", factor, "1 or more")
-    if type == "yarn" and keys.real("rope.freq_base", ROPE_FREQ_BASE) <= 1:
+    if scaling_type == "yarn" and keys.real("rope.freq_base", ROPE_FREQ_BASE) <= 1:
         raise keys.wrong("rope.freq_base", keys.get("rope.freq_base"), "above 1 with yarn")
-    context = keys.size("context_length")
-    original = keys.size("rope.scaling.original_context_length", context)
+    max_context = keys.size("context_length")
+    original_context = keys.size("rope.scaling.original_context_length", max_context)
     return RopeScaling(
-        cast(Scaling, type),
+        cast(ScalingType, scaling_type),
         factor,
-        0 if original == context else original,
+        0 if original_context == max_context else original_context,
         keys.real("rope.scaling.attn_factor", 1.0),
         keys.real("rope.scaling.yarn_beta_fast", 32.0),
         keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        keys.own("rope.scaling.yarn_log_multiplier"),
+        keys.read_optional_float("rope.scaling.yarn_log_multiplier"),
     )
 
 
-def _heads(keys: Keys, heads: int) -> dict[str, Any]:
+def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
     """Head widths that do not follow from embedding_length."""
-    width = keys.size("embedding_length") // heads
-    length = keys.size("attention.key_length", width or 1)
-    dims = keys.size("rope.dimension_count", length)
+    default_width = keys.size("embedding_length") // heads
+    head_width = keys.size("attention.key_length", default_width or 1)
+    rotated_width = keys.size("rope.dimension_count", head_width)
     return {
-        "key_length": None if length == width else length,
-        "rope_dims": None if dims == length else dims,
+        "key_length": None if head_width == default_width else head_width,
+        "rope_dims": None if rotated_width == head_width else rotated_width,
     }
 
 
-def _windows(keys: Keys) -> dict[str, Any]:
+def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
     """Sliding windows, for architectures that have them."""
-    if not keys.architecture.windowed(keys.size("block_count")):
+    if not keys.architecture.has_windows(keys.size("block_count")):
         return {}
-    pattern = keys.get(WINDOWS)
-    truths = isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu"
-    if truths and len(pattern) >= keys.size("block_count"):
-        pattern = tuple(map(bool, pattern.tolist()))
-    elif isinstance(pattern, np.ndarray):
-        right = f"{keys.size('block_count')} times a truth"
-        raise keys.wrong(WINDOWS, pattern, right)
+    window_pattern = keys.get(WINDOWS)
+    is_bool_array = isinstance(window_pattern, np.ndarray) and window_pattern.dtype.kind in "biu"
+    if is_bool_array and len(window_pattern) >= keys.size("block_count"):
+        window_pattern = tuple(map(bool, window_pattern.tolist()))
+    elif isinstance(window_pattern, np.ndarray):
+        expected = f"{keys.size('block_count')} times a truth"
+        raise keys.wrong(WINDOWS, window_pattern, expected)
     else:
-        pattern = keys.size(WINDOWS, least=0)
-    window, chunk = keys.size(WINDOW, least=0), keys.architecture.chunk
+        window_pattern = keys.size(WINDOWS, min_size=0)
+    window, chunk = keys.size(WINDOW_KEY, min_size=0), keys.architecture.attention_chunk
     if chunk and not window:
-        raise keys.wrong(WINDOW, window, f"left out, or {chunk}")
+        raise keys.wrong(WINDOW_KEY, window, f"left out, or {chunk}")
     return {
         "window": chunk or window,
-        "window_pattern": pattern,
-        "rope_freq_base_swa": keys.own("rope.freq_base_swa") or None,
+        "window_pattern": window_pattern,
+        "rope_freq_base_swa": keys.read_optional_float("rope.freq_base_swa") or None,
     }
 
 
-def _check_heads(keys: Keys, config: Config) -> None:
+def _check_heads(keys: MetadataReader, config: Config) -> None:
     if config.kv_lora_rank:
         return
-    width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
-    arch, head, square = config.architecture, config.head_width, config.traits.square
+    width, num_heads, kv = config.embedding_length, config.head_count, config.head_count_kv
+    arch, head, square = config.architecture, config.head_width, config.traits.fixed_head_width
     partial = config.traits.partial_rope
-    if keys.get("attention.key_length") is None and width % (2 * heads):
-        right = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
-        raise keys.wrong("attention.head_count", heads, right)
-    if heads % kv or heads % (config.head_count_kv_swa or kv):
-        right = f"a divisor of {arch}.attention.head_count {heads}"
-        raise keys.wrong("attention.head_count_kv", keys.get("attention.head_count_kv"), right)
+    if keys.get("attention.key_length") is None and width % (2 * num_heads):
+        expected = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
+        raise keys.wrong("attention.head_count", num_heads, expected)
+    if num_heads % kv or num_heads % (config.head_count_kv_swa or kv):
+        expected = f"a divisor of {arch}.attention.head_count {num_heads}"
+        raise keys.wrong("attention.head_count_kv", keys.get("attention.head_count_kv"), expected)
     if config.key_length_swa % 2:
         raise keys.wrong("attention.key_length_swa", config.key_length_swa, "even")
     if head % 2 or (square and config.key_length is not None):
-        right = f"embedding_length / head_count = {width // heads}" if square else "even"
-        raise keys.wrong("attention.key_length", head, right)
+        expected = f"embedding_length / head_count = {width // num_heads}" if square else "even"
+        raise keys.wrong("attention.key_length", head, expected)
     if keys.size("attention.value_length", head) != head:
         value = keys.get("attention.value_length")
         raise keys.wrong("attention.value_length", value, f"the width of keys, {head}")
-    dims = config.rope_width
-    if dims % 2 or dims > head or (dims < head and not partial):
-        right = f"even and at most {head}" if partial else f"the width of a head, {head}"
-        raise keys.wrong("rope.dimension_count", dims, right)
+    rotated_width = config.rope_width
+    if rotated_width % 2 or rotated_width > head or (rotated_width < head and not partial):
+        expected = f"even and at most {head}" if partial else f"the width of a head, {head}"
+        raise keys.wrong("rope.dimension_count", rotated_width, expected)
 
 
-def _check_widths(keys: Keys, config: Config) -> None:
-    max_width, used = WIDEST * config.embedding_length, config.expert_used_count or 1
+def _check_widths(keys: MetadataReader, config: Config) -> None:
+    max_width, num_used_experts = WIDEST * config.embedding_length, config.expert_used_count or 1
     width_key = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
-    for key, size, times in (
-        (width_key, config.expert_width, used),
+    for key, size, multiplier in (
+        (width_key, config.expert_width, num_used_experts),
         (width_key, max(config.feed_forward_lengths, default=0), 1),
         ("attention.key_length", config.head_width, config.head_count),
         ("attention.key_length_swa", config.key_length_swa, config.head_count),
         (PER_LAYER, config.embedding_length_per_layer, 1),
-        (LATENT, config.kv_lora_rank, 1),
+        (KV_LORA_RANK, config.kv_lora_rank, 1),
         ("attention.q_lora_rank", config.q_lora_rank, 1),
     ):
-        if size * times > max_width:
+        if size * multiplier > max_width:
             raise keys.wrong(
                 key,
                 size,
-                f"at most {max_width // times}, by embedding_length {config.embedding_length}",
+                f"at most {max_width // multiplier}, by embedding_length {config.embedding_length}",
             )
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
+def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, MetadataValue]:
     """The general.* keys and those of the architecture, for a model file whose matrices are of `dtype`."""
-    arch, scaling = config.architecture, config.rope_scaling
+    arch, rope_scaling = config.architecture, config.rope_scaling
     sizes = {
         "vocab_size": config.vocab_size,
         "context_length": config.context_length,
@@ -231,9 +231,9 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         "attention.head_count": config.head_count,
         "rope.dimension_count": config.rope_width,
     }
-    reals = {"rope.freq_base": config.rope_freq_base, eps_key(config.traits): config.rms_eps}
+    float_values = {"rope.freq_base": config.rope_freq_base, eps_key(config.traits): config.rms_eps}
     if config.traits.learned_positions:
-        del sizes["rope.dimension_count"], reals["rope.freq_base"]
+        del sizes["rope.dimension_count"], float_values["rope.freq_base"]
     if config.key_length is not None:
         sizes |= dict.fromkeys(
             ("attention.key_length", "attention.value_length"), config.key_length
@@ -245,58 +245,64 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         }
     sizes |= expert_sizes(config)
     return {
-        **_general(arch, name, dtype),
-        **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
-        **{f"{arch}.{key}": value for key, value in mixer_keys(config).items()},
-        **{f"{arch}.{key}": value for key, value in kind_keys(config).items()},
-        **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
-        **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
-        **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
-        **{f"{arch}.{key}": value for key, value in _factor_keys(config).items()},
+        **_general_metadata(arch, name, dtype),
+        **{f"{arch}.{key}": MetadataValue("u32", size) for key, size in sizes.items()},
+        **{f"{arch}.{key}": value for key, value in mixer_metadata(config).items()},
+        **{f"{arch}.{key}": value for key, value in per_block_metadata(config).items()},
+        **{f"{arch}.{key}": MetadataValue("f32", real) for key, real in float_values.items()},
+        **{f"{arch}.{key}": value for key, value in _scaling_keys(config, rope_scaling).items()},
+        **{f"{arch}.{key}": value for key, value in _window_metadata(config).items()},
+        **{f"{arch}.{key}": value for key, value in _factor_metadata(config).items()},
         **{f"{arch}.{key}": value for key, value in expert_metadata.weight_keys(config).items()},
     }
 
 
-def _general(architecture: str, name: str, dtype: str) -> dict[str, Value]:
+def _general_metadata(architecture: str, name: str, dtype: str) -> dict[str, MetadataValue]:
     return {
-        "general.architecture": Value("string", architecture),
-        "general.type": Value("string", "model"),
-        "general.name": Value("string", name),
-        "general.file_type": Value("u32", DTYPES[dtype].file_type),
-        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
+        "general.architecture": MetadataValue("string", architecture),
+        "general.type": MetadataValue("string", "model"),
+        "general.name": MetadataValue("string", name),
+        "general.file_type": MetadataValue("u32", DTYPES[dtype].file_type),
+        "general.quantization_version": MetadataValue("u32", QUANTIZATION_VERSION),
     }
 
 
-def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
-    reals = {
-        "rope.scaling.factor": (scaling.factor, 1.0),
-        "rope.scaling.attn_factor": (scaling.attn_factor, 1.0),
-        "rope.scaling.yarn_log_multiplier": (scaling.log_multiplier, 0.0),
-        "rope.scaling.yarn_beta_fast": (scaling.beta_fast, 32.0),
-        "rope.scaling.yarn_beta_slow": (scaling.beta_slow, 1.0),
+def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, MetadataValue]:
+    float_values = {
+        "rope.scaling.factor": (rope_scaling.factor, 1.0),
+        "rope.scaling.attn_factor": (rope_scaling.attn_factor, 1.0),
+        "rope.scaling.yarn_log_multiplier": (rope_scaling.log_multiplier, 0.0),
+        "rope.scaling.yarn_beta_fast": (rope_scaling.beta_fast, 32.0),
+        "rope.scaling.yarn_beta_slow": (rope_scaling.beta_slow, 1.0),
         "attention.temperature_scale": (config.temperature_scale, 0.0),
     }
-    keys = {key: Value("f32", real) for key, (real, default) in reals.items() if real != default}
-    if scaling.original_context:
-        keys["rope.scaling.original_context_length"] = Value("u32", scaling.original_context)
-    if scaling.type != "none":
-        keys["rope.scaling.type"] = Value("string", scaling.type)
+    keys = {
+        key: MetadataValue("f32", float_value)
+        for key, (float_value, default) in float_values.items()
+        if float_value != default
+    }
+    if rope_scaling.original_context:
+        keys["rope.scaling.original_context_length"] = MetadataValue(
+            "u32", rope_scaling.original_context
+        )
+    if rope_scaling.type != "none":
+        keys["rope.scaling.type"] = MetadataValue("string", rope_scaling.type)
     return keys
 
 
-def _window_keys(config: Config) -> dict[str, Value]:
-    defaults, pattern = config.traits.keys, config.window_pattern
-    if not config.traits.windowed(config.block_count):
+def _window_metadata(config: Config) -> dict[str, MetadataValue]:
+    key_defaults, pattern = config.traits.key_defaults, config.window_pattern
+    if not config.traits.has_windows(config.block_count):
         return {}
-    keys = {WINDOW: Value("u32", config.window)}
-    if pattern != defaults[WINDOWS]:
-        keys[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
+    metadata = {WINDOW_KEY: MetadataValue("u32", config.window)}
+    if pattern != key_defaults[WINDOWS]:
+        metadata[WINDOWS] = MetadataValue("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:
-        keys["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
-    return keys
+        metadata["rope.freq_base_swa"] = MetadataValue("f32", config.rope_freq_base_swa)
+    return metadata
 
 
-def _factor_keys(config: Config) -> dict[str, Value]:
+def _factor_metadata(config: Config) -> dict[str, MetadataValue]:
     """Caps and scales."""
     factors = {
         "attn_logit_softcapping": config.attention_softcap,
@@ -306,5 +312,5 @@ def _factor_keys(config: Config) -> dict[str, Value]:
         "residual_scale": config.residual_scale,
         "logit_scale": config.logit_scale,
     }
-    zero = config.traits.zero
-    return {key: Value("f32", n) for key, n in factors.items() if n or key in zero}
+    zero_keys = config.traits.zero_keys
+    return {key: MetadataValue("f32", n) for key, n in factors.items() if n or key in zero_keys}

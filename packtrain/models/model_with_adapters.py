@@ -10,26 +10,28 @@ from packtrain.common.errors import InputError
 from packtrain.dtypes import ROUNDABLE
 from packtrain.gguf import GGUF
 from packtrain.models.activation_rounding import Q8
-from packtrain.models.adapter_file import Adapter, fitted, read_adapter
+from packtrain.models.adapter_file import Adapter, fit_adapter, read_adapter
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.lora import EMBEDDING, A, B, Lora
 from packtrain.models.model_file import ModelFile
 
-MOST = 1e6  # with a larger scale, sums are no longer finite
+MAX_SCALE = 1e6  # with a larger scale, sums are no longer finite
 Scaled = tuple[Adapter, float]
 
 
 def split_scale(text: str) -> tuple[Path, float]:
     """Parse FILE:SCALE or FILE, whose scale is 1. Raises InputError for a bad scale."""
-    path, _, number = text.rpartition(":")
+    path, _, scale_text = text.rpartition(":")
     if not path or Path(text).exists():
         return Path(text), 1.0
     try:
-        scale = float(number)
+        scale = float(scale_text)
     except ValueError:
         return Path(text), 1.0
-    if not abs(scale) <= MOST:  # nan, too
-        raise InputError(f"{text}: the scale is {number}; it must be from -{MOST:g} to {MOST:g}")
+    if not abs(scale) <= MAX_SCALE:  # nan, too
+        raise InputError(
+            f"{text}: the scale is {scale_text}; it must be from -{MAX_SCALE:g} to {MAX_SCALE:g}"
+        )
     return Path(path), scale
 
 
@@ -37,15 +39,15 @@ def read_scaled(specs: Iterable[str], base: GGUF) -> list[Scaled]:
     """Adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
     adapters = []
     for path, scale in map(split_scale, specs):
-        adapters.append((fitted(read_adapter(path), path, base), scale))
+        adapters.append((fit_adapter(read_adapter(path), path, base), scale))
     return adapters
 
 
-def merged_only(adapter: Adapter) -> list[str]:
+def merge_only_weights(adapter: Adapter) -> list[str]:
     """Names within blocks of the matrices whose parts of an adapter llama.cpp leaves out beside the base."""
-    candidates = ARCHITECTURES[adapter.architecture].merged_only
-    adapted_names = dict.fromkeys(name.split(".")[-2] for name in adapter.pairs)
-    return [name for name in candidates if name in adapted_names]
+    merge_only_names = ARCHITECTURES[adapter.architecture].merge_only_weights
+    adapted_names = dict.fromkeys(name.split(".")[-2] for name in adapter.lora_pairs)
+    return [name for name in merge_only_names if name in adapted_names]
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -57,55 +59,55 @@ def adapted(
     aware     an adapter of aware training as its merge will store it, not exactly
     by_token  each token has its own scale for each adapter, instead of those given: see kv_cache.adapters
     """
-    touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
-    ranks, added, owners = [], {}, []
-    for name in touched:
+    adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
+    ranks, adapter_values, owners = [], {}, []
+    for name in adapted_names:
         _check_unmerged(model, name, by_token)
         numbered_adapters = [
-            (n, *scaled) for n, scaled in enumerate(adapters) if name in scaled[0].pairs
+            (n, *scaled_b) for n, scaled_b in enumerate(adapters) if name in scaled_b[0].lora_pairs
         ]
-        pairs = [adapter.pairs[name] for _, adapter, _ in numbered_adapters]
+        lora_pairs = [adapter.lora_pairs[name] for _, adapter, _ in numbered_adapters]
         scales = [
-            np.float32((1 if by_token else by) * scaled_adapter.scale(name))
-            for _, scaled_adapter, by in numbered_adapters
+            np.float32((1 if by_token else scale) * scaled_adapter.scale_of(name))
+            for _, scaled_adapter, scale in numbered_adapters
         ]
-        inner = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
-        added[name + A] = np.concatenate([a for a, _ in pairs], axis=inner)
-        scaled = [by * b for by, (_, b) in zip(scales, pairs, strict=True)]
-        added[name + B] = np.concatenate(scaled, axis=-1)
-        if not np.isfinite(added[name + B]).all():
+        rank_axis = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
+        adapter_values[name + A] = np.concatenate([a for a, _ in lora_pairs], axis=rank_axis)
+        scaled_b = [scale * b for scale, (_, b) in zip(scales, lora_pairs, strict=True)]
+        adapter_values[name + B] = np.concatenate(scaled_b, axis=-1)
+        if not np.isfinite(adapter_values[name + B]).all():
             raise InputError(f"{name}: the adapter's values, or its scale, are too large")
-        ranks.append((name, added[name + B].shape[-1]))
-        rows = [b.shape[-1] for _, b in pairs]
+        ranks.append((name, adapter_values[name + B].shape[-1]))
+        rows = [b.shape[-1] for _, b in lora_pairs]
         owners.append((name, tuple(np.repeat([n for n, *_ in numbered_adapters], rows).tolist())))
     token_owners = tuple(owners) if by_token else ()
     lora = Lora(tuple(ranks), owners=token_owners, aware=aware) if ranks else None
-    return replace(model, config=replace(model.config, lora=lora), added=added)
+    return replace(model, config=replace(model.config, lora=lora), adapter_values=adapter_values)
 
 
 def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
     """Unmerged adapters work for matrices of the blocks, and for an embedding that is not also the output head."""
-    config, axes = model.config, len(model.gguf.entries[name].shape)
-    in_block = name.startswith("blk.") and axes > 1
+    config, num_axes = model.config, len(model.gguf.entries[name].shape)
+    in_block = name.startswith("blk.") and num_axes > 1
     if not in_block and (name != EMBEDDING or config.tied):
         raise InputError(
             f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
         )
-    if by_token and (axes > 2 or (model.config.expert_count and "gate_inp" in name)):
+    if by_token and (num_axes > 2 or (model.config.expert_count and "gate_inp" in name)):
         raise InputError(
             f"{model.gguf.path}: an adapter changes the experts {name}, whose scale requests cannot choose; use"
             " packtrain merge"
         )
 
 
-def has_rounded(model: ModelFile) -> bool:
+def has_roundable_weights(model: ModelFile) -> bool:
     """Whether rounded activations change anything."""
-    return bool(set(model.types().values()) & set(ROUNDABLE))
+    return bool(set(model.matrix_dtypes().values()) & set(ROUNDABLE))
 
 
-def with_activations(model: ModelFile, kind: str) -> ModelFile:
+def with_activations(model: ModelFile, activations: str) -> ModelFile:
     """The model with f32 or q8 activations. Raises InputError if that changes nothing."""
-    if kind == Q8 and not has_rounded(model):
-        fits = ", ".join(t.name for t in ROUNDABLE)
-        raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {fits}")
-    return replace(model, config=replace(model.config, activations=kind))
+    if activations == Q8 and not has_roundable_weights(model):
+        roundable_names = ", ".join(dtype.name for dtype in ROUNDABLE)
+        raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {roundable_names}")
+    return replace(model, config=replace(model.config, activations=activations))

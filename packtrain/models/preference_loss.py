@@ -19,12 +19,12 @@ import numpy as np
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 
-SIDES, REFERENCE, PAIRS, SHARES = "sides", "reference", "pairs", "shares"  # inputs
-LEAST = 1e-6  # of 1 - p, under the logarithm of odds
+SIDES_INPUT, REFERENCE, PAIRS, SHARES = "sides", "reference", "pairs", "shares"  # inputs
+MIN_COMPLEMENT = 1e-6  # of 1 - p, under the logarithm of odds
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
+class PreferenceLoss:
     """The settings of the loss.
 
     measure    sum: of the log-probabilities of an answer's tokens; mean; odds: log(p / (1 - p)) of the mean
@@ -44,41 +44,41 @@ class Preference:
     nll: float = 0.0
 
     @property
-    def divides(self) -> bool:
+    def uses_mean(self) -> bool:
         """Whether log-probabilities are means of an answer's tokens."""
         return self.measure != "sum"
 
     @property
-    def shares(self) -> bool:
+    def needs_shares(self) -> bool:
         """Whether the log-probability of a chosen answer, a sum, is also needed as the mean of its tokens."""
-        return self.nll > 0 and not self.divides
+        return self.nll > 0 and not self.uses_mean
 
     # ---- in the graph
 
-    def loss(self, losses: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """The loss () of losses by token (B, T), and log-probabilities (B, 2 `pairs`): chosen ones, then rejected.
+    def loss(self, losses: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+        """The loss () of losses by token (B, T), and log-probabilities (B, 2 `num_pairs`): chosen ones, then rejected.
 
-        Adds the inputs of `PairBatches`: `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P),
+        Adds the inputs of `PairBatches`: `answer_sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `num_pairs` (B, P),
         their weights.
         """
-        rows, time = losses.shape
-        sides = input(SIDES, (rows, 2 * pairs, time))
-        summed = ops.matmul(ops.reshape(losses, shape=(rows, 1, time)), sides)
-        logps = named("logps", ops.scale(ops.reshape(summed, shape=(rows, 2 * pairs)), by=-1.0))
-        counted = _log_odds(logps) if self.measure == "odds" else logps
+        rows, num_tokens = losses.shape
+        answer_sides = input(SIDES_INPUT, (rows, 2 * num_pairs, num_tokens))
+        summed = ops.matmul(ops.reshape(losses, shape=(rows, 1, num_tokens)), answer_sides)
+        logps = named("logps", ops.scale(ops.reshape(summed, shape=(rows, 2 * num_pairs)), by=-1.0))
+        answer_scores = _log_odds(logps) if self.measure == "odds" else logps
         if self.reference:
-            counted = ops.sub(counted, input(REFERENCE, counted.shape))
-        chosen, rejected = (
-            ops.narrow(counted, axis=1, start=at, length=pairs) for at in (0, pairs)
+            answer_scores = ops.sub(answer_scores, input(REFERENCE, answer_scores.shape))
+        chosen_scores, rejected = (
+            ops.narrow(answer_scores, axis=1, start=at, length=num_pairs) for at in (0, num_pairs)
         )
-        each = ops.scale(self._judged(ops.sub(chosen, rejected)), by=self.by)
+        pair_losses = ops.scale(self._judge_margin(ops.sub(chosen_scores, rejected)), by=self.by)
         if self.nll:
-            likely = ops.narrow(logps, axis=1, start=0, length=pairs)
-            likely = ops.mul(likely, input(SHARES, likely.shape)) if self.shares else likely
-            each = ops.sub(each, ops.scale(likely, by=self.nll))
-        return named("loss", ops.sum(ops.mul(each, input(PAIRS, (rows, pairs))))), logps
+            likely = ops.narrow(logps, axis=1, start=0, length=num_pairs)
+            likely = ops.mul(likely, input(SHARES, likely.shape)) if self.needs_shares else likely
+            pair_losses = ops.sub(pair_losses, ops.scale(likely, by=self.nll))
+        return named("loss", ops.sum(ops.mul(pair_losses, input(PAIRS, (rows, num_pairs))))), logps
 
-    def _judged(self, margin: Tensor) -> Tensor:
+    def _judge_margin(self, margin: Tensor) -> Tensor:
         if self.judge == "square":
             return ops.sqr(ops.scale(margin, by=1.0, bias=-1 / (2 * self.beta)))
         z = ops.scale(margin, by=self.beta, bias=-self.gamma)
@@ -91,24 +91,26 @@ class Preference:
     # ---- on the host
 
     def judged(
-        self, logps: np.ndarray, reference: np.ndarray, shares: np.ndarray | float = 1.0
+        self, logps: np.ndarray, reference: np.ndarray, token_shares: np.ndarray | float = 1.0
     ) -> dict[str, np.ndarray]:
         """What the graph computes, of log-probabilities (N, 2) as it counts them, in f64, for each pair.
 
-        shares (N,): 1 / tokens of the chosen answer, where these are sums.
+        token_shares (N,): 1 / tokens of the chosen answer, where these are sums.
         loss; chosen and rejected, the rewards of the answers: beta * (s - r).
         """
         s = logps.astype(np.float64)
-        counted = s - np.log(np.maximum(-np.expm1(s), LEAST)) if self.measure == "odds" else s
-        rewards = counted - (reference if self.reference else 0.0)
-        margin = rewards[:, 0] - rewards[:, 1]
+        answer_scores = (
+            s - np.log(np.maximum(-np.expm1(s), MIN_COMPLEMENT)) if self.measure == "odds" else s
+        )
+        rewards = answer_scores - (reference if self.reference else 0.0)
+        reward_margin = rewards[:, 0] - rewards[:, 1]
         if self.judge == "square":
-            each = np.square(margin - 1 / (2 * self.beta))
+            pair_losses = np.square(reward_margin - 1 / (2 * self.beta))
         else:
-            z = self.beta * margin - self.gamma
-            right, wrong = np.logaddexp(0, -z), np.logaddexp(0, z)
-            each = (1 - self.smoothing) * right + self.smoothing * wrong
-        losses = self.by * each - self.nll * s[:, 0] * shares
+            z = self.beta * reward_margin - self.gamma
+            right_loss, wrong_loss = np.logaddexp(0, -z), np.logaddexp(0, z)
+            pair_losses = (1 - self.smoothing) * right_loss + self.smoothing * wrong_loss
+        losses = self.by * pair_losses - self.nll * s[:, 0] * token_shares
         return {
             "loss": losses,
             "chosen": self.beta * rewards[:, 0],
@@ -118,22 +120,22 @@ class Preference:
 
 def _log_odds(logps: Tensor) -> Tensor:
     """log(p / (1 - p))."""
-    rest = ops.scale(ops.exp(logps), by=-1.0, bias=1.0)
-    return ops.sub(logps, ops.log(ops.clamp(rest, low=LEAST)))
+    complement = ops.scale(ops.exp(logps), by=-1.0, bias=1.0)
+    return ops.sub(logps, ops.log(ops.clamp(complement, low=MIN_COMPLEMENT)))
 
 
 KINDS = {
-    one.name: one
-    for one in (
-        Preference("dpo"),
-        Preference("ipo", measure="mean", judge="square"),
-        Preference("simpo", beta=2.0, measure="mean", reference=False, gamma=0.5),
-        Preference("orpo", beta=1.0, measure="odds", reference=False, by=0.1, nll=1.0),
+    loss.name: loss
+    for loss in (
+        PreferenceLoss("dpo"),
+        PreferenceLoss("ipo", measure="mean", judge="square"),
+        PreferenceLoss("simpo", beta=2.0, measure="mean", reference=False, gamma=0.5),
+        PreferenceLoss("orpo", beta=1.0, measure="odds", reference=False, by=0.1, nll=1.0),
     )
 }
 
 
-def preference(name: str, **settings: Any) -> Preference:
+def make_preference(name: str, **settings: Any) -> PreferenceLoss:
     """The loss of this name, with these settings; None leaves a setting as the loss has it."""
     return replace(
         KINDS[name], **{key: value for key, value in settings.items() if value is not None}

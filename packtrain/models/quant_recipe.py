@@ -11,21 +11,21 @@ from importlib import import_module
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.dtypes import PACKED, Dtype, f16
-from packtrain.dtypes.element_type import Mix
+from packtrain.dtypes import PACKABLE, Dtype, f16
+from packtrain.dtypes.element_type import QuantMix
 from packtrain.dtypes.k import q3_K, q4_K, q5_K, q6_K
 from packtrain.dtypes.legacy import q8_0
 from packtrain.gguf import GGUF
 
-OUTPUT, EMBEDDING = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
-VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
-EXPERTS = 8  # models with this many experts get more bits for shared tensors
+OUTPUT, EMBEDDING_NAMES = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
+VALUE_NAMES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
+NUM_RICH_EXPERTS = 8  # models with this many experts get more bits for shared tensors
 # tensors at the beginning that some mixes treat differently, and which share of the blocks; `few` of them
-FIRST_VALUES, FIRST_SHARE = 4, 8
-FEW_VALUES, FEW_SHARE = 2, 16
-SHARING = 4  # heads that share values, from which on some mixes give them more bits
+NUM_FIRST_VALUES, FIRST_SHARE = 4, 8
+NUM_FEW_VALUES, FEW_BLOCK_DIVISOR = 2, 16
+MIN_SHARING_HEADS = 4  # heads that share values, from which on some mixes give them more bits
 # tensors of two or more axes that keep their type: norms, routers, small or special matrices
-KEPT = (
+UNCHANGED_NAMES = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
     "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
     "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
@@ -36,15 +36,15 @@ KEPT = (
 )  # fmt: skip
 
 
-MIXES = {mix.name: mix for dtype in PACKED for mix in dtype.mixes}
+MIXES = {mix.name: mix for dtype in PACKABLE for mix in dtype.mixes}
 MIXES |= {
-    dtype.name.upper(): dtype.mixes[-1] for dtype in PACKED if dtype.name.upper() not in MIXES
+    dtype.name.upper(): dtype.mixes[-1] for dtype in PACKABLE if dtype.name.upper() not in MIXES
 }
 
 
-def types_of(
+def tensor_dtypes(
     gguf: GGUF,
-    mix: Mix,
+    mix: QuantMix,
     *,
     pure: bool = False,
     output: Dtype | None = None,
@@ -58,113 +58,117 @@ def types_of(
     embedding  type of token embeddings
     weighed    whether there is an importance matrix, which changes two mixes
     """
-    falcon = gguf.metadata.get("general.architecture") == "falcon"
-    kind = _SmallRules if mix.small else _FalconRules if falcon else _Rules
-    rules, types = kind(gguf, mix, output, weighed), {}
-    for name in sorted(gguf.entries, key=_place):
-        entry = gguf.entries[name]
-        if not quantizable(name, entry.shape):
-            types[name] = entry.dtype
-        elif embedding and name in EMBEDDING:
-            types[name] = embedding
+    is_falcon = gguf.metadata.get("general.architecture") == "falcon"
+    kind = _SmallDtypeRules if mix.is_smallest else _FalconDtypeRules if is_falcon else _DtypeRules
+    dtype_rules, dtypes = kind(gguf, mix, output, weighed), {}
+    for name in sorted(gguf.entries, key=_tensor_order):
+        tensor_info = gguf.entries[name]
+        if not is_quantizable(name, tensor_info.shape):
+            dtypes[name] = tensor_info.dtype
+        elif embedding and name in EMBEDDING_NAMES:
+            dtypes[name] = embedding
         elif output and name == OUTPUT:
-            types[name] = output
+            dtypes[name] = output
         elif mix.dtype.quantized:
-            chosen = mix.dtype if pure else rules.choose(name, entry.shape[-1])
-            types[name] = fitting(chosen, entry.shape[-1])
+            chosen_dtype = mix.dtype if pure else dtype_rules.choose(name, tensor_info.shape[-1])
+            dtypes[name] = fit_block_width(chosen_dtype, tensor_info.shape[-1])
         else:
-            types[name] = mix.dtype
-    return {name: types[name] for name in gguf.entries}
+            dtypes[name] = mix.dtype
+    return {name: dtypes[name] for name in gguf.entries}
 
 
-def quantizable(name: str, shape: tuple[int, ...]) -> bool:
+def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor's type changes at all."""
     rows = any(size != 1 for size in shape[:-1])
-    return rows and name.endswith("weight") and not any(part in name for part in KEPT)
+    return rows and name.endswith("weight") and not any(part in name for part in UNCHANGED_NAMES)
 
 
-def fitting(dtype: Dtype, width: int) -> Dtype:
-    """The type, or the next one whose blocks divide rows of `width`; f16 if there is none."""
-    if width % dtype.block:
+def fit_block_width(dtype: Dtype, row_width: int) -> Dtype:
+    """The type, or the next one whose blocks divide rows of `row_width`; f16 if there is none."""
+    if row_width % dtype.block:
         dtype = dtype.smaller or dtype
-    return f16 if width % dtype.block else dtype
+    return f16 if row_width % dtype.block else dtype
 
 
-def _place(name: str) -> tuple[int, bytes]:
+def _tensor_order(name: str) -> tuple[int, bytes]:
     """The order in which llama-quantize counts tensors: by block, then by name."""
-    block = _block(name)
-    return -1 if block is None else block, name.encode()
+    block_index = _block_index(name)
+    return -1 if block_index is None else block_index, name.encode()
 
 
-def _block(name: str) -> int | None:
-    matched = re.match(r"blk\.([0-9]{1,9})\.", name)
-    return int(matched[1]) if matched else None
+def _block_index(name: str) -> int | None:
+    match = re.match(r"blk\.([0-9]{1,9})\.", name)
+    return int(match[1]) if match else None
 
 
 # ffn_down of a falcon: in the first sixteenth of the blocks, where others get more bits, elsewhere
-FALCON_DOWN = {
+FALCON_DOWN_DTYPES = {
     "Q3_K_M": (q5_K, q4_K, q3_K), "Q3_K_L": (q4_K, q4_K, q4_K), "Q4_K_S": (q4_K, q4_K, q4_K),
     "Q4_K_M": (q6_K, q5_K, q4_K),
 }  # fmt: skip
 
 
-class _Rules:
+class _DtypeRules:
     """The rules of a mix for single tensors; counts the tensors of each kind."""
 
-    keys = q8_0  # type of attn_k with eight experts
+    key_dtype = q8_0  # type of attn_k with eight experts
 
-    def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None, weighed: bool) -> None:
+    def __init__(self, gguf: GGUF, mix: QuantMix, output: Dtype | None, weighed: bool) -> None:
         self.gguf, self.mix, self.output, self.weighed = gguf, mix, output, weighed
         self.architecture = gguf.metadata.get("general.architecture")
         self.blocks = self._number("block_count")
         self.experts = self._number("expert_count")
-        self.values = sum(any(part in name for part in VALUES) for name in gguf.entries)
-        self.tied = OUTPUT not in gguf.entries
-        self.seen: Counter[str] = Counter()
+        self.values = sum(any(pattern in name for pattern in VALUE_NAMES) for name in gguf.entries)
+        self.is_tied = OUTPUT not in gguf.entries
+        self.tensor_counts: Counter[str] = Counter()
 
     def _number(self, key: str, default: int = 0) -> int:
         key = f"{self.architecture}.{key}"
-        number = self.gguf.metadata.get(key, default)
-        if isinstance(number, np.ndarray) and number.size:  # of the first block, as llama-quantize
-            number = number.item(0)
-        if not isinstance(number, int):
-            raise InputError(f"{self.gguf.path}: {key} is {number!r}; it must be a whole number")
-        return number
+        value = self.gguf.metadata.get(key, default)
+        if isinstance(value, np.ndarray) and value.size:  # of the first block, as llama-quantize
+            value = value.item(0)
+        if not isinstance(value, int):
+            raise InputError(f"{self.gguf.path}: {key} is {value!r}; it must be a whole number")
+        return value
 
     def choose(self, name: str, width: int) -> Dtype:
-        if name == OUTPUT or (self.tied and name in EMBEDDING):
+        if name == OUTPUT or (self.is_tied and name in EMBEDDING_NAMES):
             return self._output(width)
-        if name in EMBEDDING:
-            return self.mix.embedding or self.mix.dtype
-        if any(part in name for part in VALUES):
-            return self._values()
-        if "attn_k.weight" in name and self.experts == EXPERTS:
-            return self.keys
+        if name in EMBEDDING_NAMES:
+            return self.mix.token_embd or self.mix.dtype
+        if any(pattern in name for pattern in VALUE_NAMES):
+            return self._value_dtype()
+        if "attn_k.weight" in name and self.experts == NUM_RICH_EXPERTS:
+            return self.key_dtype
         if "attn_k.weight" in name or "attn_q.weight" in name:
-            return self.mix.queries or self.mix.dtype
+            return self.mix.attn_qk or self.mix.dtype
         if "attn_output.weight" in name:
-            return self._attended()
-        for part in ("ffn_up", "ffn_gate"):
-            if part in name:
-                return self._forward(part, name)
+            return self._attention_output_dtype()
+        for pattern in ("ffn_up", "ffn_gate"):
+            if pattern in name:
+                return self._feed_forward_dtype(pattern, name)
         if "ffn_down" in name:
-            return self._down(name)
+            return self._down_dtype(name)
         return self.mix.dtype
 
     def _output(self, width: int) -> Dtype:
         if self.output:
             return self.output
-        narrow = width % self.mix.dtype.block or self.mix.dtype is q8_0
-        return q8_0 if narrow else self.mix.head or q6_K
+        is_narrow = width % self.mix.dtype.block or self.mix.dtype is q8_0
+        return q8_0 if is_narrow else self.mix.output_head or q6_K
 
-    def _values(self) -> Dtype:
-        i = self.seen["values"]
-        self.seen["values"] += 1
-        if self.experts == EXPERTS:
+    def _value_dtype(self) -> Dtype:
+        index = self.tensor_counts["values"]
+        self.tensor_counts["values"] += 1
+        if self.experts == NUM_RICH_EXPERTS:
             return q8_0
-        first = FEW_VALUES if self.mix.few else FIRST_VALUES
-        default_dtype = self.mix.shared if self.mix.shared and self._sharing() else self.mix.values
-        dtype = self._instead(i, first, self.values, default_dtype)
+        num_first = NUM_FEW_VALUES if self.mix.has_few_first else NUM_FIRST_VALUES
+        default_dtype = (
+            self.mix.attn_v_grouped
+            if self.mix.attn_v_grouped and self._sharing()
+            else self.mix.attn_v
+        )
+        dtype = self._instead(index, num_first, self.values, default_dtype)
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 
     def _is_70b(self) -> bool:
@@ -179,92 +183,100 @@ class _Rules:
             not architecture.grouped_70b or self._number("attention.head_count_kv", heads) != heads
         )
 
-    def _number_of(self, part: str, name: str) -> int:
+    def _next_index(self, pattern: str, name: str) -> int:
         """Of how many such tensors this is the next."""
-        i = self.seen[part]
-        self.seen[part] += 1
-        return (_block(name) or 0) if self.experts > 1 else i  # a block has several
+        index = self.tensor_counts[pattern]
+        self.tensor_counts[pattern] += 1
+        return (_block_index(name) or 0) if self.experts > 1 else index  # a block has several
 
-    def _forward(self, part: str, name: str) -> Dtype:
-        i, eighth = self._number_of(part, name), self.blocks // FIRST_SHARE
-        inner = eighth <= i < 7 * self.blocks // FIRST_SHARE
-        return (self.mix.middle if inner else None) or self.mix.dtype
+    def _feed_forward_dtype(self, pattern: str, name: str) -> Dtype:
+        index, eighth_of_blocks = self._next_index(pattern, name), self.blocks // FIRST_SHARE
+        is_inner = eighth_of_blocks <= index < 7 * self.blocks // FIRST_SHARE
+        return (self.mix.ffn_gate_up_middle if is_inner else None) or self.mix.dtype
 
-    def _down(self, name: str) -> Dtype:
-        i = self._number_of("ffn_down", name)
-        first = self.mix.weighed if self.weighed else self.mix.unweighed
-        if first and i < self.blocks // FIRST_SHARE:
-            return first
-        if self.mix.eight and self.experts == EXPERTS and _more(i, self.blocks):
-            return self.mix.eight
-        share = FEW_SHARE if self.mix.few else FIRST_SHARE
-        return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
+    def _down_dtype(self, name: str) -> Dtype:
+        index = self._next_index("ffn_down", name)
+        first_dtype = (
+            self.mix.first_ffn_down_weighted if self.weighed else self.mix.first_ffn_down_unweighted
+        )
+        if first_dtype and index < self.blocks // FIRST_SHARE:
+            return first_dtype
+        if (
+            self.mix.ffn_down_8_experts
+            and self.experts == NUM_RICH_EXPERTS
+            and _gets_more_bits(index, self.blocks)
+        ):
+            return self.mix.ffn_down_8_experts
+        block_divisor = FEW_BLOCK_DIVISOR if self.mix.has_few_first else FIRST_SHARE
+        return self._instead(index, self.blocks // block_divisor, self.blocks, self.mix.ffn_down)
 
-    def _attended(self) -> Dtype:
-        richer, attended_dtype = self.mix.dtype.richer, self.mix.attended
-        if self.experts == EXPERTS:  # a mix that gives it these bits anyway does not here
+    def _attention_output_dtype(self) -> Dtype:
+        richer, attended_dtype = self.mix.dtype.richer, self.mix.attn_output
+        if self.experts == NUM_RICH_EXPERTS:  # a mix that gives it these bits anyway does not here
             return richer if richer and richer is not attended_dtype else self.mix.dtype
         return attended_dtype or self.mix.dtype
 
     def _sharing(self) -> bool:
         """Whether so many heads share values that these get more bits."""
-        heads = self._number("attention.head_count")
-        shared = self._number("attention.head_count_kv", heads)
-        return shared > 0 and heads // shared >= SHARING
+        num_heads = self._number("attention.head_count")
+        num_kv_heads = self._number("attention.head_count_kv", num_heads)
+        return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
-    def _instead(self, i: int, first: int, count: int, default_dtype: Dtype | None) -> Dtype:
+    def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
         """The mix's type for the i-th of `count` such tensors."""
-        if self.mix.first and i < first:
-            return self.mix.first
-        spread_dtype = self.mix.spread if _more(i, count) else None
+        if self.mix.first_layers and i < num_first:
+            return self.mix.first_layers
+        spread_dtype = self.mix.outer_layers if _gets_more_bits(i, count) else None
         return spread_dtype or default_dtype or self.mix.dtype
 
 
-class _FalconRules(_Rules):
+class _FalconDtypeRules(_DtypeRules):
     """A falcon's: more bits for the head, fewer for the feed-forward and attention's output."""
 
     def _output(self, width: int) -> Dtype:
         return self.output or q8_0
 
-    def _down(self, name: str) -> Dtype:
-        default_dtype = super()._down(name)
-        i = self.seen["ffn_down"] - 1
-        first, spread_dtype, rest = FALCON_DOWN.get(
+    def _down_dtype(self, name: str) -> Dtype:
+        default_dtype = super()._down_dtype(name)
+        index = self.tensor_counts["ffn_down"] - 1
+        first_dtype, spread_dtype, other_dtype = FALCON_DOWN_DTYPES.get(
             self.mix.name, (default_dtype, default_dtype, default_dtype)
         )
         return (
-            first
-            if i < self.blocks // FEW_SHARE
+            first_dtype
+            if index < self.blocks // FEW_BLOCK_DIVISOR
             else spread_dtype
-            if _more(i, self.blocks)
-            else rest
+            if _gets_more_bits(index, self.blocks)
+            else other_dtype
         )
 
-    def _attended(self) -> Dtype:
+    def _attention_output_dtype(self) -> Dtype:
         return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype
 
 
-class _SmallRules(_Rules):
+class _SmallDtypeRules(_DtypeRules):
     """Those of the types of about two bits, whatever the architecture: see llama_tensor_get_type_impl."""
 
-    keys = q4_K
+    key_dtype = q4_K
 
     def _output(self, width: int) -> Dtype:
         return q8_0 if self.architecture == "falcon" and not self.output else super()._output(width)
 
-    def _values(self) -> Dtype:
-        served = self._sharing() or self.experts >= SHARING
-        return q4_K if served else self.mix.values or self.mix.dtype
+    def _value_dtype(self) -> Dtype:
+        gets_more_bits = self._sharing() or self.experts >= MIN_SHARING_HEADS
+        return q4_K if gets_more_bits else self.mix.attn_v or self.mix.dtype
 
-    def _down(self, name: str) -> Dtype:
-        i = self.seen["ffn_down"]
-        self.seen["ffn_down"] += 1
-        return (self.mix.weighed if i < self.blocks // FIRST_SHARE else None) or self.mix.dtype
+    def _down_dtype(self, name: str) -> Dtype:
+        index = self.tensor_counts["ffn_down"]
+        self.tensor_counts["ffn_down"] += 1
+        return (
+            self.mix.first_ffn_down_weighted if index < self.blocks // FIRST_SHARE else None
+        ) or self.mix.dtype
 
-    def _attended(self) -> Dtype:
-        return q5_K if self.experts == EXPERTS else self.mix.attended or self.mix.dtype
+    def _attention_output_dtype(self) -> Dtype:
+        return q5_K if self.experts == NUM_RICH_EXPERTS else self.mix.attn_output or self.mix.dtype
 
 
-def _more(i: int, count: int) -> bool:
+def _gets_more_bits(i: int, count: int) -> bool:
     """Whether the i-th of `count` blocks gets more bits: the first and last eighth, and every third between."""
     return i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2

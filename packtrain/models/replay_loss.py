@@ -20,47 +20,47 @@ from packtrain.engine.tensor import Tensor, input, named
 from packtrain.models import transformer
 from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
-from packtrain.models.transformer import Loss
+from packtrain.models.transformer import LossOutputs
 
 IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayLoss:
     """The settings of the loss.
 
     length  tokens of a text at the end of every row
     weight  of the texts, where the data counts 1
-    texts   how many there are
-    width   of the rows of the head
+    num_texts   how many there are
+    head_width   of the rows of the head
     """
 
     length: int
     weight: float
-    texts: int
-    width: int
+    num_texts: int
+    head_width: int
 
     def numbers(self, time: int) -> int:
         """How many numbers of 4 bytes the inputs of a row hold."""
-        return (self.width + 2) * self.length
+        return (self.head_width + 2) * self.length
 
     @property
     def nbytes(self) -> int:
         """Bytes of all texts, with their means in f16."""
-        return self.texts * self.length * (2 * self.width + 8)
+        return self.num_texts * self.length * (2 * self.head_width + 8)
 
-    def loss(self, config: Config, w: Weights, base_loss: Loss, chunk: int) -> Tensor:
+    def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
         """The loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
-        rows, time, width = base_loss.x.shape
+        batch_rows, time, width = base_loss.x.shape
 
         def last(x: Tensor) -> Tensor:
             return ops.cont(ops.narrow(x, axis=1, start=time - self.length, length=self.length))
 
-        shape = rows, self.length
-        drawn = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
+        shape = batch_rows, self.length
+        target_rows = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
         logit_diffs = ops.sum_rows(
-            ops.mul(last(base_loss.x), ops.sub(drawn, input(MEANS, (*shape, width))))
+            ops.mul(last(base_loss.x), ops.sub(target_rows, input(MEANS, (*shape, width))))
         )
         divergence = ops.add(ops.reshape(logit_diffs, shape=shape), input(CONSTANTS, shape))
-        total = ops.add(base_loss.loss, ops.sum(ops.mul(divergence, last(base_loss.weights))))
-        return named("loss", ops.scale(total, by=1 + self.weight))
+        total_loss = ops.add(base_loss.loss, ops.sum(ops.mul(divergence, last(base_loss.weights))))
+        return named("loss", ops.scale(total_loss, by=1 + self.weight))

@@ -15,147 +15,156 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.engine.ops.stored_values import stored_rows
-from packtrain.gguf import GGUF, Deferred, Entry, Value, write
-from packtrain.kernels.quantized_arrays import Stored, dequantize, packed
+from packtrain.gguf import GGUF, DeferredTensor, MetadataValue, TensorInfo, write_gguf
+from packtrain.kernels.quantized_arrays import QuantizedBlocks, dequantize, packed
 from packtrain.models.adapter_file import Adapter
 from packtrain.models.arch.architecture import is_matrix
 
-PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
+CHUNK_ELEMENTS = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
 # prefixes of keys that are not valid for the new file
 DROPPED = ("split.", "general.base_model.")
 
-Rows = Callable[[int, int], np.ndarray]
-Done = Callable[[Entry, Dtype, float], None]
+ReadRows = Callable[[int, int], np.ndarray]
+TensorDone = Callable[[TensorInfo, Dtype, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class InBlocks:
+class AwareMergedRows:
     """Merged rows in the blocks of the base, with their scales: bit for bit what aware training saw.
 
-    exact  the same rows before rounding
+    exact_rows  the same rows before rounding
     """
 
     array: np.ndarray
     adapter: Adapter
-    name: str
-    exact: Callable[[int, int], np.ndarray]
+    tensor_name: str
+    exact_rows: Callable[[int, int], np.ndarray]
 
-    def __call__(self, start: int, stop: int) -> Stored:
-        a, b = self.adapter.pairs[self.name]
-        by, rows = self.adapter.scale(self.name), self.array[start:stop]
-        return Stored(stored_rows(rows, a, b[start:stop], by, start), self.exact(start, stop))
+    def __call__(self, row_start: int, row_stop: int) -> QuantizedBlocks:
+        a, b = self.adapter.lora_pairs[self.tensor_name]
+        scale, stored = self.adapter.scale_of(self.tensor_name), self.array[row_start:row_stop]
+        return QuantizedBlocks(
+            stored_rows(stored, a, b[row_start:row_stop], scale, row_start),
+            self.exact_rows(row_start, row_stop),
+        )
 
 
-def recodable(base: GGUF, name: str) -> bool:
+def is_recodable(base: GGUF, name: str) -> bool:
     """Whether aware training keeps this matrix in its blocks."""
     entry = base.entries[name]
     return name.startswith("blk.") and entry.dtype in RECODABLE and len(entry.shape) == 2
 
 
-def stored_with(base: GGUF, adapter: Adapter) -> dict[str, Rows | InBlocks]:
+def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
     """The same for an adapter of aware training, whose matrices stay in their blocks."""
     return {
-        name: InBlocks(base.array(name), adapter, name, rows) if recodable(base, name) else rows
-        for name, rows in merged(base, [(adapter, 1.0)]).items()
+        name: AwareMergedRows(base.array(name), adapter, name, read_rows)
+        if is_recodable(base, name)
+        else read_rows
+        for name, read_rows in merged_rows(base, [(adapter, 1.0)]).items()
     }
 
 
-def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, Rows]:
+def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, ReadRows]:
     """Merged rows of every matrix that the adapters change. Raises InputError for types that cannot be read."""
-    touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
+    adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
 
-    def changed(name: str) -> Rows:
+    def read_merged(name: str) -> ReadRows:
         if base.entries[name].dtype not in READABLE:
             readable_types = ", ".join(map(str, READABLE))
             raise InputError(
                 f"{base.path}: {name} is {base.entries[name].dtype}, which cannot be merged into; it must be one"
                 f" of {readable_types}"
             )
-        before = unpacked(base, name)
-        tensor_adapters = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
+        read_base = unpacked(base, name)
+        tensor_adapters = [(adapter, by) for adapter, by in adapters if name in adapter.lora_pairs]
 
-        def rows(start: int, stop: int) -> np.ndarray:
-            values = before(start, stop)
+        def read_rows(row_start: int, row_stop: int) -> np.ndarray:
+            values = read_base(row_start, row_stop)
             with np.errstate(
                 over="ignore", invalid="ignore"
             ):  # `packed` finds values that are not finite
                 for adapter, by in tensor_adapters:
-                    values = values + np.float32(by) * adapter.rows(name, start, stop)
+                    values = values + np.float32(by) * adapter.delta_rows(name, row_start, row_stop)
             return values
 
-        return rows
+        return read_rows
 
-    return {name: changed(name) for name in touched}
+    return {name: read_merged(name) for name in adapted_names}
 
 
-def unpacked(base: GGUF, name: str) -> Rows:
+def unpacked(base: GGUF, name: str) -> ReadRows:
     """The rows of a matrix, or of all matrices of a stack, as f32."""
     array = base.array(name)
-    flat = array.reshape(-1, array.shape[-1])
-    return lambda start, stop: dequantize(flat[start:stop])
+    matrix_rows = array.reshape(-1, array.shape[-1])
+    return lambda row_start, row_stop: dequantize(matrix_rows[row_start:row_stop])
 
 
-def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
+def stored_dtype(entry: TensorInfo, dtype: Dtype | None) -> Dtype:
     """The stored type of a changed tensor: `dtype` if its blocks divide the rows of the matrix, else its own."""
-    matrix = is_matrix(entry.name, entry.shape)
-    if dtype is not None and matrix and entry.shape[-1] % dtype.block == 0:
+    has_matrix = is_matrix(entry.name, entry.shape)
+    if dtype is not None and has_matrix and entry.shape[-1] % dtype.block == 0:
         return dtype
-    return entry.dtype.instead or entry.dtype
+    return entry.dtype.merge_dtype or entry.dtype
 
 
 def write_changed(
     path: str | Path,
     base: GGUF,
-    changes: Mapping[str, Rows | InBlocks],
+    changes: Mapping[str, ReadRows | AwareMergedRows],
     *,
     name: str,
     dtype: Dtype | None = None,
     types: Mapping[str, Dtype] = MappingProxyType({}),
-    more: Mapping[str, Value] = MappingProxyType({}),
-    done: Done = lambda entry, stored, error: None,
+    extra_metadata: Mapping[str, MetadataValue] = MappingProxyType({}),
+    on_tensor: TensorDone = lambda entry, stored, error: None,
 ) -> None:
     """Write the base with changed tensors; rows(start, stop) returns f32 (stop - start, width).
 
     dtype, types  stored type of changed tensors (see stored_type), and exceptions by name
-    more  additional metadata
-    done  called for each changed tensor: its entry in the base, its new type, and the relative rounding error
+    extra_metadata  additional metadata
+    on_tensor  called for each changed tensor: its entry in the base, its new type, and the relative rounding error
     Raises InputError for values that the type cannot hold, or a name that the base does not have.
     """
-    unknown = [tensor for tensor in changes if tensor not in base.entries]
-    if unknown:
-        raise InputError(f"{base.path}: there is no tensor {unknown[0]} to change")
+    unknown_names = [tensor for tensor in changes if tensor not in base.entries]
+    if unknown_names:
+        raise InputError(f"{base.path}: there is no tensor {unknown_names[0]} to change")
     tensors = {
-        tensor: _deferred(base, entry, changes.get(tensor), types.get(tensor, dtype), done)
+        tensor: _deferred(base, entry, changes.get(tensor), types.get(tensor, dtype), on_tensor)
         for tensor, entry in base.entries.items()
     }
-    values = {key: value for key, value in base.values.items() if not key.startswith(DROPPED)}
-    before = values.get("general.name", Value("string", base.path.stem))
-    values |= {
-        "general.name": Value("string", name),
-        "general.base_model.count": Value("u32", 1),
-        "general.base_model.0.name": before,
-        **more,
+    metadata = {key: value for key, value in base.values.items() if not key.startswith(DROPPED)}
+    base_name = metadata.get("general.name", MetadataValue("string", base.path.stem))
+    metadata |= {
+        "general.name": MetadataValue("string", name),
+        "general.base_model.count": MetadataValue("u32", 1),
+        "general.base_model.0.name": base_name,
+        **extra_metadata,
     }
-    write(path, values, tensors)
+    write_gguf(path, metadata, tensors)
 
 
 def _deferred(
-    base: GGUF, entry: Entry, rows: Rows | InBlocks | None, dtype: Dtype | None, done: Done
-) -> Deferred:
-    if rows is None:
-        return Deferred(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
-    stored = entry.dtype if isinstance(rows, InBlocks) else stored_type(entry, dtype)
-    if stored not in WRITABLE and not isinstance(rows, InBlocks):
+    base: GGUF,
+    entry: TensorInfo,
+    read_rows: ReadRows | AwareMergedRows | None,
+    dtype: Dtype | None,
+    on_tensor: TensorDone,
+) -> DeferredTensor:
+    if read_rows is None:
+        return DeferredTensor(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
+    stored = entry.dtype if isinstance(read_rows, AwareMergedRows) else stored_dtype(entry, dtype)
+    if stored not in WRITABLE and not isinstance(read_rows, AwareMergedRows):
         writable_types = ", ".join(map(str, WRITABLE))
         raise InputError(
             f"{base.path}: {entry.name} would be {stored}; types that can be written: {writable_types}"
         )
-    *outer, width = entry.shape
-    count, step = math.prod(outer), max(1, PART // max(width, 1))
+    *outer_shape, width = entry.shape
+    num_rows, step = math.prod(outer_shape), max(1, CHUNK_ELEMENTS // max(width, 1))
 
-    def parts() -> Iterator[np.ndarray]:
-        values = (rows(at, min(at + step, count)) for at in range(0, count, step))
+    def packed_chunks() -> Iterator[np.ndarray]:
+        chunks = (read_rows(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
         location = f"{base.path}: {entry.name}"
-        yield from packed(location, values, stored, lambda error: done(entry, stored, error))
+        yield from packed(location, chunks, stored, lambda error: on_tensor(entry, stored, error))
 
-    return Deferred(stored, entry.shape, parts)
+    return DeferredTensor(stored, entry.shape, packed_chunks)

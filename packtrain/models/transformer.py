@@ -16,20 +16,20 @@ from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, constant, input, named, weight
 from packtrain.models import altup, unfused_attention
-from packtrain.models.activation_rounding import product, rounded
+from packtrain.models.activation_rounding import matmul_weight, rounded
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
-from packtrain.models.block import block
-from packtrain.models.block_weights import Mixer, Tables, Weights, normalized
+from packtrain.models.block import transformer_block
+from packtrain.models.block_weights import Mixer, RopeTables, Weights, apply_norm
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
-from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, shapes, unread
+from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, unused_weights, weight_shapes
 
-ADDING = tuple(f"{part}.weight" for part in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
+ADDING = tuple(f"{name}.weight" for name in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
-KeysValues = dict[int, tuple[Tensor, Tensor]]
+KeysAndValues = dict[int, tuple[Tensor, Tensor]]
 
 
-class Rule(TypedDict):
+class AttentionAttrs(TypedDict):
     """Attributes of an attention."""
 
     scale: float
@@ -37,37 +37,37 @@ class Rule(TypedDict):
     softcap: float
 
 
-def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """The model's weight leaves by GGUF name; `types` has those not stored as f32.
+def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
+    """The model's weight leaves by GGUF name; `dtypes` has those not stored as f32.
 
     LoRA adapters come last.
     """
-    unread_names = {*unread(config)}
+    unread_names = {*unused_weights(config)}
     return {
         name: weight(
             name,
             shape,
-            types.get(name, f32),
-            "table" if learned_otherwise(name) or name in unread_names else "weight",
+            dtypes.get(name, f32),
+            "table" if has_no_gradient(name) or name in unread_names else "weight",
         )
-        for name, shape in shapes(config).items()
+        for name, shape in weight_shapes(config).items()
     }
 
 
-def learned_otherwise(name: str) -> bool:
+def has_no_gradient(name: str) -> bool:
     """Whether a tensor has no gradient: divisors of rope's frequencies, scales of blocks, what chooses experts."""
     return name.startswith("rope_") or name.endswith((CHOICE, LAYER_SCALE))
 
 
-def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Initial values of all weights, see initialise."""
     values = {name: np.empty(leaf.shape, np.float32) for name, leaf in weights(config).items()}
-    initialise(config, seed, lambda name, fill: fill(values[name]))
+    initialize_weights(config, seed, lambda name, fill: fill(values[name]))
     return values
 
 
-def initialise(
-    config: Config, seed: int, at: Callable[[str, Callable[[np.ndarray], None]], None]
+def initialize_weights(
+    config: Config, seed: int, visit_weight: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
     """Initialize weights in place: at(name, fill) calls fill(array) for each weight in turn.
 
@@ -76,56 +76,56 @@ def initialise(
     """
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
-        adds = name.endswith(ADDING)
-        deviation = np.float32(0.02 / (2 * config.block_count) ** 0.5 if adds else 0.02)
+        adds_to_residual = name.endswith(ADDING)
+        deviation = np.float32(0.02 / (2 * config.block_count) ** 0.5 if adds_to_residual else 0.02)
 
-        def normal(array: np.ndarray, deviation: np.float32 = deviation) -> None:
+        def fill_normal(array: np.ndarray, deviation: np.float32 = deviation) -> None:
             rng.standard_normal(dtype=np.float32, out=array)
             array *= deviation
 
         fill_value = 0 if name.endswith(".bias") else -1 if name.endswith(".ssm_a") else 1
 
-        def even(array: np.ndarray, value: int = fill_value) -> None:
+        def fill_constant(array: np.ndarray, value: int = fill_value) -> None:
             array.fill(value)
 
-        matrix = len(leaf.shape) > 1 and name.endswith(".weight")
-        at(name, normal if matrix else even)
+        is_weight_matrix = len(leaf.shape) > 1 and name.endswith(".weight")
+        visit_weight(name, fill_normal if is_weight_matrix else fill_constant)
 
 
-def rope_tables(
-    config: Config, w: Weights, pos: Tensor, context: int, *, turn: bool = False
-) -> Tables:
+def make_rope_tables(
+    config: Config, w: Weights, pos: Tensor, context: int, *, is_shift: bool = False
+) -> RopeTables:
     """The rope tables of all blocks for queries and keys, computed once for each kind of rotation.
 
     context  the longest possible text: beyond the context of pretraining, the long rope factors apply
-    turn     keys that have been rotated are rotated on by `pos`: their lengths stay
+    is_shift     keys that have been rotated are rotated on by `pos`: their lengths stay
     """
-    original, rate = config.original_context, config.temperature_scale
-    length = "long" if context > original else "short"
-    factors = w.get("rope_freqs.weight", w.get(f"rope_factors_{length}.weight"))
+    original_context, rate = config.original_context, config.temperature_scale
+    factor_set = "long" if context > original_context else "short"
+    rope_factors = w.get("rope_freqs.weight", w.get(f"rope_factors_{factor_set}.weight"))
     ropes = dict.fromkeys(config.rope_of(i) for i in range(config.block_count))
-    tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+    rope_tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
     for rope in (rope for rope in ropes if rope is not None):
-        rotation = replace(rope, magnitude=1.0) if turn else rope
-        for_k = for_q = rope_table(rotation, pos, factors)
-        if rate and not turn:
-            for_q = rope_table(rope, pos, factors, growth=(rate, original, 0))
-        tables[rope] = for_q, for_k
-    if config.traits.warmth and not turn:
-        warm = ops.grown(pos, rate=config.traits.warmth, length=config.window, offset=1)
+        rotation = replace(rope, magnitude=1.0) if is_shift else rope
+        for_k = for_q = make_rope_table(rotation, pos, rope_factors)
+        if rate and not is_shift:
+            for_q = make_rope_table(rope, pos, rope_factors, growth=(rate, original_context, 0))
+        rope_tables[rope] = for_q, for_k
+    if config.traits.chunk_temperature and not is_shift:
+        warm = ops.grown(pos, rate=config.traits.chunk_temperature, length=config.window, offset=1)
         warm = named("warmth", ops.reshape(warm, shape=(*pos.shape, 1, 1)))
-        tables[None] = warm, warm
-    return tables
+        rope_tables[None] = warm, warm
+    return rope_tables
 
 
-def rope_table(
+def make_rope_table(
     rope: Rope, pos: Tensor, factors: Tensor | None, growth: tuple[float, int, int] = (0.0, 1, 0)
 ) -> Tensor:
-    table = ops.rope_table(
-        pos, factors if rope.factors else None, dims=rope.dims, base=rope.base, divisor=rope.divisor,
+    rope_values = ops.rope_table(
+        pos, factors if rope.use_factors else None, dims=rope.rotated_width, base=rope.base, divisor=rope.divisor,
         blend=rope.blend, magnitude=rope.magnitude, growth=growth,
     )  # fmt: skip
-    return named("rope_table", table)
+    return named("rope_table", rope_values)
 
 
 def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor:
@@ -145,35 +145,35 @@ def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor
     return named("token_embd", h)
 
 
-def stream(
+def residual_stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, mixer: Mixer, context: int
 ) -> Iterator[Tensor]:
     """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each.
 
     Of several streams (..., S, C).
     """
-    tables = rope_tables(config, w, pos, context)
+    rope_tables = make_rope_tables(config, w, pos, context)
     h, layer_inputs = embedding(config, w, tokens, pos), None
     if config.embedding_length_per_layer:
-        layer_inputs = embeddings(config, w, tokens, h)
+        layer_inputs = layer_embeddings(config, w, tokens, h)
         h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
-    h = altup.spread(config, w, h) if config.traits.streams else h
+    h = altup.spread(config, w, h) if config.traits.num_streams else h
     yield h
     for i in range(config.block_count):
-        h = block(config, w, i, h, tables, mixer, layer_inputs)
+        h = transformer_block(config, w, i, h, rope_tables, mixer, layer_inputs)
         yield h
 
 
-def embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
+def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
     """What each block has of the tokens (...) for itself, (..., L, P), and of their embedding h (..., C)."""
-    p, c = config.embedding_length_per_layer, config.embedding_length
-    table, proj, norm = LAYER_INPUTS
+    p, width = config.embedding_length_per_layer, config.embedding_length
+    table_name, projection_name, norm_name = LAYER_INPUTS
     shape = (*tokens.shape, config.block_count, p)
-    rows = ops.scale(ops.get_rows(w[f"{table}.weight"], tokens), by=(p / 2) ** 0.5)
-    projected = ops.scale(product(config, h, w[f"{proj}.weight"]), by=c**-0.5)
-    projected = normalized(config, w, norm, ops.reshape(projected, shape=shape))
-    both = ops.add(ops.scale(projected, by=0.5**0.5), ops.reshape(rows, shape=shape))
-    return named("per_layer_inputs", both)
+    table_rows = ops.scale(ops.get_rows(w[f"{table_name}.weight"], tokens), by=(p / 2) ** 0.5)
+    projected = ops.scale(matmul_weight(config, h, w[f"{projection_name}.weight"]), by=width**-0.5)
+    projected = apply_norm(config, w, norm_name, ops.reshape(projected, shape=shape))
+    layer_inputs = ops.add(ops.scale(projected, by=0.5**0.5), ops.reshape(table_rows, shape=shape))
+    return named("per_layer_inputs", layer_inputs)
 
 
 def mixed(
@@ -183,20 +183,20 @@ def mixed(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    *positions: Tensor,
+    *token_positions: Tensor,
 ) -> Tensor:
-    """The attention output of block i, see ops.attention; `positions` are q_pos, k_pos, q_seq and k_seq."""
-    rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), positions
-    places = q_pos, k_pos, q_seq, k_seq
+    """The attention output of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
+    block_attrs, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
+    attention_positions = q_pos, k_pos, q_seq, k_seq
     if config.flash:
-        y = ops.attention(q, k, v, *places, None, sinks, **rule)[0]
+        y = ops.attention(q, k, v, *attention_positions, None, sinks, **block_attrs)[0]
     else:
-        y = unfused_attention.attention(q, k, v, *places, sinks, **rule)
+        y = unfused_attention.attention(q, k, v, *attention_positions, sinks, **block_attrs)
     return named(f"blk.{i}.attn", y)
 
 
-def in_batch(
-    config: Config, pos: Tensor, seq: Tensor, keys_values: KeysValues | None = None
+def batch_mixer(
+    config: Config, pos: Tensor, seq: Tensor, keys_values: KeysAndValues | None = None
 ) -> Mixer:
     """Tokens see those before them in their line, of the same sequence.
 
@@ -215,22 +215,22 @@ def in_batch(
         return ops.short_conv(x, filters, seq)
 
     def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
-        return ops.ssm_scan(x, delta, a, skip, seq, **scan_rule(config))
+        return ops.ssm_scan(x, delta, a, skip, seq, **scan_attrs(config))
 
-    def delta(i: int, x: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        rule = delta_rule(config)
-        return ops.delta_rule(x, decay, beta, seq, **rule, width=scan_rule(config)["width"])
+    def apply_delta_rule(i: int, x: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        rule_attrs = delta_rule(config)
+        return ops.delta_rule(x, decay, beta, seq, **rule_attrs, width=scan_attrs(config)["width"])
 
-    return Mixer(attend, convolve, convolve, scan, delta)
+    return Mixer(attend, convolve, convolve, scan, apply_delta_rule)
 
 
-def scan_rule(config: Config) -> dict[str, int]:
+def scan_attrs(config: Config) -> dict[str, int]:
     """Attributes of scans."""
     assert config.scan is not None
     return {"groups": config.scan.groups, "width": config.scan.state}
 
 
-class DeltaRule(TypedDict):
+class DeltaRuleAttrs(TypedDict):
     """Attributes of a gated delta rule."""
 
     groups: int
@@ -238,23 +238,23 @@ class DeltaRule(TypedDict):
     eps: float
 
 
-def delta_rule(config: Config) -> DeltaRule:
-    tiled = config.traits.delta == "tiled"
-    return {"groups": scan_rule(config)["groups"], "tiled": tiled, "eps": config.rms_eps}
+def delta_rule(config: Config) -> DeltaRuleAttrs:
+    is_tiled = config.traits.delta == "tiled"
+    return {"groups": scan_attrs(config)["groups"], "tiled": is_tiled, "eps": config.rms_eps}
 
 
-def rule_of(config: Config, i: int) -> Rule:
+def rule_of(config: Config, i: int) -> AttentionAttrs:
     """Attributes of the attention of block i."""
     return {
         "scale": config.attention_scale,
-        "window": -config.window_of(i) if config.traits.chunk else config.window_of(i),
+        "window": -config.window_of(i) if config.traits.attention_chunk else config.window_of(i),
         "softcap": config.attention_softcap,
     }
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
-    h = altup.merged(config, w, h) if config.traits.streams else h
-    return named("output_norm", normalized(config, w, config.traits.last_norm, h))
+    h = altup.merge_streams(config, w, h) if config.traits.num_streams else h
+    return named("output_norm", apply_norm(config, w, config.traits.last_norm, h))
 
 
 def head(w: Weights) -> Tensor:
@@ -262,22 +262,22 @@ def head(w: Weights) -> Tensor:
     return w.get("output.weight", w["token_embd.weight"])
 
 
-def for_head(config: Config, x: Tensor) -> Tensor:
+def head_input(config: Config, x: Tensor) -> Tensor:
     """What the head multiplies: the output of the last norm, scaled where logits are."""
-    by = config.logit_scale
-    if not by:
+    logit_scale = config.logit_scale
+    if not logit_scale:
         return x
-    return ops.scale(x, by=by if config.traits.logits_times else 1 / by)
+    return ops.scale(x, by=logit_scale if config.traits.multiplies_logits else 1 / logit_scale)
 
 
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Logits (..., V) from the output of the last block, (..., C)."""
-    x, cap = for_head(config, output_norm(config, w, h)), config.final_softcap
-    y = product(config, x, head(w))
+    x, softcap = head_input(config, output_norm(config, w, h)), config.final_softcap
+    y = matmul_weight(config, x, head(w))
     if HEAD_BIAS in w:
         y = ops.add(y, w[HEAD_BIAS])
-    if cap:
-        y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
+    if softcap:
+        y = ops.scale(ops.tanh(ops.scale(y, by=1 / softcap)), by=softcap)
     return named("logits", y)
 
 
@@ -285,74 +285,77 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossOutputs:
     """loss () is sum of weights * losses; losses (B, T); right (B, T) is 1 where the target is the likeliest token.
 
     x, targets, weights  what the head takes
-    blocks  the residual stream, to keep when recomputing: one tensor for each part of the batch, in the order written
+    block_outputs  the residual stream, to keep when recomputing: one tensor for each part of the batch, in the order written
     """
 
     loss: Tensor
     losses: Tensor
     right: Tensor
-    blocks: list[Tensor]
+    block_outputs: list[Tensor]
     x: Tensor
     targets: Tensor
     weights: Tensor
 
 
 def loss(
-    config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256, parts: int = 1,
+    config: Config, w: Weights, batch_size: int, time: int, *, chunk: int = 256, num_parts: int = 1,
     skipped: int = 0, even: bool = False,
-) -> Loss:  # fmt: skip
+) -> LossOutputs:  # fmt: skip
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
     `seq`: several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the step's number.
 
-    parts    each block processes the batch in this many parts: it then needs memory for one of them, and its weights'
+    num_parts    each block processes the batch in this many parts: it then needs memory for one of them, and its weights'
              gradients are complete before those of the block below begin. The last part goes first, so that these
              gradients are summed in the order of the rows.
     skipped  positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
     even     every target counts 1, without `weights`: for the gradient of a function of `losses`
     """
-    shape, counted = (batch, time), (batch, time - skipped)
+    shape, counted = (batch_size, time), (batch_size, time - skipped)
     if config.lora is not None and config.lora.dropout:
         w = {**w, KEY: input(KEY, (2,), i64)}
     tokens, targets = input("tokens", shape, i32), input("targets", counted, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
-    layers = list(in_parts(config, w, (tokens, pos, seq), parts))
-    last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
+    block_outputs = list(residual_stream_in_parts(config, w, (tokens, pos, seq), num_parts))
+    last = block_outputs[-1][0] if num_parts == 1 else ops.concat(block_outputs[-1][::-1], axis=0)
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
-    x = rounded(config, for_head(config, output_norm(config, w, last)), head(w))
+    x = rounded(config, head_input(config, output_norm(config, w, last)), head(w))
     weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
-    cap, precision = config.final_softcap, config.precision
-    results = ops.linear_cross_entropy(
+    softcap, precision = config.final_softcap, config.precision
+    loss_results = ops.linear_cross_entropy(
         x,
         head(w),
         targets,
         weights,
         w.get(HEAD_BIAS),
         chunk=chunk,
-        softcap=cap,
+        softcap=softcap,
         precision=precision,
     )
-    loss, losses, right = map(named, ("loss", "losses", "right"), results)
-    return Loss(loss, losses, right, [*chain(*layers)], x, targets, weights)
+    loss, losses, correct = map(named, ("loss", "losses", "right"), loss_results)
+    return LossOutputs(loss, losses, correct, [*chain(*block_outputs)], x, targets, weights)
 
 
-def in_parts(
-    config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], parts: int
+def residual_stream_in_parts(
+    config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], num_parts: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """The residual stream of `tokens`, `pos` and `seq` (B, T), block by block; in each, the last part first."""
-    rows, time = batch[0].shape[0] // parts, batch[0].shape[1]
+    rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
-    def part(at: int) -> Iterator[Tensor]:
+    def part_stream(part_index: int) -> Iterator[Tensor]:
         tokens, pos, seq = (
-            x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows) for x in batch
+            x
+            if num_parts == 1
+            else ops.narrow(x, axis=0, start=part_index * rows_per_part, length=rows_per_part)
+            for x in batch
         )
 
-        return stream(config, w, tokens, pos, in_batch(config, pos, seq), time)
+        return residual_stream(config, w, tokens, pos, batch_mixer(config, pos, seq), num_tokens)
 
-    return zip(*(part(at) for at in reversed(range(parts))), strict=True)
+    return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

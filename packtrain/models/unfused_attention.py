@@ -7,8 +7,8 @@ from packtrain.dtypes import f32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
 
-SAME = 1e-5
-HIDDEN = 1e30  # what is taken from the scores of keys that a query does not see
+CHUNK_TOLERANCE = 1e-5
+MASK_VALUE = 1e30  # what is taken from the scores of keys that a query does not see
 
 
 def attention(
@@ -16,28 +16,28 @@ def attention(
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The first result of ops.attention. A query that sees nothing gives the mean of all values."""
-    different_seq = ops.step(ops.abs(_since(q_seq, k_seq)))
-    seen = ops.mul(_in_reach(q_pos, k_pos, window), ops.scale(different_seq, by=-1, bias=1))
-    return _mixed(q, k, v, sinks, seen, scale, softcap)
+    is_other_seq = ops.step(ops.abs(_position_differences(q_seq, k_seq)))
+    visible = ops.mul(_visible_keys(q_pos, k_pos, window), ops.scale(is_other_seq, by=-1, bias=1))
+    return _softmax_mix(q, k, v, sinks, visible, scale, softcap)
 
 
 def attention_cells(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, seen: Tensor, k_pos: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_lines: Tensor, seen: Tensor, k_pos: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """ops.attention_cells; seen (R, S) f32 is 1 where a row has a cell, else 0."""
-    in_reach = _in_reach(q_pos, k_pos, window)
-    seen = ops.mul(in_reach, ops.get_rows(seen, q_row))
-    q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _wide(k), _wide(v), seen))
-    y = _mixed(q, k, v, sinks, seen, scale, softcap)
+    visible_by_position = _visible_keys(q_pos, k_pos, window)
+    seen = ops.mul(visible_by_position, ops.get_rows(seen, q_lines))
+    q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _as_f32(k), _as_f32(v), seen))
+    y = _softmax_mix(q, k, v, sinks, seen, scale, softcap)
     return ops.reshape(y, shape=y.shape[1:])
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_f32(x: Tensor) -> Tensor:
     return x if x.dtype == f32 else ops.cast(x)
 
 
-def _since(q: Tensor, k: Tensor) -> Tensor:
+def _position_differences(q: Tensor, k: Tensor) -> Tensor:
     """q - k of each pair: (..., T) and (..., S) i32 -> (..., T, S) f32."""
     q, k = ops.cast(q), ops.cast(k)
     return ops.sub(
@@ -45,19 +45,19 @@ def _since(q: Tensor, k: Tensor) -> Tensor:
     )
 
 
-def _in_reach(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
+def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
     """1 for keys that are not later than the query and within its window, else 0."""
-    since = _since(q_pos, k_pos)
+    since = _position_differences(q_pos, k_pos)
     seen = ops.step(ops.scale(since, by=1, bias=0.5))
     if window < 0:  # numbers that grow from chunk to chunk are equal within one
         q, k = (ops.grown(pos, rate=1.0, length=-window) for pos in (q_pos, k_pos))
         k = ops.reshape(k, shape=(*k_pos.shape[:-1], 1, k_pos.shape[-1]))
-        different_chunk = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-SAME))
-        return ops.mul(seen, ops.scale(different_chunk, by=-1, bias=1))
+        is_other_chunk = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-CHUNK_TOLERANCE))
+        return ops.mul(seen, ops.scale(is_other_chunk, by=-1, bias=1))
     return ops.mul(seen, ops.step(ops.scale(since, by=-1, bias=window - 0.5))) if window else seen
 
 
-def _mixed(
+def _softmax_mix(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,16 +71,16 @@ def _mixed(
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
     x = ops.cont(ops.permute(grouped, axes=(0, 2, 3, 1, 4)))  # (B, K, H / K, T, D)
     keys, values = (
-        ops.reshape(ops.permute(part, axes=axes), shape=shape)
-        for part, axes, shape in (
+        ops.reshape(ops.permute(tensor, axes=axes), shape=shape)
+        for tensor, axes, shape in (
             (k, (0, 2, 1, 3), (b, kv, 1, s, d)),
             (v, (0, 2, 3, 1), (b, kv, 1, d, s)),
         )
     )
     z = ops.matmul(x, keys)
     z = ops.scale(ops.tanh(z), by=softcap) if softcap else z
-    hidden = ops.scale(seen, by=HIDDEN, bias=-HIDDEN)
-    z = ops.add(z, ops.reshape(hidden, shape=(b, 1, 1, t, s)))
+    mask = ops.scale(seen, by=MASK_VALUE, bias=-MASK_VALUE)
+    z = ops.add(z, ops.reshape(mask, shape=(b, 1, 1, t, s)))
     if sinks is None:
         p = ops.soft_max(z)
     else:

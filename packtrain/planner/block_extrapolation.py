@@ -8,14 +8,14 @@ from functools import cache
 
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.planner.step_shape import Base, StepShape
+from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.training_plans import passed_over
 
-SOURCES = 2  # blocks whose keys and values others share: one with a window and one without
-Kinds = frozenset[str]  # names of tensors within a block
+NUM_KV_SOURCES = 2  # blocks whose keys and values others share: one with a window and one without
+TensorKinds = frozenset[str]  # names of tensors within a block
 
 
-def reached(shape: StepShape) -> int:
+def num_reached_blocks(shape: StepShape) -> int:
     """Number of blocks that the backward pass reaches."""
     return shape.config.block_count - passed_over(shape.config, shape.base)
 
@@ -26,13 +26,13 @@ def even(shape: StepShape) -> bool:
     The first of a mixture's blocks may be dense: a shorter model has it as well.
     """
     config, first = shape.config, passed_over(shape.config, shape.base)
-    dense = _dense(config, first)
-    if config.differing or (config.interleave_moe_layer_step > 1 and reached(shape) > 1):
+    num_dense = _dense(config, first)
+    if config.differing or (config.interleave_moe_layer_step > 1 and num_reached_blocks(shape) > 1):
         return False
-    return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
+    return num_dense <= 1 and len(set(_trained(shape.config, shape.base)[first + num_dense :])) <= 1
 
 
-def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
+def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
@@ -41,29 +41,29 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """
     config, base = shape.config, shape.base
     first = 0 if base is None else passed_over(config, base)
-    sharing = 0 < config.own_kv <= first
-    below = max(below, SOURCES) if sharing else below
+    shares_kv = 0 < config.own_kv <= first
+    below = max(below, NUM_KV_SOURCES) if shares_kv else below
     num_blocks = below + count
     dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
     short = replace(
         config, block_count=num_blocks, window_pattern=_windows(config, num_blocks), leading_dense_block_count=dense,
-        interleave_moe_layer_step=1, own_kv=SOURCES * sharing,
+        interleave_moe_layer_step=1, own_kv=NUM_KV_SOURCES * shares_kv,
     )  # fmt: skip
-    if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
+    if config.interleave_moe_layer_step > 1 and not _mixture_blocks(config, first):
         short = replace(short, expert_count=0)
     if config.attending:
-        source_blocks = _alike(config, short, first, below)
+        source_blocks = _source_blocks(config, short, first, below)
         short = replace(short, attending=tuple(config.attending[i] for i in source_blocks))
     if config.differing:
-        source_blocks = _alike(config, short, first, below)
+        source_blocks = _source_blocks(config, short, first, below)
         ffn_lengths = tuple(map(config.feed_forward_of, source_blocks))
-        windowed = tuple(map(config.near, source_blocks))
+        windowed = tuple(map(config.has_window, source_blocks))
         short = replace(short, feed_forward_lengths=ffn_lengths, window_pattern=windowed)
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
     short = replace(short, lora=lora)
-    return replace(shape, config=short, base=_stand_in(config, base, short, below))
+    return replace(shape, config=short, base=_short_base(config, base, short, below))
 
 
 def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
@@ -77,61 +77,61 @@ def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
 
 
 @cache
-def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
+def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> BaseModel:
     """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
     first, types = passed_over(config, base), dict(base.types)
-    trained = frozenset[str]().union(*_trained(config, base))
-    source_blocks, matching_types, frozen = _alike(config, short, first, below), [], []
+    trained_kinds = frozenset[str]().union(*_trained(config, base))
+    source_blocks, matching_types, frozen = _source_blocks(config, short, first, below), [], []
     for name, leaf in transformer.weights(replace(short, lora=None)).items():
-        at, kind = _place(name)
+        at, tensor_kind = _block_and_kind(name)
         if at is None:
-            source_name, free = name, base.trains(config, leaf)
+            source_name, is_trained = name, base.trains(config, leaf)
         else:
-            source_name = f"blk.{source_blocks[at]}.{kind}"
-            free = at >= below and (kind in trained or not trained)
+            source_name = f"blk.{source_blocks[at]}.{tensor_kind}"
+            is_trained = at >= below and (tensor_kind in trained_kinds or not trained_kinds)
         if source_name in types:
             matching_types.append((name, types[source_name]))
-        if not free:
+        if not is_trained:
             frozen.append(name)
-    return replace(base, types=tuple(matching_types), frozen=tuple(frozen), last=0)
+    return replace(base, types=tuple(matching_types), frozen=tuple(frozen), num_trained_blocks=0)
 
 
-def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:
+def _source_blocks(config: Config, short: Config, first: int, below: int) -> list[int]:
     """For each block of the shorter model the one of the longer that it is like."""
-    left_out = _dense(config, first) - _dense(short, below)
+    num_dropped = _dense(config, first) - _dense(short, below)
     dense, last = short.leading_dense_block_count, config.block_count - 1
-    if config.interleave_moe_layer_step > 1 and (those := _mixtures(config, first)):
-        return [*range(below), *(those * short.block_count)[: short.block_count - below]]
-    lower = config.own_kv - SOURCES if short.own_kv else 0
+    if config.interleave_moe_layer_step > 1 and (mixture_blocks := _mixture_blocks(config, first)):
+        return [*range(below), *(mixture_blocks * short.block_count)[: short.block_count - below]]
+    lower = config.own_kv - NUM_KV_SOURCES if short.own_kv else 0
     return [
-        lower + i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
+        lower + i if i < below else min(first + i - below + (0 if i < dense else num_dropped), last)
         for i in range(short.block_count)
     ]
 
 
-def _mixtures(config: Config, first: int) -> list[int]:
-    return [i for i in range(first, config.block_count) if config.mixture(i)]
+def _mixture_blocks(config: Config, first_block: int) -> list[int]:
+    return [i for i in range(first_block, config.block_count) if config.has_experts(i)]
 
 
-def _dense(config: Config, first: int) -> int:
-    """Blocks from `first` on that a mixture has without experts."""
-    return max(0, config.leading_dense_block_count - first)
+def _dense(config: Config, first_block: int) -> int:
+    """Blocks from `first_block` on that a mixture has without experts."""
+    return max(0, config.leading_dense_block_count - first_block)
 
 
 @cache
-def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
+def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
     """The trained tensors of each block."""
-    kinds: list[set[str]] = [set() for _ in range(config.block_count)]
+    block_kinds: list[set[str]] = [set() for _ in range(config.block_count)]
     for name, leaf in transformer.weights(config).items():
-        at, kind = _place(name)
-        if at is not None and (base is None or base.trains(config, leaf)):
-            kinds[at].add(kind)
-    return tuple(map(frozenset, kinds))
+        block_index, tensor_kind = _block_and_kind(name)
+        if block_index is not None and (base is None or base.trains(config, leaf)):
+            block_kinds[block_index].add(tensor_kind)
+    return tuple(map(frozenset, block_kinds))
 
 
-def _place(name: str) -> tuple[int | None, str]:
+def _block_and_kind(name: str) -> tuple[int | None, str]:
     """The block number of a tensor (None outside of blocks), and its name within the block."""
     if not name.startswith("blk."):
         return None, name
-    _, number, kind = name.split(".", 2)
-    return int(number), kind
+    _, block_text, tensor_kind = name.split(".", 2)
+    return int(block_text), tensor_kind

@@ -9,138 +9,161 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from packtrain.common.child_process import ask
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.child_process import run_in_child
+from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.backends import HOST
 from packtrain.engine.memory_plan import size_text
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import search, smallest, unlimited
-from packtrain.planner.plan_table import choices, rows
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import find_fastest_shape, smallest, unlimited
+from packtrain.planner.plan_table import choice_texts, table_lines
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.training_plans import Plans
+from packtrain.planner.training_plans import TrainingPlans
 
-Say = Callable[[str], None]
-OWNERS = 10
+ReportFunction = Callable[[str], None]
+NUM_PEAK_BUFFERS = 10
 MIB = 1 << 20
-MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
+KERNEL_MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
 ASIDE_NBYTES = 1 << 21  # by how much estimate and process differ, so that a second search is rare
 SPARE_NBYTES = 4 << 20  # by how much a process differs from the next one
-REUSED_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
-SEARCH_NBYTES = 40 << 20  # of a searching child that loads kernels; 27 MiB before it searches
-BLOCK_NBYTES = 900_000  # in addition for each block
-MISS_NBYTES = 1 << 19  # by which a search leaves this process larger, at most
-ROUNDS = 3  # searches, each with lower limits, until the result fits the process
+REUSABLE_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
+SEARCH_CHILD_NBYTES = 40 << 20  # of a searching child that loads kernels; 27 MiB before it searches
+SEARCH_BLOCK_NBYTES = 900_000  # in addition for each block
+SEARCH_GROWTH_NBYTES = 1 << 19  # by which a search leaves this process larger, at most
+MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the process
 
 
-def planned(shape: StepShape, request: Request, report: Say = print) -> Plans:
+def plan_within_limits(
+    shape: StepShape, request: PlanRequest, report: ReportFunction = print
+) -> TrainingPlans:
     """Plans within the limits, or a refusal with advice. The search runs before the kernels are loaded."""
     kernels, host_limit, change = request.kernels, request.limits.get(HOST, math.inf), ""
     if not request.limits:
-        if request.runs:
+        if request.loads_kernels:
             kernels.load()
-        plans = planned_here(unlimited(shape, request), request)
+        plans = plan_in_process(unlimited(shape, request), request)
     else:
-        direct = None  # plans without a search, where that would need most
-        if private_nbytes() + searching_nbytes(shape) > host_limit:
-            direct = planned_here(unlimited(shape, request), request)
-        if direct and held(direct, HOST) <= host_limit and not full(direct, request.limits, ""):
-            plans = direct
+        unsearched_plans = None  # plans without a search, where that would need most
+        if private_nbytes() + search_child_nbytes(shape) > host_limit:
+            unsearched_plans = plan_in_process(unlimited(shape, request), request)
+        if (
+            unsearched_plans
+            and nbytes_with_margin(unsearched_plans, HOST) <= host_limit
+            and not full(unsearched_plans, request.limits, "")
+        ):
+            plans = unsearched_plans
         else:
-            plans, change = searched(shape, request, report)
-            peak_nbytes = min(plans.searching, held(direct, HOST)) if direct else plans.searching
-            plans = replace(plans, searching=peak_nbytes)
-        del direct
-        uncertain_nbytes = kernels.unsure + REUSED_NBYTES * request.runs
+            plans, change = search_plans(shape, request, report)
+            peak_nbytes = (
+                min(plans.search_nbytes, nbytes_with_margin(unsearched_plans, HOST))
+                if unsearched_plans
+                else plans.search_nbytes
+            )
+            plans = replace(plans, search_nbytes=peak_nbytes)
+        del unsearched_plans
+        uncertain_nbytes = kernels.uncertain_nbytes + REUSABLE_NBYTES * request.loads_kernels
         if plans.needed_nbytes - uncertain_nbytes <= host_limit and (
-            request.runs or kernels.unsure
+            request.loads_kernels or kernels.uncertain_nbytes
         ):
             kernels.load()
-            plans = in_process(plans, plans.searching)
-            replan_nbytes = private_nbytes() + searching_nbytes(shape)
+            plans = with_process_baseline(plans, plans.search_nbytes)
+            replan_nbytes = private_nbytes() + search_child_nbytes(shape)
             if plans.needed_nbytes > host_limit >= replan_nbytes:  # they took more than expected
-                updated_request = replace(request, baseline=plans.baseline)
+                updated_request = replace(request, baseline_nbytes=plans.baseline_nbytes)
                 del plans
-                plans, change = searched(shape, updated_request, report)
-    refused = full(plans, request.limits, change)
-    if refused is None and plans.needed_nbytes > host_limit:
-        refused = refusal(plans, change or "a little more would do", int(host_limit))
-    return plans if refused is None else replace(plans, refusal=refused)
+                plans, change = search_plans(shape, updated_request, report)
+    refusal_text = full(plans, request.limits, change)
+    if refusal_text is None and plans.needed_nbytes > host_limit:
+        refusal_text = host_refusal(plans, change or "a little more would do", int(host_limit))
+    return plans if refusal_text is None else replace(plans, refusal=refusal_text)
 
 
-def followed(shape: StepShape, request: Request) -> Plans:
+def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
     """Plans of a shape that was decided elsewhere, or a refusal."""
     request.kernels.load()
-    plans, host_limit = planned_here(shape, request), request.limits.get(HOST)
+    plans, host_limit = plan_in_process(shape, request), request.limits.get(HOST)
     if host_limit is None or plans.needed_nbytes <= host_limit:
         return plans
-    return replace(plans, refusal=refusal(plans, "a little more would do", host_limit))
+    return replace(plans, refusal=host_refusal(plans, "a little more would do", host_limit))
 
 
-def searched(shape: StepShape, request: Request, report: Say) -> tuple[Plans, str]:
+def search_plans(
+    shape: StepShape, request: PlanRequest, report: ReportFunction
+) -> tuple[TrainingPlans, str]:
     """Search plans within the limits; if none fit, also returns a change that would."""
-    limits = dict(request.limits)
-    if HOST in limits:
-        limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
-    shown = limits.get(request.target.space, min(limits.values()))
+    space_limits = dict(request.limits)
+    if HOST in space_limits:
+        space_limits |= {s: space_limits.get(s, space_limits[HOST]) for s in request.target.aside}
+    shown_limit = space_limits.get(request.target.space, min(space_limits.values()))
 
     @cache
-    def late() -> None:
-        report(f"planning a run that fits into {size_text(shown)} …")
+    def report_start() -> None:
+        report(f"planning a run that fits into {size_text(shown_limit)} …")
 
-    searching, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
-    for _ in range(ROUNDS):
-        searching = max(searching, private_nbytes() + searching_nbytes(shape))
-        adjusted_limits = {space: limit - reserves[space] for space, limit in limits.items()}
-        answer = ask(late, search, shape, replace(request, limits=adjusted_limits))
-        plans = planned_here(answer.shape, request, searching)
-        excess = {space: max(held(plans, space) - limit, 0) for space, limit in limits.items()}
+    search_nbytes, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in space_limits}
+    for _ in range(MAX_SEARCHES):
+        search_nbytes = max(search_nbytes, private_nbytes() + search_child_nbytes(shape))
+        adjusted_limits = {space: limit - reserves[space] for space, limit in space_limits.items()}
+        answer = run_in_child(
+            report_start, find_fastest_shape, shape, replace(request, limits=adjusted_limits)
+        )
+        plans = plan_in_process(answer.shape, request, search_nbytes)
+        excess = {
+            space: max(nbytes_with_margin(plans, space) - limit, 0)
+            for space, limit in space_limits.items()
+        }
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
-        if not answer.fits or not any(excess.values()):
-            return plans, answer.change
+        if not answer.is_within_limits or not any(excess.values()):
+            return plans, answer.suggested_change
         # twice what was missed: each search leaves the process a little larger
         reserves = {
-            space: nbytes + 2 * excess[space] + MISS_NBYTES * (excess[space] > 0)
+            space: nbytes + 2 * excess[space] + SEARCH_GROWTH_NBYTES * (excess[space] > 0)
             for space, nbytes in reserves.items()
         }
         del answer, plans  # the next ones take their place: a process that had both would be larger
-        settle()
-    smallest_shape = ask(late, smallest, shape, request)
-    return planned_here(smallest_shape, request, searching), ""
+        release_memory()
+    smallest_shape = run_in_child(report_start, smallest, shape, request)
+    return plan_in_process(smallest_shape, request, search_nbytes), ""
 
 
-def held(plans: Plans, space: str) -> int:
+def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
     """Bytes of a space, with a margin for kernels if it is the process."""
-    return plans.total_nbytes + MARGIN_NBYTES if space == HOST else plans.nbytes_in(space)
+    return plans.total_nbytes + KERNEL_MARGIN_NBYTES if space == HOST else plans.nbytes_in(space)
 
 
-def planned_here(shape: StepShape, request: Request, searching: int = 0) -> Plans:
+def plan_in_process(
+    shape: StepShape, request: PlanRequest, search_nbytes: int = 0
+) -> TrainingPlans:
     """Plans computed in this process. If packing loads kernels, loads the others, too."""
-    plans = request.plans(shape)
-    request.kernels.load_rest()
-    return in_process(plans, searching, request.kernels.to_come)
+    plans = request.make_plans(shape)
+    request.kernels.load_remaining()
+    return with_process_baseline(plans, search_nbytes, request.kernels.pending_nbytes)
 
 
-def in_process(plans: Plans, searching: int = 0, extra_nbytes: int = 0) -> Plans:
+def with_process_baseline(
+    plans: TrainingPlans, search_nbytes: int = 0, extra_nbytes: int = 0
+) -> TrainingPlans:
     """The plans in this process as it is now, which will grow by `extra_nbytes` bytes before the run."""
-    settle()
-    return replace(plans, baseline=private_nbytes() + extra_nbytes, searching=searching)
+    release_memory()
+    return replace(
+        plans, baseline_nbytes=private_nbytes() + extra_nbytes, search_nbytes=search_nbytes
+    )
 
 
-def searching_nbytes(shape: StepShape) -> int:
+def search_child_nbytes(shape: StepShape) -> int:
     """Bytes of a searching child."""
-    return SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
+    return SEARCH_CHILD_NBYTES + SEARCH_BLOCK_NBYTES * shape.config.block_count
 
 
-def minimum(shape: StepShape, request: Request, report: Say) -> int:
+def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
     """The smallest budget that fits."""
 
-    def late() -> None:
+    def report_start() -> None:
         report("searching the smallest plan …")
 
-    return enough(planned_here(ask(late, smallest, shape, request), request))
+    return enough(plan_in_process(run_in_child(report_start, smallest, shape, request), request))
 
 
-def enough(plans: Plans) -> int:
+def enough(plans: TrainingPlans) -> int:
     """A budget that is enough for these plans in any process."""
     return plans.needed_nbytes + SPARE_NBYTES
 
@@ -148,46 +171,46 @@ def enough(plans: Plans) -> int:
 # ---- refusal
 
 
-def full(plans: Plans, limits: Mapping[str, int], change: str) -> str | None:
+def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str) -> str | None:
     """A refusal if a memory other than the process's own would exceed its capacity."""
-    for space in plans.spaces:
+    for space in plans.device_spaces:
         nbytes = plans.nbytes_in(space)
         if nbytes > limits.get(space, nbytes):
-            has = size_text(limits[space])
+            capacity_text = size_text(limits[space])
             lines = [
-                f"this does not fit into the memory of {space}: it has {has}, {size_text(nbytes)} are needed;"
+                f"this does not fit into the memory of {space}: it has {capacity_text}, {size_text(nbytes)} are needed;"
                 f" the smallest --device-memory that would do is {mib(nbytes)}",
-                f"  {_described(plans)}",
-                *rows(plans),
+                f"  {_plan_summary(plans)}",
+                *table_lines(plans),
                 *_owners(plans, space),
             ]
-            return "\n".join([*lines, f"  {change or 'a little more would do'}"])
+            return "\n".join([*lines, f"  {suggested_change or 'a little more would do'}"])
     return None
 
 
-def refusal(plans: Plans, change: str, limit: int) -> str:
+def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str:
     """The message: the limit, the smallest one that fits, the largest buffers at its peak, and the cheapest change."""
     min_nbytes = enough(plans)
     lines = [
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(min_nbytes)}, or up to"
         f" {size_text(SPARE_NBYTES)} less",
-        f"  {_described(plans)}",
-        *rows(plans, -(-min_nbytes // MIB) * MIB - plans.total_nbytes),
+        f"  {_plan_summary(plans)}",
+        *table_lines(plans, -(-min_nbytes // MIB) * MIB - plans.total_nbytes),
         *_owners(plans, HOST),
     ]
-    return "\n".join([*lines, f"  {change}"])
+    return "\n".join([*lines, f"  {suggested_change}"])
 
 
-def _owners(plans: Plans, space: str) -> list[str]:
+def _owners(plans: TrainingPlans, space: str) -> list[str]:
     """The largest buffers at the peak of an arena."""
-    plan = plans.largest_in(space)
+    plan = plans.largest_plan_in(space)
     if not plan.arena(space).nbytes:
         return []
     return [
         f"  the peak of its arena, {size_text(plan.arena(space).nbytes)}, belongs to",
         *(
             f"    {size_text(b.nbytes):>10}  {b.name}  ({b.op}, {b.category})"
-            for b in plan.peak(space)[:OWNERS]
+            for b in plan.peak(space)[:NUM_PEAK_BUFFERS]
         ),
     ]
 
@@ -197,7 +220,7 @@ def mib(nbytes: int) -> str:
     return f"{-(-nbytes // MIB)}MiB"
 
 
-def _described(plans: Plans) -> str:
+def _plan_summary(plans: TrainingPlans) -> str:
     shape = plans.shape
-    chosen = "".join(f"; {choice}" for choice in choices(plans))
-    return f"that is with {shape.micros} × {shape.rows} × {shape.time} tokens a step{chosen}"
+    chosen = "".join(f"; {text}" for text in choice_texts(plans))
+    return f"that is with {shape.num_micro_batches} × {shape.micro_batch_size} × {shape.seq_len} tokens a step{chosen}"

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import ARRIVE, BEGIN, Step
+from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Call, Tensor
 
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
-CACHE = 1 << 22  # a call with fewer bytes finds them in a cache
-PARALLEL = 1 << 17  # bytes from which a parallel region pays
-MANY = 64  # tasks that keep all threads busy to the end
+CACHE_NBYTES = 1 << 22  # a call with fewer bytes finds them in a cache
+MIN_PARALLEL_NBYTES = 1 << 17  # bytes from which a parallel region pays
+NUM_BALANCED_TASKS = 64  # tasks that keep all threads busy to the end
 # rates of unmeasured kinds of work, as shares of the floating-point operations per second
 SHARES = {
     "multiply": 0.5,
@@ -26,123 +26,139 @@ SHARE = 0.02  # of all others
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class BackendRates:
     """Work per second of a backend, on this machine with all threads together.
 
     flops    floating-point operations of a large matrix product
-    nbytes   bytes moved from memory; `near`: from a cache (0: the same)
+    nbytes   bytes moved from memory; `cache_nbytes`: from a cache (0: the same)
     kinds    other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
     link     bytes copied between its memory and the process's; 0: as fast as a copy there
-    seen     share of the causally visible blocks that attention computes, which depends on data, see
+    attended_share     share of the causally visible blocks that attention computes, which depends on data, see
     planner.expected_pace
-    counted  share of the positions that have a target, likewise
-    others   rates of other backends by name; those without any have the same
+    target_share  share of the positions that have a target, likewise
+    backend_rates   rates of other backends by name; those without any have the same
     """
 
     flops: float
     nbytes: float
-    near: float = 0.0
+    cache_nbytes: float = 0.0
     kinds: Mapping[str, float] = field(default_factory=dict)
     threads: int = 1
     call: float = CALL_SECONDS
     region: float = REGION_SECONDS
     link: float = 0.0
-    seen: float = 1.0
-    counted: float = 1.0
-    others: Mapping[str, "Rates"] = field(default_factory=dict)
+    attended_share: float = 1.0
+    target_share: float = 1.0
+    backend_rates: Mapping[str, "BackendRates"] = field(default_factory=dict)
 
-    def of(self, kind: str) -> float:
+    def rate_of(self, work_kind: str) -> float:
         """The rate of a kind of work, per second."""
-        measured = self.kinds.get(kind)
-        return SHARES.get(kind, SHARE) * self.flops if measured is None else measured
+        measured_rate = self.kinds.get(work_kind)
+        return SHARES.get(work_kind, SHARE) * self.flops if measured_rate is None else measured_rate
 
-    def on(self, backend: str) -> "Rates":
+    def on(self, backend: str) -> "BackendRates":
         """The rates of a backend."""
-        return self.others.get(backend, self)
+        return self.backend_rates.get(backend, self)
 
-    def seeing(self, share: float, counted: float = 1.0) -> "Rates":
+    def with_data_shares(self, attended_share: float, target_share: float = 1.0) -> "BackendRates":
         """The rates, of all backends, if attention computes this share of the visible blocks, and this one of positions
         has a target."""
-        other_rates = {name: rates.seeing(share, counted) for name, rates in self.others.items()}
-        return replace(self, seen=share, counted=counted, others=other_rates)
+        other_rates = {
+            name: rates.with_data_shares(attended_share, target_share)
+            for name, rates in self.backend_rates.items()
+        }
+        return replace(
+            self,
+            attended_share=attended_share,
+            target_share=target_share,
+            backend_rates=other_rates,
+        )
 
-    def times(self, threads: int) -> "Rates":
+    def for_threads(self, threads: int) -> "BackendRates":
         """The rates of this many threads, if each is as fast as all are now."""
-        return replace(self._more(threads), threads=threads * self.threads)
+        return replace(self._scaled(threads), threads=threads * self.threads)
 
-    def slower(self, by: float) -> "Rates":
+    def slower(self, by: float) -> "BackendRates":
         """The rates if everything takes `by` times as long."""
-        return replace(self._more(1 / by), call=by * self.call, region=by * self.region)
+        return replace(self._scaled(1 / by), call=by * self.call, region=by * self.region)
 
-    def _more(self, by: float) -> "Rates":
-        kinds = {kind: by * rate for kind, rate in self.kinds.items()}
-        scaled = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near", "link")}
-        return replace(self, kinds=kinds, **scaled)
+    def _scaled(self, by: float) -> "BackendRates":
+        kind_rates = {kind: by * rate for kind, rate in self.kinds.items()}
+        scaled = {
+            name: by * getattr(self, name) for name in ("flops", "nbytes", "cache_nbytes", "link")
+        }
+        return replace(self, kinds=kind_rates, **scaled)
 
     def moving(self, nbytes: float) -> float:
         """Seconds to move bytes."""
-        return nbytes / (self.near if self.near and nbytes <= CACHE else self.nbytes)
+        return nbytes / (
+            self.cache_nbytes if self.cache_nbytes and nbytes <= CACHE_NBYTES else self.nbytes
+        )
 
 
-def seconds(placed: Placed, rates: Rates) -> float:
+def graph_seconds(placed: Placed, rates: BackendRates) -> float:
     """Expected time of one run. Copies that travel beside other steps are waited for where they arrive."""
-    read = {t for step in placed.steps for t in step.reads}
+    read_tensors = {t for step in placed.steps for t in step.reads}
     elapsed, arrivals = 0.0, dict[Tensor | None, float]()
     for step in placed.steps:
-        took = call_seconds(step, rates, read)
-        if step.op is BEGIN:
+        took = call_seconds(step, rates, read_tensors)
+        if step.op is BEGIN_COPY:
             arrivals[step.results[0]] = elapsed + took
         else:
             elapsed = (
-                max(elapsed, arrivals[step.inputs[0]]) if step.op is ARRIVE else elapsed + took
+                max(elapsed, arrivals[step.inputs[0]]) if step.op is FINISH_COPY else elapsed + took
             )
     return elapsed
 
 
-def crossing(nbytes: float, *endpoints: Rates) -> float:
+def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:
     """Seconds to copy bytes from one memory to another, by the slower of the two ends."""
     return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in endpoints)
 
 
-def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
+def call_seconds(
+    call: Call | KernelStep, rates: BackendRates, read: Collection[Tensor] = ()
+) -> float:
     """Expected time of one call on its backend: the longer of arithmetic and memory traffic, plus overhead.
 
     read  tensors that some step reads: optional results are only computed if they are among them
     """
-    if call.op is ARRIVE:
+    if call.op is FINISH_COPY:
         return 0.0
-    if isinstance(call, Step) and call.source is not None:
+    if isinstance(call, KernelStep) and call.source is not None:
         endpoints = rates.on(call.source.name), rates.on(call.backend.name)
-        return crossing(call.results[0].spec.nbytes, *endpoints)
-    if isinstance(call, Step):
+        return copy_seconds(call.results[0].spec.nbytes, *endpoints)
+    if isinstance(call, KernelStep):
         rates = rates.on(call.backend.name)
-    cost = cost_of(call, read)
-    work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
-    share = rates.seen if cost.masked else rates.counted if cost.by_target else 1.0
-    overhead = rates.call + (rates.region if cost.tasks > 1 else 0.0)
-    computing = share * work * idle(cost.tasks, rates.threads)
-    return overhead + max(computing, rates.moving(moved(call, cost)))
+    cost = call_cost(call, read)
+    work_seconds = sum(amount / rates.rate_of(kind) for kind, amount in cost.work.items())
+    data_share = (
+        rates.attended_share if cost.is_causal else rates.target_share if cost.only_targets else 1.0
+    )
+    overhead_seconds = rates.call + (rates.region if cost.num_tasks > 1 else 0.0)
+    compute_seconds = data_share * work_seconds * idle_factor(cost.num_tasks, rates.threads)
+    return overhead_seconds + max(compute_seconds, rates.moving(traffic_nbytes(call, cost)))
 
 
-def idle(tasks: float, threads: int) -> float:
+def idle_factor(tasks: float, threads: int) -> float:
     """How much longer equal tasks take than if they kept all threads busy to the end."""
-    return 1.0 if tasks >= MANY else math.ceil(tasks / threads) * threads / tasks
+    return 1.0 if tasks >= NUM_BALANCED_TASKS else math.ceil(tasks / threads) * threads / tasks
 
 
-def cost_of(call: Call | Step, read: Collection[Tensor] = ()) -> Cost:
+def call_cost(call: Call | KernelStep, read: Collection[Tensor] = ()) -> Cost:
     """The cost that the call's op declares; by default only its memory traffic."""
     op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
     if op.cost_rule is None:
-        return Cost(tasks=math.inf if moved(call, Cost()) > PARALLEL else 1)
+        return Cost(num_tasks=math.inf if traffic_nbytes(call, Cost()) > MIN_PARALLEL_NBYTES else 1)
     outputs = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
     is_multiple = len(outputs) > 1 or op.writes
     cost: Cost = op.cost_rule(outputs if is_multiple else outputs[0], *call.inputs, **attrs)
     return cost
 
 
-def moved(call: Call | Step, cost: Cost) -> float:
+def traffic_nbytes(call: Call | KernelStep, cost: Cost) -> float:
     """Bytes that a call reads and writes, or those of its cost."""
     if cost.nbytes is not None:
         return cost.nbytes

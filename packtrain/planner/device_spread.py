@@ -9,129 +9,131 @@ from dataclasses import dataclass, replace
 from packtrain.common.errors import InputError
 from packtrain.common.memory import parse_size
 from packtrain.engine.backends import HOST, Backend, Target, backend, cpu
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import SLACK, Search
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import SLACK, PlanSearch
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import leaves
 
 AUTO = "auto"
-LAST = "output", "cls"  # beginnings of the names of what follows the blocks
+OUTPUT_PREFIXES = "output", "cls"  # beginnings of the names of what follows the blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Devices for the last blocks of a model; the rest is on the first, or on the cpu if `layers` says how many.
+class DeviceSpread:
+    """Devices for the last blocks of a model; the rest is on the first, or on the cpu if `gpu_layers` says how many.
 
-    layers  blocks on devices: a number, AUTO for as many as fit, or None for all, with what is before and after them
-    shares  of those blocks by device
+    gpu_layers  blocks on devices: a number, AUTO for as many as fit, or None for all, with what is before and after them
+    block_shares  of those blocks by device
     """
 
     devices: tuple[Backend, ...]
-    layers: str | None
-    shares: tuple[float, ...]
+    gpu_layers: str | None
+    block_shares: tuple[float, ...]
     limits: dict[str, int]
 
     @property
     def target(self) -> Target:
         """Its backends and limits, with nothing spread yet."""
-        host_backends = (cpu,) if self.layers is not None else ()
+        host_backends = (cpu,) if self.gpu_layers is not None else ()
         return Target((*host_backends, *self.devices), limits=self.limits)
 
-    def over(self, shape: StepShape, request: Request) -> Target:
+    def place_leaves(self, shape: StepShape, request: PlanRequest) -> Target:
         """Where the leaves of a model live. Raises InputError for more devices than blocks."""
-        if self.layers != AUTO:
-            return self.homes(shape, self.number(shape))
+        if self.gpu_layers != AUTO:
+            return self.spread_blocks(shape, self.num_device_blocks(shape))
         low, high = 0, shape.config.block_count + 1
         while low < high:  # the largest number with which everything is kept within the limits
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._fits(shape, request, middle) else (low, middle - 1)
-        return self.homes(shape, low)
+        return self.spread_blocks(shape, low)
 
-    def _fits(self, shape: StepShape, request: Request, count: int) -> bool:
-        placed_request = replace(request, target=self.homes(shape, count))
-        if not all(b in placed_request.target.every for b in self.devices):
+    def _fits(self, shape: StepShape, request: PlanRequest, num_device_blocks: int) -> bool:
+        placed_request = replace(request, target=self.spread_blocks(shape, num_device_blocks))
+        if not all(device in placed_request.target.every for device in self.devices):
             return False
-        searches = ((Search(placed_request, space), limit) for space, limit in self.limits.items())
+        searches = (
+            (PlanSearch(placed_request, space), limit) for space, limit in self.limits.items()
+        )
         return all(
             candidate.rough(shape).nbytes * (1 + SLACK) <= limit for candidate, limit in searches
         )
 
-    def number(self, shape: StepShape) -> int:
+    def num_device_blocks(self, shape: StepShape) -> int:
         """Blocks on devices, and one more if what follows them is there, too."""
-        return shape.config.block_count + 1 if self.layers is None else int(self.layers)
+        return shape.config.block_count + 1 if self.gpu_layers is None else int(self.gpu_layers)
 
-    def homes(self, shape: StepShape, count: int) -> Target:
-        """The target with the last `count` blocks on the devices."""
-        blocks = shape.config.block_count
-        first = max(blocks - count, 0)
-        assigned = [*zip(range(first, blocks), self._dealt(blocks - first), strict=True)]
+    def spread_blocks(self, shape: StepShape, num_device_blocks: int) -> Target:
+        """The target with the last `num_device_blocks` blocks on the devices."""
+        num_blocks = shape.config.block_count
+        first = max(num_blocks - num_device_blocks, 0)
+        assigned = [*zip(range(first, num_blocks), self._dealt(num_blocks - first), strict=True)]
         at = dict[str, Backend]()
         for block, device in assigned:
             at |= {f"blk.{block}.": device, f"cache.{block}": device}
-        if count > blocks:
-            at |= dict.fromkeys(LAST, self.devices[-1])
-        names = leaves(shape)[0]
-        homes = {n: d for n in names for start, d in at.items() if n.startswith(start)}
-        homes |= {start: d for start, d in at.items() if start.startswith("cache.")}
-        return replace(self.target, homes=homes) if len(self.target.every) > 1 else self.target
+        if num_device_blocks > num_blocks:
+            at |= dict.fromkeys(OUTPUT_PREFIXES, self.devices[-1])
+        leaf_names = leaves(shape)[0]
+        leaf_homes = {n: d for n in leaf_names for prefix, d in at.items() if n.startswith(prefix)}
+        leaf_homes |= {prefix: d for prefix, d in at.items() if prefix.startswith("cache.")}
+        return replace(self.target, homes=leaf_homes) if len(self.target.every) > 1 else self.target
 
     def _dealt(self, count: int) -> list[Backend]:
         """A device for each of so many blocks, in order, by the shares."""
-        total, end_offsets, sum_ = sum(self.shares), list[int](), 0.0
-        for share in self.shares:
-            sum_ += share
-            end_offsets.append(round(count * sum_ / total))
+        share_sum, end_offsets, running_share = sum(self.block_shares), list[int](), 0.0
+        for block_share in self.block_shares:
+            running_share += block_share
+            end_offsets.append(round(count * running_share / share_sum))
         return [
-            self.devices[next(i for i, end in enumerate(end_offsets) if at < end)]
+            self.devices[next(i for i, end_offset in enumerate(end_offsets) if at < end_offset)]
             for at in range(count)
         ]
 
 
-def spread(
-    device: str, layers: str | None = None, split: str | None = None, memory: str | None = None
-) -> Spread:
+def parse_spread(
+    device: str, gpu_layers: str | None = None, split: str | None = None, memory: str | None = None
+) -> DeviceSpread:
     """What the flags ask for. Raises InputError."""
     devices = tuple(backend(name.strip()) for name in device.split(","))
     spaces = [b.space for b in devices]
     if len({*spaces}) < len(spaces):
         raise InputError(f"--device {device}: each memory can be named once")
-    if layers is not None:
-        _check_layers(layers, device, spaces)
+    if gpu_layers is not None:
+        _check_gpu_layers(gpu_layers, device, spaces)
     limits = {b.space: b.capacity for b in devices if b.capacity is not None}
-    requested = _sizes(memory, device, spaces)
+    requested = _memory_limits(memory, device, spaces)
     limits |= {space: min(limit, limits.get(space, limit)) for space, limit in requested.items()}
-    return Spread(devices, layers, _shares(split, spaces, limits), limits)
+    return DeviceSpread(devices, gpu_layers, _shares(split, spaces, limits), limits)
 
 
-def _check_layers(layers: str, device: str, spaces: Sequence[str]) -> None:
-    if layers != AUTO and not layers.isdecimal():
-        raise InputError(f"--gpu-layers {layers}: it must be a number of blocks, or auto")
+def _check_gpu_layers(gpu_layers: str, device: str, spaces: Sequence[str]) -> None:
+    if gpu_layers != AUTO and not gpu_layers.isdecimal():
+        raise InputError(f"--gpu-layers {gpu_layers}: it must be a number of blocks, or auto")
     if HOST in spaces:
         raise InputError(
             f"--gpu-layers needs a --device with a memory of its own, such as cuda or cpu:1, not {device}"
         )
 
 
-def _sizes(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:
+def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:
     """The limits of --device-memory by space. Raises InputError."""
     if memory is None:
         return {}
     if "%" in memory:
         raise InputError(f"--device-memory {memory}: give a size such as 2GiB")
-    sizes = [parse_size(text.strip(), "--device-memory") for text in memory.split(",")]
+    limits = [parse_size(text.strip(), "--device-memory") for text in memory.split(",")]
     device_spaces = [space for space in spaces if space != HOST]
     if not device_spaces:
         raise InputError(
             f"--device-memory: {device} works in the memory of this process, whose limit is --memory"
         )
-    if len(sizes) == 1:
-        sizes *= len(device_spaces)
-    if len(sizes) != len(device_spaces):
+    if len(limits) == 1:
+        limits *= len(device_spaces)
+    if len(limits) != len(device_spaces):
         raise InputError(
-            f"--device-memory {memory} has {len(sizes)} sizes for {len(device_spaces)}"
+            f"--device-memory {memory} has {len(limits)} sizes for {len(device_spaces)}"
             " memories: give one, or one for each"
         )
-    return dict(zip(device_spaces, sizes, strict=True))
+    return dict(zip(device_spaces, limits, strict=True))
 
 
 def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) -> tuple[float, ...]:

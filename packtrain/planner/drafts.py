@@ -13,12 +13,12 @@ from packtrain.engine.optim import Optimizer
 from packtrain.engine.placement import place
 from packtrain.models.config import Config
 from packtrain.planner import training_plans
-from packtrain.planner.block_extrapolation import even, reached, with_blocks
-from packtrain.planner.checkpointing import Built, Chain
-from packtrain.planner.estimate import GraphEstimate, StepEstimate, by_chunk, chain, estimated
-from packtrain.planner.plan_request import CALL_NBYTES, Request
-from packtrain.planner.step_shape import CHUNK, StepShape
-from packtrain.planner.step_variants import CHUNKS
+from packtrain.planner.block_extrapolation import even, num_reached_blocks, with_num_blocks
+from packtrain.planner.checkpointing import BlockChain, BuiltGraph
+from packtrain.planner.estimate import GraphEstimate, StepEstimate, by_chunk, chain, estimate_graph
+from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
+from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
+from packtrain.planner.step_variants import CHUNK_SIZES
 from packtrain.planner.training_plans import (
     EVALUATE,
     MEASURE,
@@ -33,7 +33,7 @@ SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlanDraft:
     """A shape with estimates before packing: peak bytes of a memory space, and seconds of a step."""
 
     shape: StepShape
@@ -41,187 +41,205 @@ class Draft:
     seconds: float
 
 
-class Drafts:
+class DraftEstimator:
     """Estimates of shapes under one request, in the bytes of one space (by default the arena's); caches them."""
 
-    def __init__(self, request: Request, space: str | None = None) -> None:
+    def __init__(self, request: PlanRequest, space: str | None = None) -> None:
         self.request, self.space = request, space or request.target.space
         self._graphs: dict[tuple[str, StepShape], dict[int, GraphEstimate]] = {}
-        self._samples: dict[Config, list[GraphEstimate]] = {}
-        self._known: dict[StepShape, StepEstimate] = {}
-        self._chains: dict[StepShape, Chain] = {}
-        self._before: dict[StepShape, Chain] = {}  # whose short chains have been measured
-        self._short: dict[tuple[str, StepShape], Built] = {}  # the last one
+        self._sample_estimates: dict[Config, list[GraphEstimate]] = {}
+        self._step_estimates: dict[StepShape, StepEstimate] = {}
+        self._block_chains: dict[StepShape, BlockChain] = {}
+        self._before: dict[StepShape, BlockChain] = {}  # whose short chains have been measured
+        self._short_graphs: dict[tuple[str, StepShape], BuiltGraph] = {}  # the last one
 
-    def afresh(self) -> Self:
+    def with_fresh_chains(self) -> Self:
         """The same, whose chains have measured nothing but short ones."""
         fresh = type(self)(self.request, self.space)
-        fresh._graphs, fresh._samples, fresh._known = self._graphs, self._samples, self._known
-        fresh._before, fresh._short = self._chains, self._short
+        fresh._graphs, fresh._sample_estimates, fresh._step_estimates = (
+            self._graphs,
+            self._sample_estimates,
+            self._step_estimates,
+        )
+        fresh._before, fresh._short_graphs = self._block_chains, self._short_graphs
         return fresh
 
     def sizes(self, shape: StepShape) -> StepEstimate:
-        if shape not in self._known:
-            self._known[shape] = self._by_few_blocks(shape)
-        return self._known[shape]
+        if shape not in self._step_estimates:
+            self._step_estimates[shape] = self._extrapolated_estimate(shape)
+        return self._step_estimates[shape]
 
-    def _by_few_blocks(self, shape: StepShape) -> StepEstimate:
+    def _extrapolated_estimate(self, shape: StepShape) -> StepEstimate:
         """Extrapolate from chains of two and three blocks: growth is linear from there on."""
-        extra_blocks = reached(shape) - SAMPLED
-        if extra_blocks <= 0 or not even(shape) or not self.request.target.uniform:
+        extra_blocks = num_reached_blocks(shape) - SAMPLED
+        if extra_blocks <= 0 or not even(shape) or not self.request.target.is_uniform:
             return self._sizes(shape)
-        if shape.twice:
-            return self._going_back_twice(shape)
+        if shape.num_two_pass_blocks:
+            return self._two_pass_estimate(shape)
         below = training_plans.passed_over(shape.config, shape.base)
-        two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        frozen_below = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
-        triples = zip(two, three, frozen_below, strict=True)
+        two, three_blocks = (self._sizes(with_num_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
+        with_unreached = self._sizes(with_num_blocks(shape, SAMPLED, 1)) if below else three_blocks
+        triples = zip(two, three_blocks, with_unreached, strict=True)
         return StepEstimate(*(b + extra_blocks * (b - a) + below * (c - b) for a, b, c in triples))
 
-    def _going_back_twice(self, shape: StepShape) -> StepEstimate:
+    def _two_pass_estimate(self, shape: StepShape) -> StepEstimate:
         """From a chain of three blocks, of which none, one and all go back twice.
 
         With everything kept, a block of them gives back the bytes of its gradients and takes those that it keeps.
         """
-        blocks, full_sizes = with_blocks(shape, SAMPLED), self.sizes(shape.once)
-        no_blocks, single, all_blocks = (
-            self._sizes(replace(blocks, twice=n)) for n in (0, 1, SAMPLED)
+        sampled_shape, full_sizes = with_num_blocks(shape, SAMPLED), self.sizes(shape.once)
+        no_blocks, one_block, all_blocks = (
+            self._sizes(replace(sampled_shape, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)
         )
-        extra_blocks, block = shape.twice - 1, self.chain(shape.once).block
-        reserve_nbytes = max(block.reserve - block.saved_all, 0)
+        extra_blocks, block_costs = shape.num_two_pass_blocks - 1, self.chain(shape.once).block
+        reserve_nbytes = max(block_costs.reserve - block_costs.full_nbytes, 0)
         arena = full_sizes.arena - extra_blocks * reserve_nbytes
-        quadruples = zip(full_sizes, no_blocks, single, all_blocks, strict=True)
-        share = extra_blocks / (SAMPLED - 1)
-        totals = StepEstimate(*(w + b - a + share * (c - b) for w, a, b, c in quadruples))
-        return StepEstimate(totals.leaves, max(arena, full_sizes.beside), *totals[2:])
+        quadruples = zip(full_sizes, no_blocks, one_block, all_blocks, strict=True)
+        block_share = extra_blocks / (SAMPLED - 1)
+        totals = StepEstimate(*(w + b - a + block_share * (c - b) for w, a, b, c in quadruples))
+        return StepEstimate(totals.leaves, max(arena, full_sizes.other_arena_nbytes), *totals[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
-        parts = {name: self._graph(name, shape) for name in training_plans.names(shape)}
-        samples, inner_names = self._of_samples(shape), (blocks_in(shape), MEASURE)
+        parts = {name: self._graph(name, shape) for name in training_plans.graph_names(shape)}
+        samples, inner_names = self._estimate_samples(shape), (blocks_in(shape), MEASURE)
         estimates = [*parts.values(), *samples]
         # a first pass recomputes as the second does, and needs no more
         outer_parts = [*(part for name, part in parts.items() if name not in inner_names), *samples]
         unique_leaves = {
-            name: leaf for part in estimates for name, leaf in part.leaves.items()
+            name: leaf for estimate in estimates for name, leaf in estimate.leaves.items()
         }.values()
-        block_part, target = parts[blocks_in(shape)], self.request.target
-        nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
-        nbytes += rooms_nbytes(shape.ranks, self.space)
+        block_estimate, target = parts[blocks_in(shape)], self.request.target
+        leaf_nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
+        leaf_nbytes += rooms_nbytes(shape.world_size, self.space)
         if self.space == HOST:
-            nbytes += training_plans.passing_nbytes(
+            leaf_nbytes += training_plans.transit_nbytes(
                 (t for t in unique_leaves if not training_plans.is_mapped(shape, t)), target
             )
         return StepEstimate(
-            nbytes,
-            block_part.arena,
-            max((part.arena for part in outer_parts), default=0),
-            sum(part.calls for part in estimates),
-            block_part.calls,
-            sum(count * parts[name].seconds for name, count in runs(shape).items()),
-            max(part.pool for part in estimates),
+            leaf_nbytes,
+            block_estimate.arena,
+            max((estimate.arena for estimate in outer_parts), default=0),
+            sum(estimate.calls for estimate in estimates),
+            block_estimate.calls,
+            sum(num_runs * parts[name].seconds for name, num_runs in runs(shape).items()),
+            max(estimate.pool for estimate in estimates),
         )
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
-        key = name, _what_matters(name, shape)
-        if key not in self._graphs:
-            graph = self._build(*key, self.request.optimizer).graph
+        cache_key = name, _cache_key_shape(name, shape)
+        if cache_key not in self._graphs:
+            graph = self._build(*cache_key, self.request.optimizer).graph
             placed = place(graph, self.request.target)
-            chunks = {shape.chunk, *CHUNKS}
-            self._graphs[key] = by_chunk(placed, self.request.rates, self.space, chunks)
-        return self._graphs[key][shape.chunk]
+            chunk_sizes = {shape.chunk, *CHUNK_SIZES}
+            self._graphs[cache_key] = by_chunk(placed, self.request.rates, self.space, chunk_sizes)
+        return self._graphs[cache_key][shape.chunk]
 
-    def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> Built:
+    def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
         """A graph; the short one of a chain is also used as a part."""
-        config, key = shape.config, (name, _what_matters(name, shape))
+        config, cache_key = shape.config, (name, _cache_key_shape(name, shape))
         # the graph before is large, and garbage only as a whole: it is freed first
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             gc.collect(1)
             return build_graph(name, shape, optimizer)
-        if key not in self._short:
-            self._short.clear()
+        if cache_key not in self._short_graphs:
+            self._short_graphs.clear()
             gc.collect()
-            self._short[key] = build_graph(*key, optimizer)
-        return self._short[key]
+            self._short_graphs[cache_key] = build_graph(*cache_key, optimizer)
+        return self._short_graphs[cache_key]
 
-    def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:
+    def _estimate_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config
-        if config not in self._samples:
-            placed_graphs, rates = self.request.samples(shape).values(), self.request.rates
-            self._samples[config] = [
-                estimated(placed, rates, self.space) for placed in placed_graphs
+        if config not in self._sample_estimates:
+            placed_graphs, rates = self.request.sample_graphs(shape).values(), self.request.rates
+            self._sample_estimates[config] = [
+                estimate_graph(placed_graph, rates, self.space) for placed_graph in placed_graphs
             ]
-        return self._samples[config]
+        return self._sample_estimates[config]
 
-    def chain(self, shape: StepShape) -> Chain:
+    def chain(self, shape: StepShape) -> BlockChain:
         """The blocks of the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
-        if shape not in self._chains:
-            chunk = CHUNK if shape.chunk in CHUNKS else shape.chunk
-            first, earlier_chain = replace(shape, chunk=chunk, twice=0), self._before.get(shape)
-            template = None if first == shape else self.chain(first)
+        if shape not in self._block_chains:
+            chunk = DEFAULT_CHUNK if shape.chunk in CHUNK_SIZES else shape.chunk
+            first, earlier_chain = (
+                replace(shape, chunk=chunk, num_two_pass_blocks=0),
+                self._before.get(shape),
+            )
+            similar_chain = None if first == shape else self.chain(first)
             if earlier_chain is not None:
-                self._chains[shape] = earlier_chain.afresh(template)
+                self._block_chains[shape] = earlier_chain.afresh(similar_chain)
             else:
-                options = self.space, template, int(self.sizes(shape).inside), self._build
-                self._chains[shape] = chain(shape, self.request, *options)
-        return self._chains[shape]
+                options = self.space, similar_chain, int(self.sizes(shape).inside), self._build
+                self._block_chains[shape] = chain(shape, self.request, *options)
+        return self._block_chains[shape]
 
     def inside(self, shape: StepShape) -> bool:
         """Whether blocks compute in this space."""
         target = self.request.target
-        if target.uniform:
+        if target.is_uniform:
             return self.space == target.space
-        blocks = (
+        block_leaves = (
             leaf
             for name, leaf in training_plans.leaves(shape)[0].items()
             if name.startswith("blk.")
         )
-        return any(target.home(leaf).space == self.space for leaf in blocks)
+        return any(target.home(leaf).space == self.space for leaf in block_leaves)
 
-    def recomputes(self, shape: StepShape) -> bool:
+    def may_recompute(self, shape: StepShape) -> bool:
         """Whether recomputation may be chosen, and saves bytes of this space."""
         return self.request.recompute == "auto" and self.inside(shape)
 
-    def rough(self, shape: StepShape) -> Draft:
+    def rough(self, shape: StepShape) -> PlanDraft:
         """The shape with everything kept, without building it."""
-        sizes = self.sizes(shape)
-        arena = max(sizes.arena, sizes.beside)
-        nbytes = self._nbytes(shape, sizes, 0) + self._given(sizes, int(arena))
-        return Draft(shape, nbytes, sizes.seconds)
+        estimate = self.sizes(shape)
+        arena = max(estimate.arena, estimate.other_arena_nbytes)
+        nbytes = self._nbytes(shape, estimate, 0) + self._allocated_nbytes(estimate, int(arena))
+        return PlanDraft(shape, nbytes, estimate.seconds)
 
-    def draft(self, shape: StepShape) -> Draft:
+    def draft(self, shape: StepShape) -> PlanDraft:
         """The shape with its recomputation, its blocks built."""
-        sizes, recompute_plan = self.sizes(shape), self.chain(shape).plan(shape.keep)
-        seconds = sizes.seconds + repeats(shape) * recompute_plan.seconds
-        arena = max(recompute_plan.arena, int(sizes.beside))
-        recomputed_calls = shape.graphs * recompute_plan.calls
-        return Draft(
-            shape, self._nbytes(shape, sizes, recomputed_calls) + self._given(sizes, arena), seconds
+        estimate, planned_choice = self.sizes(shape), self.chain(shape).plan_choice(shape.keep)
+        seconds = estimate.seconds + repeats(shape) * planned_choice.seconds
+        arena_nbytes = max(planned_choice.arena, int(estimate.other_arena_nbytes))
+        recomputed_calls = shape.num_passes * planned_choice.calls
+        return PlanDraft(
+            shape,
+            self._nbytes(shape, estimate, recomputed_calls)
+            + self._allocated_nbytes(estimate, arena_nbytes),
+            seconds,
         )
 
-    def _given(self, sizes: StepEstimate, arena: int) -> int:
+    def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
         """Bytes of the arena, and by how much it and the leaves get more than they need."""
-        return arena + self.request.target.beyond(self.space, (int(sizes.leaves), arena))
+        return arena + self.request.target.extra_nbytes(self.space, (int(sizes.leaves), arena))
 
-    def _nbytes(self, shape: StepShape, sizes: StepEstimate, recomputed_calls: int) -> int:
-        """Bytes of everything but the arena, with `recomputed_calls` recomputed calls."""
-        calls = int(sizes.calls) + recomputed_calls
-        leaf_nbytes = self.request.before(self.space) + int(sizes.leaves) + int(sizes.pool)
+    def _nbytes(self, shape: StepShape, sizes: StepEstimate, num_recomputed: int) -> int:
+        """Bytes of everything but the arena, with `num_recomputed` recomputed calls."""
+        num_calls = int(sizes.calls) + num_recomputed
+        leaf_nbytes = self.request.baseline_in(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
             return leaf_nbytes
-        return leaf_nbytes + CALL_NBYTES * calls + training_plans.loop_nbytes(shape, calls)
+        return leaf_nbytes + CALL_NBYTES * num_calls + training_plans.loop_nbytes(shape, num_calls)
 
 
 def repeats(shape: StepShape) -> int:
     """How often a step recomputes what its blocks do not keep."""
-    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else shape.graphs
+    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else shape.num_passes
 
 
-def _what_matters(name: str, shape: StepShape) -> StepShape:
+def _cache_key_shape(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        key_shape = replace(shape.once, keep=None, evaluate=False, chunk=CHUNK)
-        return replace(key_shape, rows=1, time=1, micros=2, layered=False, evaluations=1, ranks=1)
+        key_shape = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)
+        return replace(
+            key_shape,
+            micro_batch_size=1,
+            seq_len=1,
+            num_micro_batches=2,
+            layered=False,
+            num_evaluations=1,
+            world_size=1,
+        )
     if name == EVALUATE:
-        return StepShape(shape.config, shape.rows, shape.time, base=shape.base)
-    return replace(shape, keep=None, evaluate=False, chunk=CHUNK)
+        return StepShape(shape.config, shape.micro_batch_size, shape.seq_len, base=shape.base)
+    return replace(shape, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)

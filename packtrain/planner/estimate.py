@@ -9,21 +9,28 @@ from functools import partial
 from typing import NamedTuple
 
 from packtrain.engine.backends import HOST
-from packtrain.engine.memory_plan.lifetimes import columns, storages
+from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lifetimes
 from packtrain.engine.memory_plan.memory_plan import pool_nbytes
 from packtrain.engine.ops import linear_cross_entropy as HEAD
 from packtrain.engine.optim import Optimizer
 from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor
 from packtrain.planner import cost_model
-from packtrain.planner.block_extrapolation import reached, with_blocks
-from packtrain.planner.checkpointing import ALIGNMENT, NEVER, Built, Chain, Choice, aligned
-from packtrain.planner.cost_model import Rates
-from packtrain.planner.plan_request import CALL_NBYTES, Request
+from packtrain.planner.block_extrapolation import num_reached_blocks, with_num_blocks
+from packtrain.planner.checkpointing import (
+    ALIGNMENT,
+    NEVER_OFFLOAD,
+    BlockChain,
+    BuiltGraph,
+    RecomputeChoice,
+    aligned_nbytes,
+)
+from packtrain.planner.cost_model import BackendRates
+from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.step_variants import CHUNKS
+from packtrain.planner.step_variants import CHUNK_SIZES
 from packtrain.planner.training_plans import (
     BOUND_NBYTES,
     STEP,
@@ -51,107 +58,116 @@ class GraphEstimate:
 class StepEstimate(NamedTuple):
     """Measurements of a shape that keeps everything: leaves, the arena of the graph with its blocks, calls, step time.
 
-    beside   the largest arena of its other graphs
+    other_arena_nbytes   the largest arena of its other graphs
     calls    of all graphs; `inside`: of the one with its blocks
     pool     what kernels take beside their workspaces
     """
 
     leaves: float
     arena: float
-    beside: float
+    other_arena_nbytes: float
     calls: float
     inside: float
     seconds: float
     pool: float
 
 
-def estimated(placed: Placed, rates: Rates, space: str) -> GraphEstimate:
+def estimate_graph(placed: Placed, rates: BackendRates, space: str) -> GraphEstimate:
     """The estimate of a graph without a loss head."""
     return by_chunk(placed, rates, space, (0,))[0]
 
 
 def by_chunk(
-    placed: Placed, rates: Rates, space: str, chunks: Iterable[int]
+    placed: Placed, rates: BackendRates, space: str, chunks: Iterable[int]
 ) -> dict[int, GraphEstimate]:
     """Estimates of the graph for several chunk sizes of its loss head."""
-    stored = storages(placed, space)
+    stored_tensors = storage_lifetimes(placed, space)
     read = {t for step in placed.steps for t in step.reads}
-    start, end, size = columns(stored, ALIGNMENT)
+    start_steps, end_steps, size = lifetime_columns(stored_tensors, ALIGNMENT)
     work = [
-        at
-        for at, storage in enumerate(stored)
+        index
+        for index, storage in enumerate(stored_tensors)
         if (storage.op, storage.category) == (HEAD.name, "workspace")
     ]
-    heads = [step for step in placed.steps if step.op is HEAD]
-    rest = [step for step in placed.steps if step.op is not HEAD]
-    seconds = sum(cost_model.call_seconds(step, rates, read) for step in rest)
+    head_steps = [step for step in placed.steps if step.op is HEAD]
+    other_steps = [step for step in placed.steps if step.op is not HEAD]
+    seconds = sum(cost_model.call_seconds(step, rates, read) for step in other_steps)
     estimates = dict[int, GraphEstimate]()
     for chunk in chunks:
-        cut = [_with_chunk(step, chunk) for step in heads]
+        cut = [_with_chunk(step, chunk) for step in head_steps]
         if work:
-            size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
-        arena, _ = lower_bound(start, end, size)
+            size[work] = [aligned_nbytes(spec) for step in cut for spec in step.workspaces]
+        arena_nbytes, _ = lower_bound(start_steps, end_steps, size)
         total_seconds = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
-        pool = pool_nbytes((*rest, *cut), space)
+        kernel_nbytes = pool_nbytes((*other_steps, *cut), space)
         estimates[chunk] = GraphEstimate(
-            arena, total_seconds, len(placed.graph.calls), lasting(placed), pool
+            arena_nbytes, total_seconds, len(placed.graph.calls), lasting(placed), kernel_nbytes
         )
     return estimates
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
     """The graph with another chunk of its loss head, on which no tensor depends: only for measuring."""
-    steps = [_with_chunk(s, chunk) if s.op is HEAD else s for s in placed.steps]
+    steps = [_with_chunk(step, chunk) if step.op is HEAD else step for step in placed.steps]
     return replace(placed, steps=tuple(steps))
 
 
-def _with_chunk(step: Step, chunk: int) -> Step:
+def _with_chunk(step: KernelStep, chunk: int) -> KernelStep:
     return replace(step, call=replace(step.call, attrs=step.call.attrs | {"chunk": chunk}))
 
 
 def chain(
     shape: StepShape,
-    request: Request,
+    request: PlanRequest,
     space: str | None = None,
-    like: Chain | None = None,
+    like: BlockChain | None = None,
     calls: int | None = None,
-    make: Callable[[str, StepShape, Optimizer], Built] = build_graph,
-) -> Chain:
+    build: Callable[[str, StepShape, Optimizer], BuiltGraph] = build_graph,
+) -> BlockChain:
     """The blocks of the training graph that determines memory; `like` has the same blocks, measured.
 
     space  whose bytes count; by default the arena's
     calls  of that graph if it keeps everything, if known
     """
-    name, num_blocks = blocks_in(shape), reached(shape)
+    name, num_blocks = blocks_in(shape), num_reached_blocks(shape)
     space = space or request.target.space
 
-    def graph(count: int, choice: Choice | None) -> Built:
-        variant = shape if count == num_blocks else with_blocks(shape, count)
-        return make(name, replace(variant, keep=choice), request.optimizer)
+    def build_variant(count: int, choice: RecomputeChoice | None) -> BuiltGraph:
+        variant = shape if count == num_blocks else with_num_blocks(shape, count)
+        return build(name, replace(variant, keep=choice), request.optimizer)
 
-    def twice(count: int, choice: Choice | None) -> Built:
-        variant = replace(with_blocks(shape, count), twice=count, keep=choice)
-        return make(name, variant, request.optimizer)
+    def build_two_pass(count: int, choice: RecomputeChoice | None) -> BuiltGraph:
+        variant = replace(with_num_blocks(shape, count), num_two_pass_blocks=count, keep=choice)
+        return build(name, variant, request.optimizer)
 
-    waiting = name == STEP and shape.max_norm is not None and not shape.two_passes
-    reserved = _gradients(shape) if waiting else (0, 0)
-    per_call = (CALL_NBYTES + BOUND_NBYTES) * shape.graphs if space == HOST else 0
+    gradients_wait = name == STEP and shape.max_norm is not None and not shape.two_passes
+    reserved = _gradient_nbytes(shape) if gradients_wait else (0, 0)
+    call_nbytes = (CALL_NBYTES + BOUND_NBYTES) * shape.num_passes if space == HOST else 0
     if calls is None:
-        calls = len(graph(num_blocks, None).graph.calls)
+        calls = len(build_variant(num_blocks, None).graph.calls)
 
-    heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNKS)}
-    offload = NEVER if space == HOST else request.offload
-    options = reserved, per_call, calls, like, TOGETHER, request.target, space, offload
-    return Chain(graph, num_blocks, request.rates, *options, shape.twice, twice, heads, shape.chunk)
+    heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNK_SIZES)}
+    offload_mode = NEVER_OFFLOAD if space == HOST else request.offload_mode
+    options = reserved, call_nbytes, calls, like, TOGETHER, request.target, space, offload_mode
+    return BlockChain(
+        build_variant,
+        num_blocks,
+        request.rates,
+        *options,
+        shape.num_two_pass_blocks,
+        build_two_pass,
+        heads,
+        shape.chunk,
+    )
 
 
-def _gradients(shape: StepShape) -> tuple[int, int]:
+def _gradient_nbytes(shape: StepShape) -> tuple[int, int]:
     """Bytes of the gradients of a block, and of everything outside of blocks."""
-    block = head = 0
-    for leaf in leaves(with_blocks(shape, 1))[1]:
-        nbytes = aligned(Spec(leaf.shape))  # f32, whatever the type of the leaf
+    block_nbytes = outer_nbytes = 0
+    for leaf in leaves(with_num_blocks(shape, 1))[1]:
+        nbytes = aligned_nbytes(Spec(leaf.shape))  # f32, whatever the type of the leaf
         if leaf.label.startswith("blk."):
-            block += nbytes
+            block_nbytes += nbytes
         else:
-            head += nbytes
-    return block, head
+            outer_nbytes += nbytes
+    return block_nbytes, outer_nbytes

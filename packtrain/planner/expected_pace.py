@@ -6,40 +6,40 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from packtrain.common.text import clock
-from packtrain.planner.speed_probe import waited
+from packtrain.planner.speed_probe import processor_wait_seconds
 
-BLOCK = 64  # positions per block of queries and of keys in attention
-STEPS = 5  # steps compared; not the first of a run, which touches its memory first
+ATTENTION_BLOCK = 64  # positions per block of queries and of keys in attention
+NUM_COMPARED_STEPS = 5  # steps compared; not the first of a run, which touches its memory first
 # share of the expected time, and seconds until the end, below which no message is printed
-OFF, WORTH = 0.2, 10.0
-WAITED = 0.2  # share of the time for which other programs had the processor
+MIN_DEVIATION, MIN_DEVIATION_SECONDS = 0.2, 10.0
+MAX_WAIT_SHARE = 0.2  # share of the time for which other programs had the processor
 
 
-def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
+def attended_share(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
     """The share of causally visible blocks that attention must compute: document borders mask the rest."""
-    looked, causal = 0, 0
+    num_attended, num_causal = 0, 0
     for batch in batches:
-        (low_seq, high_seq), (low, high) = _ends(batch["seq"]), _ends(batch["pos"])
-        is_after = high_seq[:, :, None] < low_seq[:, None]
-        is_before = low_seq[:, :, None] > high_seq[:, None]
-        later = high[:, :, None] < low[:, None]
-        looked += int((~(is_after | is_before | later)).sum())
-        rows, blocks = low.shape
-        causal += rows * blocks * (blocks + 1) // 2
-    return looked / causal if causal else 1.0
+        (min_seq, max_seq), (low, high) = _block_ranges(batch["seq"]), _block_ranges(batch["pos"])
+        is_after = max_seq[:, :, None] < min_seq[:, None]
+        is_before = min_seq[:, :, None] > max_seq[:, None]
+        is_later = high[:, :, None] < low[:, None]
+        num_attended += int((~(is_after | is_before | is_later)).sum())
+        num_rows, num_blocks = low.shape
+        num_causal += num_rows * num_blocks * (num_blocks + 1) // 2
+    return num_attended / num_causal if num_causal else 1.0
 
 
-def _ends(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _block_ranges(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Minimum and maximum of each block of a row, (rows, blocks)."""
-    starts = np.arange(0, ids.shape[1], BLOCK)
+    starts = np.arange(0, ids.shape[1], ATTENTION_BLOCK)
     return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
 
 
-def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
-    """Tokens that a step of `positions` positions trains on, if all its batches are like these."""
-    weights = sum(batch["weights"].size for batch in batches)
-    counted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
-    return round(positions * counted / weights) if weights else positions
+def num_trained_tokens(batches: Sequence[Mapping[str, np.ndarray]], num_positions: int) -> int:
+    """Tokens that a step of `num_positions` positions trains on, if all its batches are like these."""
+    num_weights = sum(batch["weights"].size for batch in batches)
+    num_weighted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
+    return round(num_positions * num_weighted / num_weights) if num_weights else num_positions
 
 
 def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, int], str | None]:
@@ -49,25 +49,28 @@ def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, 
 
     correct  called with measured over expected if they differ and no other program is the cause
     """
-    times, initial_wait = list[float](), 0.0
+    step_times, initial_wait = list[float](), 0.0
 
-    def step(seconds: float, left: int) -> str | None:
+    def check_step(seconds: float, left: int) -> str | None:
         nonlocal initial_wait
-        times.append(seconds)
-        if len(times) == 1:
-            initial_wait = waited()
-        if len(times) != STEPS + 1:
+        step_times.append(seconds)
+        if len(step_times) == 1:
+            initial_wait = processor_wait_seconds()
+        if len(step_times) != NUM_COMPARED_STEPS + 1:
             return None
-        counted = times[1:]
-        took, lost = statistics.median(counted), waited() - initial_wait
-        deviation = abs(took - expected)
-        if deviation <= OFF * expected or deviation * left < WORTH:
+        compared_times = step_times[1:]
+        median_seconds, wait_seconds = (
+            statistics.median(compared_times),
+            processor_wait_seconds() - initial_wait,
+        )
+        deviation = abs(median_seconds - expected)
+        if deviation <= MIN_DEVIATION * expected or deviation * left < MIN_DEVIATION_SECONDS:
             return None
-        text = f"a step takes {took:.3g} s, not the {expected:.3g} s expected: "
-        text += f"{clock(took * left)} for the {left:,} steps left"
-        if took > expected and lost > WAITED * sum(counted):
-            return f"{text}; other programs are using the processor"
-        correct(took / expected)
-        return f"{text}; the next run expects that"
+        message = f"a step takes {median_seconds:.3g} s, not the {expected:.3g} s expected: "
+        message += f"{clock(median_seconds * left)} for the {left:,} steps left"
+        if median_seconds > expected and wait_seconds > MAX_WAIT_SHARE * sum(compared_times):
+            return f"{message}; other programs are using the processor"
+        correct(median_seconds / expected)
+        return f"{message}; the next run expects that"
 
-    return step
+    return check_step

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from packtrain import kernels
-from packtrain.common.child_process import ask
+from packtrain.common.child_process import run_in_child
 from packtrain.common.files import write_text
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.engine.ops.costs import in_tiles
 from packtrain.engine.optim import Optimizer
 from packtrain.kernels import store
-from packtrain.kernels.runtime import cache_root, refusal
+from packtrain.kernels.runtime import cache_root, write_error
 from packtrain.models.config import Config
 
 GUESSED_NBYTES = 17 << 20  # if there is no memory for the child; 11 to 16 MiB were measured
@@ -25,86 +25,87 @@ MEASURED = 4  # times
 CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 
 
-class Loaded(NamedTuple):
+class KernelMemory(NamedTuple):
     """Bytes of the kernels, by how much that may be too high, and their modules."""
 
     nbytes: int
-    unsure: int = 0
+    uncertain_nbytes: int = 0
     names: tuple[str, ...] = ()
 
     @property
-    def to_come(self) -> int:
+    def pending_nbytes(self) -> int:
         """Bytes by which this process will still grow."""
         return 0 if self.names and all(map(kernels.is_loaded, self.names)) else self.nbytes
 
     def load(self) -> None:
         kernels.load_all(self.names)
 
-    def load_rest(self) -> None:
+    def load_remaining(self) -> None:
         """Load all if some are loaded, because the memory of the rest alone is unknown."""
         if any(map(kernels.is_loaded, self.names)):
             self.load()
 
 
-def kernels_of(config: Config) -> tuple[str, ...]:
+def model_kernel_modules(config: Config) -> tuple[str, ...]:
     """The kernel modules that a model calls beyond those of all."""
     return (
-        *(kernels.EXPERTS if config.expert_count else ()),
-        *(kernels.CONVS if config.conv_width else ()),
-        *(kernels.SCANS if config.scan else ()),
-        *(kernels.DELTAS if config.traits.delta else ()),
-        *(() if config.flash else kernels.WRITTEN),
-        *(kernels.TILED if in_tiles(config.precision, config.embedding_length) else ()),
+        *(kernels.EXPERT_KERNELS if config.expert_count else ()),
+        *(kernels.CONV_KERNELS if config.conv_width else ()),
+        *(kernels.SCAN_KERNELS if config.scan else ()),
+        *(kernels.DELTA_KERNELS if config.traits.delta else ()),
+        *(() if config.flash else kernels.SOFTMAX_KERNELS),
+        *(kernels.AMX_LOSS_KERNELS if in_tiles(config.precision, config.embedding_length) else ()),
     )
 
 
-def needed(
-    config: Config, packed: bool, optimizer: type[Optimizer], *, aware: bool = False
+def required_kernel_modules(
+    config: Config, is_packed: bool, optimizer: type[Optimizer], *, is_aware: bool = False
 ) -> tuple[str, ...]:
     """The kernel modules that a run calls for such a model, which may be written with quantized matrices.
 
-    aware  as in the config of LoRA adapters
+    is_aware  as in the config of LoRA adapters
     """
     return (
-        *kernels.LEARNING,
+        *kernels.TRAINING_KERNELS,
         *optimizer.kernels,
-        *kernels_of(config),
-        *(kernels.PACKING if packed else ()),
-        *(kernels.AWARE if aware else ()),
+        *model_kernel_modules(config),
+        *(kernels.QUANTIZE_KERNELS if is_packed else ()),
+        *(kernels.REQUANTIZE_KERNELS if is_aware else ()),
     )
 
 
-def loaded(names: tuple[str, ...], free: float) -> Loaded:
+def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
     """Bytes by which a process grows when it loads these compiled kernel modules.
 
     free  bytes that a child may take; without any, the run is refused, but its minimum should be right
     """
-    path = _kept(names)
+    path = _cache_path(names)
     try:
-        return Loaded(int(json.loads(path.read_text())), 0, names)
+        return KernelMemory(int(json.loads(path.read_text())), 0, names)
     except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= free < CHILD_NBYTES:
-            return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
+            return KernelMemory(GUESSED_NBYTES, UNSURE_NBYTES, names)
         # one child in five takes 1 MiB less, by chance, and what is found is kept
         measured_nbytes = max(
-            ask(lambda: None, _load_in_child, kernels.threads(), names) for _ in range(MEASURED)
+            run_in_child(lambda: None, _load_in_child, kernels.threads(), names)
+            for _ in range(MEASURED)
         )
-        if refusal(path.parent) is None:
+        if write_error(path.parent) is None:
             write_text(path, json.dumps(measured_nbytes))
-        return Loaded(measured_nbytes, 0, names)
+        return KernelMemory(measured_nbytes, 0, names)
 
 
-def _kept(names: Sequence[str]) -> Path:
-    parts = "machine code alone", str(kernels.threads()), *map(store.folder_name, names)
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_root() / f"loaded-{name}.json"
+def _cache_path(names: Sequence[str]) -> Path:
+    key_parts = "machine code alone", str(kernels.threads()), *map(store.folder_name, names)
+    cache_key = hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:16]
+    return cache_root() / f"loaded-{cache_key}.json"
 
 
-def _load_in_child(threads: int, names: Sequence[str]) -> int:
-    kernels.set_threads(threads)
+def _load_in_child(num_threads: int, names: Sequence[str]) -> int:
+    kernels.set_threads(num_threads)
     kernels.prepare(names)  # loads what the asking process has loaded, too
-    settle()
+    release_memory()
     baseline = private_nbytes()
     kernels.load_all(names)
-    settle()
+    release_memory()
     return private_nbytes() - baseline

@@ -8,160 +8,170 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.common.child_process import ask
+from packtrain.common.child_process import run_in_child
 from packtrain.common.files import write_text
 from packtrain.common.version import __version__
 from packtrain.dtypes import DTYPES, READABLE, Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.ops.costs import laying
-from packtrain.kernels.runtime import cache_root, platform_parts, refusal
-from packtrain.planner.cost_model import Rates
-from packtrain.planner.speed_probe import BEGIN, measured
+from packtrain.kernels.runtime import cache_root, platform_identity, write_error
+from packtrain.planner.cost_model import BackendRates
+from packtrain.planner.speed_probe import DEFAULT_RATES, measure_rates
 
-MEASURING_NBYTES = 136 << 20  # of a measuring child
-FORMAT = 3  # of the file; with another format, rates are measured again
+PROBE_CHILD_NBYTES = 136 << 20  # of a measuring child
+FILE_FORMAT = 3  # of the file; with another format, rates are measured again
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Rates in a file. Rates of a busy machine (`quiet` is false) are used for one run, then measured again.
+class CachedRates:
+    """Rates in a file. Rates of a busy machine (`is_quiet` is false) are used for one run, then measured again.
 
-    off  correction factor of step times, from the last run whose steps took longer or shorter than expected
+    time_factor  correction factor of step times, from the last run whose steps took longer or shorter than expected
     """
 
-    rates: Rates
-    quiet: bool
-    off: float = 1.0
+    rates: BackendRates
+    is_quiet: bool
+    time_factor: float = 1.0
 
     @property
-    def expected(self) -> Rates:
-        return self.rates.slower(self.off)
+    def corrected_rates(self) -> BackendRates:
+        return self.rates.slower(self.time_factor)
 
-    def serves(self, types: Collection[Dtype]) -> bool:
+    def covers_types(self, types: Collection[Dtype]) -> bool:
         """Whether the rates are complete for a run with quantized matrices of these types."""
-        return self.quiet and all(laying(t) in self.rates.kinds for t in types)
+        return self.is_quiet and all(laying(t) in self.rates.kinds for t in types)
 
 
-def rates(
+def load_rates(
     force: bool, report: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
-) -> Rates:
+) -> BackendRates:
     """The cached rates of this backend and number of threads; measured if missing, or if `force`.
 
     types  of quantized matrices that a run reads; each has its own rate
     """
-    path = kept(kernels.threads(), target)
-    cached = None if force else read(path)
-    if cached is not None and cached.serves(types):
-        return cached.expected
+    path = rates_path(kernels.threads(), target)
+    cached = None if force else read_rates(path)
+    if cached is not None and cached.covers_types(types):
+        return cached.corrected_rates
     dtypes_by_kind = {laying(t): t for t in READABLE}
-    cached_types = (
+    types_in_cache = (
         ()
         if cached is None
         else [dtypes_by_kind[k] for k in cached.rates.kinds if k in dtypes_by_kind]
     )
-    new_rates, quiet = measured({*types, *cached_types} - {DTYPES["f32"]}, target=target)
+    new_rates, quiet = measure_rates({*types, *types_in_cache} - {DTYPES["f32"]}, target=target)
     if cached is not None and not quiet:
-        new_rates = faster(new_rates, cached.rates)
+        new_rates = fastest_rates(new_rates, cached.rates)
     remark = "" if quiet else "; it is busy, and the next run measures it again"
-    updated = Kept(new_rates, quiet, 1.0 if cached is None else cached.off)
-    location = keep(path, updated)
-    device_name = target.backends[0].name if target.apart else "this machine"
+    updated = CachedRates(new_rates, quiet, 1.0 if cached is None else cached.time_factor)
+    saved_text = write_rates(path, updated)
+    device_name = target.backends[0].name if target.is_separate else "this machine"
     report(
         f"measured {device_name}: {new_rates.flops / 1e9:.0f} GFLOP/s,"
-        f" {new_rates.nbytes / 1e9:.1f} GB/s, {location}{remark}"
+        f" {new_rates.nbytes / 1e9:.1f} GB/s, {saved_text}{remark}"
     )
-    return updated.expected
+    return updated.corrected_rates
 
 
-def rates_apart(
+def measure_rates_in_children(
     force: bool,
     report: Callable[[str], None],
     types: Collection[Dtype] = (),
     free: float = math.inf,
     target: Target = CPU,
-) -> Rates:
+) -> BackendRates:
     """The same of all backends of the target, measured by children, so that this process loads no kernels for it.
 
     free  bytes that a child may take; if too few, uses the rates known so far
     """
-    threads = kernels.threads()
-    by_backend = dict[str, Rates]()
+    num_threads = kernels.threads()
+    by_backend = dict[str, BackendRates]()
     for backend in {b.name: b for b in target.every}.values():
-        single_target = Target.of(backend)
-        cached = None if force else read(kept(threads, single_target))
-        if cached is not None and (cached.serves(types) or free < MEASURING_NBYTES):
-            by_backend[backend.name] = cached.expected
-        elif free < MEASURING_NBYTES:
-            by_backend[backend.name] = BEGIN
+        single_target = Target.for_backend(backend)
+        cached = None if force else read_rates(rates_path(num_threads, single_target))
+        if cached is not None and (cached.covers_types(types) or free < PROBE_CHILD_NBYTES):
+            by_backend[backend.name] = cached.corrected_rates
+        elif free < PROBE_CHILD_NBYTES:
+            by_backend[backend.name] = DEFAULT_RATES
         else:
-            names = [str(t) for t in types]
-            by_backend[backend.name], messages = ask(
-                lambda: None, _in_child, threads, force, names, single_target
+            type_names = [str(t) for t in types]
+            by_backend[backend.name], messages = run_in_child(
+                lambda: None, _load_rates_in_child, num_threads, force, type_names, single_target
             )
             for sentence in messages:
                 report(sentence)
-    first, *other_names = by_backend
-    return replace(by_backend[first], others={name: by_backend[name] for name in other_names})
+    first_name, *other_names = by_backend
+    return replace(
+        by_backend[first_name], backend_rates={name: by_backend[name] for name in other_names}
+    )
 
 
-def _in_child(
-    threads: int, force: bool, types: Collection[str], target: Target
-) -> tuple[Rates, list[str]]:
+def _load_rates_in_child(
+    num_threads: int, force: bool, types: Collection[str], target: Target
+) -> tuple[BackendRates, list[str]]:
     messages = list[str]()
-    kernels.set_threads(threads)
-    return rates(force, messages.append, [DTYPES[name] for name in types], target), messages
+    kernels.set_threads(num_threads)
+    return load_rates(force, messages.append, [DTYPES[name] for name in types], target), messages
 
 
-def faster(a: Rates, b: Rates) -> Rates:
+def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
     """The faster of each rate: other programs can only slow it down."""
-    kinds = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
+    kind_rates = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
     best_throughput = {
-        name: max(getattr(a, name), getattr(b, name)) for name in ("flops", "nbytes", "near")
+        name: max(getattr(a, name), getattr(b, name))
+        for name in ("flops", "nbytes", "cache_nbytes")
     }
     best_latency = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
-    return replace(a, kinds=kinds, **best_throughput, **best_latency)
+    return replace(a, kinds=kind_rates, **best_throughput, **best_latency)
 
 
-def kept(threads: int, target: Target = CPU) -> Path:
+def rates_path(num_threads: int, target: Target = CPU) -> Path:
     """The file of the rates."""
     name = target.backends[0].name
-    parts = __version__, str(threads), *platform_parts(), *([] if name == "cpu" else [name])
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    key_parts = (
+        __version__,
+        str(num_threads),
+        *platform_identity(),
+        *([] if name == "cpu" else [name]),
+    )
+    name = hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:16]
     return cache_root() / f"rates-{name}.json"
 
 
-def read(path: Path) -> Kept | None:
+def read_rates(path: Path) -> CachedRates | None:
     """The cached rates; None if missing or incomplete."""
     try:
-        record = json.loads(path.read_text())
-        if record["format"] != FORMAT:
+        file_data = json.loads(path.read_text())
+        if file_data["format"] != FILE_FORMAT:
             return None
-        return Kept(Rates(**record["rates"]), bool(record["quiet"]), float(record["off"]))
+        return CachedRates(
+            BackendRates(**file_data["rates"]), bool(file_data["quiet"]), float(file_data["off"])
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def correct(by: float, target: Target = CPU) -> None:
+def correct_step_times(by: float, target: Target = CPU) -> None:
     """Correct the expected times of the next run by a factor."""
     for backend in target.every:
-        path = kept(kernels.threads(), Target.of(backend))
-        cached = read(path)
-        if cached is not None:
-            keep(path, replace(cached, off=by * cached.off))
+        path = rates_path(kernels.threads(), Target.for_backend(backend))
+        cached_rates = read_rates(path)
+        if cached_rates is not None:
+            write_rates(path, replace(cached_rates, time_factor=by * cached_rates.time_factor))
 
 
-def keep(path: Path, entry: Kept) -> str:
+def write_rates(path: Path, cached_rates: CachedRates) -> str:
     """Write the rates if possible; returns where, for a message."""
-    if refusal(path.parent) is not None:
+    if write_error(path.parent) is not None:
         return "not kept"
-    record = {
-        "format": FORMAT,
-        "quiet": entry.quiet,
-        "off": entry.off,
-        "rates": asdict(entry.rates),
+    file_data = {
+        "format": FILE_FORMAT,
+        "quiet": cached_rates.is_quiet,
+        "off": cached_rates.time_factor,
+        "rates": asdict(cached_rates.rates),
     }
     try:
-        write_text(path, json.dumps(record, indent=1))
+        write_text(path, json.dumps(file_data, indent=1))
     except OSError:  # a full disk
         return "not kept"
     return f"kept in {path}"

@@ -11,73 +11,79 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from packtrain.engine.backends import HOST
-from packtrain.engine.optim import Optimizer, leaner
-from packtrain.planner.block_extrapolation import even, reached
-from packtrain.planner.checkpointing import ALWAYS, NEVER, spaced, spacing, uniform
-from packtrain.planner.drafts import Draft, Drafts, repeats
-from packtrain.planner.plan_request import Request
+from packtrain.engine.optim import Optimizer, leaner_optimizers
+from packtrain.planner.block_extrapolation import even, num_reached_blocks
+from packtrain.planner.checkpointing import (
+    ALWAYS_OFFLOAD,
+    NEVER_OFFLOAD,
+    checkpoint_spacing,
+    spaced_choice,
+    uniform_choice,
+)
+from packtrain.planner.drafts import DraftEstimator, PlanDraft, repeats
+from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
-from packtrain.planner.step_variants import CHUNKS, candidates, extremes
+from packtrain.planner.step_variants import CHUNK_SIZES, candidates, extreme_shapes
 from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, blocks_in
 
-ROUNDS, MORE_ROUNDS = 3, 6  # choices built for a shape; more where another space must hold it, too
+ROUNDS, EXTRA_ROUNDS = 3, 6  # choices built for a shape; more where another space must hold it, too
 SLACK = 0.03  # relative error of estimates
-CLOSE = 0.01  # if two estimates are this close, both are built
+CLOSE_ESTIMATES = 0.01  # if two estimates are this close, both are built
 FREE = 0.005  # share of a step that recomputation may take by estimate where no limit asks for it
-WORTH = 0.02  # share of the bytes that a smaller chunk must save
-SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
+MIN_SAVING_SHARE = 0.02  # share of the bytes that a smaller chunk must save
+OPTIMIZER_FREE_GRAPHS = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SearchResult:
     """The fastest shape that fits; or the smallest one, which does not, and a change of settings that would fit."""
 
     shape: StepShape
-    fits: bool
-    change: str = ""
+    is_within_limits: bool
+    suggested_change: str = ""
 
 
-def search(shape: StepShape, request: Request) -> Answer:
+def find_fastest_shape(shape: StepShape, request: PlanRequest) -> SearchResult:
     """The fastest shape within all limits of the request, the process included; else the smallest."""
     spaces = sorted(request.limits, key=lambda space: space != request.target.space)
-    searches = [Search(request, space) for space in spaces]
-    for current in searches:
-        current.others = [other for other in searches if other is not current]
-    best: Draft | None = None
-    for current in searches:
-        candidate = current.fastest(shape, current.limit, request.fixed)
-        if candidate is not None and (best is None or candidate.seconds < best.seconds):
-            best = candidate
-        if best is not None and best.shape == shape:
+    searches = [PlanSearch(request, space) for space in spaces]
+    for space_search in searches:
+        space_search.other_searches = [peer for peer in searches if peer is not space_search]
+    best_draft: PlanDraft | None = None
+    for space_search in searches:
+        candidate = space_search.fastest_draft(shape, space_search.limit, request.fixed)
+        if candidate is not None and (best_draft is None or candidate.seconds < best_draft.seconds):
+            best_draft = candidate
+        if best_draft is not None and best_draft.shape == shape:
             break
-    if best is not None:
-        return Answer(best.shape, True)
-    smallest_shape = searches[0].smallest(shape, request.fixed).shape
-    full = next(
+    if best_draft is not None:
+        return SearchResult(best_draft.shape, True)
+    smallest_shape = searches[0].smallest_draft(shape, request.fixed).shape
+    full_search = next(
         (current for current in searches if current.draft(smallest_shape).nbytes > current.limit),
         None,
     )
-    if full is None:
-        return Answer(smallest_shape, True)
-    if full is not searches[0]:  # the least of that space is what a refusal tells
-        smallest_shape = full.smallest(shape, request.fixed).shape
-    return Answer(smallest_shape, False, full.change(smallest_shape))
+    if full_search is None:
+        return SearchResult(smallest_shape, True)
+    if full_search is not searches[0]:  # the least of that space is what a refusal tells
+        smallest_shape = full_search.smallest_draft(shape, request.fixed).shape
+    return SearchResult(smallest_shape, False, full_search.suggest_change(smallest_shape))
 
 
-def smallest(shape: StepShape, request: Request) -> StepShape:
+def smallest(shape: StepShape, request: PlanRequest) -> StepShape:
     """The shape with the least bytes."""
-    return Search(request).smallest(shape, request.fixed).shape
+    return PlanSearch(request).smallest_draft(shape, request.fixed).shape
 
 
-class Search(Drafts):
+class PlanSearch(DraftEstimator):
     """Searches shapes under one request; caches measurements.
 
-    others  searches in the other limited spaces, whose limits count, too
+    other_searches  searches in the other limited spaces, whose limits count, too
     """
 
-    def __init__(self, request: Request, space: str | None = None) -> None:
+    def __init__(self, request: PlanRequest, space: str | None = None) -> None:
         super().__init__(request, space)
-        self.others: list[Search] = []
+        self.other_searches: list[PlanSearch] = []
 
     @property
     def limit(self) -> int:
@@ -85,200 +91,218 @@ class Search(Drafts):
 
     # ---- within a limit
 
-    def best(self, shape: StepShape, limit: int, fixed: bool = False) -> Draft:
+    def fastest_or_smallest(self, shape: StepShape, limit: int, fixed: bool = False) -> PlanDraft:
         """The fastest shape of at most `limit` bytes; the smallest if none was found."""
-        return self.fastest(shape, limit, fixed) or self.smallest(shape, fixed)
+        return self.fastest_draft(shape, limit, fixed) or self.smallest_draft(shape, fixed)
 
-    def fastest(self, shape: StepShape, limit: int, fixed: bool) -> Draft | None:
+    def fastest_draft(self, shape: StepShape, limit: int, fixed: bool) -> PlanDraft | None:
         """The fastest shape of at most `limit` bytes; None if none was found."""
-        best = self._whole(shape, limit)
-        if best is not None and best.shape == shape:
-            return best
+        best_draft = self._requested_draft(shape, limit)
+        if best_draft is not None and best_draft.shape == shape:
+            return best_draft
         # what waits elsewhere comes back for the first backward pass, and stays here for a second one
-        may_go_back = self.request.target.space == HOST or self.request.offload == NEVER
-        forms = [form for form in candidates(shape, fixed) if may_go_back or not form.twice]
-        waiting = [(0.0, at, 0) for at in range(len(forms))]
-        bounds = self._could, self._takes, self._takes_by_ways
-        while waiting:
-            seconds, at, level = heappop(waiting)
-            below = math.inf if best is None else best.seconds
-            if seconds >= below:
+        may_run_twice = (
+            self.request.target.space == HOST or self.request.offload_mode == NEVER_OFFLOAD
+        )
+        forms = [
+            variant
+            for variant in candidates(shape, fixed)
+            if may_run_twice or not variant.num_two_pass_blocks
+        ]
+        queue = [(0.0, index, 0) for index in range(len(forms))]
+        bound_functions = self._repeat_seconds_bound, self._step_seconds_bound, self._takes_by_ways
+        while queue:
+            seconds, index, level = heappop(queue)
+            max_seconds = math.inf if best_draft is None else best_draft.seconds
+            if seconds >= max_seconds:
                 break
-            if level < len(bounds):
-                bound = max(seconds, bounds[level](forms[at], limit))
-                heappush(waiting, (bound, at, level + 1))
+            if level < len(bound_functions):
+                lower_bound = max(seconds, bound_functions[level](forms[index], limit))
+                heappush(queue, (lower_bound, index, level + 1))
             else:
-                best = self._best_chunk(forms[at], limit, below, fixed) or best
-        return best
+                best_draft = self._best_chunk(forms[index], limit, max_seconds, fixed) or best_draft
+        return best_draft
 
-    def _could(self, form: StepShape, limit: int) -> float:
+    def _repeat_seconds_bound(self, variant: StepShape, limit: int) -> float:
         """Infinite if the form cannot fit; else the least seconds of what runs twice, estimated from one pass."""
-        if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
+        if self._at_least(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
             return math.inf
-        repeated_blocks = 2 * reached(form) if form.two_passes else form.twice
+        repeated_blocks = (
+            2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks
+        )
         if not repeated_blocks:
             return 0.0
-        single_pass = form.once
+        single_pass = variant.once
         return (
             self.sizes(single_pass).seconds
             + repeated_blocks * self.chain(single_pass).block.forward_seconds
         )
 
-    def _takes(self, form: StepShape, limit: int) -> float:
+    def _step_seconds_bound(self, variant: StepShape, limit: int) -> float:
         """The least seconds of a step of the form within the limit; infinite if nothing fits."""
-        sizes, min_chunk = self.sizes(form), replace(form, chunk=min(CHUNKS))
+        estimate, min_chunk = self.sizes(variant), replace(variant, chunk=min(CHUNK_SIZES))
         outer_nbytes = self.sizes(
             min_chunk
-        ).beside  # graphs without gradients have a loss head, too
-        if self._nbytes(form, sizes, 0) + outer_nbytes * (1 - SLACK) > limit:
+        ).other_arena_nbytes  # graphs without gradients have a loss head, too
+        if self._nbytes(variant, estimate, 0) + outer_nbytes * (1 - SLACK) > limit:
             return math.inf
-        if not self.recomputes(form):
-            return sizes.seconds
-        excess = self.rough(min_chunk).nbytes - limit
-        return sizes.seconds + repeats(form) * self.chain(form).least_seconds(excess)
+        if not self.may_recompute(variant):
+            return estimate.seconds
+        excess_nbytes = self.rough(min_chunk).nbytes - limit
+        return estimate.seconds + repeats(variant) * self.chain(variant).min_seconds(excess_nbytes)
 
-    def _takes_by_ways(self, form: StepShape, limit: int) -> float:
+    def _takes_by_ways(self, variant: StepShape, limit: int) -> float:
         """The same from the ways to run the blocks; 0 if not needed."""
-        if not self.recomputes(form):
+        if not self.may_recompute(variant):
             return 0.0
-        return min(self._takes_with(replace(form, chunk=chunk), limit) for chunk in CHUNKS)
+        return min(self._takes_with(replace(variant, chunk=chunk), limit) for chunk in CHUNK_SIZES)
 
     def _takes_with(self, shape: StepShape, limit: int) -> float:
         seconds = self.sizes(shape).seconds
-        if self.rough(shape).nbytes <= limit * (1 + WORTH):
+        if self.rough(shape).nbytes <= limit * (1 + MIN_SAVING_SHARE):
             return seconds
-        left = int(self._left(shape, limit) * (1 + SLACK))
-        return seconds + repeats(shape) * self.chain(shape).bound(left)
+        remaining_nbytes = int(self._remaining_nbytes(shape, limit) * (1 + SLACK))
+        return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
-    def _best_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> Draft | None:
+    def _best_chunk(
+        self, form: StepShape, limit: int, below: float, fixed: bool
+    ) -> PlanDraft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
-        best, head = None, math.inf
-        min_saving = WORTH * (
-            self._at_least(form) - self.request.before(self.space)
+        best_draft, head_nbytes = None, math.inf
+        min_saving = MIN_SAVING_SHARE * (
+            self._at_least(form) - self.request.baseline_in(self.space)
         )  # at any limit
-        for chunk in (form.chunk,) if fixed else CHUNKS:
+        for chunk in (form.chunk,) if fixed else CHUNK_SIZES:
             variant = replace(form, chunk=chunk)
-            sizes = self.sizes(variant)
-            work = self.chain(variant).head_work if self.inside(variant) else int(sizes.arena)
-            work += int(sizes.pool)
-            if work > head - min_saving:
+            estimate = self.sizes(variant)
+            work = self.chain(variant).head_work if self.inside(variant) else int(estimate.arena)
+            work += int(estimate.pool)
+            if work > head_nbytes - min_saving:
                 continue
-            head, candidate = work, self.fitted(variant, limit, below)
+            head_nbytes, candidate = work, self.fit_draft(variant, limit, below)
             if candidate is not None and candidate.seconds < below:
-                best, below = candidate, candidate.seconds
+                best_draft, below = candidate, candidate.seconds
             if candidate is not None and candidate.shape.keep is None:
                 break
-        return best
+        return best_draft
 
-    def fitted(self, shape: StepShape, limit: int, below: float) -> Draft | None:
+    def fit_draft(self, shape: StepShape, limit: int, below: float) -> PlanDraft | None:
         """The shape within the limit, with recomputation if allowed; None if nothing was found.
 
         below  seconds of a step already known to be possible
         """
-        seconds, full_draft = self.sizes(shape).seconds, self._whole(shape, limit)
-        if full_draft is not None or not self.recomputes(shape) or seconds >= below:
+        seconds, full_draft = self.sizes(shape).seconds, self._requested_draft(shape, limit)
+        if full_draft is not None or not self.may_recompute(shape) or seconds >= below:
             return full_draft
-        left = self._left(shape, limit)
-        for _ in range(ROUNDS + len(self.others) * MORE_ROUNDS):
-            candidate = self.chain(shape).within(left, (below - seconds) / repeats(shape))
+        left = self._remaining_nbytes(shape, limit)
+        for _ in range(ROUNDS + len(self.other_searches) * EXTRA_ROUNDS):
+            candidate = self.chain(shape).fastest_within(left, (below - seconds) / repeats(shape))
             if candidate is None:
                 return None
-            draft = self.draft(replace(shape, keep=candidate.choice))
-            if self._fits(draft, limit):
-                return draft
-            excess = draft.nbytes - limit
+            built_draft = self.draft(replace(shape, keep=candidate.choice))
+            if self._fits(built_draft, limit):
+                return built_draft
+            excess = built_draft.nbytes - limit
             left = left - excess if excess > 0 else min(left, candidate.nbytes) * 7 // 8
         return None
 
-    def _fits(self, draft: Draft, limit: int) -> bool:
+    def _fits(self, draft: PlanDraft, limit: int) -> bool:
         """Whether a draft is within the limit, and within those of other spaces."""
-        other_usages = ((peer.draft(draft.shape).nbytes, peer.limit) for peer in self.others)
+        other_usages = (
+            (peer.draft(draft.shape).nbytes, peer.limit) for peer in self.other_searches
+        )
         return draft.nbytes <= limit and all(
             nbytes <= max_nbytes for nbytes, max_nbytes in other_usages
         )
 
-    def _whole(self, shape: StepShape, limit: int) -> Draft | None:
+    def _requested_draft(self, shape: StepShape, limit: int) -> PlanDraft | None:
         """The shape with the requested recomputation, if it is within the limit."""
-        free = self.request.recompute == "auto" and self.request.offload != ALWAYS
-        if free and self.rough(shape).nbytes > limit * (1 + WORTH):
+        is_free = self.request.recompute == "auto" and self.request.offload_mode != ALWAYS_OFFLOAD
+        if is_free and self.rough(shape).nbytes > limit * (1 + MIN_SAVING_SHARE):
             return None
-        draft = self.draft(self.as_asked(shape))
-        return draft if self._fits(draft, limit) else None
+        built_draft = self.draft(self.with_requested_recompute(shape))
+        return built_draft if self._fits(built_draft, limit) else None
 
-    def _left(self, shape: StepShape, limit: int) -> int:
+    def _remaining_nbytes(self, shape: StepShape, limit: int) -> int:
         """Bytes left for arena and calls of the graph with the blocks; 0 if another arena is larger."""
-        sizes = self.sizes(shape)
-        left = limit - self._nbytes(shape, sizes, 0)
-        if left < sizes.beside:
+        estimate = self.sizes(shape)
+        remaining_nbytes = limit - self._nbytes(shape, estimate, 0)
+        if remaining_nbytes < estimate.other_arena_nbytes:
             return 0
-        return left + int(self.chain(shape).call_nbytes * sizes.inside)
+        return remaining_nbytes + int(self.chain(shape).call_nbytes * estimate.inside)
 
-    def as_asked(self, shape: StepShape) -> StepShape:
+    def with_requested_recompute(self, shape: StepShape) -> StepShape:
         """The shape with the requested recomputation; that of `auto` is none."""
-        count = reached(shape)
+        num_blocks = num_reached_blocks(shape)
         keep = None
         if self.request.recompute == "blocks":
-            keep = uniform(count, ())
+            keep = uniform_choice(num_blocks, ())
         elif self.request.recompute == "sqrt":
-            keep = spaced(count, spacing(self.chain(shape)))
-        if count and self.request.offload == ALWAYS:
-            keep = (keep or uniform(count, self.chain(shape).block.read)).away()
+            keep = spaced_choice(num_blocks, checkpoint_spacing(self.chain(shape)))
+        if num_blocks and self.request.offload_mode == ALWAYS_OFFLOAD:
+            keep = (keep or uniform_choice(num_blocks, self.chain(shape).block.read)).as_offloaded()
         return replace(shape, keep=keep)
 
-    def freely(self, shape: StepShape) -> StepShape:
+    def with_free_recompute(self, shape: StepShape) -> StepShape:
         """The same; `auto` recomputes what takes next to no time, if that saves bytes."""
-        count, requested = reached(shape), self.as_asked(shape)
-        if not count or not self.recomputes(shape) or self.request.offload == ALWAYS:
+        num_blocks, requested = num_reached_blocks(shape), self.with_requested_recompute(shape)
+        if (
+            not num_blocks
+            or not self.may_recompute(shape)
+            or self.request.offload_mode == ALWAYS_OFFLOAD
+        ):
             return requested
-        baseline = self.rough(shape)
-        seconds = FREE * baseline.seconds
-        places = self.chain(shape).block.free(seconds / (count * repeats(shape)))
-        recomputing = self.draft(replace(shape, keep=uniform(count, places)))
-        pays = (
-            recomputing.nbytes < baseline.nbytes
-            and recomputing.seconds <= baseline.seconds + seconds
+        full_draft = self.rough(shape)
+        free_seconds = FREE * full_draft.seconds
+        kept_places = self.chain(shape).block.free(free_seconds / (num_blocks * repeats(shape)))
+        recomputing_draft = self.draft(replace(shape, keep=uniform_choice(num_blocks, kept_places)))
+        saves_bytes = (
+            recomputing_draft.nbytes < full_draft.nbytes
+            and recomputing_draft.seconds <= full_draft.seconds + free_seconds
         )
-        return recomputing.shape if pays else requested
+        return recomputing_draft.shape if saves_bytes else requested
 
     # ---- the least
 
-    def smallest(self, shape: StepShape, fixed: bool = False) -> Draft:
+    def smallest_draft(self, shape: StepShape, fixed: bool = False) -> PlanDraft:
         """The shape with the least bytes, the same whatever was asked before.
 
         The chains that estimates come from have equal blocks; for others, lower limits are tried as well.
         """
         if even(shape):
-            return self._or_again(self.least_of(extremes(shape, fixed)))
-        fresh_search = self.afresh()
-        best_draft = fresh_search.least_of(extremes(shape, fixed))
-        while smaller_draft := fresh_search.fastest(
+            return self._or_recompute_all(self.smallest_of(extreme_shapes(shape, fixed)))
+        fresh_search = self.with_fresh_chains()
+        best_draft = fresh_search.smallest_of(extreme_shapes(shape, fixed))
+        while smaller_draft := fresh_search.fastest_draft(
             shape, int(best_draft.nbytes * (1 - SLACK)), fixed
         ):
             best_draft = smaller_draft
-        return self._or_again(best_draft)
+        return self._or_recompute_all(best_draft)
 
-    def _or_again(self, best_draft: Draft) -> Draft:
+    def _or_recompute_all(self, best_draft: PlanDraft) -> PlanDraft:
         """The draft, or one that recomputes all blocks, if estimates have hidden that it takes fewer bytes."""
         shape = best_draft.shape
-        if shape.keep is not None or not self.recomputes(shape):
+        if shape.keep is not None or not self.may_recompute(shape):
             return best_draft
-        recomputing = self.draft(replace(shape, keep=uniform(reached(shape), ())))
-        return min(best_draft, recomputing, key=lambda draft: draft.nbytes)
+        recomputing_draft = self.draft(
+            replace(shape, keep=uniform_choice(num_reached_blocks(shape), ()))
+        )
+        return min(best_draft, recomputing_draft, key=lambda draft: draft.nbytes)
 
-    def least_of(self, shapes: Iterable[StepShape]) -> Draft:
+    def smallest_of(self, shapes: Iterable[StepShape]) -> PlanDraft:
         """The shape with the least bytes; estimates and builds only those that could be."""
-        best_draft: Draft | None = None
-        waiting = [
+        best_draft: PlanDraft | None = None
+        queue = [
             (self._at_least(candidate), False, at, candidate) for at, candidate in enumerate(shapes)
         ]
-        heapify(waiting)
-        while waiting:
-            nbytes, estimated, at, shape = heappop(waiting)
-            if best_draft is not None and nbytes > best_draft.nbytes * (1 + CLOSE):
+        heapify(queue)
+        while queue:
+            nbytes, is_estimated, index, shape = heappop(queue)
+            if best_draft is not None and nbytes > best_draft.nbytes * (1 + CLOSE_ESTIMATES):
                 break
-            if not estimated:
-                for order, (nbytes, candidate) in enumerate(self._estimates(shape)):
-                    heappush(waiting, (nbytes, True, 2 * at + order, candidate))
+            if not is_estimated:
+                for position, (nbytes, candidate) in enumerate(self._estimated_shapes(shape)):
+                    heappush(queue, (nbytes, True, 2 * index + position, candidate))
                 continue
             draft = self.draft(shape)
             best_draft = (
@@ -290,50 +314,56 @@ class Search(Drafts):
     def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
         single_pass = shape.once
-        sizes, arena = self.sizes(single_pass), 0
+        estimate, arena = self.sizes(single_pass), 0
         if self.inside(single_pass):
-            arena = self.chain(single_pass).floor(not shape.two_passes, shape.twice)
-        return self._nbytes(single_pass, sizes, 0) + max(arena, int(sizes.beside))
+            arena = self.chain(single_pass).floor(not shape.two_passes, shape.num_two_pass_blocks)
+        return self._nbytes(single_pass, estimate, 0) + max(arena, int(estimate.other_arena_nbytes))
 
-    def _estimates(self, shape: StepShape) -> list[tuple[int, StepShape]]:
+    def _estimated_shapes(self, shape: StepShape) -> list[tuple[int, StepShape]]:
         """The requested shape, and the one with the recomputation of least memory, with estimated bytes."""
-        if not self.recomputes(shape):
-            requested = self.draft(self.as_asked(shape))
-            return [(requested.nbytes, requested.shape)]
-        sizes, smallest = self.sizes(shape), self.chain(shape).smallest
-        block_nbytes = smallest.nbytes - int(self.chain(shape).call_nbytes * sizes.inside)
-        min_nbytes = self._nbytes(shape, sizes, 0) + max(block_nbytes, int(sizes.beside))
+        if not self.may_recompute(shape):
+            requested_draft = self.draft(self.with_requested_recompute(shape))
+            return [(requested_draft.nbytes, requested_draft.shape)]
+        estimate, smallest_choice = self.sizes(shape), self.chain(shape).smallest_choice
+        block_nbytes = smallest_choice.nbytes - int(self.chain(shape).call_nbytes * estimate.inside)
+        min_nbytes = self._nbytes(shape, estimate, 0) + max(
+            block_nbytes, int(estimate.other_arena_nbytes)
+        )
         return [
             (self.rough(shape).nbytes, shape),
-            (min_nbytes, replace(shape, keep=smallest.choice)),
+            (min_nbytes, replace(shape, keep=smallest_choice.choice)),
         ]
 
-    def change(self, shape: StepShape) -> str:
+    def suggest_change(self, shape: StepShape) -> str:
         """The first of a few changes of settings that fits."""
         shape, limit = replace(shape, keep=None), self.limit
-        contexts = [shape.time >> halved for halved in range(1, shape.time.bit_length() - 1)]
-        if self._nbytes(replace(shape, time=2), self.sizes(shape), 0) > limit:
+        contexts = [shape.seq_len >> halved for halved in range(1, shape.seq_len.bit_length() - 1)]
+        if self._nbytes(replace(shape, seq_len=2), self.sizes(shape), 0) > limit:
             contexts = []  # because these change the arena
-        at = bisect_left(
-            contexts, True, key=lambda n: self._could_fit(replace(shape, time=n), limit)
+        context_index = bisect_left(
+            contexts,
+            True,
+            key=lambda context: self._could_fit(replace(shape, seq_len=context), limit),
         )
-        if at < len(contexts):
-            return f"it would fit with --ctx {contexts[at]}"
-        for leaner_optimizer in leaner(self.request.optimizer):
-            changed_shape = replace(shape, evaluations=leaner_optimizer.evaluations)
+        if context_index < len(contexts):
+            return f"it would fit with --ctx {contexts[context_index]}"
+        for leaner_optimizer in leaner_optimizers(self.request.optimizer):
+            changed_shape = replace(shape, num_evaluations=leaner_optimizer.evaluations)
             if self._with(leaner_optimizer, shape)._could_fit(changed_shape, limit):
                 return f"it would fit with --optimizer {leaner_optimizer.name}, which {leaner_optimizer.note}"
-        return f"no shorter context fits either: {_smaller(shape)}"
+        return f"no shorter context fits either: {_smaller_model_advice(shape)}"
 
-    def _with(self, optimizer: Optimizer, shape: StepShape) -> "Search":
+    def _with(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
         """Another search, which shares measurements that do not depend on the optimizer."""
-        new_search = Search(self.request.another(optimizer, shape), self.space)
-        new_search._samples = self._samples
-        new_search._graphs = {key: cached for key, cached in self._graphs.items() if key[0] in SAME}
-        new_search._chains = {
+        new_search = PlanSearch(self.request.with_optimizer(optimizer, shape), self.space)
+        new_search._sample_estimates = self._sample_estimates
+        new_search._graphs = {
+            key: cached for key, cached in self._graphs.items() if key[0] in OPTIMIZER_FREE_GRAPHS
+        }
+        new_search._block_chains = {
             chain_shape: cached
-            for chain_shape, cached in self._chains.items()
-            if blocks_in(chain_shape) in SAME
+            for chain_shape, cached in self._block_chains.items()
+            if blocks_in(chain_shape) in OPTIMIZER_FREE_GRAPHS
         }
         return new_search
 
@@ -341,13 +371,13 @@ class Search(Drafts):
         """Whether the shape fits, with recomputation if allowed; builds it only if the estimates do not decide."""
         if self._at_least(shape) > limit * (1 + SLACK):
             return False
-        min_nbytes = min(nbytes for nbytes, _ in self._estimates(shape))
+        min_nbytes = min(nbytes for nbytes, _ in self._estimated_shapes(shape))
         if abs(min_nbytes - limit) > limit * SLACK:
             return min_nbytes < limit
-        return self.least_of([shape]).nbytes <= limit
+        return self.smallest_of([shape]).nbytes <= limit
 
 
-def _smaller(shape: StepShape) -> str:
+def _smaller_model_advice(shape: StepShape) -> str:
     """Advice if nothing else helps."""
     if shape.base is None:
         return "use a smaller model (--preset, --layers, --dim, --vocab-size)"
@@ -356,6 +386,6 @@ def _smaller(shape: StepShape) -> str:
     return "use a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
-def unlimited(shape: StepShape, request: Request) -> StepShape:
+def unlimited(shape: StepShape, request: PlanRequest) -> StepShape:
     """The shape without a limit."""
-    return Search(request).freely(shape)
+    return PlanSearch(request).with_free_recompute(shape)

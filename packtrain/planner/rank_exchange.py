@@ -7,94 +7,103 @@ from packtrain.distributed import BUCKET
 from packtrain.engine.placement import Placed
 from packtrain.engine.tensor import Tensor
 from packtrain.planner import cost_model
-from packtrain.planner.training_plans import MICRO, UPDATE, Plans, runs
+from packtrain.planner.training_plans import MICRO, UPDATE, TrainingPlans, runs
 
 LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines of a room
 MESSAGE = 4e-5  # that a process is busy with one that leaves and one that comes, measured: of several they add up
-MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
+NUM_STEP_MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
 PAYLOAD = 0.94  # of a link's bytes: 1,448 of the 1,538 of an Ethernet frame; the rest are headers, TCP's among them
-PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
+MEMORY_PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
 
 Bucket = tuple[int, list[Tensor]]  # sums, and the step of the graph that completes the last of them
 
 
-def buckets_of(micro: Placed) -> list[Bucket]:
+def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
     """The sums that a micro-batch adds to, in the order in which they are complete, at least BUCKET numbers each."""
-    buckets, waiting, count = list[Bucket](), list[Tensor](), 0
-    for at, step in enumerate(micro.steps):
+    buckets, pending_sums, num_pending = list[Bucket](), list[Tensor](), 0
+    for step_index, step in enumerate(micro_graph.steps):
         if step.op.name == "accumulate":
-            waiting.append(step.results[0].base)
-            count += waiting[-1].spec.size
-            if count >= BUCKET:
-                buckets.append((at, waiting))
-                waiting, count = [], 0
-    last = len(micro.steps)
-    return [*buckets, (last, waiting)] if waiting else buckets
+            pending_sums.append(step.results[0].base)
+            num_pending += pending_sums[-1].spec.size
+            if num_pending >= BUCKET:
+                buckets.append((step_index, pending_sums))
+                pending_sums, num_pending = [], 0
+    num_steps = len(micro_graph.steps)
+    return [*buckets, (num_steps, pending_sums)] if pending_sums else buckets
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ExchangeTimes:
     """Seconds of a step of one of several processes.
 
-    computing    what it computes
-    exchanging   what its link is busy
+    compute_seconds    what it computes
+    exchange_seconds   what its link is busy
     waiting      what it does nothing but wait for the link
     """
 
-    computing: float
-    exchanging: float
+    compute_seconds: float
+    exchange_seconds: float
     waiting: float
 
     @property
     def seconds(self) -> float:
-        return self.computing + self.waiting
+        return self.compute_seconds + self.waiting
 
 
-def shared(plans: Plans, rates: cost_model.Rates, link: float) -> Shared:
+def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float) -> ExchangeTimes:
     """The model of a step: its ops by their costs; each bucket leaves when it is complete and the link, of so many
     bytes per second, is free; an update, of which each evaluation has one, waits for the last of them."""
-    ranks, micro = plans.shape.ranks, plans.placed[MICRO]
-    times = runs(plans.shape)
-    micro_seconds = cost_model.seconds(micro, rates)
-    computing = times[MICRO] * micro_seconds + times[UPDATE] * cost_model.seconds(
-        plans.placed[UPDATE], rates
+    ranks, micro_graph = plans.shape.world_size, plans.placed_graphs[MICRO]
+    num_runs = runs(plans.shape)
+    micro_seconds = cost_model.graph_seconds(micro_graph, rates)
+    compute_seconds = num_runs[MICRO] * micro_seconds + num_runs[UPDATE] * cost_model.graph_seconds(
+        plans.placed_graphs[UPDATE], rates
     )
-    sent = [(at, sum(t.spec.size for t in sums)) for at, sums in buckets_of(micro)]
-    durations = [transfer_seconds(n, ranks, rates, link) for _, n in sent]
-    delay = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - micro_seconds
-    busy, stalled = _scattered(plans, rates, link)
-    messages = MESSAGES * round_seconds(ranks)
+    sent = [(at, sum(t.spec.size for t in sums)) for at, sums in gradient_buckets(micro_graph)]
+    durations = [transfer_seconds(num_sums, ranks, rates, link_rate) for _, num_sums in sent]
+    delay = (
+        last_arrival_time(
+            _ready_times(micro_graph, rates, [step_index for step_index, _ in sent]), durations
+        )
+        - micro_seconds
+    )
+    busy, stalled = _scatter_times(plans, rates, link_rate)
+    messages = NUM_STEP_MESSAGES * round_seconds(ranks)
     spread = 0.0
-    if plans.shape.share is not None:
-        numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
-        spread = transfer_seconds(numbers, ranks, rates, link) / 2
-    waiting = times[UPDATE] * max(delay, 0.0) + times[MICRO] * stalled + messages + spread
-    exchanging = times[UPDATE] * sum(durations) + times[MICRO] * busy + messages + spread
-    return Shared(computing, exchanging, waiting)
+    if plans.shape.moment_share is not None:
+        num_values = sum(plans.leaves[name].spec.size for name in plans.trained_names)
+        spread = transfer_seconds(num_values, ranks, rates, link_rate) / 2
+    waiting = num_runs[UPDATE] * max(delay, 0.0) + num_runs[MICRO] * stalled + messages + spread
+    exchanging = num_runs[UPDATE] * sum(durations) + num_runs[MICRO] * busy + messages + spread
+    return ExchangeTimes(compute_seconds, exchanging, waiting)
 
 
-def _scattered(plans: Plans, rates: cost_model.Rates, link: float) -> tuple[float, float]:
+def _scatter_times(
+    plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float
+) -> tuple[float, float]:
     """Seconds that the link is busy, and that a micro-batch waits for it, where its sums are shared out."""
-    micro, ranks = plans.placed[MICRO], plans.shape.ranks
-    read = {t for step in micro.steps for t in step.reads}
-    elapsed = free = busy = stalled = 0.0
-    for step in micro.steps:
-        elapsed += cost_model.call_seconds(step, rates, read)
+    micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
+    read_tensors = {t for step in micro_graph.steps for t in step.reads}
+    elapsed = free_time = busy = stalled_seconds = 0.0
+    for step in micro_graph.steps:
+        elapsed += cost_model.call_seconds(step, rates, read_tensors)
         if step.op.name == "reduce_scatter":
-            transfer = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
-            free, busy = max(free, elapsed) + transfer, busy + transfer
-        elif step.op.name == "arrive" and free > elapsed:
-            elapsed, stalled = free, stalled + free - elapsed
-    return busy, stalled
+            send_seconds = transfer_seconds(step.reads[1].spec.size, ranks, rates, link_rate) / 2
+            free_time, busy = max(free_time, elapsed) + send_seconds, busy + send_seconds
+        elif step.op.name == "arrive" and free_time > elapsed:
+            elapsed, stalled_seconds = free_time, stalled_seconds + free_time - elapsed
+    return busy, stalled_seconds
 
 
-def transfer_seconds(numbers: int, ranks: int, rates: cost_model.Rates, link: float) -> float:
+def transfer_seconds(
+    num_values: int, ranks: int, rates: cost_model.BackendRates, link_rate: float
+) -> float:
     """To add up f32 numbers over ranks: each sends 2 (k - 1) / k of them, in as many exchanges as they need. In one,
     k - 1 messages leave and come at once: they share the way, and are handled one by one."""
-    exchanges = 2 * -(-numbers // BUCKET)
-    share = 2 * (ranks - 1) / ranks
-    return exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * numbers * (
-        share / (PAYLOAD * link) + PASSES / rates.nbytes
+    num_exchanges = 2 * -(-num_values // BUCKET)
+    sent_share = 2 * (ranks - 1) / ranks
+    return num_exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * num_values * (
+        sent_share / (PAYLOAD * link_rate) + MEMORY_PASSES / rates.nbytes
     )
 
 
@@ -103,19 +112,21 @@ def round_seconds(ranks: int) -> float:
     return (ranks - 1) * LATENCY
 
 
-def last_arrival(start_times: Sequence[float], durations: Sequence[float]) -> float:
+def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
     """When the last of some transfers is done, which go one after the other, each once it is ready."""
-    free = 0.0
-    for start, seconds in zip(start_times, durations, strict=True):
-        free = max(free, start) + seconds
-    return free
+    free_time = 0.0
+    for start_time, seconds in zip(start_times, durations, strict=True):
+        free_time = max(free_time, start_time) + seconds
+    return free_time
 
 
-def _ready(micro: Placed, rates: cost_model.Rates, steps: Sequence[int]) -> list[float]:
+def _ready_times(
+    micro_graph: Placed, rates: cost_model.BackendRates, step_indices: Sequence[int]
+) -> list[float]:
     """When these steps of a graph are done."""
-    read = {t for step in micro.steps for t in step.reads}
-    done, time = list[float](), 0.0
-    for step in micro.steps:
-        time += cost_model.call_seconds(step, rates, read)
-        done.append(time)
-    return [done[min(at, len(done) - 1)] for at in steps]
+    read_tensors = {t for step in micro_graph.steps for t in step.reads}
+    done_times, elapsed = list[float](), 0.0
+    for step in micro_graph.steps:
+        elapsed += cost_model.call_seconds(step, rates, read_tensors)
+        done_times.append(elapsed)
+    return [done_times[min(step_index, len(done_times) - 1)] for step_index in step_indices]

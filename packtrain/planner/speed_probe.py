@@ -20,23 +20,30 @@ from packtrain.engine import ops
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.graph import Graph
-from packtrain.engine.ops.costs import laying, multiplying
+from packtrain.engine.ops.costs import laying, multiply_kind
 from packtrain.engine.placement import Placed, place
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor, input, weight
-from packtrain.kernels.runtime import multiplies
-from packtrain.planner.cost_model import Rates, call_seconds, cost_of, idle, moved, seconds
+from packtrain.kernels.runtime import supports_precision
+from packtrain.planner.cost_model import (
+    BackendRates,
+    call_cost,
+    call_seconds,
+    graph_seconds,
+    idle_factor,
+    traffic_nbytes,
+)
 
 # rounds of a call, and seconds after which there are no more
-LEAST_ROUNDS, ROUNDS, SPENT = 3, 30, 0.04
-WAITED = (
+MIN_ROUNDS, MAX_ROUNDS, SPENT = 3, 30, 0.04
+MAX_WAIT_SHARE = (
     0.15  # share of the time for which another program delayed a thread: then the machine is busy
 )
-BEGIN = Rates(1e11, 1e10)
-PASSES = 8  # over the calls: each subtracts with the rates of the last pass
-LEAST = 0.1  # least share of a call's time that counts for the kind it measures
-MEMORY = "near", "far"
-COPIED = 16 << 20  # bytes between two memories
+DEFAULT_RATES = BackendRates(1e11, 1e10)
+SOLVE_PASSES = 8  # over the calls: each subtracts with the rates of the last pass
+MIN_TIME_SHARE = 0.1  # least share of a call's time that counts for the kind it measures
+MEMORY_KINDS = "near", "far"
+COPY_NBYTES = 16 << 20  # bytes between two memories
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
@@ -47,22 +54,22 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
     yield "far", ops.scale(input("x", (6 << 20,)), by=2.0)
     yield "multiply", ops.matmul(input("x", (480, 512)), weight("w", (256, 512)))
     for precision in PRECISIONS[1:]:
-        if multiplies(precision):
+        if supports_precision(precision):
             x, w = input("x", (480, 512)), weight("w", (256, 512))
-            yield multiplying(precision), ops.matmul(x, w, precision=precision)
+            yield multiply_kind(precision), ops.matmul(x, w, precision=precision)
     yield "pack", ops.out_prod(input("a", (2048, 480)), input("b", (2048, 32)))
     yield "exp", ops.swiglu(input("gate", (1 << 17,)), input("up", (1 << 17,)))
-    for kind, heads, width in (("attend", 4, 64), ("score", 16, 8)):
+    for work_kind, heads, width in (("attend", 4, 64), ("score", 16, 8)):
         q, k, v = (input(name, (1, 256, heads, width)) for name in "qkv")
         y, lse = ops.attention(q, k, v, scale=1.0)
-        yield kind, y
+        yield work_kind, y
         dy, y, lse = input("dy", y.shape), input("y", y.shape), input("lse", lse.shape)
-        yield f"{kind} back", ops.attention_back(dy, y, lse, q, k, v, scale=1.0)[0]
+        yield f"{work_kind} back", ops.attention_back(dy, y, lse, q, k, v, scale=1.0)[0]
     for dtype in types:
         yield laying(dtype), ops.matmul(input("x", (24, 1024)), weight("w", (512, 1024), dtype))
 
 
-def layers() -> Tensor:
+def probe_layers() -> Tensor:
     """Two layers in sequence, as in a step: 13 MiB."""
     x = input("x", (256, 512))
     for i in range(2):
@@ -74,63 +81,67 @@ def layers() -> Tensor:
 
 
 @dataclass
-class Timing:
+class ProbeTimings:
     """Timed calls, and how long other programs used the processor.
 
     clock   wall or processor time: other programs only add to the first, but change the second both ways
-    choose  which of several rounds counts
+    choose_time  which of several rounds counts
     target  where the calls run
     step    all calls of `layers`, and their total time
     """
 
     clock: Callable[[], float] = time.perf_counter
-    choose: Callable[[list[float]], float] = min
+    choose_time: Callable[[list[float]], float] = min
     target: Target = CPU
-    calls: list[tuple[str, Step, float]] = field(default_factory=list)
+    timed_calls: list[tuple[str, KernelStep, float]] = field(default_factory=list)
     step: tuple[Placed, float] | None = None
-    wall: float = 0.0
+    wall_seconds: float = 0.0
     waited: float = 0.0
 
-    def add(self, kind: str, y: Tensor) -> None:
+    def time_call(self, work_kind: str, y: Tensor) -> None:
         """Time the call that computes y, without computing its inputs."""
-        run = ready(y, self.target)
-        times = self.rounds([*run.calls[-1:], *run.syncs])
-        self.calls.append((kind, run.placed.steps[-1], self.choose(times)))
+        run = warm_executor(y, self.target)
+        round_times = self.time_rounds([*run.calls[-1:], *run.syncs])
+        self.timed_calls.append((work_kind, run.placed.steps[-1], self.choose_time(round_times)))
 
-    def add_layers(self) -> None:
-        run = ready(layers(), self.target)
-        self.step = run.placed, statistics.median(self.rounds([*run.calls, *run.syncs]))
+    def time_layers(self) -> None:
+        run = warm_executor(probe_layers(), self.target)
+        self.step = run.placed, statistics.median(self.time_rounds([*run.calls, *run.syncs]))
 
-    def rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
+    def time_rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
         """The total time of all calls, for each of several rounds."""
-        times, waited_before, start = list[float](), waited(), time.perf_counter()
-        while len(times) < LEAST_ROUNDS or (len(times) < ROUNDS and sum(times) < SPENT):
+        times, waited_before, wall_start = (
+            list[float](),
+            processor_wait_seconds(),
+            time.perf_counter(),
+        )
+        while len(times) < MIN_ROUNDS or (len(times) < MAX_ROUNDS and sum(times) < SPENT):
             start_time = self.clock()
             for call in calls:
                 call()
             times.append(self.clock() - start_time)
-        self.wall += time.perf_counter() - start
-        self.waited += waited() - waited_before
+        self.wall_seconds += time.perf_counter() - wall_start
+        self.waited += processor_wait_seconds() - waited_before
         return times
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether no other program used the processor."""
-        return self.waited < WAITED * self.wall
+        return self.waited < MAX_WAIT_SHARE * self.wall_seconds
 
-    def rates(self, threads: int, fallback: Rates = BEGIN) -> Rates:
+    def solve_rates(self, num_threads: int, fallback: BackendRates = DEFAULT_RATES) -> BackendRates:
         """The rates that explain the times of all calls; rates without a call are taken from `fallback`."""
-        rates = replace(fallback, threads=threads)
-        for _ in range(PASSES):
-            for kind, step, took in self.calls:
-                rates = solved(rates, kind, step, took)
+        rates = replace(fallback, threads=num_threads)
+        for _ in range(SOLVE_PASSES):
+            for work_kind, step, measured_seconds in self.timed_calls:
+                rates = solve_rate(rates, work_kind, step, measured_seconds)
         if self.step is None:
             return rates
-        placed, took = self.step
-        return rates.slower(max(took / seconds(placed, rates), 1.0))
+        placed, measured_seconds = self.step
+        return rates.slower(max(measured_seconds / graph_seconds(placed, rates), 1.0))
 
 
-def ready(y: Tensor, target: Target = CPU) -> Executor:
+def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
     """An executor that computes y from zeros, after one warm-up run."""
     session = Session()
     run = session.executor(place(Graph([y]), target))
@@ -141,71 +152,77 @@ def ready(y: Tensor, target: Target = CPU) -> Executor:
     return run
 
 
-def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
-    """The rates with a new one for `kind` that explains the time of the call."""
-    cost = cost_of(step, step.results)
-    if kind == "call":
+def solve_rate(rates: BackendRates, rate_kind: str, step: KernelStep, took: float) -> BackendRates:
+    """The rates with a new one for `rate_kind` that explains the time of the call."""
+    cost = call_cost(step, step.results)
+    if rate_kind == "call":
         return replace(rates, call=took)
-    if kind == "region":
+    if rate_kind == "region":
         base_seconds = call_seconds(step, replace(rates, region=0.0))
         return replace(rates, region=max(took - base_seconds, 0.0))
     left = took - rates.call - rates.region
-    if kind in MEMORY:
-        rate = moved(step, cost) / max(left, LEAST * took)
-        return replace(rates, near=rate) if kind == "near" else replace(rates, nbytes=rate)
-    amount = cost.work[kind]
+    if rate_kind in MEMORY_KINDS:
+        rate = traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
+        return (
+            replace(rates, cache_nbytes=rate)
+            if rate_kind == "near"
+            else replace(rates, nbytes=rate)
+        )
+    work_amount = cost.work[rate_kind]
     other_seconds = sum(
-        n / rates.of(work_kind) for work_kind, n in cost.work.items() if work_kind != kind
+        n / rates.rate_of(work_kind) for work_kind, n in cost.work.items() if work_kind != rate_kind
     )
-    left = left / idle(cost.tasks, threads=rates.threads) - other_seconds
-    rate = amount / max(left, LEAST * took)
-    flops = 2 * rate if kind == "multiply" else rates.flops
-    return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
+    left = left / idle_factor(cost.num_tasks, threads=rates.threads) - other_seconds
+    rate = work_amount / max(left, MIN_TIME_SHARE * took)
+    flops = 2 * rate if rate_kind == "multiply" else rates.flops
+    return replace(rates, flops=flops, kinds={**rates.kinds, rate_kind: rate})
 
 
-def measured(
-    types: Collection[Dtype] = (), fallback: Rates = BEGIN, target: Target = CPU
-) -> tuple[Rates, bool]:
+def measure_rates(
+    types: Collection[Dtype] = (), fallback: BackendRates = DEFAULT_RATES, target: Target = CPU
+) -> tuple[BackendRates, bool]:
     """Measure the rates in about a second; also returns whether the machine was quiet.
 
     On a busy machine, one thread's processor time, times the threads; a backend apart from the processor has none.
     """
-    threads = kernels.threads()
-    timing = timed(Timing(target=target), types)
-    if timing.quiet or target.apart:
-        new_rates = timing.rates(threads, fallback)
-        return replace(new_rates, link=copying(timing)) if target.apart else new_rates, True
+    num_threads = kernels.threads()
+    timing = time_probes(ProbeTimings(target=target), types)
+    if timing.is_quiet or target.is_separate:
+        new_rates = timing.solve_rates(num_threads, fallback)
+        return replace(new_rates, link=copying(timing)) if target.is_separate else new_rates, True
     kernels.set_threads(1)
     try:
-        single_thread = timed(Timing(time.thread_time, statistics.median), types).rates(1, fallback)
+        single_thread = time_probes(
+            ProbeTimings(time.thread_time, statistics.median), types
+        ).solve_rates(1, fallback)
     finally:
-        kernels.set_threads(threads)
-    return single_thread.times(threads), False
+        kernels.set_threads(num_threads)
+    return single_thread.for_threads(num_threads), False
 
 
-def copying(timing: Timing) -> float:
+def copying(timing: ProbeTimings) -> float:
     """Bytes per second between the memory of the target and the process's, there and back."""
-    host, (backend, *_) = np.ones(COPIED, np.uint8), timing.target.backends
-    spec = Spec((COPIED // f32.block_nbytes,))
-    device_array = backend.view(backend.alloc(COPIED), 0, spec, spec.strides)
-    values = host.view(np.float32)
+    host, (backend, *_) = np.ones(COPY_NBYTES, np.uint8), timing.target.backends
+    spec = Spec((COPY_NBYTES // f32.block_nbytes,))
+    device_array = backend.view(backend.alloc(COPY_NBYTES), 0, spec, spec.strides)
+    host_values = host.view(np.float32)
 
-    def back() -> None:
+    def fetch_back() -> None:
         backend.sync()
-        backend.fetch(device_array, values)
+        backend.fetch(device_array, host_values)
 
-    took = timing.rounds([lambda: backend.write(device_array, values), back])
-    return 2 * COPIED / timing.choose(took)
+    round_times = timing.time_rounds([lambda: backend.write(device_array, host_values), fetch_back])
+    return 2 * COPY_NBYTES / timing.choose_time(round_times)
 
 
-def timed(timing: Timing, types: Collection[Dtype]) -> Timing:
-    for kind, y in probes(types):
-        timing.add(kind, y)
-    timing.add_layers()
+def time_probes(timing: ProbeTimings, types: Collection[Dtype]) -> ProbeTimings:
+    for work_kind, y in probes(types):
+        timing.time_call(work_kind, y)
+    timing.time_layers()
     return timing
 
 
-def waited() -> float:
+def processor_wait_seconds() -> float:
     """Seconds so far in which threads of this process waited for the processor.
 
     Linux counts that; elsewhere it is the time in which this thread did not run.
@@ -213,7 +230,7 @@ def waited() -> float:
     try:
         counts = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
     except OSError:  # a thread has just ended
-        return waited()
+        return processor_wait_seconds()
     if not counts:
         return time.perf_counter() - time.thread_time()
     return sum(int(delay) for _, delay, _ in counts) / 1e9

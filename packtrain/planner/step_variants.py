@@ -3,51 +3,59 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.planner.block_extrapolation import even, reached
-from packtrain.planner.step_shape import CHUNK, StepShape
+from packtrain.planner.block_extrapolation import even, num_reached_blocks
+from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 
-CHUNKS = (CHUNK, 64, 16)
+CHUNK_SIZES = (DEFAULT_CHUNK, 64, 16)
 # most micro-batches of a graph, and blocks counted for each: building it takes time
-PARTS, BLOCKS = 8, 256
-TWICE = 16  # numbers of blocks that go back twice
-FEW = 2  # the same where blocks are uneven: then all are built for each
+PARTS, MAX_GRAPH_BLOCKS = 8, 256
+NUM_TWO_PASS_COUNTS = 16  # numbers of blocks that go back twice
+NUM_UNEVEN_COUNTS = 2  # the same where blocks are uneven: then all are built for each
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
     """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
-    one_pass, blocks = not shape.apart, shape.config.block_count
-    clips = shape.max_norm is not None and one_pass
-    for rows in [shape.rows] if fixed else divisors(shape.rows):
-        micros = shape.micros * shape.rows // rows
-        for layered in (shape.layered,) if fixed else (False, True):
-            is_small = 1 < micros <= min(PARTS, BLOCKS // blocks)
-            if layered and not (is_small and one_pass):
+    is_one_pass, num_blocks = not shape.has_separate_update, shape.config.block_count
+    clips_norm = shape.max_norm is not None and is_one_pass
+    for rows in [shape.micro_batch_size] if fixed else divisors(shape.micro_batch_size):
+        num_micro_batches = shape.num_micro_batches * shape.micro_batch_size // rows
+        for is_layered in (shape.layered,) if fixed else (False, True):
+            is_small = 1 < num_micro_batches <= min(PARTS, MAX_GRAPH_BLOCKS // num_blocks)
+            if is_layered and not (is_small and is_one_pass):
                 continue
-            candidate = replace(shape.once, rows=rows, micros=micros, layered=layered)
+            candidate = replace(
+                shape.once,
+                micro_batch_size=rows,
+                num_micro_batches=num_micro_batches,
+                layered=is_layered,
+            )
             yield candidate
-            if clips and (layered or micros == 1):
-                for count in numbers(reached(shape), TWICE if even(shape) else FEW):
-                    yield replace(candidate, twice=count)
+            if clips_norm and (is_layered or num_micro_batches == 1):
+                for num_two_pass_blocks in spaced_counts(
+                    num_reached_blocks(shape),
+                    NUM_TWO_PASS_COUNTS if even(shape) else NUM_UNEVEN_COUNTS,
+                ):
+                    yield replace(candidate, num_two_pass_blocks=num_two_pass_blocks)
                 yield replace(candidate, two_passes=True)
 
 
-def numbers(count: int, max_numbers: int) -> list[int]:
-    """Numbers up to `count`, at most so many, evenly spaced."""
-    max_numbers = min(count, max_numbers)
-    return [-(-count * n // max_numbers) for n in range(1, max_numbers + 1)]
+def spaced_counts(max_count: int, num_counts: int) -> list[int]:
+    """Numbers up to `max_count`, at most so many, evenly spaced."""
+    num_counts = min(max_count, num_counts)
+    return [-(-max_count * n // num_counts) for n in range(1, num_counts + 1)]
 
 
-def divisors(count: int) -> list[int]:
+def divisors(dividend: int) -> list[int]:
     """Divisors of count, the largest first."""
-    return [n for n in range(count, 0, -1) if count % n == 0]
+    return [n for n in range(dividend, 0, -1) if dividend % n == 0]
 
 
-def extremes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
+def extreme_shapes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Candidates for the least memory: all rows at once, or as few as possible."""
-    all_shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
-    extreme_rows = all_shapes[0].rows, all_shapes[-1].rows
+    all_shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1]), fixed))
+    extreme_rows = all_shapes[0].micro_batch_size, all_shapes[-1].micro_batch_size
     return [
         candidate
         for candidate in all_shapes
-        if candidate.rows in extreme_rows and not candidate.twice
+        if candidate.micro_batch_size in extreme_rows and not candidate.num_two_pass_blocks
     ]

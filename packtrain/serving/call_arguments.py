@@ -5,15 +5,15 @@ import json
 import re
 from typing import Any
 
-DECODER = json.JSONDecoder()
-LONGEST, CONSTANTS = 4096, ("True", "False", "None")  # most characters of a value in Python
-Read = tuple[str, Any, int]  # of a call: name, arguments, and where it ends
+JSON_DECODER = json.JSONDecoder()
+LONGEST, PYTHON_CONSTANTS = 4096, ("True", "False", "None")  # most characters of a value in Python
+ParsedCall = tuple[str, Any, int]  # of a call: name, arguments, and where it ends
 
 
 def read_document(text: str, at: int) -> tuple[Any, int]:
     """The JSON document there, and where it ends; None if there is none."""
     try:
-        return DECODER.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+        return JSON_DECODER.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
         return None, at
 
@@ -23,62 +23,62 @@ def read_value(text: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return _literal(text) if text[:1] in ("{", "[") or text in CONSTANTS else text
+        return _parse_literal(text) if text[:1] in ("{", "[") or text in PYTHON_CONSTANTS else text
     return text if isinstance(value, str) else value
 
 
-def read_bare(text: str, at: int, quote: str) -> tuple[Any, int]:
+def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
     """The object there, with bare keys and such quotes, and where it ends; None if there is none."""
-    mark, depth, parts = re.escape(quote), 0, list[str]()
-    part = re.compile(
-        rf"\s*(?:{mark}(?P<text>.*?){mark}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
+    quote_pattern, depth, json_parts = re.escape(quote), 0, list[str]()
+    token_pattern = re.compile(
+        rf"\s*(?:{quote_pattern}(?P<text>.*?){quote_pattern}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
         re.S,
     )
-    while (match := part.match(text, at)) is not None:
-        word, at = match[match.lastgroup or 0], match.end()
-        is_words = match.lastgroup in ("text", "key")
-        parts.append(json.dumps(word) if is_words else "null" if word == "None" else word)
+    while (match := token_pattern.match(text, pos)) is not None:
+        word, pos = match[match.lastgroup or 0], match.end()
+        is_string = match.lastgroup in ("text", "key")
+        json_parts.append(json.dumps(word) if is_string else "null" if word == "None" else word)
         depth += (word in "{[") - (word in "}]") if match.lastgroup == "sign" else 0
         if depth <= 0:
             break
-    return read_document("".join(parts), 0)[0], at
+    return read_document("".join(json_parts), 0)[0], pos
 
 
-def read_keywords(text: str, name: str, at: int) -> Read | None:
+def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
     """A call in Python, from its first argument on, and where its arguments end; None if it cannot be read.
 
     Strings end where a comma or the end follows: quotes within them are as they are.
     """
-    arguments, key = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
-    while (named := key.match(text, at)) is not None:
-        quote, at = text[named.end() : named.end() + 1], named.end()
+    arguments, key_pattern = dict[str, Any](), re.compile(r"\s*(\w+)\s*=\s*")
+    while (key_match := key_pattern.match(text, pos)) is not None:
+        quote, pos = text[key_match.end() : key_match.end() + 1], key_match.end()
         if quote in ("'", '"'):
             string_match = re.compile(rf"(.*?){quote}(?=\s*(?:,\s*\w+\s*=|\)))", re.S).match(
-                text, at + 1
+                text, pos + 1
             )
             if string_match is None:
                 return None
-            arguments[named[1]], at = string_match[1], string_match.end()
+            arguments[key_match[1]], pos = string_match[1], string_match.end()
         else:
-            arguments[named[1]], at = _plain(text, at)
-        at = re.compile(r"\s*,?").match(text, at).end()  # type: ignore[union-attr]
-    end = re.compile(r"\s*(?=\))").match(text, at)
-    return None if end is None else (name, arguments, end.end())
+            arguments[key_match[1]], pos = _read_python_value(text, pos)
+        pos = re.compile(r"\s*,?").match(text, pos).end()  # type: ignore[union-attr]
+    end_match = re.compile(r"\s*(?=\))").match(text, pos)
+    return None if end_match is None else (function_name, arguments, end_match.end())
 
 
-def _plain(text: str, at: int) -> tuple[Any, int]:
+def _read_python_value(text: str, at: int) -> tuple[Any, int]:
     """The value there, JSON or Python, and where it ends."""
-    document, end = read_document(text, at)
-    if end > at:
-        return document, end
+    document, end_pos = read_document(text, at)
+    if end_pos > at:
+        return document, end_pos
     for match in re.finditer(r"[,)]", text[at : at + LONGEST]):
-        words = text[at : at + match.start()].strip()
-        if (read := _literal(words)) != words:
-            return read, at + match.start()
+        literal_text = text[at : at + match.start()].strip()
+        if (literal_value := _parse_literal(literal_text)) != literal_text:
+            return literal_value, at + match.start()
     return None, at
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """A value of Python, or the text itself where it is none."""
     try:
         return ast.literal_eval(text) if len(text) <= LONGEST else text

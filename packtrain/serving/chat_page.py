@@ -13,44 +13,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
-SCRIPTS = "servers", "columns", "talks", "ask", "tokens", "turns"
+INLINE_ELEMENT = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
+SCRIPT_NAMES = "servers", "columns", "talks", "ask", "tokens", "turns"
 
 
 def page_route() -> Route:
     """The route of the page. It asks models of any address that its user names."""
-    text = page_text()
+    page_html = page_text()
     headers = {
-        "Content-Security-Policy": policy(text),
+        "Content-Security-Policy": security_policy(page_html),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
 
-    async def page(request: Request) -> Response:
-        return Response(text, media_type="text/html", headers=headers)
+    async def serve_page(request: Request) -> Response:
+        return Response(page_html, media_type="text/html", headers=headers)
 
-    return Route("/", page)
+    return Route("/", serve_page)
 
 
 @cache
 def page_text() -> str:
     """The page with its style and all of its scripts."""
-    scripts = [*(f"page_{name}.js" for name in SCRIPTS), "page.js"]
-    text = _asset("page.html").replace("<!--style-->", _asset("page.css"))
-    return text.replace("<!--script-->", "\n".join(map(_asset, scripts)))
+    scripts = [*(f"page_{name}.js" for name in SCRIPT_NAMES), "page.js"]
+    page_html = _read_asset("page.html").replace("<!--style-->", _read_asset("page.css"))
+    return page_html.replace("<!--script-->", "\n".join(map(_read_asset, scripts)))
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return resources.files("packtrain.serving").joinpath(name).read_text(encoding="utf-8")
 
 
-def policy(text: str) -> str:
+def security_policy(page_html: str) -> str:
     """What a browser may do with the page: its script and style are known by their hashes."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, content in INLINE.findall(text):
-        seal = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        hashes[kind].append(f"'sha256-{seal}'")
+    for element_name, element_text in INLINE_ELEMENT.findall(page_html):
+        digest = base64.b64encode(hashlib.sha256(element_text.encode()).digest()).decode()
+        hashes[element_name].append(f"'sha256-{digest}'")
     return (
         f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])};"
         " connect-src 'self' http: https:; img-src data:; base-uri 'none'; form-action 'none';"

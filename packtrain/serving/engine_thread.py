@@ -14,23 +14,23 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.kv_cache import Context, ContextError
-from packtrain.inference.sampling import Chain, Given
+from packtrain.inference.sampling import Chain, SamplerInput
 from packtrain.models.kv_cell_table import CacheFull
 from packtrain.serving.generation_jobs import (
     CANCELLED,
     FAILED,
-    Busy,
-    Counts,
-    End,
-    Job,
-    Ticket,
-    Told,
+    AnswerEnd,
+    GenerationJob,
+    JobEvent,
+    JobTicket,
+    ServerBusy,
+    TokenCounts,
 )
-from packtrain.serving.slots import Slot, Writing
+from packtrain.serving.slots import Slot, SlotAnswer
 
 T = TypeVar("T")
 CHUNK = 64  # tokens of one run: what a short prompt waits for while a long one is read
-PATIENCE = 4  # runs after which a prompt is read even if shorter ones wait
+MAX_WAIT_RUNS = 4  # runs after which a prompt is read even if shorter ones wait
 SHARED = 16  # tokens that another prompt must have in common with this one to be waited for
 SIMILAR = (
     0.1  # share of a prompt that a slot must know to be taken for that, as llama-server's -sps
@@ -38,338 +38,346 @@ SIMILAR = (
 
 
 @dataclass(slots=True)
-class Totals:
+class EngineTotals:
     """Since the start: tokens and seconds of prompts and of answers, runs, and slots that were busy in them.
 
     cached   tokens of prompts that were in the cache
-    longest  tokens of the longest text
+    max_text_tokens  tokens of the longest text
     """
 
     read: int = 0
     cached: int = 0
-    longest: int = 0
+    max_text_tokens: int = 0
     reading: float = 0.0
-    written: int = 0
-    writing: float = 0.0
+    output_tokens: int = 0
+    output_seconds: float = 0.0
     runs: int = 0
     busy: int = 0
 
 
-class Engine:
+class ServingEngine:
     """Jobs in, text out. All calls of the context are made by its own thread.
 
-    waiting  most jobs that wait for a slot
+    num_waiting  most jobs that wait for a slot
     similar  share of a prompt that a slot must know to be preferred for it
     shifts   an answer that fills the context goes on: tokens in the middle of the text are forgotten
-    pause    called after each run, once all that it gave has been told
+    on_run_end    called after each run, once all that it gave has been told
     """
 
     def __init__(
-        self, context: Context, tokenizer: Tokenizer, *, waiting: int = 256, chunk: int = CHUNK,
-        similar: float = SIMILAR, shifts: bool = False,
+        self, context: Context, tokenizer: Tokenizer, *, max_waiting: int = 256, chunk: int = CHUNK,
+        min_similarity: float = SIMILAR, use_context_shift: bool = False,
     ) -> None:  # fmt: skip
-        self.context, self.totals = context, Totals()
-        self.slots = [Slot(number) for number in range(context.pools.sequences)]
-        self._tokenizer, self._waiting, self._similar = tokenizer, waiting, similar
-        self._shifts, self.pause = shifts, _nothing
-        self._chunk = max(chunk, len(self.slots) + 1)
-        self._queue, self._calls = deque[Ticket](), deque[Callable[[], None]]()
-        self._change, self._closing, self._hurried = threading.Condition(), False, False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.context, self.totals = context, EngineTotals()
+        self.slots = [Slot(slot_index) for slot_index in range(context.pools.sequences)]
+        self._tokenizer, self._max_waiting, self._similar = tokenizer, max_waiting, min_similarity
+        self._use_context_shift, self.on_run_end = use_context_shift, _no_action
+        self._chunk_tokens = max(chunk, len(self.slots) + 1)
+        self._queue, self._pending_calls = deque[JobTicket](), deque[Callable[[], None]]()
+        self._condition, self._is_closing, self._cancels_all = threading.Condition(), False, False
+        self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def limit(self) -> int:
+    def max_seq_tokens(self) -> int:
         """How many tokens a sequence can have."""
         pools = self.context.pools
         return pools.cells // pools.sequences if pools.parts else pools.cells
 
     # ---- from any thread
 
-    def submit(self, job: Job, tell: Callable[[Told], None]) -> Ticket:
+    def submit_job(self, job: GenerationJob, tell: Callable[[JobEvent], None]) -> JobTicket:
         """Queue a job. Raises Busy."""
-        ticket = Ticket(job, tell)
-        with self._change:
-            if self._closing:
-                raise Busy("the server is shutting down")
-            if len(self._queue) >= self._waiting:
-                raise Busy(f"{self._waiting} requests are waiting already; try again later")
+        ticket = JobTicket(job, tell)
+        with self._condition:
+            if self._is_closing:
+                raise ServerBusy("the server is shutting down")
+            if len(self._queue) >= self._max_waiting:
+                raise ServerBusy(
+                    f"{self._max_waiting} requests are waiting already; try again later"
+                )
             self._queue.append(ticket)
-            self._change.notify()
+            self._condition.notify()
         return ticket
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Call a function in the engine's thread, between two runs. Raises Busy."""
         future = Future[T]()
 
-        def work() -> None:
+        def run_call() -> None:
             try:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
-        with self._change:
-            if self._closing:
-                raise Busy("the server is shutting down")
-            self._calls.append(work)
-            self._change.notify()
+        with self._condition:
+            if self._is_closing:
+                raise ServerBusy("the server is shutting down")
+            self._pending_calls.append(run_call)
+            self._condition.notify()
         return future
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Jobs that wait for a slot."""
         return len(self._queue)
 
-    def close(self, patience: float) -> None:
-        """Take no more jobs; after `patience` seconds, those that are not done end as cancelled."""
-        with self._change:
-            self._closing = True
-            self._change.notify()
-        self._thread.join(patience)
-        self._hurried = True
+    def close(self, timeout_seconds: float) -> None:
+        """Take no more jobs; after `timeout_seconds` seconds, those that are not done end as cancelled."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join(timeout_seconds)
+        self._cancels_all = True
         self._thread.join()
 
-    def hurry(self) -> None:
+    def cancel_all(self) -> None:
         """All that is not done ends as cancelled, once the server closes; from a signal's handler, too."""
-        self._hurried = True
+        self._cancels_all = True
 
     # ---- in its own thread
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         while True:
-            with self._change:
-                while not (self._queue or self._calls or self._all() or self._closing):
-                    self._change.wait()
-                if self._closing and not (self._queue or self._calls or self._all()):
+            with self._condition:
+                while not (self._queue or self._pending_calls or self._all() or self._is_closing):
+                    self._condition.wait()
+                if self._is_closing and not (self._queue or self._pending_calls or self._all()):
                     return
-                calls = [self._calls.popleft() for _ in range(len(self._calls))]
-            for work in calls:
-                work()
+                calls = [self._pending_calls.popleft() for _ in range(len(self._pending_calls))]
+            for pending_call in calls:
+                pending_call()
             try:
                 self._end_cancelled()
-                self._admit()
-                self._step()
+                self._admit_jobs()
+                self._run_step()
             except Exception as error:  # a fault of ours: who waits is told, and the server goes on
                 traceback.print_exc()
                 for slot in self.slots:
-                    if slot.writing:
-                        self._finish(slot, FAILED, f"internal error: {type(error).__name__}")
-                        self.context.remove(slot.number)
-            self.pause()
+                    if slot.answer:
+                        self._finish_answer(slot, FAILED, f"internal error: {type(error).__name__}")
+                        self.context.remove(slot.index)
+            self.on_run_end()
 
-    def _all(self) -> list[Writing]:
-        return [slot.writing for slot in self.slots if slot.writing]
+    def _all(self) -> list[SlotAnswer]:
+        return [slot.answer for slot in self.slots if slot.answer]
 
     def _end_cancelled(self) -> None:
-        is_closing = self._closing and self._hurried
+        cancels_all = self._is_closing and self._cancels_all
         for slot in self.slots:
-            if slot.writing and (is_closing or slot.writing.ticket.cancelled):
-                self._finish(slot, CANCELLED)
-        with self._change:
-            cancelled = [ticket for ticket in self._queue if is_closing or ticket.cancelled]
+            if slot.answer and (cancels_all or slot.answer.ticket.is_cancelled):
+                self._finish_answer(slot, CANCELLED)
+        with self._condition:
+            cancelled = [ticket for ticket in self._queue if cancels_all or ticket.is_cancelled]
             for ticket in cancelled:
                 self._queue.remove(ticket)
         for ticket in cancelled:
-            ticket.tell(End(CANCELLED, Counts(len(ticket.job.prompt))))
+            ticket.tell(AnswerEnd(CANCELLED, TokenCounts(len(ticket.job.prompt))))
 
-    def _finish(self, slot: Slot, reason: str, message: str = "") -> None:
+    def _finish_answer(self, slot: Slot, reason: str, message: str = "") -> None:
         """End the answer of a slot, whose cells stay until room is short; those that pause may go on."""
-        assert slot.writing
-        slot.writing.end(reason, message)
-        slot.writing = None
-        self.context.release(slot.number)
-        for writing in self._all():
-            writing.paused = False
+        assert slot.answer
+        slot.answer.finish(reason, message)
+        slot.answer = None
+        self.context.release(slot.index)
+        for answer in self._all():
+            answer.is_paused = False
 
     # ---- which slot
 
-    def _admit(self) -> None:
+    def _admit_jobs(self) -> None:
         """Give jobs to idle slots, the first come first; one whose beginning is just being read waits for that."""
         for ticket in [*self._queue]:
             if len(self._all()) == len(self.slots):
                 return
             slot = self._slot_for(ticket.job)
             if slot is not None:
-                with self._change:
+                with self._condition:
                     self._queue.remove(ticket)
                 try:
-                    self._begin(slot, ticket)
+                    self._start_answer(slot, ticket)
                 except Exception as error:
-                    if slot.writing is None:
-                        message = f"internal error: {type(error).__name__}"
-                        ticket.tell(End(FAILED, Counts(len(ticket.job.prompt)), why=message))
+                    if slot.answer is None:
+                        error_message = f"internal error: {type(error).__name__}"
+                        ticket.tell(
+                            AnswerEnd(
+                                FAILED,
+                                TokenCounts(len(ticket.job.prompt)),
+                                error_message=error_message,
+                            )
+                        )
                     raise
 
-    def _slot_for(self, job: Job) -> Slot | None:
-        free_slots = [slot for slot in self.slots if not slot.writing]
+    def _slot_for(self, job: GenerationJob) -> Slot | None:
+        free_slots = [slot for slot in self.slots if not slot.answer]
         if job.slot >= 0:
-            free_slots = [slot for slot in free_slots if slot.number == job.slot]
+            free_slots = [slot for slot in free_slots if slot.index == job.slot]
         if not free_slots or self._is_being_read(job):
             return None
-        best = max(free_slots, key=lambda slot: (self._known(slot, job), -slot.used))
-        num_cached = self._known(best, job)
-        if num_cached > self._similar * len(job.prompt) and not self._loses(best, num_cached):
-            return best
+        best_slot = max(free_slots, key=lambda slot: (self._num_cached(slot, job), -slot.used))
+        num_cached = self._num_cached(best_slot, job)
+        if num_cached > self._similar * len(job.prompt) and not self._loses(best_slot, num_cached):
+            return best_slot
         return min(free_slots, key=lambda slot: slot.used)
 
     def _loses(self, slot: Slot, num_cached: int) -> bool:
         """Whether a slot would lose more than is used of it, though another slot can share that part."""
         pools = self.context.pools
-        shares = not pools.parts and not pools.ring
-        return shares and len(pools.all.of(slot.number)) > 2 * num_cached
+        can_share = not pools.parts and not pools.ring_cells
+        return can_share and len(pools.all.of(slot.index)) > 2 * num_cached
 
-    def _known(self, slot: Slot, job: Job) -> int:
+    def _num_cached(self, slot: Slot, job: GenerationJob) -> int:
         """How much of a prompt is in the cells of a slot."""
-        if slot.scales != job.adapters:
+        if slot.scales != job.adapter_scales:
             return 0
         pools = self.context.pools
-        return common(pools.tokens[pools.all.of(slot.number)], job.prompt)
+        return common_prefix_length(pools.tokens[pools.all.of(slot.index)], job.prompt)
 
-    def _is_being_read(self, job: Job) -> bool:
+    def _is_being_read(self, job: GenerationJob) -> bool:
         """Whether a slot reads a prompt that begins like this one, further than any slot has got."""
-        num_cached = max(self._known(slot, job) for slot in self.slots)
-        coming = (
-            common(w.job.prompt, job.prompt)
+        num_cached = max(self._num_cached(slot, job) for slot in self.slots)
+        shared_lengths = (
+            common_prefix_length(w.job.prompt, job.prompt)
             for w in self._all()
-            if w.reading and not w.paused and w.job.adapters == job.adapters
+            if w.reading and not w.is_paused and w.job.adapter_scales == job.adapter_scales
         )
-        return job.reuse and max(coming, default=0) >= num_cached + SHARED
+        return job.use_cache and max(shared_lengths, default=0) >= num_cached + SHARED
 
-    def _begin(self, slot: Slot, ticket: Ticket) -> None:
+    def _start_answer(self, slot: Slot, ticket: JobTicket) -> None:
         job, context = ticket.job, self.context
         try:
-            writing = Writing(ticket, self._tokenizer, slot.number)
+            answer = SlotAnswer(ticket, self._tokenizer, slot.index)
         except InputError as error:
-            ticket.tell(End(FAILED, Counts(len(job.prompt)), why=str(error)))
+            ticket.tell(AnswerEnd(FAILED, TokenCounts(len(job.prompt)), error_message=str(error)))
             return
-        if not job.reuse:
-            context.remove(slot.number)
+        if not job.use_cache:
+            context.remove(slot.index)
         else:
-            self._share(slot, job)
-        if slot.scales != job.adapters:
-            context.remove(slot.number)
-        slot.scales, slot.used, slot.writing = job.adapters, time.monotonic(), writing
-        context.adapters.set([slot.number], [job.adapters])
-        writing.cached = context.reuse(slot.number, job.prompt)
-        writing.left = [*job.prompt[writing.cached :]]
-        self.totals.cached += writing.cached
-        writing.tell_progress()
+            self._share_cells(slot, job)
+        if slot.scales != job.adapter_scales:
+            context.remove(slot.index)
+        slot.scales, slot.used, slot.answer = job.adapter_scales, time.monotonic(), answer
+        context.adapters.set([slot.index], [job.adapter_scales])
+        answer.num_cached = context.reuse(slot.index, job.prompt)
+        answer.left = [*job.prompt[answer.num_cached :]]
+        self.totals.cached += answer.num_cached
+        answer.tell_progress()
 
-    def _share(self, slot: Slot, job: Job) -> None:
+    def _share_cells(self, slot: Slot, job: GenerationJob) -> None:
         """If another slot knows more of the prompt, have the same cells."""
         if self.context.pools.parts:
             return
-        best = max(self.slots, key=lambda other: self._known(other, job))
-        num_cached = self._known(best, job)
-        if num_cached >= self._known(slot, job) + SHARED:
-            self.context.remove(slot.number)
-            self.context.copy(best.number, slot.number, 0, num_cached)
-            slot.scales = job.adapters
+        best_slot = max(self.slots, key=lambda other_slot: self._num_cached(other_slot, job))
+        num_cached = self._num_cached(best_slot, job)
+        if num_cached >= self._num_cached(slot, job) + SHARED:
+            self.context.remove(slot.index)
+            self.context.copy(best_slot.index, slot.index, 0, num_cached)
+            slot.scales = job.adapter_scales
 
     # ---- one run
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         """Run the model once for the tokens that come next, and choose tokens from the results."""
-        tokens, seqs, rows, chains = list[int](), list[int](), list[int](), list[Chain]()
-        parts = self._batch()
-        for slot, count in parts:
-            assert slot.writing
-            tokens += slot.writing.left[:count]
-            seqs += [slot.number] * count
-            if count == len(slot.writing.left):
-                rows.append(len(tokens) - 1)
-                chains.append(slot.writing.chain)
+        tokens, seqs, output_rows, chains = list[int](), list[int](), list[int](), list[Chain]()
+        batch = self._next_batch()
+        for slot, num_tokens in batch:
+            assert slot.answer
+            tokens += slot.answer.left[:num_tokens]
+            seqs += [slot.index] * num_tokens
+            if num_tokens == len(slot.answer.left):
+                output_rows.append(len(tokens) - 1)
+                chains.append(slot.answer.chain)
         if not tokens:
             return
         start_time = time.perf_counter()
         try:
-            results = self.context.choices(tokens, chains, seqs, wanted=rows)
+            row_results = self.context.choices(tokens, chains, seqs, wanted=output_rows)
         except CacheFull:
             self._make_room()
             return
-        self._read(parts, results)
-        self._count(parts, time.perf_counter() - start_time)
+        self._read(batch, row_results)
+        self._count_run(batch, time.perf_counter() - start_time)
 
-    def _batch(self) -> list[tuple[Slot, int]]:
+    def _next_batch(self) -> list[tuple[Slot, int]]:
         """Slots, and how many of their tokens are read: one of each that writes, and prompts or a part of one."""
-        active_slots = [s for s in self.slots if s.writing and not s.writing.paused]
-        batch = [(s, 1) for s in active_slots if s.writing and not s.writing.reading]
-        prompts = [(s, s.writing) for s in active_slots if s.writing and s.writing.reading]
-        prompts.sort(key=lambda p: (p[1].waited < PATIENCE, len(p[1].left)))
-        room = self._chunk - len(batch)
-        for i, (slot, writing) in enumerate(prompts):
-            count = min(len(writing.left), room)
-            writing.waited += 1
-            if i == 0 or count == len(writing.left):  # short ones do not wait for parts of others
+        active_slots = [s for s in self.slots if s.answer and not s.answer.is_paused]
+        batch = [(s, 1) for s in active_slots if s.answer and not s.answer.reading]
+        prompt_answers = [(s, s.answer) for s in active_slots if s.answer and s.answer.reading]
+        prompt_answers.sort(key=lambda p: (p[1].num_waited_runs < MAX_WAIT_RUNS, len(p[1].left)))
+        num_free_tokens = self._chunk_tokens - len(batch)
+        for i, (slot, answer) in enumerate(prompt_answers):
+            count = min(len(answer.left), num_free_tokens)
+            answer.num_waited_runs += 1
+            if i == 0 or count == len(answer.left):  # short ones do not wait for parts of others
                 batch.append((slot, count))
-                writing.waited, room = 0, room - count
+                answer.num_waited_runs, num_free_tokens = 0, num_free_tokens - count
         return batch
 
-    def _read(self, parts: Sequence[tuple[Slot, int]], results: Sequence[Given]) -> None:
+    def _read(self, batch: Sequence[tuple[Slot, int]], row_results: Sequence[SamplerInput]) -> None:
         """Give the results of a run to the slots that have read all they had."""
-        rows = iter(results)
-        for slot, count in parts:
-            writing = slot.writing
-            assert writing
-            writing.left = writing.left[count:]
-            writing.tell_progress()
-            if writing.left:
+        result_iterator = iter(row_results)
+        for slot, num_tokens in batch:
+            answer = slot.answer
+            assert answer
+            answer.left = answer.left[num_tokens:]
+            answer.tell_progress()
+            if answer.left:
                 continue
-            length = len(writing.job.prompt) + len(writing.ids) + 1
-            self.totals.longest = max(self.totals.longest, length)
+            length = len(answer.job.prompt) + len(answer.output_ids) + 1
+            self.totals.max_text_tokens = max(self.totals.max_text_tokens, length)
             try:
-                writing.take(next(rows))
+                answer.choose_token(next(result_iterator))
             except InputError as error:
-                self._finish(slot, FAILED, str(error))
+                self._finish_answer(slot, FAILED, str(error))
                 continue
-            if writing.ended:
-                self._finish(slot, "")
-            elif len(writing.text) > self.limit and not self._shift(slot):
-                self._finish(slot, "context")
+            if answer.is_ended:
+                self._finish_answer(slot, "")
+            elif len(answer.text_ids) > self.max_seq_tokens and not self._shift_context(slot):
+                self._finish_answer(slot, "context")
 
-    def _shift(self, slot: Slot) -> bool:
+    def _shift_context(self, slot: Slot) -> bool:
         """Forget a part of a text, so that its answer can go on; whether that was possible."""
-        writing, context = slot.writing, self.context
-        if writing is None or writing.reading or not self._shifts:
+        answer, context = slot.answer, self.context
+        if answer is None or answer.reading or not self._use_context_shift:
             return False
-        since, until = writing.forget(self._tokenizer.add_bos)
+        start_pos, end_pos = answer.forget_middle(self._tokenizer.add_bos)
         try:
-            context.remove(slot.number, since, until)
-            context.shift(slot.number, since - until, since)
+            context.remove(slot.index, start_pos, end_pos)
+            context.shift(slot.index, start_pos - end_pos, start_pos)
         except (CacheFull, ContextError):
             # cells of other answers, too, have no room to be copied, or positions are learned: read the rest again
-            context.remove(slot.number)
-            writing.left = [*writing.text]
-        return since < until
+            context.remove(slot.index)
+            answer.left = [*answer.text_ids]
+        return start_pos < end_pos
 
     def _make_room(self) -> None:
         """Let the answer that began last pause; its text is read again later. One alone is over."""
-        active_slots = [slot for slot in self.slots if slot.writing and not slot.writing.paused]
-        last = max(active_slots, key=lambda slot: slot.used)
-        assert last.writing
+        active_slots = [slot for slot in self.slots if slot.answer and not slot.answer.is_paused]
+        last_slot = max(active_slots, key=lambda slot: slot.used)
+        assert last_slot.answer
         if len(active_slots) == 1:
-            if not self._shift(last):
-                self._finish(last, "context")
+            if not self._shift_context(last_slot):
+                self._finish_answer(last_slot, "context")
             return
-        last.writing.paused, last.writing.left = True, [*last.writing.text]
-        self.context.remove(last.number)
+        last_slot.answer.is_paused, last_slot.answer.left = True, [*last_slot.answer.text_ids]
+        self.context.remove(last_slot.index)
 
-    def _count(self, parts: Sequence[tuple[Slot, int]], seconds: float) -> None:
-        totals, num_tokens = self.totals, sum(count for _, count in parts)
-        num_written = sum(1 for _, count in parts if count == 1)
+    def _count_run(self, batch: Sequence[tuple[Slot, int]], seconds: float) -> None:
+        totals, num_tokens = self.totals, sum(num_slot_tokens for _, num_slot_tokens in batch)
+        num_written = sum(1 for _, num_slot_tokens in batch if num_slot_tokens == 1)
         totals.runs += 1
-        totals.busy += len(parts)
+        totals.busy += len(batch)
         totals.read += num_tokens - num_written
-        totals.written += num_written
+        totals.output_tokens += num_written
         totals.reading += seconds * (num_tokens - num_written) / num_tokens
-        totals.writing += seconds * num_written / num_tokens
+        totals.output_seconds += seconds * num_written / num_tokens
 
 
-def _nothing() -> None:
+def _no_action() -> None:
     """Nobody listens."""
 
 
-def common(cached_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+def common_prefix_length(cached_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     """How many tokens two texts have in common at the beginning."""
     size = min(len(cached_ids), len(token_ids))
     differ = np.flatnonzero(np.asarray(cached_ids[:size]) != np.asarray(token_ids[:size]))

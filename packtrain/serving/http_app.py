@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from packtrain.common.errors import InputError
 from packtrain.serving import routes
 from packtrain.serving.chat_page import page_route
-from packtrain.serving.generation_jobs import Busy
-from packtrain.serving.json_fields import Body
-from packtrain.serving.request_bodies import Bodies, Heard
-from packtrain.serving.response_shapes import Refused, error
-from packtrain.serving.server_state import Server, TooLong
+from packtrain.serving.generation_jobs import ServerBusy
+from packtrain.serving.json_fields import JsonBody
+from packtrain.serving.request_bodies import BodyReader, DrainRequest
+from packtrain.serving.response_shapes import HttpRefusal, error
+from packtrain.serving.server_state import PromptTooLong, Server
 
 PRIVATE = "access-control-request-private-network"
 METHODS = ["GET", "POST", "DELETE", "OPTIONS"]
@@ -31,28 +31,30 @@ PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key,
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
     """The application. With keys, requests need one of them; with `ui` there is a page at /."""
-    bodies = Bodies()
-    api_routes = [_route(server, bodies, *entry) for entry in routes.ALL]
+    body_reader = BodyReader()
+    api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
         routes=[*api_routes, *([page_route()] if ui else ())],
         exception_handlers={
-            InputError: _bad,
-            RecursionError: _deep,
-            Busy: _busy,
-            Refused: _refused,
-            HTTPException: _http,
-            ClientDisconnect: _busy,
-            Exception: _fault,
+            InputError: _input_error,
+            RecursionError: _recursion_error,
+            ServerBusy: _server_busy,
+            HttpRefusal: _request_refused,
+            HTTPException: _http_error,
+            ClientDisconnect: _server_busy,
+            Exception: _internal_error,
         },
         middleware=[
-            Middleware(Heard),
-            Middleware(Cors, allow_origins=["*"], allow_methods=METHODS, allow_headers=["*"]),
-            Middleware(Keys, keys=keys),
+            Middleware(DrainRequest),
+            Middleware(
+                PrivateNetworkCors, allow_origins=["*"], allow_methods=METHODS, allow_headers=["*"]
+            ),
+            Middleware(ApiKeyMiddleware, keys=keys),
         ],
     )
 
 
-class Cors(CORSMiddleware):
+class PrivateNetworkCors(CORSMiddleware):
     """Starlette's, but a browser that also asks about private networks is not refused: that is for it to decide."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -60,74 +62,74 @@ class Cors(CORSMiddleware):
         return super().preflight_response(Headers(headers))
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets requests pass that have a key: `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [key.encode(errors="surrogateescape") for key in keys]
+        self._api_keys = [key.encode(errors="surrogateescape") for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in PUBLIC:
+        if scope["type"] == "http" and self._api_keys and scope["path"] not in PUBLIC:
             headers = Headers(scope=scope)
             api_key = headers.get("authorization", "").removeprefix("Bearer ")
             if not self._knows(api_key) and not self._knows(headers.get("x-api-key", "")):
-                refused = JSONResponse(error(401, "Invalid API Key"), 401)
-                await refused(scope, receive, send)
+                refusal_response = JSONResponse(error(401, "Invalid API Key"), 401)
+                await refusal_response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _knows(self, candidate: str) -> bool:
+    def _knows(self, api_key: str) -> bool:
         """Takes as long for every key of a length."""
-        matches = [secrets.compare_digest(candidate.encode("latin-1"), key) for key in self._keys]
+        matches = [secrets.compare_digest(api_key.encode("latin-1"), key) for key in self._api_keys]
         return any(matches)
 
 
-def _route(server: Server, bodies: Bodies, path: str, method: str, work: Any) -> Route:
+def _make_route(server: Server, bodies: BodyReader, path: str, method: str, handler: Any) -> Route:
     """A route whose function gets the server and, for POST, the body."""
 
-    def answer(*args: Any) -> Response:
-        result = work(server, *args)
+    def call_handler(*args: Any) -> Response:
+        result = handler(server, *args)
         return result if isinstance(result, Response) else JSONResponse(result)
 
     async def endpoint(request: Request) -> Response:
         if method == "GET":
-            return answer(request)
-        async with bodies.parsed(request, server.limits, method) as payload:
-            body = payload if method == "POST list" else Body(payload)
-            return await run_in_threadpool(answer, body, request)
+            return call_handler(request)
+        async with bodies.parse_body(request, server.limits, method) as payload:
+            body = payload if method == "POST list" else JsonBody(payload)
+            return await run_in_threadpool(call_handler, body, request)
 
     return Route(path, endpoint, methods=[method.split()[0]])
 
 
-async def _bad(request: Request, fault: Exception) -> Response:
-    if isinstance(fault, TooLong):
-        details = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.limit}
+async def _input_error(request: Request, fault: Exception) -> Response:
+    if isinstance(fault, PromptTooLong):
+        details = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.max_tokens}
         return JSONResponse(error(400, str(fault), "exceed_context_size_error", **details), 400)
     return JSONResponse(error(400, str(fault)), 400)
 
 
-async def _deep(request: Request, fault: Exception) -> Response:
+async def _recursion_error(request: Request, fault: Exception) -> Response:
     return JSONResponse(error(400, "the body is nested too deep"), 400)
 
 
-async def _busy(request: Request, fault: Exception) -> Response:
-    words = str(fault) or "the client went away before the answer"
-    return JSONResponse(error(503, words), 503, {"Retry-After": "1"})
+async def _server_busy(request: Request, fault: Exception) -> Response:
+    message = str(fault) or "the client went away before the answer"
+    return JSONResponse(error(503, message), 503, {"Retry-After": "1"})
 
 
-async def _refused(request: Request, fault: Exception) -> Response:
-    assert isinstance(fault, Refused)
+async def _request_refused(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, HttpRefusal)
     return JSONResponse(error(fault.code, str(fault)), fault.code)
 
 
-async def _http(request: Request, fault: Exception) -> Response:
+async def _http_error(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, HTTPException)
-    words = {404: "File Not Found", 405: "this path takes another method"}.get(
+    message = {404: "File Not Found", 405: "this path takes another method"}.get(
         fault.status_code, fault.detail
     )
-    return JSONResponse(error(fault.status_code, words), fault.status_code, headers=fault.headers)
+    return JSONResponse(error(fault.status_code, message), fault.status_code, headers=fault.headers)
 
 
-async def _fault(request: Request, fault: Exception) -> Response:
+async def _internal_error(request: Request, fault: Exception) -> Response:
     return JSONResponse(error(500, "internal error"), 500)

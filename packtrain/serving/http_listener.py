@@ -11,19 +11,21 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from packtrain.common.errors import InputError
-from packtrain.serving.engine_thread import Engine
+from packtrain.serving.engine_thread import ServingEngine
 
-HEADERS = 64 << 10  # most bytes of a request's headers
-CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
-LINGER = 30.0  # seconds that running answers have once a signal came
+MAX_HEADER_NBYTES = 64 << 10  # most bytes of a request's headers
+MAX_CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
+LINGER_SECONDS = 30.0  # seconds that running answers have once a signal came
 TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
-IDLE = 30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
+IDLE_SECONDS = (
+    30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
+)
 # most bytes of answers that clients have not taken; beyond them, the slowest are cut
-UNSENT = 16 << 20
+MAX_UNSENT_NBYTES = 16 << 20
 BACKLOG = 128
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that listens there and gives up clients that take nothing. Raises InputError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -34,7 +36,7 @@ def bound(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: cannot listen there: {reason}", "use another port"
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE_SECONDS))
     return sock
 
 
@@ -42,7 +44,7 @@ class _Connection(H11Protocol):
     """A connection that is cut if no request of it comes in time, or if there are too many."""
 
     since = 0.0  # when it was last of use
-    _timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
 
     @property
     def asks(self) -> bool:
@@ -51,72 +53,76 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
-        if len(self.connections) > CONNECTIONS:
+        self._start_idle_timer()
+        if len(self.connections) > MAX_CONNECTIONS:
             idle_connections = (connection for connection in self._all() if not connection.asks)
             min(idle_connections, key=lambda connection: connection.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop()
+        self._stop_idle_timer()
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.asks:
-            self._stop()
+            self._stop_idle_timer()
 
     def on_response_complete(self) -> None:
-        self._wait()
+        self._start_idle_timer()
         super().on_response_complete()
-        self._cut_slow()
+        self._abort_slow()
 
-    def _cut_slow(self) -> None:
+    def _abort_slow(self) -> None:
         """Cut connections that have not taken their answers, the oldest first, until few enough bytes wait."""
-        unsent = {
+        unsent_nbytes = {
             connection: connection.transport.get_write_buffer_size()
             for connection in sorted(self._all(), key=lambda connection: connection.since)
         }
-        excess_nbytes = sum(unsent.values()) - UNSENT
-        for connection, size in unsent.items():
-            if excess_nbytes > 0 and size:
+        excess_nbytes = sum(unsent_nbytes.values()) - MAX_UNSENT_NBYTES
+        for connection, connection_nbytes in unsent_nbytes.items():
+            if excess_nbytes > 0 and connection_nbytes:
                 connection.transport.abort()
-                excess_nbytes -= size
+                excess_nbytes -= connection_nbytes
 
     def _all(self) -> "list[_Connection]":
         return [
             connection for connection in self.connections if isinstance(connection, _Connection)
         ]
 
-    def _wait(self) -> None:
-        self._stop()
+    def _start_idle_timer(self) -> None:
+        self._stop_idle_timer()
         self.since = self.loop.time()
-        self._timer = self.loop.call_later(IDLE, self.transport.abort)
+        self._idle_timer = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
 
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
 
 class _Listener(uvicorn.Server):
     """Ends running answers before it stops."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: ServingEngine, report: Callable[[str], None]
+    ) -> None:
         super().__init__(config)
-        self._engine, self._say, self._hurried = engine, say, False
+        self._engine, self._report, self._cancels_all = engine, report, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self._hurried = True
-            self._engine.hurry()
+            self._cancels_all = True
+            self._engine.cancel_all()
             return
-        self._say(f"stopping: running answers have {LINGER:g} s; a second signal ends them at once")
+        self._report(
+            f"stopping: running answers have {LINGER_SECONDS:g} s; a second signal ends them at once"
+        )
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        engine_task = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER))
+        engine_task = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER_SECONDS))
         shutdown_task = asyncio.create_task(super().shutdown(sockets))
-        while not (self._hurried or shutdown_task.done()):
+        while not (self._cancels_all or shutdown_task.done()):
             await asyncio.sleep(0.05)
         await asyncio.wait((shutdown_task,), timeout=TELLING)
         for connection in [*self.server_state.connections]:
@@ -125,19 +131,21 @@ class _Listener(uvicorn.Server):
         await engine_task
 
 
-def listener(app: Starlette, engine: Engine, report: Callable[[str], None]) -> uvicorn.Server:
+def make_listener(
+    app: Starlette, engine: ServingEngine, report: Callable[[str], None]
+) -> uvicorn.Server:
     """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
-        loop="asyncio", date_header=True, h11_max_incomplete_event_size=HEADERS,
-        timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=int(IDLE),
+        loop="asyncio", date_header=True, h11_max_incomplete_event_size=MAX_HEADER_NBYTES,
+        timeout_graceful_shutdown=int(LINGER_SECONDS) + 5, timeout_keep_alive=int(IDLE_SECONDS),
     )  # fmt: skip
     return _Listener(config, engine, report)
 
 
 def listen(
-    app: Starlette, engine: Engine, sock: socket.socket, report: Callable[[str], None]
+    app: Starlette, engine: ServingEngine, sock: socket.socket, report: Callable[[str], None]
 ) -> None:
     """Serve until a signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
-        listener(app, engine, report).run(sockets=[sock])
+        make_listener(app, engine, report).run(sockets=[sock])

@@ -11,7 +11,7 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.sampling import Sampling
 
 # fields of a request that are not called like the sampler's setting
-NAMES = {
+FIELD_ALIASES = {
     "temperature": "temp",
     "dynatemp_exponent": "dynatemp_exp",
     "typical_p": "typical",
@@ -19,38 +19,44 @@ NAMES = {
     "mirostat_eta": "mirostat_lr",
     "dry_sequence_breakers": "dry_sequence_breaker",
 }
-OWN = {"samplers", "logit_bias", "dry_sequence_breaker"}  # which are read in another way
-SETTINGS = {field.name: field for field in dataclasses.fields(Sampling)}
-FIELDS = {name: name for name in SETTINGS if name not in (*NAMES.values(), *OWN)} | NAMES
-KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
-MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 20, 32
-LONGEST_GRAMMAR, LONGEST_SAMPLERS = 1 << 16, 1 << 10  # characters
-MOST_SEED = 2**63 - 1
-LARGEST = 1e300  # what is larger is no number that anyone means
+CUSTOM_SETTINGS = {
+    "samplers",
+    "logit_bias",
+    "dry_sequence_breaker",
+}  # which are read in another way
+SETTING_FIELDS = {field.name: field for field in dataclasses.fields(Sampling)}
+FIELDS = {
+    name: name for name in SETTING_FIELDS if name not in (*FIELD_ALIASES.values(), *CUSTOM_SETTINGS)
+} | FIELD_ALIASES
+TYPE_NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+MAX_BIASES, MAX_STOP_TEXTS, MOST_TOP, MAX_ANSWERS = 10_000, 64, 20, 32
+MAX_GRAMMAR_CHARS, MAX_SAMPLERS_CHARS = 1 << 16, 1 << 10  # characters
+MAX_SEED = 2**63 - 1
+MAX_NUMBER = 1e300  # what is larger is no number that anyone means
 
 
-class Body:
+class JsonBody:
     """The JSON object of a request; null is as if a field were not there. All raise InputError that names the field."""
 
-    def __init__(self, values: Any, where: str = "") -> None:
-        if not isinstance(values, dict):
-            raise InputError(f"{where or 'the body'} must be a JSON object")
-        self._values, self._where = values, f"{where}." if where else ""
+    def __init__(self, json_object: Any, field_path: str = "") -> None:
+        if not isinstance(json_object, dict):
+            raise InputError(f"{field_path or 'the body'} must be a JSON object")
+        self._json_object, self._path_prefix = json_object, f"{field_path}." if field_path else ""
 
     def get(self, name: str) -> Any:
-        return self._values.get(name)
+        return self._json_object.get(name)
 
-    def has(self, *names: str) -> bool:
-        return any(self._values.get(name) is not None for name in names)
+    def has(self, *field_names: str) -> bool:
+        return any(self._json_object.get(name) is not None for name in field_names)
 
-    def _typed(self, name: str, kind: type) -> Any:
-        value = self._values[name]
+    def _typed_value(self, name: str, kind: type) -> Any:
+        value = self._json_object[name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value) if abs(value) < 1e300 else math.inf
         is_integral = kind is int and isinstance(value, float) and value.is_integer()
         value = int(value) if is_integral else value
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InputError(f"{self._where}{name} must be {KINDS[kind]}")
+            raise InputError(f"{self._path_prefix}{name} must be {TYPE_NAMES[kind]}")
         return value
 
     def number(
@@ -59,118 +65,118 @@ class Body:
         """A number of the type of the default."""
         if not self.has(name):
             return default
-        value = self._typed(name, type(default))
-        if abs(value) > LARGEST:
-            raise InputError(f"{self._where}{name} is too large")
+        value = self._typed_value(name, type(default))
+        if abs(value) > MAX_NUMBER:
+            raise InputError(f"{self._path_prefix}{name} is too large")
         if not (math.isfinite(value) and min_value <= value <= max_value):
             bounds = [
-                f"{side} {_shown(limit)}"
-                for side, limit in (("at least", min_value), ("at most", max_value))
-                if math.isfinite(limit)
+                f"{bound_name} {_format_number(bound_value)}"
+                for bound_name, bound_value in (("at least", min_value), ("at most", max_value))
+                if math.isfinite(bound_value)
             ]
             raise InputError(
-                f"{self._where}{name} is {_shown(value)}; it must be {' and '.join(bounds) or 'finite'}"
+                f"{self._path_prefix}{name} is {_format_number(value)}; it must be {' and '.join(bounds) or 'finite'}"
             )
         return value
 
-    def text(self, name: str, default: str = "", longest: int = 1 << 20) -> str:
+    def text(self, name: str, default: str = "", max_length: int = 1 << 20) -> str:
         if not self.has(name):
             return default
-        value: str = self._typed(name, str)
-        if len(value) > longest:
-            raise InputError(f"{self._where}{name} has more than {longest:,} characters")
+        value: str = self._typed_value(name, str)
+        if len(value) > max_length:
+            raise InputError(f"{self._path_prefix}{name} has more than {max_length:,} characters")
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self._typed(name, bool)) if self.has(name) else default
+    def get_flag(self, name: str, default: bool = False) -> bool:
+        return bool(self._typed_value(name, bool)) if self.has(name) else default
 
-    def object(self, name: str) -> dict[str, Any]:
+    def get_object(self, name: str) -> dict[str, Any]:
         """A JSON object; empty if there is none."""
         value = self.get(name) if self.has(name) else {}
         if not isinstance(value, dict):
-            raise InputError(f"{self._where}{name} must be a JSON object")
+            raise InputError(f"{self._path_prefix}{name} must be a JSON object")
         return value
 
-    def listed(self, name: str, max_length: int) -> list[Any]:
+    def get_list(self, name: str, max_length: int) -> list[Any]:
         """A list of at most so many values; empty if there is none."""
         value = self.get(name) if self.has(name) else []
         if not isinstance(value, list):
-            raise InputError(f"{self._where}{name} must be a list")
+            raise InputError(f"{self._path_prefix}{name} must be a list")
         if len(value) > max_length:
             raise InputError(
-                f"{self._where}{name} has {len(value):,} values; at most {max_length:,}"
+                f"{self._path_prefix}{name} has {len(value):,} values; at most {max_length:,}"
             )
         return value
 
-    def texts(self, name: str, max_length: int) -> tuple[str, ...]:
+    def get_texts(self, name: str, max_length: int) -> tuple[str, ...]:
         """One text, or a list of them."""
         if isinstance(self.get(name), str):
             return (self.text(name),)
-        values = self.listed(name, max_length)
-        if not all(isinstance(text, str) for text in values):
-            raise InputError(f"{self._where}{name} must be text, or a list of texts")
-        return tuple(values)
+        text_list = self.get_list(name, max_length)
+        if not all(isinstance(text, str) for text in text_list):
+            raise InputError(f"{self._path_prefix}{name} must be text, or a list of texts")
+        return tuple(text_list)
 
 
-def stops_of(body: Body) -> tuple[str, ...]:
-    return tuple(text for text in body.texts("stop", MOST_STOPS) if text)
+def parse_stop_texts(body: JsonBody) -> tuple[str, ...]:
+    return tuple(text for text in body.get_texts("stop", MAX_STOP_TEXTS) if text)
 
 
-def seed_of(body: Body, default: int) -> int:
+def parse_seed(body: JsonBody, default: int) -> int:
     """Seed of the samplers; -1: a new one each time."""
-    seed: int = body.number("seed", default, -MOST_SEED, MOST_SEED)
+    seed: int = body.number("seed", default, -MAX_SEED, MAX_SEED)
     return secrets.randbits(32) if seed == -1 else abs(seed)
 
 
-def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:
+def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:
     """How tokens are chosen: what a request says, over the server's settings."""
     changed = dict[str, Any]()
     for name, setting in FIELDS.items():
-        if setting not in OWN and body.has(name):
-            field = SETTINGS[setting]
-            lower, upper = field.metadata.get("bounds", (None, None))
-            kind = float(0) if field.type in (float, "float") else 0
+        if setting not in CUSTOM_SETTINGS and body.has(name):
+            setting_field = SETTING_FIELDS[setting]
+            lower, upper = setting_field.metadata.get("bounds", (None, None))
+            type_default = float(0) if setting_field.type in (float, "float") else 0
             bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
             if setting == "top_k":  # below zero it is off, as in llama-server: clients send -1
-                changed[setting] = max(body.number(name, kind), 0)
+                changed[setting] = max(body.number(name, type_default), 0)
             else:
-                changed[setting] = body.number(name, kind, *bounds)
+                changed[setting] = body.number(name, type_default, *bounds)
     if body.has("samplers"):
         samplers = body.get("samplers")
-        named = samplers if isinstance(samplers, str) else ";".join(body.texts("samplers", 32))
-        if len(named) > LONGEST_SAMPLERS:
-            raise InputError(f"samplers has more than {LONGEST_SAMPLERS:,} characters")
+        named = samplers if isinstance(samplers, str) else ";".join(body.get_texts("samplers", 32))
+        if len(named) > MAX_SAMPLERS_CHARS:
+            raise InputError(f"samplers has more than {MAX_SAMPLERS_CHARS:,} characters")
         changed["samplers"] = named
     if body.has("dry_sequence_breakers"):
-        changed["dry_sequence_breaker"] = body.texts("dry_sequence_breakers", 64) or ("none",)
+        changed["dry_sequence_breaker"] = body.get_texts("dry_sequence_breakers", 64) or ("none",)
     if body.has("logit_bias"):
-        biases = biases_of(body.get("logit_bias"), tokenizer)
+        biases = parse_biases(body.get("logit_bias"), tokenizer)
         changed["logit_bias"] = (*defaults.logit_bias, *biases)
     sampling = dataclasses.replace(defaults, **changed)
     sampling.check_sampling(tokenizer.vocab_size)
     return sampling
 
 
-def biases_of(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
+def parse_biases(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
     """`{"id": bias}`, or `[[id or text, bias]]`; false forbids a token. As the setting has them: 15043+1."""
-    pairs = [*logit_bias.items()] if isinstance(logit_bias, dict) else logit_bias
-    if not isinstance(pairs, list) or len(pairs) > MOST_BIAS:
-        raise InputError(f"logit_bias must be an object or a list of at most {MOST_BIAS:,} pairs")
+    bias_pairs = [*logit_bias.items()] if isinstance(logit_bias, dict) else logit_bias
+    if not isinstance(bias_pairs, list) or len(bias_pairs) > MAX_BIASES:
+        raise InputError(f"logit_bias must be an object or a list of at most {MAX_BIASES:,} pairs")
     biases = list[str]()
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
+    for bias_pair in bias_pairs:
+        if not isinstance(bias_pair, list | tuple) or len(bias_pair) != 2:
             raise InputError("logit_bias: each value must be a pair of a token and a number")
-        token, bias = pair
+        token, bias = bias_pair
         bias = -math.inf if bias is False else bias
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < LARGEST:
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < MAX_NUMBER:
             raise InputError("logit_bias: a bias must be a number, or false")
-        biases += [f"{id}{float(bias):+}" for id in ids_of(token, tokenizer)]
-        if len(biases) > MOST_BIAS:
-            raise InputError(f"logit_bias has more than {MOST_BIAS:,} tokens")
+        biases += [f"{id}{float(bias):+}" for id in parse_token_ids(token, tokenizer)]
+        if len(biases) > MAX_BIASES:
+            raise InputError(f"logit_bias has more than {MAX_BIASES:,} tokens")
     return biases
 
 
-def ids_of(token: Any, tokenizer: Tokenizer) -> list[int]:
+def parse_token_ids(token: Any, tokenizer: Tokenizer) -> list[int]:
     """A token's id, as a number or in text, or the ids of a text."""
     if isinstance(token, str) and token.isdecimal() and len(token) < 10:
         token = int(token)
@@ -185,22 +191,22 @@ def ids_of(token: Any, tokenizer: Tokenizer) -> list[int]:
     return [token]
 
 
-def prompts_of(
+def parse_prompts(
     value: Any, tokenizer: Tokenizer, max_prompts: int, name: str = "prompt"
 ) -> list[list[int]]:
     """Token ids of one prompt or several: each a text, or a list of ids and texts; `name` is the field's."""
     if value is None:
         raise InputError(f"'{name}' is required")
-    parts = value if isinstance(value, list) else []
-    nested = any(isinstance(part, list | dict) for part in parts)
-    texts = len(parts) > 1 and all(isinstance(part, str) for part in parts)
-    prompts = parts if nested or texts else [value]
+    prompt_parts = value if isinstance(value, list) else []
+    is_nested = any(isinstance(prompt_part, list | dict) for prompt_part in prompt_parts)
+    is_text_list = len(prompt_parts) > 1 and all(isinstance(part, str) for part in prompt_parts)
+    prompts = prompt_parts if is_nested or is_text_list else [value]
     if len(prompts) > max_prompts:
         raise InputError(f"{name} has {len(prompts)} texts; at most {max_prompts}")
-    return [prompt_of(prompt, tokenizer, name) for prompt in prompts]
+    return [parse_prompt(prompt, tokenizer, name) for prompt in prompts]
 
 
-def prompt_of(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
+def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
     """Token ids of a text, of a list of ids and texts, or of {"prompt_string": text}."""
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
         if prompt.get("multimodal_data"):
@@ -211,37 +217,37 @@ def prompt_of(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[i
     if not isinstance(prompt, list) or not prompt:
         raise InputError(f"{name} must be a text, or a list of token ids and texts")
     ids = list[int]()
-    for i, part in enumerate(prompt):
-        if isinstance(part, str):
-            ids += tokenizer.encode(part, bos=None if i == 0 else False, eos=False)
+    for part_index, prompt_part in enumerate(prompt):
+        if isinstance(prompt_part, str):
+            ids += tokenizer.encode(prompt_part, bos=None if part_index == 0 else False, eos=False)
         elif (
-            isinstance(part, int)
-            and not isinstance(part, bool)
-            and 0 <= part < tokenizer.vocab_size
+            isinstance(prompt_part, int)
+            and not isinstance(prompt_part, bool)
+            and 0 <= prompt_part < tokenizer.vocab_size
         ):
-            ids.append(part)
+            ids.append(prompt_part)
         else:
             raise InputError(
-                f"{name}[{i}] must be a text or a token id below {tokenizer.vocab_size:,}"
+                f"{name}[{part_index}] must be a text or a token id below {tokenizer.vocab_size:,}"
             )
     return ids
 
 
-def adapters_of(entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
+def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
     """The scale of each adapter: [{"id": 0, "scale": 0.5}]; those not named have 0, as in llama-server."""
-    if entries is None:
+    if adapter_entries is None:
         return tuple(defaults)
-    if not isinstance(entries, list):
+    if not isinstance(adapter_entries, list):
         raise InputError('lora must be a list like [{"id": 0, "scale": 1.0}]')
-    scales = [0.0] * len(defaults)
-    for entry in entries:
-        body = Body(entry, "lora")
+    adapter_scales = [0.0] * len(defaults)
+    for adapter_entry in adapter_entries:
+        body = JsonBody(adapter_entry, "lora")
         id = body.number("id", -1)
-        if not 0 <= id < len(scales):
-            raise InputError(f"lora: there is no adapter {id}; there are {len(scales)}")
-        scales[id] = body.number("scale", 0.0, -1e6, 1e6)
-    return tuple(scales)
+        if not 0 <= id < len(adapter_scales):
+            raise InputError(f"lora: there is no adapter {id}; there are {len(adapter_scales)}")
+        adapter_scales[id] = body.number("scale", 0.0, -1e6, 1e6)
+    return tuple(adapter_scales)
 
 
-def _shown(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"

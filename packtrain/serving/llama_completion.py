@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.serving.generation_jobs import Chosen, Counts, End, Job, Part, Progress
-from packtrain.serving.json_fields import FIELDS, Body
-from packtrain.serving.response_shapes import described, progress, timings
+from packtrain.serving.generation_jobs import (
+    AnswerEnd,
+    GeneratedToken,
+    GenerationJob,
+    PromptProgress,
+    TextDelta,
+    TokenCounts,
+)
+from packtrain.serving.json_fields import FIELDS, JsonBody
+from packtrain.serving.response_shapes import progress_fields, timing_fields, token_entry
 
-ENDS = {"end": "eos", "stop": "word", "count": "limit", "context": "limit"}
+STOP_TYPES = {"end": "eos", "stop": "word", "count": "limit", "context": "limit"}
 
 
 # what is always off here, as llama-server says it
@@ -19,135 +26,141 @@ OFF = {
     "grammar_triggers": [], "preserved_tokens": [], "chat_format": "Content-only", "reasoning_format": "none",
     "reasoning_in_content": False, "generation_prompt": "", "speculative.types": "none", "backend_sampling": False,
 }  # fmt: skip
-TEXTS = {
+TEXT_SETTINGS = {
     "dry_sequence_breakers", "stop", "logit_bias", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens"
 }  # fmt: skip
 
 
-def settings_of(job: Job, body: Body | None = None) -> dict[str, Any]:
+def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, Any]:
     """How a job was sampled, by llama-server's names; without a body without what it said in its own words."""
-    sampling, request = dataclasses.asdict(job.sampling), body or Body({})
+    sampling_values, request_body = dataclasses.asdict(job.sampling), body or JsonBody({})
     biases = job.sampling.biases.items()
-    settings = {name: sampling[field] for name, field in FIELDS.items()} | {
+    settings = {name: sampling_values[field] for name, field in FIELDS.items()} | {
         "seed": job.seed,
-        "n_predict": job.count,
-        "max_tokens": job.count,
-        "n_probs": job.top,
+        "n_predict": job.max_tokens,
+        "max_tokens": job.max_tokens,
+        "n_probs": job.num_top_logprobs,
         "stop": [*job.stops],
         "samplers": [*job.sampling.order],
-        "ignore_eos": job.endless,
+        "ignore_eos": job.ignore_eos,
         "logit_bias": [{"token": id, "bias": x if math.isfinite(x) else None} for id, x in biases],
         "dry_sequence_breakers": [*job.sampling.breakers],
-        "n_keep": job.keep,
-        "n_discard": job.discard,
-        "grammar": request.text("grammar"),
-        "stream": request.flag("stream"),
-        "timings_per_token": request.flag("timings_per_token"),
-        "post_sampling_probs": job.after,
-        "lora": [{"id": id, "scale": scale} for id, scale in enumerate(job.adapters)],
+        "n_keep": job.num_keep,
+        "n_discard": job.num_discard,
+        "grammar": request_body.text("grammar"),
+        "stream": request_body.get_flag("stream"),
+        "timings_per_token": request_body.get_flag("timings_per_token"),
+        "post_sampling_probs": job.is_post_sampling,
+        "lora": [{"id": id, "scale": scale} for id, scale in enumerate(job.adapter_scales)],
     }
-    return {k: v for k, v in (OFF | settings).items() if body is not None or k not in TEXTS}
+    return {k: v for k, v in (OFF | settings).items() if body is not None or k not in TEXT_SETTINGS}
 
 
-class Native:
+class LlamaCompletionFormat:
     """Answers to one prompt or several."""
 
     ends_with_done = False  # no [DONE] at the end of a stream
 
-    def __init__(self, body: Body, jobs: Sequence[Job], model: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: JsonBody, jobs: Sequence[GenerationJob], model: str, tokenizer: Tokenizer
+    ) -> None:
         self._jobs, self._model, self._tokenizer = jobs, model, tokenizer
-        self._all, self._timed = body.flag("return_tokens"), body.flag("timings_per_token")
+        self._all, self._timed = body.get_flag("return_tokens"), body.get_flag("timings_per_token")
         self._settings = [settings_of(job, body) for job in jobs]
-        self._fields = body.texts("response_fields", 64)
+        self._fields = body.get_texts("response_fields", 64)
         self._texts = [""] * len(jobs)
 
-    def begin(self) -> list[dict[str, Any]]:
+    def start_events(self) -> list[dict[str, Any]]:
         return []
 
-    def part(self, number: int, part: Part) -> list[dict[str, Any]]:
+    def delta_events(self, number: int, delta: TextDelta) -> list[dict[str, Any]]:
         """What a stream sends for a part."""
-        self._texts[number] += part.text
-        ids = [token.id for token in part.tokens]
-        event = self._piece(number, part.text, ids, part.counts.written)
+        self._texts[number] += delta.text
+        token_ids = [token.token_id for token in delta.tokens]
+        event = self._piece(number, delta.text, token_ids, delta.counts.output_tokens)
         if self._timed:
-            event["timings"] = timings(part.counts)
-        return [event | self._probabilities(number, part.tokens)]
+            event["timings"] = timing_fields(delta.counts)
+        return [event | self._probabilities(number, delta.tokens)]
 
-    def progress(self, number: int, update: Progress) -> list[dict[str, Any]]:
+    def progress_events(self, number: int, update: PromptProgress) -> list[dict[str, Any]]:
         """What a stream sends while a prompt is read."""
-        return [self._piece(number, "", [], 0) | progress(update)]
+        return [self._piece(number, "", [], 0) | progress_fields(update)]
 
-    def _piece(self, number: int, text: str, ids: list[int], written: int) -> dict[str, Any]:
+    def _piece(self, number: int, text: str, ids: list[int], output_tokens: int) -> dict[str, Any]:
         return {
             "index": number,
             "content": text,
             "tokens": ids,
             "stop": False,
             "id_slot": -1,
-            "tokens_predicted": written,
+            "tokens_predicted": output_tokens,
             "tokens_evaluated": len(self._jobs[number].prompt),
         }
 
-    def end(self, number: int, end: End) -> list[dict[str, Any]]:
+    def end_events(self, number: int, end: AnswerEnd) -> list[dict[str, Any]]:
         """What a stream sends at the end of an answer."""
         return [self.last(number, "", (), end)]
 
-    def close(self, counts: Sequence[Counts]) -> list[dict[str, Any]]:
+    def close_events(self, counts: Sequence[TokenCounts]) -> list[dict[str, Any]]:
         return []
 
-    def whole(self, results: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any:
+    def full_response(
+        self, answer_results: Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
+    ) -> Any:
         """The answers at once; one is no list."""
         answers = []
-        for number, (text, tokens, end) in enumerate(results):
+        for number, (text, tokens, end) in enumerate(answer_results):
             self._texts[number] = text
-            ids = tokens if self._all else ()
-            answer = self.last(number, text, ids, end) | self._probabilities(number, tokens)
-            answers.append(chosen(answer, self._fields) if self._fields else answer)
+            token_ids = tokens if self._all else ()
+            answer = self.last(number, text, token_ids, end) | self._probabilities(number, tokens)
+            answers.append(select_fields(answer, self._fields) if self._fields else answer)
         return answers[0] if len(answers) == 1 else answers
 
-    def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> dict[str, Any]:
-        if not self._jobs[number].top:
+    def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
+        if not self._jobs[number].num_top_logprobs:
             return {}
-        entries = [described(token, self._tokenizer) for token in tokens]
-        after = self._jobs[number].after
+        entries = [token_entry(token, self._tokenizer) for token in tokens]
+        after = self._jobs[number].is_post_sampling
         return {"completion_probabilities": [*map(linear, entries)] if after else entries}
 
-    def last(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> dict[str, Any]:
-        job, counts = self._jobs[number], end.counts
+    def last(
+        self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
+    ) -> dict[str, Any]:
+        job, token_counts = self._jobs[number], end.counts
         return {
             "index": number,
             "content": text,
-            "tokens": [token.id for token in tokens],
-            "id_slot": end.slot,
+            "tokens": [token.token_id for token in tokens],
+            "id_slot": end.slot_index,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": counts.written,
-            "tokens_evaluated": counts.prompt,
-            "tokens_cached": counts.prompt + max(counts.written - 1, 0),
+            "tokens_predicted": token_counts.output_tokens,
+            "tokens_evaluated": token_counts.prompt,
+            "tokens_cached": token_counts.prompt + max(token_counts.output_tokens - 1, 0),
             "generation_settings": self._settings[number],
             "prompt": self._tokenizer.decode(job.prompt, special=True),
             "has_new_line": "\n" in self._texts[number],
-            "truncated": end.reason == "context" or counts.forgotten > 0,
-            "stop_type": ENDS.get(end.reason, "none"),
-            "stopping_word": end.stop,
-            "timings": timings(counts),
+            "truncated": end.reason == "context" or token_counts.forgotten_tokens > 0,
+            "stop_type": STOP_TYPES.get(end.reason, "none"),
+            "stopping_word": end.stop_text,
+            "timings": timing_fields(token_counts),
         }
 
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:
     """A token whose probabilities are not logarithms."""
-    fields = {name: token[name] for name in ("id", "token", "bytes")}
+    token_fields = {name: token[name] for name in ("id", "token", "bytes")}
     top = {"top_probs": [*map(linear, token["top_logprobs"])]} if "top_logprobs" in token else {}
-    return fields | {"prob": math.exp(token["logprob"])} | top
+    return token_fields | {"prob": math.exp(token["logprob"])} | top
 
 
-def chosen(answer: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+def select_fields(answer_fields: dict[str, Any], field_paths: Sequence[str]) -> dict[str, Any]:
     """Only some fields of an answer, by path: `generation_settings/n_predict`."""
-    selected = dict[str, Any]()
-    for path in paths:
-        value: Any = answer
-        for part in path.split("/"):
-            value = value.get(part) if isinstance(value, dict) else None
+    selected_fields = dict[str, Any]()
+    for field_path in field_paths:
+        value: Any = answer_fields
+        for key in field_path.split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
-            selected[path] = value
-    return selected
+            selected_fields[field_path] = value
+    return selected_fields

@@ -5,236 +5,275 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.inference.generator import Pieces
-from packtrain.serving.generation_jobs import Chosen, Counts, End, Part, Progress
-from packtrain.serving.llama_completion import Native
-from packtrain.serving.reasoning_text import Thoughts, split
-from packtrain.serving.request_parsing import Asked
+from packtrain.inference.generator import StopTextFilter
+from packtrain.serving.generation_jobs import (
+    AnswerEnd,
+    GeneratedToken,
+    PromptProgress,
+    TextDelta,
+    TokenCounts,
+)
+from packtrain.serving.llama_completion import LlamaCompletionFormat
+from packtrain.serving.reasoning_text import ReasoningSplitter, split_reasoning
+from packtrain.serving.request_parsing import OpenAIRequest
 from packtrain.serving.response_shapes import (
-    described,
     finish,
-    head,
     new_id,
-    progress,
-    timings,
+    progress_fields,
+    response_head,
+    timing_fields,
+    token_entry,
     usage,
 )
 
-Found = Sequence[tuple[str, tuple[Chosen, ...], End]]
-Event = dict[str, Any]
-BYTES = "bytes:"
+AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
+JsonObject = dict[str, Any]
+BYTES_PREFIX = "bytes:"
 
 
-class Texts:
+class TextCompletionFormat:
     """Answers of /v1/completions.
 
     verbose  /completion's shape, if its fields are wanted, too
     """
 
-    kind, object, streamed = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
     ends_with_done = True
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, request: Asked, verbose: Native | None = None
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        request: OpenAIRequest,
+        verbose_format: LlamaCompletionFormat | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._asked, self._verbose = (
+        self._model, self._tokenizer, self._request, self._verbose = (
             model,
             tokenizer,
             request,
-            verbose,
+            verbose_format,
         )
-        self._id, self._told = new_id(self.kind), request.shown is not None
+        self._response_id, self._has_logprobs = new_id(self.id_prefix), request.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
-        self._lengths = [0] * len(request.jobs)
+        self._text_lengths = [0] * len(request.jobs)
 
-    def _head(self, object: str) -> Event:
-        return head(object, self._id, self._model)
+    def _response_head(self, object_type: str) -> JsonObject:
+        return response_head(object_type, self._response_id, self._model)
 
-    def _event(
-        self, number: int, content: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
-    ) -> Event:
-        logprobs = self._probabilities(number, tokens) if self._told and tokens else None
+    def _chunk_event(
+        self,
+        number: int,
+        content: JsonObject,
+        reason: str | None = None,
+        tokens: Sequence[GeneratedToken] = (),
+    ) -> JsonObject:
+        logprobs = self._probabilities(number, tokens) if self._has_logprobs and tokens else None
         choice = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
-        return self._head(self.streamed) | {"choices": [choice]}
+        return self._response_head(self.chunk_type) | {"choices": [choice]}
 
-    def begin(self) -> list[Event]:
-        prefixes = enumerate(self._asked.before)
-        return [self._event(number, {"text": text}) for number, text in prefixes]
+    def start_events(self) -> list[JsonObject]:
+        prefixes = enumerate(self._request.echoed_texts)
+        return [self._chunk_event(answer_index, {"text": text}) for answer_index, text in prefixes]
 
-    def part(self, number: int, part: Part) -> list[Event]:
-        event = self._event(number, {"text": part.text}, tokens=part.tokens)
-        return [event | self._timed(part)]
+    def delta_events(self, number: int, delta: TextDelta) -> list[JsonObject]:
+        event = self._chunk_event(number, {"text": delta.text}, tokens=delta.tokens)
+        return [event | self._timed(delta)]
 
-    def _timed(self, part: Part) -> Event:
-        return {"timings": timings(part.counts)} if self._asked.timed else {}
+    def _timed(self, delta: TextDelta) -> JsonObject:
+        return {"timings": timing_fields(delta.counts)} if self._request.has_timings else {}
 
-    def progress(self, number: int, update: Progress) -> list[Event]:
-        return [self._event(number, {"text": ""}) | progress(update)]
+    def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
+        return [self._chunk_event(number, {"text": ""}) | progress_fields(update)]
 
-    def end(self, number: int, end: End) -> list[Event]:
-        extra = self._more(number, "", end) | {"timings": timings(end.counts)}
-        return [self._event(number, {"text": ""}, finish(end)) | extra]
+    def end_events(self, number: int, end: AnswerEnd) -> list[JsonObject]:
+        extra = self._verbose_fields(number, "", end) | {"timings": timing_fields(end.counts)}
+        return [self._chunk_event(number, {"text": ""}, finish(end)) | extra]
 
-    def _more(self, number: int, text: str, end: End) -> Event:
+    def _verbose_fields(self, number: int, text: str, end: AnswerEnd) -> JsonObject:
         """What `verbose` asks for."""
         return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
-    def close(self, counts: Sequence[Counts]) -> list[Event]:
+    def close_events(self, counts: Sequence[TokenCounts]) -> list[JsonObject]:
         """After all answers."""
-        if not self._asked.counted:
+        if not self._request.has_usage:
             return []
-        totals = {"usage": usage(counts, self._asked.count), "timings": timings(counts[-1])}
-        return [self._head(self.streamed) | {"choices": []} | totals]
+        totals = {"usage": usage(counts, self._request.count), "timings": timing_fields(counts[-1])}
+        return [self._response_head(self.chunk_type) | {"choices": []} | totals]
 
-    def whole(self, answers: Found) -> Event:
+    def full_response(self, answers: AnswerResults) -> JsonObject:
         """All answers at once."""
-        choices = [self._choice(number, *answer) for number, answer in enumerate(answers)]
-        counts = [end.counts for _, _, end in answers]
-        totals = {"usage": usage(counts, self._asked.count), "timings": timings(counts[0])}
-        extra = self._more(0, answers[0][0], answers[0][2])
-        return self._head(self.object) | {"choices": choices} | totals | extra
+        choices = [self._answer_choice(number, *answer) for number, answer in enumerate(answers)]
+        counts = [answer_end.counts for _, _, answer_end in answers]
+        totals = {"usage": usage(counts, self._request.count), "timings": timing_fields(counts[0])}
+        extra_fields = self._verbose_fields(0, answers[0][0], answers[0][2])
+        return self._response_head(self.object_type) | {"choices": choices} | totals | extra_fields
 
-    def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
-        logprobs = self._probabilities(number, tokens) if self._told else None
-        text = self._asked.before[number] + text if self._asked.before else text
+    def _answer_choice(
+        self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
+    ) -> JsonObject:
+        logprobs = self._probabilities(number, tokens) if self._has_logprobs else None
+        text = self._request.echoed_texts[number] + text if self._request.echoed_texts else text
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish(end)}
 
-    def _described(self, tokens: Sequence[Chosen]) -> list[Event]:
-        return [described(token, self._tokenizer, self._asked.shown) for token in tokens]
+    def _token_entries(self, tokens: Sequence[GeneratedToken]) -> list[JsonObject]:
+        return [token_entry(token, self._tokenizer, self._request.shown) for token in tokens]
 
-    def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> Event:
+    def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
         """As /v1/completions has always had them, and by token, as chats have them."""
-        content = self._described(tokens)
-        names = [_name(entry) for entry in content]
-        offsets = [self._offset(number, *entry) for entry in zip(names, content, strict=True)]
+        content = self._token_entries(tokens)
+        names = [_name(token_entry) for token_entry in content]
+        offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
         return {
             "content": content,
             "tokens": names,
-            "token_logprobs": [entry["logprob"] for entry in content],
+            "token_logprobs": [token_entry["logprob"] for token_entry in content],
             "top_logprobs": [
                 {_name(top): top["logprob"] for top in entry["top_logprobs"]} for entry in content
             ],
             "text_offset": offsets,
         }
 
-    def _offset(self, number: int, name: str, token: Event) -> int:
+    def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
         """Where in the text of an answer the next token begins."""
-        before = self._lengths[number]
-        self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
-        return before if name.startswith(BYTES) else self._lengths[number] - len(name)
+        before = self._text_lengths[number]
+        self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
+        return before if name.startswith(BYTES_PREFIX) else self._text_lengths[number] - len(name)
 
 
-def _name(token: Event) -> str:
+def _name(token: JsonObject) -> str:
     """The text of a token, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
     piece = bytes(token["bytes"])
     try:
         return piece.decode()
     except UnicodeDecodeError:
-        return BYTES + "".join(f"\\x{byte:02x}" for byte in piece)
+        return BYTES_PREFIX + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-class Chats(Texts):
+class ChatCompletionFormat(TextCompletionFormat):
     """Answers of /v1/chat/completions. Calls of tools are told when they are whole."""
 
-    kind, object, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, request: Asked, verbose: Native | None = None
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        request: OpenAIRequest,
+        verbose_format: LlamaCompletionFormat | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, request, verbose)
+        super().__init__(model, tokenizer, request, verbose_format)
         tools = self._tools = request.tools
-        openings = tools.awaited if tools else ()
-        self._leading = request.head
-        self._shown = [Pieces(openings) for _ in request.jobs]
+        call_openings = tools.stream_openings if tools else ()
+        self._leading = request.words_prefix
+        self._shown = [StopTextFilter(call_openings) for _ in request.jobs]
         self._texts = [""] * len(request.jobs)
-        thinks = request.thinks
+        starts_thinking = request.starts_thinking
         self._thoughts = (
-            None if thinks is None else [Thoughts(thinks, request.marks) for _ in request.jobs]
+            None
+            if starts_thinking is None
+            else [ReasoningSplitter(starts_thinking, request.think_marks) for _ in request.jobs]
         )
 
-    def _head(self, object: str) -> Event:
+    def _response_head(self, object_type: str) -> JsonObject:
         warnings = self._tools.warnings if self._tools else ()
-        return super()._head(object) | ({"warnings": [*warnings]} if warnings else {})
+        return super()._response_head(object_type) | ({"warnings": [*warnings]} if warnings else {})
 
     def _delta(
-        self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
-    ) -> Event:
-        event = self._event(number, {"delta": delta}, reason, tokens)
-        if not self._told or not tokens:
+        self,
+        number: int,
+        delta: JsonObject,
+        reason: str | None = None,
+        tokens: Sequence[GeneratedToken] = (),
+    ) -> JsonObject:
+        event = self._chunk_event(number, {"delta": delta}, reason, tokens)
+        if not self._has_logprobs or not tokens:
             del event["choices"][0]["logprobs"]
         return event
 
-    def begin(self) -> list[Event]:
-        if self._asked.jobs[0].progress:  # answers begin after their prompts
+    def start_events(self) -> list[JsonObject]:
+        if self._request.jobs[0].report_progress:  # answers begin after their prompts
             return []
-        return [self._start(number) for number in range(len(self._texts))]
+        return [self._role_event(answer_index) for answer_index in range(len(self._texts))]
 
-    def _start(self, number: int) -> Event:
+    def _role_event(self, number: int) -> JsonObject:
         return self._delta(number, {"role": "assistant", "content": None})
 
-    def progress(self, number: int, update: Progress) -> list[Event]:
-        events = [self._start(number) | progress(update)]
-        return [*events, self._start(number)] if update.read == update.total else events
+    def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
+        events = [self._role_event(number) | progress_fields(update)]
+        return [*events, self._role_event(number)] if update.read == update.total_tokens else events
 
-    def part(self, number: int, part: Part) -> list[Event]:
-        thought, content = self._split(number, part.text)
-        text = self._next(number, content)
+    def delta_events(self, number: int, text_delta: TextDelta) -> list[JsonObject]:
+        thought, content = self._split_reasoning(number, text_delta.text)
+        text = self._next_text(number, content)
         if not thought and not text:
             return []
         delta = {"reasoning_content": thought} if thought else {}
         delta |= {"content": text} if text else {}
-        return [self._delta(number, delta, None, part.tokens) | self._timed(part)]
+        return [self._delta(number, delta, None, text_delta.tokens) | self._timed(text_delta)]
 
-    def _split(self, number: int, text: str) -> tuple[str, str]:
-        return self._thoughts[number].add(text) if self._thoughts else ("", text)
+    def _split_reasoning(self, number: int, text: str) -> tuple[str, str]:
+        return self._thoughts[number].add_piece(text) if self._thoughts else ("", text)
 
-    def _next(self, number: int, content: str) -> str:
+    def _next_text(self, number: int, content: str) -> str:
         """What can be told of the content so far: what may become a call, or stand before words, waits."""
-        before, shown = self._texts[number], self._shown[number]
-        text = self._texts[number] = before + content
+        previous_text, text_filter = self._texts[number], self._shown[number]
+        text = self._texts[number] = previous_text + content
         if self._leading.startswith(text):
             return ""
-        if self._leading and self._leading.startswith(before):
+        if self._leading and self._leading.startswith(previous_text):
             content = text.removeprefix(self._leading)
-        return "" if shown.stopped else shown.add(content)
+        return "" if text_filter.is_stopped else text_filter.add(content)
 
-    def end(self, number: int, end: End) -> list[Event]:
-        events, reason, shown = list[Event](), finish(end), self._shown[number]
-        thought, content = self._thoughts[number].rest() if self._thoughts else ("", "")
+    def end_events(self, number: int, end: AnswerEnd) -> list[JsonObject]:
+        events, finish_word, text_filter = list[JsonObject](), finish(end), self._shown[number]
+        thought, content = self._thoughts[number].flush() if self._thoughts else ("", "")
         if thought:
             events.append(self._delta(number, {"reasoning_content": thought}))
-        rest = self._next(number, content)
-        rest += "" if shown.stopped else shown.rest()
+        rest_text = self._next_text(number, content)
+        rest_text += "" if text_filter.is_stopped else text_filter.flush()
         if self._leading.startswith(self._texts[number]) and self._leading != self._texts[number]:
-            rest = self._texts[number]
-        words, calls = self._calls(self._texts[number])
-        if shown.stopped:  # words that began like a call, and were none
-            at = self._texts[number].removeprefix(self._leading).index(shown.found)
-            rest = words[at - len(rest) :]
-        if rest:
-            events.append(self._delta(number, {"content": rest}))
-        for index, call in enumerate(calls):
-            events.append(self._delta(number, {"tool_calls": [{"index": index, **call}]}))
-        reason = "tool_calls" if calls and reason == "stop" else reason
-        extra = {} if self._asked.counted else {"timings": timings(end.counts)}
-        return [*events, self._delta(number, {}, reason) | self._more(number, "", end) | extra]
+            rest_text = self._texts[number]
+        answer_words, tool_calls = self._parse_calls(self._texts[number])
+        if text_filter.is_stopped:  # words that began like a call, and were none
+            at = self._texts[number].removeprefix(self._leading).index(text_filter.matched_stop)
+            rest_text = answer_words[at - len(rest_text) :]
+        if rest_text:
+            events.append(self._delta(number, {"content": rest_text}))
+        for call_index, tool_call in enumerate(tool_calls):
+            events.append(self._delta(number, {"tool_calls": [{"index": call_index, **tool_call}]}))
+        finish_word = "tool_calls" if tool_calls and finish_word == "stop" else finish_word
+        extra_fields = {} if self._request.has_usage else {"timings": timing_fields(end.counts)}
+        return [
+            *events,
+            self._delta(number, {}, finish_word)
+            | self._verbose_fields(number, "", end)
+            | extra_fields,
+        ]
 
-    def _calls(self, text: str) -> tuple[str, list[Event]]:
+    def _parse_calls(self, text: str) -> tuple[str, list[JsonObject]]:
         return self._tools.parse(text) if self._tools else (text.removeprefix(self._leading), [])
 
-    def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
-        thinks = self._asked.thinks
-        thought, text = ("", text) if thinks is None else split(text, thinks, self._asked.marks)
-        content, calls = self._calls(text)
-        message: Event = {"role": "assistant", "content": content or (None if calls else "")}
+    def _answer_choice(
+        self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
+    ) -> JsonObject:
+        starts_thinking = self._request.starts_thinking
+        thought, text = (
+            ("", text)
+            if starts_thinking is None
+            else split_reasoning(text, starts_thinking, self._request.think_marks)
+        )
+        content, calls = self._parse_calls(text)
+        message: JsonObject = {"role": "assistant", "content": content or (None if calls else "")}
         if thought:
             message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
-        reason = finish(end)
-        reason = "tool_calls" if calls and reason == "stop" else reason
-        choice = {"index": number, "message": message, "finish_reason": reason}
-        return choice | ({"logprobs": self._probabilities(number, tokens)} if self._told else {})
+        finish_word = finish(end)
+        finish_word = "tool_calls" if calls and finish_word == "stop" else finish_word
+        choice = {"index": number, "message": message, "finish_reason": finish_word}
+        return choice | (
+            {"logprobs": self._probabilities(number, tokens)} if self._has_logprobs else {}
+        )
 
-    def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> Event:
-        return {"content": self._described(tokens)}
+    def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
+        return {"content": self._token_entries(tokens)}

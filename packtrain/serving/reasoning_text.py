@@ -1,15 +1,15 @@
 """What a model thinks before it answers, told apart from the answer (llama-server: --reasoning-format deepseek)."""
 
-OPEN, CLOSE = "<think>", "</think>"
+THINK_OPEN, CLOSE = "<think>", "</think>"
 AUTO, NONE, DEEPSEEK = "auto", "none", "deepseek"
 FORMATS = (AUTO, NONE, DEEPSEEK)
-MARKS = OPEN, CLOSE
+MARKS = THINK_OPEN, CLOSE
 
 
-def marks_of(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
+def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
     """What stands around thoughts: <think>, or the template's own, as Gemma 4's channel; None: there are none."""
-    opened, closed = template_marks[0].strip(), template_marks[1].strip()
-    return MARKS if CLOSE in template else (opened, closed) if opened and closed else None
+    open_mark, closed = template_marks[0].strip(), template_marks[1].strip()
+    return MARKS if CLOSE in template else (open_mark, closed) if open_mark and closed else None
 
 
 def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
@@ -19,7 +19,7 @@ def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] 
     return prompt.rstrip().endswith(marks[0])
 
 
-class Thoughts:
+class ReasoningSplitter:
     """Splits an answer into thoughts and content, piece by piece. Space around thoughts belongs to neither.
 
     thinking  the answer begins within thoughts: its prompt has opened them
@@ -27,53 +27,53 @@ class Thoughts:
     """
 
     def __init__(self, thinking: bool, marks: tuple[str, str] = MARKS) -> None:
-        self._open, self._close = marks
-        self._thinking, self._begun, self._held = thinking, thinking, ""
-        self._bare = thinking  # what comes next has no space before it
+        self._open_mark, self._close_mark = marks
+        self._is_thinking, self._has_started, self._pending_text = thinking, thinking, ""
+        self._trims_space = thinking  # what comes next has no space before it
 
-    def add(self, piece: str) -> tuple[str, str]:
+    def add_piece(self, piece: str) -> tuple[str, str]:
         """The thoughts and the content that are certain now."""
-        text = self._held + piece
-        self._held = ""
-        if not self._begun:
+        text = self._pending_text + piece
+        self._pending_text = ""
+        if not self._has_started:
             words = text.lstrip()
-            if len(words) < len(self._open) and self._open.startswith(words):
-                self._held = text
+            if len(words) < len(self._open_mark) and self._open_mark.startswith(words):
+                self._pending_text = text
                 return "", ""
-            self._begun, self._thinking = True, words.startswith(self._open)
-            if self._thinking:
-                text, self._bare = words.removeprefix(self._open), True
-        if not self._thinking:
-            return "", self._trimmed(text)
-        thought, end, content = text.partition(self._close)
-        if not end:
-            keep = _unsure(text, self._close)
-            self._held = text[keep:]
-            return self._trimmed(text[:keep]), ""
-        thought = self._trimmed(thought).rstrip()
-        self._thinking, self._bare = False, True
-        return thought, self._trimmed(content)
+            self._has_started, self._is_thinking = True, words.startswith(self._open_mark)
+            if self._is_thinking:
+                text, self._trims_space = words.removeprefix(self._open_mark), True
+        if not self._is_thinking:
+            return "", self._trim_start(text)
+        thought, close_mark, content = text.partition(self._close_mark)
+        if not close_mark:
+            certain_length = _uncertain_start(text, self._close_mark)
+            self._pending_text = text[certain_length:]
+            return self._trim_start(text[:certain_length]), ""
+        thought = self._trim_start(thought).rstrip()
+        self._is_thinking, self._trims_space = False, True
+        return thought, self._trim_start(content)
 
-    def rest(self) -> tuple[str, str]:
+    def flush(self) -> tuple[str, str]:
         """What was held back, at the end of an answer."""
-        pending, self._held = self._held, ""
-        return (self._trimmed(pending).rstrip(), "") if self._thinking else ("", pending)
+        pending, self._pending_text = self._pending_text, ""
+        return (self._trim_start(pending).rstrip(), "") if self._is_thinking else ("", pending)
 
-    def _trimmed(self, text: str) -> str:
-        if self._bare:
+    def _trim_start(self, text: str) -> str:
+        if self._trims_space:
             text = text.lstrip()
-            self._bare = not text
+            self._trims_space = not text
         return text
 
 
-def _unsure(text: str, close: str) -> int:
+def _uncertain_start(text: str, close_mark: str) -> int:
     """From where on a text could be the end of thoughts: space, or a beginning of their closing tag."""
-    end_lengths = (n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n]))
+    end_lengths = (n for n in range(len(close_mark) - 1, 0, -1) if text.endswith(close_mark[:n]))
     return len(text[: len(text) - next(end_lengths, 0)].rstrip())
 
 
-def split(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
+def split_reasoning(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """Thoughts and content of a whole answer."""
-    thoughts = Thoughts(thinking, marks)
-    parts = thoughts.add(text), thoughts.rest()
-    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+    splitter = ReasoningSplitter(thinking, marks)
+    split_parts = splitter.add_piece(text), splitter.flush()
+    return split_parts[0][0] + split_parts[1][0], split_parts[0][1] + split_parts[1][1]

@@ -14,72 +14,74 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packtrain.common.errors import InputError
-from packtrain.common.memory import give_back
-from packtrain.serving.server_state import Limits
+from packtrain.common.memory import trim_heap
+from packtrain.serving.server_state import RequestLimits
 
-READERS = 1  # requests of a kind that are parsed and worked on at once
+NUM_READERS = 1  # requests of a kind that are parsed and worked on at once
 LARGE = 1 << 16  # bytes of bodies after which memory is given back; longer ones wait for their turn
-TURNS = 7  # large bodies that are read or worked on at once
-REFUSED, PATIENCE = 64 << 20, 30.0  # most bytes and seconds that a refused request is read
-MOST_VALUES = 1 << 17  # in a body: each takes much more memory than its text
-TEXTS = re.compile(r'"(?:[^"\\]|\\.)*+"', re.S)
+MAX_LARGE_BODIES = 7  # large bodies that are read or worked on at once
+REFUSED, DRAIN_SECONDS = 64 << 20, 30.0  # most bytes and seconds that a refused request is read
+MAX_VALUES = 1 << 17  # in a body: each takes much more memory than its text
+STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*+"', re.S)
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies. Those of a kind of routes take turns: some wait for the engine, others must not wait for them."""
 
     def __init__(self) -> None:
-        self._since, self._turns = 0, dict[str, asyncio.Semaphore]()
-        self._large = asyncio.Semaphore(TURNS)
+        self._num_parsed_nbytes, self._semaphores = 0, dict[str, asyncio.Semaphore]()
+        self._large_semaphore = asyncio.Semaphore(MAX_LARGE_BODIES)
 
     @asynccontextmanager
-    async def parsed(self, request: Request, limits: Limits, kind: str) -> AsyncIterator[Any]:
+    async def parse_body(
+        self, request: Request, limits: RequestLimits, route_kind: str
+    ) -> AsyncIterator[Any]:
         """The JSON of a body, while it is worked on. Raises HTTPException, InputError."""
-        text = bytearray()
-        async with AsyncExitStack() as turns:
+        body_bytes = bytearray()
+        async with AsyncExitStack() as turn_stack:
             try:
-                await self._read(request, limits, text, turns)
-                semaphore = self._turns.setdefault(kind, asyncio.Semaphore(READERS))
-                await turns.enter_async_context(semaphore)
+                await self._read_stream(request, limits, body_bytes, turn_stack)
+                semaphore = self._semaphores.setdefault(route_kind, asyncio.Semaphore(NUM_READERS))
+                await turn_stack.enter_async_context(semaphore)
                 if await request.is_disconnected():
                     raise ClientDisconnect
-                yield await run_in_threadpool(parsed, bytes(text))
+                yield await run_in_threadpool(parse_json, bytes(body_bytes))
             finally:
-                self._since += len(text)
-                if self._since > LARGE:
-                    self._since = 0
+                self._num_parsed_nbytes += len(body_bytes)
+                if self._num_parsed_nbytes > LARGE:
+                    self._num_parsed_nbytes = 0
                     re.purge()  # of patterns with the names of clients' tools
-                    await run_in_threadpool(give_back)
+                    await run_in_threadpool(trim_heap)
 
-    async def _read(
-        self, request: Request, limits: Limits, text: bytearray, turns: AsyncExitStack
+    async def _read_stream(
+        self, request: Request, limits: RequestLimits, text: bytearray, turn_stack: AsyncExitStack
     ) -> None:
-        too_large = HTTPException(413, f"the request has more than {limits.body:,} bytes")
+        too_large_error = HTTPException(413, f"the request has more than {limits.body:,} bytes")
         if int(request.headers.get("content-length", "0")) > limits.body:
-            raise too_large
+            raise too_large_error
         timeout_error = HTTPException(408, f"the request did not come within {limits.patience:g} s")
-        busy = HTTPException(503, "too many large requests at once; try again later")
-        fault, is_large = timeout_error, False
+        busy_error = HTTPException(503, "too many large requests at once; try again later")
+        timeout_fault, is_large = timeout_error, False
         try:
             async with asyncio.timeout(limits.patience):
                 async for chunk in request.stream():
                     if len(text) + len(chunk) > LARGE and not is_large:
-                        fault, is_large = busy, True
-                        await turns.enter_async_context(self._large)
-                        fault = timeout_error
+                        timeout_fault, is_large = busy_error, True
+                        await turn_stack.enter_async_context(self._large_semaphore)
+                        timeout_fault = timeout_error
                     text += chunk
                     if len(text) > limits.body:
-                        raise too_large
+                        raise too_large_error
         except TimeoutError:
-            raise fault from None
+            raise timeout_fault from None
 
 
-def parsed(text: bytes) -> Any:
+def parse_json(json_bytes: bytes) -> Any:
     """JSON in UTF-8; nothing is an empty object. Raises InputError."""
     try:
-        words = text.decode("utf-8-sig")
-        if len(words) > MOST_VALUES:
-            check_count(words)
+        words = json_bytes.decode("utf-8-sig")
+        if len(words) > MAX_VALUES:
+            check_num_values(words)
         document = (
             json.loads(words, parse_float=_finite, parse_constant=_finite) if words.strip() else {}
         )
@@ -95,20 +97,20 @@ def parsed(text: bytes) -> Any:
     return document
 
 
-def check_count(words: str) -> None:
+def check_num_values(json_text: str) -> None:
     """Raises InputError if there are too many values."""
-    structure = TEXTS.sub("", words)
-    if sum(map(structure.count, ",[{:")) > MOST_VALUES:
-        raise InputError(f"the body has more than {MOST_VALUES:,} values")
+    json_structure = STRING_PATTERN.sub("", json_text)
+    if sum(map(json_structure.count, ",[{:")) > MAX_VALUES:
+        raise InputError(f"the body has more than {MAX_VALUES:,} values")
 
 
-def _finite(word: str) -> float:
-    if not math.isfinite(value := float(word)):
-        raise ValueError(word)
-    return value
+def _finite(number_text: str) -> float:
+    if not math.isfinite(number := float(number_text)):
+        raise ValueError(number_text)
+    return number
 
 
-class Heard:
+class DrainRequest:
     """Reads what a request still sends before it is answered: a client that is cut while it sends may not read why."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -118,22 +120,22 @@ class Heard:
         # a client that asks before it sends is told not to
         is_complete = any(name == b"expect" for name, _ in scope.get("headers", ()))
 
-        async def reading() -> Message:
+        async def receive_message() -> Message:
             nonlocal is_complete
             message = await receive()
             is_complete = not message.get("more_body")
             return message
 
-        async def sending(message: Message) -> None:
+        async def send_message(message: Message) -> None:
             nonlocal is_complete
             is_complete = (
                 is_complete or message.get("status") == 408
             )  # who sends too slowly is not waited for
-            nbytes = 0
+            num_drained_nbytes = 0
             with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE):
-                    while not is_complete and nbytes < REFUSED:
-                        nbytes += len((await reading()).get("body", b""))
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    while not is_complete and num_drained_nbytes < REFUSED:
+                        num_drained_nbytes += len((await receive_message()).get("body", b""))
             await send(message)
 
-        await self._app(scope, reading, sending)
+        await self._app(scope, receive_message, send_message)

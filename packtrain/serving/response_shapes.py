@@ -7,90 +7,92 @@ from typing import Any
 
 from packtrain.common.version import __version__
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.serving.generation_jobs import Chosen, Counts, End, Progress
+from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, PromptProgress, TokenCounts
 
 FINGERPRINT = f"b-packtrain-{__version__}"
 LONGEST = 2000  # characters of a message, which may repeat what was asked
-FINISH = {"end": "stop", "stop": "stop", "count": "length", "context": "length"}
+FINISH_WORDS = {"end": "stop", "stop": "stop", "count": "length", "context": "length"}
 
 
-def finish(end: End) -> str:
+def finish(end: AnswerEnd) -> str:
     """OpenAI's word for how an answer ended."""
-    return FINISH.get(end.reason, "stop")
+    return FINISH_WORDS.get(end.reason, "stop")
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+def new_id(id_prefix: str) -> str:
+    return f"{id_prefix}-{uuid.uuid4().hex}"
 
 
-def head(object: str, id: str, model: str) -> dict[str, Any]:
+def response_head(object_type: str, response_id: str, model_name: str) -> dict[str, Any]:
     """What every answer of OpenAI's kind begins with."""
     return {
-        "id": id,
-        "object": object,
+        "id": response_id,
+        "object": object_type,
         "created": int(time.time()),
-        "model": model,
+        "model": model_name,
         "system_fingerprint": FINGERPRINT,
     }
 
 
-def usage(counts: Sequence[Counts], answers: int = 1) -> dict[str, Any]:
+def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
     """Tokens of a request with so many answers to each of its prompts, which count once."""
-    prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.written for c in counts)
-    starts = range(0, len(counts), answers)
-    cached = sum(min(c.cached for c in counts[at : at + answers]) for at in starts)
+    prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.output_tokens for c in counts)
+    prompt_starts = range(0, len(counts), answers)
+    cached_tokens = sum(min(c.cached for c in counts[at : at + answers]) for at in prompt_starts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
-def timings(counts: Counts) -> dict[str, Any]:
+def timing_fields(counts: TokenCounts) -> dict[str, Any]:
     """Speeds as llama-server names them."""
-    read = counts.prompt - counts.cached
+    read_tokens = counts.prompt - counts.cached
 
-    def speeds(name: str, tokens: int, seconds: float) -> dict[str, float]:
+    def speed_fields(field_prefix: str, tokens: int, seconds: float) -> dict[str, float]:
         return {
-            f"{name}_n": tokens,
-            f"{name}_ms": 1e3 * seconds,
-            f"{name}_per_token_ms": 1e3 * seconds / max(tokens, 1),
-            f"{name}_per_second": tokens / seconds if seconds else 0.0,
+            f"{field_prefix}_n": tokens,
+            f"{field_prefix}_ms": 1e3 * seconds,
+            f"{field_prefix}_per_token_ms": 1e3 * seconds / max(tokens, 1),
+            f"{field_prefix}_per_second": tokens / seconds if seconds else 0.0,
         }
 
     return {
         "cache_n": counts.cached,
-        **speeds("prompt", read, counts.reading),
-        **speeds("predicted", counts.written, counts.writing),
+        **speed_fields("prompt", read_tokens, counts.reading),
+        **speed_fields("predicted", counts.output_tokens, counts.output_seconds),
     }
 
 
-def progress(update: Progress) -> dict[str, Any]:
+def progress_fields(update: PromptProgress) -> dict[str, Any]:
     """How much of a prompt has been read, as llama-server names it."""
     time_ms = int(1e3 * update.seconds)
-    fields = {
-        "total": update.total,
+    progress_values = {
+        "total": update.total_tokens,
         "cache": update.cached,
         "processed": update.read,
         "time_ms": time_ms,
     }
-    return {"prompt_progress": fields}
+    return {"prompt_progress": progress_values}
 
 
-def described(token: Chosen, tokenizer: Tokenizer, max_top: int | None = None) -> dict[str, Any]:
+def token_entry(
+    token: GeneratedToken, tokenizer: Tokenizer, max_top: int | None = None
+) -> dict[str, Any]:
     """A token, its probability, and the likeliest ones, at most so many."""
 
-    def one(id: int, logprob: float) -> dict[str, Any]:
-        piece = tokenizer.piece(id)
+    def describe_token(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.piece(token_id)
         text = piece.decode(errors="replace")
-        return {"id": id, "token": text, "bytes": [*piece], "logprob": min(logprob, 0.0)}
+        return {"id": token_id, "token": text, "bytes": [*piece], "logprob": min(logprob, 0.0)}
 
-    top = [one(id, logprob) for id, logprob in token.top[:max_top]]
-    return {**one(token.id, token.logprob), "top_logprobs": top}
+    top_entries = [describe_token(id, logprob) for id, logprob in token.top_logprobs[:max_top]]
+    return {**describe_token(token.token_id, token.logprob), "top_logprobs": top_entries}
 
 
-class Refused(RuntimeError):
+class HttpRefusal(RuntimeError):
     """A request that cannot be served, with its status."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -98,13 +100,13 @@ class Refused(RuntimeError):
         self.code = code
 
 
-def error(code: int, message: str, kind: str = "", **details: Any) -> dict[str, Any]:
+def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
     """The body of an error."""
-    kind, message = kind or KINDS.get(code, "server_error"), message[:LONGEST]
-    return {"error": {"code": code, "message": message, "type": kind} | details}
+    error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
+    return {"error": {"code": code, "message": message, "type": error_type} | details}
 
 
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",

@@ -12,21 +12,21 @@ from starlette.responses import PlainTextResponse, Response
 
 from packtrain.common.errors import InputError
 from packtrain.serving import request_parsing
-from packtrain.serving.event_stream import answer
-from packtrain.serving.generation_jobs import Job
-from packtrain.serving.json_fields import Body, adapters_of, prompt_of, prompts_of
-from packtrain.serving.llama_completion import Native, settings_of
-from packtrain.serving.openai_completions import Chats, Texts
+from packtrain.serving.event_stream import make_response
+from packtrain.serving.generation_jobs import GenerationJob
+from packtrain.serving.json_fields import JsonBody, adapters_of, parse_prompt, parse_prompts
+from packtrain.serving.llama_completion import LlamaCompletionFormat, settings_of
+from packtrain.serving.openai_completions import ChatCompletionFormat, TextCompletionFormat
 from packtrain.serving.prometheus_metrics import metrics_text
-from packtrain.serving.response_shapes import FINGERPRINT, Refused
+from packtrain.serving.response_shapes import FINGERPRINT, HttpRefusal
 from packtrain.serving.server_state import Server
-from packtrain.serving.slots import Writing
-from packtrain.serving.tool_calls import Tools
+from packtrain.serving.slots import SlotAnswer
+from packtrain.serving.tool_calls import RequestTools
 
-VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
-MOST_TEXTS = 2048
-MOST_PIECES = 1 << 15
-MOST_NUMBERS = 1 << 19  # of all embeddings of a request
+VOCAB_TYPES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
+MAX_TEXTS = 2048
+MAX_PIECES = 1 << 15
+MAX_EMBEDDING_NUMBERS = 1 << 19  # of all embeddings of a request
 OLLAMA = {
     "modified_at": "", "size": "", "digest": "", "description": "", "tags": [""], "parameters": "",
     "details": {
@@ -34,60 +34,66 @@ OLLAMA = {
         "quantization_level": "",
     },
 }  # fmt: skip
-NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
+FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
 # ---- answers
 
 
-def completion(server: Server, body: Body, request: Request) -> Response:
-    jobs = request_parsing.completions(server, body)
-    shape = Native(body, jobs, server.name, server.tokenizer)
-    return answer(server, jobs, shape, body.flag("stream"))
+def completion(server: Server, body: JsonBody, request: Request) -> Response:
+    jobs = request_parsing.parse_llama_completion(server, body)
+    response_format = LlamaCompletionFormat(body, jobs, server.name, server.tokenizer)
+    return make_response(server, jobs, response_format, body.get_flag("stream"))
 
 
-def text_completion(server: Server, body: Body, request: Request) -> Response:
-    text_request = request_parsing.texts(server, body)
-    shape = Texts(server.name, server.tokenizer, text_request, verbose(server, body, text_request))
-    return answer(server, text_request.jobs, shape, body.flag("stream"))
+def text_completion(server: Server, body: JsonBody, request: Request) -> Response:
+    text_request = request_parsing.parse_text_completion(server, body)
+    response_format = TextCompletionFormat(
+        server.name, server.tokenizer, text_request, verbose_format(server, body, text_request)
+    )
+    return make_response(server, text_request.jobs, response_format, body.get_flag("stream"))
 
 
-def chat_completion(server: Server, body: Body, request: Request) -> Response:
-    chat_request = request_parsing.chat(server, body)
-    shape = Chats(server.name, server.tokenizer, chat_request, verbose(server, body, chat_request))
-    return answer(server, chat_request.jobs, shape, body.flag("stream"))
+def chat_completion(server: Server, body: JsonBody, request: Request) -> Response:
+    chat_request = request_parsing.parse_chat_completion(server, body)
+    response_format = ChatCompletionFormat(
+        server.name, server.tokenizer, chat_request, verbose_format(server, body, chat_request)
+    )
+    return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
 
 
-def verbose(server: Server, body: Body, openai_request: request_parsing.Asked) -> Native | None:
+def verbose_format(
+    server: Server, body: JsonBody, openai_request: request_parsing.OpenAIRequest
+) -> LlamaCompletionFormat | None:
     """/completion's shape, if its fields are wanted beside OpenAI's."""
-    if not body.flag("verbose"):
+    if not body.get_flag("verbose"):
         return None
-    return Native(body, openai_request.jobs, server.name, server.tokenizer)
+    return LlamaCompletionFormat(body, openai_request.jobs, server.name, server.tokenizer)
 
 
 # ---- texts and tokens
 
 
-def tokenize(server: Server, body: Body, request: Request) -> Any:
-    ids = tokens_of(server, body)
-    if not body.flag("with_pieces"):
+def tokenize(server: Server, body: JsonBody, request: Request) -> Any:
+    ids = parse_content_ids(server, body)
+    if not body.get_flag("with_pieces"):
         return {"tokens": ids}
-    if len(ids) > MOST_PIECES:
-        raise InputError(f"content has {len(ids):,} tokens; at most {MOST_PIECES:,} with pieces")
-    return {"tokens": [{"id": id, "piece": piece_of(server, id)} for id in ids]}
+    if len(ids) > MAX_PIECES:
+        raise InputError(f"content has {len(ids):,} tokens; at most {MAX_PIECES:,} with pieces")
+    return {"tokens": [{"id": id, "piece": token_piece(server, id)} for id in ids]}
 
 
-def tokens_of(server: Server, body: Body) -> list[int]:
-    content, special = body.get("content"), body.flag("parse_special", True)
-    add_bos = None if body.flag("add_special") else False
+def parse_content_ids(server: Server, body: JsonBody) -> list[int]:
+    content, has_special_tokens = body.get("content"), body.get_flag("parse_special", True)
+    add_bos = None if body.get_flag("add_special") else False
     if content is None:
         return []
     if isinstance(content, str):
-        return server.tokenizer.encode(content, bos=add_bos, eos=False, special=special)
-    return prompt_of(content, server.tokenizer, "content")
+        return server.tokenizer.encode(content, bos=add_bos, eos=False, special=has_special_tokens)
+    return parse_prompt(content, server.tokenizer, "content")
 
 
-def piece_of(server: Server, id: int) -> str | list[int]:
+def token_piece(server: Server, id: int) -> str | list[int]:
     """The text of a token, or its bytes where they are no text."""
     piece = server.tokenizer.piece(id)
     try:
@@ -96,66 +102,66 @@ def piece_of(server: Server, id: int) -> str | list[int]:
         return [*piece]
 
 
-def detokenize(server: Server, body: Body, request: Request) -> Any:
-    ids = body.listed("tokens", 1 << 22)
-    if not all(isinstance(id, int) and 0 <= id < server.tokenizer.vocab_size for id in ids):
+def detokenize(server: Server, body: JsonBody, request: Request) -> Any:
+    token_ids = body.get_list("tokens", 1 << 22)
+    if not all(isinstance(id, int) and 0 <= id < server.tokenizer.vocab_size for id in token_ids):
         raise InputError(f"tokens must be ids below {server.tokenizer.vocab_size:,}")
-    return {"content": server.tokenizer.decode(ids)}
+    return {"content": server.tokenizer.decode(token_ids)}
 
 
-def apply_template(server: Server, body: Body, request: Request) -> Any:
-    return {"prompt": asked_text(server, body)}
+def apply_template(server: Server, body: JsonBody, request: Request) -> Any:
+    return {"prompt": requested_prompt(server, body)}
 
 
-def count_tokens(server: Server, body: Body, request: Request) -> Any:
-    count = len(server.ids(asked_text(server, body)))
-    return {"input_tokens": count, "object": "response.input_tokens"}
+def count_tokens(server: Server, body: JsonBody, request: Request) -> Any:
+    num_tokens = len(server.encode_prompt(requested_prompt(server, body)))
+    return {"input_tokens": num_tokens, "object": "response.input_tokens"}
 
 
-def asked_text(server: Server, body: Body) -> str:
-    conversation = request_parsing.conversation_of(body)
-    tools = Tools.of(body, conversation, server.style)
+def requested_prompt(server: Server, body: JsonBody) -> str:
+    conversation = request_parsing.parse_conversation(body)
+    tools = RequestTools.from_request(body, conversation, server.style)
     return request_parsing.prompt_text(server, body, conversation, tools)
 
 
 # ---- embeddings
 
 
-def embeddings(server: Server, body: Body, request: Request) -> Any:
+def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
     """OpenAI's shape: `input` is a text or tokens, or several."""
-    kind = body.text("encoding_format", "float")
-    if kind not in ("float", "base64"):
-        raise InputError(f"encoding_format is {kind!r}; it must be float or base64")
+    encoding_format = body.text("encoding_format", "float")
+    if encoding_format not in ("float", "base64"):
+        raise InputError(f"encoding_format is {encoding_format!r}; it must be float or base64")
     if body.has("dimensions"):
         raise InputError("dimensions: this model's embeddings have one size")
-    texts, vectors = embedded(server, body.get("input"))
+    texts, vectors = embed_content(server, body.get("input"))
     data = [
-        {"object": "embedding", "index": index, "embedding": encoded(vector, kind)}
+        {"object": "embedding", "index": index, "embedding": encoded(vector, encoding_format)}
         for index, vector in enumerate(vectors)
     ]
-    tokens = sum(map(len, texts))
-    counts = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "model": server.name, "data": data, "usage": counts}
+    num_tokens = sum(map(len, texts))
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "model": server.name, "data": data, "usage": usage}
 
 
-def embedded(server: Server, content: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+def embed_content(server: Server, content: Any) -> tuple[list[list[int]], list[np.ndarray]]:
     """Tokens and embedding of each text. Raises Refused, InputError."""
-    max_texts = min(MOST_TEXTS, MOST_NUMBERS // server.model.config.embedding_length)
-    texts = prompts_of(content, server.tokenizer, max_texts, "input")
+    max_texts = min(MAX_TEXTS, MAX_EMBEDDING_NUMBERS // server.model.config.embedding_length)
+    texts = parse_prompts(content, server.tokenizer, max_texts, "input")
     return texts, server.embed(texts)
 
 
-def encoded(vector: np.ndarray, kind: str) -> Any:
+def encoded(vector: np.ndarray, encoding_format: str) -> Any:
     """Numbers, or the bytes of f32 as base64."""
-    if kind == "float":
+    if encoding_format == "float":
         return [float(x) for x in vector]
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def embedding(server: Server, body: Body, request: Request) -> Any:
+def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
     """llama-server's own shape."""
     content = body.get("content") if body.has("content") else body.get("input")
-    _, vectors = embedded(server, content)
+    _, vectors = embed_content(server, content)
     return [
         {"index": i, "embedding": [encoded(vector, "float")]} for i, vector in enumerate(vectors)
     ]
@@ -164,121 +170,123 @@ def embedding(server: Server, body: Body, request: Request) -> Any:
 # ---- the server
 
 
-def health(server: Server, request: Request) -> Any:
+def get_health(server: Server, request: Request) -> Any:
     return {"status": "ok"}
 
 
-def models(server: Server, request: Request) -> Any:
+def list_models(server: Server, request: Request) -> Any:
     ollama_model = {
         "name": server.name,
         "model": server.name,
         "type": "model",
         "capabilities": ["completion"],
     }
-    return {"object": "list", "models": [OLLAMA | ollama_model], "data": [described(server)]}
+    return {"object": "list", "models": [OLLAMA | ollama_model], "data": [describe_model(server)]}
 
 
-def one_model(server: Server, request: Request) -> Any:
-    name = request.path_params["name"]
-    if name not in (server.name, *server.aliases):
-        raise Refused(404, f"there is no model {name!r}; there is {server.name!r}")
-    return described(server)
+def get_model(server: Server, request: Request) -> Any:
+    model_name = request.path_params["name"]
+    if model_name not in (server.name, *server.aliases):
+        raise HttpRefusal(404, f"there is no model {model_name!r}; there is {server.name!r}")
+    return describe_model(server)
 
 
-def described(server: Server) -> dict[str, Any]:
+def describe_model(server: Server) -> dict[str, Any]:
     """The model, as lists of models have it."""
     config, gguf = server.model.config, server.model.gguf
-    about = {
-        "vocab_type": VOCABULARIES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
+    model_meta = {
+        "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
         "n_vocab": config.vocab_size,
-        "n_ctx": server.engine.limit,
+        "n_ctx": server.engine.max_seq_tokens,
         "n_ctx_train": config.context_length,
         "n_embd": config.embedding_length,
-        "n_params": sum(math.prod(entry.shape) for entry in gguf.entries.values()),
-        "size": sum(entry.nbytes for entry in gguf.entries.values()),
-        "ftype": ftype(server),
+        "n_params": sum(math.prod(tensor_entry.shape) for tensor_entry in gguf.entries.values()),
+        "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()),
+        "ftype": file_type(server),
     }
     model_info = {
         "id": server.name,
         "object": "model",
-        "created": int(server.began),
+        "created": int(server.start_time),
         "owned_by": "packtrain",
     }
-    return model_info | {"aliases": [server.name, *server.aliases], "tags": [], "meta": about}
+    return model_info | {"aliases": [server.name, *server.aliases], "tags": [], "meta": model_meta}
 
 
-def ftype(server: Server) -> str:
+def file_type(server: Server) -> str:
     """The type that most of the weights have."""
     sizes = dict[str, int]()
-    for entry in server.model.gguf.entries.values():
-        name = str(entry.dtype).upper()
-        sizes[name] = sizes.get(name, 0) + math.prod(entry.shape)
+    for tensor_entry in server.model.gguf.entries.values():
+        type_name = str(tensor_entry.dtype).upper()
+        sizes[type_name] = sizes.get(type_name, 0) + math.prod(tensor_entry.shape)
     return max(sizes, key=sizes.__getitem__)
 
 
-def props(server: Server, request: Request) -> Any:
-    text = server.tokenizer.piece
+def get_props(server: Server, request: Request) -> Any:
+    token_bytes = server.tokenizer.piece
     bos, eos = server.tokenizer.bos, server.tokenizer.eos
-    params = settings_of(Job(prompt=(0,), sampling=server.sampling, seed=server.seed))
+    params = settings_of(GenerationJob(prompt=(0,), sampling=server.sampling, seed=server.seed))
     return {
-        "default_generation_settings": {"params": params, "n_ctx": server.engine.limit},
+        "default_generation_settings": {"params": params, "n_ctx": server.engine.max_seq_tokens},
         "total_slots": len(server.engine.slots),
         "model_alias": server.name,
         "model_path": server.model.gguf.path.name,
         "model_hash": server.model_hash,
-        "model_ftype": ftype(server),
+        "model_ftype": file_type(server),
         "modalities": {"vision": False, "video": False, "audio": False},
-        "endpoint_slots": server.watched,
+        "endpoint_slots": server.has_slots,
         "endpoint_props": False,
-        "endpoint_metrics": server.measured,
-        "ui": server.page,
+        "endpoint_metrics": server.has_metrics,
+        "ui": server.has_page,
         "is_sleeping": False,
-        "chat_template": server.source,
+        "chat_template": server.template_source,
         "chat_template_caps": {
             "supports_system_role": server.renderer.takes_system,
             "supports_tools": server.renderer.takes_tools,
             "supports_tool_calls": server.renderer.takes_calls,
             "supports_string_content": True,
         },
-        "bos_token": "" if bos is None else text(bos).decode(errors="replace"),
-        "eos_token": "" if eos is None else text(eos).decode(errors="replace"),
+        "bos_token": "" if bos is None else token_bytes(bos).decode(errors="replace"),
+        "eos_token": "" if eos is None else token_bytes(eos).decode(errors="replace"),
         "build_info": FINGERPRINT,
     }
 
 
-def slots(server: Server, request: Request) -> Any:
-    if not server.watched:
-        raise Refused(501, "This server does not support slots endpoint. Start it with `--slots`")
+def get_slots(server: Server, request: Request) -> Any:
+    if not server.has_slots:
+        raise HttpRefusal(
+            501, "This server does not support slots endpoint. Start it with `--slots`"
+        )
     server_slots = server.engine.slots
-    if "fail_on_no_slot" in request.query_params and all(slot.writing for slot in server_slots):
-        raise Refused(503, "no slot available")
-    entries = []
+    if "fail_on_no_slot" in request.query_params and all(slot.answer for slot in server_slots):
+        raise HttpRefusal(503, "no slot available")
+    slot_entries = []
     for slot in server_slots:
-        entry = {"id": slot.number, "n_ctx": server.engine.limit, "speculative": False}
-        writing = slot.writing  # which another thread may end
-        activity = {} if writing is None else busy(writing)
-        entries.append(entry | {"is_processing": writing is not None} | activity)
-    return entries
+        slot_entry = {"id": slot.index, "n_ctx": server.engine.max_seq_tokens, "speculative": False}
+        slot_answer = slot.answer  # which another thread may end
+        activity = {} if slot_answer is None else slot_activity(slot_answer)
+        slot_entries.append(slot_entry | {"is_processing": slot_answer is not None} | activity)
+    return slot_entries
 
 
-def busy(writing: Writing) -> dict[str, Any]:
+def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
     """What a slot does, without any text."""
-    job, written = writing.job, len(writing.ids)
-    left = -1 if job.count < 0 else job.count - written
-    total = len(job.prompt)
-    read = total if written else total - len(writing.left)
+    job, num_written = slot_answer.job, len(slot_answer.output_ids)
+    left = -1 if job.max_tokens < 0 else job.max_tokens - num_written
+    num_prompt_tokens = len(job.prompt)
+    num_read = num_prompt_tokens if num_written else num_prompt_tokens - len(slot_answer.left)
     return {
-        "n_prompt_tokens": total,
-        "n_prompt_tokens_processed": read - writing.cached,
-        "n_prompt_tokens_cache": writing.cached,
+        "n_prompt_tokens": num_prompt_tokens,
+        "n_prompt_tokens_processed": num_read - slot_answer.num_cached,
+        "n_prompt_tokens_cache": slot_answer.num_cached,
         "params": settings_of(job),
-        "next_token": [{"has_next_token": True, "n_remain": left, "n_decoded": written}],
+        "next_token": [{"has_next_token": True, "n_remain": left, "n_decoded": num_written}],
     }
 
 
-def metrics(server: Server, request: Request) -> Response:
-    if not server.measured:
-        raise Refused(
+def get_metrics(server: Server, request: Request) -> Response:
+    if not server.has_metrics:
+        raise HttpRefusal(
             501, "This server does not support metrics endpoint. Start it with `--metrics`"
         )
     return PlainTextResponse(metrics_text(server.engine), media_type="text/plain; version=0.0.4")
@@ -287,65 +295,65 @@ def metrics(server: Server, request: Request) -> Response:
 # ---- adapters, and slots as files
 
 
-def adapters(server: Server, request: Request) -> Any:
-    both = zip(server.adapters, server.scales, strict=True)
+def get_adapters(server: Server, request: Request) -> Any:
+    adapter_scales = zip(server.adapters, server.scales, strict=True)
     return [
         {"id": id, "path": file.name, "scale": scale, "run": file.run_name, "sha256": file.sha256}
-        for id, (file, scale) in enumerate(both)
+        for id, (file, scale) in enumerate(adapter_scales)
     ]
 
 
-def set_adapters(server: Server, entries: Any, request: Request) -> Any:
-    server.scales = adapters_of(entries, server.scales)
+def set_adapters(server: Server, adapter_entries: Any, request: Request) -> Any:
+    server.scales = adapters_of(adapter_entries, server.scales)
     return {"success": True}
 
 
-def slot_action(server: Server, body: Body, request: Request) -> Any:
+def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
     """Save a slot to a file, restore it, or erase it."""
     try:
-        number = int(request.path_params["id"])
+        slot_index = int(request.path_params["id"])
     except ValueError:
-        number = -1
-    if not 0 <= number < len(server.engine.slots):
+        slot_index = -1
+    if not 0 <= slot_index < len(server.engine.slots):
         raise InputError(f"there is no such slot; there are {len(server.engine.slots)}, from 0 on")
     action = request.query_params.get("action")
     if action == "erase":
-        return {"id_slot": number, "n_erased": server.erase(number)}
+        return {"id_slot": slot_index, "n_erased": server.erase_slot(slot_index)}
     if action not in ("save", "restore"):
         raise InputError("action must be save, restore or erase")
-    if server.slots is None:
-        raise Refused(
+    if server.slots_folder is None:
+        raise HttpRefusal(
             501, "This server does not support slots action. Start it with `--slot-save-path`"
         )
-    name = body.text("filename")
-    if not NAME.fullmatch(name):
+    file_name = body.text("filename")
+    if not FILE_NAME.fullmatch(file_name):
         raise InputError(
             "filename must be a name of letters, digits, '.', '_' and '-', without a folder or a '.' at its beginning"
         )
-    path, start_time = server.slots / name, time.perf_counter()
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise InputError(f"{name} is no saved slot; choose another filename")
-    count = (server.save if action == "save" else server.restore)(number, path)
-    verb, moved = ("saved", "written") if action == "save" else ("restored", "read")
+    file_path, start_time = server.slots_folder / file_name, time.perf_counter()
+    if file_path.is_symlink() or (file_path.exists() and not file_path.is_file()):
+        raise InputError(f"{file_name} is no saved slot; choose another filename")
+    num_tokens = (server.save_slot if action == "save" else server.restore)(slot_index, file_path)
+    verb, nbytes_verb = ("saved", "written") if action == "save" else ("restored", "read")
     return {
-        "id_slot": number,
-        "filename": name,
-        f"n_{verb}": count,
-        f"n_{moved}": path.stat().st_size,
+        "id_slot": slot_index,
+        "filename": file_name,
+        f"n_{verb}": num_tokens,
+        f"n_{nbytes_verb}": file_path.stat().st_size,
         "timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start_time)},
     }
 
 
-ALL = (
-    ("/health", "GET", health),
-    ("/v1/health", "GET", health),
-    ("/models", "GET", models),
-    ("/v1/models", "GET", models),
-    ("/v1/models/{name:path}", "GET", one_model),
-    ("/props", "GET", props),
-    ("/slots", "GET", slots),
-    ("/metrics", "GET", metrics),
-    ("/lora-adapters", "GET", adapters),
+ROUTES = (
+    ("/health", "GET", get_health),
+    ("/v1/health", "GET", get_health),
+    ("/models", "GET", list_models),
+    ("/v1/models", "GET", list_models),
+    ("/v1/models/{name:path}", "GET", get_model),
+    ("/props", "GET", get_props),
+    ("/slots", "GET", get_slots),
+    ("/metrics", "GET", get_metrics),
+    ("/lora-adapters", "GET", get_adapters),
     ("/lora-adapters", "POST list", set_adapters),
     ("/slots/{id}", "POST engine", slot_action),
     ("/completion", "POST", completion),
@@ -355,9 +363,9 @@ ALL = (
     ("/v1/chat/completions", "POST", chat_completion),
     ("/chat/completions/input_tokens", "POST", count_tokens),
     ("/v1/chat/completions/input_tokens", "POST", count_tokens),
-    ("/embedding", "POST engine", embedding),
-    ("/embeddings", "POST engine", embedding),
-    ("/v1/embeddings", "POST engine", embeddings),
+    ("/embedding", "POST engine", llama_embedding),
+    ("/embeddings", "POST engine", llama_embedding),
+    ("/v1/embeddings", "POST engine", openai_embeddings),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
     ("/apply-template", "POST", apply_template),

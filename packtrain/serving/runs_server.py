@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from packtrain.common.errors import InputError
-from packtrain.training.monitoring.page_data import Board
+from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.monitoring.runs_page import live_page
 
-HERE = "127.0.0.1"
+LOOPBACK_HOST = "127.0.0.1"
 LOCAL = [
     "127.0.0.1",
     "localhost",
@@ -33,23 +33,23 @@ LOCAL = [
 ]  # names under which a browser on this machine asks
 CONNECTIONS = 16  # at once; more are refused
 STALLED = 20  # seconds for which a client may take nothing
-ENDING = 3.0  # seconds that closing may take
-MAX_WAIT = 20.0  # seconds for which an answer may wait for the end of the run
+CLOSE_SECONDS = 3.0  # seconds that closing may take
+MAX_WAIT_SECONDS = 20.0  # seconds for which an answer may wait for the end of the run
 LOOK = 0.05  # seconds between two looks whether the run has ended
-ASKS_AGAIN = 2.0  # seconds in which a page that waits asks again after an answer
-PIECE = 1 << 16
-PLAN = "plan.html"
-HEADERS = {
+REPEAT_SECONDS = 2.0  # seconds in which a page that waits asks again after an answer
+PIECE_NBYTES = 1 << 16
+PLAN_FILE = "plan.html"
+RESPONSE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
 
 
-def address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """The host and port of PORT or HOST:PORT. Raises InputError."""
     host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if ":" in text else HERE
+    host = host.removeprefix("[").removesuffix("]") if ":" in text else LOOPBACK_HOST
     if not (port.isascii() and port.isdecimal()) or int(port) > 65535 or not host:
         raise InputError(
             f"--watch {text}: it must be a port from 0 to 65535, or HOST:PORT; 0 takes a free one"
@@ -57,7 +57,7 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class Watching:
+class RunsPageServer:
     """A page that listens at `address` once it is made; `url` is where. Raises InputError.
 
     board  what it shows
@@ -65,72 +65,72 @@ class Watching:
     each of them has the end, hidden ones included, whose timers a browser slows down.
     """
 
-    def __init__(self, watch: str, board: Board) -> None:
-        host, port = address(watch)
+    def __init__(self, watch: str, board: RunsPageData) -> None:
+        host, port = parse_address(watch)
         self.board = board
-        self._socket = _bound(watch, host, port)
+        self._socket = _bind_socket(watch, host, port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         config = uvicorn.Config(
-            self._app(host in LOCAL), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            self._make_app(host in LOCAL), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
             loop="asyncio", server_header=False, h11_max_incomplete_event_size=1 << 14,
             limit_concurrency=CONNECTIONS, timeout_keep_alive=STALLED, timeout_graceful_shutdown=1,
         )  # fmt: skip
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL + 1)
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
-        self._num_waiting, self._answered = (
+        self._num_waiting, self._last_answer_time = (
             0,
-            -ASKS_AGAIN,
+            -REPEAT_SECONDS,
         )  # pages, and when one was told that the run goes on
 
-    def _app(self, local: bool) -> Starlette:
+    def _make_app(self, is_local: bool) -> Starlette:
         routes = [Route("/", self._page), Route("/data", self._data), Route("/plan", self._plan)]
-        guard = Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
+        host_guard = Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
         # a page elsewhere whose name was made to point here has another name than these
-        return Starlette(routes=routes, middleware=[guard] if local else [])
+        return Starlette(routes=routes, middleware=[host_guard] if is_local else [])
 
     # ---- answers
 
     async def _page(self, request: Request) -> Response:
         text, policy = live_page()
-        headers = HEADERS | {"Content-Security-Policy": policy}
+        headers = RESPONSE_HEADERS | {"Content-Security-Policy": policy}
         return Response(text, media_type="text/html", headers=headers)
 
     async def _data(self, request: Request) -> Response:
         params = request.query_params
         since = params.get("since", "0")
         seen_version = int(since) if since.isdecimal() and len(since) < 18 else 0
-        wait = params.get("wait", "0")
-        if wait.isdecimal() and wait != "0":
-            await self._wait(request, min(float(wait), MAX_WAIT))
-        body = self.board.text(seen_version, params.get("session", ""))
-        return Response(body, media_type="application/json", headers=HEADERS)
+        wait_text = params.get("wait", "0")
+        if wait_text.isdecimal() and wait_text != "0":
+            await self._wait_for_end(request, min(float(wait_text), MAX_WAIT_SECONDS))
+        data_json = self.board.json_bytes(seen_version, params.get("session", ""))
+        return Response(data_json, media_type="application/json", headers=RESPONSE_HEADERS)
 
-    async def _wait(self, request: Request, seconds: float) -> None:
+    async def _wait_for_end(self, request: Request, seconds: float) -> None:
         """Return after so many seconds, or when the run has ended, or whoever asked or the server goes away."""
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         self._num_waiting += 1
         try:
-            while not (self.board.end or self._server.should_exit or time.monotonic() > until):
+            while not (self.board.end or self._server.should_exit or time.monotonic() > deadline):
                 if await request.is_disconnected():
                     return
                 await asyncio.sleep(LOOK)
             if self.board.end is None:
-                self._answered = time.monotonic()
+                self._last_answer_time = time.monotonic()
         finally:
             self._num_waiting -= 1
 
     async def _plan(self, request: Request) -> Response:
         """The plan's picture of a run; its own policy allows its own script."""
         run = self.board.runs.get(request.query_params.get("run", ""))
-        path = run and run.folder / PLAN
-        if not path or not path.is_file():
+        plan_path = run and run.folder / PLAN_FILE
+        if not plan_path or not plan_path.is_file():
             return JSONResponse({"error": "there is no such plan"}, 404)
-        headers = HEADERS | {
+        headers = RESPONSE_HEADERS | {
             "Content-Security-Policy": "frame-ancestors 'self'; sandbox allow-scripts"
         }
-        return StreamingResponse(_pieces(path), media_type="text/html", headers=headers)
+        return StreamingResponse(_file_pieces(plan_path), media_type="text/html", headers=headers)
 
     # ---- running
 
@@ -140,27 +140,30 @@ class Watching:
         self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()
         for path in ("/", "/data", "/plan"):
-            self._ask(path)
+            self._request_page(path)
 
-    def _ask(self, path: str) -> None:
+    def _request_page(self, path: str) -> None:
         """Have the page answer, so that its memory is taken now."""
         host, port = self._socket.getsockname()[:2]
-        host = {"0.0.0.0": HERE, "::": "::1"}.get(host, host)
-        with contextlib.suppress(OSError), socket.create_connection((host, port), ENDING) as asking:
+        host = {"0.0.0.0": LOOPBACK_HOST, "::": "::1"}.get(host, host)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), CLOSE_SECONDS) as asking,
+        ):
             asking.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())  # fmt: skip
-            while asking.recv(PIECE):
+            while asking.recv(PIECE_NBYTES):
                 pass
 
     def close(self) -> None:
         """End the thread once all pages have the end of the run; connections that do not end in time are cut."""
-        until = time.monotonic() + ENDING
-        while (self.board.end and time.monotonic() < until) and (
-            self._num_waiting or time.monotonic() < self._answered + ASKS_AGAIN
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while (self.board.end and time.monotonic() < deadline) and (
+            self._num_waiting or time.monotonic() < self._last_answer_time + REPEAT_SECONDS
         ):
             time.sleep(LOOK)
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(ENDING)
+            self._thread.join(CLOSE_SECONDS)
 
     def run(self) -> None:
         """Serve in this thread until a signal."""
@@ -168,14 +171,14 @@ class Watching:
             self._server.run([self._socket])
 
 
-async def _pieces(path: Path) -> AsyncIterator[bytes]:
+async def _file_pieces(path: Path) -> AsyncIterator[bytes]:
     with open(path, "rb") as file:
-        while piece := file.read(PIECE):
+        while piece := file.read(PIECE_NBYTES):
             yield piece
             await asyncio.sleep(0)
 
 
-def _bound(watch: str, host: str, port: int) -> socket.socket:
+def _bind_socket(watch: str, host: str, port: int) -> socket.socket:
     """A socket that listens there and gives up clients that take nothing. Raises InputError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -15,52 +15,52 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.conversations.messages import Conversation
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.inference.embeddings import batches, check_texts, embeddings, normalized
+from packtrain.inference.embeddings import batches, check_texts, embed_texts, normalize_vector
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.inference.sampling import Sampling
 from packtrain.models.kv_cell_table import CacheFull
 from packtrain.models.model_file import ModelFile
-from packtrain.serving.engine_thread import Engine
-from packtrain.serving.generation_jobs import Busy, End, Job, Told
-from packtrain.serving.reasoning_text import AUTO, marks_of
-from packtrain.serving.response_shapes import Refused
-from packtrain.serving.tool_call_styles import Style, style_of
+from packtrain.serving.engine_thread import ServingEngine
+from packtrain.serving.generation_jobs import AnswerEnd, GenerationJob, JobEvent, ServerBusy
+from packtrain.serving.reasoning_text import AUTO, thinking_marks
+from packtrain.serving.response_shapes import HttpRefusal
+from packtrain.serving.tool_call_styles import ToolCallStyle, detect_style
 
 T = TypeVar("T")
-News = tuple[int, Told] | None
-Queue = asyncio.Queue[News]
+QueueItem = tuple[int, JobEvent] | None
+EventQueue = asyncio.Queue[QueueItem]
 Loop = asyncio.AbstractEventLoop
 # of all requests together: characters of their grammars, and bytes of their prompts and settings
-ROOM = {"grammars": 1 << 17, "settings": 40 << 20}
+RESOURCE_LIMITS = {"grammars": 1 << 17, "settings": 40 << 20}
 
 
-class TooLong(InputError):
+class PromptTooLong(InputError):
     """A prompt that does not fit into the context."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, max_tokens: int) -> None:
         super().__init__(
-            f"the request ({tokens:,} tokens) exceeds the available context size ({limit:,} tokens);"
+            f"the request ({tokens:,} tokens) exceeds the available context size ({max_tokens:,} tokens);"
             " shorten it, or start the server with a larger --ctx-size"
         )
-        self.tokens, self.limit = tokens, limit
+        self.tokens, self.max_tokens = tokens, max_tokens
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What requests may ask for.
 
     body      most bytes of a request
-    answer    most tokens of an answer; -1: as many as fit
-    seconds   for an answer
+    max_answer_tokens    most tokens of an answer; -1: as many as fit
+    max_seconds   for an answer
     patience  seconds in which a client must send a request, and take each piece of an answer
     """
 
     body: int = 1 << 20
-    answer: int = -1
-    seconds: float = 3600.0
+    max_answer_tokens: int = -1
+    max_seconds: float = 3600.0
     patience: float = 30.0
 
 
@@ -82,107 +82,107 @@ class Server:
     """A model being served.
 
     model_hash  the fingerprint of the base's tensors
-    source    the chat template
-    bos       text of the BOS token, with which a template may begin
+    template_source    the chat template
+    bos_text       text of the BOS token, with which a template may begin
     name      of the model, as clients see it
     aliases   its other names
     reasoning how thoughts are told, where a request does not say
     scales    of the adapters, where a request does not say
     embedder  a context for embeddings, and how they are pooled; None: they are off
-    slots     where slots are saved; None: nowhere
-    measured  whether /metrics answers
-    watched   whether /slots answers
-    page      whether there is a page at /
+    slots_folder     where slots are saved; None: nowhere
+    has_metrics  whether /metrics answers
+    has_slots   whether /slots answers
+    has_page      whether there is a page at /
     """
 
     model: ModelFile
     tokenizer: Tokenizer
-    renderer: Renderer
-    source: str
-    bos: str
-    engine: Engine
+    renderer: ConversationRenderer
+    template_source: str
+    bos_text: str
+    engine: ServingEngine
     name: str
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = -1
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     model_hash: str = ""
     adapters: tuple[AdapterFile, ...] = ()
     scales: tuple[float, ...] = ()
     embedder: Context | None = None
     pooling: str = "mean"
-    slots: Path | None = None
-    measured: bool = False
-    watched: bool = True
-    page: bool = True
+    slots_folder: Path | None = None
+    has_metrics: bool = False
+    has_slots: bool = True
+    has_page: bool = True
     aliases: tuple[str, ...] = ()
-    reasoning: str = AUTO
-    began: float = field(default_factory=time.time)
-    _lock: Lock = field(default_factory=Lock)
-    _counting: Any = field(
+    reasoning_format: str = AUTO
+    start_time: float = field(default_factory=time.time)
+    _render_lock: Lock = field(default_factory=Lock)
+    _resource_lock: Any = field(
         default_factory=RLock
     )  # again within itself: what is collected is forgotten
-    _sizes: Counter[str] = field(default_factory=Counter)
-    _told: dict[Loop, list[tuple[Queue, News]]] = field(default_factory=dict)
+    _resource_sizes: Counter[str] = field(default_factory=Counter)
+    _pending_events: dict[Loop, list[tuple[EventQueue, QueueItem]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.engine.pause = self._deliver
+        self.engine.on_run_end = self._deliver_events
 
     # ---- texts
 
     @cached_property
-    def style(self) -> Style:
+    def style(self) -> ToolCallStyle:
         """How the chat template writes calls of tools."""
-        with self._lock:
-            return style_of(self.renderer, self.source)
+        with self._render_lock:
+            return detect_style(self.renderer, self.template_source)
 
     @cached_property
-    def marks(self) -> tuple[str, str] | None:
+    def think_marks(self) -> tuple[str, str] | None:
         """What stands before and behind thoughts; None if the template has none."""
-        return marks_of(self.source, self.renderer.marks)
+        return thinking_marks(self.template_source, self.renderer.marks)
 
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return self.renderer.takes_tools
 
-    def prompt(
-        self, conversation: Conversation, variables: Mapping[str, Any], begins: bool = True
+    def render_prompt(
+        self, conversation: Conversation, variables: Mapping[str, Any], has_start: bool = True
     ) -> str:
         """The text of a conversation; more: variables of its template; begins: with that of an answer.
 
         Raises InputError.
         """
-        with self._lock:  # one child renders
-            return self.renderer.prompt(conversation, variables, begins)
+        with self._render_lock:  # one child renders
+            return self.renderer.prompt(conversation, variables, has_start)
 
-    def ids(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, with at most one BOS."""
-        has_bos = bool(self.bos) and text.startswith(self.bos)
+        has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         return self.tokenizer.encode(text, bos=False if has_bos else None, eos=False)
 
     # ---- jobs
 
-    def keep(self, resource: T, size: int, kind: str = "grammars") -> T:
+    def keep(self, resource: T, resource_size: int, resource_kind: str = "grammars") -> T:
         """Count what a request has, of such a size, as long as it is in use. Raises Busy if all are too large."""
-        with self._counting:
-            if self._sizes[kind] + size > ROOM[kind]:
-                raise Busy(f"too many large {kind} are in use; try again later")
-            self._sizes[kind] += size
-        weakref.finalize(resource, self._forget, kind, size)
+        with self._resource_lock:
+            if self._resource_sizes[resource_kind] + resource_size > RESOURCE_LIMITS[resource_kind]:
+                raise ServerBusy(f"too many large {resource_kind} are in use; try again later")
+            self._resource_sizes[resource_kind] += resource_size
+        weakref.finalize(resource, self._release_resource, resource_kind, resource_size)
         return resource
 
-    def _forget(self, kind: str, size: int) -> None:
-        with self._counting:
-            self._sizes[kind] -= size
+    def _release_resource(self, resource_kind: str, resource_size: int) -> None:
+        with self._resource_lock:
+            self._resource_sizes[resource_kind] -= resource_size
 
-    def check(self, job: Job) -> None:
+    def check_job(self, job: GenerationJob) -> None:
         """Raises InputError unless the prompt has tokens, and room for one more."""
         if not job.prompt:
             raise InputError(
                 "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
             )
-        if len(job.prompt) >= self.engine.limit:
-            raise TooLong(len(job.prompt), self.engine.limit)
+        if len(job.prompt) >= self.engine.max_seq_tokens:
+            raise PromptTooLong(len(job.prompt), self.engine.max_seq_tokens)
         if job.slot >= len(self.engine.slots):
             raise InputError(
                 f"id_slot is {job.slot}; there are {len(self.engine.slots)} slots, from 0 on"
@@ -192,13 +192,13 @@ class Server:
         """The vector of each text. Raises Refused, InputError."""
         embedder = self.embedder
         if embedder is None:
-            raise Refused(
+            raise HttpRefusal(
                 501, "This server does not support embeddings. Start it with `--embeddings`"
             )
-        max_tokens = embedder.cache.cells
+        max_tokens = embedder.cache.num_cells
         for ids in texts:
             if len(ids) > max_tokens:
-                raise TooLong(len(ids), max_tokens)
+                raise PromptTooLong(len(ids), max_tokens)
         check_texts(texts, max_tokens)
         embedder.adapters.set(
             range(embedder.pools.sequences), [self.scales] * embedder.pools.sequences
@@ -206,18 +206,18 @@ class Server:
         vectors = list[np.ndarray]()
         for batch in batches([len(ids) for ids in texts], max_tokens, embedder.pools.sequences):
             batch_ids = [texts[i] for i in batch]
-            work = partial(embeddings, embedder, batch_ids, self.pooling)
+            work = partial(embed_texts, embedder, batch_ids, self.pooling)
             vectors += self.engine.call(lambda work=work: [*work()]).result()  # type: ignore[misc]
-        return [normalized(vector, 2) for vector in vectors]
+        return [normalize_vector(vector, 2) for vector in vectors]
 
     # ---- slots as files
 
-    def save(self, number: int, path: Path) -> int:
+    def save_slot(self, number: int, path: Path) -> int:
         """Save a slot's state to a file; how many tokens it has. Raises Refused, InputError."""
         context = self.engine.context
 
-        def work() -> int:
-            self._idle(number)
+        def save_in_engine() -> int:
+            self._check_idle(number)
             try:
                 context.save_file(path, [number])
             except OSError as error:
@@ -225,14 +225,14 @@ class Server:
                 raise InputError(f"{path.name} cannot be saved: {reason}") from None
             return context.next(number)
 
-        return self.engine.call(work).result()
+        return self.engine.call(save_in_engine).result()
 
     def restore(self, number: int, path: Path) -> int:
         """Restore a slot's state from a file; how many tokens it has. Raises Refused, InputError."""
         context = self.engine.context
 
-        def work() -> int:
-            self._idle(number)
+        def restore_in_engine() -> int:
+            self._check_idle(number)
             try:
                 context.restore_file(path, [number])
             except FileNotFoundError:
@@ -246,29 +246,29 @@ class Server:
             context.release(number)
             return context.next(number)
 
-        return self.engine.call(work).result()
+        return self.engine.call(restore_in_engine).result()
 
-    def erase(self, number: int) -> int:
+    def erase_slot(self, number: int) -> int:
         """Forget a slot's tokens; how many it had. Raises Refused."""
         context = self.engine.context
 
-        def work() -> int:
-            self._idle(number)
-            count = context.next(number)
+        def erase_in_engine() -> int:
+            self._check_idle(number)
+            num_tokens = context.next(number)
             context.remove(number)
-            return count
+            return num_tokens
 
-        return self.engine.call(work).result()
+        return self.engine.call(erase_in_engine).result()
 
-    def _idle(self, number: int) -> None:
-        if self.engine.slots[number].writing:
-            raise Refused(503, f"slot {number} is busy; try again later")
+    def _check_idle(self, number: int) -> None:
+        if self.engine.slots[number].answer:
+            raise HttpRefusal(503, f"slot {number} is busy; try again later")
 
     # ---- answers
 
-    async def told(
-        self, jobs: Sequence[Job], quiet: float | None = None
-    ) -> AsyncGenerator[list[tuple[int, Told]]]:
+    async def job_events(
+        self, jobs: Sequence[GenerationJob], quiet_seconds: float | None = None
+    ) -> AsyncGenerator[list[tuple[int, JobEvent]]]:
         """What the engine tells of jobs, as much as there is: numbers of jobs, each with a Part or its End.
 
         quiet  seconds after which an empty list comes, whether or not there was something
@@ -278,44 +278,44 @@ class Server:
         Who stops listening cancels them. Raises Busy, InputError.
         """
         for job in jobs:
-            self.check(job)
-        loop, queue = asyncio.get_running_loop(), Queue()
-        tickets, ticking = [], asyncio.create_task(_tick(queue, quiet))
+            self.check_job(job)
+        loop, queue = asyncio.get_running_loop(), EventQueue()
+        tickets, tick_task = [], asyncio.create_task(_send_ticks(queue, quiet_seconds))
         try:
-            for number, job in enumerate(jobs):
-                tell = partial(self._tell, loop, queue, number)
-                tickets.append(self.engine.submit(job, tell))
+            for job_index, job in enumerate(jobs):
+                on_event = partial(self._add_event, loop, queue, job_index)
+                tickets.append(self.engine.submit_job(job, on_event))
             yield []
-            left = len(jobs)
-            while left:
+            num_running = len(jobs)
+            while num_running:
                 events = [await queue.get()]
                 while not queue.empty():
                     events.append(queue.get_nowait())
-                news = [item for item in events if item is not None]
-                left -= sum(isinstance(event, End) for _, event in news)
-                yield news
+                job_items = [queue_item for queue_item in events if queue_item is not None]
+                num_running -= sum(isinstance(event, AnswerEnd) for _, event in job_items)
+                yield job_items
         finally:
-            ticking.cancel()
+            tick_task.cancel()
             for ticket in tickets:
                 ticket.cancel()
 
-    def _tell(self, loop: Loop, queue: Queue, number: int, event: Told) -> None:
+    def _add_event(self, loop: Loop, queue: EventQueue, job_index: int, event: JobEvent) -> None:
         """In the engine's thread, which wakes a loop only once a run."""
-        self._told.setdefault(loop, []).append((queue, (number, event)))
+        self._pending_events.setdefault(loop, []).append((queue, (job_index, event)))
 
-    def _deliver(self) -> None:
-        pending, self._told = self._told, {}
-        for loop, items in pending.items():
+    def _deliver_events(self) -> None:
+        pending_events, self._pending_events = self._pending_events, {}
+        for loop, loop_events in pending_events.items():
             with suppress(RuntimeError):  # its loop is closed: nobody listens
-                loop.call_soon_threadsafe(_put, items)
+                loop.call_soon_threadsafe(_put_events, loop_events)
 
 
-def _put(items: Sequence[tuple[Queue, News]]) -> None:
-    for queue, news in items:
-        queue.put_nowait(news)
+def _put_events(loop_events: Sequence[tuple[EventQueue, QueueItem]]) -> None:
+    for queue, queue_item in loop_events:
+        queue.put_nowait(queue_item)
 
 
-async def _tick(queue: Queue, seconds: float | None) -> None:
+async def _send_ticks(queue: EventQueue, seconds: float | None) -> None:
     """Nothing, now and then."""
     while seconds is not None:
         await asyncio.sleep(seconds)

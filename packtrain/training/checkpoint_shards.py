@@ -4,99 +4,110 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from packtrain.distributed import here, part_of
+from packtrain.distributed import current_world, rank_slice
 from packtrain.engine.backends import HOST
 from packtrain.engine.executor import Session
-from packtrain.engine.optim import PART, Share, whole_name
-from packtrain.planner.training_plans import Plans
-from packtrain.training.checkpoints import Checkpoint
+from packtrain.engine.optim import PART_PREFIX, RankShare, unsplit_name
+from packtrain.planner.training_plans import TrainingPlans
+from packtrain.training.checkpoints import TrainingCheckpoint
 
 
-def overlays(plans: Plans) -> dict[str, tuple[str, int]]:
+def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
     """For Session.overlay: the weight that each part is of, and where it begins."""
-    share = plans.shape.share
-    if share is None:
+    rank_share = plans.shape.moment_share
+    if rank_share is None:
         return {}
-    sizes = {name: plans.leaves[name].spec.size for name in plans.trained}
-    return {PART + name: (name, part_of(size, *share).start) for name, size in sizes.items()}
+    weight_sizes = {name: plans.leaves[name].spec.size for name in plans.trained_names}
+    return {
+        PART_PREFIX + name: (name, rank_slice(size, *rank_share).start)
+        for name, size in weight_sizes.items()
+    }
 
 
-def restored(session: Session, plans: Plans, checkpoint: Checkpoint, moments: bool = True) -> None:
+def restored(
+    session: Session, plans: TrainingPlans, checkpoint: TrainingCheckpoint, moments: bool = True
+) -> None:
     """Give the saved leaves of a session the values of a checkpoint; without `moments`, these begin at zero."""
-    for name, leaf in plans.saved.items():
+    for name, leaf in plans.checkpoint_tensors.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))
             continue
-        value = checkpoint.array(whole_name(name))
-        if plans.shape.share is not None and PART in name:
-            value = value.reshape(-1)[part_of(value.size, *plans.shape.share)]
+        value = checkpoint.array(unsplit_name(name))
+        if plans.shape.moment_share is not None and PART_PREFIX in name:
+            value = value.reshape(-1)[rank_slice(value.size, *plans.shape.moment_share)]
             value = value.reshape(leaf.shape)
         session.set({name: value})
 
 
-class Values(Mapping[str, np.ndarray]):
+class SessionArrays(Mapping[str, np.ndarray]):
     """Leaves by name, each read on access, see Session.view."""
 
-    def __init__(self, session: "Session", names: Iterable[str]) -> None:
-        self._session, self._names = session, tuple(names)
+    def __init__(self, session: "Session", leaf_names: Iterable[str]) -> None:
+        self._session, self._leaf_names = session, tuple(leaf_names)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._session.view(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._leaf_names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._leaf_names)
 
 
-class Whole(Mapping[str, np.ndarray]):
-    """The saved leaves of all ranks by name, on rank 0; the others `serve`. An array lives until the next is read."""
+class GatheredArrays(Mapping[str, np.ndarray]):
+    """The saved leaves of all ranks by name, on rank 0; the others `serve_shards`. An array lives until the next is read."""
 
-    def __init__(self, session: Session, plans: Plans, share: Share) -> None:
-        self.session, self.plans, self.share = session, plans, share
-        self.moments = {whole_name(name): name for name in plans.saved if PART in name}
+    def __init__(self, session: Session, plans: TrainingPlans, rank_share: RankShare) -> None:
+        self.session, self.plans, self.rank_share = session, plans, rank_share
+        self.moment_names = {
+            unsplit_name(name): name for name in plans.checkpoint_tensors if PART_PREFIX in name
+        }
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self.moments:
+        if name not in self.moment_names:
             return self.session.view(name)
-        here().from_first(name)
-        return self._gathered(name)
+        current_world().from_first(name)
+        return self._gather(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (whole_name(name) for name in self.plans.saved)
+        return (unsplit_name(name) for name in self.plans.checkpoint_tensors)
 
     def __len__(self) -> int:
-        return len(self.plans.saved)
+        return len(self.plans.checkpoint_tensors)
 
-    def serve(self) -> None:
+    def serve_shards(self) -> None:
         """Give rank 0 what it asks for, until it has all."""
-        while (name := here().from_first(None)) is not None:
-            self._gathered(name)
+        while (name := current_world().from_first(None)) is not None:
+            self._gather(name)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Rank 0 has all."""
-        here().from_first(None)
+        current_world().from_first(None)
 
-    def _gathered(self, name: str) -> np.ndarray:
-        kind, _, weight = name.partition("/")
+    def _gather(self, name: str) -> np.ndarray:
+        state_kind, _, weight = name.partition("/")
         leaf = self.plans.leaves[weight]
-        flat, run = self._room(leaf.spec.size), part_of(leaf.spec.size, *self.share)
+        flat_array, run = self._buffer(leaf.spec.size), rank_slice(leaf.spec.size, *self.rank_share)
         if run.stop > run.start:
-            flat[run] = self.session.view(f"{kind}/{PART}{weight}").reshape(-1)
-        here().spread([flat])
-        here().arrived()
-        return flat.reshape(leaf.shape)
+            flat_array[run] = self.session.view(f"{state_kind}/{PART_PREFIX}{weight}").reshape(-1)
+        current_world().start_all_gather([flat_array])
+        current_world().wait_for_transfers()
+        return flat_array.reshape(leaf.shape)
 
-    def _room(self, count: int) -> np.ndarray:
+    def _buffer(self, count: int) -> np.ndarray:
         """Room for so many numbers: the arena, which nothing uses between two steps, if that is large enough."""
-        if self.plans.largest_in(HOST).arena(HOST).nbytes < 4 * count:
+        if self.plans.largest_plan_in(HOST).arena(HOST).nbytes < 4 * count:
             return np.empty(count, np.float32)
         arena: np.ndarray = self.session.buffer(HOST)
         return arena.reshape(-1).view(np.uint8)[: 4 * count].view(np.float32)
 
 
-def saved(session: Session, plans: Plans) -> Mapping[str, np.ndarray]:
+def checkpoint_arrays(session: Session, plans: TrainingPlans) -> Mapping[str, np.ndarray]:
     """All leaves that a checkpoint holds, by the names that one process has for them."""
-    share = plans.shape.share
-    return Values(session, plans.saved) if share is None else Whole(session, plans, share)
+    rank_share = plans.shape.moment_share
+    return (
+        SessionArrays(session, plans.checkpoint_tensors)
+        if rank_share is None
+        else GatheredArrays(session, plans, rank_share)
+    )

@@ -18,14 +18,14 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.common.version import __version__
-from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
 
 FORMAT = 1
 KEY = "packtrain.checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """The state of a run. Counters are 64-bit; the data position and all randomness follow from `step`.
 
     step      steps done          tokens   trained on so far      seconds  spent training
@@ -55,36 +55,36 @@ class Progress:
     ends: tuple[int, int] = (0, 0)
     since: int = 0
 
-    def after(self, tokens: int, seconds: float) -> "Progress":
+    def after_step(self, tokens: int, seconds: float) -> "TrainingProgress":
         return replace(
             self, step=self.step + 1, tokens=self.tokens + tokens, seconds=self.seconds + seconds
         )
 
-    def learnt(self, loss: float, norm: float, past: int) -> "Progress":
-        """After a good step; `past` more losses are kept."""
-        recent = (*self.recent, loss)[-1 - past :]
-        better = loss < self.lowest
-        lowest, unimproved = (loss, 0) if better else (self.lowest, self.unimproved + 1)
+    def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
+        """After a good step; `num_past` more losses are kept."""
+        recent = (*self.recent, loss)[-1 - num_past :]
+        is_better = loss < self.lowest
+        lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
         return replace(self, recent=recent, norm=norm, lowest=lowest, unimproved=unimproved)
 
     def validated(
-        self, loss: float, eos_counts: tuple[int, int] = (0, 0), best: bool = False
-    ) -> "Progress":
+        self, loss: float, eog_counts: tuple[int, int] = (0, 0), best: bool = False
+    ) -> "TrainingProgress":
         """After a validation; `best`: the result will be the best step, not the last."""
         if loss < self.best:
             return replace(
-                self, best=loss, stale=0, best_step=self.step, last=loss, ends=eos_counts
+                self, best=loss, stale=0, best_step=self.step, last=loss, ends=eog_counts
             )
-        eos_counts = self.ends if best else eos_counts
-        return replace(self, stale=self.stale + 1, last=loss, ends=eos_counts)
+        eog_counts = self.ends if best else eog_counts
+        return replace(self, stale=self.stale + 1, last=loss, ends=eog_counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """A loaded checkpoint: `about` describes the run, `array(name)` is a leaf, mapped."""
 
     path: Path
-    progress: Progress
+    progress: TrainingProgress
     about: dict[str, Any]
     gguf: GGUF
 
@@ -92,49 +92,56 @@ class Checkpoint:
         return self.gguf.array(name)
 
 
-def previous(path: Path) -> Path:
+def previous_path(path: Path) -> Path:
     return path.with_suffix(".previous.gguf")
 
 
 def save(
-    path: Path, progress: Progress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    path: Path,
+    progress: TrainingProgress,
+    about: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Write a checkpoint of leaves by name, keeping the previous one. `about` is any JSON. Raises OSError."""
-    texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
-    values = {
-        "general.architecture": Value("string", "packtrain-checkpoint"),
-        KEY + "format": Value("u32", FORMAT),
-        KEY + "version": Value("string", __version__),
-        KEY + "sha256": Value("string", _digest(texts, arrays)),
-        **{key: Value("string", text) for key, text in texts.items()},
+    json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
+    metadata = {
+        "general.architecture": MetadataValue("string", "packtrain-checkpoint"),
+        KEY + "format": MetadataValue("u32", FORMAT),
+        KEY + "version": MetadataValue("string", __version__),
+        KEY + "sha256": MetadataValue("string", _digest(json_texts, arrays)),
+        **{key: MetadataValue("string", text) for key, text in json_texts.items()},
     }
     if path.exists():
-        link(path, previous(path))
-    write(path, values, {name: Deferred.of(arrays.__getitem__, name) for name in arrays})
+        link_file(path, previous_path(path))
+    write_gguf(
+        path,
+        metadata,
+        {name: DeferredTensor.from_reader(arrays.__getitem__, name) for name in arrays},
+    )
 
 
-def link(path: Path, target: Path) -> None:
+def link_file(path: Path, target: Path) -> None:
     """Give the file a second name; the next write replaces only the first one."""
-    temporary = path.with_suffix(".keep.part")
-    temporary.unlink(missing_ok=True)
+    temporary_path = path.with_suffix(".keep.part")
+    temporary_path.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
+        os.link(path, temporary_path)
     except OSError:  # file systems without hard links
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, target)
+        shutil.copyfile(path, temporary_path)
+    os.replace(temporary_path, target)
 
 
 def copy(path: Path, target: Path) -> None:
     """A file of its own with the same content."""
-    torn = target.with_name(f".{target.name}.part")
-    shutil.copyfile(path, torn)
-    os.replace(torn, target)
+    temporary_path = target.with_name(f".{target.name}.part")
+    shutil.copyfile(path, temporary_path)
+    os.replace(temporary_path, target)
 
 
-def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
     """SHA-256 of the progress, the description of the run, and all leaves."""
     digest = hashlib.sha256()
-    for key, text in texts.items():
+    for key, text in json_texts.items():
         digest.update(f"{key}={text}\n".encode())
     for name, array in arrays.items():
         digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
@@ -142,37 +149,37 @@ def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def load(path: Path, report: Callable[[str], None]) -> Checkpoint | None:
+def load_checkpoint(path: Path, report: Callable[[str], None]) -> TrainingCheckpoint | None:
     """The newest valid checkpoint at `path`: itself, or the previous one, with a message; None if there is none.
 
     Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
     """
     problems = []
-    for file in (path, previous(path)):
-        if not file.exists():
+    for checkpoint_path in (path, previous_path(path)):
+        if not checkpoint_path.exists():
             continue
         try:
-            checkpoint = _load(file)
+            checkpoint = _read_checkpoint(checkpoint_path)
         except GGUFError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            report(f"{problem}; resuming from {file.name}")
+            report(f"{problem}; resuming from {checkpoint_path.name}")
         return checkpoint
     if problems:
         raise InputError("; ".join(problems))
     return None
 
 
-def step_of(path: Path) -> int:
+def saved_step(path: Path) -> int:
     """The step of the newest checkpoint at `path`, from its metadata; 0 if there is none."""
-    for file in (path, previous(path)):
+    for checkpoint_path in (path, previous_path(path)):
         with suppress(InputError, ValueError, KeyError, TypeError):
-            return int(json.loads(GGUF(file).metadata[KEY + "progress"])["step"])
+            return int(json.loads(GGUF(checkpoint_path).metadata[KEY + "progress"])["step"])
     return 0
 
 
-def _load(path: Path) -> Checkpoint:
+def _read_checkpoint(path: Path) -> TrainingCheckpoint:
     gguf = GGUF(path)
     values = gguf.metadata
     required_types = {"format": int, "sha256": str, "progress": str, "about": str}
@@ -188,14 +195,14 @@ def _load(path: Path) -> Checkpoint:
     if _digest(texts, {name: gguf.array(name) for name in gguf.entries}) != values[KEY + "sha256"]:
         raise GGUFError(f"{path}: the checksum does not match; the file is damaged")
     try:
-        progress, about = (json.loads(texts[KEY + name]) for name in ("progress", "about"))
+        progress, run_info = (json.loads(texts[KEY + name]) for name in ("progress", "about"))
     except (ValueError, RecursionError):
         raise GGUFError(f"{path}: its description of the run is not JSON") from None
-    if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
+    if not _is_progress(progress) or not isinstance(run_info, dict) or "steps" not in run_info:
         raise GGUFError(f"{path}: its description of the run is not one that packtrain writes")
     for name in {"recent", "ends"} & progress.keys():
         progress[name] = tuple(progress[name])
-    return Checkpoint(path, Progress(**progress), about, gguf)
+    return TrainingCheckpoint(path, TrainingProgress(**progress), run_info, gguf)
 
 
 def _is_progress(value: Any) -> bool:

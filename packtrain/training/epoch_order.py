@@ -7,30 +7,30 @@ Arbitrary Finite Domains"; the rounds mix as splitmix64 does.
 import numpy as np
 
 ROUNDS = 8
-WORD = (1 << 64) - 1
-Keys = tuple[int, ...]  # of an epoch: they permute any number of items
+UINT64_MASK = (1 << 64) - 1
+RoundKeys = tuple[int, ...]  # of an epoch: they permute any number of items
 
 
-def keys_of(seed: int, epoch: int, key: int = 0) -> Keys:
-    drawn = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
-    return tuple(drawn.generate_state(ROUNDS, np.uint64).tolist())
+def round_keys(seed: int, epoch: int, key: int = 0) -> RoundKeys:
+    seed_sequence = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
+    return tuple(seed_sequence.generate_state(ROUNDS, np.uint64).tolist())
 
 
-def item_at(place: int, count: int, keys: Keys, salt: int = 0) -> int:
-    """Which of `count` items comes at a place, 0 ≤ place < count; each `salt` gives another order."""
-    half = (count - 1).bit_length() + 1 >> 1
-    mask = (1 << half) - 1
+def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
+    """Which of `num_items` items comes at a place, 0 ≤ place < count; each `salt` gives another order."""
+    half_bits = (num_items - 1).bit_length() + 1 >> 1
+    mask = (1 << half_bits) - 1
     while True:
-        left, right = place >> half, place & mask
+        left, right = index >> half_bits, index & mask
         for key in keys:
-            left, right = right, left ^ mixed(key + right ^ salt) & mask
-        place = left << half | right
-        if place < count:
-            return place
+            left, right = right, left ^ mix64(key + right ^ salt) & mask
+        index = left << half_bits | right
+        if index < num_items:
+            return index
 
 
-def mixed(z: int) -> int:
+def mix64(z: int) -> int:
     """Hash 64 bits to 64 bits."""
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64_MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & UINT64_MASK
     return z ^ z >> 31

@@ -14,134 +14,134 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.options import read_yaml
 from packtrain.common.text import plural
-from packtrain.data.conversations import Samples
-from packtrain.distributed import here
+from packtrain.data.conversations import TokenizedSamples
+from packtrain.distributed import current_world
 from packtrain.models.config import Config
 from packtrain.training.finetune_settings import NEXT_TOKEN, TuneSettings
 
 RATE, WIDTH, POWER = 1e-4, 4096, 0.8  # LoRA's rate at a width, and how it grows for smaller ones
-FULL, PAIRS = 0.1, 0.1  # parts of it for all weights, and for losses of pairs
-SCALE, RSLORA_ALPHA = 2.0, 32.0  # alpha / rank; alpha / sqrt(rank) has no usual value
+FULL, PAIR_RATE_SHARE = 0.1, 0.1  # parts of it for all weights, and for losses of pairs
+LORA_SCALE, RSLORA_ALPHA = 2.0, 32.0  # alpha / rank; alpha / sqrt(rank) has no usual value
 MIN_UPDATES = 30  # a run with fewer is called too short
 GOOD_UPDATES = 180  # of small data: steps take fewer rows, and the data is passed over more often, to make as many
 EPOCHS = ((500, 3), (2000, 2))  # (most examples, epochs); 1 epoch for more examples
 MAX_EPOCHS = 12
 BATCH_SIZES = (4, 2, 1)
-LEGACY = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
+LEGACY_DEFAULTS = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
 OPEN = ("lr", "batch_size", "epochs", "lora_alpha", "replay")
-REPLAY, REPLAY_LENGTH = 64, 128  # texts of the base, and tokens of each
+REPLAY_TEXTS, REPLAY_TOKENS = 64, 128  # texts of the base, and tokens of each
 
 
-def usual_rate(settings: TuneSettings, width: int) -> float:
+def default_rate(settings: TuneSettings, width: int) -> float:
     """Peak learning rate for a model of this width, to two digits."""
     rate = RATE * (WIDTH / width) ** POWER
-    rate *= (FULL if settings.full else 1) * (PAIRS if settings.loss != NEXT_TOKEN else 1)
+    rate *= (FULL if settings.full else 1) * (PAIR_RATE_SHARE if settings.loss != NEXT_TOKEN else 1)
     return float(f"{rate:.1e}")
 
 
-def usual_alpha(rslora: bool, rank: int) -> float:
+def default_alpha(rslora: bool, rank: int) -> float:
     """LoRA's alpha for this rank: the scale, alpha / rank, is the same at all ranks."""
-    return RSLORA_ALPHA if rslora else SCALE * rank
+    return RSLORA_ALPHA if rslora else LORA_SCALE * rank
 
 
-def completed(settings: TuneSettings, width: int, examples: int, rows: int) -> TuneSettings:
+def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: int) -> TuneSettings:
     """The settings with learning rate, rows a step and epochs.
 
     examples, rows  in the training data; several short examples share a row
     """
-    if settings.lr is None and settings.optimizer != "lbfgs" and not is_older(settings):
-        settings = replace(settings, lr=usual_rate(settings, width))
-    epochs = _epochs(settings, examples)
+    if settings.lr is None and settings.optimizer != "lbfgs" and not is_legacy_run(settings):
+        settings = replace(settings, lr=default_rate(settings, width))
+    num_epochs = _default_epochs(settings, examples)
     if not settings.batch_size:
-        settings = replace(settings, batch_size=_batch_size(settings, rows, epochs))
+        settings = replace(settings, batch_size=_batch_size(settings, num_rows, num_epochs))
     if settings.iters is None and settings.epochs is None:
-        if updates_of(settings, rows, epochs) < GOOD_UPDATES:
-            per_epoch = updates_of(settings, rows, 1)
-            epochs = min(max(epochs, math.ceil(GOOD_UPDATES / per_epoch)), MAX_EPOCHS)
-        settings = replace(settings, epochs=float(epochs))
+        if count_updates(settings, num_rows, num_epochs) < GOOD_UPDATES:
+            per_epoch = count_updates(settings, num_rows, 1)
+            num_epochs = min(max(num_epochs, math.ceil(GOOD_UPDATES / per_epoch)), MAX_EPOCHS)
+        settings = replace(settings, epochs=float(num_epochs))
     return settings
 
 
-def is_older(settings: TuneSettings) -> bool:
+def is_legacy_run(settings: TuneSettings) -> bool:
     """Whether a resumed run leaves open what later runs have in their folder; its rate is `settings.usual_rate`."""
     return settings.resume and not settings.overwrite and (settings.folder / "run.yaml").exists()
 
 
-def replayed(settings: TuneSettings, config: Config, samples: Samples) -> int:
+def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedSamples) -> int:
     """Texts of the base that rows end in, see training.replay_texts. Raises InputError where there can be none."""
-    name = "" if settings.model is None else settings.model.name
+    model_name = "" if settings.model is None else settings.model.name
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,
         f"--loss {settings.loss} has no such term": settings.loss != NEXT_TOKEN,
         "with --full all weights change, and it is for adapters": settings.full,
-        f"{name} caps its logits, which it is not for": bool(config.final_softcap),
+        f"{model_name} caps its logits, which it is not for": bool(config.final_softcap),
     }
-    for reason, holds in reasons.items():
-        if holds and settings.replay:
+    for reason, applies in reasons.items():
+        if applies and settings.replay:
             raise InputError(f"--replay {settings.replay}: {reason}; leave it out")
     if settings.replay is not None:
         return settings.replay
     # where whole texts are learned, the data is to shape everything that the model writes
-    use_default = not samples.weights.all() and not is_older(settings)
-    return REPLAY if use_default and not any(reasons.values()) else 0
+    use_default = not samples.weights.all() and not is_legacy_run(settings)
+    return REPLAY_TEXTS if use_default and not any(reasons.values()) else 0
 
 
-def as_begun(settings: TuneSettings) -> TuneSettings:
+def with_saved_choices(settings: TuneSettings) -> TuneSettings:
     """The settings of a resumed run, with the choices in its folder where none is made anew. Raises InputError."""
     path = settings.folder / "run.yaml"
     if not settings.resume or settings.overwrite or not path.exists():
         return settings
-    original: dict[str, Any] = {**LEGACY}
-    original |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
-    missing = {name for name in OPEN if not getattr(settings, name) and name in original}
-    if settings.iters is not None or original.get("iters") is not None:
+    saved_settings: dict[str, Any] = {**LEGACY_DEFAULTS}
+    saved_settings |= {k: v for k, v in read_yaml(TuneSettings, path).items() if v is not None}
+    missing = {name for name in OPEN if not getattr(settings, name) and name in saved_settings}
+    if settings.iters is not None or saved_settings.get("iters") is not None:
         missing -= {"epochs"}
-    return replace(settings, **{name: original[name] for name in missing})
+    return replace(settings, **{name: saved_settings[name] for name in missing})
 
 
-def _epochs(settings: TuneSettings, examples: int) -> float:
+def _default_epochs(settings: TuneSettings, examples: int) -> float:
     """Passes over the data: those asked for, or those that are usual for so many examples."""
     if settings.epochs is not None and settings.iters is None:
         return settings.epochs
     return next((epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1)
 
 
-def _batch_size(settings: TuneSettings, rows: int, epochs: float) -> int:
-    """The largest number of rows that makes enough updates, or whose --iters pass over the data no more than `epochs`
+def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
+    """The largest number of rows that makes enough updates, or whose --iters pass over the data no more than `num_epochs`
     times."""
-    ranks = max(here().size, settings.nproc)
-    sizes = [size for size in BATCH_SIZES if size % ranks == 0] or [ranks]
-    for size in sizes:
-        sized = replace(settings, batch_size=size)
+    num_ranks = max(current_world().world_size, settings.nproc)
+    batch_sizes = [size for size in BATCH_SIZES if size % num_ranks == 0] or [num_ranks]
+    for batch_size in batch_sizes:
+        sized_settings = replace(settings, batch_size=batch_size)
         if settings.iters is None:
-            is_enough = updates_of(sized, rows, epochs) >= GOOD_UPDATES
+            is_enough = count_updates(sized_settings, num_rows, num_epochs) >= GOOD_UPDATES
         else:
-            is_enough = settings.iters <= updates_of(sized, rows, epochs)
+            is_enough = settings.iters <= count_updates(sized_settings, num_rows, num_epochs)
         if is_enough:
-            return size
-    return sizes[-1]
+            return batch_size
+    return batch_sizes[-1]
 
 
-def updates_of(settings: TuneSettings, rows: int, epochs: float) -> int:
+def count_updates(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
     """Steps of so many passes over the rows."""
-    batches = -(-rows // settings.batch_size)
-    return max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
+    num_batches = -(-num_rows // settings.batch_size)
+    return max(math.ceil(num_batches * num_epochs / settings.grad_accumulation_steps), 1)
 
 
-def prospect(examples: int, updates: int, rows: int, settings: TuneSettings) -> str:
+def prospect_text(examples: int, num_updates: int, num_rows: int, settings: TuneSettings) -> str:
     """What a run of so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
-    share = settings.batch_size * settings.grad_accumulation_steps / rows
-    passes = updates * share
-    epochs = "1 epoch" if f"{passes:.2g}" == "1" else f"{passes:.2g} epochs"
-    head = (
-        f"{plural(examples, 'example')}, {plural(updates, 'update')} ({epochs}, learning rate"
+    epoch_share = settings.batch_size * settings.grad_accumulation_steps / num_rows
+    num_passes = num_updates * epoch_share
+    epochs = "1 epoch" if f"{num_passes:.2g}" == "1" else f"{num_passes:.2g} epochs"
+    opening = (
+        f"{plural(examples, 'example')}, {plural(num_updates, 'update')} ({epochs}, learning rate"
         f" {settings.learning_rate:.1e}): "
     )
-    if updates < MIN_UPDATES:
-        num_epochs = math.ceil(MIN_UPDATES * share)
-        return f"{head}too few to change how the model answers; --epochs {num_epochs} or more examples would"
+    if num_updates < MIN_UPDATES:
+        num_epochs = math.ceil(MIN_UPDATES * epoch_share)
+        return f"{opening}too few to change how the model answers; --epochs {num_epochs} or more examples would"
     if examples < 50:
-        return f"{head}enough for a tone; 50 to 100 examples make a style"
+        return f"{opening}enough for a tone; 50 to 100 examples make a style"
     if examples < 500:
-        return f"{head}enough for a style, not for facts"
-    return f"{head}enough for a style or a task; facts belong in the prompt"
+        return f"{opening}enough for a style, not for facts"
+    return f"{opening}enough for a style or a task; facts belong in the prompt"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from packtrain.common.errors import InputError
 from packtrain.common.options import DATA, LORA, OUTPUT, TRAINING, positional
-from packtrain.data.conversations import TRUNCATE
-from packtrain.models.distillation_loss import Distill
-from packtrain.models.preference_loss import KINDS, Preference, preference
-from packtrain.training.train_settings import CHAT_TEMPLATE, LONGEST, WRITTEN, RunSettings
+from packtrain.data.conversations import TRUNCATE_CHOICES
+from packtrain.models.distillation_loss import DistillationLoss
+from packtrain.models.preference_loss import KINDS, PreferenceLoss, make_preference
+from packtrain.training.train_settings import CHAT_TEMPLATE, MAX_CONTEXT, OUTPUT_TYPES, RunSettings
 
 NEXT_TOKEN = "next-token"
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
@@ -32,12 +32,12 @@ class TuneSettings(RunSettings):
         None,
         "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
         flags="-c --max-seq-length",
-        least=2,
-        most=LONGEST,
+        min_value=2,
+        max_value=MAX_CONTEXT,
     )
     adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
     type: str | None = OUTPUT(
-        None, "element type of the changed matrices (default: as in the base)", choices=WRITTEN
+        None, "element type of the changed matrices (default: as in the base)", choices=OUTPUT_TYPES
     )
 
     merge: str = OUTPUT(
@@ -55,8 +55,8 @@ class TuneSettings(RunSettings):
     check_answers: int = OUTPUT(
         3,
         "after the run, base and tuned model answer so many held-out questions, side by side; 0: none",
-        least=0,
-        most=100,
+        min_value=0,
+        max_value=100,
     )
 
     full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
@@ -71,7 +71,7 @@ class TuneSettings(RunSettings):
     lora_alpha: float | None = LORA(
         None,
         "scale: the adapter's output counts alpha / rank (default: twice --lora-rank; 32 with --rslora)",
-        least=0.001,
+        min_value=0.001,
     )
     rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
     lora_modules: str = LORA(
@@ -79,13 +79,15 @@ class TuneSettings(RunSettings):
         "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v",
         metavar="NAMES",
     )
-    lora_dropout: float = LORA(0.0, "dropout probability of the adapter's input", least=0, most=0.9)
+    lora_dropout: float = LORA(
+        0.0, "dropout probability of the adapter's input", min_value=0, max_value=0.9
+    )
     aware: bool = LORA(
         False,
         "compute with matrices as they will be stored with their adapter, rounded with the base's scales; the merge"
         " then stores what was trained, without data",
     )
-    num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
+    num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", min_value=-1)
     freeze: tuple[str, ...] = TRAINING(
         (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN"
     )
@@ -99,24 +101,24 @@ class TuneSettings(RunSettings):
         None,
         "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
         " simpo 2, orpo 1)",
-        least=1e-6,
+        min_value=1e-6,
     )
     gamma: float | None = TRAINING(
         None,
         "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
-        least=0,
+        min_value=0,
     )
     sft_weight: float | None = TRAINING(
         None,
         "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
         " preference (default: orpo 1, else 0)",
-        least=0,
+        min_value=0,
     )
     label_smoothing: float = TRAINING(
         0.0,
         "losses of pairs: the share of pairs expected to be the wrong way round",
-        least=0,
-        most=0.5,
+        min_value=0,
+        max_value=0.5,
     )
     length_normalized: bool = TRAINING(
         False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
@@ -129,28 +131,31 @@ class TuneSettings(RunSettings):
         " reads the data once, before step 1",
     )
     distill_weight: float = TRAINING(
-        0.5, "with --teacher: its share of the loss; the rest is the data's", least=1e-6, most=1
+        0.5,
+        "with --teacher: its share of the loss; the rest is the data's",
+        min_value=1e-6,
+        max_value=1,
     )
     distill_temperature: float = TRAINING(
         1.0,
         "with --teacher: what both models' logits are divided by; other than 1, logits are computed twice unless"
         " --distill-weight is 1",
-        least=0.05,
-        most=100,
+        min_value=0.05,
+        max_value=100,
     )
     distill_top: int = TRAINING(
-        16, "with --teacher: how many of its likeliest tokens count", least=1, most=128
+        16, "with --teacher: how many of its likeliest tokens count", min_value=1, max_value=128
     )
 
     replay: int | None = TRAINING(
         None,
         "texts that the base writes before step 1; the tuned model stays near the base in them, so that it forgets"
         " less; 0: none (default: 64, for adapters that learn answers)",
-        least=0,
-        most=100_000,
+        min_value=0,
+        max_value=100_000,
     )
     replay_weight: float = TRAINING(
-        3.0, "how much these texts count, where the data counts 1", least=1e-6, most=1e6
+        3.0, "how much these texts count, where the data counts 1", min_value=1e-6, max_value=1e6
     )
 
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
@@ -158,50 +163,52 @@ class TuneSettings(RunSettings):
         "all", "which of the assistant's turns to train on", choices=("all", "last")
     )
     truncate: str = DATA(
-        "end", "what to do with conversations longer than the context", choices=TRUNCATE
+        "end", "what to do with conversations longer than the context", choices=TRUNCATE_CHOICES
     )
     chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(
-        0, "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps", least=0
+        0,
+        "rows per micro-batch; 0: 4, or 2 or 1 where 4 would make less than 180 steps",
+        min_value=0,
     )
     epochs: float | None = TRAINING(
         None,
         "passes over the data, in place of --iters (default: 3 to 1, for few examples up to 12: 180 steps or more)",
-        least=0.001,
-        most=1e6,
+        min_value=0.001,
+        max_value=1e6,
     )
-    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
+    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", min_value=0)
     lr: float | None = TRAINING(
         None,
         "peak learning rate (default: 1e-4 at a width of 4096, 4.4e-4 at 640; a tenth with --full or for pairs; 1 with"
         " lbfgs)",
         flags="--learning-rate -lr",
-        least=0,
+        min_value=0,
     )
     warmup_ratio: float = TRAINING(
-        0.03, "share of the steps used for learning-rate warm-up", least=0, most=1
+        0.03, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )
-    weight_decay: float = TRAINING(0.01, "weight decay", least=0)
+    weight_decay: float = TRAINING(0.01, "weight decay", min_value=0)
 
     @property
-    def usual_rate(self) -> float:
+    def default_rate(self) -> float:
         """The rate of runs from before it followed from the width; see training.finetune_defaults for later ones."""
         default_rate = FULL_RATE if self.full else LORA_RATE
         return default_rate if self.loss == NEXT_TOKEN else default_rate / 10
 
     @property
-    def distill(self) -> Distill | None:
+    def distill(self) -> DistillationLoss | None:
         """What a teacher's part in the loss is."""
         if self.teacher is None:
             return None
-        return Distill(self.distill_weight, self.distill_temperature, self.distill_top)
+        return DistillationLoss(self.distill_weight, self.distill_temperature, self.distill_top)
 
     @property
-    def preference(self) -> Preference | None:
+    def preference(self) -> PreferenceLoss | None:
         """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
-        of = {
+        losses_by_setting = {
             "beta": (*KINDS,),
             "sft_weight": (*KINDS,),
             "gamma": ("dpo", "simpo", "orpo"),
@@ -209,7 +216,7 @@ class TuneSettings(RunSettings):
             "length_normalized": ("dpo",),
             "reference_free": ("dpo",),
         }
-        for name, losses in of.items():
+        for name, losses in losses_by_setting.items():
             if getattr(self, name) and self.loss not in losses:
                 flag = name.replace("_", "-")
                 raise InputError(
@@ -221,7 +228,7 @@ class TuneSettings(RunSettings):
             raise InputError(
                 f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
             )
-        return preference(
+        return make_preference(
             self.loss,
             beta=self.beta,
             gamma=self.gamma,

@@ -12,11 +12,11 @@ import numpy as np
 
 from packtrain.common.text import plural
 from packtrain.models.lora import B
-from packtrain.training.training_engine import Engine
-from packtrain.training.training_job import Job
+from packtrain.training.training_engine import TrainingEngine
+from packtrain.training.training_job import TrainingJob
 
-RATE = 1e3
-DEVIATION = np.float32(0.01)
+PROBE_RATE = 1e3
+B_DEVIATION = np.float32(0.01)
 NAMED = 8  # tensors named in a message; others are counted
 
 
@@ -24,49 +24,51 @@ class NoGradient(ArithmeticError):
     """Training would have no effect: a gradient is zero, or not finite."""
 
 
-def probe(job: Job, engine: Engine, report: Callable[[str], None]) -> None:
+def check_gradients(
+    job: TrainingJob, engine: TrainingEngine, report: Callable[[str], None]
+) -> None:
     """Raise NoGradient for tensors without a gradient; reports experts that no token has reached."""
     session, optimizer = engine.session, engine.optimizer
-    names = engine.plans.trained
+    names = engine.plans.trained_names
     for name in (name for name in names if name.endswith(B)):
         draw = np.random.default_rng(zlib.crc32(name.encode()))
-        session.fill(name, partial(_small, draw=draw))
-    initial_digests = {name: _digests(session.view(name)) for name in names}
-    engine.optimizer = optimizer.bare()
-    result = engine.step(job.batches(1), 1, RATE)
-    if result.bad:
-        raise NoGradient(f"before step 1 a gradient is not finite: {result.bad}")
+        session.fill(name, partial(_init_small, draw=draw))
+    initial_digests = {name: _part_digests(session.view(name)) for name in names}
+    engine.optimizer = optimizer.without_decay()
+    result = engine.step(job.batches(1), 1, PROBE_RATE)
+    if result.skip_reason:
+        raise NoGradient(f"before step 1 a gradient is not finite: {result.skip_reason}")
     still = {
         name: [
             i
-            for i, digest in enumerate(_digests(session.view(name)))
+            for i, digest in enumerate(_part_digests(session.view(name)))
             if digest == initial_digests[name][i]
         ]
         for name in names
     }
-    _judge(
+    _report_unreached(
         {name: unchanged for name, unchanged in still.items() if unchanged}, initial_digests, report
     )
-    for name in engine.plans.kept.keys() - set(names):
+    for name in engine.plans.resident_leaves.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
-    job.subject.begin(session)
+    job.model.init_weights(session)
     engine.optimizer, engine.before = optimizer, None
 
 
-def _small(array: np.ndarray, draw: np.random.Generator) -> None:
+def _init_small(array: np.ndarray, draw: np.random.Generator) -> None:
     draw.standard_normal(dtype=np.float32, out=array)
-    array *= DEVIATION
+    array *= B_DEVIATION
 
 
-def _digests(array: np.ndarray) -> list[int]:
+def _part_digests(array: np.ndarray) -> list[int]:
     """Digest of the whole array, or of each expert's part."""
     return [zlib.crc32(part.data) for part in (array if array.ndim == 3 else array[None])]
 
 
-def _judge(
-    still: dict[str, list[int]], all_parts: dict[str, list[int]], report: Callable[[str], None]
+def _report_unreached(
+    still: dict[str, list[int]], part_digests: dict[str, list[int]], report: Callable[[str], None]
 ) -> None:
-    dead = [name for name, unchanged in still.items() if len(unchanged) == len(all_parts[name])]
+    dead = [name for name, unchanged in still.items() if len(unchanged) == len(part_digests[name])]
     if dead:
         suffix = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
         raise NoGradient(

@@ -4,68 +4,74 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from packtrain.distributed import World, here
+from packtrain.distributed import World, current_world
 from packtrain.engine.backends.host import later
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.tensor import Tensor
-from packtrain.planner.rank_exchange import buckets_of
-from packtrain.planner.training_plans import Plans
+from packtrain.planner.rank_exchange import gradient_buckets
+from packtrain.planner.training_plans import TrainingPlans
 
 
-class Exchanged:
+class GradientExchange:
     """Of a run of several ranks, for its graph of a micro-batch."""
 
-    def __init__(self, session: Session, plans: Plans, micro: Executor) -> None:
-        self.session, self.micro = session, micro
-        self.trained = [plans.leaves[name] for name in plans.trained]
-        self.shared = plans.shape.share is not None
-        self.buckets = buckets_of(micro.placed)
-        self.sent, self.before = 0, (0.0, 0.0)
+    def __init__(self, session: Session, plans: TrainingPlans, micro: Executor) -> None:
+        self.session, self.micro_executor = session, micro
+        self.trained_leaves = [plans.leaves[name] for name in plans.trained_names]
+        self.is_sharded = plans.shape.moment_share is not None
+        self.buckets = gradient_buckets(micro.placed)
+        self.num_sent, self.start_seconds = 0, (0.0, 0.0)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins, with one evaluation or several."""
-        self.before = here().seconds, here().waited
+        self.start_seconds = current_world().exchange_seconds, current_world().waited
 
-    def leaving(self) -> Callable[[], bool]:
+    def make_sender(self) -> Callable[[], bool]:
         """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
-        self.sent, micro = 0, self.micro
+        self.num_sent, micro = 0, self.micro_executor
 
         def send() -> bool:
             if micro.calls[micro.at] is later:
                 return False
-            while self.sent < len(self.buckets) and self.buckets[self.sent][0] <= micro.at:
-                here().send(self._arrays(self.buckets[self.sent][1]))
-                self.sent += 1
+            while self.num_sent < len(self.buckets) and self.buckets[self.num_sent][0] <= micro.at:
+                current_world().start_all_reduce(self._arrays(self.buckets[self.num_sent][1]))
+                self.num_sent += 1
             return False
 
         return send
 
-    def end(self, loss: np.ndarray) -> None:
+    def finish_step(self, loss: np.ndarray) -> None:
         """After the last micro-batch; the loss () becomes the sum of all, too."""
-        for _, sums in self.buckets[self.sent :]:
-            here().send(self._arrays(sums))
-        here().send([loss.reshape(1)])
-        here().arrived()
+        for _, sums in self.buckets[self.num_sent :]:
+            current_world().start_all_reduce(self._arrays(sums))
+        current_world().start_all_reduce([loss.reshape(1)])
+        current_world().wait_for_transfers()
 
-    def spread(self) -> None:
+    def spread_weights(self) -> None:
         """After an update of parts of the weights: all ranks get all parts."""
-        if self.shared:
-            here().spread(self._arrays(self.trained))
-            here().arrived()
+        if self.is_sharded:
+            current_world().start_all_gather(self._arrays(self.trained_leaves))
+            current_world().wait_for_transfers()
 
     def _arrays(self, leaves: Sequence[Tensor]) -> list[np.ndarray]:
         return [self.session.array(leaf) for leaf in leaves]
 
-    def seconds(self) -> dict[str, float]:
+    def exchange_seconds(self) -> dict[str, float]:
         """Of the last step: of exchanging, and of doing nothing but wait for it."""
-        exchanging, waited = self.before
+        exchanged_before, waited_before = self.start_seconds
         return {
-            "exchange_seconds": here().seconds - exchanging,
-            "waited_seconds": here().waited - waited,
+            "exchange_seconds": current_world().exchange_seconds - exchanged_before,
+            "waited_seconds": current_world().waited - waited_before,
         }
 
 
-def exchanged(session: Session, plans: Plans, micro: Executor | None) -> Exchanged | None:
+def make_gradient_exchange(
+    session: Session, plans: TrainingPlans, micro: Executor | None
+) -> GradientExchange | None:
     """None for a process alone."""
-    world: World = here()
-    return Exchanged(session, plans, micro) if world.size > 1 and micro is not None else None
+    world: World = current_world()
+    return (
+        GradientExchange(session, plans, micro)
+        if world.world_size > 1 and micro is not None
+        else None
+    )

@@ -11,37 +11,37 @@ from packtrain.engine.optim import OPTIMIZERS
 from packtrain.training.finetune_settings import NEXT_TOKEN, TuneSettings
 from packtrain.training.train_settings import RunSettings, TrainSettings
 
-Rule = tuple[str, Callable[[Any], bool], str]
+EffectRule = tuple[str, Callable[[Any], bool], str]
 
 
-def of_optimizers() -> Iterator[Rule]:
+def optimizer_rules() -> Iterator[EffectRule]:
     """For each optimizer, the settings that only other optimizers have."""
     of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
     all_options = {field.name for field in fields(RunSettings)} & set().union(*of.values())
     for name, local_options in of.items():
         yield (
             " ".join(sorted(all_options - local_options)),
-            _chosen(name),
+            _uses_optimizer(name),
             f"with --optimizer {name}",
         )
 
 
-def _chosen(name: str) -> Callable[[Any], bool]:
+def _uses_optimizer(name: str) -> Callable[[Any], bool]:
     return lambda settings: bool(settings.optimizer == name)
 
 
-VAL_SPLIT: Rule = (
+VAL_SPLIT_RULE: EffectRule = (
     "val_split",
     lambda s: s.data is not None and has_valid_file(s.data),
     "with the valid file in the folder --data",
 )
-TRAIN_ON: Rule = (
+TRAIN_ON_RULE: EffectRule = (
     "train_on",
     lambda s: not s.mask_prompt,
     "with --no-mask-prompt, which trains on all turns",
 )
 
-RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
+RULES_BY_SETTINGS: tuple[tuple[type, tuple[EffectRule, ...]], ...] = (
     (
         RunSettings,
         (
@@ -59,7 +59,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 "without --lr-scheduler halving",
             ),
             ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
-            *of_optimizers(),
+            *optimizer_rules(),
             (
                 "lr_scheduler lr_min lr_cycles warmup_ratio warmup_lr max_grad_norm max_grad_value",
                 lambda s: OPTIMIZERS[s.optimizer].first_length is not None,
@@ -81,7 +81,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 lambda s: s.spread.target.private,
                 "without a --device with a memory of its own",
             ),
-            VAL_SPLIT,
+            VAL_SPLIT_RULE,
         ),
     ),
     (
@@ -130,11 +130,11 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 lambda s: s.aware and s.merge == "plain",
                 "with --aware, which merges as it trains",
             ),
-            TRAIN_ON,
+            TRAIN_ON_RULE,
         ),
     ),
 )
-VALIDATING: tuple[Rule, ...] = (
+VALIDATION_RULES: tuple[EffectRule, ...] = (
     ("patience steps_per_eval val_batches", lambda s: True, "without validation data"),
 )
 
@@ -145,9 +145,9 @@ def check_effects(settings: RunSettings) -> None:
         raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     if settings.resume and not settings.overwrite:
         return
-    for kind, rules in RULES:
-        if isinstance(settings, kind):
-            check_idle(settings, rules)
+    for settings_class, rules in RULES_BY_SETTINGS:
+        if isinstance(settings, settings_class):
+            check_rules(settings, rules)
     if settings.learning_rate == 0:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
     for name in ("save_name", "save_model"):
@@ -163,10 +163,10 @@ def check_effects(settings: RunSettings) -> None:
 def check_validation(settings: RunSettings, validates: bool) -> None:
     """The same for settings that only affect validation."""
     if not validates and not settings.resume:
-        check_idle(settings, VALIDATING)
+        check_rules(settings, VALIDATION_RULES)
 
 
-def check_idle(settings: Any, rules: tuple[Rule, ...]) -> None:
+def check_rules(settings: Any, rules: tuple[EffectRule, ...]) -> None:
     """Raise InputError for a setting that a rule finds without effect; for any command."""
     defaults = {field.name: field.default for field in fields(settings)}
     for names, has_no_effect, reason in rules:

@@ -17,22 +17,25 @@ from packtrain.models import transformer
 from packtrain.models.model_file import ModelFile
 from packtrain.training.training_engine import with_targets
 
-HUGE = 700.0  # e to a larger power overflows a float
+MAX_EXPONENT = 700.0  # e to a larger power overflows a float
 
 
-def losses_of(
+def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> Executor:
     """An executor that returns `losses` of batches, see transformer.loss, with the mapped weights."""
-    leaves, session = transformer.weights(model.config, model.types()), Session(target.limits)
+    leaves, session = (
+        transformer.weights(model.config, model.matrix_dtypes()),
+        Session(target.limits),
+    )
     session.share(model.stored())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)
-    plan, available = make_plan(placed), total_nbytes()
-    if plan.arena().nbytes > available:
+    plan, available_nbytes = make_plan(placed), total_nbytes()
+    if plan.arena().nbytes > available_nbytes:
         raise DoesNotFit(
             f"windows of {rows} × {time} tokens need {size_text(plan.arena().nbytes)}, and there "
-            f"are {size_text(available)}; a smaller --ctx or --batch-size needs less"
+            f"are {size_text(available_nbytes)}; a smaller --ctx or --batch-size needs less"
         )
     return session.executor(placed, plan)
 
@@ -44,23 +47,23 @@ def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Itera
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class MeanEstimate:
     """A mean and its standard error, as in llama-perplexity: values count as independent."""
 
     value: float
     error: float
 
     @staticmethod
-    def of(values: np.ndarray) -> "Mean":
+    def of(values: np.ndarray) -> "MeanEstimate":
         wide = values.astype(np.float64)
         error = math.sqrt(float(wide.var()) / (len(wide) - 1)) if len(wide) > 1 else math.nan
-        return Mean(float(wide.mean()), error)
+        return MeanEstimate(float(wide.mean()), error)
 
     @property
-    def exponential(self) -> "Mean":
+    def exponential(self) -> "MeanEstimate":
         """Perplexity, if this is a loss."""
-        value = math.exp(self.value) if self.value < HUGE else math.inf
-        return Mean(value, value * self.error)
+        value = math.exp(self.value) if self.value < MAX_EXPONENT else math.inf
+        return MeanEstimate(value, value * self.error)
 
     def __str__(self) -> str:
         return f"{self.value:.4f}" + ("" if math.isnan(self.error) else f" ± {self.error:.4f}")

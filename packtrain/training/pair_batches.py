@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from packtrain.data.conversations import Samples
-from packtrain.models.preference_loss import PAIRS, REFERENCE, SHARES, SIDES, Preference
+from packtrain.data.conversations import TokenizedSamples
+from packtrain.models.preference_loss import PAIRS, REFERENCE, SHARES, SIDES_INPUT, PreferenceLoss
 from packtrain.training.sample_batches import SampleBatches
 
-TIE = 1e-5
+TIE_MARGIN = 1e-5
 
 
 class PairBatches(SampleBatches):
@@ -19,76 +19,76 @@ class PairBatches(SampleBatches):
 
     sides      (rows, 2P, time)  f32, which targets are the answers': P chosen ones, then P rejected; divided by their
                                  number where the loss wants means
-    reference  (rows, 2P)        f32, their log-probabilities by the reference model, from `known`
+    reference  (rows, 2P)        f32, their log-probabilities by the reference model, from `known_logps`
     shares     (rows, P)         f32, 1 / targets of the chosen answer, where the loss counts its sum and its mean
     pairs      (rows, P)         f32, 1 for each pair
     P is the most pairs of a row.
 
-    known      (samples,)        f64, NaN where nothing is known yet
+    known_logps      (samples,)        f64, NaN where nothing is known yet
     """
 
     def __init__(
-        self, samples: Samples, rows: int, time: int, how: Preference, *, seed: int = 0,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: PreferenceLoss, *, seed: int = 0,
         shuffle: bool = True, pack: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, shuffle=shuffle, pack=pack)
-        self.how, self.most = how, int(np.diff(self._first).max())
-        self.known = np.full(len(samples), np.nan)
+        self.loss_settings, self.max_pairs = loss_settings, int(np.diff(self._row_starts).max())
+        self.known_logps = np.full(len(samples), np.nan)
 
     @staticmethod
-    def lengths_of(samples: Samples) -> np.ndarray:
+    def item_lengths(samples: TokenizedSamples) -> np.ndarray:
         return np.asarray((samples.lengths - 1).reshape(-1, 2).sum(-1))
 
-    def answers(self, index: int) -> list[list[int]]:
-        return [[2 * i + side for i in row for side in (0, 1)] for row in self.chosen(index)]
+    def row_samples(self, index: int) -> list[list[int]]:
+        return [[2 * i + side for i in row for side in (0, 1)] for row in self.row_items(index)]
 
-    def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
-        sides_of = [2 * i + side for i in chosen for side in (0, 1)]
-        row, count = super()._row(sides_of), len(chosen)
-        sides = np.zeros((2, self.most, self.time), np.float32)
-        reference_logps = np.zeros((2, self.most), np.float32)
-        shares = np.zeros(self.most, np.float32)
-        for number, sample in enumerate(sides_of):
-            pair, side = divmod(number, 2)
-            sides[side, pair] = side_weights = row["weights"] * (row["seq"] == number)
-            if self.how.divides:
+    def _make_row(self, items: list[int]) -> dict[str, np.ndarray]:
+        sample_ids = [2 * i + side for i in items for side in (0, 1)]
+        row, num_pairs = super()._make_row(sample_ids), len(items)
+        sides = np.zeros((2, self.max_pairs, self.time), np.float32)
+        reference_logps = np.zeros((2, self.max_pairs), np.float32)
+        shares = np.zeros(self.max_pairs, np.float32)
+        for sample_number, sample in enumerate(sample_ids):
+            pair, side = divmod(sample_number, 2)
+            sides[side, pair] = side_weights = row["weights"] * (row["seq"] == sample_number)
+            if self.loss_settings.uses_mean:
                 sides[side, pair] /= side_weights.sum()
-            reference_logps[side, pair] = self.known[sample]
+            reference_logps[side, pair] = self.known_logps[sample]
             if not side:
                 shares[pair] = 1 / side_weights.sum()
-        row[SIDES] = sides.reshape(-1, self.time)
-        row[PAIRS] = (np.arange(self.most) < count).astype(np.float32)
-        if self.how.reference:
+        row[SIDES_INPUT] = sides.reshape(-1, self.time)
+        row[PAIRS] = (np.arange(self.max_pairs) < num_pairs).astype(np.float32)
+        if self.loss_settings.reference:
             row[REFERENCE] = reference_logps.reshape(-1)
-        if self.how.shares:
+        if self.loss_settings.needs_shares:
             row[SHARES] = shares
         return row
 
 
-def logps_of(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Log-probabilities (rows, 2P) of the answers of a batch, from the losses (rows, time) of its targets."""
-    products = batch[SIDES].astype(np.float64) * losses[:, None]
+    products = batch[SIDES_INPUT].astype(np.float64) * losses[:, None]
     return np.asarray(-products.sum(-1))
 
 
-def pairs_of(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """The pairs (N, 2) among the log-probabilities of a batch."""
     by_pair = logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)
     return np.asarray(by_pair[batch[PAIRS] > 0])
 
 
-def measured(
-    preference: Preference, logps: np.ndarray, batch: Mapping[str, np.ndarray]
+def pair_measures(
+    preference: PreferenceLoss, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Preference.judged for the pairs of a batch."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
-    shares = batch[SHARES][batch[PAIRS] > 0] if preference.shares else 1.0
-    return preference.judged(pairs_of(logps, batch), pairs_of(reference_logps, batch), shares)
+    shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
+    return preference.judged(pair_logps(logps, batch), pair_logps(reference_logps, batch), shares)
 
 
-def summary(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
+def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
     """Means over pairs, under TRL's names: rewards of both, their margin, and how often the chosen one's is higher."""
-    measures = [*parts]
+    measures = [*step_measures]
     chosen, rejected = (
         np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")
     )
@@ -96,10 +96,10 @@ def summary(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
         "rewards_chosen": float(chosen.mean()),
         "rewards_rejected": float(rejected.mean()),
         "rewards_margin": float((chosen - rejected).mean()),
-        "rewards_accuracy": float(right(chosen - rejected).mean()),
+        "rewards_accuracy": float(chosen_wins(chosen - rejected).mean()),
     }
 
 
-def right(margins: np.ndarray) -> np.ndarray:
+def chosen_wins(margins: np.ndarray) -> np.ndarray:
     """1 where the chosen answer's reward is higher, 1/2 where both are equal but for rounding."""
-    return np.where(np.abs(margins) < TIE, 0.5, margins > 0)
+    return np.where(np.abs(margins) < TIE_MARGIN, 0.5, margins > 0)

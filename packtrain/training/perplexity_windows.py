@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.data.text.documents import Source, read_documents
-from packtrain.data.text.reading_report import Report
+from packtrain.data.text.documents import SourceFile, read_documents
+from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class PerplexityWindows:
     """`rows` windows of `context` tokens to a batch, in order; the last batch is padded with empty rows.
 
     ids  (N,) i32, of the whole text
@@ -48,11 +48,11 @@ class Windows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `pos`, `seq` i32 (rows, time); `targets` i32, `weights` f32 (rows, time - skipped)."""
-        numbers = range(index * self.rows, min((index + 1) * self.rows, self.windows))
+        window_numbers = range(index * self.rows, min((index + 1) * self.rows, self.windows))
         ids = np.zeros((self.rows, self.context), np.int32)
         weights = np.zeros((self.rows, self.time - self.skipped), np.float32)
-        for row, number in enumerate(numbers):
-            ids[row] = self.ids[number * self.context : (number + 1) * self.context]
+        for row, window_number in enumerate(window_numbers):
+            ids[row] = self.ids[window_number * self.context : (window_number + 1) * self.context]
             weights[row] = 1
         if self.bos is not None:
             ids[:, 0] = self.bos
@@ -65,19 +65,19 @@ class Windows:
         }
 
 
-def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
+def read_single_text(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
     """The ids (N,) i32 of a file as one text, or None if it holds several documents.
 
     As llama-perplexity reads it: BOS if the model's file asks for it, text that spells a control token stays text,
     line ends stay as they are, but the last line feed is dropped.
     """
-    source, report = [Source(path)], Report(path, exact=True)
-    if sum(piece.ends for piece in read_documents(source, separator, [report])) > 1:
+    sources, reading_report = [SourceFile(path)], ReadingReport(path, keep_line_ends=True)
+    if sum(piece.is_last for piece in read_documents(sources, separator, [reading_report])) > 1:
         return None
     ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
-    pieces = (piece.text for piece in read_documents(source, separator, [report]))
-    for part in tokenizer.encode_pieces(_without_last_break(pieces)):
-        ids.extend(part)
+    pieces = (piece.text for piece in read_documents(sources, separator, [reading_report]))
+    for piece_ids in tokenizer.encode_pieces(_without_last_break(pieces)):
+        ids.extend(piece_ids)
     return np.frombuffer(ids, np.int32)
 
 

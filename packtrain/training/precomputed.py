@@ -15,106 +15,106 @@ import numpy as np
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import atomic_file
-from packtrain.common.memory import settle
-from packtrain.data.conversations import Samples
-from packtrain.distributed import here
+from packtrain.common.memory import release_memory
+from packtrain.data.conversations import TokenizedSamples
+from packtrain.distributed import current_world
 from packtrain.training.sample_batches import SampleBatches
-from packtrain.training.training_job import Job
+from packtrain.training.training_job import TrainingJob
 
-PART = 1 << 18  # bytes that are sent at a time
+SEND_NBYTES = 1 << 18  # bytes that are sent at a time
 SAVE_SECONDS = 60.0  # between writes of what is known so far
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
+class SampleSubset:
     """Some of the samples."""
 
-    samples: Samples
-    which: list[int]
+    samples: TokenizedSamples
+    sample_ids: list[int]
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.samples.lengths[self.which]
+        return self.samples.lengths[self.sample_ids]
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.sample_ids)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.samples[self.which[i]]
+        return self.samples[self.sample_ids[i]]
 
 
-def missing(job: Job, part: SampleBatches, unknown: np.ndarray) -> list[int]:
+def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarray) -> list[int]:
     """The samples of a part that the run will see, of those that are unknown: (samples,) bool."""
     num_batches = job.steps * job.settings.grad_accumulation_steps
-    if part is job.train and num_batches < len(part):
-        seen = np.zeros(len(unknown), bool)
+    if batches is job.train and num_batches < len(batches):
+        is_seen = np.zeros(len(unknown), bool)
         for index in range(num_batches):
-            for row in part.answers(index):
-                seen[row] = True
-        unknown = unknown & seen
+            for row in batches.row_samples(index):
+                is_seen[row] = True
+        unknown = unknown & is_seen
     return np.flatnonzero(unknown).tolist()
 
 
-def in_turn(count: int, read: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """What `read` says of each number below `count`, in their order; each rank reads every k-th of them."""
-    world = here()
-    for first in range(world.rank, count + world.rank, world.size):
-        gathered = world.gather(read(first) if first < count else [])
+def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
+    """What `read_item` says of each number below `num_items`, in their order; each rank reads every k-th of them."""
+    world = current_world()
+    for first_index in range(world.rank, num_items + world.rank, world.world_size):
+        gathered = world.gather(read_item(first_index) if first_index < num_items else [])
         yield [result for rank_results in gathered for result in rank_results]
 
 
 def follow(
-    progress: Iterator[int], total: int, events: Events, title: str, part: str, stopped: Callable[[], bool],
+    progress: Iterator[int], num_total: int, events: Events, label: str, unit: str, stopped: Callable[[], bool],
     save: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Go through `progress`, which yields how many parts of `total` are done; save now and then, at a stop, and at the
+    """Go through `progress`, which yields how many parts of `num_total` are done; save now and then, at a stop, and at the
     end. Raises Interrupted if `stopped()` on any rank."""
-    saved = time.monotonic()
-    with events.counting(title, part) as tell:
-        for done in progress:
-            tell(done, total)
-            stops = here().any(stopped())
-            if stops or time.monotonic() - saved > SAVE_SECONDS:
+    last_save_time = time.monotonic()
+    with events.counting(label, unit) as counter:
+        for num_done in progress:
+            counter(num_done, num_total)
+            stop_requested = current_world().any_rank(stopped())
+            if stop_requested or time.monotonic() - last_save_time > SAVE_SECONDS:
                 save()
-                saved = time.monotonic()
-            if stops:
+                last_save_time = time.monotonic()
+            if stop_requested:
                 raise Interrupted("stopped before step 1")
-    settle()  # what read the texts is gone
+    release_memory()  # what read the texts is gone
     save()
 
 
-def recall(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
+def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Fill the arrays with what rank 0 finds in its file, see `read`."""
-    world = here()
+    world = current_world()
     if world.rank == 0:
-        read(path, mark, arrays)
-    if world.size > 1:
+        read_arrays(path, mark, arrays)
+    if world.world_size > 1:
         for array in arrays.values():
-            step = max(PART // max(array[:1].nbytes, 1), 1)
-            for at in range(0, len(array), step):
-                array[at : at + step] = world.from_first(array[at : at + step])
+            chunk_rows = max(SEND_NBYTES // max(array[:1].nbytes, 1), 1)
+            for at in range(0, len(array), chunk_rows):
+                array[at : at + chunk_rows] = world.from_first(array[at : at + chunk_rows])
 
 
-def write(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """mark  identifies the data, the model and the settings that these arrays are of"""
-    if here().rank:
+    if current_world().rank:
         return
-    contents: dict[str, Any] = {"mark": np.array(mark), **arrays}
+    named_arrays: dict[str, Any] = {"mark": np.array(mark), **arrays}
     with atomic_file(path) as file:
-        np.savez(file, **contents)
+        np.savez(file, **named_arrays)
 
 
-def read(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
+def read_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Fill the arrays from the file if it is whole and has this mark; else they are computed again."""
     try:
         with path.open("rb") as raw, np.load(raw) as file:  # which has checksums
             if str(file["mark"]) != mark:
                 return
-            stored = {name: file[name] for name in arrays}
+            stored_arrays = {name: file[name] for name in arrays}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return
-    if all(stored[name].shape == array.shape for name, array in arrays.items()):
+    if all(stored_arrays[name].shape == array.shape for name, array in arrays.items()):
         for name, array in arrays.items():
-            array[...] = stored[name]
+            array[...] = stored_arrays[name]

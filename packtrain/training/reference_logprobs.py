@@ -12,72 +12,78 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.common.events import Events
-from packtrain.models.preference_loss import Preference
+from packtrain.models.preference_loss import PreferenceLoss
 from packtrain.planner.training_plans import EVALUATE
 from packtrain.training import precomputed
 from packtrain.training.pair_batches import PairBatches
 from packtrain.training.sample_batches import SampleBatches
-from packtrain.training.training_engine import Engine, with_targets
-from packtrain.training.training_job import Job
+from packtrain.training.training_engine import TrainingEngine, with_targets
+from packtrain.training.training_job import TrainingJob
 
 FILE = "reference.npz"  # in the run folder
 
 
-def refers(preference: Preference | None) -> bool:
+def uses_reference(preference: PreferenceLoss | None) -> bool:
     return preference is not None and preference.reference
 
 
-def refer(
-    job: Job, engine: Engine, folder: Path, events: Events, stopped: Callable[[], bool]
+def compute_reference_logps(
+    job: TrainingJob,
+    engine: TrainingEngine,
+    folder: Path,
+    events: Events,
+    stopped: Callable[[], bool],
 ) -> None:
     """Fill in what the reference model says of the pairs that the run will see. Leaves get their initial values.
 
     Raises Interrupted if `stopped()`.
     """
-    if not refers(job.shape.preference):
+    if not uses_reference(job.shape.preference):
         return
     parts = {"train": job.train, "valid": job.valid}
-    pair_parts = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
+    pair_batches = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
     mark, path = f"{job.fingerprint} {job.shape.base} {job.shape.config.precision}", folder / FILE
-    arrays = {name: part.known for name, part in pair_parts.items()}
-    precomputed.recall(path, mark, arrays)
+    arrays = {name: batches.known_logps for name, batches in pair_batches.items()}
+    precomputed.restore_arrays(path, mark, arrays)
     missing_samples = {
-        name: precomputed.missing(job, part, np.isnan(part.known))
-        for name, part in pair_parts.items()
+        name: precomputed.missing_samples(job, batches, np.isnan(batches.known_logps))
+        for name, batches in pair_batches.items()
     }
-    count = sum(map(len, missing_samples.values()))
-    if not count:
+    num_missing = sum(map(len, missing_samples.values()))
+    if not num_missing:
         return
-    job.subject.begin(engine.session)
-    counts = chain.from_iterable(
-        _fill(job, engine, part, missing_samples[n]) for n, part in pair_parts.items()
+    job.model.init_weights(engine.session)
+    done_counts = chain.from_iterable(
+        _fill(job, engine, batches, missing_samples[n]) for n, batches in pair_batches.items()
     )
-    save = partial(precomputed.write, path, mark, arrays)
+    save = partial(precomputed.write_arrays, path, mark, arrays)
     precomputed.follow(
-        accumulate(counts), count, events, "reference model", "answer", stopped, save
+        accumulate(done_counts), num_missing, events, "reference model", "answer", stopped, save
     )
 
 
-def _fill(job: Job, engine: Engine, part: PairBatches, sample_ids: list[int]) -> Iterator[int]:
+def _fill(
+    job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
+) -> Iterator[int]:
     """Compute them, a batch on each rank at a time; yields how many."""
     if not sample_ids:
         return
-    subset, run = precomputed.Some(part.samples, sample_ids), engine.run[EVALUATE]
-    batches = SampleBatches(subset, job.shape.rows, part.time, shuffle=False)  # type: ignore[arg-type]
+    subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]
+    batches = SampleBatches(subset, job.shape.micro_batch_size, part.time, shuffle=False)  # type: ignore[arg-type]
 
     def read(index: int) -> list[tuple[int, float]]:
-        batch, results = batches[index], list[tuple[int, float]]()
-        losses = run({**batch, **with_targets(batch)})["losses"].astype(np.float64)
-        for at, row in enumerate(batches.chosen(index)):
-            for number, i in enumerate(row):
-                sample_weights = batch["weights"][at] * (batch["seq"][at] == number)
-                logp = -(losses[at] @ sample_weights) / (
-                    sample_weights.sum() if part.how.divides else 1
+        batch, sample_logps = batches[index], list[tuple[int, float]]()
+        losses = executor({**batch, **with_targets(batch)})["losses"].astype(np.float64)
+        for row_index, row_items in enumerate(batches.row_items(index)):
+            for number, i in enumerate(row_items):
+                sample_weights = batch["weights"][row_index] * (batch["seq"][row_index] == number)
+                logp = -(losses[row_index] @ sample_weights) / (
+                    sample_weights.sum() if part.loss_settings.uses_mean else 1
                 )
-                results.append((sample_ids[i], logp))
-        return results
+                sample_logps.append((sample_ids[i], logp))
+        return sample_logps
 
-    for batch_results in precomputed.in_turn(len(batches), read):
+    for batch_results in precomputed.in_rank_order(len(batches), read):
         for i, logp in batch_results:
-            part.known[i] = logp
+            part.known_logps[i] = logp
         yield len(batch_results)

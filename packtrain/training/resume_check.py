@@ -9,26 +9,28 @@ from packtrain.common.errors import InputError
 from packtrain.common.options import flag
 from packtrain.common.text import plural
 from packtrain.engine.optim import OPTIMIZERS
-from packtrain.training.checkpoints import Checkpoint
-from packtrain.training.train_settings import FREE
-from packtrain.training.training_job import SOURCES, Job
+from packtrain.training.checkpoints import TrainingCheckpoint
+from packtrain.training.train_settings import RESUMABLE
+from packtrain.training.training_job import SOURCES, TrainingJob
 
 # settings that determine how the data is tokenized
 READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
-ORDER = ("rows", "chunk", "layered")
+ORDER_FIELDS = ("rows", "chunk", "layered")
 # settings that may change together with the optimizer
 RATES = """lr lr_min lr_scheduler lr_cycles lr_cycle_growth lr_half_every warmup_ratio warmup_lr
 optimizer max_grad_norm max_grad_value"""
-UPDATE = {*RATES.split(), *(f.name for kind in OPTIMIZERS.values() for f in fields(kind))}
+UPDATE_SETTINGS = {*RATES.split(), *(f.name for kind in OPTIMIZERS.values() for f in fields(kind))}
 
 
-def check_compatible(job: Job, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+def check_compatible(
+    job: TrainingJob, checkpoint: TrainingCheckpoint, report: Callable[[str], None]
+) -> None:
     """Raise InputError for a checkpoint of another run; report a changed number of steps."""
     current = job.about()
-    changes = differences(checkpoint.about, current, type(job.settings))
-    if changes:
+    changed_names = differences(checkpoint.about, current, type(job.settings))
+    if changed_names:
         raise InputError(
-            f"--resume: {checkpoint.path.parent} cannot continue: {'; '.join(changes)};"
+            f"--resume: {checkpoint.path.parent} cannot continue: {'; '.join(changed_names)};"
             " give the original ones, or start over with --overwrite"
         )
     if checkpoint.about.get("ranks", 1) != current["ranks"]:
@@ -46,42 +48,42 @@ def check_compatible(job: Job, checkpoint: Checkpoint, report: Callable[[str], N
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
     """The differences between a checkpoint and the job, as flags and file names."""
-    changed = [*_flags(saved, current, settings)]
-    names = [name for name, _ in changed]
-    messages = [line for _, line in changed]
+    changed_settings = [*_changed_settings(saved, current, settings)]
+    names = [name for name, _ in changed_settings]
+    messages = [line for _, line in changed_settings]
     messages += _files(saved, current, read_otherwise=any(name in READING for name in names))
     if messages:
         return messages
     # no setting explains these, for example another version of packtrain
-    compared = (
+    compared_fields = (
         {*current}
         - {"steps", "lora", "data", "sources", "ranks"}
         - {f.name for f in fields(settings)}
     )
-    if saved.get("ranks", 1) != current.get("ranks", 1) or _switched(saved, current):
-        compared -= {*ORDER}
+    if saved.get("ranks", 1) != current.get("ranks", 1) or _changed_optimizer(saved, current):
+        compared_fields -= {*ORDER_FIELDS}
     return [
-        f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was"
+        f"{'its order of additions' if name in ORDER_FIELDS else 'the model'} ({name}) was"
         f" {saved[name]} and is {current[name]}"
-        for name in sorted(compared & {*saved})
+        for name in sorted(compared_fields & {*saved})
         if saved[name] != current[name]
     ]
 
 
-def _flags(
+def _changed_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], settings: type
 ) -> Iterator[tuple[str, str]]:
     """Changed settings, each with a message; settings unknown to an old checkpoint had their defaults."""
-    free = FREE | (UPDATE if _switched(saved, current) else set())
+    resumable_names = RESUMABLE | (UPDATE_SETTINGS if _changed_optimizer(saved, current) else set())
     for field in fields(settings):
         if (
-            field.name not in current or field.name in free
+            field.name not in current or field.name in resumable_names
         ):  # `data` is a checksum in the checkpoint
             continue
         default = [*field.default] if isinstance(field.default, tuple) else field.default
-        was, is_ = saved.get(field.name, default), current[field.name]
-        if was != is_:
-            yield field.name, f"{flag(field.name)} was {_shown(was)} and is {_shown(is_)}"
+        old_value, is_ = saved.get(field.name, default), current[field.name]
+        if old_value != is_:
+            yield field.name, f"{flag(field.name)} was {_shown(old_value)} and is {_shown(is_)}"
 
 
 def _files(saved: Mapping[str, Any], current: Mapping[str, Any], read_otherwise: bool) -> list[str]:
@@ -97,12 +99,12 @@ def _files(saved: Mapping[str, Any], current: Mapping[str, Any], read_otherwise:
         return [
             f"{flag(n)} was {_shown(was[n])} and is {_shown(is_.get(n))}" for n in changed_sources
         ]
-    vocab = f" or the vocabulary {Path(is_['vocab']).name}" if is_.get("vocab") else ""
-    return [f"the data {Path(is_['data']).name}{vocab} has changed since it began"]
+    vocab_text = f" or the vocabulary {Path(is_['vocab']).name}" if is_.get("vocab") else ""
+    return [f"the data {Path(is_['data']).name}{vocab_text} has changed since it began"]
 
 
-def _switched(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return bool(before.get("optimizer", now.get("optimizer")) != now.get("optimizer"))
+def _changed_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    return bool(saved.get("optimizer", current.get("optimizer")) != current.get("optimizer"))
 
 
 def _shown(value: Any) -> str:

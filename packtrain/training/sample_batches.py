@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from packtrain.data.conversations import Samples
-from packtrain.training.epoch_order import Keys, item_at, keys_of
+from packtrain.data.conversations import TokenizedSamples
+from packtrain.training.epoch_order import RoundKeys, item_at, round_keys
 
-SHORTEST = 256  # the shortest row, even if all samples are shorter
+MIN_ROW_LENGTH = 256  # the shortest row, even if all samples are shorter
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
@@ -21,14 +21,14 @@ class SampleBatches:
     pack     best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
              otherwise a row is one sample and padding
     shuffle  each epoch has its rows in a new random order, and fills them with other samples of the same lengths
-    texts    of the base in which rows end, see training.replay_texts
+    num_texts    of the base in which rows end, see training.replay_texts
     """
 
-    texts: int | None = None
+    num_texts: int | None = None
 
     def __init__(
         self,
-        samples: Samples,
+        samples: TokenizedSamples,
         rows: int,
         time: int,
         *,
@@ -38,11 +38,11 @@ class SampleBatches:
     ) -> None:
         self.samples, self.rows, self.time = samples, rows, time
         self.seed, self.shuffle, self.pack = seed, shuffle, pack
-        self.key = 0
-        lengths = self.lengths_of(samples)
-        longest, self.longest = int(lengths.max()), int(samples.lengths.max()) - 1
-        if longest > time:
-            raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
+        self.shuffle_key = 0
+        lengths = self.item_lengths(samples)
+        longest_item, self.max_sample_length = int(lengths.max()), int(samples.lengths.max()) - 1
+        if longest_item > time:
+            raise ValueError(f"a sample of {longest_item} targets does not fit a row of {time}")
         # packed by length alone, so that every epoch has the same number of rows
         self._order = np.arange(len(lengths))
         row_of = self._order
@@ -50,18 +50,18 @@ class SampleBatches:
             self._order = np.argsort(-lengths, kind="stable")
             row_of = best_fit(lengths[self._order], time)
         self._shortness = -lengths[self._order]
-        self._places = np.argsort(row_of, kind="stable")
-        self._first = np.append(0, np.cumsum(np.bincount(row_of)))
+        self._sorted_by_row = np.argsort(row_of, kind="stable")
+        self._row_starts = np.append(0, np.cumsum(np.bincount(row_of)))
 
     @staticmethod
-    def lengths_of(samples: Samples) -> np.ndarray:
+    def item_lengths(samples: TokenizedSamples) -> np.ndarray:
         """Targets of each item that a row holds as a whole."""
         return samples.lengths - 1
 
     @property
     def windows(self) -> int:
         """Rows in one epoch."""
-        return len(self._first) - 1
+        return len(self._row_starts) - 1
 
     def __len__(self) -> int:
         """Batches in one epoch; the last one is padded."""
@@ -69,79 +69,79 @@ class SampleBatches:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
-        rows = [self._row(chosen) for chosen in self.chosen(index)]
+        rows = [self._make_row(items) for items in self.row_items(index)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def chosen(self, index: int) -> list[list[int]]:
+    def row_items(self, index: int) -> list[list[int]]:
         """The items of each row of a batch."""
         epoch, batch = divmod(index, len(self))
-        keys = keys_of(self.seed, epoch, self.key)
-        places = range(batch * self.rows, (batch + 1) * self.rows)
-        return [self._chosen_at(place, keys) for place in places]
+        keys = round_keys(self.seed, epoch, self.shuffle_key)
+        row_positions = range(batch * self.rows, (batch + 1) * self.rows)
+        return [self._items_at(row_position, keys) for row_position in row_positions]
 
-    def answers(self, index: int) -> list[list[int]]:
+    def row_samples(self, index: int) -> list[list[int]]:
         """The samples of each row of a batch, in the order of `seq`."""
-        return self.chosen(index)
+        return self.row_items(index)
 
-    def _chosen_at(self, place: int, keys: Keys) -> list[int]:
+    def _items_at(self, row_position: int, keys: RoundKeys) -> list[int]:
         """The samples of the row at a place in the epoch."""
-        if place >= self.windows:
+        if row_position >= self.windows:
             return []
-        row = item_at(place, self.windows, keys) if self.shuffle else place
-        ranks = self._places[self._first[row] : self._first[row + 1]].tolist()
-        return [int(self._order[self._swapped(rank, keys)]) for rank in ranks]
+        row = item_at(row_position, self.windows, keys) if self.shuffle else row_position
+        item_ranks = self._sorted_by_row[self._row_starts[row] : self._row_starts[row + 1]].tolist()
+        return [int(self._order[self._swapped_rank(rank, keys)]) for rank in item_ranks]
 
-    def _swapped(self, rank: int, keys: Keys) -> int:
+    def _swapped_rank(self, rank: int, keys: RoundKeys) -> int:
         """The rank of the sample that takes this place in this epoch: one of the same length."""
         if not (self.pack and self.shuffle):
             return rank
         shortness = self._shortness[rank]
-        first, end = (int(np.searchsorted(self._shortness, shortness, side)) for side in SIDES)
-        return first + item_at(rank - first, end - first, keys, -int(shortness))
+        start_rank, end = (int(np.searchsorted(self._shortness, shortness, side)) for side in SIDES)
+        return start_rank + item_at(rank - start_rank, end - start_rank, keys, -int(shortness))
 
-    def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
+    def _make_row(self, items: list[int]) -> dict[str, np.ndarray]:
         """The samples one after the other; the rest of the row is padding, as samples no longer than the longest: a
         model may have learned so many positions only."""
         names = ("tokens", "targets", "pos", "seq")
         row = {name: np.zeros(self.time, np.int32) for name in names}
         row["weights"] = np.zeros(self.time, np.float32)
-        at = 0
-        for number, i in enumerate(chosen):
+        offset = 0
+        for sample_number, i in enumerate(items):
             ids, weights = self.samples[i]
-            span = slice(at, at + len(ids) - 1)
+            span = slice(offset, offset + len(ids) - 1)
             row["tokens"][span], row["targets"][span] = ids[:-1], ids[1:]
             row["weights"][span] = weights[1:]
             row["pos"][span] = np.arange(len(ids) - 1)
-            row["seq"][span] = number
-            at = span.stop
-        padding = np.arange(self.time - at)
-        row["pos"][at:], row["seq"][at:] = (
-            padding % self.longest,
-            len(chosen) + padding // self.longest,
+            row["seq"][span] = sample_number
+            offset = span.stop
+        padding = np.arange(self.time - offset)
+        row["pos"][offset:], row["seq"][offset:] = (
+            padding % self.max_sample_length,
+            len(items) + padding // self.max_sample_length,
         )
         return row
 
 
 def row_length(max_length: int, *lengths: np.ndarray) -> int:
     """Row length that holds the longest item, in targets, and at least SHORTEST."""
-    longest = max(int(part.max()) for part in lengths)
-    return min(max_length, max(longest, SHORTEST))
+    longest = max(int(item_lengths.max()) for item_lengths in lengths)
+    return min(max_length, max(longest, MIN_ROW_LENGTH))
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
     """The row of each sample, by best fit: the fullest row with room for it, else a new one."""
     rows = np.empty(len(lengths), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(time + 1)]
-    room_bits, count = 0, 0  # bit r of `there`: some row has room for r more
+    rows_by_room: list[list[int]] = [[] for _ in range(time + 1)]
+    room_bits, num_rows = 0, 0  # bit r of `there`: some row has room for r more
     for i, length in enumerate(lengths.tolist()):
-        fitting = room_bits >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            room_bits ^= 0 if with_room[room] else 1 << room
+        fitting_rooms = room_bits >> length
+        if fitting_rooms:
+            room = length + (fitting_rooms & -fitting_rooms).bit_length() - 1
+            row = rows_by_room[room].pop()
+            room_bits ^= 0 if rows_by_room[room] else 1 << room
         else:
-            room, row, count = time, count, count + 1
-        with_room[room - length].append(row)
+            room, row, num_rows = time, num_rows, num_rows + 1
+        rows_by_room[room - length].append(row)
         room_bits |= 1 << (room - length)
         rows[i] = row
     return rows

@@ -1,11 +1,11 @@
 """Tests that end a run before its last step, from its settings and its progress alone."""
 
 from packtrain.common.text import plural
-from packtrain.training.checkpoints import Progress
+from packtrain.training.checkpoints import TrainingProgress
 from packtrain.training.train_settings import RunSettings
 
 
-def why_ended(settings: RunSettings, progress: Progress) -> str | None:
+def stop_reason(settings: RunSettings, progress: TrainingProgress) -> str | None:
     """Which test ends the run, as a sentence; None if none does."""
     s, recent_losses = settings, progress.recent
     if s.patience and progress.stale >= s.patience:
@@ -15,8 +15,8 @@ def why_ended(settings: RunSettings, progress: Progress) -> str | None:
         if abs(earlier_loss - latest_loss) < s.delta * abs(latest_loss):
             return f"in {plural(s.past, 'step')} the loss changed by less than --delta {s.delta:g} of it"
     if s.max_no_improvement and progress.unimproved >= s.max_no_improvement:
-        steps = plural(s.max_no_improvement, "step")
-        return f"no better training loss than {progress.lowest:.4f} in {steps}"
+        steps_text = plural(s.max_no_improvement, "step")
+        return f"no better training loss than {progress.lowest:.4f} in {steps_text}"
     if s.grad_tol and progress.norm <= s.grad_tol:
         return (
             f"the norm of the gradients is {progress.norm:.3g}, at most --grad-tol {s.grad_tol:g}"

@@ -6,13 +6,13 @@ from one document to the next. It knows no model and no optimizer.
 
 import numpy as np
 
-from packtrain.data.text import Tokens
-from packtrain.training.epoch_order import Keys, item_at, keys_of
+from packtrain.data.text import DocumentTokens
+from packtrain.training.epoch_order import RoundKeys, item_at, round_keys
 
-OFFSET = 1  # salt of the offset at which an epoch begins to read
+OFFSET_SALT = 1  # salt of the offset at which an epoch begins to read
 
 
-class Batches:
+class TextBatches:
     """Windows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
 
     fill            windows run over the whole stream, and a short document is followed by the next one in its row;
@@ -24,7 +24,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: DocumentTokens,
         rows: int,
         time: int,
         *,
@@ -35,18 +35,18 @@ class Batches:
     ) -> None:
         self.tokens, self.rows, self.time = tokens, rows, time
         self.seed, self.shuffle, self.fill = seed, shuffle, fill
-        self.key = 0
+        self.shuffle_key = 0
         self.random_offsets = random_offsets and shuffle and fill
         self.size = len(tokens.ids)
         end_offsets = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
-        self._starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
+        self._stretch_starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
         # targets of each stretch that a window must stay in, and the first window of each
-        self._targets = end_offsets - self._starts - 1
-        self._first = np.append(0, np.cumsum(-(-self._targets // time)))
+        self._stretch_targets = end_offsets - self._stretch_starts - 1
+        self._first_windows = np.append(0, np.cumsum(-(-self._stretch_targets // time)))
 
     @property
     def windows(self) -> int:
-        return int(self._first[-1])
+        return int(self._first_windows[-1])
 
     def __len__(self) -> int:
         """Batches in one epoch; the last one is padded."""
@@ -55,40 +55,40 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        keys = keys_of(self.seed, epoch, self.key)
-        offset = item_at(0, self.size, keys, OFFSET) if self.random_offsets else 0
-        places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(*self._window(place, keys, offset)) for place in places]
+        keys = round_keys(self.seed, epoch, self.shuffle_key)
+        offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
+        window_positions = range(batch * self.rows, (batch + 1) * self.rows)
+        rows = [self._make_row(*self._window_at(place, keys, offset)) for place in window_positions]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _window(self, place: int, keys: Keys, offset: int) -> tuple[int, int]:
+    def _window_at(self, window_position: int, keys: RoundKeys, offset: int) -> tuple[int, int]:
         """Start in the stream, and number of targets, of the window at a place in the epoch."""
-        if place >= self.windows:
+        if window_position >= self.windows:
             return 0, 0
-        window = item_at(place, self.windows, keys) if self.shuffle else place
-        stretch = int(np.searchsorted(self._first, window, side="right")) - 1
-        skipped = (window - int(self._first[stretch])) * self.time
-        count = min(self.time, int(self._targets[stretch]) - skipped)
-        return int(self._starts[stretch]) + skipped + offset, count
+        window = item_at(window_position, self.windows, keys) if self.shuffle else window_position
+        stretch = int(np.searchsorted(self._first_windows, window, side="right")) - 1
+        skipped = (window - int(self._first_windows[stretch])) * self.time
+        num_targets = min(self.time, int(self._stretch_targets[stretch]) - skipped)
+        return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
-    def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """The row of `count` targets after `start`; the rest is padding, as a separate document."""
-        places = (start + np.arange(count + 1)) % self.size
-        document_indices = np.searchsorted(self.tokens.starts, places, side="right") - 1
-        begins = self.tokens.starts[document_indices] == places
-        ids = self.tokens.ids[places].astype(np.int32)
+    def _make_row(self, token_start: int, count: int) -> dict[str, np.ndarray]:
+        """The row of `count` targets after `token_start`; the rest is padding, as a separate document."""
+        positions = (token_start + np.arange(count + 1)) % self.size
+        document_indices = np.searchsorted(self.tokens.starts, positions, side="right") - 1
+        is_document_start = self.tokens.starts[document_indices] == positions
+        ids = self.tokens.ids[positions].astype(np.int32)
         padding = self.time - count
 
         def padded(values: np.ndarray, dtype: type) -> np.ndarray:
             return np.append(values, np.zeros(padding, values.dtype)).astype(dtype)
 
-        at = np.arange(self.time)
-        news = padded(begins[:-1], bool)
+        indices = np.arange(self.time)
+        news = padded(is_document_start[:-1], bool)
         news[[0, *([count] if padding else [])]] = True
         return {
             "tokens": padded(ids[:-1], np.int32),
             "targets": padded(ids[1:], np.int32),
-            "weights": padded(~begins[1:], np.float32),
-            "pos": (at - np.maximum.accumulate(np.where(news, at, 0))).astype(np.int32),
+            "weights": padded(~is_document_start[1:], np.float32),
+            "pos": (indices - np.maximum.accumulate(np.where(news, indices, 0))).astype(np.int32),
             "seq": (np.cumsum(news) - 1).astype(np.int32),
         }

@@ -5,42 +5,44 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from packtrain.common.errors import InputError
-from packtrain.common.options import COLUMNS, DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
-from packtrain.data.chat_template import SOURCES
-from packtrain.dtypes import MERGED, PRECISIONS
+from packtrain.common.options import COLUMNS, DATA, MEMORY, MODEL, OUTPUT, TRAINING, option_fields
+from packtrain.data.chat_template import TEMPLATES
+from packtrain.dtypes import MERGEABLE, PRECISIONS
 from packtrain.engine.backends import Target
 from packtrain.engine.optim import OPTIMIZERS
-from packtrain.models.attention_choice import AUTO, FLASH, MODES
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import PRESETS, Config, linear_scaling
-from packtrain.planner.device_spread import Spread, spread
-from packtrain.training.lr_schedule import KINDS
+from packtrain.planner.device_spread import DeviceSpread, parse_spread
+from packtrain.training.lr_schedule import LR_SCHEDULES
 
 T = TypeVar("T")
-RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
-TYPES = ("f32", "f16", "bf16")
-SKIP_BAD = (
+PRESET_RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
+MATRIX_TYPES = ("f32", "f16", "bf16")
+SKIP_BAD_HELP = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
 )
-LONGEST = 1 << 24  # tokens of a context
-CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
-DEVICE = (
+MAX_CONTEXT = 1 << 24  # tokens of a context
+CHAT_TEMPLATE = (
+    f"chat template to use instead of the model's own: {', '.join(TEMPLATES)}, or a file"
+)
+DEVICE_HELP = (
     "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
     " beside the plan; torch:cpu, cuda and mps need PyTorch (packtrain[torch])"
 )
-DEVICES_OF_RUN = "several by commas share out the blocks; cpu:1, torch:cpu:1 or cuda:1 is another memory of its kind"
-WRITTEN = tuple(str(dtype) for dtype in MERGED)
+DEVICES_HELP = "several by commas share out the blocks; cpu:1, torch:cpu:1 or cuda:1 is another memory of its kind"
+OUTPUT_TYPES = tuple(str(dtype) for dtype in MERGEABLE)
 
 
-def with_those_of_optimizers(cls: type[T]) -> type[T]:
+def with_optimizer_options(cls: type[T]) -> type[T]:
     """Add the options that optimizers declare to the class, after `optimizer`. Raises TypeError."""
     option_hints: dict[str, Any] = {}
-    for kind in OPTIMIZERS.values():
-        hints = get_type_hints(kind)
-        option_hints |= {f.name: hints[f.name] for f in options(kind)}
-        for f in options(kind):
+    for optimizer_class in OPTIMIZERS.values():
+        hints = get_type_hints(optimizer_class)
+        option_hints |= {f.name: hints[f.name] for f in option_fields(optimizer_class)}
+        for f in option_fields(optimizer_class):
             existing = vars(cls).get(f.name, f)
             if (existing.default, existing.metadata) != (f.default, f.metadata):
-                raise TypeError(f"{kind.name}: another setting is called {f.name}")
+                raise TypeError(f"{optimizer_class.name}: another setting is called {f.name}")
             setattr(cls, f.name, field(default=f.default, metadata=f.metadata))
     hints = dict[str, Any]()
     for name, hint in cls.__annotations__.items():
@@ -50,7 +52,7 @@ def with_those_of_optimizers(cls: type[T]) -> type[T]:
 
 
 @dataclass(frozen=True)
-@with_those_of_optimizers
+@with_optimizer_options
 class RunSettings:
     """Settings of every training run, including those of all optimizers."""
 
@@ -66,56 +68,65 @@ class RunSettings:
         None,
         "context length in tokens (default: the preset's)",
         flags="-c --max-seq-length",
-        least=2,
-        most=LONGEST,
+        min_value=2,
+        max_value=MAX_CONTEXT,
     )
     separator: str | None = DATA(
         None, "text between two documents of a .txt file (default: <|endoftext|>, if present)"
     )
     val_split: float = DATA(
-        0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
+        0.05,
+        "share of the data held out for validation if it has no valid file",
+        min_value=0,
+        max_value=0.5,
     )
-    skip_bad: bool = DATA(False, SKIP_BAD)
+    skip_bad: bool = DATA(False, SKIP_BAD_HELP)
     columns: str | None = DATA(None, COLUMNS, metavar="NAME=FIELD,…")
 
-    batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
-    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
+    batch_size: int = TRAINING(8, "sequences per micro-batch", min_value=1)
+    grad_accumulation_steps: int = TRAINING(
+        1, "micro-batches per step", min_value=1, max_value=10**6
+    )
     iters: int | None = TRAINING(
         None,
         "steps to train; 0: none (default: those of --epochs)",
         flags="--steps",
-        least=0,
-        most=10**12,
+        min_value=0,
+        max_value=10**12,
     )
     epochs: float | None = TRAINING(
         None,
         "passes over the training data, in place of --iters (default: 1)",
-        least=0.001,
-        most=1e6,
+        min_value=0.001,
+        max_value=1e6,
     )
     lr: float | None = TRAINING(
         None,
         "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m, 1 with lbfgs)",
         flags="--learning-rate -lr",
-        least=0,
+        min_value=0,
     )
     lr_min: float | None = TRAINING(
-        None, "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)", least=0
+        None,
+        "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)",
+        min_value=0,
     )
     lr_scheduler: str = TRAINING(
-        "cosine", "decay of the learning rate after warm-up", choices=KINDS
+        "cosine", "decay of the learning rate after warm-up", choices=LR_SCHEDULES
     )
-    lr_cycles: int = TRAINING(1, "decay cycles in the run; each starts at --lr", least=1, most=100)
+    lr_cycles: int = TRAINING(
+        1, "decay cycles in the run; each starts at --lr", min_value=1, max_value=100
+    )
     lr_cycle_growth: float = TRAINING(
-        1.0, "length of a decay cycle over that of the one before", least=0.1, most=10
+        1.0, "length of a decay cycle over that of the one before", min_value=0.1, max_value=10
     )
     lr_half_every: int | None = TRAINING(
-        None, "halving: steps until the learning rate is halved (default: one epoch)", least=1
+        None, "halving: steps until the learning rate is halved (default: one epoch)", min_value=1
     )
     warmup_ratio: float = TRAINING(
-        0.05, "share of the steps used for learning-rate warm-up", least=0, most=1
+        0.05, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )
-    warmup_lr: float = TRAINING(0.0, "learning rate from which the warm-up starts", least=0)
+    warmup_lr: float = TRAINING(0.0, "learning rate from which the warm-up starts", min_value=0)
     optimizer: str = TRAINING(
         next(iter(OPTIMIZERS)),
         "; ".join(["update rule", *(f"{o.name} {o.note}" for o in OPTIMIZERS.values() if o.note)]),
@@ -128,13 +139,13 @@ class RunSettings:
         " with AMX and on cuda",
         choices=PRECISIONS,
     )
-    flash_attn: str = TRAINING(AUTO, FLASH, flags="-fa", choices=MODES)
-    weight_decay: float = TRAINING(0.1, "weight decay", least=0)
+    flash_attn: str = TRAINING(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
+    weight_decay: float = TRAINING(0.1, "weight decay", min_value=0)
     max_grad_norm: float = TRAINING(
-        1.0, "clip gradients to this global norm; 0 turns clipping off", least=0
+        1.0, "clip gradients to this global norm; 0 turns clipping off", min_value=0
     )
     max_grad_value: float = TRAINING(
-        0.0, "clip each value of a gradient to this, after its norm; 0: off", least=0
+        0.0, "clip each value of a gradient to this, after its norm; 0: off", min_value=0
     )
     memory: str | None = MEMORY(
         None,
@@ -158,37 +169,39 @@ class RunSettings:
         choices=("f32", "bf16"),
     )
     seed: int = TRAINING(
-        0, "seed of initial values, data order and dropout", least=0, most=2**63 - 1
+        0, "seed of initial values, data order and dropout", min_value=0, max_value=2**63 - 1
     )
 
     steps_per_eval: int | None = TRAINING(
         None,
         "validate every N steps; 0: only at the end (default: about eight times in a run, at least every 200 steps)",
-        least=0,
+        min_value=0,
     )
-    val_batches: int = TRAINING(25, "most micro-batches per validation; 0: all", least=0)
+    val_batches: int = TRAINING(25, "most micro-batches per validation; 0: all", min_value=0)
     patience: int = TRAINING(
         0,
         "early stopping: end after N validations without improvement and keep the best weights; 0: off",
-        least=0,
+        min_value=0,
     )
     past: int = TRAINING(
         0,
         "end if the loss has changed by less than --delta in N steps; 0: off",
-        least=0,
-        most=10**5,
+        min_value=0,
+        max_value=10**5,
     )
-    delta: float = TRAINING(1e-5, "change of the loss that ends it, over the loss", least=0)
+    delta: float = TRAINING(1e-5, "change of the loss that ends it, over the loss", min_value=0)
     max_no_improvement: int = TRAINING(
-        0, "end after N steps without a lower training loss; 0: off", least=0
+        0, "end after N steps without a lower training loss; 0: off", min_value=0
     )
     grad_tol: float = TRAINING(
-        0.0, "end at a step whose gradients' norm is at most this; 0: off", least=0
+        0.0, "end at a step whose gradients' norm is at most this; 0: off", min_value=0
     )
     steps_per_report: int = OUTPUT(
-        10, "print a line every N steps if there is no terminal", least=1
+        10, "print a line every N steps if there is no terminal", min_value=1
     )
-    save_every: int = OUTPUT(100, "save a checkpoint every N steps; 0: only at the end", least=0)
+    save_every: int = OUTPUT(
+        100, "save a checkpoint every N steps; 0: only at the end", min_value=0
+    )
     save_name: str = OUTPUT(
         "",
         "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
@@ -200,7 +213,7 @@ class RunSettings:
         metavar="PATTERN",
     )
     sample_every: int = OUTPUT(
-        0, "print a sample of the model's text every N steps; 0: never", least=0
+        0, "print a sample of the model's text every N steps; 0: never", min_value=0
     )
     sample_prompt: str = OUTPUT("", "prompt of these samples")
     tensorboard: bool = OUTPUT(True, "write TensorBoard events")
@@ -209,7 +222,7 @@ class RunSettings:
         "serve a page with the run's curves, while it goes on, at a port of this machine; 0: any that is free",
         metavar="[HOST:]PORT",
     )
-    device: str = MEMORY("cpu", f"{DEVICE}; {DEVICES_OF_RUN}", metavar="NAME[,NAME]")
+    device: str = MEMORY("cpu", f"{DEVICE_HELP}; {DEVICES_HELP}", metavar="NAME[,NAME]")
     device_memory: str | None = MEMORY(
         None,
         "limit on the memory of --device, or of each of several: 2GiB or 1GiB,3GiB; a run that does not fit is refused",
@@ -234,21 +247,21 @@ class RunSettings:
         " a run fit, or faster",
         choices=("auto", "none", "moments", "activations", "all"),
     )
-    threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
+    threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", min_value=0)
     nproc: int = MEMORY(
         1,
         "train in N processes of this machine, which share out the rows of each step, with --memory for each; needs"
         " PyTorch (packtrain[torch])",
-        least=1,
-        most=1024,
+        min_value=1,
+        max_value=1024,
         metavar="N",
     )
     zero: int = MEMORY(
         0,
         "processes share out, so that each has a part: 1: the optimizer's moments (ZeRO-1), with the same bits; 2:"
         " sums of gradients, too (ZeRO-2)",
-        least=0,
-        most=2,
+        min_value=0,
+        max_value=2,
     )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
@@ -257,8 +270,8 @@ class RunSettings:
     overwrite: bool = OUTPUT(False, "start over: replace the earlier run and its result")
 
     @property
-    def spread(self) -> Spread:
-        return spread(self.device, self.gpu_layers, self.split, self.device_memory)
+    def spread(self) -> DeviceSpread:
+        return parse_spread(self.device, self.gpu_layers, self.split, self.device_memory)
 
     @property
     def target(self) -> Target:
@@ -271,12 +284,12 @@ class RunSettings:
 
     @property
     def learning_rate(self) -> float:
-        first = OPTIMIZERS[self.optimizer].first_length
-        default_rate = self.usual_rate if first is None else first
+        first_length = OPTIMIZERS[self.optimizer].first_length
+        default_rate = self.default_rate if first_length is None else first_length
         return default_rate if self.lr is None else self.lr
 
     @property
-    def usual_rate(self) -> float:
+    def default_rate(self) -> float:
         """The learning rate without --lr of optimizers with a schedule."""
         raise NotImplementedError
 
@@ -289,19 +302,26 @@ class TrainSettings(RunSettings):
     )
 
     preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
-    dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", least=1)
-    layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1, most=1024)
-    heads: int | None = MODEL(None, "attention heads (default: the preset's)", least=1)
+    dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", min_value=1)
+    layers: int | None = MODEL(
+        None, "number of blocks (default: the preset's)", min_value=1, max_value=1024
+    )
+    heads: int | None = MODEL(None, "attention heads (default: the preset's)", min_value=1)
     kv_heads: int | None = MODEL(
-        None, "key and value heads (default: the preset's, or --heads)", least=1
+        None, "key and value heads (default: the preset's, or --heads)", min_value=1
     )
     ffn: int | None = MODEL(
-        None, "width of the feed-forward layers (default: the preset's)", least=1
+        None, "width of the feed-forward layers (default: the preset's)", min_value=1
     )
-    norm_rms_eps: float = MODEL(1e-5, "epsilon of the RMS norms", least=1e-12, most=0.1)
-    rope_freq_base: float = MODEL(10_000.0, "base of the RoPE frequencies", least=1, most=1e12)
+    norm_rms_eps: float = MODEL(1e-5, "epsilon of the RMS norms", min_value=1e-12, max_value=0.1)
+    rope_freq_base: float = MODEL(
+        10_000.0, "base of the RoPE frequencies", min_value=1, max_value=1e12
+    )
     rope_freq_scale: float = MODEL(
-        1.0, "factor of the RoPE frequencies: 0.5 halves them (linear scaling)", least=1e-4, most=1
+        1.0,
+        "factor of the RoPE frequencies: 0.5 halves them (linear scaling)",
+        min_value=1e-4,
+        max_value=1,
     )
     vocab: Path | None = DATA(
         None, "use the vocabulary of this GGUF file instead of training a new one"
@@ -311,7 +331,7 @@ class TrainSettings(RunSettings):
         "tokens of the new vocabulary; auto: the preset's, fewer for a small text",
         metavar="N",
     )
-    type: str = OUTPUT("f32", "element type of the matrices in the GGUF file", choices=TYPES)
+    type: str = OUTPUT("f32", "element type of the matrices in the GGUF file", choices=MATRIX_TYPES)
     sample_start: str | None = DATA(
         None, "documents of a .txt file, and windows, begin right after this text, such as '\\n'"
     )
@@ -323,21 +343,21 @@ class TrainSettings(RunSettings):
     )
 
     @property
-    def usual_rate(self) -> float:
-        return RATES[self.preset]
+    def default_rate(self) -> float:
+        return PRESET_RATES[self.preset]
 
     def config(self, vocab_size: int) -> Config:
         """The model's sizes for a vocabulary. Raises InputError if they do not go together."""
-        base = PRESETS[self.preset]
-        heads = self.heads or base.head_count
+        preset_config = PRESETS[self.preset]
+        heads = self.heads or preset_config.head_count
         model_config = Config(
             vocab_size,
-            self.ctx or base.context_length,
-            self.dim or base.embedding_length,
-            self.layers or base.block_count,
-            self.ffn or base.feed_forward_length,
+            self.ctx or preset_config.context_length,
+            self.dim or preset_config.embedding_length,
+            self.layers or preset_config.block_count,
+            self.ffn or preset_config.feed_forward_length,
             heads,
-            self.kv_heads or (base.head_count_kv if self.heads is None else heads),
+            self.kv_heads or (preset_config.head_count_kv if self.heads is None else heads),
             rope_freq_base=self.rope_freq_base,
             rms_eps=self.norm_rms_eps,
             rope_scaling=linear_scaling(self.rope_freq_scale),
@@ -359,10 +379,10 @@ def run_folder(output: Path) -> Path:
 
 
 # Settings that may differ when a run is resumed: they change no bit of a step, or the checkpoint holds what they became
-FREE_NAMES = """
+RESUMABLE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
 check_answers sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
 zero device_memory offload
 """
-FREE = frozenset(FREE_NAMES.split())
+RESUMABLE = frozenset(RESUMABLE_NAMES.split())

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from packtrain.distributed import ALONE, World, here
+from packtrain.distributed import SINGLE_PROCESS, World, current_world
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.optim import ROUNDING, Optimizer
 from packtrain.models.lora import KEY
-from packtrain.models.preference_loss import PAIRS, Preference
+from packtrain.models.preference_loss import PAIRS, PreferenceLoss
 from packtrain.planner.training_plans import (
     APPLY,
     EVALUATE,
@@ -22,17 +22,17 @@ from packtrain.planner.training_plans import (
     STEP,
     UPDATE,
     Name,
-    Plans,
+    TrainingPlans,
 )
-from packtrain.training.checkpoint_shards import overlays
-from packtrain.training.gradient_sums import Exchanged, exchanged
-from packtrain.training.pair_batches import logps_of, measured, right, summary
+from packtrain.training.checkpoint_shards import shard_offsets
+from packtrain.training.gradient_sums import GradientExchange, make_gradient_exchange
+from packtrain.training.pair_batches import answer_logps, chosen_wins, pair_measures, pair_summary
 
 T = TypeVar("T")
 Batch = Mapping[str, np.ndarray]
-Counts = tuple[int, int]
-Sums = tuple[list[float], list[float], float, Counts]
-IN_A_ROW = 3  # bad steps that end a run
+EogCounts = tuple[int, int]
+BatchSums = tuple[list[float], list[float], float, EogCounts]
+MAX_BAD_STEPS = 3  # bad steps that end a run
 
 
 class NotFinite(ArithmeticError):
@@ -40,27 +40,27 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped.
+class TrainStepResult:
+    """Result of a step: mean loss of its tokens, gradient norm before clipping; `skip_reason` is why it was skipped.
 
     note  what the optimizer reports
-    more  of a loss of pairs: what `pair_batches.summary` says
+    extra_metrics  of a loss of pairs: what `pair_batches.summary` says
     """
 
     loss: float
     norm: float
     tokens: int
-    bad: str | None
+    skip_reason: str | None
     note: str = ""
-    more: Mapping[str, float] = field(default_factory=dict)
+    extra_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class ValidationResult:
     """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
 
     accuracy  share of them that were the likeliest token, NaN if unknown
-    ends      of tokens that end an answer: how many were the likeliest token, and how many there were
+    eog_counts      of tokens that end an answer: how many were the likeliest token, and how many there were
     Of a loss of pairs all of it is of pairs: `accuracy` is the share in which the chosen answer has the higher reward.
     """
 
@@ -68,7 +68,7 @@ class Evaluated:
     error: float
     tokens: int
     accuracy: float = math.nan
-    ends: Counts = (0, 0)
+    eog_counts: EogCounts = (0, 0)
 
     @property
     def accuracy_error(self) -> float:
@@ -76,7 +76,7 @@ class Evaluated:
         return math.sqrt(self.accuracy * (1 - self.accuracy) / max(self.tokens - 1, 1))
 
 
-class Turn:
+class EngineStep:
     """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`.
 
     sums  of several ranks, which make the loss and the gradients of this rank the sums of all
@@ -85,81 +85,83 @@ class Turn:
     def __init__(
         self,
         run: Mapping[Name, Executor],
-        shares: Sequence[Batch],
+        batch_shares: Sequence[Batch],
         rounding: Batch,
-        before: "Turn | None" = None,
-        sums: Exchanged | None = None,
+        before: "EngineStep | None" = None,
+        sums: GradientExchange | None = None,
     ) -> None:
-        self.run, self.shares, self.rounding, self.sums = run, shares, rounding, sums
+        self.run, self.batch_shares, self.rounding, self.sums = run, batch_shares, rounding, sums
         self.loss = np.zeros((), np.float32)
-        self.fed: list[tuple[Executor, Batch]] = []
+        self.fed_batches: list[tuple[Executor, Batch]] = []
         # on all ranks, or they would not meet in the next exchange
-        is_same_data = before is not None and all(here().gather(_same(before.shares, shares)))
+        is_same_data = before is not None and all(
+            current_world().gather(_same_batches(before.batch_shares, batch_shares))
+        )
         self.last: Batch | None = {"loss": before.loss} if before and is_same_data else None
         self.evaluations, self.note = 0, ""
         # of the first evaluation, and of the latest one
-        self.latest: list[Batch] = before.latest if before and is_same_data else []
-        self.outputs = self.latest
+        self.latest_outputs: list[Batch] = before.latest_outputs if before and is_same_data else []
+        self.outputs = self.latest_outputs
 
-    def whole(self, hyper: Batch) -> Batch:
+    def evaluate_and_update(self, hyper: Batch) -> Batch:
         if STEP in self.run:
-            return self._fed(STEP, [{**self.shares[0], **hyper, **self.rounding}])[0]
+            return self._run_graph(STEP, [{**self.batch_shares[0], **hyper, **self.rounding}])[0]
         if MEASURE not in self.run:
             return {**self.evaluate(), **self.update(hyper)}
-        (measured_outputs,) = self._fed(MEASURE, self.shares)
+        (measured_outputs,) = self._run_graph(MEASURE, self.batch_shares)
         numbers = {**hyper, **self.rounding, "squares": measured_outputs["squares"]}
-        self.run[APPLY]({**self.shares[0], **numbers})
+        self.run[APPLY]({**self.batch_shares[0], **numbers})
         return measured_outputs
 
     def evaluate(self) -> Batch:
-        fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.shares)))
-        inputs = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
-        losses = [output["loss"] for output in self._fed(MICRO, inputs)]
+        fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.batch_shares)))
+        inputs = [{**s, "fresh": new} for s, new in zip(self.batch_shares, fresh, strict=True)]
+        losses = [output["loss"] for output in self._run_graph(MICRO, inputs)]
         self.loss = np.array(sum(losses), np.float32)
         if self.sums is not None:
-            self.sums.end(self.loss)
+            self.sums.finish_step(self.loss)
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        run, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
-        updated = run({name: values[name] for name in values.keys() & run.inputs.keys()})
+        executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
+        updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
-            self.sums.spread()
+            self.sums.spread_weights()
         return updated
 
-    def say(self, note: str) -> None:
+    def report(self, note: str) -> None:
         self.note = note
 
-    def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
-        self.fed = [(self.run[name], batch) for batch in inputs]
-        leaving = None
+    def _run_graph(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
+        self.fed_batches = [(self.run[name], batch) for batch in inputs]
+        sender = None
         if self.sums is not None and name == MICRO:
-            leaving = self.sums.leaving()
-        *earlier, last = self.fed
-        self.latest = [run(batch) for run, batch in earlier]
-        self.latest.append(last[0](last[1], stop=leaving))
-        self.outputs = self.outputs or self.latest
+            sender = self.sums.make_sender()
+        *earlier, last_batch = self.fed_batches
+        self.latest_outputs = [executor(batch) for executor, batch in earlier]
+        self.latest_outputs.append(last_batch[0](last_batch[1], stop=sender))
+        self.outputs = self.outputs or self.latest_outputs
         self.evaluations += 1
-        return self.latest
+        return self.latest_outputs
 
     def diagnose(self) -> str | None:
         """The op that first computes a non-finite value when the last evaluation is repeated, or None."""
-        diagnoses = (run.diagnose(inputs) for run, inputs in self.fed)
+        diagnoses = (executor.diagnose(inputs) for executor, inputs in self.fed_batches)
         return next(filter(None, diagnoses), None)
 
 
-class Engine:
+class TrainingEngine:
     """The session of a run with an executor for each of its plans.
 
     shared  frozen leaves that are read in place
     seed    of dropout and stochastic rounding
-    bad     steps in a row whose loss or gradient was not finite
-    since   the step after which the optimizer began: it counts its own steps
+    num_bad_steps     steps in a row whose loss or gradient was not finite
+    optimizer_start   the step after which the optimizer began: it counts its own steps
     """
 
     def __init__(
         self,
-        plans: Plans,
+        plans: TrainingPlans,
         optimizer: Optimizer,
         shared: Mapping[str, np.ndarray] = MappingProxyType({}),
         seed: int = 0,
@@ -167,48 +169,50 @@ class Engine:
         self.plans, self.optimizer, self.seed = plans, optimizer, seed
         self.session = Session()
         self.session.share(shared)
-        self.session.overlay(overlays(plans))
-        self.bad, self.since = 0, 0
-        self.before: Turn | None = None  # the last step, if its gradients are still there
-        self.run = self.session.executors(plans.placed, plans.plans)
-        self.sums = exchanged(self.session, plans, self.run.get(MICRO))
+        self.session.overlay(shard_offsets(plans))
+        self.num_bad_steps, self.optimizer_start = 0, 0
+        self.before: EngineStep | None = None  # the last step, if its gradients are still there
+        self.run = self.session.executors(plans.placed_graphs, plans.plans)
+        self.sums = make_gradient_exchange(self.session, plans, self.run.get(MICRO))
 
-    def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
-        """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
-        tokens = here().total(float(sum(batch["weights"].sum() for batch in batches)))
-        shares = self._shares(batches, tokens, number)
-        turn = Turn(self.run, shares, self._rounding(number), self.before, self.sums)
+    def step(self, batches: Sequence[Batch], step_number: int, lr: float) -> TrainStepResult:
+        """Train on the micro-batches of step `step_number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
+        tokens = current_world().total(float(sum(batch["weights"].sum() for batch in batches)))
+        shares = self._shares(batches, tokens, step_number)
+        turn = EngineStep(self.run, shares, self._rounding(step_number), self.before, self.sums)
         if self.sums is not None:
-            self.sums.begin()
+            self.sums.begin_step()
         self.before = None
-        result = self.optimizer.drive(turn, number - self.since, rate)
+        result = self.optimizer.drive(turn, step_number - self.optimizer_start, lr)
         self.before = turn if self.optimizer.evaluations > 1 else None
-        self.bad, bad = judged(result, turn, self.bad)
+        self.num_bad_steps, skip_reason = diagnose_step(result, turn, self.num_bad_steps)
         norm, preference = float(result["squares"]) ** 0.5, self.plans.shape.preference
         extra_metrics = {}
         if preference:
-            all_pairs = here().gather([*self._pairs(preference, batches, turn)])
-            extra_metrics = summary(chain.from_iterable(all_pairs))
+            all_pairs = current_world().gather([*self._pair_measures(preference, batches, turn)])
+            extra_metrics = pair_summary(chain.from_iterable(all_pairs))
         if self.sums is not None:
-            extra_metrics = {**extra_metrics, **self.sums.seconds()}
-        return Stepped(float(result["loss"]), norm, int(tokens), bad, turn.note, extra_metrics)
+            extra_metrics = {**extra_metrics, **self.sums.exchange_seconds()}
+        return TrainStepResult(
+            float(result["loss"]), norm, int(tokens), skip_reason, turn.note, extra_metrics
+        )
 
-    def _pairs(
-        self, preference: Preference, batches: Sequence[Batch], turn: Turn
+    def _pair_measures(
+        self, preference: PreferenceLoss, batches: Sequence[Batch], engine_step: EngineStep
     ) -> Iterator[dict[str, np.ndarray]]:
         """What the step measured of its pairs."""
-        logps = np.concatenate([output["logps"] for output in turn.outputs])
+        logps = np.concatenate([output["logps"] for output in engine_step.outputs])
         for batch in batches:
             rows = len(batch[PAIRS])
-            yield measured(preference, logps[:rows], batch)
+            yield pair_measures(preference, logps[:rows], batch)
             logps = logps[rows:]
 
-    def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
+    def _shares(self, batches: Sequence[Batch], tokens: float, step_number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
         if self.plans.shape.preference:
             local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
-            count = np.float32(here().total(local_pairs) or 1)
-            shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / count} for b in batches]
+            num_pairs = np.float32(current_world().total(local_pairs) or 1)
+            shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / num_pairs} for b in batches]
             shares = [{n: v for n, v in share.items() if n != "weights"} for share in shares]
         else:
             token_count = np.float32(tokens or 1)
@@ -219,29 +223,33 @@ class Engine:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            first = ((number - 1) * here().size + here().rank) * len(shares)
-            numbers = range(first, first + len(shares))
+            first_number = (
+                (step_number - 1) * current_world().world_size + current_world().rank
+            ) * len(shares)
+            numbers = range(first_number, first_number + len(shares))
             keys = (np.array([self.seed, n], np.int64) for n in numbers)
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
         return [*shares]
 
-    def _rounding(self, number: int) -> Batch:
+    def _rounding(self, step_number: int) -> Batch:
         """Seed and step, if weights are rounded stochastically."""
-        is_stochastic = any(ROUNDING in run.inputs for run in self.run.values())
-        return {ROUNDING: np.array([self.seed, number], np.int64)} if is_stochastic else {}
+        is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
+        return {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
 
-    def evaluate(self, batches: Iterable[Batch], eos_ids: Sequence[int] = ()) -> Evaluated:
+    def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:
         """See evaluate: of this engine's plan, with the batches shared out over all ranks."""
-        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here(), eos_ids)
+        return evaluate(
+            self.run[EVALUATE], batches, self.plans.shape.preference, current_world(), eog_ids
+        )
 
 
-def _same(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
-    pairs = zip(first, second, strict=False)
-    matches = (np.array_equal(a[name], b[name]) for a, b in pairs for name in b)
-    return len(first) == len(second) and all(matches)
+def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> bool:
+    batch_pairs = zip(batches, other_batches, strict=False)
+    matches = (np.array_equal(a[name], b[name]) for a, b in batch_pairs for name in b)
+    return len(batches) == len(other_batches) and all(matches)
 
 
-def judged(result: Batch, turn: Turn, num_bad: int) -> tuple[int, str | None]:
+def diagnose_step(result: Batch, engine_step: EngineStep, num_bad: int) -> tuple[int, str | None]:
     """Bad steps in a row, of which there were so many `num_bad`; and the op, tensor and source line that made this one
     bad, or None.
 
@@ -251,10 +259,10 @@ def judged(result: Batch, turn: Turn, num_bad: int) -> tuple[int, str | None]:
     """
     if np.isfinite(result["loss"]) and np.isfinite(result["squares"]):
         return 0, None
-    diagnosis = turn.diagnose() or "it is finite when run again"
-    if num_bad + 1 == IN_A_ROW:
+    diagnosis = engine_step.diagnose() or "it is finite when run again"
+    if num_bad + 1 == MAX_BAD_STEPS:
         raise NotFinite(
-            f"{IN_A_ROW} steps in a row without a finite loss and gradient; {diagnosis}"
+            f"{MAX_BAD_STEPS} steps in a row without a finite loss and gradient; {diagnosis}"
         )
     return num_bad + 1, diagnosis
 
@@ -267,62 +275,64 @@ def with_targets(batch: Batch) -> Batch:
 def evaluate(
     run: Executor,
     batches: Iterable[Batch],
-    preference: Preference | None = None,
-    world: World = ALONE,
-    eos_ids: Sequence[int] = (),
-) -> Evaluated:
+    preference: PreferenceLoss | None = None,
+    world: World = SINGLE_PROCESS,
+    eog_ids: Sequence[int] = (),
+) -> ValidationResult:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
 
-    Ids in `eos_ids` are also counted by themselves. The ranks of the world take batches in turn; the result
+    Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn; the result
     has the same
     bits as that of one.
     """
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
-    results: list[Any] = _in_turn(batches, world, lambda batch: _evaluated(run, batch, eos_ids))
+    results: list[Any] = _in_turn(batches, world, lambda batch: _batch_sums(run, batch, eog_ids))
     total, weight = (np.array([x for result in results for x in result[part]]) for part in (0, 1))
-    hits = sum(result[2] for result in results)
-    used = weight > 0
-    total, weight, count = total[used], weight[used], int(used.sum())
+    num_hits = sum(result[2] for result in results)
+    has_weight = weight > 0
+    total, weight, num_rows = total[has_weight], weight[has_weight], int(has_weight.sum())
     mean = float(total.sum() / weight.sum())
-    spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
+    spread = float(np.square(total - mean * weight).sum()) * num_rows / max(num_rows - 1, 1)
     tokens = float(weight.sum())
-    right_ends, all_ends = (sum(result[3][part] for result in results) for part in (0, 1))
-    eos_counts = (right_ends, all_ends)
-    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens, eos_counts)
+    num_right_eog, num_eog = (sum(result[3][column] for result in results) for column in (0, 1))
+    eog_counts = (num_right_eog, num_eog)
+    return ValidationResult(mean, spread**0.5 / tokens, int(tokens), num_hits / tokens, eog_counts)
 
 
-def _in_turn(batches: Iterable[Batch], world: World, of: Callable[[Batch], T]) -> list[T]:
-    """What `of` says of each batch, in their order."""
-    local_results = [of(batch) for i, batch in enumerate(batches) if i % world.size == world.rank]
+def _in_turn(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
+    """What `measure` says of each batch, in their order."""
+    local_results = [
+        measure(batch) for i, batch in enumerate(batches) if i % world.world_size == world.rank
+    ]
     rounds = zip_longest(*world.gather(local_results))
-    return [result for turn in rounds for result in turn if result is not None]
+    return [result for round_results in rounds for result in round_results if result is not None]
 
 
-def _evaluated(run: Executor, batch: Batch, eos_ids: Sequence[int]) -> Sums:
+def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSums:
     """Of each row the sum of its losses and its weight; the weight of tokens that were the likeliest; and counts, as
     Evaluated.ends."""
     outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = outputs["losses"].astype(np.float64)
     hits = outputs.get("right", np.float64(math.nan))
-    right = float((hits * weights).sum(dtype=np.float64))
-    last = np.isin(batch["targets"], eos_ids) & (weights > 0)
-    eos_counts = (int(np.sum(hits * last)), int(last.sum())) if "right" in outputs else (0, 0)
-    sums, weight = (losses * weights).sum(-1), weights.sum(-1, dtype=np.float64)
-    return sums.tolist(), weight.tolist(), right, eos_counts
+    right_weight = float((hits * weights).sum(dtype=np.float64))
+    is_eog = np.isin(batch["targets"], eog_ids) & (weights > 0)
+    eog_counts = (int(np.sum(hits * is_eog)), int(is_eog.sum())) if "right" in outputs else (0, 0)
+    row_sums, row_weights = (losses * weights).sum(-1), weights.sum(-1, dtype=np.float64)
+    return row_sums.tolist(), row_weights.tolist(), right_weight, eog_counts
 
 
 def _evaluate_pairs(
-    run: Executor, batches: Iterable[Batch], preference: Preference, world: World
-) -> Evaluated:
-    def of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    run: Executor, batches: Iterable[Batch], preference: PreferenceLoss, world: World
+) -> ValidationResult:
+    def measure(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         inputs = {**batch, **with_targets(batch)}
         outputs = run({name: inputs[name] for name in run.inputs})
-        measures = measured(preference, logps_of(outputs["losses"], batch), batch)
+        measures = pair_measures(preference, answer_logps(outputs["losses"], batch), batch)
         return measures["loss"], measures["chosen"] - measures["rejected"]
 
-    losses, margins = zip(*_in_turn(batches, world, of), strict=True)
-    all_losses, hits = np.concatenate(losses), right(np.concatenate(margins))
-    count = len(all_losses)
-    error = float(all_losses.std()) / math.sqrt(max(count - 1, 1))
-    return Evaluated(float(all_losses.mean()), error, count, float(hits.mean()))
+    losses, margins = zip(*_in_turn(batches, world, measure), strict=True)
+    all_losses, wins = np.concatenate(losses), chosen_wins(np.concatenate(margins))
+    num_pairs = len(all_losses)
+    error = float(all_losses.std()) / math.sqrt(max(num_pairs - 1, 1))
+    return ValidationResult(float(all_losses.mean()), error, num_pairs, float(wins.mean()))

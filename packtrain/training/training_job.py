@@ -10,75 +10,75 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.common.options import unescaped
+from packtrain.common.options import unescape
 from packtrain.common.text import plural
-from packtrain.data.text import Text, prepare
+from packtrain.data.text import CorpusRecipe, prepare_corpus
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.distributed import check_device, here
+from packtrain.distributed import check_device, current_world
 from packtrain.dtypes import DTYPES, f32
 from packtrain.engine.executor import Session
-from packtrain.engine.optim import OPTIMIZERS, Optimizer, Share
-from packtrain.gguf import Value
-from packtrain.kernels.runtime import cache_root, multiplies, writable
+from packtrain.engine.optim import OPTIMIZERS, Optimizer, RankShare
+from packtrain.gguf import MetadataValue
+from packtrain.kernels.runtime import cache_root, supports_precision, writable
 from packtrain.models import transformer
 from packtrain.models.attention_choice import with_flash
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.model_file import save_model
-from packtrain.planner.step_shape import Base, StepShape
-from packtrain.training.lr_schedule import Schedule, steps_per_eval
-from packtrain.training.text_batches import Batches
-from packtrain.training.train_settings import FREE, RunSettings, TrainSettings
+from packtrain.planner.step_shape import BaseModel, StepShape
+from packtrain.training.lr_schedule import LrSchedule, steps_per_eval
+from packtrain.training.text_batches import TextBatches
+from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
 
-VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
-GLIMPSE = 1 << 17  # positions of the data that are examined before planning
+MAX_VOCABULARY, MIN_SPLIT = 1_000_000, 1e-4
+GLIMPSE_POSITIONS = 1 << 17  # positions of the data that are examined before planning
 HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
 SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
 
 Batch = dict[str, np.ndarray]
-View = Callable[[str], np.ndarray]
+WeightReader = Callable[[str], np.ndarray]
 
 
-class Batched(Protocol):
+class IndexedBatches(Protocol):
     """Batches as a pure function of an index that runs on through the epochs; len() is one epoch.
 
-    key  another number gives another random order
+    shuffle_key  another number gives another random order
     """
 
-    key: int
+    shuffle_key: int
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Batch: ...
 
 
-class Subject(Protocol):
+class TrainableModel(Protocol):
     """What is trained: where the values of its leaves come from, and where they go.
 
-    ends  ids that end an answer, if the data is conversations
+    eog_ids  ids that end an answer, if the data is conversations
     """
 
     @property
-    def ends(self) -> tuple[int, ...]: ...
+    def eog_ids(self) -> tuple[int, ...]: ...
 
     def shared(self) -> Mapping[str, np.ndarray]:
         """Frozen leaves, which are read in place."""
 
-    def begin(self, session: Session) -> None:
+    def init_weights(self, session: Session) -> None:
         """Set the initial values of all other leaves."""
 
-    def keep(self, path: Path, view: View) -> None:
+    def save_weights(self, path: Path, view: WeightReader) -> None:
         """Write the trained leaves to a GGUF file, under their own names."""
 
-    def write(self, view: View) -> None:
+    def write_result(self, view: WeightReader) -> None:
         """Write the result, in the format that the settings ask for."""
 
-    def files(self) -> Mapping[Path, int]:
+    def output_files(self) -> Mapping[Path, int]:
         """The files of the result, with an upper bound of their sizes."""
 
     def tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
 
     offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
@@ -86,13 +86,13 @@ class Job:
 
     settings: RunSettings
     title: str
-    subject: Subject
+    model: TrainableModel
     fingerprint: str
     shape: StepShape
     optimizer: Optimizer
-    schedule: Schedule
-    train: Batched
-    valid: Batched | None
+    schedule: LrSchedule
+    train: IndexedBatches
+    valid: IndexedBatches | None
     offloaded: bool | None = None
 
     @property
@@ -107,52 +107,57 @@ class Job:
         """This rank's micro-batches of a step, counted from 1; the windows of a step do not depend on their size."""
         num_accumulated = self.settings.grad_accumulation_steps
         # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
-        is_fixed = self.shape.evaluations > 1 and len(self.train) <= num_accumulated
-        first = 0 if is_fixed else (step - 1) * num_accumulated
-        size, rows = self.settings.batch_size, self.shape.rows * self.shape.micros
+        is_fixed = self.shape.num_evaluations > 1 and len(self.train) <= num_accumulated
+        first_index = 0 if is_fixed else (step - 1) * num_accumulated
+        size, num_rows = (
+            self.settings.batch_size,
+            self.shape.micro_batch_size * self.shape.num_micro_batches,
+        )
         # of the rows of the step, in their order, each rank takes as many
-        begin = here().rank * rows
-        parts = list[Batch]()
-        for i in range(begin // size, -(-(begin + rows) // size)):
-            row_bounds = max(begin - i * size, 0), min(begin + rows - i * size, size)
-            parts += self._parts(self.train[first + i], *row_bounds)
-        return parts
+        row_start = current_world().rank * num_rows
+        micro_batches = list[Batch]()
+        for i in range(row_start // size, -(-(row_start + num_rows) // size)):
+            row_bounds = max(row_start - i * size, 0), min(row_start + num_rows - i * size, size)
+            micro_batches += self._parts(self.train[first_index + i], *row_bounds)
+        return micro_batches
 
-    def glimpse(self) -> list[Batch]:
+    def first_batches(self) -> list[Batch]:
         """The first micro-batches of step 1, limited to GLIMPSE positions: the requested batch may be too large."""
-        rows = GLIMPSE // self.shape.time
-        count = min(rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
-        return [part for i in range(count) for part in self._parts(self.train[i])]
+        num_rows = GLIMPSE_POSITIONS // self.shape.seq_len
+        count = min(num_rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
+        return [micro_batch for i in range(count) for micro_batch in self._parts(self.train[i])]
 
-    def validation(self) -> Iterator[Batch]:
+    def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation: all or --val-batches of them, always the same."""
         assert self.valid is not None
-        count, num_batches = len(self.valid), self.validated
+        num_valid, num_batches = len(self.valid), self.num_eval_batches
         for i in range(num_batches):
-            yield from self._parts(self.valid[i * count // num_batches])
+            yield from self._parts(self.valid[i * num_valid // num_batches])
 
     def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
         """The same; reports progress after each."""
-        parts = self.validated * -(-self.settings.batch_size // self.shape.rows)
-        for number, batch in enumerate(self.validation(), 1):
+        num_parts = self.num_eval_batches * -(
+            -self.settings.batch_size // self.shape.micro_batch_size
+        )
+        for num_done, batch in enumerate(self.validation_batches(), 1):
             yield batch
-            report(number, parts)
+            report(num_done, num_parts)
 
     @property
     def steps_per_eval(self) -> int:  # 0: only at the end
         return steps_per_eval(self.settings.steps_per_eval, self.steps)
 
     @property
-    def validated(self) -> int:
+    def num_eval_batches(self) -> int:
         """The number of batches of one validation."""
-        count = 0 if self.valid is None else len(self.valid)
-        return min(self.settings.val_batches or count, count)
+        num_valid = 0 if self.valid is None else len(self.valid)
+        return min(self.settings.val_batches or num_valid, num_valid)
 
     def _parts(
-        self, batch: Mapping[str, Any], begin: int = 0, end: int | None = None
+        self, batch: Mapping[str, Any], row_start: int = 0, row_end: int | None = None
     ) -> list[Batch]:
-        rows = self.shape.rows
-        starts = range(begin, self.settings.batch_size if end is None else end, rows)
+        rows = self.shape.micro_batch_size
+        starts = range(row_start, self.settings.batch_size if row_end is None else row_end, rows)
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
@@ -162,64 +167,64 @@ class Job:
         Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
         """
         s, shape = self.settings, self.shape
-        names = [name for name in s.__dataclass_fields__ if name not in FREE]
-        about = {
-            **{name: getattr(s, name) for name in names},
+        setting_names = [name for name in s.__dataclass_fields__ if name not in RESUMABLE]
+        info = {
+            **{name: getattr(s, name) for name in setting_names},
             **asdict(self.config),
             "data": self.fingerprint,
             "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
             "steps": self.steps,
-            "rows": shape.rows,
+            "rows": shape.micro_batch_size,
             "chunk": shape.chunk,
             "layered": shape.layered,
-            "ranks": shape.ranks,
+            "ranks": shape.world_size,
             "offloaded": bool(self.offloaded),
         }
         # the form in which a checkpoint returns it
-        return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))
+        return dict(json.loads(json.dumps(info, default=lambda path: str(path.absolute()))))
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class NewModel:
     """A new model with random weights and its own vocabulary: the subject of `packtrain train`."""
 
     settings: TrainSettings
     config: Config
-    vocabulary: Mapping[str, Value]
+    vocabulary: Mapping[str, MetadataValue]
 
     def shared(self) -> Mapping[str, np.ndarray]:
         return {}
 
-    def begin(self, session: Session) -> None:
-        transformer.initialise(self.config, self.settings.seed, session.fill)
+    def init_weights(self, session: Session) -> None:
+        transformer.initialize_weights(self.config, self.settings.seed, session.fill)
 
-    def keep(self, path: Path, view: View) -> None:
+    def save_weights(self, path: Path, view: WeightReader) -> None:
         self._save(path, view, "f32")
 
-    def write(self, view: View) -> None:
+    def write_result(self, view: WeightReader) -> None:
         self._save(self.settings.output, view, self.settings.type)
 
-    def files(self) -> Mapping[Path, int]:
+    def output_files(self) -> Mapping[Path, int]:
         weights = transformer.weights(self.config).values()
-        vectors = sum(w.spec.nbytes for w in weights if len(w.shape) == 1)
-        values = sum(w.spec.size for w in weights if len(w.shape) > 1)
+        vector_nbytes = sum(w.spec.nbytes for w in weights if len(w.shape) == 1)
+        num_matrix_values = sum(w.spec.size for w in weights if len(w.shape) > 1)
         words = sum(len(token) + 24 for token in self.vocabulary["tokenizer.ggml.tokens"].value)
-        matrices = DTYPES[self.settings.type].row_nbytes(values)
-        return {self.settings.output: matrices + vectors + words + HEAD_NBYTES}
+        matrix_nbytes = DTYPES[self.settings.type].row_nbytes(num_matrix_values)
+        return {self.settings.output: matrix_nbytes + vector_nbytes + words + HEAD_NBYTES}
 
-    def _save(self, path: Path, view: View, dtype: str) -> None:
+    def _save(self, path: Path, view: WeightReader, dtype: str) -> None:
         name = self.settings.output.stem.encode(errors="replace").decode()
         save_model(path, self.config, self.vocabulary, view, dtype=dtype, name=name)
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def eog_ids(self) -> tuple[int, ...]:
         return ()
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer({key: value.value for key, value in self.vocabulary.items()})
 
 
-def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Job:
+def build_job(settings: TrainSettings, report: Callable[[str], None]) -> TrainingJob:
     """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
     if settings.data is None:
         if settings.resume:
@@ -229,33 +234,35 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Job:
         raise InputError(
             "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )
-    corpus = prepare(_text(settings), writable(cache_root() / "tokens"), report, settings.memory)
+    corpus = prepare_corpus(
+        _text_request(settings), writable(cache_root() / "tokens"), report, settings.memory
+    )
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
-    for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
+    for note in (*corpus.notes, *_context_warning(settings.preset, config.context_length)):
         report(note)
     size = settings.batch_size, config.context_length
-    shape = shape_of(settings, config, *size, corpus.valid is not None, say=report)
+    shape = shape_of(settings, config, *size, corpus.valid is not None, report=report)
     fill = settings.fill_samples and settings.sample_start is None
-    train = Batches(
+    train = TextBatches(
         corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
     )
     valid = None
     if corpus.valid is not None:
-        valid = Batches(corpus.valid, *size, shuffle=False, fill=fill)
-    return Job(
+        valid = TextBatches(corpus.valid, *size, shuffle=False, fill=fill)
+    return TrainingJob(
         settings,
-        f"{settings.preset}, {shape.rows} × {shape.time} tokens",
-        Fresh(settings, config, corpus.vocabulary),
+        f"{settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
+        NewModel(settings, config, corpus.vocabulary),
         corpus.fingerprint,
         shape,
-        optimizer_of(settings),
-        schedule_of(settings, len(train)),
+        make_optimizer(settings),
+        make_schedule(settings, len(train)),
         train,
         valid,
     )
 
 
-def _longer(preset: str, ctx: int) -> Iterator[str]:
+def _context_warning(preset: str, ctx: int) -> Iterator[str]:
     """Warning about a context that is longer than the preset's."""
     preset_ctx = PRESETS[preset].context_length
     if ctx > preset_ctx:
@@ -270,57 +277,59 @@ def shape_of(
     config: Config,
     rows: int,
     time: int,
-    evaluate: bool,
-    base: Base | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    has_eval: bool,
+    base: BaseModel | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> StepShape:
     """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
-    config = with_flash(config, settings.flash_attn, settings.target, say, None)
+    config = with_flash(config, settings.flash_attn, settings.target, report, None)
     optimizer = OPTIMIZERS[settings.optimizer]
-    ranks, rank_rows = _shared_out(settings, rows)
-    norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
+    num_ranks, rank_rows = _rows_per_rank(settings, rows)
+    max_norm, max_value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:
-        norm = value = None
+        max_norm = max_value = None
     return StepShape(
         config,
         math.gcd(rows, rank_rows),
         time,
         rank_rows // math.gcd(rows, rank_rows),
-        norm,
-        evaluate,
-        evaluations=optimizer.evaluations,
-        ranks=ranks,
-        share=_share(settings, optimizer, base),
-        scatter=settings.zero > 1,
+        max_norm,
+        has_eval,
+        num_evaluations=optimizer.evaluations,
+        world_size=num_ranks,
+        moment_share=_moment_share(settings, optimizer, base),
+        scatters_gradients=settings.zero > 1,
         base=base,
-        max_value=value,
+        max_value=max_value,
     )
 
 
-def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
+def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:
     """The number of ranks, and the rows of a step for each. Raises InputError."""
-    ranks, total_rows = here().size, rows * settings.grad_accumulation_steps
-    if ranks > 1:
+    num_ranks, total_rows = current_world().world_size, rows * settings.grad_accumulation_steps
+    if num_ranks > 1:
         check_device(settings.device, settings.gpu_layers is not None)
-    if total_rows % ranks:
+    if total_rows % num_ranks:
         raise InputError(
-            f"{ranks} processes cannot share out the {total_rows} rows of a step (--batch-size times"
+            f"{num_ranks} processes cannot share out the {total_rows} rows of a step (--batch-size times"
             " --grad-accumulation-steps) equally"
         )
     if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
         raise InputError(f"--optimizer {settings.optimizer} works on one device")
-    return ranks, total_rows // ranks
+    return num_ranks, total_rows // num_ranks
 
 
-def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None) -> Share | None:
+def _moment_share(
+    settings: RunSettings, optimizer: type[Optimizer], base: BaseModel | None
+) -> RankShare | None:
     """Whose part of the moments this process has. Raises InputError where they cannot be shared out."""
-    if here().size == 1 and settings.zero and not settings.resume:
+    if current_world().world_size == 1 and settings.zero and not settings.resume:
         raise InputError(
             f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
         )
-    if here().size == 1 or not settings.zero:
+    if current_world().world_size == 1 or not settings.zero:
         return None
     if not optimizer.by_parts:
         raise InputError(
@@ -331,51 +340,61 @@ def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None)
         raise InputError(
             f"--zero {settings.zero} needs trained weights in f32; leave out --masters {base.masters}"
         )
-    return here().rank, here().size
+    return current_world().rank, current_world().world_size
 
 
-def optimizer_of(settings: RunSettings) -> Optimizer:
+def make_optimizer(settings: RunSettings) -> Optimizer:
     """The optimizer of the settings, with its options."""
-    kind = OPTIMIZERS[settings.optimizer]
-    names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
+    optimizer_class = OPTIMIZERS[settings.optimizer]
+    names = [field.name for field in fields(optimizer_class) if hasattr(settings, field.name)]
     options = {name: getattr(settings, name) for name in names}
-    return kind(**options | {"lr": settings.learning_rate})
+    return optimizer_class(**options | {"lr": settings.learning_rate})
 
 
-def _text(settings: TrainSettings) -> Text:
-    auto = settings.vocab_size == "auto"
-    if not auto and not settings.vocab_size.isdecimal():
+def _text_request(settings: TrainSettings) -> CorpusRecipe:
+    is_auto = settings.vocab_size == "auto"
+    if not is_auto and not settings.vocab_size.isdecimal():
         raise InputError(f"--vocab-size {settings.vocab_size}: it must be a number, or auto")
-    size = PRESETS[settings.preset].vocab_size if auto else int(settings.vocab_size)
-    if size > VOCABULARY:
-        raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
+    size = PRESETS[settings.preset].vocab_size if is_auto else int(settings.vocab_size)
+    if size > MAX_VOCABULARY:
+        raise InputError(f"--vocab-size {size}: a vocabulary has at most {MAX_VOCABULARY:,} tokens")
     check_split(settings.val_split)
     assert settings.data is not None
-    starts = settings.sample_start is not None
+    has_sample_start = settings.sample_start is not None
     if settings.sample_start == "":
         raise InputError("--sample-start is empty; it must be some text")
-    separator = settings.sample_start if starts else settings.separator
-    separator = separator and unescaped(separator)
+    separator = settings.sample_start if has_sample_start else settings.separator
+    separator = separator and unescape(separator)
     split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, starts, columns)
+    return CorpusRecipe(
+        settings.data,
+        settings.vocab,
+        size,
+        is_auto,
+        separator,
+        split,
+        skip,
+        has_sample_start,
+        columns,
+    )
 
 
 def check_split(val_split: float) -> None:
-    if 0 < val_split < LEAST_SPLIT:
-        raise InputError(f"--val-split {val_split}: it must be 0 or at least {LEAST_SPLIT}")
+    if 0 < val_split < MIN_SPLIT:
+        raise InputError(f"--val-split {val_split}: it must be 0 or at least {MIN_SPLIT}")
 
 
-def schedule_of(settings: RunSettings, batches: int) -> Schedule:
+def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
     """The schedule for --iters steps, or for the steps of --epochs."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
     steps = steps if settings.iters is None else settings.iters
-    rate, kind = settings.learning_rate, settings.lr_scheduler
+    rate, decay = settings.learning_rate, settings.lr_scheduler
     if OPTIMIZERS[settings.optimizer].first_length is not None:
-        return Schedule("constant", rate, rate, 0, steps)
-    floor = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
-    return Schedule(
-        kind,
+        return LrSchedule("constant", rate, rate, 0, steps)
+    floor = (0 if decay == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
+    return LrSchedule(
+        decay,
         rate,
         floor,
         math.ceil(settings.warmup_ratio * steps),
@@ -393,8 +412,8 @@ def check_precision(precision: str, device: str) -> None:
         raise InputError(
             f"--precision bf16x3: not faster than f32 on {device}, but on CPUs with AMX and on cuda; leave it out"
         )
-    if device == "cpu" and not multiplies(precision):
-        absent = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"
+    if device == "cpu" and not supports_precision(precision):
+        missing_feature = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"
         raise InputError(
-            f"--precision {precision}: this CPU has {absent}, without which it is not faster; leave it out"
+            f"--precision {precision}: this CPU has {missing_feature}, without which it is not faster; leave it out"
         )

@@ -9,58 +9,64 @@ from typing import Any
 
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Events
-from packtrain.distributed import here
+from packtrain.distributed import current_world
 from packtrain.gguf import GGUF
 from packtrain.training import checkpoint_shards, checkpoints
-from packtrain.training.checkpoints import Progress
-from packtrain.training.monitoring import Watch
-from packtrain.training.stop_criteria import why_ended
-from packtrain.training.training_engine import Engine
-from packtrain.training.training_job import Job
+from packtrain.training.checkpoints import TrainingProgress
+from packtrain.training.monitoring import RunMonitor
+from packtrain.training.stop_criteria import stop_reason
+from packtrain.training.training_engine import TrainingEngine
+from packtrain.training.training_job import TrainingJob
 
-BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
-SAMPLE = "sample: "  # begins the message of one
+BEST_FILE, CHECKPOINT = "best.gguf", "checkpoint.gguf"
+SAMPLE_PREFIX = "sample: "  # begins the message of one
 
 
 @dataclass(slots=True)
-class Fit:
-    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end."""
+class TrainingLoop:
+    """A job on its engine: `init_weights` sets the values of the leaves, `train` trains to the end."""
 
-    job: Job
-    engine: Engine
+    job: TrainingJob
+    engine: TrainingEngine
     folder: Path
-    pace: Callable[[float, int], str | None] | None = None  # see planner.expected_pace
+    check_pace: Callable[[float, int], str | None] | None = None  # see planner.expected_pace
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     # ---- start
 
-    def begin(self, checkpoint: checkpoints.Checkpoint | None) -> None:
+    def init_weights(self, checkpoint: checkpoints.TrainingCheckpoint | None) -> None:
         """Set initial values, or those of a checkpoint that passed `check_compatible`."""
         session = self.engine.session
         if checkpoint is None:
-            self.job.subject.begin(session)
+            self.job.model.init_weights(session)
             return
         before, now = checkpoint.about.get("optimizer", "adamw"), self.job.settings.optimizer
         checkpoint_shards.restored(session, self.engine.plans, checkpoint, moments=before == now)
         checkpoint.gguf.close()  # saves replace the file, and a deleted one that is mapped takes room
-        self.progress = replace(checkpoint.progress, shuffled=self.job.train.key)
+        self.progress = replace(checkpoint.progress, shuffled=self.job.train.shuffle_key)
         if before != now:
             self.progress = replace(self.progress, since=self.progress.step)
-            kept = any(leaf.role == "moment" for leaf in self.engine.plans.saved.values())
+            has_moments = any(
+                leaf.role == "moment" for leaf in self.engine.plans.checkpoint_tensors.values()
+            )
             self.events.message(
                 f"--optimizer was {before} and is {now}: moments of {before} are dropped, and {now} begins"
-                f" {'with zero moments' if kept else 'without moments'}"
+                f" {'with zero moments' if has_moments else 'without moments'}"
             )
-        self.engine.since = self.progress.since
+        self.engine.optimizer_start = self.progress.since
         if (
             math.isfinite(checkpoint.progress.base)
-            and checkpoint.progress.batches != self.job.validated
+            and checkpoint.progress.batches != self.job.num_eval_batches
         ):
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)
-        if here().rank == 0 and checkpoint.path != self.checkpoint and self.checkpoint.exists():
+        if (
+            current_world().rank == 0
+            and checkpoint.path != self.checkpoint
+            and self.checkpoint.exists()
+        ):
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
@@ -70,69 +76,71 @@ class Fit:
 
     # ---- training
 
-    def go(self, watch: Watch, stopped: Callable[[], bool]) -> None:
+    def train(self, monitor: RunMonitor, stopped: Callable[[], bool]) -> None:
         """Train until the last step, or until early stopping.
 
         Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
         """
-        while self.progress.step < self.job.steps and not self._ended():
-            if here().any(stopped()):
-                self.save(watch)
+        while self.progress.step < self.job.steps and not self._stops_early():
+            if current_world().any_rank(stopped()):
+                self.save(monitor)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
-            watch.step(self._step())
-            if self._due(self.job.settings.sample_every, last=False) and self.sample:
-                self._sample(watch)
-            if self._due(self.job.settings.save_every, last=False):
-                self.save(watch)
-        self.save(watch)
+            monitor.record_step(self._train_step())
+            if self._is_due(self.job.settings.sample_every, at_last_step=False) and self.sample:
+                self._record_sample(monitor)
+            if self._is_due(self.job.settings.save_every, at_last_step=False):
+                self.save(monitor)
+        self.save(monitor)
 
-    def _step(self) -> dict[str, Any]:
+    def _train_step(self) -> dict[str, Any]:
         """One step, and the validation if it is due, as a metrics record."""
-        start_time, number = time.perf_counter(), self.progress.step + 1
-        rate = self.job.schedule.rate(number)
-        result = self.engine.step(self.job.batches(number), number, rate)
+        start_time, step = time.perf_counter(), self.progress.step + 1
+        rate = self.job.schedule.rate(step)
+        result = self.engine.step(self.job.batches(step), step, rate)
         seconds = time.perf_counter() - start_time
-        self.progress = self.progress.after(result.tokens, seconds)
-        pace_note = self.pace and self.pace(seconds, self.job.steps - number)
+        self.progress = self.progress.after_step(result.tokens, seconds)
+        pace_note = self.check_pace and self.check_pace(seconds, self.job.steps - step)
         if pace_note:
             self.events.message(pace_note)
-        if result.bad:
+        if result.skip_reason:
             self.events.message(
-                f"step {number} skipped, its loss or gradient is not finite: {result.bad}"
+                f"step {step} skipped, its loss or gradient is not finite: {result.skip_reason}"
             )
         else:
-            past = self.job.settings.past
-            self.progress = self.progress.learnt(result.loss, result.norm, past)
+            num_past = self.job.settings.past
+            self.progress = self.progress.with_train_loss(result.loss, result.norm, num_past)
         if result.note:
-            self.events.message(f"step {number}: {result.note}")
+            self.events.message(f"step {step}: {result.note}")
         record: dict[str, Any] = {
-            "step": number,
+            "step": step,
             "tokens": self.progress.tokens,
             "loss": result.loss,
             "lr": rate,
             "grad_norm": result.norm,
             "tokens_per_second": result.tokens / seconds,
-            "positions_per_second": here().size * self.job.shape.positions / seconds,
+            "positions_per_second": current_world().world_size
+            * self.job.shape.num_positions
+            / seconds,
             "seconds": self.progress.seconds,
-            **result.more,
+            **result.extra_metrics,
         }
-        due = self._due(self.job.steps_per_eval, last=True)
-        if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):
+        due = self._is_due(self.job.steps_per_eval, at_last_step=True)
+        if self.job.valid is not None and (due or stop_reason(self.job.settings, self.progress)):
             record |= self._validate()
         return record
 
-    def _sample(self, watch: Watch) -> None:
+    def _record_sample(self, monitor: RunMonitor) -> None:
         assert self.sample is not None
         text = self.sample()
-        watch.sample(self.progress.step, text.removeprefix(SAMPLE))
+        monitor.record_sample(self.progress.step, text.removeprefix(SAMPLE_PREFIX))
         self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
-        evaluated = self.engine.evaluate(self.job.validation(), self.job.subject.ends)
+        evaluated = self.engine.evaluate(self.job.validation_batches(), self.job.model.eog_ids)
         patient = bool(self.job.settings.patience)
-        self.progress = self.progress.validated(evaluated.loss, evaluated.ends, best=patient)
-        if here().rank == 0 and patient and not self.progress.stale:
-            self.job.subject.keep(self.folder / BEST, self.engine.session.view)
+        self.progress = self.progress.validated(evaluated.loss, evaluated.eog_counts, best=patient)
+        if current_world().rank == 0 and patient and not self.progress.stale:
+            self.job.model.save_weights(self.folder / BEST_FILE, self.engine.session.view)
         return {
             "val_loss": evaluated.loss,
             "val_error": evaluated.error,
@@ -140,51 +148,51 @@ class Fit:
             "val_accuracy_error": evaluated.accuracy_error,
         }
 
-    def _due(self, interval: int, last: bool) -> bool:
-        """Whether something done `interval` steps (0: never) is due; with `last`, also at the last step."""
-        at_end = last and self.progress.step == self.job.steps
+    def _is_due(self, interval: int, at_last_step: bool) -> bool:
+        """Whether something done `interval` steps (0: never) is due; with `at_last_step`, also at the last step."""
+        at_end = at_last_step and self.progress.step == self.job.steps
         return at_end or bool(interval and self.progress.step % interval == 0)
 
-    def _ended(self) -> bool:
-        reason = why_ended(self.job.settings, self.progress)
+    def _stops_early(self) -> bool:
+        reason = stop_reason(self.job.settings, self.progress)
         if reason:
             self.events.message(f"stopped early: {reason}")
         return reason is not None
 
     # ---- saving
 
-    def save(self, watch: Watch) -> None:
+    def save(self, monitor: RunMonitor) -> None:
         """Write a checkpoint of the current state; rank 0 does."""
-        arrays = checkpoint_shards.saved(self.engine.session, self.engine.plans)
-        if here().rank:
-            if isinstance(arrays, checkpoint_shards.Whole):
-                arrays.serve()
+        arrays = checkpoint_shards.checkpoint_arrays(self.engine.session, self.engine.plans)
+        if current_world().rank:
+            if isinstance(arrays, checkpoint_shards.GatheredArrays):
+                arrays.serve_shards()
             return
-        watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
+        monitor.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
         checkpoints.save(self.checkpoint, self.progress, self.job.about(), arrays)
-        if isinstance(arrays, checkpoint_shards.Whole):
-            arrays.end()
+        if isinstance(arrays, checkpoint_shards.GatheredArrays):
+            arrays.finish()
         self._keep(self.job.settings.save_name, lambda to: checkpoints.copy(self.checkpoint, to))
         view = self.engine.session.view
-        self._keep(self.job.settings.save_model, lambda to: self.job.subject.keep(to, view))
-        self.events.saved(self.checkpoint)
+        self._keep(self.job.settings.save_model, lambda to: self.job.model.save_weights(to, view))
+        self.events.checkpoint_saved(self.checkpoint)
 
-    def _keep(self, pattern: str, make: Callable[[Path], object]) -> None:
+    def _keep(self, pattern: str, write_file: Callable[[Path], object]) -> None:
         """Write a file under the number of the step, and link it as the latest."""
         if not pattern:
             return
-        numbered, latest = (
+        numbered_path, latest_path = (
             self.folder / pattern.replace("ITERATION", str(name))
             for name in (self.progress.step, "LATEST")
         )
-        make(numbered)
-        checkpoints.link(numbered, latest)
+        write_file(numbered_path)
+        checkpoints.link_file(numbered_path, latest_path)
 
-    def finish(self) -> None:
+    def write_result(self) -> None:
         """Write the result: the best weights with early stopping, else the last."""
-        best = self.folder / BEST
-        if self.job.settings.patience and best.exists():
-            best_weights = GGUF(best)
+        best_path = self.folder / BEST_FILE
+        if self.job.settings.patience and best_path.exists():
+            best_weights = GGUF(best_path)
             for name in best_weights.entries:
                 self.engine.session.set({name: best_weights.array(name)})
-        self.job.subject.write(self.engine.session.view)
+        self.job.model.write_result(self.engine.session.view)

@@ -8,17 +8,17 @@ from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import atomic_path
 from packtrain.conversion.calibration.calibrated_rounding import calibrate
-from packtrain.conversion.calibration.calibration_inputs import readings
-from packtrain.dtypes import PACKED, Dtype
+from packtrain.conversion.calibration.calibration_inputs import reading_plans
+from packtrain.dtypes import PACKABLE, Dtype
 from packtrain.engine.memory_plan import size_text
-from packtrain.gguf import Deferred, Value
-from packtrain.gguf import write as write_file
+from packtrain.gguf import DeferredTensor, MetadataValue
+from packtrain.gguf import write_gguf as write_file
 from packtrain.kernels.quantized_arrays import quantize_measured
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import open_model
 from packtrain.models.rewrite_model import unpacked
-from packtrain.workflows.calibration_data import calibration, enough, within
-from packtrain.workflows.quantization import Quantize, line
+from packtrain.workflows.calibration_data import calibration, enough, fitting_reading
+from packtrain.workflows.quantization import QuantizeSettings, line
 
 TOKENS = 1 << 14  # most that are read to calibrate
 NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
@@ -28,37 +28,41 @@ ALREADY = (
 
 
 def write(
-    settings: Quantize,
-    types: Mapping[str, Dtype],
-    values: Mapping[str, Value],
-    tensors: Mapping[str, Deferred],
+    settings: QuantizeSettings,
+    tensor_types: Mapping[str, Dtype],
+    values: Mapping[str, MetadataValue],
+    tensors: Mapping[str, DeferredTensor],
     events: Events,
 ) -> None:
     """Write the file, its blocks rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
     assert settings.calibrate is not None
     model = open_model(settings.model)
-    entries = model.gguf.entries
-    changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
+    tensor_entries = model.gguf.entries
+    changed = {n: dtype for n, dtype in tensor_types.items() if dtype != tensor_entries[n].dtype}
     inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
     if not any(dtype.chosen for dtype in inside.values()):
-        already = not changed and any(dtype.chosen for dtype in types.values())
-        raise InputError(f"--calibrate: {settings.model} {ALREADY}" if already else NOTHING)
-    read = calibration(
+        is_unchanged = not changed and any(dtype.chosen for dtype in tensor_types.values())
+        raise InputError(f"--calibrate: {settings.model} {ALREADY}" if is_unchanged else NOTHING)
+    calibration_rows = calibration(
         settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
     )
-    data = enough(settings.calibrate, read)
+    data = enough(settings.calibrate, calibration_rows)
     # loads kernels and tables, which count then
-    for dtype in set(changed.values()) & set(PACKED):
+    for dtype in set(changed.values()) & set(PACKABLE):
         zero_row = np.zeros((1, dtype.block), np.float32)
-        quantize_measured(zero_row, dtype, zero_row[0] if dtype.demanding else None)
-    candidates = readings(model, inside, data.time, data.windows, tokens=TOKENS)
-    reading = within(settings.memory, candidates, "quantize with --calibrate")
+        quantize_measured(zero_row, dtype, zero_row[0] if dtype.column_weights_need else None)
+    candidates = reading_plans(model, inside, data.time, data.windows, max_tokens=TOKENS)
+    reading = fitting_reading(settings.memory, candidates, "quantize with --calibrate")
     events.message(f"quantizing {reading}, {size_text(reading.nbytes)}")
-    rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
-    with atomic_path(settings.output) as part:
-        write_file(part, values, tensors)
-        with events.counting("quantizing", "block") as count:
-            args = reading.read(data), reading.width, count
-            errors = calibrate(part, model, rows, *args, searched=rows.keys())
-    for name, error in errors.items():
-        events.row(f"{line(entries[name], types[name], error)} of what it computes")
+    unpacked_rows = {
+        name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))
+    }
+    with atomic_path(settings.output) as temporary_path:
+        write_file(temporary_path, values, tensors)
+        with events.counting("quantizing", "block") as report_progress:
+            args = reading.read(data), reading.max_columns, report_progress
+            error_by_tensor = calibrate(
+                temporary_path, model, unpacked_rows, *args, searched=unpacked_rows.keys()
+            )
+    for name, error in error_by_tensor.items():
+        events.row(f"{line(tensor_entries[name], tensor_types[name], error)} of what it computes")

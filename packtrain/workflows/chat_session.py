@@ -5,80 +5,80 @@ The file's chat template renders the conversation each time; only the new tokens
 
 from dataclasses import dataclass
 
-from packtrain.common.errors import InputError, in_keywords
+from packtrain.common.errors import InputError, name_keywords
 from packtrain.common.events import Events
 from packtrain.common.options import option
 from packtrain.common.text import plural
 from packtrain.data.chat_template import (
     ChatTemplate,
     choose_template,
-    template_named,
+    load_template,
     template_source,
 )
-from packtrain.inference.generator import Limits, Reply
+from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.train_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import (
     CONTEXT,
-    MOST_SEED,
-    Generated,
-    Speaking,
+    MAX_SEED,
+    GeneratedText,
+    GenerationSettings,
     cells,
-    drafter,
+    make_drafter,
     opened,
 )
 from packtrain.workflows.warmup import warm
 
 
-class TooLong(InputError):
+class ConversationTooLong(InputError):
     """A conversation that leaves no room for an answer."""
 
 
 @dataclass(frozen=True)
-class Chat(Speaking):
+class ChatSettings(GenerationSettings):
     """Chat with a model."""
 
     COMMON = "system n_predict temp top_k top_p seed lora ctx chat_template"
 
     system: str | None = option(None, "system message", flags="-sys")
     n_predict: int = option(
-        1024, "most tokens of an answer; -1: until the context is full", flags="-n", least=-1
+        1024, "most tokens of an answer; -1: until the context is full", flags="-n", min_value=-1
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
-@in_keywords
-class Talk:
+@name_keywords
+class ChatSession:
     """A conversation: its messages, and the model that answers."""
 
-    def __init__(self, settings: Chat, events: Events) -> None:
+    def __init__(self, settings: ChatSettings, events: Events) -> None:
         """Open the model. Raises InputError, DoesNotFit."""
         settings.check()
         model = opened(settings, events.message)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
-        self._grammar = generation_settings.grammar_of(settings, self._tokenizer)
+        self._grammar = generation_settings.load_grammar(settings, self._tokenizer)
         metadata = model.gguf.metadata
-        template_choice = settings.chat_template and template_named(settings.chat_template)
+        template_choice = settings.chat_template and load_template(settings.chat_template)
         template = choose_template(metadata, template_source(metadata), template_choice)
-        if template.why:
+        if template.reason:
             events.message(template.note)
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(template.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config, CONTEXT, events)
         if settings.warmup:
             warm(model, events)
-        self._drafter = drafter(settings, model, self.cells)
+        self._drafter = make_drafter(settings, model, self.cells)
         self._generator = generation_settings.load_generator(settings, model, self.cells)
-        self._seed, self._answers = settings.drawn_seed(), 0
+        self._seed, self._num_answers = settings.drawn_seed(), 0
         self.max_tokens = settings.n_predict
         self.messages: list[dict[str, str]] = []
         self.clear()
 
-    def _text(self, id: int | None) -> str:
-        return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
+    def _text(self, token_id: int | None) -> str:
+        return "" if token_id is None else self._tokenizer.tokens[token_id].decode(errors="replace")
 
     def __repr__(self) -> str:
-        return f"Talk({self._settings.model}: {plural(len(self.messages), 'message')})"
+        return f"ChatSession({self._settings.model}: {plural(len(self.messages), 'message')})"
 
     def clear(self) -> None:
         """Start over with nothing but the system message."""
@@ -93,37 +93,37 @@ class Talk:
                 return message["content"]
         return None
 
-    def answer(self, text: str) -> Generated:
+    def answer(self, text: str) -> GeneratedText:
         """The model's answer to a message, reported as it is generated. A message that fails is removed."""
         self.messages.append({"role": "user", "content": text})
         try:
-            ids = self._ids()
+            prompt_ids = self._prompt_ids()
             with self._events.stopping() as stopped:
                 s = self._settings
-                limits = Limits(s.n_predict, s.stop, stopped, s.loop_tokens)
-                done = self._reply(ids, limits)
+                limits = GenerationLimits(s.n_predict, s.stop, stopped, s.loop_tokens)
+                generated = self._reply(prompt_ids, limits)
         except InputError:
             self.messages.pop()
             raise
-        self.messages.append({"role": "assistant", "content": done.text.strip()})
-        return done
+        self.messages.append({"role": "assistant", "content": generated.text.strip()})
+        return generated
 
-    def _ids(self) -> list[int]:
+    def _prompt_ids(self) -> list[int]:
         """Token ids of the conversation up to the model's next answer, with at most one BOS."""
-        text = self._template.render(self.messages, add_generation_prompt=True)
-        has_bos = bool(self._bos) and text.startswith(self._bos)
-        ids = self._tokenizer.encode(text, bos=False if has_bos else None, eos=False)
-        if len(ids) >= self.cells:
-            raise TooLong(
-                f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
+        prompt_text = self._template.render(self.messages, add_generation_prompt=True)
+        has_bos = bool(self._bos) and prompt_text.startswith(self._bos)
+        prompt_ids = self._tokenizer.encode(prompt_text, bos=False if has_bos else None, eos=False)
+        if len(prompt_ids) >= self.cells:
+            raise ConversationTooLong(
+                f"the conversation has {len(prompt_ids):,} tokens and the context {self.cells:,};"
                 " start a new one, or make room for more (--ctx)"
             )
-        return ids
+        return prompt_ids
 
-    def _reply(self, ids: list[int], limits: Limits) -> Generated:
-        seed = (self._seed + self._answers) % (MOST_SEED + 1)
-        self._answers += 1
+    def _reply(self, ids: list[int], limits: GenerationLimits) -> GeneratedText:
+        seed = (self._seed + self._num_answers) % (MAX_SEED + 1)
+        self._num_answers += 1
         sampling = self._settings.sampling
-        options = self._drafter, self._settings.draft_max, self._grammar
-        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *options)
-        return generation_settings.written(reply, seed, self._events)
+        reply_options = self._drafter, self._settings.draft_max, self._grammar
+        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *reply_options)
+        return generation_settings.generate_reply(reply, seed, self._events)

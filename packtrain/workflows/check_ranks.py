@@ -5,47 +5,47 @@ from typing import Any
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.options import flag
 from packtrain.common.version import __version__
-from packtrain.distributed import here
-from packtrain.workflows.planned_run import Ready
+from packtrain.distributed import current_world
+from packtrain.workflows.planned_run import PlannedRun
 
 
-def check_alike(run_plan: Ready) -> None:
+def check_ranks_agree(run_plan: PlannedRun) -> None:
     """Raise InputError, which names the rank and what is different there; DoesNotFit if a plan does not fit a rank."""
-    gathered = here().gather((run_plan.refusal, _facts(run_plan)))
+    facts_by_rank = current_world().gather((run_plan.refusal, _rank_facts(run_plan)))
     if run_plan.refusal is None:  # otherwise it is reported later, as in one process
-        for rank, (refusal, _) in enumerate(gathered):
+        for rank, (refusal, _) in enumerate(facts_by_rank):
             if refusal is not None:
                 raise DoesNotFit(f"on rank {rank} {refusal}")
-    _, first = gathered[0]
-    for rank, (_, facts) in enumerate(gathered):
-        for name in first:
-            if facts[name] != first[name]:
+    _, first = facts_by_rank[0]
+    for rank, (_, facts) in enumerate(facts_by_rank):
+        for fact_name in first:
+            if facts[fact_name] != first[fact_name]:
                 raise InputError(
-                    f"rank {rank} has {_named(name, run_plan)} {facts[name]}, rank 0 has {first[name]};"
+                    f"rank {rank} has {_named(fact_name, run_plan)} {facts[fact_name]}, rank 0 has {first[fact_name]};"
                     " all must be given the same"
                 )
 
 
-def _facts(run_plan: Ready) -> dict[str, Any]:
+def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
     """What must be equal: versions, settings, the data, and the checkpoint that the run goes on from."""
-    about = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
+    job_facts = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
     checkpoint = run_plan.found
     checkpoint_hash = (
         None if checkpoint is None else checkpoint.gguf.metadata["packtrain.checkpoint.sha256"]
     )
-    patience = {name: getattr(run_plan.job.settings, name) for name in CHANGING}
-    teacher = getattr(run_plan.job.train, "mark", None)
-    extra = {"version": __version__, "teacher": teacher, "checkpoint": checkpoint_hash}
-    return {**about, **patience, **extra}
+    setting_values = {name: getattr(run_plan.job.settings, name) for name in CHANGEABLE_SETTINGS}
+    teacher_mark = getattr(run_plan.job.train, "mark", None)
+    run_facts = {"version": __version__, "teacher": teacher_mark, "checkpoint": checkpoint_hash}
+    return {**job_facts, **setting_values, **run_facts}
 
 
 # settings that a resumed run may change, but that decide which steps and validations there are
-CHANGING = (
+CHANGEABLE_SETTINGS = (
     "steps_per_eval", "val_batches", "patience", "past", "delta", "max_no_improvement", "grad_tol",
     "force_reshuffle", "zero",
 )  # fmt: skip
 
 
-def _named(name: str, run_plan: Ready) -> str:
-    is_setting = hasattr(run_plan.job.settings, name) and name != "data"
-    return flag(name) if is_setting else f"the {name}"
+def _named(fact_name: str, run_plan: PlannedRun) -> str:
+    is_setting = hasattr(run_plan.job.settings, fact_name) and fact_name != "data"
+    return flag(fact_name) if is_setting else f"the {fact_name}"

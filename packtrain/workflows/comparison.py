@@ -10,27 +10,27 @@ from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.common.text import plural
-from packtrain.data.conversations.messages import Conversation, Message, Pair
-from packtrain.data.conversations.record_formats import Plain, Reader
+from packtrain.data.conversations.messages import AnswerPair, Conversation, Message
+from packtrain.data.conversations.record_formats import PlainText, RecordReader
 from packtrain.data.text.documents import find_sources
-from packtrain.data.text.text_streams import SUFFIXES
-from packtrain.training.model_loss import Mean
-from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD
-from packtrain.workflows.chat_session import Chat, Talk, TooLong
-from packtrain.workflows.evaluation import Evaluate, evaluate, file_to_measure
-from packtrain.workflows.judge_command import command_of, judged
+from packtrain.data.text.text_streams import DATA_SUFFIXES
+from packtrain.training.model_loss import MeanEstimate
+from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
+from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
+from packtrain.workflows.evaluation import EvaluateSettings, evaluate, find_eval_file
+from packtrain.workflows.judge_command import judge_answers, parse_command
 
-MATCH, SHORTER, LONGER = RULES = ("match", "shorter", "longer")
-UNMATCHED = (
+MATCH, SHORTER, LONGER = WIN_RULES = ("match", "shorter", "longer")
+UNMATCHED_MESSAGE = (
     "--pattern {pattern} matches no answer of the data: an answer is right only if all of it is the data's;"
     " --has REGEX counts answers that have a style"
 )
 FINAL = r"####\s*(.+)"
-LOOSE = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
+IGNORED_CHARS = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
 
 
 @dataclass(frozen=True)
-class Compare:
+class CompareSettings:
     """Compare models on conversations: their losses, and the answers that they write."""
 
     COMMON = "data has pattern temp judge text count n_predict show html json"
@@ -54,23 +54,23 @@ class Compare:
     )
     rule: str = option(
         MATCH, "which answer wins: the one with the right final answer, the shorter or the longer one",
-        choices=RULES,
+        choices=WIN_RULES,
     )  # fmt: skip
     text: Path | None = option(
         None, "another text: its perplexity shows what was forgotten", metavar="FILE"
     )
-    count: int = option(100, "most conversations that are answered", least=1)
-    n_predict: int = option(256, "most tokens of an answer", flags="-n", least=1)
+    count: int = option(100, "most conversations that are answered", min_value=1)
+    n_predict: int = option(256, "most tokens of an answer", flags="-n", min_value=1)
     temp: float = option(
-        0.0, "temperature of the answers; 0: the likeliest, 0.8: as `chat` answers", least=0
+        0.0, "temperature of the answers; 0: the likeliest, 0.8: as `chat` answers", min_value=0
     )
     ctx: int | None = option(
-        None, "context length in tokens (default: as `chat`)", flags="-c", least=3
+        None, "context length in tokens (default: as `chat`)", flags="-c", min_value=3
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
-    skip_bad: bool = option(False, SKIP_BAD)
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
-    show: int = option(3, "answers to print side by side", least=0)
+    show: int = option(3, "answers to print side by side", min_value=0)
     json: Path | None = option(
         None, "write figures and answers as JSON to this file", metavar="FILE"
     )
@@ -91,7 +91,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ComparedModel:
     """What was measured of a model.
 
     loss     nats per token of the assistant's words; None for pairs of answers
@@ -104,12 +104,12 @@ class Subject:
     """
 
     name: str
-    loss: Mean | None
+    loss: MeanEstimate | None
     answers: list[str]
     right: list[bool]
     wins: int
     losses: int
-    text: Mean | None
+    text: MeanEstimate | None
     has: Sequence[bool] = ()
     scores: Sequence[float] = ()
 
@@ -120,148 +120,157 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Compared:
+class ComparisonResult:
     """same  whether all models tokenize the data alike, so that losses can be compared"""
 
     questions: list[Question]
-    subjects: list[Subject]
+    subjects: list[ComparedModel]
     same: bool
 
     def __repr__(self) -> str:
         scores = (f"{Path(s.name).name} {sum(s.right)} right" for s in self.subjects)
-        return f"Compared({plural(len(self.questions), 'question')}: {', '.join(scores)})"
+        return f"ComparisonResult({plural(len(self.questions), 'question')}: {', '.join(scores)})"
 
 
-def compare(settings: Compare, events: Events) -> Compared:
+def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
     """Measure and answer. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
-    final = _compiled("--pattern", settings.pattern)
-    style = None if settings.has is None else _compiled("--has", settings.has)
-    judge = None if settings.judge is None else command_of(settings.judge)
+    final = _compile_pattern("--pattern", settings.pattern)
+    style = None if settings.has is None else _compile_pattern("--has", settings.has)
+    judge_command = None if settings.judge is None else parse_command(settings.judge)
     if len(settings.model) < 2:
         raise InputError("the models: name at least two, the base first")
-    questions = _questions(settings)
+    questions = _load_questions(settings)
     losses = texts = None
     if not questions[0].pair:
-        names = {f.name for f in fields(Evaluate)} & vars(settings).keys()
-        losses = evaluate(Evaluate(**{name: getattr(settings, name) for name in names}), events)
+        names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
+        losses = evaluate(
+            EvaluateSettings(
+                **{setting_name: getattr(settings, setting_name) for setting_name in names}
+            ),
+            events,
+        )
     if settings.text is not None:
-        texts = evaluate(Evaluate(settings.model, settings.text), events)
+        texts = evaluate(EvaluateSettings(settings.model, settings.text), events)
     model_answers = [list(_answers(settings, path, questions, events)) for path in settings.model]
-    fits = [None not in answers for answers in zip(*model_answers, strict=True)]
-    questions = list(compress(questions, fits))
-    _tell(settings, fits, events)
-    references, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
+    has_room = [None not in answers for answers in zip(*model_answers, strict=True)]
+    questions = list(compress(questions, has_room))
+    _report_omitted(settings, has_room, events)
+    references, subjects = [final_answer(final, q.answer) for q in questions], list[ComparedModel]()
     if settings.rule == MATCH and not any(final.search(q.answer) for q in questions):
-        events.message(UNMATCHED.format(pattern=settings.pattern))
-    answers_of = [
-        [a for a in compress(answers, fits) if a is not None] for answers in model_answers
+        events.message(UNMATCHED_MESSAGE.format(pattern=settings.pattern))
+    answers_by_model = [
+        [a for a in compress(answers, has_room) if a is not None] for answers in model_answers
     ]
-    scores = _scores(settings, judge, questions, answers_of)
-    for path, answers, own_scores in zip(settings.model, answers_of, scores, strict=True):
-        right = [
-            final_answer(final, answer) == expected
-            for answer, expected in zip(answers, references, strict=True)
+    scores = _judge_scores(settings, judge_command, questions, answers_by_model)
+    for path, answers, model_scores in zip(settings.model, answers_by_model, scores, strict=True):
+        is_right = [
+            final_answer(final, answer) == reference_answer
+            for answer, reference_answer in zip(answers, references, strict=True)
         ]
         first = subjects[0] if subjects else None
-        sides = [] if first is None else _sides(settings.rule, first, answers, right)
-        loss, forgot = (
+        win_signs = [] if first is None else _win_signs(settings.rule, first, answers, is_right)
+        data_loss, text_loss = (
             None if measured is None else measured.loss(str(path)) for measured in (losses, texts)
         )
-        wins, lost = sides.count(1), sides.count(-1)
+        num_wins, num_losses = win_signs.count(1), win_signs.count(-1)
         has = [] if style is None else [style.search(answer) is not None for answer in answers]
-        figures = loss, answers, right, wins, lost, forgot, has, own_scores
-        subjects.append(Subject(str(path), *figures))
-    return Compared(questions, subjects, losses is None or losses.same)
+        figures = data_loss, answers, is_right, num_wins, num_losses, text_loss, has, model_scores
+        subjects.append(ComparedModel(str(path), *figures))
+    return ComparisonResult(questions, subjects, losses is None or losses.same)
 
 
-def _compiled(flag: str, pattern: str) -> re.Pattern[str]:
+def _compile_pattern(flag: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
         raise InputError(f"{flag} {pattern}: {error}; it must be a regular expression") from None
 
 
-def _scores(
-    settings: Compare,
-    judge: Sequence[str] | None,
+def _judge_scores(
+    settings: CompareSettings,
+    judge_command: Sequence[str] | None,
     questions: Sequence[Question],
-    answers_of: Sequence[Sequence[str]],
+    answers_by_model: Sequence[Sequence[str]],
 ) -> list[list[float]]:
     """The judge's score of each answer, by model; it is called once. Raises InputError."""
-    if judge is None:
-        return [[] for _ in answers_of]
+    if judge_command is None:
+        return [[] for _ in answers_by_model]
     rows = [
         {"question": q.text, "reference": q.answer, "answer": answer, "model": str(path)}
-        for path, answers in zip(settings.model, answers_of, strict=True)
+        for path, answers in zip(settings.model, answers_by_model, strict=True)
         for q, answer in zip(questions, answers, strict=True)
     ]
-    scores = judged(judge, rows)
-    return [scores[at : at + len(questions)] for at in range(0, len(rows), len(questions))]
+    flat_scores = judge_answers(judge_command, rows)
+    return [flat_scores[at : at + len(questions)] for at in range(0, len(rows), len(questions))]
 
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
     """The last match, or the whole answer without one; spaces, commas, $ and a last full stop do not count."""
     matches = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
-    return LOOSE.sub("", (matches[-1] if matches else answer).strip().casefold())
+    return IGNORED_CHARS.sub("", (matches[-1] if matches else answer).strip().casefold())
 
 
-def _sides(rule: str, first: Subject, answers: Sequence[str], right: Sequence[bool]) -> list[int]:
+def _win_signs(
+    win_rule: str, base_model: ComparedModel, answers: Sequence[str], is_right: Sequence[bool]
+) -> list[int]:
     """1 where the answer wins against the first model's, -1 where it loses, else 0."""
-    if rule == MATCH:
-        return [int(a) - int(b) for a, b in zip(right, first.right, strict=True)]
-    sizes = [
-        (len(theirs) > len(ours)) - (len(theirs) < len(ours))
-        for ours, theirs in zip(answers, first.answers, strict=True)
+    if win_rule == MATCH:
+        return [int(a) - int(b) for a, b in zip(is_right, base_model.right, strict=True)]
+    length_signs = [
+        (len(base_answer) > len(model_answer)) - (len(base_answer) < len(model_answer))
+        for model_answer, base_answer in zip(answers, base_model.answers, strict=True)
     ]
-    return sizes if rule == SHORTER else [-size for size in sizes]
+    return length_signs if win_rule == SHORTER else [-length_sign for length_sign in length_signs]
 
 
 # ---- questions and answers -----------------------------------------------------------------------------------
 
 
-def _questions(settings: Compare) -> list[Question]:
+def _load_questions(settings: CompareSettings) -> list[Question]:
     questions = list[Question]()
-    path, _ = file_to_measure(settings.data, None)
-    for source in find_sources(path, SUFFIXES):
-        for record in Reader(source, skip_bad=settings.skip_bad, columns=settings.columns):
+    data_path, _ = find_eval_file(settings.data, None)
+    for source in find_sources(data_path, DATA_SUFFIXES):
+        for record in RecordReader(source, skip_bad=settings.skip_bad, columns=settings.columns):
             if len(questions) < settings.count:
-                questions.append(_question(record))
+                questions.append(_make_question(record))
     if not questions:
-        raise InputError(f"--data: {path} holds no conversations; at least one is needed")
+        raise InputError(f"--data: {data_path} holds no conversations; at least one is needed")
     return questions
 
 
-def _question(record: Conversation | Pair | Plain) -> Question:
-    if isinstance(record, Plain):
-        raise InputError(f"{record.where} is a text", "only conversations have answers to compare")
-    conversation = record.chosen if isinstance(record, Pair) else record
-    *before, answer = conversation.messages
-    return Question(before, answer["content"], isinstance(record, Pair))
+def _make_question(data_record: Conversation | AnswerPair | PlainText) -> Question:
+    if isinstance(data_record, PlainText):
+        raise InputError(
+            f"{data_record.location} is a text", "only conversations have answers to compare"
+        )
+    conversation = data_record.chosen if isinstance(data_record, AnswerPair) else data_record
+    *before, answer_message = conversation.messages
+    return Question(before, answer_message["content"], isinstance(data_record, AnswerPair))
 
 
-def _tell(settings: Compare, fits: Sequence[bool], events: Events) -> None:
+def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events: Events) -> None:
     """Say how many questions are too long for a model. Raises InputError if all are."""
-    count = fits.count(False)
-    if count == len(fits):
+    count = has_room.count(False)
+    if count == len(has_room):
         raise InputError(
             f"--data: no conversation of {settings.data} leaves room for an answer in the context",
             "--ctx makes room for more",
         )
     if count:
         events.message(
-            f"{plural(count, 'conversation')} of {len(fits)} left out: no room for an answer in the context (--ctx)"
+            f"{plural(count, 'conversation')} of {len(has_room)} left out: no room for an answer in the context (--ctx)"
         )
 
 
 def _answers(
-    settings: Compare, path: Path, questions: Sequence[Question], events: Events
+    settings: CompareSettings, path: Path, questions: Sequence[Question], events: Events
 ) -> Iterator[str | None]:
     """The answers of a model; None to what is too long for it."""
-    chat_settings = Chat(
+    chat_settings = ChatSettings(
         path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,
     )  # fmt: skip
-    talk = Talk(chat_settings, Events())
+    chat_session = ChatSession(chat_settings, Events())
     with (
         events.counting(f"answers of {path.name}", "question") as report_progress,
         events.stopping() as stopped,
@@ -269,10 +278,10 @@ def _answers(
         for number, question in enumerate(questions, 1):
             if stopped():
                 raise Interrupted(f"stopped after {number - 1} of {len(questions)} answers")
-            talk.messages = question.messages[:-1]
+            chat_session.messages = question.messages[:-1]
             try:
-                answer = talk.answer(question.text).text.strip()
-            except TooLong:
+                answer = chat_session.answer(question.text).text.strip()
+            except ConversationTooLong:
                 answer = None
             yield answer
             report_progress(number, len(questions))

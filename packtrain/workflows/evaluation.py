@@ -12,32 +12,32 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
-from packtrain.common.files import existing
-from packtrain.common.options import COLUMNS, option, positional, required, unescaped
+from packtrain.common.files import require_existing
+from packtrain.common.options import COLUMNS, option, positional, required, unescape
 from packtrain.common.text import clock, plural
-from packtrain.data.chat_template import template_named
-from packtrain.data.conversations import Recipe, prepare
-from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, file_called
-from packtrain.data.text.text_streams import RECORDS, kind_of
+from packtrain.data.chat_template import load_template
+from packtrain.data.conversations import DatasetRecipe, prepare_dataset
+from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file
+from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, Target, target
-from packtrain.inference.kv_cache.decode_plans import CACHES
+from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
-from packtrain.models.attention_choice import AUTO, FLASH, MODES, with_flash
+from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
 from packtrain.models.config import check_context
 from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
-from packtrain.planner.budget import Say
-from packtrain.planner.kernel_memory import kernels_of
-from packtrain.training.ineffective_settings import VAL_SPLIT, Rule, check_idle
-from packtrain.training.model_loss import Mean, counted, losses_of
-from packtrain.training.perplexity_windows import Windows, read_whole
+from packtrain.planner.budget import ReportFunction
+from packtrain.planner.kernel_memory import model_kernel_modules
+from packtrain.training.ineffective_settings import VAL_SPLIT_RULE, EffectRule, check_rules
+from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
+from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
 from packtrain.training.sample_batches import SampleBatches, row_length
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE, SKIP_BAD
+from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP
 from packtrain.training.training_job import check_precision
-from packtrain.workflows.generation_settings import SWA_FULL, cache_dtype, check_cache
-from packtrain.workflows.kv_cache_loss import Through
+from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, check_cache
+from packtrain.workflows.kv_cache_loss import CachedLoss
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, without --ctx
@@ -45,12 +45,12 @@ BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
 
-SWA: Rule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
-SPLIT: Rule = "val_split", lambda s: s.split is None, "without --split"
+SWA_RULE: EffectRule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
+SPLIT_RULE: EffectRule = "val_split", lambda s: s.split is None, "without --split"
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateSettings:
     """Measure models on a text or on conversations."""
 
     COMMON = "data split ctx lora compare skip_bad separator chat_template"
@@ -65,14 +65,17 @@ class Evaluate:
         choices=tuple(SPLITS),
     )  # fmt: skip
     val_split: float = option(
-        0.05, "with --split on a single file: finetune's --val-split", least=0.0001, most=0.5
+        0.05,
+        "with --split on a single file: finetune's --val-split",
+        min_value=0.0001,
+        max_value=0.5,
     )
     ctx: int | None = option(
         None,
         f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
         " conversations",
         flags="-c",
-        least=3,
+        min_value=3,
     )
     all_positions: bool = option(
         False,
@@ -83,42 +86,42 @@ class Evaluate:
     )
     compare: bool = option(False, "measure the first model alone, then with each --lora")
     batch_size: int | None = option(
-        None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", least=1
+        None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
     )
     separator: str | None = option(
         None,
         f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
     )
-    skip_bad: bool = option(False, SKIP_BAD)
+    skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     cache_type: str | None = option(
         None,
         "read through a KV cache of this element type, as `generate` does, instead of all at once",
-        choices=CACHES,
+        choices=CACHE_TYPES,
     )
-    swa_full: bool = option(False, SWA_FULL)
-    flash_attn: str = option(AUTO, FLASH, flags="-fa", choices=MODES)
-    activations: str = option("f32", ACTIVATIONS, choices=(F32, Q8))
-    precision: str = option("f32", PRECISION, choices=PRECISIONS)
-    device: str = option("cpu", DEVICE, choices=tuple(DEVICES))
+    swa_full: bool = option(False, SWA_FULL_HELP)
+    flash_attn: str = option(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
+    activations: str = option("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    precision: str = option("f32", PRECISION_HELP, choices=PRECISIONS)
+    device: str = option("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class EvalData:
     """The data as a model reads it: batches, their token ids, and a description of what is scored."""
 
-    batches: Windows | SampleBatches
+    batches: PerplexityWindows | SampleBatches
     ids: np.ndarray
-    method: str
+    description: str
 
     @property
     def skipped(self) -> int:
-        return self.batches.skipped if isinstance(self.batches, Windows) else 0
+        return self.batches.skipped if isinstance(self.batches, PerplexityWindows) else 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Measured:
+class EvalResult:
     """Losses of models on the same data.
 
     losses  of each token that is scored, (N,) f32 in nats, by the name of the model: its path, with its adapters
@@ -130,97 +133,99 @@ class Measured:
     method: str
     same: bool
 
-    def loss(self, name: str | None = None) -> Mean:
+    def loss(self, name: str | None = None) -> MeanEstimate:
         """Mean and standard error of a model, by default the first; `loss().exponential` is the perplexity."""
-        return Mean.of(self.losses[name or next(iter(self.losses))])
+        return MeanEstimate.of(self.losses[name or next(iter(self.losses))])
 
     def __repr__(self) -> str:
         scores = (f"{Path(name).name} {self.loss(name)}" for name in self.losses)
-        return f"Measured({self.method}: {', '.join(scores)})"
+        return f"EvalResult({self.method}: {', '.join(scores)})"
 
 
-def evaluate(settings: Evaluate, events: Events) -> Measured:
+def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Losses and perplexities. Raises InputError, and Interrupted if it is stopped."""
-    check_idle(settings, (SPLIT, VAL_SPLIT, SWA))
-    subjects = _subjects(settings, events.message)
-    context = min(model.config.context_length for _, model in subjects)
-    datasets: dict[Path, Prepared] = {}
+    check_rules(settings, (SPLIT_RULE, VAL_SPLIT_RULE, SWA_RULE))
+    named_models = _load_models(settings, events.message)
+    max_context = min(model.config.context_length for _, model in named_models)
+    datasets: dict[Path, EvalData] = {}
     losses, device = dict[str, np.ndarray](), target(settings.device)
-    for name, model in subjects:
-        path = model.gguf.path
-        if path not in datasets:
-            datasets[path] = _prepared(settings, model, context, events.message)
-        run = _reader(settings, model, datasets[path], device)
-        losses[name] = _measured(name, run, datasets[path], len(subjects) > 1, events)
-    first, *other_sets = datasets.values()
-    is_same = all(np.array_equal(first.ids, other.ids) for other in other_sets)
-    through = settings.cache_type and f"; read through a cache in {settings.cache_type}"
-    return Measured(losses, first.method + (through or ""), is_same)
+    for name, model in named_models:
+        model_path = model.gguf.path
+        if model_path not in datasets:
+            datasets[model_path] = _load_data(settings, model, max_context, events.message)
+        run = _reader(settings, model, datasets[model_path], device)
+        losses[name] = _measured(name, run, datasets[model_path], len(named_models) > 1, events)
+    first_data, *other_data = datasets.values()
+    is_same = all(np.array_equal(first_data.ids, other.ids) for other in other_data)
+    cache_note = settings.cache_type and f"; read through a cache in {settings.cache_type}"
+    return EvalResult(losses, first_data.description + (cache_note or ""), is_same)
 
 
-def _opened(settings: Evaluate, path: Path, report: Say) -> ModelFile:
+def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) -> ModelFile:
     check_precision(settings.precision, settings.device)
     model = with_activations(open_model(path), settings.activations)
     config = replace(model.config, precision=settings.precision)
-    device, kind = target(settings.device), settings.cache_type
-    cache = None if kind is None else cache_dtype(config, kind)
-    return replace(model, config=with_flash(config, settings.flash_attn, device, report, cache))
+    device, cache_type = target(settings.device), settings.cache_type
+    kv_dtype = None if cache_type is None else cache_dtype(config, cache_type)
+    return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))
 
 
-def _subjects(settings: Evaluate, report: Say) -> list[tuple[str, ModelFile]]:
+def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
     """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *other_models = [
-        (str(path), _opened(settings, path, report)) for path in settings.model
+    (base_path, base_model), *other_models = [
+        (str(base_path), _open_model(settings, base_path, report)) for base_path in settings.model
     ]
-    scaled = read_scaled(settings.lora, base.gguf)
-    subjects = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
+    scaled_adapters = read_scaled(settings.lora, base_model.gguf)
+    named_models = [(" + ".join([base_path, *settings.lora]), adapted(base_model, scaled_adapters))]
     if settings.compare:
-        pairs = zip(settings.lora, scaled, strict=True)
-        subjects = [
-            (path, base),
-            *((f"{path} + {text}", adapted(base, [adapter])) for text, adapter in pairs),
+        pairs = zip(settings.lora, scaled_adapters, strict=True)
+        named_models = [
+            (base_path, base_model),
+            *((f"{base_path} + {text}", adapted(base_model, [adapter])) for text, adapter in pairs),
         ]
-    return list(dict([*subjects, *other_models]).items())  # a repeated name is measured once
+    return list(dict([*named_models, *other_models]).items())  # a repeated name is measured once
 
 
 # ---- the data ------------------------------------------------------------------------------------------------
 
 
-def _prepared(settings: Evaluate, model: ModelFile, context: int, report: Say) -> Prepared:
-    path, part = file_to_measure(settings.data, settings.split)
-    text = not path.is_dir() and kind_of(path) not in RECORDS
-    length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
-    check_context(model.config, length, report)
-    if text and not part and not settings.all_positions:
+def _load_data(
+    settings: EvaluateSettings, model: ModelFile, max_context: int, report: ReportFunction
+) -> EvalData:
+    path, split_name = find_eval_file(settings.data, settings.split)
+    is_text = not path.is_dir() and suffix_of(path) not in RECORDS
+    window_length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
+    check_context(model.config, window_length, report)
+    if is_text and not split_name and not settings.all_positions:
         tokenizer = model.tokenizer()
-        ids = read_whole(path, _separator(settings), tokenizer)
-        if ids is not None:
+        token_ids = read_single_text(path, _text_separator(settings), tokenizer)
+        if token_ids is not None:
             bos = tokenizer.bos if tokenizer.add_bos else None
-            return _windows(settings, path, ids, bos, length, report)
+            return _window_data(settings, path, token_ids, bos, window_length, report)
         report(
             f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
             " llama-perplexity does"
         )
-    return _samples(settings, model, path, part, length, report)
+    return _sample_data(settings, model, path, split_name, window_length, report)
 
 
-def _separator(settings: Evaluate) -> str | None:
-    return settings.separator and unescaped(settings.separator)
+def _text_separator(settings: EvaluateSettings) -> str | None:
+    return settings.separator and unescape(settings.separator)
 
 
-def file_to_measure(data: Path, split: str | None) -> tuple[Path, str]:
+def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
     """The file or folder of texts to measure, and which split of it, as finetune splits it; "" is all."""
-    existing(data, "--data")
+    require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
             raise InputError(
                 f"--split test: {data} is one file; give a folder with a test file, or no --split"
             )
         return data, split or ""
-    files = {name: file_called(data, *names) for name, names in SPLITS.items()}
-    split_files = {name: path for name, path in files.items() if path is not None}
+    path_by_split = {name: find_file(data, *names) for name, names in SPLITS.items()}
+    split_files = {name: path for name, path in path_by_split.items() if path is not None}
     if split is None:
         return next(iter(split_files.values()), data), ""
     if TRAIN in split_files and VALID not in split_files and split != TEST:  # finetune splits it
@@ -230,9 +235,14 @@ def file_to_measure(data: Path, split: str | None) -> tuple[Path, str]:
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
 
 
-def _windows(
-    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int, report: Say
-) -> Prepared:
+def _window_data(
+    settings: EvaluateSettings,
+    path: Path,
+    ids: np.ndarray,
+    bos_id: int | None,
+    length: int,
+    report: ReportFunction,
+) -> EvalData:
     """A text in windows, as llama-perplexity reads it."""
     if len(ids) < 3:
         raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
@@ -241,95 +251,100 @@ def _windows(
             f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
         )
     length = min(length, len(ids))
-    rows = _rows(settings, length, len(ids) // length)
-    batches = Windows(ids, bos, rows, length)
-    begin = "" if bos is None else ", each starting with BOS"
-    count = batches.windows * (batches.time - batches.skipped)
-    method = (
-        f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{begin};"
-        f" the second half of each window is scored ({count:,} tokens), as in llama-perplexity"
+    batch_rows = _rows(settings, length, len(ids) // length)
+    batches = PerplexityWindows(ids, bos_id, batch_rows, length)
+    bos_note = "" if bos_id is None else ", each starting with BOS"
+    num_scored = batches.windows * (batches.time - batches.skipped)
+    description = (
+        f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{bos_note};"
+        f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
     )
-    return Prepared(batches, ids, method)
+    return EvalData(batches, ids, description)
 
 
-def _samples(
-    settings: Evaluate, model: ModelFile, path: Path, part: str, length: int, report: Say
-) -> Prepared:
+def _sample_data(
+    settings: EvaluateSettings,
+    model: ModelFile,
+    path: Path,
+    part: str,
+    length: int,
+    report: ReportFunction,
+) -> EvalData:
     """Documents or conversations, in rows as in finetune's validation."""
-    recipe = Recipe(
+    recipe = DatasetRecipe(
         path,
         model.gguf.path,
         length,
         everything=settings.all_positions,
-        separator=_separator(settings),
+        separator=_text_separator(settings),
         val_split=settings.val_split if part else 0.0,
         skip_bad=settings.skip_bad,
         columns=settings.columns,
-        template=settings.chat_template and template_named(settings.chat_template),
+        template=settings.chat_template and load_template(settings.chat_template),
     )
-    dataset = prepare(recipe, writable(cache_root() / "tokens"), report)
+    dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), report)
     for note in dataset.notes:
         report(note)
     if part == VALID and dataset.valid is None:
         raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
     samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
-    time = row_length(length, SampleBatches.lengths_of(samples))
-    rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
-    batches = SampleBatches(samples, rows, time, shuffle=False)
-    method = (
+    row_tokens = row_length(length, SampleBatches.item_lengths(samples))
+    rows = _rows(settings, row_tokens, SampleBatches(samples, 1, row_tokens, shuffle=False).windows)
+    batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
+    description = (
         f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
         f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
     )
-    return Prepared(batches, samples.ids, method)
+    return EvalData(batches, samples.ids, description)
 
 
-def _rows(settings: Evaluate, time: int, windows: int) -> int:
-    return max(min(settings.batch_size or BATCH_TOKENS // time, windows), 1)
+def _rows(settings: EvaluateSettings, row_tokens: int, windows: int) -> int:
+    return max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------
 
 
-def _reader(settings: Evaluate, model: ModelFile, data: Prepared, device: Target) -> Losses:
+def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device: Target) -> Losses:
     """What gives the losses of batches, with its kernels loaded."""
     batches, cache = data.batches, settings.cache_type
-    kernels.prepare((*kernels.WRITING, "loss", *kernels_of(model.config)))
+    kernels.prepare((*kernels.GENERATION_KERNELS, "loss", *model_kernel_modules(model.config)))
     if cache is None:
-        run = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=device)
+        run = loss_executor(model, batches.rows, batches.time, skipped=data.skipped, target=device)
         return partial(counted, run)
     check_cache(model, batches.time, cache)
-    scored, full = batches.time - data.skipped, settings.swa_full
-    return Through(model, batches.time, scored, cache, swa_full=full, target=device).losses
+    num_scored, full = batches.time - data.skipped, settings.swa_full
+    return CachedLoss(model, batches.time, num_scored, cache, swa_full=full, target=device).losses
 
 
 def _measured(
-    name: str, run: Losses, data: Prepared, is_multiple: bool, events: Events
+    model_name: str, loss_function: Losses, data: EvalData, is_multiple: bool, events: Events
 ) -> np.ndarray:
     """The losses (N,) f32 of all scored tokens."""
     batches = data.batches
-    batch_losses, total, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
-    everything = f"{plural(batches.windows, 'window')}{f' of {name}' if is_multiple else ''}"
-    events.message(f"measuring {everything} …")
+    batch_losses, loss_sum, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
+    data_label = f"{plural(batches.windows, 'window')}{f' of {model_name}' if is_multiple else ''}"
+    events.message(f"measuring {data_label} …")
     with (
-        events.counting(name if is_multiple else "measuring", "window") as report_progress,
+        events.counting(model_name if is_multiple else "measuring", "window") as report_progress,
         events.stopping() as stopped,
     ):
-        for losses in run(_until(stopped, batches)):
+        for losses in loss_function(_until_stopped(stopped, batches)):
             batch_losses.append(losses)
-            total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
-            if not math.isfinite(total):
+            loss_sum, count = loss_sum + float(losses.sum(dtype=np.float64)), count + len(losses)
+            if not math.isfinite(loss_sum):
                 raise InputError(
-                    f"{name}: the loss is {total}; the weights must give finite numbers"
+                    f"{model_name}: the loss is {loss_sum}; the weights must give finite numbers"
                 )
-            so_far = Mean(total / max(count, 1), 0.0).exponential.value
-            done = min(len(batch_losses) * batches.rows, batches.windows)
-            report_progress(done, batches.windows, f"perplexity {so_far:.4f}")
-    events.message(f"{everything} in {clock(time.monotonic() - start_time)}")
+            perplexity = MeanEstimate(loss_sum / max(count, 1), 0.0).exponential.value
+            num_windows = min(len(batch_losses) * batches.rows, batches.windows)
+            report_progress(num_windows, batches.windows, f"perplexity {perplexity:.4f}")
+    events.message(f"{data_label} in {clock(time.monotonic() - start_time)}")
     return np.concatenate(batch_losses)
 
 
-def _until(
-    stopped: Callable[[], bool], batches: Windows | SampleBatches
+def _until_stopped(
+    stopped: Callable[[], bool], batches: PerplexityWindows | SampleBatches
 ) -> Iterator[dict[str, np.ndarray]]:
     for i in range(len(batches)):
         if stopped():

@@ -9,48 +9,48 @@ from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import check_not_read, check_writable, write_text
 from packtrain.data.text.text_streams import data_files
-from packtrain.distributed import here, rank
+from packtrain.distributed import current_world, rank
 from packtrain.gguf import GGUF
 from packtrain.models.model_file import ModelFile
-from packtrain.planner.budget import Say
-from packtrain.training.checkpoints import Progress
-from packtrain.training.finetune_job import Tuned, build_job
+from packtrain.planner.budget import ReportFunction
+from packtrain.training.checkpoints import TrainingProgress
+from packtrain.training.finetune_job import TunedModel, build_job
 from packtrain.training.finetune_settings import TuneSettings
-from packtrain.training.gradient_probe import probe
+from packtrain.training.gradient_probe import check_gradients
 from packtrain.training.monitoring.history import MODELFILE
 from packtrain.training.training_job import Batch
-from packtrain.training.training_loop import Fit
+from packtrain.training.training_loop import TrainingLoop
 from packtrain.workflows.behaviour_check import check_answers
-from packtrain.workflows.merge_after_training import End, note, space
-from packtrain.workflows.planned_run import Ready, ready
-from packtrain.workflows.run_training import carry_out
-from packtrain.workflows.training_result import Trained
+from packtrain.workflows.merge_after_training import FinishedFinetune, merge_files, note
+from packtrain.workflows.planned_run import PlannedRun, plan_run
+from packtrain.workflows.run_training import execute_run
+from packtrain.workflows.training_result import TrainingResult
 
 
-def finetune(settings: TuneSettings, events: Events) -> Trained:
+def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
     """Tune, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
     if rank() == 0:
-        _check(settings)
-    return carry_out(settings, prepare, events, _before, _after)
+        _check_outputs(settings)
+    return execute_run(settings, prepare, events, _before_steps, _after_steps)
 
 
-def prepare(settings: TuneSettings, report: Say, runs: bool = True) -> Ready:
+def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
     """The run with its plan, see `ready`, and with what its merge needs. Raises InputError."""
-    run_plan = ready("finetune", settings, build_job, report, runs)
+    run_plan = plan_run("finetune", settings, build_job, report, runs)
     if run_plan.refusal is not None:
         return run_plan
-    return replace(run_plan, notes=tuple(note(run_plan)), files=tuple(space(run_plan.job)))
+    return replace(run_plan, notes=tuple(note(run_plan)), files=tuple(merge_files(run_plan.job)))
 
 
-def _check(settings: TuneSettings) -> None:
+def _check_outputs(settings: TuneSettings) -> None:
     """Raise InputError if an output would overwrite an input, or a file of something else."""
-    base = None if settings.model is None else GGUF(settings.model)
-    _check_trained(settings, base)
+    base_gguf = None if settings.model is None else GGUF(settings.model)
+    _check_trainable(settings, base_gguf)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
-    read = [*(base.paths if base else ()), *data_files(settings.data), settings.teacher]
-    for flag, path in outputs.items():
-        if path is not None:
-            check_not_read(path, flag, read)
+    read = [*(base_gguf.paths if base_gguf else ()), *data_files(settings.data), settings.teacher]
+    for flag_name, output_path in outputs.items():
+        if output_path is not None:
+            check_not_read(output_path, flag_name, read)
     if settings.adapter is None:
         return
     check_writable(settings.adapter, "--adapter")
@@ -60,7 +60,7 @@ def _check(settings: TuneSettings) -> None:
         raise InputError(f"--adapter: {settings.adapter} exists; give another name, or --overwrite")
 
 
-def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
+def _check_trainable(settings: TuneSettings, base: GGUF | None) -> None:
     """Refuse settings that would train nothing."""
     if settings.num_layers == 0:
         raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
@@ -69,41 +69,46 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
             raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")
 
 
-def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
+def _before_steps(fit: TrainingLoop, events: Events, stopped: Callable[[], bool]) -> None:
     """Check that every trained tensor gets a gradient, and measure the validation loss of the base."""
     events.message("checking that every trained tensor gets a gradient …")
-    probe(fit.job, fit.engine, events.message)
+    check_gradients(fit.job, fit.engine, events.message)
     if fit.job.valid is not None:
         with events.counting("validation of the base", "batch") as count:
-            evaluation = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
-        fit.progress = replace(fit.progress, base=evaluation.loss, batches=fit.job.validated)
+            evaluation = fit.engine.evaluate(_until_stopped(stopped, fit.job.counted(count)))
+        fit.progress = replace(fit.progress, base=evaluation.loss, batches=fit.job.num_eval_batches)
         events.message(
             f"validation loss of the base: {evaluation.loss:.4f}, accuracy {100 * evaluation.accuracy:.1f} %"
         )
 
 
-def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
+def _until_stopped(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
-        if here().any(stopped()):
+        if current_world().any_rank(stopped()):
             raise Interrupted("stopped before step 1")
         yield batch
 
 
-def _after(run_plan: Ready, progress: Progress, events: Events) -> None:
+def _after_steps(run_plan: PlannedRun, progress: TrainingProgress, events: Events) -> None:
     """Merge the adapter, measure the result and check its answers. The memory of the run is already free."""
-    End(run_plan.job, run_plan.plans.shape, progress, run_plan.budget, events).finish()
-    settings, subject = cast(TuneSettings, run_plan.job.settings), cast(Tuned, run_plan.job.subject)
+    FinishedFinetune(
+        run_plan.job, run_plan.plans.shape, progress, run_plan.budget, events
+    ).merge_and_measure()
+    settings, subject = (
+        cast(TuneSettings, run_plan.job.settings),
+        cast(TunedModel, run_plan.job.model),
+    )
     _write_modelfile(settings, subject.model)
     check_answers(run_plan.job, run_plan.budget, events)
 
 
-def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
+def _write_modelfile(settings: TuneSettings, base_model: ModelFile) -> None:
     """The Modelfile for `ollama create`. Ollama takes the chat template from the GGUF file, so none is written here."""
-    tokenizer = base.tokenizer()
-    eos_texts = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
-    stops = [f'PARAMETER stop "{end}"' for end in eos_texts if end and '"' not in end]
+    tokenizer = base_model.tokenizer()
+    eos_texts = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.eog_ids)]
+    stop_lines = [f'PARAMETER stop "{end}"' for end in eos_texts if end and '"' not in end]
     lines = [f"FROM ../{settings.output.name}"]
     if settings.merge == "none":
-        lines = [f"FROM {base.gguf.path.absolute()}", f"ADAPTER ../{settings.output.name}"]
-    lines += [*stops, ""]
+        lines = [f"FROM {base_model.gguf.path.absolute()}", f"ADAPTER ../{settings.output.name}"]
+    lines += [*stop_lines, ""]
     write_text(settings.folder / MODELFILE, "\n".join(lines))

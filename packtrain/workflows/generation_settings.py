@@ -17,29 +17,29 @@ from packtrain.engine.backends import DEVICES, target
 from packtrain.engine.memory_plan import size_text
 from packtrain.inference.generator import LOOP_TOKENS, Drafter, Generator, Reply, Speed
 from packtrain.inference.grammar import Grammar
-from packtrain.inference.kv_cache.decode_plans import CACHES
+from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.inference.sampling import Sampling
-from packtrain.inference.speculative import Lookup, SmallModel
-from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
-from packtrain.models.attention_choice import AUTO, FLASH, MODES, with_flash
+from packtrain.inference.speculative import ModelDrafter, NgramDrafter
+from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
 from packtrain.models.config import Config, check_context
 from packtrain.models.model_file import ModelFile, check_vocabularies, open_model
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
-from packtrain.planner.budget import Say
-from packtrain.planner.kernel_memory import kernels_of
-from packtrain.training.train_settings import DEVICE
+from packtrain.planner.budget import ReportFunction
+from packtrain.planner.kernel_memory import model_kernel_modules
+from packtrain.training.train_settings import DEVICE_HELP
 from packtrain.training.training_job import check_precision
-from packtrain.workflows.warmup import WARMUP
+from packtrain.workflows.warmup import WARMUP_HELP
 
 CONTEXT = 4096  # at most, without --ctx
-MOST_SEED = 2**63 - 1
-CTX = "context length in tokens (default: as needed, up to the model's)"
-LORA = "LoRA adapter, FILE or FILE:SCALE; repeatable"
-CACHE = "element type of the KV cache"
-SWA_FULL = "layers with a sliding window keep all tokens in the cache, not only the window's"
+MAX_SEED = 2**63 - 1
+CTX_HELP = "context length in tokens (default: as needed, up to the model's)"
+LORA_HELP = "LoRA adapter, FILE or FILE:SCALE; repeatable"
+CACHE_HELP = "element type of the KV cache"
+SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 
-class Opening(Protocol):
+class ModelOptions(Protocol):
     """Settings that say how a model is opened."""
 
     @property
@@ -59,18 +59,18 @@ class Opening(Protocol):
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ModelArgument:
     """What text is generated with."""
 
     model: Path = positional("the model, a GGUF file")
 
 
 @dataclass(frozen=True)
-class Speaking(Sampling, Speaker):
+class GenerationSettings(Sampling, ModelArgument):
     """Settings of the commands that generate text."""
 
     seed: int | None = SAMPLING(
-        None, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
+        None, "random seed; -1: a new one each time", flags="-s", min_value=-1, max_value=MAX_SEED
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
     stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
@@ -82,11 +82,11 @@ class Speaking(Sampling, Speaker):
     json_schema_file: Path | None = SAMPLING(
         None, "the text is JSON of the schema in this file", flags="-jf"
     )
-    ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
-    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE, choices=CACHES)
-    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
-    swa_full: bool = MODEL(False, SWA_FULL)
+    ctx: int | None = MODEL(None, CTX_HELP, flags="-c", min_value=1)
+    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE_HELP, choices=CACHE_TYPES)
+    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
+    swa_full: bool = MODEL(False, SWA_FULL_HELP)
     model_draft: Path | None = MODEL(
         None,
         "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",
@@ -96,15 +96,18 @@ class Speaking(Sampling, Speaker):
         False, "guess tokens from what followed earlier in the text; needs no other model"
     )
     draft_max: int = MODEL(
-        7, "most tokens guessed at once; up to 8 tokens of a run cost the least", least=1, most=32
+        7,
+        "most tokens guessed at once; up to 8 tokens of a run cost the least",
+        min_value=1,
+        max_value=32,
     )
     draft_p_min: float = MODEL(
-        0.75, "the draft model stops guessing below this probability", least=0, most=1
+        0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
     )
-    warmup: bool = MODEL(True, WARMUP)
-    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
+    warmup: bool = MODEL(True, WARMUP_HELP)
+    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
     @property
     def sampling(self) -> Sampling:
@@ -130,32 +133,32 @@ class Speaking(Sampling, Speaker):
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
-def opened(settings: Opening, report: Say, *, by_token: bool = False) -> ModelFile:
+def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = False) -> ModelFile:
     """The model with the requested adapters; by_token: with scales that each token has. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
     config = replace(model.config, precision=settings.precision)
-    device, cache = target(settings.device), cache_dtype(config, settings.cache_type)
-    return replace(model, config=with_flash(config, settings.flash_attn, device, report, cache))
+    device, kv_dtype = target(settings.device), cache_dtype(config, settings.cache_type)
+    return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))
 
 
-def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
+def load_grammar(settings: GenerationSettings, tokenizer: Tokenizer) -> Grammar | None:
     """The grammar that texts follow, if any. Raises InputError."""
-    schema = settings.json_schema
+    schema_text = settings.json_schema
     if settings.json_schema_file is not None:
-        schema = read_text(settings.json_schema_file, "--json-schema-file")
-    if schema is not None:
-        return Grammar.from_schema(tokenizer, schema)
-    text = settings.grammar
+        schema_text = read_text(settings.json_schema_file, "--json-schema-file")
+    if schema_text is not None:
+        return Grammar.from_schema(tokenizer, schema_text)
+    grammar_text = settings.grammar
     if settings.grammar_file is not None:
-        text = read_text(settings.grammar_file, "--grammar-file")
-    return None if text is None else Grammar.from_gbnf(tokenizer, text)
+        grammar_text = read_text(settings.grammar_file, "--grammar-file")
+    return None if grammar_text is None else Grammar.from_gbnf(tokenizer, grammar_text)
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GeneratedText:
     """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`.
 
     score  of a beam, whose ids have the one that ended it
@@ -170,88 +173,88 @@ class Generated:
     drafted: int = 0
     accepted: int = 0
     score: float | None = None
-    others: tuple["Generated", ...] = ()
+    others: tuple["GeneratedText", ...] = ()
 
     def __str__(self) -> str:
         return self.text
 
 
-def written(reply: Reply, seed: int, events: Events) -> Generated:
+def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
     """Generate the reply, reporting each piece of text as it comes."""
-    pieces = []
+    text_pieces = []
     for piece in reply:
-        pieces.append(piece)
+        text_pieces.append(piece)
         events.text(piece)
     ids = tuple(reply.ids)
     speeds = reply.reading, reply.writing
-    return Generated(
-        "".join(pieces), ids, reply.ended, seed, *speeds, reply.drafted, reply.accepted
+    return GeneratedText(
+        "".join(text_pieces), ids, reply.end_reason, seed, *speeds, reply.drafted, reply.accepted
     )
 
 
-def cells(settings: Speaking, config: Config, num_tokens: int, events: Events) -> int:
+def cells(settings: GenerationSettings, config: Config, num_tokens: int, events: Events) -> int:
     """The context length: --ctx, else `num_tokens` up to the model's own. Raises InputError."""
-    size = settings.ctx or max(min(config.context_length, num_tokens), 1)
-    check_context(config, size, events.message)
-    return size
+    context_size = settings.ctx or max(min(config.context_length, num_tokens), 1)
+    check_context(config, context_size, events.message)
+    return context_size
 
 
-def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
+def make_drafter(settings: GenerationSettings, model: ModelFile, num_cells: int) -> Drafter | None:
     """What guesses tokens, if anything does. Raises InputError, DoesNotFit."""
     if settings.draft_lookup:
-        return Lookup()
+        return NgramDrafter()
     if settings.model_draft is None:
         return None
     small = open_model(settings.model_draft)
     check_vocabularies(model, small)
     shared = min(model.config.vocab_size, small.config.vocab_size)
-    return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min, shared)
+    return ModelDrafter(load_generator(settings, small, num_cells, 1), settings.draft_p_min, shared)
 
 
 def cache_dtype(config: Config, type: str) -> Dtype:
     """The element type of a cache. Raises InputError if heads do not fit its blocks."""
-    kind = DTYPES[type]
-    widths = (config.cached_heads(i)[1] for i in range(config.block_count))
-    width = next((width for width in widths if width % kind.block), 0)
-    if width:
+    dtype = DTYPES[type]
+    head_widths = (config.cached_heads(i)[1] for i in range(config.block_count))
+    unaligned_width = next((width for width in head_widths if width % dtype.block), 0)
+    if unaligned_width:
         raise InputError(
-            f"--cache-type: {kind} packs {kind.block} values, and heads have {width}; use f16 or f32"
+            f"--cache-type: {dtype} packs {dtype.block} values, and heads have {unaligned_width}; use f16 or f32"
         )
-    return kind
+    return dtype
 
 
-def check_cache(model: ModelFile, cells: int, type: str) -> None:
+def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
-    c, available_nbytes, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
+    c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
-    each = (heads * kind.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
-    cache = len(c.cached_parts) * cells * sum(each)
-    if cache > available_nbytes:
+    each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
+    cache_nbytes = len(c.cached_tensors) * num_cells * sum(each)
+    if cache_nbytes > available_nbytes:
         raise DoesNotFit(
-            f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)};"
+            f"--ctx: the KV cache of {num_cells:,} tokens needs {size_text(cache_nbytes)};"
             f" {size_text(available_nbytes)} are available"
         )
-    kernels.prepare((*kernels.WRITING, *kernels_of(c)))
+    kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(c)))
 
 
 def load_generator(
-    settings: Speaking,
+    settings: GenerationSettings,
     model: ModelFile,
-    cells: int,
+    num_cells: int,
     rows: int = 0,
-    sequences: int = 1,
+    num_sequences: int = 1,
     longest: int = 0,
 ) -> Generator:
     """A generator with the model's weights and its kernels loaded. Raises DoesNotFit.
 
     longest  tokens of one sequence; 0: all cells
     """
-    check_cache(model, cells, settings.cache_type)
-    guessing = settings.draft_lookup or settings.model_draft
-    rows = rows or (settings.draft_max + 1 if guessing else sequences)
-    generator = Generator.of(
-        model, cells, DTYPES[settings.cache_type], target(settings.device), rows,
-        sequences=sequences, swa_full=settings.swa_full, longest=longest,
+    check_cache(model, num_cells, settings.cache_type)
+    is_drafting = settings.draft_lookup or settings.model_draft
+    rows = rows or (settings.draft_max + 1 if is_drafting else num_sequences)
+    generator = Generator.from_model(
+        model, num_cells, DTYPES[settings.cache_type], target(settings.device), rows,
+        sequences=num_sequences, swa_full=settings.swa_full, longest=longest,
     )  # fmt: skip
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator

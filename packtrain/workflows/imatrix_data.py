@@ -7,45 +7,45 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.text import plural
-from packtrain.conversion.calibration.importance import Importance, load
-from packtrain.gguf import GGUF, Value
-from packtrain.models.quant_recipe import quantizable
-from packtrain.workflows.quantization import Quantize
+from packtrain.conversion.calibration.importance import ImportanceMatrix, load_importance
+from packtrain.gguf import GGUF, MetadataValue
+from packtrain.models.quant_recipe import is_quantizable
+from packtrain.workflows.quantization import QuantizeSettings
 
-IMATRIX = "quantize.imatrix"
+IMATRIX_KEY = "quantize.imatrix"
 
 
 def weights(
-    settings: Quantize, gguf: GGUF, events: Events
-) -> tuple[dict[str, np.ndarray], dict[str, Value]]:
+    settings: QuantizeSettings, gguf: GGUF, events: Events
+) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
     """Weights by matrix, and what the file says of them. Raises InputError."""
     assert settings.imatrix is not None
-    importance = load(settings.imatrix)
-    return _weights(settings, gguf, importance, events), _origin(settings, importance)
+    importance = load_importance(settings.imatrix)
+    return _weights_by_matrix(settings, gguf, importance, events), _origin(settings, importance)
 
 
-def _weights(
-    settings: Quantize, gguf: GGUF, importance: Importance, events: Events
+def _weights_by_matrix(
+    settings: QuantizeSettings, gguf: GGUF, importance: ImportanceMatrix, events: Events
 ) -> dict[str, np.ndarray]:
     """Weights by matrix, (experts, columns). Raises InputError if they are another model's."""
     weights_by_name = dict[str, np.ndarray]()
-    for name, entry in gguf.entries.items():
-        weights = importance.weights(name)
-        if weights is None:
+    for name, tensor_entry in gguf.entries.items():
+        matrix_weights = importance.weights(name)
+        if matrix_weights is None:
             continue
-        expected_shape = (math.prod(entry.shape[:-2]), entry.shape[-1])
-        if weights.size != math.prod(expected_shape):
+        expected_shape = (math.prod(tensor_entry.shape[:-2]), tensor_entry.shape[-1])
+        if matrix_weights.size != math.prod(expected_shape):
             raise InputError(
-                f"{settings.imatrix}: {name} has {weights.size} weights, in {gguf.path}"
+                f"{settings.imatrix}: {name} has {matrix_weights.size} weights, in {gguf.path}"
                 f" {math.prod(expected_shape)} inputs;"
                 " measure this model with `packtrain imatrix`"
             )
-        weights_by_name[name] = weights.reshape(expected_shape)
-    blocks = [
-        n for n, e in gguf.entries.items() if n.startswith("blk.") and quantizable(n, e.shape)
+        weights_by_name[name] = matrix_weights.reshape(expected_shape)
+    block_matrices = [
+        n for n, e in gguf.entries.items() if n.startswith("blk.") and is_quantizable(n, e.shape)
     ]
-    missing = [name for name in blocks if name not in weights_by_name]
-    if blocks and len(missing) == len(blocks):
+    missing = [tensor_name for tensor_name in block_matrices if tensor_name not in weights_by_name]
+    if block_matrices and len(missing) == len(block_matrices):
         raise InputError(
             f"{settings.imatrix}: it has no weights for any matrix of {gguf.path}; measure this model with"
             " `packtrain imatrix`"
@@ -58,11 +58,11 @@ def _weights(
     return weights_by_name
 
 
-def _origin(settings: Quantize, importance: Importance) -> dict[str, Value]:
+def _origin(settings: QuantizeSettings, importance: ImportanceMatrix) -> dict[str, MetadataValue]:
     """The metadata that llama-quantize adds for an importance matrix."""
     return {
-        f"{IMATRIX}.file": Value("string", str(settings.imatrix)),
-        f"{IMATRIX}.dataset": Value("string", importance.source),
-        f"{IMATRIX}.entries_count": Value("u32", len(importance.sums)),
-        f"{IMATRIX}.chunks_count": Value("u32", importance.chunks),
+        f"{IMATRIX_KEY}.file": MetadataValue("string", str(settings.imatrix)),
+        f"{IMATRIX_KEY}.dataset": MetadataValue("string", importance.source_text),
+        f"{IMATRIX_KEY}.entries_count": MetadataValue("u32", len(importance.sums)),
+        f"{IMATRIX_KEY}.chunks_count": MetadataValue("u32", importance.num_chunks),
     }

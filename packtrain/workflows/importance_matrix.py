@@ -7,31 +7,31 @@ from pathlib import Path
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
 from packtrain.common.options import COLUMNS, option, positional, required
-from packtrain.conversion.calibration.calibration_inputs import readings
-from packtrain.conversion.calibration.importance import measure, save
+from packtrain.conversion.calibration.calibration_inputs import reading_plans
+from packtrain.conversion.calibration.importance import measure_importance, save_importance
 from packtrain.data.text.text_streams import data_files
 from packtrain.models.model_file import open_model
-from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, within
+from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, fitting_reading
 
 AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
-SHORTEST = 64  # tokens of a row, for which --tokens is not kept
+MIN_ROW_TOKENS = 64  # tokens of a row, for which --tokens is not kept
 
 
 @dataclass(frozen=True)
-class Imatrix:
+class ImatrixSettings:
     """Write an importance matrix of a model, for `quantize --imatrix` and llama-quantize."""
 
     model: Path = positional("the model, a GGUF file")
     data: Path = required("text or conversations like those the model is for")
     output: Path = required("the GGUF file to write", flags="-o")
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
-    tokens: int | None = option(None, "most tokens to read (default: all)", least=1)
+    tokens: int | None = option(None, "most tokens to read (default: all)", min_value=1)
     memory: str | None = option(None, "limit of private memory, such as 2GiB")
     overwrite: bool = option(False, "replace the output if it exists")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ImatrixResult:
     """An importance matrix: how many matrices it is of, and how many tokens were read."""
 
     output: Path
@@ -40,25 +40,27 @@ class Measured:
     seconds: float
 
 
-def imatrix(settings: Imatrix, events: Events) -> Measured:
+def imatrix(settings: ImatrixSettings, events: Events) -> ImatrixResult:
     """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
     start_time = time.perf_counter()
     model = open_model(settings.model)
-    read = [*model.gguf.paths, *data_files(settings.data)]
-    check_output(settings.output, "-o", read, settings.overwrite)
-    longest = min(CONTEXT, max(settings.tokens or CONTEXT, SHORTEST))  # a row is read whole
-    rows = calibration(
+    input_paths = [*model.gguf.paths, *data_files(settings.data)]
+    check_output(settings.output, "-o", input_paths, settings.overwrite)
+    longest = min(CONTEXT, max(settings.tokens or CONTEXT, MIN_ROW_TOKENS))  # a row is read whole
+    calibration_rows = calibration(
         settings.data, model, events, "--data", longest, settings.columns, settings.memory
     )
-    data = enough(settings.data, rows)
-    types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
-    candidates = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
-    reading = within(settings.memory, candidates, "read any of the data")
-    batches = reading.all(data, settings.tokens)
+    data = enough(settings.data, calibration_rows)
+    block_types = {
+        name: dtype for name, dtype in model.matrix_dtypes().items() if name.startswith("blk.")
+    }
+    candidates = reading_plans(model, block_types, data.time, data.windows, max_tokens=AT_ONCE)
+    reading = fitting_reading(settings.memory, candidates, "read any of the data")
+    batches = reading.all_batches(data, settings.tokens)
     groups = [batches[at : at + reading.batches] for at in range(0, len(batches), reading.batches)]
-    with events.counting("reading", "block") as count:
-        result = measure(model, groups, settings.data.name, count)
-    save(settings.output, result)
-    tokens = int(max(counts.max() for counts in result.counts.values()))
+    with events.counting("reading", "block") as report_progress:
+        importance = measure_importance(model, groups, settings.data.name, report_progress)
+    save_importance(settings.output, importance)
+    num_tokens = int(max(matrix_counts.max() for matrix_counts in importance.counts.values()))
     seconds = time.perf_counter() - start_time
-    return Measured(settings.output, len(result.sums), tokens, seconds)
+    return ImatrixResult(settings.output, len(importance.sums), num_tokens, seconds)

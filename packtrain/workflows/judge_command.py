@@ -11,36 +11,36 @@ from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 
 SECONDS_PER_ANSWER = 60  # a judge may be a large model
-SCORES = {"true": 1.0, "false": 0.0}
+SCORE_WORDS = {"true": 1.0, "false": 0.0}
 
 
-def command_of(text: str) -> list[str]:
+def parse_command(command_text: str) -> list[str]:
     """The words of a command, which no shell reads. Raises InputError."""
     try:
-        words = shlex.split(text)
+        words = shlex.split(command_text)
     except ValueError as error:
-        raise InputError(f"--judge {text}: {error}") from None
+        raise InputError(f"--judge {command_text}: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise InputError(f"--judge {text}: there is no such command; give its path")
+        raise InputError(f"--judge {command_text}: there is no such command; give its path")
     return words
 
 
-def judged(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list[float]:
+def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list[float]:
     """The score of each answer. Raises InputError if the command fails, or prints anything else."""
-    name, limit = f"--judge {shlex.join(command)}", SECONDS_PER_ANSWER * len(answers)
-    request = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
+    name, timeout_seconds = f"--judge {shlex.join(command)}", SECONDS_PER_ANSWER * len(answers)
+    request_text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:
         done = subprocess.run(
             command,
-            input=request.encode(errors="replace"),
+            input=request_text.encode(errors="replace"),
             capture_output=True,
-            timeout=limit,
+            timeout=timeout_seconds,
             check=False,
         )
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise InputError(f"{name} has not ended after {limit} s") from None
+        raise InputError(f"{name} has not ended after {timeout_seconds} s") from None
     if done.returncode:
         errors = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise InputError(": ".join([f"{name} failed with exit code {done.returncode}", *errors]))
@@ -51,12 +51,12 @@ def judged(command: Sequence[str], answers: Sequence[Mapping[str, str]]) -> list
             f"{name} printed {plural(len(lines), 'line')} for {plural(len(answers), 'answer')}",
             "it must print one score for each line that it reads",
         )
-    return [_score(name, number, line.strip()) for number, line in enumerate(lines, 1)]
+    return [_score(name, line_number, line.strip()) for line_number, line in enumerate(lines, 1)]
 
 
 def _score(name: str, number: int, line: str) -> float:
     try:
-        score = SCORES[line.casefold()] if line.casefold() in SCORES else float(line)
+        score = SCORE_WORDS[line.casefold()] if line.casefold() in SCORE_WORDS else float(line)
     except ValueError:
         score = math.nan
     if not math.isfinite(score):

@@ -17,56 +17,56 @@ from packtrain.models.transformer import weights
 Batch = Mapping[str, np.ndarray]
 
 
-class Through:
+class CachedLoss:
     """A context of one sequence, and the loss head behind it; rows have `time` tokens, `counted` targets at most."""
 
     def __init__(
-        self, model: ModelFile, time: int, counted: int, cache: str, *, swa_full: bool, target: Target
+        self, model: ModelFile, row_tokens: int, max_targets: int, cache_type: str, *, swa_full: bool, target: Target
     ) -> None:  # fmt: skip
-        self._counted = counted
+        self._max_targets = max_targets
         self._context = Context(
-            model, cells=time, cache=cache, swa_full=swa_full, checkpoints=0, hidden=True, target=target
+            model, cells=row_tokens, cache=cache_type, swa_full=swa_full, checkpoints=0, hidden=True, target=target
         )  # fmt: skip
-        self._head = head_of(model, counted, target)
+        self._loss_head = loss_head(model, max_targets, target)
 
     def losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
         for batch in batches:
-            yield np.concatenate([self._row(row) for row in rows_of(batch)])
+            yield np.concatenate([self._row_losses(batch_row) for batch_row in batch_rows(batch)])
 
-    def _row(self, row: Batch) -> np.ndarray:
+    def _row_losses(self, row: Batch) -> np.ndarray:
         """Of one row, whose samples are read one after the other."""
-        is_scored, hidden = row["weights"] > 0, list[np.ndarray]()
-        skipped = len(row["tokens"]) - len(is_scored)
-        places = np.flatnonzero(is_scored) + skipped
-        for sample in dict.fromkeys(row["seq"][places].tolist()):
-            positions = np.flatnonzero(row["seq"] == sample)
-            output_rows = places[row["seq"][places] == sample] - positions[0]
+        is_scored, hidden_values = row["weights"] > 0, list[np.ndarray]()
+        num_skipped = len(row["tokens"]) - len(is_scored)
+        scored_positions = np.flatnonzero(is_scored) + num_skipped
+        for sample_id in dict.fromkeys(row["seq"][scored_positions].tolist()):
+            positions = np.flatnonzero(row["seq"] == sample_id)
+            output_rows = scored_positions[row["seq"][scored_positions] == sample_id] - positions[0]
             self._context.remove(0)
-            hidden.append(
+            hidden_values.append(
                 self._context.decode(row["tokens"][positions].tolist(), wanted=output_rows.tolist())
             )
-        count, width = len(places), self._context.config.embedding_length
-        inputs = {
-            "x": np.zeros((self._counted, width), np.float32),
-            "targets": np.full(self._counted, -1, np.int32),
-            "weights": np.ones(self._counted, np.float32),
+        num_scored, width = len(scored_positions), self._context.config.embedding_length
+        head_inputs = {
+            "x": np.zeros((self._max_targets, width), np.float32),
+            "targets": np.full(self._max_targets, -1, np.int32),
+            "weights": np.ones(self._max_targets, np.float32),
         }
-        if count:
-            inputs["x"][:count] = np.concatenate(hidden)
-            inputs["targets"][:count] = row["targets"][is_scored]
-        return self._head(inputs)["losses"][:count]
+        if num_scored:
+            head_inputs["x"][:num_scored] = np.concatenate(hidden_values)
+            head_inputs["targets"][:num_scored] = row["targets"][is_scored]
+        return self._loss_head(head_inputs)["losses"][:num_scored]
 
 
-def rows_of(batch: Batch) -> Iterator[Batch]:
-    for i in range(len(batch["tokens"])):
-        yield {name: values[i] for name, values in batch.items()}
+def batch_rows(batch: Batch) -> Iterator[Batch]:
+    for row_index in range(len(batch["tokens"])):
+        yield {input_name: batch_values[row_index] for input_name, batch_values in batch.items()}
 
 
-def head_of(model: ModelFile, count: int, target: Target) -> Executor:
+def loss_head(model: ModelFile, max_targets: int, target: Target) -> Executor:
     """`losses` of the rows of hidden values, with the mapped weights."""
     session = Session(target.limits)
     session.share(model.stored())
-    losses = hidden_losses(model.config, weights(model.config, model.types()), count)
+    losses = hidden_losses(model.config, weights(model.config, model.matrix_dtypes()), max_targets)
     placed = place(Graph({"losses": losses}), target)
     return session.executor(placed, make_plan(placed))

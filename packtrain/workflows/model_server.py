@@ -8,57 +8,57 @@ from typing import Any
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
-from packtrain.common.files import read_text, remove_parts
+from packtrain.common.files import read_text, remove_temp_files
 from packtrain.common.memory import parse_size
 from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
 from packtrain.data.chat_template import (
     ChatTemplate,
     choose_template,
-    template_named,
+    load_template,
     template_source,
 )
-from packtrain.data.conversations.conversation_renderer import Renderer
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, target
-from packtrain.inference.embeddings import POOLINGS, pooling_of
+from packtrain.inference.embeddings import POOLINGS, model_pooling
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.kv_cache.context_size import needed
+from packtrain.inference.kv_cache.context_size import graphs_nbytes
 from packtrain.inference.sampling import Sampling
-from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
-from packtrain.models.attention_choice import AUTO, FLASH, MODES
+from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
 from packtrain.models.model_file import ModelFile, fingerprint
 from packtrain.models.model_with_adapters import split_scale
-from packtrain.planner.kernel_memory import kernels_of
-from packtrain.serving.engine_thread import CHUNK, SIMILAR, Engine
+from packtrain.planner.kernel_memory import model_kernel_modules
+from packtrain.serving.engine_thread import CHUNK, SIMILAR, ServingEngine
 from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
-from packtrain.serving.server_state import AdapterFile, Limits, Server
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE
+from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
+from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP
 from packtrain.workflows.generation_settings import (
-    CACHE,
-    LORA,
-    MOST_SEED,
-    Speaker,
+    CACHE_HELP,
+    LORA_HELP,
+    MAX_SEED,
+    ModelArgument,
     check_cache,
     opened,
 )
 
 CONTEXT = 8192  # at most, without --ctx
-EMBEDDED = 2048  # tokens of texts to embed, at once
+MAX_EMBEDDING_TOKENS = 2048  # tokens of texts to embed, at once
 RENDERED = 40 << 20  # most bytes that the template takes for a request
-REQUESTS = 128 << 20  # bytes that requests need while they are read and answered
+REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and answered
 
 
 @dataclass(frozen=True)
-class Serve(Sampling, Speaker):
+class ServeSettings(Sampling, ModelArgument):
     """Settings of the server: llama-server's names and defaults, where it has them."""
 
     COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
-    port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
+    port: int = option(8080, "port to listen on; 0: any that is free", min_value=0, max_value=65535)
     alias: str | None = option(
         None,
         "name of the model for clients, or several with commas (default: its file's)",
@@ -72,45 +72,47 @@ class Serve(Sampling, Speaker):
         None,
         f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
         flags="-c --ctx-size",
-        least=1,
+        min_value=1,
     )
-    parallel: int = option(4, "slots: answers written at once", flags="-np", least=1, most=63)
+    parallel: int = option(
+        4, "slots: answers written at once", flags="-np", min_value=1, max_value=63
+    )
     kv_unified: bool = option(
         True, "slots share all of the context, instead of each having a part", flags="-kvu"
     )
     slot_prompt_similarity: float = option(
-        SIMILAR, "a slot that knows this share of a prompt is taken for it", flags="-sps", least=0, most=1,
+        SIMILAR, "a slot that knows this share of a prompt is taken for it", flags="-sps", min_value=0, max_value=1,
     )  # fmt: skip
     ubatch_size: int = option(
         CHUNK, "most tokens of a run: longer prompts are read in parts between others' tokens", flags="-ub",
-        least=32, most=512,
+        min_value=32, max_value=512,
     )  # fmt: skip
     context_shift: bool = option(
         False,
         "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
     )
-    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
-    queue: int = option(256, "most requests that wait for a slot; others are refused", least=1)
-    timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", least=1)
+    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", min_value=-1)
+    queue: int = option(256, "most requests that wait for a slot; others are refused", min_value=1)
+    timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", min_value=1)
     seed: int = SAMPLING(
-        -1, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
+        -1, "random seed; -1: a new one each time", flags="-s", min_value=-1, max_value=MAX_SEED
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
-    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE_HELP, choices=("f16", "f32", "q8_0"))
     swa_full: bool = MODEL(
         False, "layers with a sliding window keep all tokens in the cache, not only the window's"
     )
     swa_checkpoints: int = MODEL(
-        8, "states of the windows that are kept", flags="--ctx-checkpoints", least=0
+        8, "states of the windows that are kept", flags="--ctx-checkpoints", min_value=0
     )
-    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
-    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
+    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
+    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
@@ -148,36 +150,36 @@ class Serve(Sampling, Speaker):
         return api_keys
 
 
-def load(settings: Serve, events: Events) -> Server:
+def load_server(settings: ServeSettings, events: Events) -> Server:
     """The model, all its memory planned and reserved, and its engine running. Raises InputError, DoesNotFit."""
     settings.check_sampling()
     folder = settings.slot_save_path
     if folder is not None:
         if not folder.is_dir():
             raise InputError(f"--slot-save-path: {folder} is not a folder")
-        remove_parts(folder)
+        remove_temp_files(folder)
     model = opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
-    renderer, source, bos = template_of(settings, model, tokenizer, events)
-    kernels.prepare((*kernels.WRITING, *kernels_of(model.config)))
-    context, embedder = contexts(settings, model, events)
-    engine = Engine(
-        context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
-        similar=settings.slot_prompt_similarity, shifts=settings.context_shift,
+    renderer, template_text, bos_text = load_renderer(settings, model, tokenizer, events)
+    kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(model.config)))
+    context, embedder = make_contexts(settings, model, events)
+    engine = ServingEngine(
+        context, tokenizer, max_waiting=settings.queue, chunk=settings.ubatch_size,
+        min_similarity=settings.slot_prompt_similarity, use_context_shift=settings.context_shift,
     )  # fmt: skip
     names = settings.names or [settings.model.name]
     adapters = [split_scale(adapter) for adapter in settings.lora]
     server = Server(
-        model, tokenizer, renderer, source, bos, engine,
+        model, tokenizer, renderer, template_text, bos_text, engine,
         name=names[0], aliases=tuple(names[1:]), sampling=settings.sampling, seed=settings.seed,
-        limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
+        limits=RequestLimits(max_answer_tokens=settings.n_predict, max_seconds=settings.timeout),
         model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in adapters),
         scales=tuple(scale for _, scale in adapters),
-        embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
-        reasoning=settings.reasoning_format,
+        embedder=embedder, slots_folder=folder, has_slots=settings.slots, has_page=settings.ui, has_metrics=settings.metrics,
+        reasoning_format=settings.reasoning_format,
     )  # fmt: skip
     if embedder is not None:
-        server.pooling = settings.pooling or pooling_of(model)
+        server.pooling = settings.pooling or model_pooling(model)
     return server
 
 
@@ -189,39 +191,41 @@ def adapter_file(path: Path) -> AdapterFile:
     return AdapterFile(path.name, (folder if folder.suffix == ".run" else path).stem, sha256)
 
 
-def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:
+def make_contexts(
+    settings: ServeSettings, model: ModelFile, events: Events
+) -> tuple[Context, Context | None]:
     """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
     context_length = settings.ctx or min(model.config.context_length, CONTEXT)
     check_context(model.config, context_length, events.message)
     check_cache(model, context_length, settings.cache_type)
-    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    options: Any = {
+    limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    context_options: Any = {
         "cache": settings.cache_type,
         "target": target(settings.device),
         "say": events.message,
-        "memory": limit,
+        "memory": limit_nbytes,
     }
-    reserved_nbytes = REQUESTS
+    reserved_nbytes = REQUESTS_NBYTES
     embedder = None
     if settings.embeddings:
-        cells = min(context_length, EMBEDDED)
+        embedding_cells = min(context_length, MAX_EMBEDDING_TOKENS)
         embedder = Context(
             model,
-            cells=cells,
+            cells=embedding_cells,
             sequences=settings.parallel,
             checkpoints=0,
             hidden=True,
             beside=reserved_nbytes,
-            **options,
+            **context_options,
         )
-        if limit is not None:
-            reserved_nbytes += needed(
+        if limit_nbytes is not None:
+            reserved_nbytes += graphs_nbytes(
                 {name: run.placed for name, run in embedder.runs.items()}, model.stored()
             )
     context = Context(
         model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
-        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=reserved_nbytes, **options,
+        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=reserved_nbytes, **context_options,
     )  # fmt: skip
     for opened_context in (context, embedder):
         if opened_context is not None:  # loads the kernels
@@ -230,22 +234,22 @@ def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context
     return context, embedder
 
 
-def template_of(
-    settings: Serve, model: ModelFile, tokenizer: Tokenizer, events: Events
-) -> tuple[Renderer, str, str]:
+def load_renderer(
+    settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, events: Events
+) -> tuple[ConversationRenderer, str, str]:
     """What renders conversations, the template's text, and the text of BOS. Raises InputError."""
     metadata = model.gguf.metadata
-    template_choice = settings.chat_template and template_named(settings.chat_template)
+    template_choice = settings.chat_template and load_template(settings.chat_template)
     template = choose_template(metadata, template_source(metadata), template_choice)
-    if template.why:
+    if template.reason:
         events.message(template.note)
     bos, eos = (
         "" if id is None else tokenizer.tokens[id].decode(errors="replace")
         for id in (tokenizer.bos, tokenizer.eos)
     )
-    eos_texts = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
+    eos_texts = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.eog_ids]
     return (
-        Renderer(ChatTemplate(template.source, bos, eos, memory=RENDERED), eos_texts),
+        ConversationRenderer(ChatTemplate(template.source, bos, eos, memory=RENDERED), eos_texts),
         template.source,
         bos,
     )

@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 from packtrain.common.errors import InputError
 
-NEEDED = "starlette", "uvicorn"
+SERVER_PACKAGES = "starlette", "uvicorn"
 
 
 def check_server(feature: str) -> None:
     """Raises InputError, which says what needs it, unless the extra `server` is installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         raise InputError(
             f"{feature} needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its extra"

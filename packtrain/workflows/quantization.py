@@ -14,30 +14,38 @@ from packtrain.common.events import Events
 from packtrain.common.files import check_output
 from packtrain.common.options import COLUMNS, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
-from packtrain.dtypes.element_type import Mix
-from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
-from packtrain.kernels.quantized_arrays import Weighed, dequantize, packed, squares
-from packtrain.models.quant_recipe import EMBEDDING as EMBEDDINGS
-from packtrain.models.quant_recipe import MIXES, OUTPUT, types_of
+from packtrain.dtypes.element_type import QuantMix
+from packtrain.gguf import (
+    GGUF,
+    QUANTIZATION_VERSION,
+    DeferredTensor,
+    MetadataValue,
+    TensorInfo,
+    tensor_nbytes,
+    write_gguf,
+)
+from packtrain.kernels.quantized_arrays import WeightedValues, dequantize, packed, sum_of_squares
+from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
+from packtrain.models.quant_recipe import MIXES, OUTPUT, tensor_dtypes
 
-PART = 1 << 20  # values that are converted at a time
+VALUES_PER_CHUNK = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
 WAITING = 8 * MIB  # of converted values: writing and converting then both go on all the time
-FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
-DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
+FILE_TYPE_KEY, VERSION_KEY = "general.file_type", "general.quantization_version"
+DROPPED_KEYS = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
 WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
-TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
+TYPE_NAMES = ", ".join(str(dtype) for dtype in WRITABLE)
 
 
 @dataclass(frozen=True)
-class Quantize:
+class QuantizeSettings:
     """Write a model with its weights in other element types."""
 
     model: Path = positional("the model, a GGUF file")
     output: Path = positional("the GGUF file to write")
     type: str = positional(f"one of {', '.join(MIXES)}")
     pure: bool = option(False, "use one type for all matrices instead of a mix")
-    output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPES}")
+    output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPE_NAMES}")
     token_embedding_type: str | None = option(None, "element type of token_embd.weight")
     imatrix: Path | None = option(
         None,
@@ -62,7 +70,7 @@ class Quantize:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenModel:
     """A GGUF file converted from another one, and the bytes of its tensors before and after.
 
     changed  number of changed tensors, of `count`
@@ -78,11 +86,11 @@ class Written:
     seconds: float
 
 
-def quantize(settings: Quantize, events: Events) -> Written:
+def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     """Write the file. Raises InputError, for values only after writing began."""
-    start_time, mix = time.perf_counter(), _mix(settings)
+    start_time, mix = time.perf_counter(), _requested_mix(settings)
     gguf = GGUF(settings.model)
-    types = types_of(
+    types = tensor_dtypes(
         gguf,
         mix,
         pure=settings.pure,
@@ -90,54 +98,58 @@ def quantize(settings: Quantize, events: Events) -> Written:
         embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
         weighed=settings.imatrix is not None,
     )
-    _check(settings, gguf, types)
-    by_column, origin = dict[str, np.ndarray](), dict[str, Value]()
+    _check_inputs(settings, gguf, types)
+    by_column, imatrix_metadata = dict[str, np.ndarray](), dict[str, MetadataValue]()
     if settings.imatrix is not None:
         # what few files need takes a third of the time that loading takes
-        weighed = import_module("packtrain.workflows.imatrix_data")
-        by_column, origin = weighed.weights(settings, gguf, events)
+        imatrix_module = import_module("packtrain.workflows.imatrix_data")
+        by_column, imatrix_metadata = imatrix_module.weights(settings, gguf, events)
     elif settings.calibrate is not None:
-        by_column = _alike(gguf, types)
+        by_column = _unit_weights(gguf, types)
     _check_weights(gguf, types, by_column)
     converted = {
-        name: Deferred(
-            types[name],
+        tensor_name: DeferredTensor(
+            types[tensor_name],
             entry.shape,
-            _maker(gguf, entry, types[name], mix.dtype, by_column.get(name), events),
+            _maker(gguf, entry, types[tensor_name], mix.dtype, by_column.get(tensor_name), events),
         )
-        for name, entry in gguf.entries.items()
+        for tensor_name, entry in gguf.entries.items()
     }
-    values = metadata(gguf, mix) | origin
+    metadata_values = file_metadata(gguf, mix) | imatrix_metadata
     if settings.calibrate is None:
-        write(settings.output, values, converted, WAITING)
+        write_gguf(settings.output, metadata_values, converted, WAITING)
     else:
-        calibrated = import_module("packtrain.workflows.calibrated_quantization")
-        calibrated.write(settings, types, values, converted, events)
+        calibrated_module = import_module("packtrain.workflows.calibrated_quantization")
+        calibrated_module.write(settings, types, metadata_values, converted, events)
     before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
-    weights = sum(math.prod(entry.shape) for entry in gguf.entries.values())
-    changed = sum(types[name] != entry.dtype for name, entry in gguf.entries.items())
+    num_weights = sum(math.prod(tensor_entry.shape) for tensor_entry in gguf.entries.values())
+    changed = sum(types[tensor_name] != entry.dtype for tensor_name, entry in gguf.entries.items())
     seconds = time.perf_counter() - start_time
-    return Written(settings.output, changed, len(types), before, after, weights, seconds)
+    return WrittenModel(settings.output, changed, len(types), before, after, num_weights, seconds)
 
 
-def _alike(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
+def _unit_weights(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
     """Weights of 1 for matrices that are written only with weights, until data give others."""
     return {
         name: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32)
         for name, e in gguf.entries.items()
-        if name.startswith("blk.") and types[name].demanding
+        if name.startswith("blk.") and types[name].column_weights_need
     }
 
 
 def _check_weights(
-    gguf: GGUF, types: Mapping[str, Dtype], weights: Mapping[str, np.ndarray]
+    gguf: GGUF, types: Mapping[str, Dtype], weights_by_tensor: Mapping[str, np.ndarray]
 ) -> None:
     """Raise InputError if a tensor gets a type that is written only with weights of columns, and has none."""
     # importance matrices and data are of blocks
     outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():
-        dtype, free = types[name], ("blocks" if name in outside else "")
-        if dtype is not entry.dtype and name not in weights and dtype.demanding not in ("", free):
+        dtype, weightless_demand = types[name], ("blocks" if name in outside else "")
+        if (
+            dtype is not entry.dtype
+            and name not in weights_by_tensor
+            and dtype.column_weights_need not in ("", weightless_demand)
+        ):
             advice = f"choose another for it with {outside[name]}" if name in outside else WEIGHTS
             raise InputError(
                 f"type: {name} would be {dtype}, which is written only with weights of its columns",
@@ -145,7 +157,7 @@ def _check_weights(
             )
 
 
-def _mix(settings: Quantize) -> Mix:
+def _requested_mix(settings: QuantizeSettings) -> QuantMix:
     if settings.calibrate is not None and settings.imatrix is not None:
         raise InputError("--calibrate: the data says more than --imatrix; give one of them")
     mix = MIXES.get(settings.type.upper())
@@ -154,27 +166,27 @@ def _mix(settings: Quantize) -> Mix:
     return mix
 
 
-def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
+def file_metadata(gguf: GGUF, mix: QuantMix) -> dict[str, MetadataValue]:
     """The metadata of the file, with the keys that describe the stored types replaced."""
-    numbers = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
-    retained = {key: value for key, value in gguf.values.items() if key not in DROPPED}
-    return retained | {key: Value("u32", number) for key, number in numbers.items()}
+    numbers = {FILE_TYPE_KEY: mix.file_type, VERSION_KEY: QUANTIZATION_VERSION}
+    kept_values = {key: value for key, value in gguf.values.items() if key not in DROPPED_KEYS}
+    return kept_values | {key: MetadataValue("u32", number) for key, number in numbers.items()}
 
 
 def writable_dtype(
-    name: str | None, field: str, allowed: tuple[Dtype, ...] = WRITABLE
+    name: str | None, flag_name: str, allowed_dtypes: tuple[Dtype, ...] = WRITABLE
 ) -> Dtype | None:
     """The element type of this name, None for None. Raises InputError for one that cannot be written."""
     if name is None:
         return None
-    match = next((dtype for dtype in allowed if dtype.name.lower() == name.lower()), None)
+    match = next((dtype for dtype in allowed_dtypes if dtype.name.lower() == name.lower()), None)
     if match is None:
-        choices = ", ".join(map(str, allowed))
-        raise InputError(f"{field}: {name} is unknown; it must be one of {choices}")
+        type_names = ", ".join(map(str, allowed_dtypes))
+        raise InputError(f"{flag_name}: {name} is unknown; it must be one of {type_names}")
     return match
 
 
-def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
+def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype]) -> None:
     """Checks that need no work."""
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
@@ -203,7 +215,7 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
 
 def _maker(
     gguf: GGUF,
-    entry: Entry,
+    entry: TensorInfo,
     dtype: Dtype,
     default_dtype: Dtype,
     weights: np.ndarray | None,
@@ -212,52 +224,52 @@ def _maker(
     """A generator that converts a tensor part by part when it is written, and reports the result."""
     location = f"{gguf.path}: {entry.name}"
 
-    def done(error: float) -> None:
-        width = entry.shape[-1] if entry.shape else 1
-        narrow = f"  rows of {width} do not fill blocks of {default_dtype}"
-        events.row(line(entry, dtype, error) + narrow * bool(width % default_dtype.block))
+    def report_error(error: float) -> None:
+        row_width = entry.shape[-1] if entry.shape else 1
+        narrow_note = f"  rows of {row_width} do not fill blocks of {default_dtype}"
+        events.row(line(entry, dtype, error) + narrow_note * bool(row_width % default_dtype.block))
 
-    def kept() -> Iterator[np.ndarray]:
-        for part in _parts(gguf.array(entry.name)):
+    def copied_values() -> Iterator[np.ndarray]:
+        for part in _value_chunks(gguf.array(entry.name)):
             # types that cannot be read are only copied
-            if entry.dtype in READABLE and not math.isfinite(squares(_floats(part))):
+            if entry.dtype in READABLE and not math.isfinite(sum_of_squares(_as_floats(part))):
                 raise InputError(f"{location} has values that are not finite; all must be")
             yield part
         events.row(line(entry, dtype))
 
-    def converted() -> Iterator[np.ndarray]:
+    def converted_values() -> Iterator[np.ndarray]:
         array = gguf.array(entry.name)
         if weights is None:
-            return packed(location, map(_floats, _parts(array)), dtype, done)
+            return packed(location, map(_as_floats, _value_chunks(array)), dtype, report_error)
         stack = zip(array.reshape(len(weights), -1, array.shape[-1]), weights, strict=True)
-        parts = (
-            Weighed(_floats(part), matrix_weights)
+        weighed_chunks = (
+            WeightedValues(_as_floats(value_chunk), matrix_weights)
             for matrix, matrix_weights in stack
-            for part in _parts(matrix)
+            for value_chunk in _value_chunks(matrix)
         )
-        return packed(location, parts, dtype, done)
+        return packed(location, weighed_chunks, dtype, report_error)
 
-    return kept if dtype == entry.dtype else converted
+    return copied_values if dtype == entry.dtype else converted_values
 
 
-def _floats(array: np.ndarray) -> np.ndarray:
+def _as_floats(array: np.ndarray) -> np.ndarray:
     """The values as f32, without a copy if they are."""
     return array if array.dtype == np.float32 else dequantize(array)
 
 
-def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array's rows, PART values at a time."""
     if array.size:
-        rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-        step = max(1, PART * len(rows) // array.size)
-        yield from (rows[i : i + step] for i in range(0, len(rows), step))
+        value_rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+        step = max(1, VALUES_PER_CHUNK * len(value_rows) // array.size)
+        yield from (value_rows[i : i + step] for i in range(0, len(value_rows), step))
 
 
-def line(entry: Entry, dtype: Dtype, error: float | None = None) -> str:
+def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:
     """A table row of a tensor: name, shape, types, sizes and error (None if it was copied)."""
-    prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
+    row_prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
-        return f"{prefix} kept {entry.nbytes / MIB:18.2f} MiB"
-    after = tensor_nbytes(entry.shape, dtype)
-    sizes = f"{entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB"
-    return f"{prefix} -> {dtype!s:5} {sizes}  error {error:.2%}"
+        return f"{row_prefix} kept {entry.nbytes / MIB:18.2f} MiB"
+    new_nbytes = tensor_nbytes(entry.shape, dtype)
+    size_text = f"{entry.nbytes / MIB:8.2f} -> {new_nbytes / MIB:.2f} MiB"
+    return f"{row_prefix} -> {dtype!s:5} {size_text}  error {error:.2%}"

@@ -9,25 +9,29 @@ from typing import Any
 
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Counted, Events
-from packtrain.training.monitoring.page_data import Board
+from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.train_settings import RunSettings
 from packtrain.workflows.optional_deps import check_server
 
-ROOM_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
-STARTED_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
+PAGE_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
+STARTUP_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # how a run ends
 
 
-Show = Callable[[Path, Callable[[], int]], None]
-Ended = Callable[[Path, bool], None]  # the output, and whether the run was stopped
+ShowRun = Callable[[Path, Callable[[], int]], None]
+ReportEnd = Callable[[Path, bool], None]  # the output, and whether the run was stopped
 
 
-class Told(Events):
+class PageEvents(Events):
     """Events of a run that tell its page, too, what the run says and counts."""
 
-    def __init__(self, events: Events, board: Board) -> None:
-        passed_on = (name for name in vars(Events) if name[0] != "_" and name not in vars(Told))
-        vars(self).update({name: getattr(events, name) for name in passed_on})
+    def __init__(self, events: Events, board: RunsPageData) -> None:
+        passed_on = (
+            event_name
+            for event_name in vars(Events)
+            if event_name[0] != "_" and event_name not in vars(PageEvents)
+        )
+        vars(self).update({event_name: getattr(events, event_name) for event_name in passed_on})
         self.events, self.board = events, board
 
     def message(self, text: str) -> None:
@@ -48,45 +52,45 @@ class Told(Events):
         self.events.plan(run_plan)
 
     @contextmanager
-    def counting(self, label: str, part: str) -> Iterator[Counted]:
-        def counted(done: int, total: int, *texts: str) -> None:
-            self.board.doing = f"{label}: {part} {done:,} of {total:,}"
-            count(done, total, *texts)
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        def report_on_page(done: int, num_total: int, *texts: str) -> None:
+            self.board.current_work = f"{label}: {unit} {done:,} of {num_total:,}"
+            report_progress(done, num_total, *texts)
 
-        with self.events.counting(label, part) as count:
+        with self.events.counting(label, unit) as report_progress:
             try:
-                yield counted
+                yield report_on_page
             finally:
-                self.board.doing = ""
+                self.board.current_work = ""
 
 
-def serving() -> Any:
+def import_runs_server() -> Any:
     """The module that serves pages, loaded. Raises InputError without the extra `server`."""
     check_server("--watch")
     return import_module("packtrain.serving.runs_server")
 
 
 @contextmanager
-def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Show, Ended]]:
+def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, ShowRun, ReportEnd]]:
     """Serve the page of a run, if it is asked for: events to tell it by, and two functions. Raises InputError.
 
     Whoever trains calls the first when the run's folder is its own, and the second at the end; what is raised here is
     an end, too. Pages that are open get the end before the server goes.
     """
-    board = Board(dict, settings.folder.stem, lambda: 0)
+    board = RunsPageData(dict, settings.folder.stem, lambda: 0)
 
-    def ended(output: Path, stopped: bool) -> None:
-        wrote = FINISHED, f"{output} is written"
-        board.end = (STOPPED, ["", *board.messages][-1]) if stopped else wrote
+    def report_end(output_path: Path, is_stopped: bool) -> None:
+        finished_end = FINISHED, f"{output_path} is written"
+        board.end = (STOPPED, ["", *board.messages][-1]) if is_stopped else finished_end
 
     if settings.watch is None:
-        yield events, board.show, ended
+        yield events, board.show_run, report_end
         return
-    server = serving().Watching(settings.watch, board)
-    server.start()
-    events.message(f"watch the run at {server.url}")
+    page_server = import_runs_server().RunsPageServer(settings.watch, board)
+    page_server.start()
+    events.message(f"watch the run at {page_server.url}")
     try:
-        yield Told(events, board), board.show, ended
+        yield PageEvents(events, board), board.show_run, report_end
     except (KeyboardInterrupt, Interrupted) as error:
         board.end = STOPPED, str(error) or "stopped at once, without saving"
         raise
@@ -94,16 +98,16 @@ def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Sho
         board.end = FAILED, str(error) or type(error).__name__
         raise
     finally:
-        server.close()
+        page_server.close()
 
 
 @contextmanager
-def room(settings: RunSettings, runs: bool) -> Iterator[None]:
+def reserve_page_memory(settings: RunSettings, will_run: bool) -> Iterator[None]:
     """The memory of the page is taken inside this block, so that a plan made there counts it."""
     if settings.watch is None:
         yield
         return
-    serving().address(settings.watch)  # refuses what is none
-    placeholder = bytearray(b"\1") * (ROOM_NBYTES + (0 if runs else STARTED_NBYTES))
+    import_runs_server().parse_address(settings.watch)  # refuses what is none
+    placeholder = bytearray(b"\1") * (PAGE_NBYTES + (0 if will_run else STARTUP_NBYTES))
     yield
     del placeholder

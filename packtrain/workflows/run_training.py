@@ -14,126 +14,130 @@ from typing import Any
 from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError, Interrupted
 from packtrain.common.events import Events
-from packtrain.common.files import check_not_read, check_writable, locked, write_text
-from packtrain.common.memory import settle, total_nbytes
+from packtrain.common.files import check_not_read, check_writable, file_lock, write_text
+from packtrain.common.memory import release_memory, total_nbytes
 from packtrain.common.options import to_yaml, yaml
 from packtrain.common.text import clock, plural
 from packtrain.data.text.text_streams import data_files
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.distributed import here, joined
+from packtrain.distributed import current_world, join_world
 from packtrain.engine.memory_plan import size_text
-from packtrain.inference.generator import Generator, Limits, Reply
-from packtrain.inference.kv_cache import Cache, Context, Sizes
+from packtrain.inference.generator import GenerationLimits, Generator, Reply
+from packtrain.inference.kv_cache import CacheLayout, Context, RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.planner.expected_pace import pace
-from packtrain.planner.machine_speed import correct
-from packtrain.planner.plan_view import page
-from packtrain.planner.training_plans import Plans
-from packtrain.training.checkpoints import Progress, previous
+from packtrain.planner.machine_speed import correct_step_times
+from packtrain.planner.plan_view import page_html
+from packtrain.planner.training_plans import TrainingPlans
+from packtrain.training.checkpoints import TrainingProgress, previous_path
 from packtrain.training.disk_space import check_space, resumable
-from packtrain.training.monitoring import Watch
+from packtrain.training.monitoring import RunMonitor
 from packtrain.training.monitoring.progress import memory_text
-from packtrain.training.reference_logprobs import refer
+from packtrain.training.reference_logprobs import compute_reference_logps
 from packtrain.training.replay_texts import write_texts
 from packtrain.training.resume_check import check_compatible
-from packtrain.training.teacher_logits import teach
+from packtrain.training.teacher_logits import compute_teacher_logits
 from packtrain.training.train_settings import RunSettings
-from packtrain.training.training_engine import Engine
-from packtrain.training.training_job import Job
-from packtrain.training.training_loop import CHECKPOINT, SAMPLE, Fit
-from packtrain.workflows.behaviour_check import ANSWERS
-from packtrain.workflows.check_ranks import check_alike
-from packtrain.workflows.planned_run import Prepare, Ready, facts
-from packtrain.workflows.run_page_server import Show, watched
-from packtrain.workflows.training_result import Trained
+from packtrain.training.training_engine import TrainingEngine
+from packtrain.training.training_job import TrainingJob
+from packtrain.training.training_loop import CHECKPOINT, SAMPLE_PREFIX, TrainingLoop
+from packtrain.workflows.behaviour_check import ANSWERS_FILE
+from packtrain.workflows.check_ranks import check_ranks_agree
+from packtrain.workflows.planned_run import PlannedRun, PrepareRun, facts
+from packtrain.workflows.run_page_server import ShowRun, watched
+from packtrain.workflows.training_result import TrainingResult
 
 SAMPLE_TOKENS = 64
-MOST_END = 0.5  # share of answers that a model must end where they end, or it is reported
+MIN_END_SHARE = 0.5  # share of answers that a model must end where they end, or it is reported
 
 
-def carry_out(
+def execute_run(
     settings: RunSettings,
-    prepare: Prepare,
+    prepare_run: PrepareRun,
     events: Events,
-    before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None,
-    after: Callable[[Ready, Progress, Events], None] = lambda run_plan, progress, events: None,
-) -> Trained:
+    before_steps: Callable[
+        [TrainingLoop, Events, Callable[[], bool]], None
+    ] = lambda fit, events, stopped: None,
+    after_steps: Callable[
+        [PlannedRun, TrainingProgress, Events], None
+    ] = lambda run_plan, progress, events: None,
+) -> TrainingResult:
     """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
-    before  called before step 1, when the weights have their values; takes a function that returns whether to stop
-    after   called when the steps are done and their memory is free
+    before_steps  called before step 1, when the weights have their values; takes a function that returns whether to stop
+    after_steps   called when the steps are done and their memory is free
     """
-    with joined(_share_cores, settings.device):
-        if here().rank:
+    with join_world(_share_cores, settings.device):
+        if current_world().rank:
             settings = replace(settings, watch=None)
         else:
-            _check(settings)
-        if settings.nproc > 1 and here().size == 1:
+            _check_outputs(settings)
+        if settings.nproc > 1 and current_world().world_size == 1:
             raise InputError(
                 "--nproc is for the command line; here, start the processes with torchrun"
             )
-        return _joined(settings, prepare, events, before, after)
+        return _run_rank(settings, prepare_run, events, before_steps, after_steps)
 
 
-def _joined(
+def _run_rank(
     settings: RunSettings,
-    prepare: Prepare,
+    prepare_run: PrepareRun,
     events: Events,
-    before: Callable[[Fit, Events, Callable[[], bool]], None],
-    after: Callable[[Ready, Progress, Events], None],
-) -> Trained:
+    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None],
+    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
+) -> TrainingResult:
     """The run, as one of its ranks."""
     yaml()  # which writes the settings: now, not inside the plan's memory
-    with watched(settings, events) as (events, show, report_end):
-        run_plan = prepare(settings, events.message)
-        check_alike(run_plan)
+    with watched(settings, events) as (events, show_run, report_end):
+        run_plan = prepare_run(settings, events.message)
+        check_ranks_agree(run_plan)
         if settings.resume and run_plan.found is None:
             events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
-        _begin(run_plan, events)
-        train = partial(_train, settings, run_plan, before, events, show)
-        result = _carry_out(settings, run_plan, train, events, after)
+        _start_run(run_plan, events)
+        train_steps = partial(_train_steps, settings, run_plan, before_steps, events, show_run)
+        result = _execute_plan(settings, run_plan, train_steps, events, after_steps)
         report_end(result.output, result.stopped)
         return result
 
 
-def _carry_out(
+def _execute_plan(
     settings: RunSettings,
-    run_plan: Ready,
-    train: Callable[[], Trained],
+    run_plan: PlannedRun,
+    train_steps: Callable[[], TrainingResult],
     events: Events,
-    after: Callable[[Ready, Progress, Events], None],
-) -> Trained:
+    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
+) -> TrainingResult:
     """All that comes after planning; but for the steps, it is done by rank 0."""
-    if here().rank:
-        return train()
+    if current_world().rank:
+        return train_steps()
     folder, resume = settings.folder, run_plan.resume
     folder.mkdir(exist_ok=True)
-    with locked(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
-        result = train()
+    with file_lock(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
+        result = train_steps()
         if result.stopped:
             return result
-        settle()
-        drawn = facts(run_plan, result.peak_nbytes)
-        write_text(folder / "plan.html", page(run_plan.plans.largest, **drawn))
-        for line in _report(result):
-            events.message(line)
+        release_memory()
+        picture_labels = facts(run_plan, result.peak_nbytes)
+        write_text(folder / "plan.html", page_html(run_plan.plans.largest_plan, **picture_labels))
+        for report_line in _report_lines(result):
+            events.message(report_line)
         try:
-            after(run_plan, result.progress, events)
+            after_steps(run_plan, result.progress, events)
         except (KeyboardInterrupt, Interrupted):
             events.notice(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)
     return result
 
 
-def _begin(run_plan: Ready, events: Events) -> None:
+def _start_run(run_plan: PlannedRun, events: Events) -> None:
     """Report the plan, or raise why the run cannot start."""
     if run_plan.refusal is not None:
         raise DoesNotFit(run_plan.refusal)
     events.plan(run_plan)
-    total, available_nbytes = run_plan.planned_nbytes, total_nbytes()
-    if total > available_nbytes:
+    planned_nbytes, available_nbytes = run_plan.planned_nbytes, total_nbytes()
+    if planned_nbytes > available_nbytes:
         raise DoesNotFit(
-            f"this needs {size_text(total)} and there are {size_text(available_nbytes)}; "
+            f"this needs {size_text(planned_nbytes)} and there are {size_text(available_nbytes)}; "
             "--memory SIZE finds ways to need less"
         )
     if run_plan.found is not None:
@@ -141,54 +145,60 @@ def _begin(run_plan: Ready, events: Events) -> None:
     check_space(run_plan.job, run_plan.plans, run_plan.files)
 
 
-def _train(
+def _train_steps(
     settings: RunSettings,
-    run_plan: Ready,
-    before: Callable[[Fit, Events, Callable[[], bool]], None],
+    run_plan: PlannedRun,
+    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None],
     events: Events,
-    show: Show,
-) -> Trained:
+    show_run: ShowRun,
+) -> TrainingResult:
     """All steps, up to the last or a stop."""
-    folder, total, job = settings.folder, run_plan.planned_nbytes, run_plan.job
-    writes = here().rank == 0
-    if writes:
-        _begin_folder(settings, run_plan)
+    folder, planned_nbytes, job = settings.folder, run_plan.planned_nbytes, run_plan.job
+    is_writer = current_world().rank == 0
+    if is_writer:
+        _prepare_folder(settings, run_plan)
     with (
         events.stopping() as stopped,
-        Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
-        events.training(job.steps, total, settings.steps_per_report, run_plan.budget),
+        RunMonitor(folder, events, tensorboard=settings.tensorboard, writes=is_writer) as watch,
+        events.training(job.steps, planned_nbytes, settings.steps_per_report, run_plan.budget),
     ):
-        show(folder, lambda: watch.peak.nbytes)
-        if not _taught(run_plan, folder, events, stopped):
-            return Trained(settings.output, folder, run_plan, Progress(), watch.peak.nbytes, True)
-        engine = Engine(run_plan.plans, job.optimizer, job.subject.shared(), settings.seed)
-        fit = Fit(job, engine, folder, timed(run_plan), events=events)
-        if run_plan.tokenizer is not None and writes:
-            fit.sample = partial(_sample, job, engine, run_plan.tokenizer)
+        show_run(folder, lambda: watch.peak.nbytes)
+        if not _prepare_texts(run_plan, folder, events, stopped):
+            return TrainingResult(
+                settings.output, folder, run_plan, TrainingProgress(), watch.peak.nbytes, True
+            )
+        engine = TrainingEngine(run_plan.plans, job.optimizer, job.model.shared(), settings.seed)
+        fit = TrainingLoop(job, engine, folder, step_timer(run_plan), events=events)
+        if run_plan.tokenizer is not None and is_writer:
+            fit.sample = partial(_sample_text, job, engine, run_plan.tokenizer)
         try:
-            refer(job, engine, folder, events, stopped)
-            fit.begin(run_plan.found)
+            compute_reference_logps(job, engine, folder, events, stopped)
+            fit.init_weights(run_plan.found)
             watch.resume(fit.progress.step)
             if run_plan.found is None:
-                before(fit, events, stopped)
-            settle()  # filling the weights took megabytes
-            fit.go(watch, stopped)
+                before_steps(fit, events, stopped)
+            release_memory()  # filling the weights took megabytes
+            fit.train(watch, stopped)
         except Interrupted as error:
             events.notice(f"{error}; continue with: {run_plan.resume}")
-            return Trained(settings.output, folder, run_plan, fit.progress, watch.peak.nbytes, True)
-        if writes:
-            fit.finish()
-            watch.end(_end(fit, run_plan, watch))
-        peak = watch.peak.nbytes
-        return Trained(settings.output, folder, run_plan, fit.progress, peak, False)
+            return TrainingResult(
+                settings.output, folder, run_plan, fit.progress, watch.peak.nbytes, True
+            )
+        if is_writer:
+            fit.write_result()
+            watch.record_end(_run_summary(fit, run_plan, watch))
+        peak_nbytes = watch.peak.nbytes
+        return TrainingResult(settings.output, folder, run_plan, fit.progress, peak_nbytes, False)
 
 
-def _taught(run_plan: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
+def _prepare_texts(
+    run_plan: PlannedRun, folder: Path, events: Events, stopped: Callable[[], bool]
+) -> bool:
     """What a teacher says, and texts of the base, are there before the memory of the run is taken; not if stopped."""
     if not run_plan.job.steps:
         return True
     try:
-        teach(run_plan.job, folder, run_plan.budget, events, stopped)
+        compute_teacher_logits(run_plan.job, folder, run_plan.budget, events, stopped)
         write_texts(run_plan.job, folder, run_plan.budget, events, stopped)
     except Interrupted as error:
         events.notice(f"{error}; continue with: {run_plan.resume}")
@@ -196,11 +206,11 @@ def _taught(run_plan: Ready, folder: Path, events: Events, stopped: Callable[[],
     return True
 
 
-def timed(run_plan: Ready) -> Callable[[float, int], str | None]:
+def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
     """What each step's seconds are told: see `pace`. Those of several processes say nothing of this machine's rates."""
-    if here().size > 1:
-        return lambda seconds, left: None
-    return pace(run_plan.seconds, partial(correct, target=run_plan.job.settings.target))
+    if current_world().world_size > 1:
+        return lambda seconds, num_steps_left: None
+    return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
 
 
 def _share_cores(ranks: int) -> None:
@@ -208,11 +218,11 @@ def _share_cores(ranks: int) -> None:
     kernels.set_threads(max(kernels.threads() // ranks, 1))
 
 
-def _check(settings: RunSettings) -> None:
+def _check_outputs(settings: RunSettings) -> None:
     """Checks that need no work."""
     check_writable(settings.output, "--output")
-    read = [*data_files(settings.data), getattr(settings, "vocab", None)]
-    check_not_read(settings.output, "--output", read)
+    input_paths = [*data_files(settings.data), getattr(settings, "vocab", None)]
+    check_not_read(settings.output, "--output", input_paths)
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT
     if folder == output:
@@ -225,7 +235,7 @@ def _check(settings: RunSettings) -> None:
         )
     if settings.resume or settings.overwrite:
         return
-    if checkpoint.exists() or previous(checkpoint).exists():
+    if checkpoint.exists() or previous_path(checkpoint).exists():
         raise InputError(
             f"--output: {folder} has a run already; continue it with --resume, start over with --overwrite, or"
             " give another name"
@@ -236,7 +246,7 @@ def _check(settings: RunSettings) -> None:
         )
 
 
-def _begin_folder(settings: RunSettings, run_plan: Ready) -> None:
+def _prepare_folder(settings: RunSettings, run_plan: PlannedRun) -> None:
     """Create the run folder with settings and plan; removes files of an earlier run unless it is resumed."""
     folder = settings.folder
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
@@ -246,67 +256,67 @@ def _begin_folder(settings: RunSettings, run_plan: Ready) -> None:
             s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s
         )
         run_patterns = (
-            "checkpoint*.gguf", "best.gguf", "metrics.jsonl", ANSWERS, "samples.jsonl", "reference.npz",
+            "checkpoint*.gguf", "best.gguf", "metrics.jsonl", ANSWERS_FILE, "samples.jsonl", "reference.npz",
             "events.*", "*.svg",
         )  # fmt: skip
-        for pattern in (*run_patterns, *saved_patterns):
-            for file in folder.glob(pattern):
+        for file_pattern in (*run_patterns, *saved_patterns):
+            for file in folder.glob(file_pattern):
                 file.unlink()
     paths: dict[str, Any] = {
         name: value.absolute()
         for name, value in vars(run_plan.job.settings).items()
         if isinstance(value, Path) and name != "output"
     }
-    shown = replace(
+    shown_settings = replace(
         run_plan.job.settings, resume=False, overwrite=False, force_reshuffle=False, **paths
     )
-    write_text(folder / "run.yaml", to_yaml(shown))
+    write_text(folder / "run.yaml", to_yaml(shown_settings))
     write_text(folder / "run.json", run_plan.about())
     write_text(folder / "plan.json", run_plan.json())
-    write_text(folder / "plan.html", page(run_plan.plans.largest, **facts(run_plan)))
-    settle()  # drawing a large plan took megabytes
+    write_text(folder / "plan.html", page_html(run_plan.plans.largest_plan, **facts(run_plan)))
+    release_memory()  # drawing a large plan took megabytes
 
 
-def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
+def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer) -> str:
     """Text that the model generates after --sample-prompt."""
     cells = job.config.context_length
-    sizes = Sizes(tuple(size for size in engine.run if isinstance(size, int)), 1)
-    generator = Generator(Context.within(job.shape.config, Cache(cells), sizes, engine.run))
+    sizes = RunSizes(tuple(run_size for run_size in engine.run if isinstance(run_size, int)), 1)
+    generator = Generator(Context.within(job.shape.config, CacheLayout(cells), sizes, engine.run))
     prompt = tokenizer.encode(job.settings.sample_prompt)
     reply = Reply(
-        generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)
+        generator, tokenizer, prompt, Sampling(), job.settings.seed, GenerationLimits(SAMPLE_TOKENS)
     )
-    return f"{SAMPLE}{job.settings.sample_prompt}{''.join(reply)}"
+    return f"{SAMPLE_PREFIX}{job.settings.sample_prompt}{''.join(reply)}"
 
 
-def _end(fit: Fit, run_plan: Ready, watch: Watch) -> dict[str, Any]:
-    device_peaks = devices(run_plan.plans)
+def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> dict[str, Any]:
+    peaks_by_device = device_peaks(run_plan.plans)
     summary = {
         "step": fit.progress.step,
         "planned_bytes": run_plan.planned_nbytes,
         "peak_bytes": watch.peak.nbytes,
         "baseline_bytes": watch.peak.baseline,
     }
-    return summary | ({"devices": device_peaks} if device_peaks else {})
+    return summary | ({"devices": peaks_by_device} if peaks_by_device else {})
 
 
-def devices(plans: Plans) -> dict[str, dict[str, int]]:
+def device_peaks(plans: TrainingPlans) -> dict[str, dict[str, int]]:
     """The most bytes that were taken of memories which know it, beside what was planned."""
-    peaks = {b.space: b.taken for b in plans.target.every}
+    peak_by_space = {backend.space: backend.peak_reserved_nbytes for backend in plans.target.every}
     return {
         space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": peak_nbytes}
-        for space, peak_nbytes in peaks.items()
+        for space, peak_nbytes in peak_by_space.items()
         if peak_nbytes is not None
     }
 
 
-def _report(done: Trained) -> Iterator[str]:
-    progress, job = done.progress, done.plan.job
+def _report_lines(result: TrainingResult) -> Iterator[str]:
+    progress, job = result.progress, result.plan.job
     yield (
         f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'learnt token')} in"
-        f" {clock(progress.seconds)}; {memory_text(done.peak_nbytes, done.plan.planned_nbytes, done.plan.budget)}"
+        f" {clock(progress.seconds)}; {memory_text(result.peak_nbytes, result.plan.planned_nbytes, result.plan.budget)}"
     )
-    for space, usage in devices(done.plan.plans).items():
+    for space, usage in device_peaks(result.plan.plans).items():
         planned, peak = usage["planned_bytes"], usage["peak_bytes"]
         yield f"the memory of {space}: peak {size_text(peak)}, planned {size_text(planned)}" + (
             ": PyTorch took more there than was planned; give a smaller --device-memory where it must not"
@@ -318,37 +328,37 @@ def _report(done: Trained) -> Iterator[str]:
     elif job.valid is not None:
         multiple_evals = 0 < job.steps_per_eval < progress.step
         yield outcome(progress, bool(job.settings.patience), multiple_evals)
-    num_right, num_ends = done.ends
-    if num_right < MOST_END * num_ends:
+    num_right, num_ends = result.ends
+    if num_right < MIN_END_SHARE * num_ends:
         yield (
             f"of {plural(num_ends, 'validation answer')} the model would end {num_right}"
             " where they end: it may not stop "
             "writing; train longer (--epochs, --iters) or with a larger --lr"
         )
-    yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
+    yield f"the run is in {result.folder}, its curve in {result.folder / 'loss.svg'}"
 
 
-def outcome(progress: Progress, best: bool, several: bool = True) -> str:
+def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
     """Which step the result comes from, with validation losses.
 
-    best     the result is the step with the lowest validation loss, not the last
-    several  the run validated more than once
+    is_best     the result is the step with the lowest validation loss, not the last
+    has_several_evals  the run validated more than once
     """
-    last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
+    last, lowest_label = f"step {progress.step:,}", f"step {progress.best_step:,}"
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"
     if not progress.best_step or not math.isfinite(progress.last):  # from an older checkpoint
-        source = "the step with the lowest validation loss" if best else f"{last}, the last"
+        source = "the step with the lowest validation loss" if is_best else f"{last}, the last"
         return f"the result is {source}; lowest validation loss {progress.best:.4f}"
     if progress.best == progress.last:
-        rank = "the last and best" if several else "the last"
-        return f"the result is {last}, {rank}: validation loss {progress.best:.4f}"
-    if best:
+        step_rank = "the last and best" if has_several_evals else "the last"
+        return f"the result is {last}, {step_rank}: validation loss {progress.best:.4f}"
+    if is_best:
         return (
-            f"the result is {lowest}, the best: validation loss {progress.best:.4f}"
+            f"the result is {lowest_label}, the best: validation loss {progress.best:.4f}"
             f" (the last, {last}: {progress.last:.4f})"
         )
     return (
         f"the result is {last}, the last: validation loss {progress.last:.4f}"
-        f" (the lowest, {lowest}: {progress.best:.4f}; --patience would keep that one)"
+        f" (the lowest, {lowest_label}: {progress.best:.4f}; --patience would keep that one)"
     )

@@ -15,22 +15,29 @@ from packtrain.engine.backends import DEVICES, target
 from packtrain.inference.embeddings import (
     POOLINGS,
     check_texts,
-    embeddings,
-    normalized,
-    pooling_of,
-    room,
+    context_dimensions,
+    embed_texts,
+    model_pooling,
+    normalize_vector,
 )
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.kv_cache.decode_plans import CACHES
-from packtrain.models.activation_rounding import ACTIVATIONS, F32, PRECISION, Q8
-from packtrain.models.attention_choice import AUTO, FLASH, MODES
+from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
+from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
-from packtrain.training.train_settings import DEVICE
-from packtrain.workflows.generation_settings import CACHE, CTX, LORA, Speaker, check_cache, opened
+from packtrain.training.train_settings import DEVICE_HELP
+from packtrain.workflows.generation_settings import (
+    CACHE_HELP,
+    CTX_HELP,
+    LORA_HELP,
+    ModelArgument,
+    check_cache,
+    opened,
+)
 
 
 @dataclass(frozen=True)
-class Embed(Speaker):
+class EmbedSettings(ModelArgument):
     """Compute embeddings of texts."""
 
     prompt: tuple[str, ...] = option((), "a text; repeatable", flags="-p")
@@ -43,20 +50,20 @@ class Embed(Speaker):
     embd_normalize: int = option(
         2,
         "norm of an embedding: -1 none, 0 the largest value is 32760, 1 taxicab, 2 Euclidean, more: p-norm",
-        least=-1,
-        most=100,
+        min_value=-1,
+        max_value=100,
     )
-    ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
-    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE, choices=CACHES)
-    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
-    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
+    ctx: int | None = MODEL(None, CTX_HELP, flags="-c", min_value=1)
+    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE_HELP, choices=CACHE_TYPES)
+    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
+    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class TextEmbeddings:
     """vectors (N, C) f32 of N texts, how many tokens each has, and how they were pooled."""
 
     vectors: np.ndarray
@@ -64,40 +71,40 @@ class Embedded:
     pooling: str
 
 
-def embed(settings: Embed, events: Events) -> Embedded:
+def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     """The embeddings. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
-    texts = _texts(settings)
+    texts = _read_texts(settings)
     model = opened(settings, events.message)
-    pooling = settings.pooling or pooling_of(model)
-    ids = _encoded(model.tokenizer(), texts)
+    pooling = settings.pooling or model_pooling(model)
+    token_ids = _encode_texts(model.tokenizer(), texts)
     max_tokens = settings.ctx or model.config.context_length
-    check_texts(ids, max_tokens)
-    longest = settings.ctx or max(map(len, ids))
-    check_context(model.config, longest, events.message)
-    cells, sequences = room([len(text) for text in ids])
-    check_cache(model, cells, settings.cache_type)
+    check_texts(token_ids, max_tokens)
+    max_text_tokens = settings.ctx or max(map(len, token_ids))
+    check_context(model.config, max_text_tokens, events.message)
+    num_cells, num_sequences = context_dimensions([len(text_ids) for text_ids in token_ids])
+    check_cache(model, num_cells, settings.cache_type)
     context = Context(
-        model, cells=cells, sequences=sequences, cache=settings.cache_type, checkpoints=0, hidden=True,
-        target=target(settings.device), longest=longest,
+        model, cells=num_cells, sequences=num_sequences, cache=settings.cache_type, checkpoints=0, hidden=True,
+        target=target(settings.device), longest=max_text_tokens,
     )  # fmt: skip
     vectors = list[np.ndarray]()
     with events.counting("embedding", "text") as report_progress, events.stopping() as stopped:
-        for vector in embeddings(context, ids, pooling):
+        for vector in embed_texts(context, token_ids, pooling):
             if stopped():
                 raise Interrupted(
-                    f"stopped after {len(vectors)} of {len(ids)} texts, without a result"
+                    f"stopped after {len(vectors)} of {len(token_ids)} texts, without a result"
                 )
-            vectors.append(normalized(vector, settings.embd_normalize))
-            report_progress(len(vectors), len(ids))
-    return Embedded(np.stack(vectors), tuple(map(len, ids)), pooling)
+            vectors.append(normalize_vector(vector, settings.embd_normalize))
+            report_progress(len(vectors), len(token_ids))
+    return TextEmbeddings(np.stack(vectors), tuple(map(len, token_ids)), pooling)
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def _encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """With BOS and EOS as the file says."""
     return [tokenizer.encode(text) for text in texts]
 
 
-def _texts(settings: Embed) -> list[str]:
+def _read_texts(settings: EmbedSettings) -> list[str]:
     texts = [*settings.prompt]
     for text in texts:
         if any("\ud800" <= character <= "\udfff" for character in text):

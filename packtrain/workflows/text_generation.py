@@ -8,31 +8,31 @@ from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.options import option
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.inference.beam_search import Beams, Search
-from packtrain.inference.generator import Limits, Reply
+from packtrain.inference.beam_search import BeamSearch, BeamSearchConfig
+from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.inference.grammar import Grammar
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.parallel_answers import Answers
+from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
 from packtrain.models.kv_cell_table import SEQUENCES
-from packtrain.training.ineffective_settings import Rule, check_idle
+from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import (
     CONTEXT,
-    MOST_SEED,
-    Generated,
-    Speaking,
+    MAX_SEED,
+    GeneratedText,
+    GenerationSettings,
     cells,
-    drafter,
+    make_drafter,
     opened,
 )
 from packtrain.workflows.warmup import warm
 
-SAMPLED = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
-IDLE: tuple[Rule, ...] = (
+SAMPLING_FLAGS = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
+IDLE_RULES: tuple[EffectRule, ...] = (
     (
-        f"{SAMPLED} seed grammar grammar_file json_schema json_schema_file draft_lookup model_draft",
+        f"{SAMPLING_FLAGS} seed grammar grammar_file json_schema json_schema_file draft_lookup model_draft",
         lambda s: s.num_beams > 0,
         "with --num-beams, which searches for the likeliest text",
     ),
@@ -41,7 +41,7 @@ IDLE: tuple[Rule, ...] = (
 
 
 @dataclass(frozen=True)
-class Generate(Speaking):
+class GenerateSettings(GenerationSettings):
     """Generate text after a prompt."""
 
     COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
@@ -52,78 +52,84 @@ class Generate(Speaking):
         128,
         "most tokens to generate; -1: until an end token or a full context",
         flags="-n",
-        least=-1,
+        min_value=-1,
     )
     parallel: int = option(
-        1, "answers to write at once; the prompt is read once", flags="-np", least=1, most=SEQUENCES
+        1,
+        "answers to write at once; the prompt is read once",
+        flags="-np",
+        min_value=1,
+        max_value=SEQUENCES,
     )
     num_beams: int = option(
         0,
         "search for the likeliest text, following this many at once; -np prints the best of them; 0: sample",
         flags="--beams",
-        least=0,
-        most=SEQUENCES,
+        min_value=0,
+        max_value=SEQUENCES,
     )
     length_penalty: float = option(
         1.0,
         "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
-        least=-10,
-        most=10,
+        min_value=-10,
+        max_value=10,
     )
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
-def generate(settings: Generate, events: Events) -> Generated:
+def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     """Continue the prompt. Raises InputError, DoesNotFit."""
-    prompt = _prompt(settings)
+    prompt = _read_prompt(settings)
     settings.check()
     _check_beams(settings)
     model = opened(settings, events.message)
     tokenizer = model.tokenizer()
-    grammar = generation_settings.grammar_of(settings, tokenizer)
+    grammar = generation_settings.load_grammar(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
     if settings.warmup:
         warm(model, events)
-    sequences = max(settings.parallel, settings.num_beams)
-    size, total_cells = _sizes(settings, len(ids), sequences, model.config, events)
+    num_sequences = max(settings.parallel, settings.num_beams)
+    size, total_cells = _context_sizes(settings, len(ids), num_sequences, model.config, events)
     generator = generation_settings.load_generator(
-        settings, model, total_cells, sequences=sequences, longest=size
+        settings, model, total_cells, num_sequences=num_sequences, longest=size
     )
     seed = settings.drawn_seed()
     if settings.num_beams:
-        return searched(settings, generator.context, tokenizer, ids, prompt, events)
+        return generate_beams(settings, generator.context, tokenizer, ids, prompt, events)
     if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
         raise InputError(
             "--parallel writes tokens of all answers together; it takes no --model-draft"
         )
     if settings.parallel > 1:
-        return several(settings, generator.context, tokenizer, ids, seed, grammar, size, events)
+        return generate_parallel(
+            settings, generator.context, tokenizer, ids, seed, grammar, size, events
+        )
     with events.stopping() as stopped:
-        limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        options = drafter(settings, model, total_cells), settings.draft_max, grammar
-        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *options)
+        limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
+        reply_options = make_drafter(settings, model, total_cells), settings.draft_max, grammar
+        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *reply_options)
         if settings.display_prompt:
             events.text(prompt)
-        return generation_settings.written(reply, seed, events)
+        return generation_settings.generate_reply(reply, seed, events)
 
 
-def _sizes(
-    settings: Generate, prompt: int, sequences: int, config: Config, events: Events
+def _context_sizes(
+    settings: GenerateSettings, prompt: int, num_sequences: int, config: Config, events: Events
 ) -> tuple[int, int]:
     """The most tokens of one text, and of all together, which share the prompt."""
-    count = settings.n_predict
-    num_tokens = CONTEXT if count < 0 else prompt + count
-    size = cells(settings, config, max(num_tokens, prompt + 1), events)
-    if settings.ctx is not None or count < 0:
-        return size, size
-    total_size = size + (sequences - 1) * max(size - prompt, 0)
-    return size, max(
-        size, min(total_size, config.context_length)
+    max_new_tokens = settings.n_predict
+    num_tokens = CONTEXT if max_new_tokens < 0 else prompt + max_new_tokens
+    max_seq_tokens = cells(settings, config, max(num_tokens, prompt + 1), events)
+    if settings.ctx is not None or max_new_tokens < 0:
+        return max_seq_tokens, max_seq_tokens
+    total_size = max_seq_tokens + (num_sequences - 1) * max(max_seq_tokens - prompt, 0)
+    return max_seq_tokens, max(
+        max_seq_tokens, min(total_size, config.context_length)
     ) if settings.num_beams else total_size
 
 
-def several(
-    settings: Generate,
+def generate_parallel(
+    settings: GenerateSettings,
     context: Context,
     tokenizer: Tokenizer,
     ids: list[int],
@@ -131,66 +137,68 @@ def several(
     grammar: Grammar | None,
     size: int,
     events: Events,
-) -> Generated:
+) -> GeneratedText:
     """--parallel answers, each with the seed after that of the one before."""
-    seeds = [(seed + n) % (MOST_SEED + 1) for n in range(settings.parallel)]
-    current = -1
+    seeds = [(seed + n) % (MAX_SEED + 1) for n in range(settings.parallel)]
+    shown_index = -1
     with events.stopping() as stopped:
-        limits = Limits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        options = settings.sampling, seeds, limits, grammar, size
-        answers = Answers(context, tokenizer, ids, *options)
+        limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
+        answer_options = settings.sampling, seeds, limits, grammar, size
+        answers = ParallelAnswers(context, tokenizer, ids, *answer_options)
         for number, piece in answers:
-            if number > current:
-                current = number
+            if number > shown_index:
+                shown_index = number
                 events.text(
                     f"{chr(10) * 2 * (number > 0)}--- {number + 1}, seed {seeds[number]} ---\n"
                 )
             events.text(piece)
     speeds = answers.reading, answers.writing
-    first, *other_answers = (
-        Generated(answer.text, tuple(answer.ids), answer.ended, answer.seed, *speeds)
-        for answer in answers.every
+    first_answer, *other_answers = (
+        GeneratedText(answer.text, tuple(answer.ids), answer.end_reason, answer.seed, *speeds)
+        for answer in answers.answers
     )
-    return replace(first, others=tuple(other_answers))
+    return replace(first_answer, others=tuple(other_answers))
 
 
-def _check_beams(settings: Generate) -> None:
-    check_idle(settings, IDLE)
+def _check_beams(settings: GenerateSettings) -> None:
+    check_rules(settings, IDLE_RULES)
     if settings.num_beams and settings.parallel > settings.num_beams:
         raise InputError(
             f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
         )
 
 
-def searched(
-    settings: Generate,
+def generate_beams(
+    settings: GenerateSettings,
     context: Context,
     tokenizer: Tokenizer,
     ids: list[int],
     prompt: str,
     events: Events,
-) -> Generated:
+) -> GeneratedText:
     """The --parallel best texts of a search."""
-    search = Search(settings.num_beams, settings.parallel, settings.length_penalty, settings.biases)
+    search_config = BeamSearchConfig(
+        settings.num_beams, settings.parallel, settings.length_penalty, settings.biases
+    )
     with events.stopping() as stopped:
-        limits = Limits(settings.n_predict, settings.stop, stopped)
-        beams = Beams(context, tokenizer, ids, search, limits)
+        limits = GenerationLimits(settings.n_predict, settings.stop, stopped)
+        beams = BeamSearch(context, tokenizer, ids, search_config, limits)
         best_beams = beams.run()
-    results = list[Generated]()
-    for number, beam in enumerate(best_beams):
-        text, score = beams.text(beam), beam.score(search.penalty)
+    results = list[GeneratedText]()
+    for beam_index, beam in enumerate(best_beams):
+        beam_text, score = beams.beam_text(beam), beam.score(search_config.penalty)
         speeds = beams.reading, beams.writing
-        results.append(Generated(text, beam.ids, beam.ended, 0, *speeds, score=score))
+        results.append(GeneratedText(beam_text, beam.ids, beam.end_reason, 0, *speeds, score=score))
         if settings.parallel > 1:
-            begin = "\n\n" * (number > 0)
-            events.text(f"{begin}--- {number + 1}, score {score:.4f} ---\n")
+            blank_lines = "\n\n" * (beam_index > 0)
+            events.text(f"{blank_lines}--- {beam_index + 1}, score {score:.4f} ---\n")
         elif settings.display_prompt:
             events.text(prompt)
-        events.text(text)
+        events.text(beam_text)
     return replace(results[0], others=tuple(results[1:]))
 
 
-def _prompt(settings: Generate) -> str:
+def _read_prompt(settings: GenerateSettings) -> str:
     if settings.file is None:
         prompt = settings.prompt or ""
         if any("\ud800" <= character <= "\udfff" for character in prompt):

@@ -7,17 +7,17 @@ from typing import Any
 
 from packtrain.common.text import clock, plural
 from packtrain.engine.memory_plan import size_text
-from packtrain.training.checkpoints import Progress
-from packtrain.training.monitoring import METRICS
-from packtrain.training.monitoring.curve import Curve
+from packtrain.training.checkpoints import TrainingProgress
+from packtrain.training.monitoring import METRICS_FILE
+from packtrain.training.monitoring.curve import LossCurve
 from packtrain.training.monitoring.metrics_file import read
-from packtrain.training.monitoring.notebook import Html, table, to_frame
-from packtrain.workflows.behaviour_check import ENDINGS, CheckedAnswer, read_answers
-from packtrain.workflows.planned_run import Ready
+from packtrain.training.monitoring.notebook import Html, html_table, to_frame
+from packtrain.workflows.behaviour_check import END_LABELS, CheckedAnswer, read_answers
+from packtrain.workflows.planned_run import PlannedRun
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Trained:
+class TrainingResult:
     """The result of a run.
 
     output         the model, a GGUF file; not written yet if `stopped`
@@ -29,8 +29,8 @@ class Trained:
 
     output: Path
     folder: Path
-    plan: Ready
-    progress: Progress
+    plan: PlannedRun
+    progress: TrainingProgress
     peak_nbytes: int
     stopped: bool
 
@@ -53,7 +53,7 @@ class Trained:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The record of every step, as in metrics.jsonl: step, tokens, loss, lr, val_loss where it validated."""
-        return [r for r in read(self.folder / METRICS) if "loss" in r]
+        return [r for r in read(self.folder / METRICS_FILE) if "loss" in r]
 
     def to_frame(self) -> Any:
         """The history as a pandas DataFrame. Raises InputError without pandas."""
@@ -61,36 +61,36 @@ class Trained:
 
     def plot(self) -> Html:
         """Training and validation loss over steps, as a notebook shows it."""
-        curve = Curve()
-        for record in self.history:
-            curve.add(record)
+        curve = LossCurve()
+        for step_record in self.history:
+            curve.add(step_record)
         return Html(curve.svg())
 
     def __repr__(self) -> str:
-        steps, p = plural(self.progress.step, "step"), self.progress
-        loss = f"; validation loss {p.last:.4f}" if math.isfinite(p.last) else ""
-        end = f"stopped after {steps}; resume=True goes on" if self.stopped else steps
-        return f"Trained({self.output}: {end}{loss})"
+        steps, progress = plural(self.progress.step, "step"), self.progress
+        loss = f"; validation loss {progress.last:.4f}" if math.isfinite(progress.last) else ""
+        end_text = f"stopped after {steps}; resume=True goes on" if self.stopped else steps
+        return f"TrainingResult({self.output}: {end_text}{loss})"
 
     def _repr_html_(self) -> str:
-        p = self.progress
-        rows = [
+        progress = self.progress
+        summary_rows = [
             ("file", "not yet: the run was stopped" if self.stopped else str(self.output)),
-            ("steps", f"{p.step:,} of {self.plan.job.steps:,} in {clock(p.seconds)}"),
+            ("steps", f"{progress.step:,} of {self.plan.job.steps:,} in {clock(progress.seconds)}"),
             (
                 "memory",
                 f"{size_text(self.peak_nbytes)} of {size_text(self.plan.planned_nbytes)} planned",
             ),
         ]
-        if math.isfinite(p.last):
-            before = f" (base {p.base:.4f})" if math.isfinite(p.base) else ""
-            rows.append(("validation loss", f"{p.last:.4f}{before}"))
-        shown = table(rows) + self.plot().html
+        if math.isfinite(progress.last):
+            base_text = f" (base {progress.base:.4f})" if math.isfinite(progress.base) else ""
+            summary_rows.append(("validation loss", f"{progress.last:.4f}{base_text}"))
+        result_html = html_table(summary_rows) + self.plot().html
         if not self.answers:
-            return shown
-        compared = [("held-out question", "data", "base", "tuned")]
+            return result_html
+        answer_rows = [("held-out question", "data", "base", "tuned")]
         for a in self.answers:
-            base = f"{a.base} ({ENDINGS[a.base_ended]})"
-            tuned = f"{a.tuned} ({ENDINGS[a.tuned_ended]})"
-            compared.append((a.question, a.reference, base, tuned))
-        return shown + table(compared)
+            base_answer = f"{a.base} ({END_LABELS[a.base_ended]})"
+            tuned_answer = f"{a.tuned} ({END_LABELS[a.tuned_ended]})"
+            answer_rows.append((a.question, a.reference, base_answer, tuned_answer))
+        return result_html + html_table(answer_rows)

@@ -15,26 +15,26 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.common.events import Counted, Events
-from packtrain.common.files import atomic_path, check_output, existing, remove_parts
+from packtrain.common.files import atomic_path, check_output, remove_temp_files, require_existing
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.data.text.text_streams import data_files
 from packtrain.gguf import GGUF
 from packtrain.models.quant_recipe import MIXES
-from packtrain.training.ineffective_settings import Rule, check_idle
-from packtrain.workflows.adapter_merge import Merge, merge
-from packtrain.workflows.evaluation import Evaluate, evaluate
-from packtrain.workflows.quantization import FILE_TYPE, Quantize, quantize
+from packtrain.training.ineffective_settings import EffectRule, check_rules
+from packtrain.workflows.adapter_merge import MergeSettings, merge
+from packtrain.workflows.evaluation import EvaluateSettings, evaluate
+from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, quantize
 
-USUAL = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
-AS_BASE = "as the base"
-PLAIN, DATA, GIVEN, TUNED = "plain", "with data", "as it is", "aware"
-MEMORY: Rule = "memory", lambda s: s.calibrate is None, "without --calibrate"
+DEFAULT_TYPES = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
+BASE_TYPE_LABEL = "as the base"
+PLAIN_ROUNDING, WITH_DATA, UNCHANGED_FILE, AWARE_TRAINED = "plain", "with data", "as it is", "aware"
+MEMORY_RULE: EffectRule = "memory", lambda s: s.calibrate is None, "without --calibrate"
 
-Make = Callable[[Path], object]  # writes the file
+WriteFile = Callable[[Path], object]  # writes the file
 
 
 @dataclass(frozen=True)
-class Choose:
+class ChooseSettings:
     """Write a tuned model as the smallest file that keeps what tuning gained."""
 
     model: Path = positional("the base, a GGUF file")
@@ -45,7 +45,7 @@ class Choose:
         " else train"
     )
     type: tuple[str, ...] = option(
-        (), f"a type to try, repeatable (default: {', '.join(USUAL)})", metavar="TYPE"
+        (), f"a type to try, repeatable (default: {', '.join(DEFAULT_TYPES)})", metavar="TYPE"
     )
     calibrate: Path | None = option(
         None, "conversations or text like the training data: each type is tried with it, too"
@@ -56,11 +56,11 @@ class Choose:
         "a file that `finetune --aware` wrote, to measure as it is and show under its type; repeatable",
         metavar="FILE",
     )
-    keep: float = option(0.98, "the share of the gain that must be kept", least=0, most=1)
+    keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
         None, "with --calibrate: limit of private memory while a file is written, such as 2GiB"
     )
-    ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", least=3)
+    ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     svg: Path | None = option(
         None, "draw the sizes of the files against what they keep", metavar="FILE"
@@ -69,7 +69,7 @@ class Choose:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class TypeTrial:
     """A file that was tried.
 
     name    its type, or its path
@@ -87,7 +87,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TypeChoiceResult:
     """What was tried, and the one that was written: the smallest that keeps enough, else the one that keeps most.
 
     base, tuned  losses, nats per token; the tuned model's before any rounding
@@ -97,152 +97,161 @@ class Chosen:
     base: float
     tuned: float
     keep: float
-    best: Try
-    tries: list[Try] = field(repr=False)
+    best: TypeTrial
+    tries: list[TypeTrial] = field(repr=False)
 
     @property
     def enough(self) -> bool:
         return self.best.kept >= self.keep
 
 
-class Inside(Events):
+class ProgressEvents(Events):
     """What the tasks inside this one report: their progress."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
 
     @contextmanager
-    def counting(self, label: str, part: str) -> Iterator[Counted]:
-        with self.events.counting(label, part) as counted:
-            yield counted
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        with self.events.counting(label, unit) as report_progress:
+            yield report_progress
 
 
-def choose(settings: Choose, events: Events) -> Chosen:
+def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
     """Try each type and write the file. Raises InputError, DoesNotFit, Interrupted; nothing is written then."""
-    _check(settings)
+    _check_inputs(settings)
     output = settings.output.resolve()
-    remove_parts(output.parent)
+    remove_temp_files(output.parent)
     trial, merged_path = (output.with_name(f".{output.name}.{n}.{os.getpid()}.part") for n in "ab")
     try:
-        with atomic_path(output) as best:
-            return _tried(settings, events, trial, best, merged_path)
+        with atomic_path(output) as best_path:
+            return _try_types(settings, events, trial, best_path, merged_path)
     finally:
-        for path in (trial, merged_path):
-            path.unlink(missing_ok=True)
+        for temporary_path in (trial, merged_path):
+            temporary_path.unlink(missing_ok=True)
 
 
-def _check(settings: Choose) -> None:
+def _check_inputs(settings: ChooseSettings) -> None:
     """Checks that need no work."""
-    check_idle(settings, (MEMORY,))
-    read = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
+    check_rules(settings, (MEMORY_RULE,))
+    input_paths = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
     data_paths = [(settings.data, "--data")]
-    data_paths += [(path, "--also") for path in settings.also]
-    data_paths += [(path, "--aware") for path in settings.aware]
+    data_paths += [(data_path, "--also") for data_path in settings.also]
+    data_paths += [(data_path, "--aware") for data_path in settings.aware]
     if settings.calibrate is not None:
         data_paths.append((settings.calibrate, "--calibrate"))
-    for path, flag in data_paths:
-        existing(path, flag)
-    for name in settings.type:
-        if name.upper() not in MIXES:
-            raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    read += [file for path, _ in data_paths for file in data_files(path)]
-    check_output(settings.output, "-o", read, settings.overwrite)
+    for data_path, flag_name in data_paths:
+        require_existing(data_path, flag_name)
+    for type_name in settings.type:
+        if type_name.upper() not in MIXES:
+            raise InputError(f"--type {type_name} is unknown; it must be one of {', '.join(MIXES)}")
+    input_paths += [file for data_path, _ in data_paths for file in data_files(data_path)]
+    check_output(settings.output, "-o", input_paths, settings.overwrite)
 
 
-def _tried(settings: Choose, events: Events, trial: Path, best: Path, merged_path: Path) -> Chosen:
-    """All tries; the file of the best one is left at `best`."""
-    inside, tuned = Inside(events), settings.tuned
-    if _is_adapter(tuned):
-        merge(Merge(settings.model, (str(tuned),), merged_path, type="f32", overwrite=True), inside)
-        tuned = merged_path
-    loss = partial(_loss, settings, inside)
-    before, after = loss(settings.model), loss(tuned)
+def _try_types(
+    settings: ChooseSettings, events: Events, trial: Path, best_path: Path, merged_path: Path
+) -> TypeChoiceResult:
+    """All tries; the file of the best one is left at `best_path`."""
+    progress_events, tuned_path = ProgressEvents(events), settings.tuned
+    if _is_adapter(tuned_path):
+        merge(
+            MergeSettings(
+                settings.model, (str(tuned_path),), merged_path, type="f32", overwrite=True
+            ),
+            progress_events,
+        )
+        tuned_path = merged_path
+    measure_loss = partial(_measure_loss, settings, progress_events)
+    before, after = measure_loss(settings.model), measure_loss(tuned_path)
     if not after < before:
         raise InputError(
             f"{settings.tuned}: its loss on {settings.data} is {after:.4f} and the base's {before:.4f}; without a gain"
             " there is nothing to keep"
         )
     events.message(f"loss: base {before:.4f}, tuned {after:.4f}")
-    tries = list[Try]()
-    for name, method, make in _candidates(settings, tuned, inside):
-        make(trial)
-        trial_loss = loss(trial)
-        candidate = Try(
+    type_trials = list[TypeTrial]()
+    for name, method, write_file in _candidates(settings, tuned_path, progress_events):
+        write_file(trial)
+        trial_loss = measure_loss(trial)
+        type_trial = TypeTrial(
             name, method, trial.stat().st_size, trial_loss, (before - trial_loss) / (before - after)
         )
-        events.row(line(candidate))
-        tries.append(candidate)
-        if min(tries, key=partial(_order, settings.keep)) is candidate:
-            os.replace(trial, best)
-    chosen = min(tries, key=partial(_order, settings.keep))
-    return Chosen(settings.output, before, after, settings.keep, chosen, tries)
+        events.row(trial_line(type_trial))
+        type_trials.append(type_trial)
+        if min(type_trials, key=partial(_trial_rank, settings.keep)) is type_trial:
+            os.replace(trial, best_path)
+    best_trial = min(type_trials, key=partial(_trial_rank, settings.keep))
+    return TypeChoiceResult(settings.output, before, after, settings.keep, best_trial, type_trials)
 
 
-def _order(keep: float, trial: Try) -> tuple[bool, float]:
+def _trial_rank(min_kept_share: float, trial: TypeTrial) -> tuple[bool, float]:
     """The best comes first."""
-    return (False, trial.nbytes) if trial.kept >= keep else (True, -trial.kept)
+    return (False, trial.nbytes) if trial.kept >= min_kept_share else (True, -trial.kept)
 
 
 def _is_adapter(path: Path) -> bool:
     return GGUF(path).metadata.get("general.type") == "adapter"
 
 
-def _loss(settings: Choose, events: Events, path: Path) -> float:
-    measured = Evaluate((path,), settings.data, ctx=settings.ctx, columns=settings.columns)
+def _measure_loss(settings: ChooseSettings, events: Events, path: Path) -> float:
+    measured = EvaluateSettings((path,), settings.data, ctx=settings.ctx, columns=settings.columns)
     return evaluate(measured, events).loss().value
 
 
-def _candidates(settings: Choose, tuned: Path, events: Events) -> Iterator[tuple[str, str, Make]]:
+def _candidates(
+    settings: ChooseSettings, tuned: Path, events: Events
+) -> Iterator[tuple[str, str, WriteFile]]:
     """Name, way and writer of each file to try."""
-    methods: list[tuple[str, Path | None]] = [(PLAIN, None)]
+    rounding_methods: list[tuple[str, Path | None]] = [(PLAIN_ROUNDING, None)]
     if settings.calibrate is not None:
-        methods.append((DATA, settings.calibrate))
-    in_blocks = any(entry.dtype.quantized for entry in GGUF(settings.model).entries.values())
-    if _is_adapter(settings.tuned) and in_blocks:
-        for method, data in methods:
-            yield AS_BASE, method, partial(_merge, settings, data, events)
-    for name in settings.type or USUAL:
-        for method, data in methods:
-            yield name.lower(), method, partial(_quantize, settings, tuned, name, data, events)
+        rounding_methods.append((WITH_DATA, settings.calibrate))
+    is_quantized = any(entry.dtype.quantized for entry in GGUF(settings.model).entries.values())
+    if _is_adapter(settings.tuned) and is_quantized:
+        for method, data_path in rounding_methods:
+            yield BASE_TYPE_LABEL, method, partial(_write_merged, settings, data_path, events)
+    for name in settings.type or DEFAULT_TYPES:
+        for method, data_path in rounding_methods:
+            yield name.lower(), method, partial(_quantize, settings, tuned, name, data_path, events)
     for tuned_path in settings.aware:
-        yield _type_of(tuned_path), TUNED, partial(_copy, tuned_path)
+        yield _file_type(tuned_path), AWARE_TRAINED, partial(_copy_file, tuned_path)
     for tuned_path in settings.also:
-        yield str(tuned_path), GIVEN, partial(_copy, tuned_path)
+        yield str(tuned_path), UNCHANGED_FILE, partial(_copy_file, tuned_path)
 
 
-def _type_of(path: Path) -> str:
+def _file_type(path: Path) -> str:
     """The type that a file says it is written in, as --type takes it; of one that says nothing, its path."""
-    number = GGUF(path).metadata.get(FILE_TYPE)
-    return next((n.lower() for n, mix in MIXES.items() if mix.number == number), str(path))
+    file_type = GGUF(path).metadata.get(FILE_TYPE_KEY)
+    return next((n.lower() for n, mix in MIXES.items() if mix.file_type == file_type), str(path))
 
 
-def _merge(settings: Choose, data: Path | None, events: Events, path: Path) -> None:
+def _write_merged(settings: ChooseSettings, data: Path | None, events: Events, path: Path) -> None:
     """The adapter merged into the base's own types."""
-    args = settings.model, (str(settings.tuned),), path
-    merge(Merge(*args, **_calibrating(settings, data)), events)
+    merge_args = settings.model, (str(settings.tuned),), path
+    merge(MergeSettings(*merge_args, **_calibration_options(settings, data)), events)
 
 
 def _quantize(
-    settings: Choose, tuned: Path, name: str, data: Path | None, events: Events, path: Path
+    settings: ChooseSettings, tuned: Path, name: str, data: Path | None, events: Events, path: Path
 ) -> None:
-    options = _calibrating(settings, data)
-    quantize(Quantize(tuned, path, name, allow_requantize=True, **options), events)
+    options = _calibration_options(settings, data)
+    quantize(QuantizeSettings(tuned, path, name, allow_requantize=True, **options), events)
 
 
-def _calibrating(settings: Choose, data: Path | None) -> dict[str, Any]:
+def _calibration_options(settings: ChooseSettings, data: Path | None) -> dict[str, Any]:
     """The settings of a file that may be written with data."""
-    read = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
-    return {"overwrite": True, **(read if data else {})}
+    data_options = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
+    return {"overwrite": True, **(data_options if data else {})}
 
 
-def _copy(source_path: Path, path: Path) -> None:
+def _copy_file(source_path: Path, path: Path) -> None:
     with open(source_path, "rb") as source, open(path, "wb") as file:
         shutil.copyfileobj(source, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def line(trial: Try) -> str:
+def trial_line(trial: TypeTrial) -> str:
     """A row of the table."""
     size = f"{trial.nbytes / (1 << 20):10.2f} MiB"
     return f"{trial.name:12} {trial.how:10} {size}  loss {trial.loss:.4f}  keeps {trial.kept:.1%}"

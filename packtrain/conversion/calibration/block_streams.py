@@ -20,17 +20,17 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, weight
 from packtrain.models import altup, transformer
-from packtrain.models.block import block
+from packtrain.models.block import transformer_block
 from packtrain.models.block_weights import Weights
 from packtrain.models.model_file import ModelFile
 
-Batch = Mapping[str, np.ndarray]
+TokenBatch = Mapping[str, np.ndarray]
 MERGED = "merged/"  # prefix of leaves of the merged file, so that a session can tell them apart
-PRODUCTS = {ops.matmul, ops.matmul_id}
+MATMUL_OPS = {ops.matmul, ops.matmul_id}
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class MatrixInput:
     """The input of some matrices of a block: x with the adapter, z as merged.
 
     expert  for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in a
@@ -38,7 +38,7 @@ class Site:
     experts number of experts
     """
 
-    names: tuple[str, ...]
+    matrix_names: tuple[str, ...]
     x: Tensor | None
     z: Tensor
     expert: tuple[Tensor, Tensor] | None = None
@@ -46,7 +46,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class InputMoments:
     """Sums over tokens of a site's input: squares ZᵀZ (n, n), shift (X - Z)ᵀZ (n, n), and the number of tokens."""
 
     squares: np.ndarray
@@ -55,16 +55,16 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StreamBlock:
     """A block in both streams: sites in computed order, its outputs, and keys and values that later blocks have."""
 
-    sites: list[Site]
+    matrix_inputs: list[MatrixInput]
     x: Tensor
     z: Tensor
     shared: Mapping[str, Tensor]
 
 
-class Streams:
+class StreamPair:
     """Both streams of some batches, between two blocks.
 
     adapted  the base with the adapters of its blocks
@@ -75,7 +75,7 @@ class Streams:
         self,
         adapted: ModelFile,
         merged: Mapping[str, np.ndarray],
-        batches: Sequence[Batch],
+        batches: Sequence[TokenBatch],
         target: Target = CPU,
     ) -> None:
         return_freed()  # matrices of all sizes come and go, and what is kept of them is in no plan
@@ -84,81 +84,81 @@ class Streams:
         self.session = Session(target.limits)
         self.session.share(adapted.stored() | {MERGED + n: array for n, array in merged.items()})
         types = {name: dtype_of(array) for name, array in merged.items()}
-        self.graphs = Graphs.of(adapted, types, self.shape)
-        self.real = [~padding(batch) for batch in batches]
-        embed = self._run(self.graphs.embedding())
+        self.stream_graphs = StreamGraphs.for_types(adapted, types, self.shape)
+        self.real_masks = [~padding_mask(batch) for batch in batches]
+        embed = self._executor(self.stream_graphs.embedding())
         embedded = [embed({n: batch[n] for n in embed.inputs}) for batch in batches]
         self.x, self.z = ([embeddings[name] for embeddings in embedded] for name in ("x", "z"))
         self.shared = [dict[str, np.ndarray]() for _ in batches]
 
-    def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
+    def _executor(self, graph: Graph):  # type: ignore[no-untyped-def]
         return self.session.executor(place(graph, self.target))
 
-    def block(self, i: int) -> Block:
-        return self.graphs.block(i)
+    def block(self, i: int) -> StreamBlock:
+        return self.stream_graphs.build_block(i)
 
-    def moments(self, site: Site, columns: slice, expert: int | None = None) -> Moments:
+    def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
         """Sums over all tokens, or those of one expert, of some columns."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
-        run, n = self._run(Graph(outputs)), columns.stop - columns.start
+        executor, n = self._executor(Graph(outputs)), columns.stop - columns.start
         squares = np.zeros((n, n), np.float32)
         shift = None if site.x is None else np.zeros((n, n), np.float32)
-        count = 0
-        for at in range(len(self.batches)):
-            run_outputs = run(self._inputs(run, at))
+        num_tokens = 0
+        for batch_index in range(len(self.batches)):
+            run_outputs = executor(self._batch_inputs(executor, batch_index))
             z = run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns]
-            counts = self.real[at].reshape(-1)
+            token_mask = self.real_masks[batch_index].reshape(-1)
             if site.expert is not None:
-                counts = counts[run_outputs["token"]] & (run_outputs["expert"] == expert)
-            z *= counts[:, None]
+                token_mask = token_mask[run_outputs["token"]] & (run_outputs["expert"] == expert)
+            z *= token_mask[:, None]
             product(z.T, z, squares)
             if shift is not None:
                 x = run_outputs["x"].reshape(-1, site.z.shape[-1])[:, columns]
-                x *= counts[:, None]
+                x *= token_mask[:, None]
                 x -= z
                 product(x.T, z, shift)
-            count += int(counts.sum())
-        return Moments(squares, shift, count)
+            num_tokens += int(token_mask.sum())
+        return InputMoments(squares, shift, num_tokens)
 
-    def pass_by(self, blocks: int) -> None:
+    def skip_blocks(self, blocks: int) -> None:
         """Advance through the first blocks, in which nothing is merged: both streams are equal there."""
         if not blocks:
             return
         for i in range(blocks):
             block = self.block(i)
             shared_x = {name: t for name, t in block.shared.items() if name.startswith("x")}
-            run = self._run(Graph({"x": block.x, **shared_x}))
-            for at in range(len(self.batches)):
-                outputs = run(self._inputs(run, at))
-                self.x[at] = outputs["x"]
-                self.shared[at] |= {
+            executor = self._executor(Graph({"x": block.x, **shared_x}))
+            for batch_index in range(len(self.batches)):
+                outputs = executor(self._batch_inputs(executor, batch_index))
+                self.x[batch_index] = outputs["x"]
+                self.shared[batch_index] |= {
                     f"{n}{name[1:]}": outputs[name] for name in shared_x for n in "xz"
                 }
         for x, z in zip(self.x, self.z, strict=True):
             z[...] = x
 
-    def advance(self, block: Block) -> None:
+    def advance_through(self, block: StreamBlock) -> None:
         """Advance through a block."""
-        run = self._run(Graph({"x": block.x, "z": block.z, **block.shared}))
-        for at in range(len(self.batches)):
-            outputs = run(self._inputs(run, at))
-            self.x[at], self.z[at] = outputs["x"], outputs["z"]
-            self.shared[at] |= {name: outputs[name] for name in block.shared}
+        executor = self._executor(Graph({"x": block.x, "z": block.z, **block.shared}))
+        for batch_index in range(len(self.batches)):
+            outputs = executor(self._batch_inputs(executor, batch_index))
+            self.x[batch_index], self.z[batch_index] = outputs["x"], outputs["z"]
+            self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 
-    def through(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
+    def run_batches(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
         """The outputs of a graph of a block for each batch, by its index."""
-        run = self._run(graph)
-        for at in range(len(self.batches)):
-            yield at, run(self._inputs(run, at))
+        executor = self._executor(graph)
+        for batch_index in range(len(self.batches)):
+            yield batch_index, executor(self._batch_inputs(executor, batch_index))
 
-    def _inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    def _batch_inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
         available = {"x": self.x[at], "z": self.z[at], **self.shared[at], **self.batches[at]}
         return {name: available[name] for name in run.inputs}
 
 
-def padding(batch: Batch) -> np.ndarray:
+def padding_mask(batch: TokenBatch) -> np.ndarray:
     """Where rows are padding, (B, T)."""
     return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
 
@@ -167,28 +167,30 @@ def padding(batch: Batch) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Graphs:
+class StreamGraphs:
     """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`.
 
-    own  names of leaves that only the merged stream has
+    merged_names  names of leaves that only the merged stream has
     """
 
     adapted: ModelFile
     x: Weights
     z: Weights
-    own: Mapping[Tensor, str]
+    merged_names: Mapping[Tensor, str]
     shape: tuple[int, ...]
 
     @classmethod
-    def of(
+    def for_types(
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
-    ) -> "Graphs":
+    ) -> "StreamGraphs":
         """Graphs in which one of the streams reads these matrices from the merged file."""
-        x = transformer.weights(adapted.config, adapted.types())
-        base_leaves = {name: leaf for name, leaf in x.items() if name not in adapted.added}
-        changed = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
-        merged_names = {leaf: name for name, leaf in changed.items()}
-        return cls(adapted, x, base_leaves | changed, merged_names, shape)
+        x = transformer.weights(adapted.config, adapted.matrix_dtypes())
+        unmerged_leaves = {
+            name: leaf for name, leaf in x.items() if name not in adapted.adapter_values
+        }
+        merged_leaves = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
+        merged_names = {leaf: name for name, leaf in merged_leaves.items()}
+        return cls(adapted, x, unmerged_leaves | merged_leaves, merged_names, shape)
 
     def embedding(self) -> Graph:
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
@@ -196,40 +198,42 @@ class Graphs:
         first = {
             n: transformer.embedding(config, w, tokens, pos) for n, w in weights_by_stream.items()
         }
-        if config.traits.streams:
+        if config.traits.num_streams:
             first = {n: altup.spread(config, weights_by_stream[n], h) for n, h in first.items()}
         return Graph(first)
 
-    def block(self, i: int) -> Block:
-        config, time = self.adapted.config, self.shape[-1]
+    def build_block(self, i: int) -> StreamBlock:
+        config, seq_len = self.adapted.config, self.shape[-1]
         tokens, pos, seq = (input(name, self.shape, i32) for name in ("tokens", "pos", "seq"))
-        tables = transformer.rope_tables(config, self.x, pos, time)
-        source, out, shared = config.source_of(i), dict[str, Tensor](), dict[str, Tensor]()
+        tables = transformer.make_rope_tables(config, self.x, pos, seq_len)
+        source, outputs, shared_kv = config.source_of(i), dict[str, Tensor](), dict[str, Tensor]()
         for name, w in (("x", self.x), ("z", self.z)):
             h, kv_by_source = input(name, (*self.shape, *config.stream_shape), f32), {}
-            heads = (*self.shape, config.kv_heads_of(source), config.width_of(source))
-            k, v = (f"{name}.{part}.{source}" for part in "kv")
+            kv_shape = (*self.shape, config.kv_heads_of(source), config.width_of(source))
+            k, v = (f"{name}.{kv_part}.{source}" for kv_part in "kv")
             if source != i:
-                kv_by_source[source] = input(k, heads, f32), input(v, heads, f32)
+                kv_by_source[source] = input(k, kv_shape, f32), input(v, kv_shape, f32)
             layer_embeddings = None
             if config.embedding_length_per_layer:
-                first = transformer.embedding(config, w, tokens, pos)
-                layer_embeddings = transformer.embeddings(config, w, tokens, first)
-            mixer = transformer.in_batch(config, pos, seq, kv_by_source)
-            out[name] = block(config, w, i, h, tables, mixer, layer_embeddings)
+                token_embeddings = transformer.embedding(config, w, tokens, pos)
+                layer_embeddings = transformer.layer_embeddings(config, w, tokens, token_embeddings)
+            mixer = transformer.batch_mixer(config, pos, seq, kv_by_source)
+            outputs[name] = transformer_block(config, w, i, h, tables, mixer, layer_embeddings)
             if any(config.source_of(j) == i for j in range(i + 1, config.block_count)):
-                shared |= dict(zip((k, v), kv_by_source[i], strict=True))
-        sites = _sites(out["x"], out["z"], self.own, config.expert_count)
-        return Block(sites, out["x"], out["z"], shared)
+                shared_kv |= dict(zip((k, v), kv_by_source[i], strict=True))
+        matrix_inputs = _sites(outputs["x"], outputs["z"], self.merged_names, config.expert_count)
+        return StreamBlock(matrix_inputs, outputs["x"], outputs["z"], shared_kv)
 
 
-def _sites(x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: int) -> list[Site]:
+def _sites(
+    x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: int
+) -> list[MatrixInput]:
     """The inputs of the merged stream's own matrices, in order."""
-    x_sources = {leaf.label: source for leaf, source, _ in _reads(x)}
+    x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites_by_source: dict[
         Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]
     ] = {}
-    for leaf, source, expert in _reads(z):
+    for leaf, source, expert in _matrix_reads(z):
         if leaf not in merged_names:
             continue
         name, expert_rows = merged_names[leaf], None
@@ -248,21 +252,21 @@ def _sites(x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: in
         if name not in names:
             names.append(name)
     return [
-        Site(tuple(names), a, z, expert_rows, experts)
-        for z, (names, a, expert_rows) in sites_by_source.items()
+        MatrixInput(tuple(names), x_input, z, expert_rows, experts)
+        for z, (names, x_input, expert_rows) in sites_by_source.items()
     ]
 
 
-def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
+def _matrix_reads(output: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
     """For each product with a stored matrix: the matrix, its input, and for experts whose row is whose."""
-    reads, tokens = [], None
-    for call in Graph({"end": end}).calls:
+    matrix_reads, tokens = [], None
+    for call in Graph({"end": output}).calls:
         if call.op is ops.group_rows:
             tokens = call.results[0]
-        if call.op in PRODUCTS and call.reads[1].base.kind == "weight":
+        if call.op in MATMUL_OPS and call.reads[1].base.kind == "weight":
             expert = None
             if call.op is ops.matmul_id:
                 assert tokens is not None
                 expert = call.reads[2], tokens
-            reads.append((call.reads[1].base, call.reads[0], expert))
-    return reads
+            matrix_reads.append((call.reads[1].base, call.reads[0], expert))
+    return matrix_reads

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.conversion.calibration.block_streams import Batch, Site, Streams
-from packtrain.conversion.calibration.error_feedback import Feedback, feedback, product
-from packtrain.conversion.calibration.grid_points import EIGHT, OnPoints
-from packtrain.conversion.calibration.rounding_grid import OnGrid
+from packtrain.conversion.calibration.block_streams import MatrixInput, StreamPair, TokenBatch
+from packtrain.conversion.calibration.error_feedback import ErrorFeedback, compute_feedback, product
+from packtrain.conversion.calibration.grid_points import UNIT_COLUMNS, PointRounder
+from packtrain.conversion.calibration.rounding_grid import GridRounder
 from packtrain.dtypes import dtype_of
 from packtrain.engine.backends import CPU, Target
 from packtrain.gguf import GGUF
@@ -21,149 +21,151 @@ from packtrain.kernels.quantized_arrays import quantize
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.model_file import ModelFile
 from packtrain.models.model_with_adapters import Scaled, adapted
-from packtrain.models.rewrite_model import Rows
+from packtrain.models.rewrite_model import ReadRows
 
 PART = 1 << 19  # values of a matrix rounded at a time
-FEW_TOKENS = 32  # an expert reached by fewer tokens is rounded plainly
+MIN_EXPERT_TOKENS = 32  # an expert reached by fewer tokens is rounded plainly
 
-Done = Callable[[int, int], None]
+BlockProgress = Callable[[int, int], None]
 
 
 def calibrate(
     path: Path,
     model: ModelFile,
-    changes: Mapping[str, Rows],
-    batches: Sequence[Batch],
-    width: int | None = None,
-    done: Done = lambda block, blocks: None,
+    changes: Mapping[str, ReadRows],
+    batches: Sequence[TokenBatch],
+    max_columns: int | None = None,
+    report_block: BlockProgress = lambda block, blocks: None,
     target: Target = CPU,
     searched: Collection[str] = (),
 ) -> dict[str, float]:
     """Round these matrices in the file; returns the relative error of each matrix's output.
 
     model  whose outputs are wanted
-    width  most columns that compensate each other's errors: the sums over their inputs have width² numbers
+    max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers
     searched   names whose scales are searched under the sums over their inputs; the others keep those in the file
     """
-    file = GGUF(path)
-    written = np.memmap(path, np.uint8, "r+")
-    arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
+    gguf = GGUF(path)
+    mapped_file = np.memmap(path, np.uint8, "r+")
+    arrays = {name: _mapped(mapped_file, gguf, name) for name in gguf.entries if name in changes}
     inside = {name: array for name, array in arrays.items() if name.startswith("blk.")}
     embedding = {name: arrays[name] for name in (EMBEDDING,) if name in searched}
-    streams, sums = Streams(model, inside | embedding, batches, target), dict[str, np.ndarray]()
-    changed = {int(name.split(".")[1]) for name in inside}
-    first, last = 0 if embedding else min(changed), max(changed)
-    streams.pass_by(first)
-    for i in range(first, last + 1):
+    streams, sums = StreamPair(model, inside | embedding, batches, target), dict[str, np.ndarray]()
+    changed_blocks = {int(name.split(".")[1]) for name in inside}
+    first_block, last_block = 0 if embedding else min(changed_blocks), max(changed_blocks)
+    streams.skip_blocks(first_block)
+    for i in range(first_block, last_block + 1):
         block = streams.block(i)
-        for site in block.sites:
-            names = [name for name in site.names if dtype_of(arrays[name]).chosen]
+        for matrix_input in block.matrix_inputs:
+            names = [name for name in matrix_input.matrix_names if dtype_of(arrays[name]).chosen]
             if names:
-                rounded = replace(site, names=tuple(names))
-                max_width = width or site.z.shape[-1]
-                for name, sum in _site(streams, rounded, arrays, changes, max_width, searched):
+                rounded = replace(matrix_input, matrix_names=tuple(names))
+                num_columns = max_columns or matrix_input.z.shape[-1]
+                for name, sum in _site(streams, rounded, arrays, changes, num_columns, searched):
                     sums[name] = sums.get(name, 0) + sum
-        if i < last:
-            streams.advance(block)
-        done(i + 1 - first, last + 1 - first)
-    written.flush()
+        if i < last_block:
+            streams.advance_through(block)
+        report_block(i + 1 - first_block, last_block + 1 - first_block)
+    mapped_file.flush()
     return {name: float((error / power) ** 0.5) for name, (error, power) in sums.items() if power}
 
 
-def _mapped(written: np.ndarray, file: GGUF, name: str) -> np.ndarray:
+def _mapped(mapped_file: np.ndarray, gguf: GGUF, name: str) -> np.ndarray:
     """The tensor mapped from the file for writing, (…, blocks)."""
-    e = file.entries[name]
-    return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, written.data, e.offset)
+    e = gguf.entries[name]
+    return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, mapped_file.data, e.offset)
 
 
 def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     """The base with the adapters of its blocks; the others only work merged."""
-    ours = []
-    for adapter, by in adapters:
-        pairs = {name: pair for name, pair in adapter.pairs.items() if name.startswith("blk.")}
-        ours.append((replace(adapter, pairs=pairs), by))
-    return adapted(base, ours)
+    block_adapters = []
+    for adapter, scale in adapters:
+        pairs = {name: pair for name, pair in adapter.lora_pairs.items() if name.startswith("blk.")}
+        block_adapters.append((replace(adapter, lora_pairs=pairs), scale))
+    return adapted(base, block_adapters)
 
 
 def _site(
-    streams: Streams,
-    site: Site,
+    streams: StreamPair,
+    site: MatrixInput,
     arrays: Mapping[str, np.ndarray],
-    changes: Mapping[str, Rows],
-    width: int,
+    changes: Mapping[str, ReadRows],
+    max_columns: int,
     searched: Collection[str],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
     Returns for each the squares of its error and of its output.
     """
-    unit = EIGHT if any(dtype_of(arrays[name]).points for name in site.names) else 1
-    columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
-    for start in range(0, columns, width):
-        part = slice(start, min(start + width, columns))
+    unit = UNIT_COLUMNS if any(dtype_of(arrays[name]).points for name in site.matrix_names) else 1
+    num_columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
+    for column_start in range(0, num_columns, max_columns):
+        part = slice(column_start, min(column_start + max_columns, num_columns))
         for expert in experts:
             moments = streams.moments(site, part, expert)
             parts = {
-                name: Slice.of(arrays[name], changes[name], part, expert, site.experts)
-                for name in site.names
+                name: MatrixSlice.of(arrays[name], changes[name], part, expert, site.experts)
+                for name in site.matrix_names
             }
-            if expert is not None and moments.tokens < FEW_TOKENS:
-                for columns_slice in parts.values():
-                    columns_slice.round_plainly()
+            if expert is not None and moments.tokens < MIN_EXPERT_TOKENS:
+                for matrix_slice in parts.values():
+                    matrix_slice.round_plainly()
                 continue
-            powers = [columns_slice.power(moments.squares) for columns_slice in parts.values()]
+            powers = [matrix_slice.output_power(moments.squares) for matrix_slice in parts.values()]
             weights = moments.squares.diagonal() / moments.tokens
-            back = feedback(moments.squares, moments.shift, unit)
-            for (name, columns_slice), output_power in zip(parts.items(), powers, strict=True):
-                error = columns_slice.round(back, weights if name in searched else None)
+            error_feedback = compute_feedback(moments.squares, moments.shift, unit)
+            for (name, matrix_slice), output_power in zip(parts.items(), powers, strict=True):
+                error = matrix_slice.round(error_feedback, weights if name in searched else None)
                 yield name, np.array([error, output_power])
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class MatrixSlice:
     """Some rows and columns of a matrix: the quantized ones to write, and the wanted values."""
 
     packed: np.ndarray
-    changed: Rows
-    rows: range
+    changed: ReadRows
+    row_range: range
     columns: slice
 
     @classmethod
     def of(
-        cls, array: np.ndarray, changed: Rows, columns: slice, expert: int | None, experts: int
-    ) -> "Slice":
+        cls, array: np.ndarray, changed: ReadRows, columns: slice, expert: int | None, experts: int
+    ) -> "MatrixSlice":
         """These columns of all rows, or of the rows of one expert."""
-        packed, block = array.reshape(-1, array.shape[-1]), dtype_of(array).block
-        count = len(packed) if expert is None else len(packed) // experts
-        first = (expert or 0) * count
-        blocks = slice(columns.start // block, columns.stop // block)
-        return cls(packed[:, blocks], changed, range(first, first + count), columns)
+        packed_rows, block_size = array.reshape(-1, array.shape[-1]), dtype_of(array).block
+        num_rows = len(packed_rows) if expert is None else len(packed_rows) // experts
+        first_row = (expert or 0) * num_rows
+        blocks = slice(columns.start // block_size, columns.stop // block_size)
+        return cls(packed_rows[:, blocks], changed, range(first_row, first_row + num_rows), columns)
 
-    def _pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        step = max(1, PART // (self.columns.stop - self.columns.start))
-        for at in self.rows[::step]:
-            end = min(at + step, self.rows.stop)
-            yield self.packed[at:end], self.changed(at, end)[:, self.columns]
+    def _row_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        num_rows = max(1, PART // (self.columns.stop - self.columns.start))
+        for at in self.row_range[::num_rows]:
+            row_stop = min(at + num_rows, self.row_range.stop)
+            yield self.packed[at:row_stop], self.changed(at, row_stop)[:, self.columns]
 
-    def power(self, squares: np.ndarray) -> float:
+    def output_power(self, squares: np.ndarray) -> float:
         """The sum of squares of the outputs for inputs with these sums."""
-        return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._pieces()))
+        return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._row_parts()))
 
-    def round(self, back: Feedback, weights: np.ndarray | None) -> float:
+    def round(self, back: ErrorFeedback, weights: np.ndarray | None) -> float:
         """Write the rounded codes, with scales found by these weights of columns; returns the squared output error."""
         error = 0.0
-        for packed, rows in self._pieces():
-            aim = back.targets(rows)
+        for packed, exact_rows in self._row_parts():
+            targets = back.row_targets(exact_rows)
             if weights is not None:
-                packed[...] = quantize(back.rows(aim), dtype_of(packed), weights)
-            grid = OnGrid(packed) if dtype_of(packed).layout else OnPoints(packed)
-            error += back.round(aim, grid)
-            grid.put(packed)
+                packed[...] = quantize(back.target_rows(targets), dtype_of(packed), weights)
+            grid = GridRounder(packed) if dtype_of(packed).layout else PointRounder(packed)
+            error += back.round_targets(targets, grid)
+            grid.write_rows(packed)
         return error
 
     def round_plainly(self) -> None:
         """Quantize them plainly, on their own grid."""
         equal_weights = np.ones(self.columns.stop - self.columns.start, np.float32)
-        for packed, rows in self._pieces():
-            dtype = dtype_of(packed)
-            packed[...] = quantize(rows, dtype, equal_weights if dtype.demanding else None)
+        for packed_rows, rows in self._row_parts():
+            dtype = dtype_of(packed_rows)
+            packed_rows[...] = quantize(
+                rows, dtype, equal_weights if dtype.column_weights_need else None
+            )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from packtrain.conversion.calibration.block_streams import Batch, Graphs, padding
+from packtrain.conversion.calibration.block_streams import StreamGraphs, TokenBatch, padding_mask
 from packtrain.conversion.calibration.calibrated_rounding import PART
 from packtrain.dtypes import Dtype
 from packtrain.engine.backends import CPU, Target
@@ -22,31 +22,31 @@ from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile
 from packtrain.models.tensor_shapes import block_shapes
 
-TOKENS, LEAST = 6144, 1024  # tokens read at most, and at least
-AT_ONCE = 1024  # tokens that go through a block at a time
-NARROW = 512  # least number of columns
+MAX_TOKENS, MIN_TOKENS = 6144, 1024  # tokens read at most, and at least
+TOKENS_AT_ONCE = 1024  # tokens that go through a block at a time
+MIN_COLUMNS = 512  # least number of columns
 OTHER_NBYTES = 12 << 20  # graphs, NumPy and the file writer, measured
-BUFFERS = 8  # of PART values, while rows are rounded
+NUM_BUFFERS = 8  # of PART values, while rows are rounded
 
 
-class Batched(Protocol):
+class BatchSequence(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadingPlan:
     """How a merge fits into a number of bytes.
 
     rows    at a time, in `batches` batches
-    width   most columns that compensate each other's errors
+    max_columns   most columns that compensate each other's errors
     target  where the streams run
     """
 
     rows: int
-    time: int
+    seq_len: int
     batches: int
-    width: int
+    max_columns: int
     nbytes: int
     target: Target = CPU
 
@@ -55,115 +55,117 @@ class Reading:
 
     @property
     def tokens(self) -> int:
-        return self.batches * self.rows * self.time
+        return self.batches * self.rows * self.seq_len
 
-    def all(self, data: Batched, tokens: int | None = None) -> list[Batch]:
+    def all_batches(self, data: BatchSequence, max_tokens: int | None = None) -> list[TokenBatch]:
         """All rows of the data in batches, the last one filled with padding; or the first rows with so many tokens."""
-        max_rows = None if tokens is None else max(1, tokens // self.time)
-        rows = list(islice(_rows(data), max_rows))
-        nothing = {name: np.zeros_like(values) for name, values in rows[0].items()}
-        return self._batches(rows + [nothing] * (-len(rows) % self.rows))
+        max_rows = None if max_tokens is None else max(1, max_tokens // self.seq_len)
+        token_rows = list(islice(_unpadded_rows(data), max_rows))
+        padding_row = {name: np.zeros_like(values) for name, values in token_rows[0].items()}
+        return self._group_batches(token_rows + [padding_row] * (-len(token_rows) % self.rows))
 
-    def read(self, data: Batched) -> list[Batch]:
+    def read(self, data: BatchSequence) -> list[TokenBatch]:
         """The first rows of the data, in batches."""
-        rows, num_rows = [], self.rows * self.batches
-        for row in _rows(data):
-            rows.append(row)
-            if len(rows) == num_rows:
+        token_rows, max_rows = [], self.rows * self.batches
+        for token_row in _unpadded_rows(data):
+            token_rows.append(token_row)
+            if len(token_rows) == max_rows:
                 break
-        del rows[len(rows) // self.rows * self.rows or len(rows) :]
-        return self._batches(rows)
+        del token_rows[len(token_rows) // self.rows * self.rows or len(token_rows) :]
+        return self._group_batches(token_rows)
 
-    def _batches(self, rows: list[Batch]) -> list[Batch]:
-        groups = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
-        return [{name: np.stack([r[name] for r in g]) for name in g[0]} for g in groups]
+    def _group_batches(self, rows: list[TokenBatch]) -> list[TokenBatch]:
+        row_groups = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
+        return [{name: np.stack([row[name] for row in g]) for name in g[0]} for g in row_groups]
 
 
-def _rows(data: Batched) -> Iterator[Batch]:
+def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
     """The non-empty rows of an epoch."""
     for index in range(len(data)):
         batch = data[index]
-        for at in np.flatnonzero((~padding(batch)).any(-1)):
-            yield {name: values[at] for name, values in batch.items()}
+        for row_index in np.flatnonzero((~padding_mask(batch)).any(-1)):
+            yield {name: values[row_index] for name, values in batch.items()}
 
 
 def reading(
     adapted: ModelFile,
     types: Mapping[str, Dtype],
-    time: int,
-    rows: int,
+    seq_len: int,
+    num_rows: int,
     limit: int | None = None,
     target: Target = CPU,
-) -> Reading | None:
+) -> ReadingPlan | None:
     """The most tokens, and columns at a time, that fit; None if not even the minimum fits."""
-    candidates = readings(adapted, types, time, rows, target)
+    candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     return next(
         (candidate for candidate in candidates if limit is None or candidate.nbytes <= limit), None
     )
 
 
-def readings(
+def reading_plans(
     adapted: ModelFile,
     types: Mapping[str, Dtype],
-    time: int,
-    rows: int,
+    seq_len: int,
+    num_rows: int,
     target: Target = CPU,
-    tokens: int | None = None,
-) -> Iterator[Reading]:
+    max_tokens: int | None = None,
+) -> Iterator[ReadingPlan]:
     """All ways to read, those of the most memory first; none if the target's memory is too small.
 
     types   of the calibrated matrices
-    rows    number of available rows of `time` tokens
-    tokens  most to read, else TOKENS
+    num_rows    number of available rows of `seq_len` tokens
+    max_tokens  most to read, else TOKENS
     """
-    at_once = min(max(1, AT_ONCE // time), rows)
-    blocks = _kinds(adapted, types)
-    graphs = Graphs.of(adapted, types, (at_once, time))
-    arena, widest, max_device_nbytes = 0, 1, 0
+    at_once = min(max(1, TOKENS_AT_ONCE // seq_len), num_rows)
+    blocks = _blocks_by_kind(adapted, types)
+    graphs = StreamGraphs.for_types(adapted, types, (at_once, seq_len))
+    arena_nbytes, max_width, max_device_nbytes = 0, 1, 0
     for i in blocks:
-        block = graphs.block(i)
-        sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
-        for outputs in (*sites, {"x": block.x, "z": block.z, **block.shared}):
+        block = graphs.build_block(i)
+        input_pairs = [{"x": site.x or site.z, "z": site.z} for site in block.matrix_inputs]
+        for outputs in (*input_pairs, {"x": block.x, "z": block.z, **block.shared}):
             plan = make_plan(place(Graph(outputs), target))
-            outputs_nbytes = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
-            arena = max(arena, plan.arena().nbytes + outputs_nbytes)
+            outputs_nbytes = 3 * sum(leaf.spec.nbytes for leaf in outputs.values()) // 2
+            arena_nbytes = max(arena_nbytes, plan.arena().nbytes + outputs_nbytes)
             max_device_nbytes = max(max_device_nbytes, plan.arena(target.space).nbytes)
-        widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
-    leaves = {t for weights in (graphs.x, graphs.z) for t in weights.values()}
+        max_width = max([max_width, *(site.z.shape[-1] for site in block.matrix_inputs)])
+    weight_leaves = {leaf for weights in (graphs.x, graphs.z) for leaf in weights.values()}
     if (
         target.limit is not None
-        and max_device_nbytes + sum(t.spec.nbytes for t in leaves) > target.limit
+        and max_device_nbytes + sum(leaf.spec.nbytes for leaf in weight_leaves) > target.limit
     ):
         return
-    fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
-    max_batches = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
-    for batches, width in _ladder(max_batches, LEAST // (at_once * time) or 1, widest):
-        streams = 2 * 4 * batches * at_once * time * kept_width(adapted.config)
+    fixed = (
+        arena_nbytes + sum(array.nbytes for array in adapted.adapter_values.values()) + OTHER_NBYTES
+    )
+    max_batches = min(max_tokens or MAX_TOKENS, num_rows * seq_len) // (at_once * seq_len) or 1
+    for batches, width in _ladder(max_batches, MIN_TOKENS // (at_once * seq_len) or 1, max_width):
+        stream_nbytes = 2 * 4 * batches * at_once * seq_len * values_per_token(adapted.config)
         matrix = 4 * width * width
-        nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
-        yield Reading(at_once, time, batches, width, nbytes, target)
+        nbytes = fixed + stream_nbytes + max(4 * matrix, 2 * matrix + NUM_BUFFERS * 4 * PART)
+        yield ReadingPlan(at_once, seq_len, batches, width, nbytes, target)
 
 
-def _ladder(max_batches: int, min_batches: int, widest: int) -> Iterator[tuple[int, int]]:
+def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tuple[int, int]]:
     """Numbers of batches and widths to try, best first: fewer tokens, then fewer columns."""
-    batches, width = max_batches, widest
-    yield batches, width
-    while batches > min_batches or width > NARROW:
-        if batches > min_batches:
-            batches = max(batches // 2, min(min_batches, batches))
+    num_batches, num_columns = max_batches, max_width
+    yield num_batches, num_columns
+    while num_batches > min_batches or num_columns > MIN_COLUMNS:
+        if num_batches > min_batches:
+            num_batches = max(num_batches // 2, min(min_batches, num_batches))
         else:
-            width = -(-width // 2 // NARROW) * NARROW
-        yield batches, width
+            num_columns = -(-num_columns // 2 // MIN_COLUMNS) * MIN_COLUMNS
+        yield num_batches, num_columns
 
 
-def kept_width(config: Config) -> int:
+def values_per_token(config: Config) -> int:
     """Values of a token between blocks: the stream, and keys and values that later blocks have, too."""
     sources = {config.source_of(i) for i in range(config.block_count) if config.source_of(i) != i}
-    shared = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
-    return math.prod(config.stream_shape) + shared
+    kv_values = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
+    return math.prod(config.stream_shape) + kv_values
 
 
-def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
+def _blocks_by_kind(adapted: ModelFile, names: Iterable[str]) -> list[int]:
     """One block of each kind: kinds differ in their weights, sliding windows or rope."""
     config = adapted.config
     block_by_kind = {

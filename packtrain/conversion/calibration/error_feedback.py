@@ -12,10 +12,10 @@ import numpy as np
 from packtrain import kernels
 
 DAMPING = 0.01  # share of the mean of H's diagonal that is added to the diagonal
-BLOCK, FEW = 128, 32  # columns updated by a matrix product, and one by one
+BLOCK, GROUP_COLUMNS = 128, 32  # columns updated by a matrix product, and one by one
 
 
-class Rounder(Protocol):
+class ColumnRounder(Protocol):
     """Chooses the codes of `unit` columns at a time; see rounding_grid and grid_points.
 
     choose  values (unit, R) for targets (unit, R) of these columns, with their corner of the factor
@@ -27,7 +27,7 @@ class Rounder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Feedback:
+class ErrorFeedback:
     """How later columns compensate the error of a column.
 
     order   (n,)    columns, the largest inputs first; those that are rounded together stay so
@@ -39,67 +39,67 @@ class Feedback:
     factor: np.ndarray
     shift: np.ndarray | None
 
-    def targets(self, rows: np.ndarray) -> np.ndarray:
+    def row_targets(self, matrix_rows: np.ndarray) -> np.ndarray:
         """Rows (R, n) that give for Z what these give for X, columns in `order`: T + T (X - Z)ᵀZ H⁻¹, (n, R)."""
-        aim = np.ascontiguousarray(rows[:, self.order].T)
+        targets = np.ascontiguousarray(matrix_rows[:, self.order].T)
         if self.shift is not None:
-            moved = product(self.factor, product(self.shift.T, rows.T))
-            product(self.factor.T, moved, aim)
-        return aim
+            shifted_rows = product(self.factor, product(self.shift.T, matrix_rows.T))
+            product(self.factor.T, shifted_rows, targets)
+        return targets
 
-    def rows(self, aim: np.ndarray) -> np.ndarray:
+    def target_rows(self, aim: np.ndarray) -> np.ndarray:
         """Targets (n, R) as rows (R, n), columns in their own order."""
-        rows = np.empty(aim.shape[::-1], np.float32)
-        rows[:, self.order] = aim.T
-        return rows
+        matrix_rows = np.empty(aim.shape[::-1], np.float32)
+        matrix_rows[:, self.order] = aim.T
+        return matrix_rows
 
-    def round(self, aim: np.ndarray, grid: Rounder) -> float:
+    def round_targets(self, aim: np.ndarray, rounder: ColumnRounder) -> float:
         """Choose codes for targets (n, R), which are overwritten; returns the squared error of the outputs."""
-        total, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
+        total_error, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
             for at in range(start, stop):
-                if at % grid.unit == 0:
-                    unit_slice = slice(at, at + grid.unit)
-                    values = grid.choose(
+                if at % rounder.unit == 0:
+                    unit_slice = slice(at, at + rounder.unit)
+                    unit_values = rounder.choose(
                         self.order[unit_slice], aim[unit_slice], self.factor[unit_slice, unit_slice]
                     )
-                error = (values[at % grid.unit] - aim[at]) / self.factor[at, at]
+                error = (unit_values[at % rounder.unit] - aim[at]) / self.factor[at, at]
                 errors[at - start] = error
-                end = min(at - at % FEW + FEW, stop)
+                end = min(at - at % GROUP_COLUMNS + GROUP_COLUMNS, stop)
                 if at + 1 < end:
                     aim[at + 1 : end] += self.factor[at, at + 1 : end, None] * error
                 elif end < stop:
-                    first = at - at % FEW
+                    first = at - at % GROUP_COLUMNS
                     aim[end:stop] += (
                         self.factor[first:end, end:stop].T @ errors[first - start : end - start]
                     )
-            done = errors[: stop - start]
-            total += float(np.square(done, dtype=np.float64).sum())
+            block_errors = errors[: stop - start]
+            total_error += float(np.square(block_errors, dtype=np.float64).sum())
             if stop < len(aim):
-                product(self.factor[start:stop, stop:].T, done, aim[stop:])
-        return total
+                product(self.factor[start:stop, stop:].T, block_errors, aim[stop:])
+        return total_error
 
 
-def feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> Feedback:
+def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> ErrorFeedback:
     """Compute it from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
 
     unit  columns that are rounded together, which divides n
     """
     diagonal, n = squares.diagonal().astype(np.float64), len(squares)
-    units = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
-    order = (units[:, None] * unit + np.arange(unit)).reshape(-1)
+    unit_order = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
+    column_order = (unit_order[:, None] * unit + np.arange(unit)).reshape(-1)
     inverse = np.empty((n, n))
-    for row, at in zip(inverse, order[::-1], strict=True):
-        row[:] = squares[at, order[::-1]]
+    for row, column in zip(inverse, column_order[::-1], strict=True):
+        row[:] = squares[column, column_order[::-1]]
     # also for columns without input
     inverse.flat[:: n + 1] += DAMPING * float(diagonal.mean()) or 1.0
     cholesky(inverse)
     invert_lower(inverse)
     squares[...] = inverse[::-1, ::-1]
     for row in () if shift is None else shift:
-        row[:] = row[order]
-    return Feedback(order, squares, shift)
+        row[:] = row[column_order]
+    return ErrorFeedback(column_order, squares, shift)
 
 
 def cholesky(a: np.ndarray) -> None:
@@ -109,11 +109,11 @@ def cholesky(a: np.ndarray) -> None:
         stop = min(start + BLOCK, n)
         a[start:stop, start:stop] = corner = np.linalg.cholesky(a[start:stop, start:stop])
         a[start:stop, stop:] = 0
-        below = a[stop:, start:stop]
-        below[...] = below @ np.linalg.inv(corner).T
+        lower_rows = a[stop:, start:stop]
+        lower_rows[...] = lower_rows @ np.linalg.inv(corner).T
         for at in range(stop, n, BLOCK):
             end = min(at + BLOCK, n)
-            a[at:end, stop:end] -= below[at - stop : end - stop] @ below[: end - stop].T
+            a[at:end, stop:end] -= lower_rows[at - stop : end - stop] @ lower_rows[: end - stop].T
 
 
 def invert_lower(a: np.ndarray) -> None:
@@ -123,21 +123,21 @@ def invert_lower(a: np.ndarray) -> None:
         a[...] = np.tril(np.linalg.inv(a))
         return
     half = n // 2 // BLOCK * BLOCK or BLOCK
-    first, last, below = a[:half, :half], a[half:, half:], a[half:, :half]
-    invert_lower(first)
-    invert_lower(last)
+    upper_half, lower_half, corner = a[:half, :half], a[half:, half:], a[half:, :half]
+    invert_lower(upper_half)
+    invert_lower(lower_half)
     # - last below first: columns from the left, then rows from below
     for at in range(0, half, BLOCK):
         block_slice = slice(at, at + BLOCK)
-        below[:, block_slice] = below[:, at:] @ first[at:, block_slice]
-    for at in reversed(range(0, len(last), BLOCK)):
+        corner[:, block_slice] = corner[:, at:] @ upper_half[at:, block_slice]
+    for at in reversed(range(0, len(lower_half), BLOCK)):
         block_slice = slice(at, at + BLOCK)
-        below[block_slice] = -(last[block_slice, : at + BLOCK] @ below[: at + BLOCK])
+        corner[block_slice] = -(lower_half[block_slice, : at + BLOCK] @ corner[: at + BLOCK])
 
 
-def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
+def product(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray | None = None) -> np.ndarray:
     """a @ b (+ onto), f32, on all cores."""
     compiled: Any = kernels
-    result = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
-    compiled.matmul.product(result, a, b, onto is not None, 0)
+    result = np.empty((a.shape[0], b.shape[1]), np.float32) if accumulator is None else accumulator
+    compiled.matmul.product(result, a, b, accumulator is not None, 0)
     return result

@@ -11,10 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.calibration.block_streams import Batch, Block, Site, Streams, padding
-from packtrain.conversion.calibration.calibrated_rounding import Done
+from packtrain.conversion.calibration.block_streams import (
+    MatrixInput,
+    StreamBlock,
+    StreamPair,
+    TokenBatch,
+    padding_mask,
+)
+from packtrain.conversion.calibration.calibrated_rounding import BlockProgress
 from packtrain.engine.graph import Graph
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.models.model_file import ModelFile
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -22,19 +28,19 @@ DATASETS, CHUNKS, SIZE = (f"imatrix.{name}" for name in ("datasets", "chunk_coun
 
 
 @dataclass(frozen=True, slots=True)
-class Importance:
+class ImportanceMatrix:
     """Sums over tokens, by the name of a matrix.
 
     sums    (experts, columns)  of squared inputs; one row unless it is a stack of experts
     counts  (experts,)          tokens that each one saw
-    source  the data, as text;  chunks  how many rows of `size` tokens were read
+    source_text  the data, as text;  chunks  how many rows of `chunk_size` tokens were read
     """
 
     sums: Mapping[str, np.ndarray]
     counts: Mapping[str, np.ndarray]
-    source: str
-    chunks: int
-    size: int
+    source_text: str
+    num_chunks: int
+    chunk_size: int
 
     def weights(self, name: str) -> np.ndarray | None:
         """The mean square of each input, f32 (experts, columns), ones for an expert without tokens; None if unknown."""
@@ -43,30 +49,34 @@ class Importance:
         sums, counts = self.sums[name], self.counts[name][:, None]
         return np.where(counts > 0, sums / np.maximum(counts, np.float32(1)), np.float32(1))
 
-    def metadata(self) -> dict[str, Value]:
+    def metadata(self) -> dict[str, MetadataValue]:
         return {
-            "general.type": Value("string", "imatrix"),
-            DATASETS: Value("string", [self.source]),
-            CHUNKS: Value("u32", self.chunks),
-            SIZE: Value("u32", self.size),
+            "general.type": MetadataValue("string", "imatrix"),
+            DATASETS: MetadataValue("string", [self.source_text]),
+            CHUNKS: MetadataValue("u32", self.num_chunks),
+            SIZE: MetadataValue("u32", self.chunk_size),
         }
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, importance: Importance) -> None:
+def save_importance(path: Path, importance: ImportanceMatrix) -> None:
     """Write the file. A dense matrix has vectors, a stack of experts a row for each."""
     tensors = {}
     for name in sorted(importance.sums):
         sums, counts = importance.sums[name], importance.counts[name]
-        dense = len(sums) == 1
-        tensors[name + SUMS] = sums[0] if dense else sums
-        tensors[name + COUNTS] = counts if dense else counts[:, None]
-    write(path, importance.metadata(), {n: np.asarray(t, np.float32) for n, t in tensors.items()})
+        is_dense = len(sums) == 1
+        tensors[name + SUMS] = sums[0] if is_dense else sums
+        tensors[name + COUNTS] = counts if is_dense else counts[:, None]
+    write_gguf(
+        path,
+        importance.metadata(),
+        {n: np.asarray(tensor, np.float32) for n, tensor in tensors.items()},
+    )
 
 
-def load(path: Path) -> Importance:
+def load_importance(path: Path) -> ImportanceMatrix:
     """Read the file. Raises InputError if it is not an importance matrix, or not a sound one."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") != "imatrix":
@@ -74,12 +84,12 @@ def load(path: Path) -> Importance:
             f"{path}: this is not an importance matrix; `packtrain imatrix` or llama-imatrix writes one"
         )
     sums, counts = dict[str, np.ndarray](), dict[str, np.ndarray]()
-    for name in (n.removesuffix(SUMS) for n in gguf.entries if n.endswith(SUMS)):
+    for name in (value.removesuffix(SUMS) for value in gguf.entries if value.endswith(SUMS)):
         if name + COUNTS not in gguf.entries:
             raise InputError(f"{path}: {name}{COUNTS} is missing")
-        total, seen = (gguf.array(name + end) for end in (SUMS, COUNTS))
-        uneven = not total.size or not seen.size or total.size % seen.size
-        if total.dtype != np.float32 or seen.dtype != np.float32 or uneven:
+        total, seen = (gguf.array(name + suffix) for suffix in (SUMS, COUNTS))
+        is_uneven = not total.size or not seen.size or total.size % seen.size
+        if total.dtype != np.float32 or seen.dtype != np.float32 or is_uneven:
             raise InputError(
                 f"{path}: {name}{SUMS} and {name}{COUNTS} must be F32, a row of sums for each count"
             )
@@ -90,94 +100,99 @@ def load(path: Path) -> Importance:
         raise InputError(f"{path}: there are no sums in it")
     source = gguf.metadata.get(DATASETS)
     first = source[0] if isinstance(source, list) and source else b""
-    text = first.decode(errors="replace") if isinstance(first, bytes) else str(first)
-    chunks, size = (gguf.metadata.get(key) for key in (CHUNKS, SIZE))
-    numbers = (n if isinstance(n, int) else 0 for n in (chunks, size))
-    return Importance(sums, counts, text, *numbers)
+    source_text = first.decode(errors="replace") if isinstance(first, bytes) else str(first)
+    num_chunks, chunk_size = (gguf.metadata.get(key) for key in (CHUNKS, SIZE))
+    chunk_numbers = (value if isinstance(value, int) else 0 for value in (num_chunks, chunk_size))
+    return ImportanceMatrix(sums, counts, source_text, *chunk_numbers)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Sums:
+class _RunningSums:
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     counts: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def add(self, name: str, squares: np.ndarray, count: np.ndarray) -> None:
+    def add(self, name: str, squares: np.ndarray, token_counts: np.ndarray) -> None:
         self.sums[name] = self.sums.get(name, 0) + squares
-        self.counts[name] = self.counts.get(name, 0) + count
+        self.counts[name] = self.counts.get(name, 0) + token_counts
 
 
-def measure(
+def measure_importance(
     model: ModelFile,
-    groups: Sequence[Sequence[Batch]],
-    source: str,
-    done: Done = lambda block, blocks: None,
-) -> Importance:
+    groups: Sequence[Sequence[TokenBatch]],
+    source_text: str,
+    report_block: BlockProgress = lambda block, blocks: None,
+) -> ImportanceMatrix:
     """The sums over all tokens that are not padding, a group of batches at a time.
 
     The inputs of a stack of experts that all of them read, as of ffn_gate_exps, count for each expert.
     """
-    stored = {name: array for name, array in model.stored().items() if name in model.types()}
-    matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
-    running_sums, count = _Sums(), model.config.block_count
-    for number, batches in enumerate(groups):
-        streams = Streams(model, matrices, batches)
-        for i in range(count):
-            _read(streams, streams.block(i), running_sums, stored)
-            done(number * count + i + 1, len(groups) * count)
-    sums = {name: total.astype(np.float32) for name, total in running_sums.sums.items()}
-    for name, total in sums.items():
-        if not np.isfinite(total).all():
+    stored = {
+        name: array for name, array in model.stored().items() if name in model.matrix_dtypes()
+    }
+    block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
+    running_sums, num_blocks = _RunningSums(), model.config.block_count
+    for group_index, batches in enumerate(groups):
+        streams = StreamPair(model, block_matrices, batches)
+        for i in range(num_blocks):
+            _add_block(streams, streams.block(i), running_sums, stored)
+            report_block(group_index * num_blocks + i + 1, len(groups) * num_blocks)
+    sums = {name: running_sum.astype(np.float32) for name, running_sum in running_sums.sums.items()}
+    for name, running_sum in sums.items():
+        if not np.isfinite(running_sum).all():
             raise InputError(f"the inputs of {name} are not finite; weights may be damaged")
-    size = groups[0][0]["tokens"].shape[-1]
-    rows = sum(int((~padding(b)).any(-1).sum()) for batches in groups for b in batches)
-    counts = {n: total.astype(np.float32) for n, total in running_sums.counts.items()}
-    return Importance(sums, counts, source, rows, size)
+    chunk_size = groups[0][0]["tokens"].shape[-1]
+    num_rows = sum(int((~padding_mask(b)).any(-1).sum()) for batches in groups for b in batches)
+    counts = {n: running_sum.astype(np.float32) for n, running_sum in running_sums.counts.items()}
+    return ImportanceMatrix(sums, counts, source_text, num_rows, chunk_size)
 
 
-def _read(
-    streams: Streams, block: Block, running_sums: _Sums, stored: Mapping[str, np.ndarray]
+def _add_block(
+    streams: StreamPair,
+    block: StreamBlock,
+    running_sums: _RunningSums,
+    matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Add the inputs of a block's matrices, and advance through it."""
     shared_z = {
         name: shared_tensor for name, shared_tensor in block.shared.items() if name.startswith("z")
     }
     outputs = {"z": block.z, **shared_z}
-    for number, site in enumerate(block.sites):
+    for number, site in enumerate(block.matrix_inputs):
         outputs[str(number)] = site.z
         if site.expert is not None:
             outputs |= dict(zip((f"{number} expert", f"{number} token"), site.expert, strict=True))
-    for at, outputs_read in streams.through(Graph(outputs)):
-        for number, site in enumerate(block.sites):
+    for batch_index, outputs_read in streams.run_batches(Graph(outputs)):
+        for number, site in enumerate(block.matrix_inputs):
             x = outputs_read[str(number)]
             x = x.reshape(-1, x.shape[-1])
-            real = streams.real[at].reshape(-1)
+            real_rows = streams.real_masks[batch_index].reshape(-1)
             if site.expert is not None:
-                real = real[outputs_read[f"{number} token"]]
-            for name, squares, counts in _sums(
-                site, x, real, outputs_read.get(f"{number} expert"), stored
+                real_rows = real_rows[outputs_read[f"{number} token"]]
+            for name, squares, counts in _input_sums(
+                site, x, real_rows, outputs_read.get(f"{number} expert"), matrix_arrays
             ):
                 running_sums.add(name, squares, counts)
-        streams.z[at] = outputs_read["z"]
-        streams.shared[at] |= {name: outputs_read[name] for name in shared_z}
+        streams.z[batch_index] = outputs_read["z"]
+        streams.shared[batch_index] |= {name: outputs_read[name] for name in shared_z}
 
 
-def _sums(
-    site: Site,
+def _input_sums(
+    site: MatrixInput,
     x: np.ndarray,
-    real: np.ndarray,
+    real_rows: np.ndarray,
     expert: np.ndarray | None,
-    stored: Mapping[str, np.ndarray],
+    matrix_arrays: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """For each matrix of a site the sums (experts, columns) and counts."""
-    for name in site.names:
-        stacks = len(stored[name]) if stored[name].ndim > 2 else 1
+    for name in site.matrix_names:
+        stacks = len(matrix_arrays[name]) if matrix_arrays[name].ndim > 2 else 1
         if expert is None:
-            squares = np.einsum("tc,tc->c", x[real], x[real], dtype=np.float64)
-            yield name, np.tile(squares, (stacks, 1)), np.full(stacks, int(real.sum()))
+            squares = np.einsum("tc,tc->c", x[real_rows], x[real_rows], dtype=np.float64)
+            yield name, np.tile(squares, (stacks, 1)), np.full(stacks, int(real_rows.sum()))
             continue
-        chosen = [x[real & (expert == i)] for i in range(stacks)]
-        sums = [np.einsum("tc,tc->c", rows, rows, dtype=np.float64) for rows in chosen]
-        yield name, np.stack(sums), np.array([len(rows) for rows in chosen])
+        expert_inputs = [x[real_rows & (expert == i)] for i in range(stacks)]
+        sums = [np.einsum("tc,tc->c", rows, rows, dtype=np.float64) for rows in expert_inputs]
+        yield name, np.stack(sums), np.array([len(rows) for rows in expert_inputs])

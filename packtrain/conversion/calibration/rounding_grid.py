@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.dtypes import Dtype, dtype_of
-from packtrain.dtypes.element_type import Bytes, Layout
+from packtrain.dtypes.element_type import Bytes, CodeLayout
 
-BYTE = 64  # from this many levels on a code is a byte
+MIN_BYTE_LEVELS = 64  # from this many levels on a code is a byte
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class RowGrid:
     """The values that rows of a type can take: codes 0 .. levels - 1 in groups.
 
     step, low  (rows, groups)  f32
@@ -25,112 +25,112 @@ class Grid:
 
     step: np.ndarray
     low: np.ndarray
-    group: int
-    levels: int
+    group_size: int
+    num_levels: int
     table: np.ndarray | None = None
 
-    def nearest(self, steps: np.ndarray) -> np.ndarray:
+    def nearest_codes(self, steps: np.ndarray) -> np.ndarray:
         """The nearest codes of values in steps, f32 or integers."""
         if self.table is None:
-            codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.levels - 1))
+            codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.num_levels - 1))
         else:
             codes = np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps, "right")
         return codes
 
-    def steps(self, codes: np.ndarray) -> np.ndarray:
+    def code_steps(self, codes: np.ndarray) -> np.ndarray:
         """Codes u8 as values in steps, a new array f32."""
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 
-class OnGrid:
+class GridRounder:
     """Codes for quantized rows (R, blocks), whose steps and lows stay."""
 
     unit = 1
 
     def __init__(self, rows: np.ndarray) -> None:
         self.grid = grid_of(rows)
-        self.codes = np.empty((self.grid.step.shape[1] * self.grid.group, len(rows)), np.uint8)
+        self.codes = np.empty((self.grid.step.shape[1] * self.grid.group_size, len(rows)), np.uint8)
         self._step, self._low = (np.ascontiguousarray(x.T) for x in (self.grid.step, self.grid.low))
         with np.errstate(divide="ignore"):
-            self._inverse = np.where(self._step != 0, 1 / self._step, np.float32(0))
+            self._inverse_steps = np.where(self._step != 0, 1 / self._step, np.float32(0))
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
         """Values (1, R) for targets (1, R): the nearest."""
-        (at,), group = columns, columns[0] // self.grid.group
-        step, low = self._step[group], self._low[group]
-        self.codes[at] = self.grid.nearest((aim[0] - low) * self._inverse[group])
-        values = self.grid.steps(self.codes[at])
-        values *= step
-        values += low
-        return values[None]
+        (at,), group = columns, columns[0] // self.grid.group_size
+        group_step, group_low = self._step[group], self._low[group]
+        self.codes[at] = self.grid.nearest_codes((aim[0] - group_low) * self._inverse_steps[group])
+        rounded = self.grid.code_steps(self.codes[at])
+        rounded *= group_step
+        rounded += group_low
+        return rounded[None]
 
-    def put(self, rows: np.ndarray) -> None:
+    def write_rows(self, rows: np.ndarray) -> None:
         """Write the codes that were chosen."""
         put_codes(rows, np.ascontiguousarray(self.codes.T))
 
 
-def grid_of(rows: np.ndarray) -> Grid:
+def grid_of(rows: np.ndarray) -> RowGrid:
     """The grid of quantized rows (R, blocks); with their codes it reproduces their values bit for bit."""
-    _, layout, raw = _opened(rows)
-    parts = [_half(raw, at) for at in layout.halves]
+    _, layout, raw = _row_layout(rows)
+    half_parts = [_block_halves(raw, offset) for offset in layout.half_offsets]
     if layout.scales:
-        parts = [half * by for half, by in zip(parts, layout.scales(raw), strict=True)]
-    step = parts[0]
-    low = parts[1] if layout.low is None else step * np.float32(layout.low)
+        half_parts = [half * by for half, by in zip(half_parts, layout.scales(raw), strict=True)]
+    step = half_parts[0]
+    low = half_parts[1] if layout.low is None else step * np.float32(layout.low)
     step, low = (np.ascontiguousarray(part).reshape(len(raw), -1) for part in (step, low))
-    return Grid(step, low, layout.group, layout.levels, layout.table)
+    return RowGrid(step, low, layout.group_size, layout.num_codes, layout.table)
 
 
 def codes_of(rows: np.ndarray) -> np.ndarray:
     """The codes of packed rows, u8 (R, width)."""
-    dtype, layout, raw = _opened(rows)
-    if layout.levels > BYTE:
-        signed = raw[..., layout.quads : layout.quads + dtype.block].view(np.int8)
-        return _flat(signed.astype(np.int16) - (layout.low or 0))
-    codes = np.zeros((*raw.shape[:2], dtype.block), np.uint8)
-    for run, shift, bits in _runs(dtype, layout, raw):
-        by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-        run_codes = run[..., None, :] >> by & ((1 << bits) - 1)
+    dtype, layout, raw_bytes = _row_layout(rows)
+    if layout.num_codes > MIN_BYTE_LEVELS:
+        signed_codes = raw_bytes[..., layout.quads : layout.quads + dtype.block].view(np.int8)
+        return _flat_codes(signed_codes.astype(np.int16) - (layout.low or 0))
+    codes = np.zeros((*raw_bytes.shape[:2], dtype.block), np.uint8)
+    for bit_run, shift, num_bits in _bit_runs(dtype, layout, raw_bytes):
+        bit_shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
+        run_codes = bit_run[..., None, :] >> bit_shifts & ((1 << num_bits) - 1)
         codes |= run_codes.reshape(codes.shape) << shift
-    return _flat(codes)
+    return _flat_codes(codes)
 
 
 def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
     """Write codes, u8 (R, width), into packed rows."""
-    dtype, layout, raw = _opened(rows)
-    codes = codes.reshape(*raw.shape[:2], dtype.block)
-    if layout.levels > BYTE:
-        signed = (codes.astype(np.int16) + (layout.low or 0)).astype(np.int8)
-        raw[..., layout.quads : layout.quads + dtype.block] = signed.view(np.uint8)
+    dtype, layout, raw_bytes = _row_layout(rows)
+    codes = codes.reshape(*raw_bytes.shape[:2], dtype.block)
+    if layout.num_codes > MIN_BYTE_LEVELS:
+        signed_codes = (codes.astype(np.int16) + (layout.low or 0)).astype(np.int8)
+        raw_bytes[..., layout.quads : layout.quads + dtype.block] = signed_codes.view(np.uint8)
         return
-    for run, shift, bits in _runs(dtype, layout, raw):
-        by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-        part = (codes >> shift & ((1 << bits) - 1)).reshape(*run.shape[:-1], len(by), -1)
-        run[...] = np.bitwise_or.reduce(part << by, axis=-2)
+    for bit_run, shift, num_bits in _bit_runs(dtype, layout, raw_bytes):
+        by = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
+        part = (codes >> shift & ((1 << num_bits) - 1)).reshape(*bit_run.shape[:-1], len(by), -1)
+        bit_run[...] = np.bitwise_or.reduce(part << by, axis=-2)
 
 
-def _opened(rows: np.ndarray) -> tuple[Dtype, Layout, Bytes]:
+def _row_layout(rows: np.ndarray) -> tuple[Dtype, CodeLayout, Bytes]:
     """The type and layout of rows, and a view of their bytes."""
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
 
 
-def _flat(codes: np.ndarray) -> np.ndarray:
+def _flat_codes(codes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(codes, np.uint8).reshape(len(codes), -1)
 
 
-def _half(raw: Bytes, at: int) -> np.ndarray:
+def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
     """f16 of each block as f32 (R, blocks, 1)."""
-    return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16).astype(np.float32)
+    return np.ascontiguousarray(raw[..., offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
-def _runs(dtype: Dtype, layout: Layout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
+def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
     """Views (R, blocks, runs, bytes) of the low bits and of those above, from which bit of a code on, and how many."""
-    above = (layout.levels >> layout.bits).bit_length() - 1
-    places = [(layout.quads, layout.runs, 0, layout.bits)]
-    if above > 0:
-        places.append((layout.high, layout.high_runs, layout.bits, above))
-    for at, runs, shift, bits in places:
-        part = raw[..., at : at + dtype.block * bits // 8]
-        yield part.reshape(*raw.shape[:2], runs, -1), shift, bits
+    num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
+    run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
+    if num_high_bits > 0:
+        run_places.append((layout.high, layout.high_runs, layout.num_low_bits, num_high_bits))
+    for offset, num_runs, shift, num_bits in run_places:
+        run_bytes = raw[..., offset : offset + dtype.block * num_bits // 8]
+        yield run_bytes.reshape(*raw.shape[:2], num_runs, -1), shift, num_bits

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from packtrain.common.errors import InputError
-from packtrain.dtypes import MERGED, Dtype
-from packtrain.gguf import Entry
+from packtrain.dtypes import MERGEABLE, Dtype
+from packtrain.gguf import TensorInfo
 
 # share of the bytes of all matrices that is enlarged first, from those that lose most
-SHARE = 1 / 3
+FIRST_SHARE = 1 / 3
 
 
 def bits(dtype: Dtype) -> float:
@@ -20,37 +20,37 @@ def kind_of(name: str) -> str:
     return name.split(".", 2)[-1].removesuffix(".weight") if name.startswith("blk.") else name
 
 
-def named_types(
-    texts: Iterable[str], names: Iterable[str], entries: Mapping[str, Entry]
+def parse_tensor_types(
+    texts: Iterable[str], names: Iterable[str], entries: Mapping[str, TensorInfo]
 ) -> dict[str, Dtype]:
     """Types of these tensors from texts NAME=TYPE; the last match counts. Raises InputError."""
     chosen_types, names = dict[str, Dtype](), list(names)
     for text in texts:
         pattern, _, type_name = text.rpartition("=")
-        dtype = next((d for d in MERGED if d.name.lower() == type_name.lower()), None)
+        dtype = next((d for d in MERGEABLE if d.name.lower() == type_name.lower()), None)
         if dtype is None:
-            supported_types = ", ".join(map(str, MERGED))
+            supported_types = ", ".join(map(str, MERGEABLE))
             raise InputError(
                 f"--tensor-type {text}: it must be NAME=TYPE, with a type of {supported_types}"
             )
         matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
         if not matching:
-            kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
+            kind_names = ", ".join(dict.fromkeys(map(kind_of, names)))
             raise InputError(
-                f"--tensor-type {text}: no changed matrix has this name; there are {kinds}"
+                f"--tensor-type {text}: no changed matrix has this name; there are {kind_names}"
             )
-        wide = next((n for n in matching if entries[n].shape[-1] % dtype.block), None)
-        if wide is not None:
+        misfit = next((name for name in matching if entries[name].shape[-1] % dtype.block), None)
+        if misfit is not None:
             raise InputError(
-                f"--tensor-type {text}: {wide} has {entries[wide].shape[-1]} columns, which do not fill blocks"
+                f"--tensor-type {text}: {misfit} has {entries[misfit].shape[-1]} columns, which do not fill blocks"
                 f" of {dtype.block}; choose another type"
             )
         chosen_types |= dict.fromkeys(matching, dtype)
     return chosen_types
 
 
-def larger(
-    stored: Mapping[str, Dtype], entries: Mapping[str, Entry], errors: Mapping[str, float]
+def larger_types(
+    stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
     """Larger types by kind of matrix, to try in turn: one step up for those that lose most, then the most for all.
 
@@ -59,25 +59,25 @@ def larger(
     kinds: dict[str, list[str]] = {}
     for name in stored:
         kinds.setdefault(kind_of(name), []).append(name)
-    lost = {kind: max(errors.get(n, 1.0) for n in names) for kind, names in kinds.items()}
-    nbytes = {kind: sum(entries[n].nbytes for n in names) for kind, names in kinds.items()}
-    first, nbytes_limit = dict[str, Dtype](), SHARE * sum(nbytes.values())
-    for kind in sorted(kinds, key=lambda kind: -lost[kind]):
+    error_by_kind = {kind: max(errors.get(n, 1.0) for n in names) for kind, names in kinds.items()}
+    nbytes_by_kind = {kind: sum(entries[n].nbytes for n in names) for kind, names in kinds.items()}
+    first_types, nbytes_limit = dict[str, Dtype](), FIRST_SHARE * sum(nbytes_by_kind.values())
+    for kind in sorted(kinds, key=lambda kind: -error_by_kind[kind]):
         step = _above(stored, entries, kinds[kind])
-        if step and sum(nbytes[k] for k in first) < nbytes_limit:
-            first[kind] = step[0]
-    if first:
-        yield first
+        if step and sum(nbytes_by_kind[first_kind] for first_kind in first_types) < nbytes_limit:
+            first_types[kind] = step[0]
+    if first_types:
+        yield first_types
     largest = {kind: step[-1] for kind in kinds if (step := _above(stored, entries, kinds[kind]))}
-    if largest and largest != first:
+    if largest and largest != first_types:
         yield largest
 
 
 def _above(
-    stored: Mapping[str, Dtype], entries: Mapping[str, Entry], names: list[str]
+    stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], names: list[str]
 ) -> list[Dtype]:
     """Types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
-    current_bits, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
-    fitting = (d for d in MERGED if bits(d) > current_bits and width % d.block == 0)
-    larger_types = sorted(fitting, key=bits)
-    return [d for d in larger_types if d.chosen] or [d for d in larger_types if bits(d) == 16][:1]
+    current_bits, width = max(bits(stored[name]) for name in names), entries[names[0]].shape[-1]
+    fitting_types = (d for d in MERGEABLE if bits(d) > current_bits and width % d.block == 0)
+    sorted_types = sorted(fitting_types, key=bits)
+    return [d for d in sorted_types if d.chosen] or [d for d in sorted_types if bits(d) == 16][:1]

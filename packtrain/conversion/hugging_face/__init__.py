@@ -12,11 +12,11 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.files import check_output
 from packtrain.conversion.hugging_face.checkpoint_folder import open_checkpoint
-from packtrain.conversion.hugging_face.config_translation import describe
-from packtrain.conversion.hugging_face.tensor_names import MXFP4, Blocks, Tensor
-from packtrain.conversion.hugging_face.vocabulary import vocabulary_of
+from packtrain.conversion.hugging_face.config_translation import describe_checkpoint
+from packtrain.conversion.hugging_face.tensor_names import MXFP4, ConvertedTensor, MXFP4Tensor
+from packtrain.conversion.hugging_face.vocabulary import vocabulary_metadata
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
-from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
+from packtrain.gguf import QUANTIZATION_VERSION, DeferredTensor, MetadataValue, write_gguf
 from packtrain.inference.kv_cache import Context
 from packtrain.kernels import quantized_arrays
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
@@ -32,7 +32,7 @@ ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
     FILTERS, SCAN_FILTERS, "altup_correct_coef.weight", "altup_predict_coef.weight",
 )  # fmt: skip
-HALF_MOST = 65_504.0
+MAX_HALF = 65_504.0
 
 
 def convert(
@@ -41,7 +41,7 @@ def convert(
     dtype: str = AUTO,
     overwrite: bool = True,
     report: Callable[[str], object] = warnings.warn,
-) -> dict[str, Deferred | np.ndarray]:
+) -> dict[str, DeferredTensor | np.ndarray]:
     """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
 
     dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
@@ -51,37 +51,37 @@ def convert(
     """
     check_output(path, "-o", checkpoint_files(folder), overwrite)
     checkpoint = open_checkpoint(folder)
-    description = describe(checkpoint)
-    chosen = str(description.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
+    description = describe_checkpoint(checkpoint)
+    type_name = str(description.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
     metadata = {
         **description.metadata,
-        "general.type": Value("string", "model"),
-        "general.name": Value("string", folder.resolve().name),
-        "general.file_type": Value("u32", DTYPES[chosen].file_type),
-        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
-        **vocabulary_of(checkpoint, description.vocab_size, description.family, report),
+        "general.type": MetadataValue("string", "model"),
+        "general.name": MetadataValue("string", folder.resolve().name),
+        "general.file_type": MetadataValue("u32", DTYPES[type_name].file_type),
+        "general.quantization_version": MetadataValue("u32", QUANTIZATION_VERSION),
+        **vocabulary_metadata(checkpoint, description.vocab_size, description.model_family, report),
     }
-    tensors: dict[str, Deferred | np.ndarray] = {**description.computed}
+    tensors: dict[str, DeferredTensor | np.ndarray] = {**description.computed_tensors}
     for tensor in description.tensors:
-        tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
-    write(path, metadata, tensors, check=lambda part: check_runs(part, path))
+        tensors[tensor.name] = _deferred(tensor, _stored_type(tensor, DTYPES[type_name]))
+    write_gguf(path, metadata, tensors, check=lambda part_path: check_runs(part_path, path))
     for note in checkpoint.config.notes:
         report(f"{checkpoint.config.path}: {note}")
     return tensors
 
 
-def check_runs(part: Path, path: Path, base: Path | None = None) -> None:
+def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
     """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it.
 
     base  the file is an adapter of this model
     """
     try:
-        model = open_model(base or part)
-        model = adapted(model, read_scaled((f"{part}:1",), model.gguf)) if base else model
+        model = open_model(base or part_path)
+        model = adapted(model, read_scaled((f"{part_path}:1",), model.gguf)) if base else model
         model.tokenizer()
         sound = np.isfinite(Context(model, cells=1, cache="f32", prompts=(1,)).decode([0])).all()
     except InputError as error:
-        raise InputError(str(error).replace(str(part), str(path))) from None
+        raise InputError(str(error).replace(str(part_path), str(path))) from None
     if not sound:
         raise InputError(
             f"{path}: a token gets logits that are not finite; the weights are not usable"
@@ -93,31 +93,31 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if path.suffix != ".gguf"]
 
 
-def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
+def _stored_type(tensor: ConvertedTensor, dtype: Dtype) -> Dtype:
     """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
-    if isinstance(tensor, Blocks):
+    if isinstance(tensor, MXFP4Tensor):
         return MXFP4
-    matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
-    if not matrix or tensor.name.endswith(ALWAYS_F32):
+    is_matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
+    if not is_matrix or tensor.name.endswith(ALWAYS_F32):
         return f32
     return f16 if tensor.shape[-1] % dtype.block else dtype
 
 
-def _deferred(tensor: Tensor, dtype: Dtype) -> Deferred:
-    def make() -> Iterator[np.ndarray]:
-        for values in tensor.values():
-            yield values if isinstance(tensor, Blocks) else _packed(tensor, values, dtype)
+def _deferred(tensor: ConvertedTensor, dtype: Dtype) -> DeferredTensor:
+    def make_parts() -> Iterator[np.ndarray]:
+        for values in tensor.value_parts():
+            yield values if isinstance(tensor, MXFP4Tensor) else _pack_values(tensor, values, dtype)
 
-    return Deferred(dtype, tensor.shape, make)
+    return DeferredTensor(dtype, tensor.shape, make_parts)
 
 
-def _packed(tensor: Tensor, values: np.ndarray, dtype: Dtype) -> np.ndarray:
+def _pack_values(tensor: ConvertedTensor, weight_values: np.ndarray, dtype: Dtype) -> np.ndarray:
     location = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
-    largest = float(np.abs(values).max(initial=0))
-    if not np.isfinite(largest):
+    max_value = float(np.abs(weight_values).max(initial=0))
+    if not np.isfinite(max_value):
         raise InputError(f"{location} has values that are not finite; weights must be numbers")
-    if dtype is f16 and largest > HALF_MOST:
+    if dtype is f16 and max_value > MAX_HALF:
         raise InputError(
-            f"{location} has values up to {largest:.3g}, beyond f16; write bf16 or f32"
+            f"{location} has values up to {max_value:.3g}, beyond f16; write bf16 or f32"
         )
-    return quantized_arrays.quantize(values, dtype)
+    return quantized_arrays.quantize(weight_values, dtype)

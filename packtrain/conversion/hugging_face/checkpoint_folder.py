@@ -5,30 +5,30 @@ from pathlib import Path
 
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face.plain_checkpoint import read_json
-from packtrain.conversion.hugging_face.safetensors import Stored, open_tensors
-from packtrain.models.arch.hf_config import Given
+from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor, open_tensors
+from packtrain.models.arch.hf_config import HFConfig
 
 CONFIG = "config.json"
-LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vision models
-OTHERS = (
+LANGUAGE_PREFIXES = ("language_model.model.", "model.language_model.")  # prefixes in vision models
+OTHER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "model.visual.", "mtp.", "model.mtp.",
     "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
     "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
 )  # fmt: skip
-UNUSED = ".rotary_emb.inv_freq"  # computed from the config
+UNUSED_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointFolder:
     """The config and the tensors of the language model in a folder."""
 
     folder: Path
-    kind: str
-    config: Given
-    tensors: dict[str, Stored]
+    model_class: str
+    config: HFConfig
+    tensors: dict[str, SafetensorsTensor]
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> CheckpointFolder:
     """The checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
     if not folder.is_dir():
         raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
@@ -44,18 +44,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder / CONFIG}: quantization_config is present; only weights in f32, f16 or bf16 and gpt-oss's MXFP4"
             " are converted"
         )
-    tensors: dict[str, Stored] = {}
-    for name, stored in open_tensors(folder).items():
-        if not name.startswith(OTHERS) and not name.endswith(UNUSED):
-            tensors[alone(name)] = stored
+    tensors: dict[str, SafetensorsTensor] = {}
+    for name, stored_tensor in open_tensors(folder).items():
+        if not name.startswith(OTHER_PREFIXES) and not name.endswith(UNUSED_SUFFIX):
+            tensors[language_model_name(name)] = stored_tensor
     if not tensors:
         raise InputError(f"{folder}: its files have no tensors of a language model")
-    return Checkpoint(folder, kinds[0], Given(folder / CONFIG, config), tensors)
+    return CheckpointFolder(folder, kinds[0], HFConfig(folder / CONFIG, config), tensors)
 
 
-def alone(name: str) -> str:
+def language_model_name(name: str) -> str:
     """A tensor's name without the prefix of a vision model."""
-    for prefix in LANGUAGE:
+    for prefix in LANGUAGE_PREFIXES:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return name.removeprefix("language_model.")

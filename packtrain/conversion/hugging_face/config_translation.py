@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.hugging_face.checkpoint_folder import Checkpoint
-from packtrain.conversion.hugging_face.tensor_names import Tensor, tensors_of
+from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
+from packtrain.conversion.hugging_face.tensor_names import ConvertedTensor, convert_tensors
 from packtrain.conversion.hugging_face.unread_keys import check_unread
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch import classes
-from packtrain.models.arch.architecture import BIASES, FACTORS, LONG, SHORT, Family, Keys
-from packtrain.models.arch.hf_config import ORIGINAL, WINDOW, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch import families_by_class
+from packtrain.models.arch.architecture import BIASES, FACTORS, LONG, SHORT_FACTORS, Family, Keys
+from packtrain.models.arch.hf_config import ORIGINAL, WINDOW, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.gguf_keys import ROPE_FREQ_BASE, eps_key
 
@@ -28,131 +28,135 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }  # how often a pair turns in the original context where the ramp ends
-ATTN_FACTOR, MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
-GROWTH = "attention_factor", "mscale", "mscale_all_dim"
-CLOSE = 1e-6
+ATTN_FACTOR, MULTIPLIER_KEY = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+MAGNITUDE_KEYS = "attention_factor", "mscale", "mscale_all_dim"
+FACTOR_TOLERANCE = 1e-6
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
-RELU_2 = ("relu2",)
-NEW_ACT = "hidden_activation"
+SQUARED_RELU = ("relu2",)
+NEW_ACTIVATION_KEY = "hidden_activation"
 TANH = ("falcon", "gemma")  # what they call gelu is its tanh form, in llama.cpp
-ROUNDED = ("gpt-oss",)  # whose own checkpoints have a ramp that llama.cpp rounds
+ROUNDED_RAMPS = ("gpt-oss",)  # whose own checkpoints have a ramp that llama.cpp rounds
 UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_sliding_window` says so
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 # names of keys that some configs have
-OTHER_NAMES = {
+KEY_ALIASES = {
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "num_experts": ("num_local_experts",),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ModelDescription:
     """What to write: metadata of the architecture, tensors of the checkpoint, tensors computed from the config.
 
-    family        of the checkpoint
+    model_family        of the checkpoint
     """
 
-    metadata: dict[str, Value]
-    tensors: list[Tensor]
-    computed: dict[str, np.ndarray]
+    metadata: dict[str, MetadataValue]
+    tensors: list[ConvertedTensor]
+    computed_tensors: dict[str, np.ndarray]
     vocab_size: int
-    family: Family
+    model_family: Family
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     """The description of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
-    supported, hf_config = classes(), checkpoint.config
-    if checkpoint.kind not in supported:
+    supported, hf_config = families_by_class(), checkpoint.config
+    if checkpoint.model_class not in supported:
         raise InputError(
-            f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(supported)}"
+            f"{checkpoint.folder}: {checkpoint.model_class} cannot be converted; supported are {', '.join(supported)}"
         )
-    for key in LAYERS:
-        count, max_layers = hf_config.get(key, 0), len(checkpoint.tensors)
-        if type(count) is int and count > max_layers:
-            raise hf_config.wrong(key, count, f"at most {max_layers}, the number of tensors")
-    hf_config = hf_config.renamed(OTHER_NAMES)
-    kind = supported[checkpoint.kind][1].other(hf_config) or checkpoint.kind
+    for key in LAYER_COUNT_KEYS:
+        num_layers, max_layers = hf_config.get(key, 0), len(checkpoint.tensors)
+        if type(num_layers) is int and num_layers > max_layers:
+            raise hf_config.wrong(key, num_layers, f"at most {max_layers}, the number of tensors")
+    hf_config = hf_config.with_aliases(KEY_ALIASES)
+    kind = supported[checkpoint.model_class][1].other_class(hf_config) or checkpoint.model_class
     architecture, family = supported[kind]
-    hf_config = family.usual(hf_config)
+    hf_config = family.normalize_config(hf_config)
     _check_activation(hf_config, architecture)
-    sizes = _sizes(hf_config, family)
+    model_sizes = _model_sizes(hf_config, family)
     config = Config(
-        **asdict(sizes),
-        tied=hf_config.flag("tie_word_embeddings", family.tied),
+        **asdict(model_sizes),
+        tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
         architecture=architecture.name,
-        optional=family.optional(hf_config) if family.optional else _biases(hf_config, family),
-        **family.kinds(hf_config),
+        optional=family.optional_tensors(hf_config)
+        if family.optional_tensors
+        else _bias_names(hf_config, family),
+        **family.per_block_fields(hf_config),
     )
-    tensors = tensors_of(checkpoint, config, family)
-    family_keys = family.keys(hf_config, sizes)
-    rope, computed = _rope(hf_config, sizes, architecture, family, family_keys)
-    keys = _common(hf_config, sizes, architecture, family) | rope | family_keys
-    keys |= _expert_keys(sizes)
+    tensors = convert_tensors(checkpoint, config, family)
+    family_keys = family.extra_metadata(hf_config, model_sizes)
+    rope_keys, computed = _rope_keys(hf_config, model_sizes, architecture, family, family_keys)
+    keys = _common_keys(hf_config, model_sizes, architecture, family) | rope_keys | family_keys
+    keys |= _expert_keys(model_sizes)
     computed |= {FACTORS: family.factors(hf_config)} if family.factors else {}
-    within = check_unread(checkpoint.config, not checkpoint.kind.startswith(UNWINDOWED))
-    if 0 < within < sizes.context_length:
-        keys["context_length"] = within
+    max_context = check_unread(checkpoint.config, not checkpoint.model_class.startswith(UNWINDOWED))
+    if 0 < max_context < model_sizes.context_length:
+        keys["context_length"] = max_context
         hf_config.notes.append(
-            f"{WINDOW} is {within}, which files of a {architecture.name} do not hold: the context is {within} tokens,"
-            f" not {sizes.context_length}, within which both compute the same"
+            f"{WINDOW} is {max_context}, which files of a {architecture.name} do not hold: the context is {max_context} tokens,"
+            f" not {model_sizes.context_length}, within which both compute the same"
         )
-    metadata = {"general.architecture": Value("string", architecture.name)}
+    metadata = {"general.architecture": MetadataValue("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
-    return Description(metadata, tensors, computed, sizes.vocab_size, family)
+    return ModelDescription(metadata, tensors, computed, model_sizes.vocab_size, family)
 
 
-def _check_activation(given: Given, architecture: arch.Architecture) -> None:
-    activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
-    if given.get(NEW_ACT):
-        given.one_of(NEW_ACT, None, *activations)
+def _check_activation(hf_config: HFConfig, architecture: arch.Architecture) -> None:
+    activations = GELU if architecture.use_gelu else SILU if architecture.gated else SQUARED_RELU
+    if hf_config.get(NEW_ACTIVATION_KEY):
+        hf_config.require_one_of(NEW_ACTIVATION_KEY, None, *activations)
     # the others of that key do not read the old one
-    if not given.get(NEW_ACT) or architecture.name == "gemma":
-        loose = ("gelu",) if architecture.gelu and architecture.name.startswith(TANH) else ()
-        given.one_of("hidden_act", activations[0], *activations, *loose)
+    if not hf_config.get(NEW_ACTIVATION_KEY) or architecture.name == "gemma":
+        loose = ("gelu",) if architecture.use_gelu and architecture.name.startswith(TANH) else ()
+        hf_config.require_one_of("hidden_act", activations[0], *activations, *loose)
 
 
-def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> Value:
+def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> MetadataValue:
     if isinstance(value, list):
-        return Value({bool: "bool", int: "i32", float: "f32"}[type(value[0])], value)
-    kinds = {bool: "bool", int: "u32", float: "f32", str: "string"}
-    return Value(kinds[type(value)], value)
+        return MetadataValue({bool: "bool", int: "i32", float: "f32"}[type(value[0])], value)
+    type_names = {bool: "bool", int: "u32", float: "f32", str: "string"}
+    return MetadataValue(type_names[type(value)], value)
 
 
-def _sizes(c: Given, family: Family) -> Sizes:
-    width, heads, experts = c.size("hidden_size"), c.size("num_attention_heads"), family.experts
-    default = family.head_width or width // heads
-    if not (family.head_width or c.get("head_dim")) and width % heads:
-        raise c.wrong("num_attention_heads", heads, f"a divisor of hidden_size {width}")
-    if experts and c.get(experts.count[0]) == 0:
+def _model_sizes(c: HFConfig, family: Family) -> ModelSizes:
+    width, num_heads, experts = c.size("hidden_size"), c.size("num_attention_heads"), family.experts
+    default_width = family.default_head_width or width // num_heads
+    if not (family.default_head_width or c.get("head_dim")) and width % num_heads:
+        raise c.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size {width}")
+    if experts and c.get(experts.count_key[0]) == 0:
         experts = None
-    shared, dense = experts.others(c) if experts else (0, 0)
-    return Sizes(
+    shared_length, num_dense = experts.shared_and_dense(c) if experts else (0, 0)
+    return ModelSizes(
         vocab_size=c.size("vocab_size"),
         context_length=c.size("max_position_embeddings"),
         embedding_length=width,
         block_count=c.size("num_hidden_layers"),
         feed_forward_length=c.size("intermediate_size"),
-        head_count=heads,
-        head_count_kv=c.size("num_key_value_heads", heads),
-        key_length=c.size("head_dim", default),
-        expert_count=c.size(*experts.count) if experts else 0,
-        expert_used_count=c.size(*experts.used) if experts else 0,
+        head_count=num_heads,
+        head_count_kv=c.size("num_key_value_heads", num_heads),
+        key_length=c.size("head_dim", default_width),
+        expert_count=c.size(*experts.count_key) if experts else 0,
+        expert_used_count=c.size(*experts.used_count_key) if experts else 0,
         expert_feed_forward_length=c.size(*experts.width) if experts and experts.width else None,
-        expert_shared_feed_forward_length=shared,
-        leading_dense_block_count=dense,
-        **family.mixing(c),
+        expert_shared_feed_forward_length=shared_length,
+        leading_dense_block_count=num_dense,
+        **family.mixer_fields(c),
     )
 
 
-def _biases(c: Given, family: Family) -> tuple[str, ...]:
+def _bias_names(c: HFConfig, family: Family) -> tuple[str, ...]:
     """The bias tensors of a block."""
-    attention = (*BIASES, "attn_output.bias") if c.flag("attention_bias") else ()
+    attention_biases = (*BIASES, "attn_output.bias") if c.flag("attention_bias") else ()
     mlp_biases = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias") if c.flag("mlp_bias") else ()
-    return BIASES if family.qkv_bias else (*attention, *mlp_biases)
+    return BIASES if family.has_qkv_bias else (*attention_biases, *mlp_biases)
 
 
-def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family) -> Keys:
-    eps = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
+def _common_keys(
+    c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family
+) -> Keys:
+    eps_name = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
         "context_length": sizes.context_length,
         "embedding_length": sizes.embedding_length,
@@ -160,8 +164,8 @@ def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Fam
         "feed_forward_length": sizes.feed_forward_length,
         "attention.head_count": sizes.head_count,
         "attention.head_count_kv": sizes.head_count_kv,
-        eps_key(architecture): c.real(eps),
-        "rope.freq_base": c.base(family.rope_freq_base),
+        eps_key(architecture): c.real(eps_name),
+        "rope.freq_base": c.rope_base(family.rope_freq_base),
     }
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
@@ -171,11 +175,11 @@ def _common(c: Given, sizes: Sizes, architecture: arch.Architecture, family: Fam
         "attention.head_count_kv": sizes.head_count,
         "feed_forward_length": sizes.expert_feed_forward_length,
     }
-    omitted = [key for key in family.left_out if keys[key] == defaults[key]]
-    return {key: value for key, value in keys.items() if key not in omitted}
+    omitted_keys = [key for key in family.omitted_keys if keys[key] == defaults[key]]
+    return {key: value for key, value in keys.items() if key not in omitted_keys}
 
 
-def _expert_keys(sizes: Sizes) -> Keys:
+def _expert_keys(sizes: ModelSizes) -> Keys:
     if not sizes.expert_count:
         return {}
     keys: Keys = {"expert_count": sizes.expert_count, "expert_used_count": sizes.expert_used_count}
@@ -186,22 +190,30 @@ def _expert_keys(sizes: Sizes) -> Keys:
 # ---- rope ------------------------------------------------------------------------------------------------
 
 
-def _rope(
-    c: Given, sizes: Sizes, architecture: arch.Architecture, family: Family, family_keys: Keys
+def _rope_keys(
+    c: HFConfig,
+    sizes: ModelSizes,
+    architecture: arch.Architecture,
+    family: Family,
+    family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:
     """Keys of rope scaling, if there is any, and divisors of its frequencies as tensors."""
     rope_params, kind = c.full_rotation(), c.scaling()
-    by_tensors = {"llama3": FACTORS, "longrope": LONG}
-    computed = [name for name, tensor in by_tensors.items() if tensor in architecture.optional]
+    tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
+    computed = [
+        name
+        for name, tensor in tensor_by_scaling.items()
+        if tensor in architecture.optional_tensors
+    ]
     if kind == "llama3" in computed:
-        return {}, {FACTORS: _llama3(c, c.base(family.rope_freq_base), sizes.head_width)}
+        return {}, {FACTORS: _llama3(c, c.rope_base(family.rope_freq_base), sizes.head_width)}
     if kind == "longrope" in computed:
-        return {}, _long(c, c.turned(sizes.head_width) // 2)
-    if kind in ("default", *family.scalings):
+        return {}, _longrope_factors(c, c.rotated_width(sizes.head_width) // 2)
+    if kind in ("default", *family.rope_scaling_types):
         return {}, {}
     if kind not in ("linear", "yarn"):
-        right = " or ".join(("default", "linear", "yarn", *computed))
-        raise c.wrong("rope_scaling.type", kind, right)
+        allowed_text = " or ".join(("default", "linear", "yarn", *computed))
+        raise c.wrong("rope_scaling.type", kind, allowed_text)
     keys: Keys = {
         "rope.scaling.type": kind,
         "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
@@ -218,88 +230,90 @@ RAMP_ENDS_ROUNDED = (
 
 
 def _yarn(
-    c: Given,
-    sizes: Sizes,
+    c: HFConfig,
+    sizes: ModelSizes,
     architecture: arch.Architecture,
     family: Family,
     keys: Keys,
     family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:
     """YaRN by its keys; by divisors of frequencies where llama.cpp reads no keys for its ramp, but divisors."""
-    params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
-    original = c.number(ORIGINAL, params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
-    turns = {k: c.number(f"rope_scaling.{k}", params.get(k) or n) for k, n in YARN.items()}
-    keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if params.get(key)}
+    rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
+    original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
+    turns = {k: c.number(f"rope_scaling.{k}", rope_params.get(k) or n) for k, n in YARN.items()}
+    keys |= {f"rope.scaling.yarn_{key}": n for key, n in turns.items() if rope_params.get(key)}
     keys["rope.scaling.original_context_length"] = int(original)
-    (fast, slow), latent = turns.values(), bool(family.latent)
-    multiplier = float(str(family_keys.get(MULTIPLIER, 0.0)))
-    scaling = RopeScaling("yarn", factor, 0, 1.0, fast, slow, multiplier)
-    rotary_width = c.turned(sizes.head_width) if architecture.partial_rope else sizes.head_width
-    place = sizes.rope_dims or rotary_width, c.base(family.rope_freq_base), int(original)
-    blend = scaling.blend(*place, truncate=params.get("truncate") is not False)
-    low, high = blend or (0.0, 1.0)
-    held = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.keys}
-    wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held}
-    wrong |= {} if (low, high) == scaling.blend(*place) else {"truncate": True}
-    longer = _growth(c, params, factor)
-    if wrong and FACTORS in architecture.optional:
-        ramp = np.clip((np.arange(place[0] // 2) - low) / (high - low), 0, 1)
+    (fast_turns, slow_turns), is_latent = turns.values(), bool(family.latent_module)
+    multiplier = float(str(family_keys.get(MULTIPLIER_KEY, 0.0)))
+    scaling = RopeScaling("yarn", factor, 0, 1.0, fast_turns, slow_turns, multiplier)
+    rotary_width = (
+        c.rotated_width(sizes.head_width) if architecture.partial_rope else sizes.head_width
+    )
+    ramp_place = sizes.rope_dims or rotary_width, c.rope_base(family.rope_freq_base), int(original)
+    ramp_blend = scaling.blend(*ramp_place, truncate=rope_params.get("truncate") is not False)
+    ramp_start, ramp_end = ramp_blend or (0.0, 1.0)
+    held_keys = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.key_defaults}
+    wrong = {key: n for key, n in YARN.items() if turns[key] != n and key not in held_keys}
+    wrong |= {} if (ramp_start, ramp_end) == scaling.blend(*ramp_place) else {"truncate": True}
+    longer = _attention_magnitude(c, rope_params, factor)
+    if wrong and FACTORS in architecture.optional_tensors:
+        ramp = np.clip((np.arange(ramp_place[0] // 2) - ramp_start) / (ramp_end - ramp_start), 0, 1)
         return {ATTN_FACTOR: longer}, {FACTORS: (1 / (1 - ramp + ramp / factor)).astype(np.float32)}
-    if architecture.name in ROUNDED and wrong.pop("truncate", False):
+    if architecture.name in ROUNDED_RAMPS and wrong.pop("truncate", False):
         c.notes.append(RAMP_ENDS_ROUNDED)
-    for key, n in wrong.items():
-        right = f"{n}: files of a {architecture.name} hold no other"
-        raise c.wrong(f"rope_scaling.{key}", params.get(key), right)
-    extra_factor = longer / scaling.magnitude(factor, latent)
-    if abs(extra_factor - 1) <= CLOSE:
+    for key, number in wrong.items():
+        allowed_text = f"{number}: files of a {architecture.name} hold no other"
+        raise c.wrong(f"rope_scaling.{key}", rope_params.get(key), allowed_text)
+    extra_factor = longer / scaling.magnitude(factor, is_latent)
+    if abs(extra_factor - 1) <= FACTOR_TOLERANCE:
         return keys, {}
-    _check_extra_factor(c, params, latent, family_keys, architecture)
+    _check_extra_factor(c, rope_params, is_latent, family_keys, architecture)
     return keys | {ATTN_FACTOR: extra_factor}, {}
 
 
 def _check_extra_factor(
-    c: Given,
+    c: HFConfig,
     rope_params: Mapping[str, Any],
-    latent: bool,
+    is_latent: bool,
     family_keys: Keys,
     architecture: arch.Architecture,
 ) -> None:
     """Refuse a factor of attention that a file's key would apply in more places than the config does."""
-    if latent or ("rope.freq_base_swa" in family_keys and not architecture.windows_plain):
+    if is_latent or ("rope.freq_base_swa" in family_keys and not architecture.unscaled_window_rope):
         # it would count where heads come from narrow vectors, or in blocks with a window, too
-        key = next(name for name in GROWTH if rope_params.get(name))
+        key = next(name for name in MAGNITUDE_KEYS if rope_params.get(name))
         raise c.wrong(f"rope_scaling.{key}", rope_params.get(key), "left out")
 
 
-def _growth(c: Given, rope_params: Mapping[str, Any], factor: float) -> float:
+def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
     """What YaRN multiplies cosines and sines by."""
-    longer, mscale, shared = (
+    attention_factor, mscale, shared_mscale = (
         c.number(f"rope_scaling.{name}", rope_params[name]) if rope_params.get(name) else 0.0
-        for name in GROWTH
+        for name in MAGNITUDE_KEYS
     )
-    mscale, shared = (mscale, shared) if mscale and shared else (1.0, 0.0)
-    log = 0.1 * math.log(max(factor, 1.0))
-    return longer or (1 + mscale * log) / (1 + shared * log)
+    mscale, shared_mscale = (mscale, shared_mscale) if mscale and shared_mscale else (1.0, 0.0)
+    log_factor = 0.1 * math.log(max(factor, 1.0))
+    return attention_factor or (1 + mscale * log_factor) / (1 + shared_mscale * log_factor)
 
 
-def _long(c: Given, count: int) -> dict[str, np.ndarray]:
+def _longrope_factors(c: HFConfig, count: int) -> dict[str, np.ndarray]:
     """The divisors of longrope: for long contexts and short ones."""
     factors = {}
-    for name, tensor in (("long", LONG), ("short", SHORT)):
-        listed = c.full_rotation().get(f"{name}_factor")
-        if not isinstance(listed, list) or len(listed) != count:
-            raise c.wrong(f"rope_scaling.{name}_factor", listed, f"a list of {count} numbers")
-        numbers = [c.number(f"rope_scaling.{name}_factor", n) for n in listed]
-        factors[tensor] = np.array(numbers, np.float32)
+    for name, tensor in (("long", LONG), ("short", SHORT_FACTORS)):
+        factor_list = c.full_rotation().get(f"{name}_factor")
+        if not isinstance(factor_list, list) or len(factor_list) != count:
+            raise c.wrong(f"rope_scaling.{name}_factor", factor_list, f"a list of {count} numbers")
+        divisors = [c.number(f"rope_scaling.{name}_factor", number) for number in factor_list]
+        factors[tensor] = np.array(divisors, np.float32)
     return factors
 
 
-def _llama3(c: Given, base: float, width: int) -> np.ndarray:
+def _llama3(c: HFConfig, base: float, width: int) -> np.ndarray:
     """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones are kept, with a ramp between."""
     names = "factor", "low_freq_factor", "high_freq_factor"
     rope_params = c.full_rotation()
     factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get("max_position_embeddings")))
-    waves = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
-    smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    wavelengths = 2 * math.pi * base ** (np.arange(0, width, 2, dtype=np.float64) / width)
+    ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return (1 / ((1 - ramp) / factor + ramp)).astype(np.float32)

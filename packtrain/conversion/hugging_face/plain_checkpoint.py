@@ -19,10 +19,10 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file. Raises InputError."""
-    return parsed(path, read_text(path), "this")
+    return parse_json_object(path, read_text(path), "this")
 
 
-def parsed(path: Path, text: str | bytes, title: str) -> dict[str, Any]:
+def parse_json_object(path: Path, text: str | bytes, title: str) -> dict[str, Any]:
     """An object from JSON text; escaped lone surrogates are refused."""
     try:
         text = text.decode() if isinstance(text, bytes) else text

@@ -8,104 +8,111 @@ from types import EllipsisType
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.hugging_face.checkpoint_folder import Checkpoint
-from packtrain.conversion.hugging_face.safetensors import Stored
+from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
+from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.kernels import quantized_arrays
-from packtrain.models.arch.architecture import BARE, LAYER_INPUTS, Changed, Experts, Family, Spans
+from packtrain.models.arch.architecture import (
+    LAYER_INPUTS,
+    UNSUFFIXED_SCAN_WEIGHTS,
+    Changed,
+    ExpertLayout,
+    Family,
+    RowSpans,
+)
 from packtrain.models.config import Config
-from packtrain.models.tensor_shapes import POSITIONS, block_shapes, shapes, unread
+from packtrain.models.tensor_shapes import POSITIONS, block_shapes, unused_weights, weight_shapes
 
-HEAD = "lm_head."
+HEAD_PREFIX = "lm_head."
 GATED = "ssm_norm"
-FLAT = (*BARE, GATED)  # which have one axis in checkpoints
+ONE_AXIS_PARTS = (*UNSUFFIXED_SCAN_WEIGHTS, GATED)  # which have one axis in checkpoints
 MXFP4 = BLOCK_TYPES["mxfp4"]
-HALF = MXFP4.block // 2
-Cut = tuple[EllipsisType | slice, ...]
+HALF_BLOCK = MXFP4.block // 2
+ArrayIndex = tuple[EllipsisType | slice, ...]
 PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ConvertedTensor:
     """A tensor to write: `sources` of the checkpoint, stacked if there are several.
 
-    turned      number of heads whose rows are permuted from halves to pairs, 0 for none
+    permuted_heads      number of heads whose rows are permuted from halves to pairs, 0 for none
     shift       added to every value
-    transposed  the source has columns instead of rows
-    spans       rows of the source in the order of the file, each (from, to); none: as they are; and ...
-    columns     ... columns
+    is_transposed  the source has columns instead of rows
+    row_spans       rows of the source in the order of the file, each (from, to); none: as they are; and ...
+    column_spans     ... columns
     heads       the source's rows are those of so many heads, each of which becomes a matrix
     cut         of the source, the elements that are used
-    changed     the values of rows, the first of which has this number
-    padded      rows of zeros behind those of the source
+    change_rows     the values of rows, the first of which has this number
+    num_padding_rows      rows of zeros behind those of the source
     """
 
     name: str
-    sources: tuple[Stored, ...]
-    stacked: bool = False
-    turned: int = 0
+    sources: tuple[SafetensorsTensor, ...]
+    is_stacked: bool = False
+    permuted_heads: int = 0
     shift: float = 0.0
-    transposed: bool = False
-    spans: Spans = ()
-    columns: Spans = ()
+    is_transposed: bool = False
+    row_spans: RowSpans = ()
+    column_spans: RowSpans = ()
     heads: int = 0
-    cut: Cut = (...,)
-    changed: Changed | None = None
-    padded: int = 0
+    cut: ArrayIndex = (...,)
+    change_rows: Changed | None = None
+    num_padding_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        part_shape = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
-        rows = (sum(end - at for at, end in self.spans),) if self.spans else part_shape[:1]
-        if self.stacked:
+        part_shape = self._source_part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
+        rows = (sum(end - at for at, end in self.row_spans),) if self.row_spans else part_shape[:1]
+        if self.is_stacked:
             return (len(self.sources), *part_shape)
-        return (rows[0] + self.padded, *part_shape[1:])
+        return (rows[0] + self.num_padding_rows, *part_shape[1:])
 
-    def _part(self, array: np.ndarray) -> np.ndarray:
+    def _source_part(self, array: np.ndarray) -> np.ndarray:
         if self.heads:
             array = array.reshape(self.heads, -1, array.shape[-1])
-        part: np.ndarray = array[self.cut]
-        return part.swapaxes(-1, -2) if self.transposed else part
+        source_part: np.ndarray = array[self.cut]
+        return source_part.swapaxes(-1, -2) if self.is_transposed else source_part
 
-    def values(self) -> Iterator[np.ndarray]:
+    def value_parts(self) -> Iterator[np.ndarray]:
         """The values of the sources in order as f32, some rows at a time; heads are not split."""
-        for source in self.sources:
-            array = self._part(source.array())
-            count = sum(end - at for at, end in self.spans) or len(array)
-            head = count // self.turned if self.turned else 1
-            step = max(PART * len(array) // (array.size * head), 1) * head
-            for start, end in self._parts(len(array), step):
-                rows = quantized_arrays.dequantize(np.ascontiguousarray(array[start:end]))
-                if self.columns:
-                    rows = rows[:, order(self.columns)]
-                if self.turned:
-                    rows = paired(rows, len(rows) // head)
+        for source_tensor in self.sources:
+            array = self._source_part(source_tensor.array())
+            num_rows = sum(part_end - at for at, part_end in self.row_spans) or len(array)
+            head_rows = num_rows // self.permuted_heads if self.permuted_heads else 1
+            part_rows = max(PART * len(array) // (array.size * head_rows), 1) * head_rows
+            for part_start, part_end in self._row_ranges(len(array), part_rows):
+                rows = quantized_arrays.dequantize(np.ascontiguousarray(array[part_start:part_end]))
+                if self.column_spans:
+                    rows = rows[:, order(self.column_spans)]
+                if self.permuted_heads:
+                    rows = pair_halves(rows, len(rows) // head_rows)
                 rows = rows + np.float32(self.shift) if self.shift else rows
-                yield rows if self.changed is None else self.changed(rows, start)
-        if self.padded:
-            yield np.zeros((self.padded, *self.shape[1:]), np.float32)
+                yield rows if self.change_rows is None else self.change_rows(rows, part_start)
+        if self.num_padding_rows:
+            yield np.zeros((self.num_padding_rows, *self.shape[1:]), np.float32)
 
-    def _parts(self, count: int, step: int) -> Iterator[tuple[int, int]]:
-        for first, last in self.spans or ((0, count),):
-            yield from ((at, min(at + step, last)) for at in range(first, last, step))
+    def _row_ranges(self, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
+        for span_start, span_end in self.row_spans or ((0, num_rows),):
+            yield from ((at, min(at + step, span_end)) for at in range(span_start, span_end, step))
 
 
 @dataclass(frozen=True, slots=True)
-class Idle(Tensor):
+class ZeroTensor(ConvertedTensor):
     """A tensor of this size that nothing reads and the checkpoint lacks: zeros; the source only says where."""
 
-    size: tuple[int, ...] = ()
+    zero_shape: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.size
+        return self.zero_shape
 
-    def values(self) -> Iterator[np.ndarray]:
-        yield np.zeros(self.size, np.float32)
+    def value_parts(self) -> Iterator[np.ndarray]:
+        yield np.zeros(self.zero_shape, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks(Tensor):
+class MXFP4Tensor(ConvertedTensor):
     """The experts' matrices; sources are blocks (E, rows, G, 16) of two values a byte, and scales (E, rows, G).
 
     A source's byte has the values 2 j and 2 j + 1 of its block, a
@@ -117,281 +124,305 @@ class Blocks(Tensor):
         count, rows, groups = np.broadcast_to(np.uint8(0), self.sources[1].shape)[self.cut].shape
         return count, rows, groups * MXFP4.block
 
-    def values(self) -> Iterator[np.ndarray]:
+    def value_parts(self) -> Iterator[np.ndarray]:
         """The blocks of an expert at a time, (rows, G)."""
-        nibbles, scales = (source.raw()[self.cut] for source in self.sources)
+        nibbles, scales = (source.byte_array()[self.cut] for source in self.sources)
         for pairs, scale in zip(nibbles, scales, strict=True):
             codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
-            packed_codes = codes[..., :HALF] | codes[..., HALF:] << 4
+            packed_codes = codes[..., :HALF_BLOCK] | codes[..., HALF_BLOCK:] << 4
             block_bytes = np.concatenate((scale[..., None], packed_codes), -1).astype(np.uint8)
             yield np.ascontiguousarray(block_bytes).view(MXFP4.numpy)[..., 0]
 
 
-def order(spans: Spans) -> np.ndarray:
+def order(spans: RowSpans) -> np.ndarray:
     """The numbers in these spans."""
-    return np.concatenate([np.arange(at, end) for at, end in spans])
+    return np.concatenate([np.arange(span_start, span_end) for span_start, span_end in spans])
 
 
-def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+def pair_halves(weight_rows: np.ndarray, heads: int) -> np.ndarray:
     """Permute rows of q or k so that the rope pairs (i, i + D / 2) of a head become (2i, 2i + 1)."""
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+    head_halves = weight_rows.reshape(heads, 2, -1, *weight_rows.shape[1:])
+    return np.ascontiguousarray(head_halves.swapaxes(1, 2)).reshape(weight_rows.shape)
 
 
-def halved(rows: np.ndarray, heads: int) -> np.ndarray:
+def halved(weight_rows: np.ndarray, heads: int) -> np.ndarray:
     """The inverse of paired."""
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    head_pairs = weight_rows.reshape(heads, -1, 2, *weight_rows.shape[1:])
+    return np.ascontiguousarray(head_pairs.swapaxes(1, 2)).reshape(weight_rows.shape)
 
 
-class _Found:
+class _SourceTensors:
     """The tensors of a checkpoint that have not been used yet."""
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, blocks: int) -> None:
+    def __init__(self, checkpoint: CheckpointFolder, family: Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
-        self.tensors, self.first = dict[str, Stored](), next(iter(checkpoint.tensors.values()))
+        self.tensors, self.first_tensor = (
+            dict[str, SafetensorsTensor](),
+            next(iter(checkpoint.tensors.values())),
+        )
         block_prefix = f"{prefix}{family.names.blocks}."
-        for name, stored in checkpoint.tensors.items():
-            at = name.removeprefix(block_prefix).split(".")[0] if family.more_blocks else ""
-            if at.isdecimal() and int(at) >= blocks:
+        for name, stored_tensor in checkpoint.tensors.items():
+            block_text = name.removeprefix(block_prefix).split(".")[0] if family.more_blocks else ""
+            if block_text.isdecimal() and int(block_text) >= blocks:
                 continue
-            for end, canonical in family.ends.items():
-                name = name.removesuffix(end) + canonical if name.endswith(end) else name
-            for alias, canonical in family.same.items():
+            for suffix, canonical in family.suffix_renames.items():
+                name = name.removesuffix(suffix) + canonical if name.endswith(suffix) else name
+            for alias, canonical in family.module_aliases.items():
                 name = name.replace(f".{alias}.", f".{canonical}.")
-            if not (family.unused and name.endswith(family.unused)):
-                has_prefix = name.startswith((prefix, HEAD))
-                self.tensors[name if has_prefix else prefix + name] = stored
+            if not (family.computed_suffixes and name.endswith(family.computed_suffixes)):
+                has_prefix = name.startswith((prefix, HEAD_PREFIX))
+                self.tensors[name if has_prefix else prefix + name] = stored_tensor
 
-    def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> Stored:
+    def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> SafetensorsTensor:
         """A tensor of this shape; with `flat` it has one axis there."""
-        stored = self.tensors.pop(name, None)
-        if stored is None:
+        stored_tensor = self.tensors.pop(name, None)
+        if stored_tensor is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
         wide = (*shape[:1], 1, *shape[1:])  # of a convolution: one channel for each filter
         wide = (math.prod(shape),) if flat else wide
-        if stored.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
+        if stored_tensor.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
             raise InputError(
-                f"{stored.path}: {name} has shape {[*stored.shape]}; by config.json it must be {[*shape]}"
+                f"{stored_tensor.path}: {name} has shape {[*stored_tensor.shape]}; by config.json it must be {[*shape]}"
             )
-        return replace(stored, shape=shape) if stored.shape == wide else stored
+        return replace(stored_tensor, shape=shape) if stored_tensor.shape == wide else stored_tensor
 
     def check_empty(self) -> None:
-        left = {n: stored for n, stored in self.tensors.items() if not _is_nothing(n, stored)}
+        left = {n: stored for n, stored in self.tensors.items() if not _is_zero_bias(n, stored)}
         if left:
-            stored = next(iter(left.values()))
+            stored_tensor = next(iter(left.values()))
             raise InputError(
-                f"{stored.path}: tensor {stored.name} is not part of the model that config.json describes"
+                f"{stored_tensor.path}: tensor {stored_tensor.name} is not part of the model that config.json describes"
                 f" ({len(left)} such tensors)"
             )
 
 
-def _is_nothing(name: str, stored: Stored) -> bool:
+def _is_zero_bias(name: str, stored: SafetensorsTensor) -> bool:
     """Whether a tensor is a bias of zeros, as some checkpoints have where the model has none."""
-    vector = name.endswith(".bias") and len(stored.shape) == 1
-    return vector and not quantized_arrays.dequantize(stored.array()).any()
+    is_vector = name.endswith(".bias") and len(stored.shape) == 1
+    return is_vector and not quantized_arrays.dequantize(stored.array()).any()
 
 
-def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
+def convert_tensors(
+    checkpoint: CheckpointFolder, config: Config, family: Family
+) -> list[ConvertedTensor]:
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    sources = _Found(checkpoint, family, config.block_count)
+    sources = _SourceTensors(checkpoint, family, config.block_count)
     width = config.embedding_length
     names = family.names
     embedding = sources.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
-    tensors = [Tensor("token_embd.weight", (embedding,))]
+    tensors = [ConvertedTensor("token_embd.weight", (embedding,))]
     if names.positions:
-        learned = f"{names.prefix}{names.positions}.weight", (config.context_length, width)
-        tensors.append(Tensor(POSITIONS, (sources.take(*learned),)))
-    all_shapes = shapes(config)
+        position_args = f"{names.prefix}{names.positions}.weight", (config.context_length, width)
+        tensors.append(ConvertedTensor(POSITIONS, (sources.take(*position_args),)))
+    all_shapes = weight_shapes(config)
     for module, name in names.outside.items():
         if (weight := f"{name}.weight") in all_shapes:
             source = f"{names.prefix}{module}.weight"
-            tensors.append(_outside(sources, source, weight, all_shapes[weight]))
+            tensors.append(_outer_tensor(sources, source, weight, all_shapes[weight]))
     for i in range(config.block_count):
-        tensors += _block(sources, i, config, family)
+        tensors += _block_tensors(sources, i, config, family)
     norm = f"{names.prefix}{names.norm}"
     tensors += _both(sources, norm, config.traits.last_norm, (width,), config, family.norm_shift)
-    tensors += _head(sources, embedding, config)
+    tensors += _head_tensors(sources, embedding, config)
     sources.check_empty()
     changes = family.changes(checkpoint.config, config)
-    return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
+    return [replace(tensor, change_rows=changes.get(_part_name(tensor.name))) for tensor in tensors]
 
 
-def _head(sources: _Found, embedding: Stored, config: Config) -> Iterator[Tensor]:
+def _head_tensors(
+    sources: _SourceTensors, embedding: SafetensorsTensor, config: Config
+) -> Iterator[ConvertedTensor]:
     """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
-    name, traits = f"{HEAD}weight", config.traits
-    head = sources.tensors.get(name)
-    repeated = config.tied if head is None else head.same(embedding)
-    if repeated and (config.tied or traits.always_tied) and not traits.always_apart:
+    name, traits = f"{HEAD_PREFIX}weight", config.traits
+    head_tensor = sources.tensors.get(name)
+    is_repeated = config.tied if head_tensor is None else head_tensor.has_same_bytes(embedding)
+    if is_repeated and (config.tied or traits.always_tied) and not traits.always_untied:
         sources.tensors.pop(name, None)
-    elif repeated and head is None:
-        yield Tensor("output.weight", (embedding,))
+    elif is_repeated and head_tensor is None:
+        yield ConvertedTensor("output.weight", (embedding,))
     elif traits.always_tied:
-        right = "files of its architecture have no head of their own"
-        raise InputError(f"{sources.folder}: {name} is not the embedding; {right}")
+        reason = "files of its architecture have no head of their own"
+        raise InputError(f"{sources.folder}: {name} is not the embedding; {reason}")
     else:
-        yield from _both(sources, HEAD[:-1], "output", embedding.shape, config)
+        yield from _both(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
 
 
-def _outside(sources: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+def _outer_tensor(
+    sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
+) -> ConvertedTensor:
     """A tensor outside blocks; the embeddings of blocks may lack the last tokens, those of images and sounds."""
     if "{}" in source:
-        return _stacked(sources, source, name, shape)
+        return _stack_tensors(sources, source, name, shape)
     stored = sources.tensors.get(source)
     may_lack_tokens = stored and name == f"{LAYER_INPUTS[0]}.weight"
-    rows = min(stored.shape[0], shape[0]) if stored and may_lack_tokens else shape[0]
-    return Tensor(name, (sources.take(source, (rows, *shape[1:])),), padded=shape[0] - rows)
+    num_rows = min(stored.shape[0], shape[0]) if stored and may_lack_tokens else shape[0]
+    return ConvertedTensor(
+        name, (sources.take(source, (num_rows, *shape[1:])),), num_padding_rows=shape[0] - num_rows
+    )
 
 
-def _part(name: str) -> str:
+def _part_name(name: str) -> str:
     """A tensor's name within its block, without its ending."""
-    inner = name.split(".", 2)[2] if name.startswith("blk.") else name
-    return inner.removesuffix(".weight")
+    inner_name = name.split(".", 2)[2] if name.startswith("blk.") else name
+    return inner_name.removesuffix(".weight")
 
 
 def _both(
-    sources: _Found,
+    sources: _SourceTensors,
     module: str,
     name: str,
     shape: tuple[int, ...],
     config: Config,
     shift: float = 0.0,
-) -> Iterator[Tensor]:
+) -> Iterator[ConvertedTensor]:
     """A weight, and its bias if the model has it."""
-    yield Tensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
+    yield ConvertedTensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
     if f"{name}.bias" in config.optional:
-        yield Tensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
+        yield ConvertedTensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
 
 
-def _block(sources: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+def _block_tensors(
+    sources: _SourceTensors, i: int, config: Config, family: Family
+) -> Iterator[ConvertedTensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
-    shapes, permuted_heads = block_shapes(config, i), turned_heads(config, family)
-    spans, columns = family.spans(config), family.columns(config)
+    part_shapes, permuted_heads = block_shapes(config, i), turned_heads(config, family)
+    row_spans, column_spans = family.row_spans(config), family.column_spans(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
-    for module, part in family.block.items():
-        for kind in ("weight", "bias"):
-            is_unsuffixed = kind == "weight" and part in shapes
-            name = part if is_unsuffixed else f"{part}.{kind}"
-            shape = shapes.get(name)
-            is_unused = f"blk.{i}.{name}" in unread(config)
+    for module, part in family.block_modules.items():
+        for suffix in ("weight", "bias"):
+            is_unsuffixed = suffix == "weight" and part in part_shapes
+            name = part if is_unsuffixed else f"{part}.{suffix}"
+            shape = part_shapes.get(name)
+            is_unused = f"blk.{i}.{name}" in unused_weights(config)
             if shape is None and is_unused:
-                sources.tensors.pop(f"{at}.{module}.{kind}", None)
+                sources.tensors.pop(f"{at}.{module}.{suffix}", None)
             if shape is None:
                 continue
-            if is_unused and f"{at}.{module}.{kind}" not in sources.tensors:
-                yield Idle(f"blk.{i}.{name}", (sources.first,), size=shape)
+            if is_unused and f"{at}.{module}.{suffix}" not in sources.tensors:
+                yield ZeroTensor(f"blk.{i}.{name}", (sources.first_tensor,), zero_shape=shape)
                 continue
             if "{}" in module:
-                yield _stacked(sources, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)
+                yield _stack_tensors(sources, f"{at}.{module}.{suffix}", f"blk.{i}.{name}", shape)
                 continue
-            is_transposed = family.transposed and len(shape) > 1
-            flat = part in FLAT and kind == "weight"
-            size = shape[:: -1 if is_transposed else 1]
-            stored = sources.take(f"{at}.{module}.{kind}", size, flat=flat)
-            yield Tensor(
+            is_transposed = family.is_transposed and len(shape) > 1
+            has_one_axis = part in ONE_AXIS_PARTS and suffix == "weight"
+            source_shape = shape[:: -1 if is_transposed else 1]
+            stored_tensor = sources.take(f"{at}.{module}.{suffix}", source_shape, flat=has_one_axis)
+            yield ConvertedTensor(
                 f"blk.{i}.{name}",
-                (stored,),
-                turned=permuted_heads.get(part, 0),
+                (stored_tensor,),
+                permuted_heads=permuted_heads.get(part, 0),
                 shift=family.norm_shift if name.endswith("_norm.weight") and part != GATED else 0.0,
-                transposed=is_transposed,
-                spans=spans.get(part, ()),
-                columns=columns.get(part, ()),
+                is_transposed=is_transposed,
+                row_spans=row_spans.get(part, ()),
+                column_spans=column_spans.get(part, ()),
             )
-    yield from _joined(sources, at, i, config, family)
-    if family.latent and config.latent:
-        yield from _by_heads(sources, f"{at}.{family.latent}.weight", i, config)
+    yield from _split_joined(sources, at, i, config, family)
+    if family.latent_module and config.has_latent_cache:
+        yield from _latent_kv_tensors(sources, f"{at}.{family.latent_module}.weight", i, config)
     if family.experts is not None:
-        yield from _mixture(sources, at, i, config, family.experts)
+        yield from _expert_tensors(sources, at, i, config, family.experts)
 
 
-def _joined(sources: _Found, at: str, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+def _split_joined(
+    sources: _SourceTensors, at: str, i: int, config: Config, family: Family
+) -> Iterator[ConvertedTensor]:
     """The tensors that share out the rows of one."""
-    shapes = block_shapes(config, i)
-    for module, parts in family.joined.items():
-        if f"{parts[0]}.weight" in shapes:
-            spans, width = family.spans(config), config.embedding_length
+    part_shapes = block_shapes(config, i)
+    for module, part_names in family.fused_modules.items():
+        if f"{part_names[0]}.weight" in part_shapes:
+            row_spans, width = family.row_spans(config), config.embedding_length
             permuted_heads = turned_heads(config, family)
-            rows = sum(end - start for part in parts for start, end in spans[part])
-            source = sources.take(f"{at}.{module}.weight", (rows, width))
-            for part in parts:
-                heads = permuted_heads.get(part, 0)
-                yield Tensor(f"blk.{i}.{part}.weight", (source,), turned=heads, spans=spans[part])
+            num_rows = sum(end - start for part in part_names for start, end in row_spans[part])
+            source_tensor = sources.take(f"{at}.{module}.weight", (num_rows, width))
+            for part_name in part_names:
+                num_heads = permuted_heads.get(part_name, 0)
+                yield ConvertedTensor(
+                    f"blk.{i}.{part_name}.weight",
+                    (source_tensor,),
+                    permuted_heads=num_heads,
+                    row_spans=row_spans[part_name],
+                )
 
 
-def _mixture(
-    sources: _Found, at: str, i: int, config: Config, experts: Experts
-) -> Iterator[Tensor]:
+def _expert_tensors(
+    sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
+) -> Iterator[ConvertedTensor]:
     """The tensors of experts: some checkpoints have those of each, some have stacked them."""
-    matrices, shapes = experts.matrices, block_shapes(config, i)
+    matrices, part_shapes = experts.matrix_modules, block_shapes(config, i)
     is_separate = any(f"{at}.{module.format(0)}.weight" in sources.tensors for module in matrices)
     if not is_separate:
-        yield from _experts(sources, at, i, config, experts)
-    if not config.mixture(i) or (experts.stacked and not is_separate):
+        yield from _stacked_expert_tensors(sources, at, i, config, experts)
+    if not config.has_experts(i) or (experts.stacked_matrices and not is_separate):
         return
-    for module, part in matrices.items():
-        name = f"{part}.weight"
-        yield _stacked(sources, f"{at}.{module}.weight", f"blk.{i}.{name}", shapes[name])
+    for module, part_name in matrices.items():
+        name = f"{part_name}.weight"
+        yield _stack_tensors(sources, f"{at}.{module}.weight", f"blk.{i}.{name}", part_shapes[name])
 
 
-def _by_heads(sources: _Found, name: str, i: int, config: Config) -> Iterator[Tensor]:
+def _latent_kv_tensors(
+    sources: _SourceTensors, name: str, i: int, config: Config
+) -> Iterator[ConvertedTensor]:
     """The matrices that make keys and values from a narrow vector, out of one in which those of a head are together."""
     heads, nope_width = config.head_count, config.head_width - config.rope_width
     rows_per_head = nope_width + config.value_width
     source = sources.take(name, (heads * rows_per_head, config.kv_lora_rank))
-    for part, rows in (
+    for part, row_slice in (
         ("attn_k_b", slice(0, nope_width)),
         ("attn_v_b", slice(nope_width, rows_per_head)),
     ):
-        cut, is_transposed = (slice(None), rows), part == "attn_k_b"
-        yield Tensor(
-            f"blk.{i}.{part}.weight", (source,), transposed=is_transposed, heads=heads, cut=cut
+        cut, is_transposed = (slice(None), row_slice), part == "attn_k_b"
+        yield ConvertedTensor(
+            f"blk.{i}.{part}.weight", (source,), is_transposed=is_transposed, heads=heads, cut=cut
         )
 
 
-def _experts(
-    sources: _Found, at: str, i: int, config: Config, experts: Experts
-) -> Iterator[Tensor]:
+def _stacked_expert_tensors(
+    sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
+) -> Iterator[ConvertedTensor]:
     """The tensors of experts that the checkpoint has stacked, two of them maybe as one."""
-    shapes, loaded = block_shapes(config, i), dict[str, Stored]()
-    for part, (module, first, stride) in experts.stacked.items():
-        for kind in ("weight", "bias"):
-            shape, name = shapes.get(f"{part}.{kind}"), f"{at}.{module}.{kind}"
+    part_shapes, loaded_tensors = block_shapes(config, i), dict[str, SafetensorsTensor]()
+    for part_name, (module, first_row, stride) in experts.stacked_matrices.items():
+        for suffix in ("weight", "bias"):
+            shape, name = part_shapes.get(f"{part_name}.{suffix}"), f"{at}.{module}.{suffix}"
             if shape is None:
                 continue
-            count, inputs = (shape[:-2], shape[-1:]) if kind == "weight" else (shape[:-1], ())
-            outputs = shape[len(count)]
-            blocks, rows = f"{at}.{module}_blocks", (*count, outputs * stride)
-            chosen = slice(first, None, stride)
-            if experts.together:
-                chosen = slice(first * outputs, (first + 1) * outputs)
+            count, inputs = (shape[:-2], shape[-1:]) if suffix == "weight" else (shape[:-1], ())
+            num_outputs = shape[len(count)]
+            blocks_name, rows = f"{at}.{module}_blocks", (*count, num_outputs * stride)
+            chosen = slice(first_row, None, stride)
+            if experts.is_contiguous:
+                chosen = slice(first_row * num_outputs, (first_row + 1) * num_outputs)
             by_rows = experts.rows or not inputs
-            cut: Cut = (
+            source_index: ArrayIndex = (
                 (..., chosen, *(slice(None) for _ in inputs)) if experts.rows else (..., chosen)
             )
-            if blocks in sources.tensors.keys() | loaded.keys() and inputs:
-                groups, cut = (*rows, inputs[0] // MXFP4.block), (slice(None), chosen)
-                shapes_of = {blocks: (*groups, HALF), f"{at}.{module}_scales": groups}
+            if blocks_name in sources.tensors.keys() | loaded_tensors.keys() and inputs:
+                groups, source_index = (*rows, inputs[0] // MXFP4.block), (slice(None), chosen)
+                shapes_of = {blocks_name: (*groups, HALF_BLOCK), f"{at}.{module}_scales": groups}
             else:
                 shapes_of = {name: (*rows, *inputs) if by_rows else (*count, *inputs, rows[-1])}
-            for source, required_shape in shapes_of.items():
-                if source not in loaded:
-                    loaded[source] = sources.take(source, required_shape)
-            yield (Blocks if len(shapes_of) > 1 else Tensor)(
-                f"blk.{i}.{part}.{kind}",
-                tuple(loaded[source] for source in shapes_of),
-                transposed=not by_rows,
-                cut=cut,
+            for source_name, required_shape in shapes_of.items():
+                if source_name not in loaded_tensors:
+                    loaded_tensors[source_name] = sources.take(source_name, required_shape)
+            yield (MXFP4Tensor if len(shapes_of) > 1 else ConvertedTensor)(
+                f"blk.{i}.{part_name}.{suffix}",
+                tuple(loaded_tensors[source_name] for source_name in shapes_of),
+                is_transposed=not by_rows,
+                cut=source_index,
             )
 
 
-def _stacked(sources: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+def _stack_tensors(
+    sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
+) -> ConvertedTensor:
     """A tensor from those of each expert or head, whose number is {} in their names."""
-    count, *slice_shape = shape
-    slices = tuple(sources.take(source.format(n), tuple(slice_shape)) for n in range(count))
-    return Tensor(name, slices, stacked=True)
+    num_slices, *slice_shape = shape
+    slices = tuple(sources.take(source.format(n), tuple(slice_shape)) for n in range(num_slices))
+    return ConvertedTensor(name, slices, is_stacked=True)
 
 
 def turned_heads(config: Config, family: Family) -> dict[str, int]:
     """Tensors whose rows are permuted in GGUF files, and their heads: checkpoints pair halves."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
-    return {} if config.traits.halves or family.pairs else head_counts
+    return {} if config.traits.halves or family.interleaved_rope else head_counts

@@ -13,22 +13,22 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object
 from packtrain.data.tokenizer.bpe import ALPHABET
-from packtrain.data.tokenizer.bpe_merges import merge
-from packtrain.data.tokenizer.split_rules import DIGITS_STEP, GPT_2_STEP, RULES, known_steps
+from packtrain.data.tokenizer.bpe_merges import merge_parts
+from packtrain.data.tokenizer.split_rules import DIGITS_STEP, GPT_2_STEP, RULES, known_patterns
 
 Step = Mapping[str, Any]
-Known = Mapping[str, Mapping[str, tuple[Any, ...]]]
+AllowedSteps = Mapping[str, Mapping[str, tuple[Any, ...]]]
 SPACE = "\u2581"
 SPACED = ({"String": " "},)
 BYTE_NAMES = [f"<0x{b:02X}>" for b in range(256)]
-IN_TEXTS = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes of UTF-8
+UTF8_BYTES = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes of UTF-8
 # by place and type: fields, and their values that a GGUF vocabulary means
-MODEL: dict[str, Known] = {
+MODEL_STEPS: dict[str, AllowedSteps] = {
     "model": {
         "BPE": {"dropout": (None, 0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, "")}
     },
 }  # fmt: skip
-OF_PIECES: dict[str, Known] = MODEL | {
+PIECE_STEPS: dict[str, AllowedSteps] = MODEL_STEPS | {
     "normalizer": {"NFC": {}, "Prepend": {"prepend": (SPACE,)}, "Replace": {"pattern": SPACED, "content": (SPACE,)}},
     "pre_tokenizer": {
         "Metaspace": {"replacement": (SPACE,), "prepend_scheme": ("always", "first", "never", None)},
@@ -40,7 +40,7 @@ OF_PIECES: dict[str, Known] = MODEL | {
         "Strip": {"content": (" ",), "start": (0, 1), "stop": (0,)},
     },
 }  # fmt: skip
-OF_BYTES: dict[str, Known] = MODEL | {
+BYTE_STEPS: dict[str, AllowedSteps] = MODEL_STEPS | {
     "normalizer": {"NFC": {}}, "decoder": {"ByteLevel": {}},
     "pre_tokenizer": {
         "ByteLevel": {"add_prefix_space": (False, None)}, "Digits": {}, "Punctuation": {"behavior": ("Contiguous",)},
@@ -50,61 +50,61 @@ OF_BYTES: dict[str, Known] = MODEL | {
 
 
 @dataclass(slots=True)
-class Steps:
+class TokenizerSteps:
     """What a tokenizer.json does, as far as a GGUF vocabulary does it.
 
     merges   in their order
-    pieces   tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
+    use_pieces   tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
     pre      the name of the pre-tokenizer
-    space    a space is put before a text
+    adds_space    a space is put before a text
     replaces  a normalizer writes spaces as U+2581, before tokens with normalized: true are found
     notes    what readers of the GGUF do otherwise
-    frames   texts around a special token that both read alike
-    alike    gives a text without what both read otherwise
+    special_frames   texts around a special token that both read alike
+    normalize_text    gives a text without what both read otherwise
     """
 
     merges: list[tuple[str, str]]
-    pieces: bool = True
+    use_pieces: bool = True
     pre: str = "default"
-    space: bool = False
+    adds_space: bool = False
     replaces: bool = False
     notes: list[str] = field(default_factory=list)
-    frames: tuple[str, ...] = ("{}", "a{}b", "x {} y {}")
-    alike: Callable[[str], str] = str
+    special_frames: tuple[str, ...] = ("{}", "a{}b", "x {} y {}")
+    normalize_text: Callable[[str], str] = str
 
 
-def read_steps(path: Path, fast: Step) -> Steps:
+def read_steps(path: Path, fast: Step) -> TokenizerSteps:
     """The steps of a tokenizer.json. Raises InputError for those that a GGUF vocabulary does not have."""
     model, places = as_object(fast.get("model")), ("normalizer", "pre_tokenizer", "decoder")
-    flat = {place: flattened(path, place, fast.get(place)) for place in places}
-    spelled = any(step["type"] == "ByteLevel" for step in flat["pre_tokenizer"])
-    for place, allowed in (OF_BYTES if spelled else OF_PIECES).items():
-        _check(path, place, flat.get(place, [{"type": "BPE"} | model]), allowed)
-    merges = _merges(as_list(model.get("merges")))
+    flat_steps = {section: flatten_steps(path, section, fast.get(section)) for section in places}
+    is_byte_level = any(step["type"] == "ByteLevel" for step in flat_steps["pre_tokenizer"])
+    for section, allowed_steps in (BYTE_STEPS if is_byte_level else PIECE_STEPS).items():
+        _check(path, section, flat_steps.get(section, [{"type": "BPE"} | model]), allowed_steps)
+    merges = _merge_pairs(as_list(model.get("merges")))
     if not isinstance(model.get("vocab"), dict) or "merges" not in model or merges is None:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
-    normalizer_kinds = [step["type"] for step in flat["normalizer"]]
-    steps = Steps(merges, replaces="Replace" in normalizer_kinds)
-    (_read_bytes if spelled else _read_pieces)(
-        path, fast, steps, normalizer_kinds, flat["pre_tokenizer"]
+    normalizer_kinds = [step["type"] for step in flat_steps["normalizer"]]
+    steps = TokenizerSteps(merges, replaces="Replace" in normalizer_kinds)
+    (_read_byte_steps if is_byte_level else _read_piece_steps)(
+        path, fast, steps, normalizer_kinds, flat_steps["pre_tokenizer"]
     )
-    _check_added(path, fast, steps, normalizer_kinds)
+    _check_added_tokens(path, fast, steps, normalizer_kinds)
     if "NFC" in normalizer_kinds:
-        normalize = steps.alike
+        normalize_before = steps.normalize_text
         steps.notes.append("normalizer NFC is not applied by readers of GGUF: compose accents")
-        steps.alike = lambda text: normalize(unicodedata.normalize("NFC", text))
-    cut = (key for key in ("truncation", "padding") if fast.get(key))
-    steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in cut]
-    decoded = {step["type"] for step in flat["decoder"]}
-    right = ("ByteLevel",) if spelled else ("ByteFallback", "Replace or Metaspace")
-    if decoded and not all(decoded & {*name.split(" or ")} for name in right):
+        steps.normalize_text = lambda text: normalize_before(unicodedata.normalize("NFC", text))
+    ignored_keys = (key for key in ("truncation", "padding") if fast.get(key))
+    steps.notes += [f"{key} is left out: texts are encoded as a whole" for key in ignored_keys]
+    decoder_kinds = {step["type"] for step in flat_steps["decoder"]}
+    right = ("ByteLevel",) if is_byte_level else ("ByteFallback", "Replace or Metaspace")
+    if decoder_kinds and not all(decoder_kinds & {*name.split(" or ")} for name in right):
         raise InputError(
             f"{path}: decoder must have {' and '.join(right)}, as this vocabulary spells texts"
         )
     return steps
 
 
-def _check_added(path: Path, fast: Step, steps: Steps, before: list[str]) -> None:
+def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
     """Refuse added tokens that readers of the file find elsewhere, or as other ids."""
     vocabulary = fast["model"]["vocab"]
     next_id = len(vocabulary)
@@ -117,100 +117,100 @@ def _check_added(path: Path, fast: Step, steps: Steps, before: list[str]) -> Non
                 f"{path}: added token {text!r} has id {token.get('id')!r}, and its readers give it {id}, the next one"
                 " or the vocabulary's; both must be the same"
             )
-        changed = "Prepend" in before or (steps.replaces and " " in text)
-        changed |= "NFC" in before and unicodedata.normalize("NFC", text) != text
-        if token.get("normalized") is True and changed:
+        is_changed = "Prepend" in before or (steps.replaces and " " in text)
+        is_changed |= "NFC" in before and unicodedata.normalize("NFC", text) != text
+        if token.get("normalized") is True and is_changed:
             raise InputError(
                 f"{path}: added token {text!r} is found after normalizer has changed it; a GGUF vocabulary finds tokens"
                 " as they are written: its normalized must be false"
             )
 
 
-def flattened(path: Path, place: str, raw_step: Any) -> list[Step]:
+def flatten_steps(path: Path, section: str, raw_step: Any) -> list[Step]:
     """The steps of a place in order, each with a type."""
     if raw_step is None:
         return []
     if not isinstance(raw_step, dict) or not isinstance(raw_step.get("type"), str):
         raise InputError(
-            f"{path}: {place} has {str(raw_step)[:80]!r}; a step is an object with a type"
+            f"{path}: {section} has {str(raw_step)[:80]!r}; a step is an object with a type"
         )
     if raw_step["type"] != "Sequence":
         return [raw_step]
     listed: Iterable[Any] = next((as_list(raw_step[key]) for key in raw_step if key != "type"), [])
-    return [step for nested_step in listed for step in flattened(path, place, nested_step)]
+    return [step for nested_step in listed for step in flatten_steps(path, section, nested_step)]
 
 
-def _check(path: Path, place: str, steps: list[Step], allowed: Known) -> None:
+def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSteps) -> None:
     for step in steps:
         kind = str(step.get("type"))
-        if kind not in allowed:
-            right = f"only {', '.join(allowed)} can be converted"
+        if kind not in allowed_steps:
+            right = f"only {', '.join(allowed_steps)} can be converted"
             raise InputError(
-                f"{path}: {place} is {kind}, which a GGUF vocabulary does not have; {right}"
+                f"{path}: {section} is {kind}, which a GGUF vocabulary does not have; {right}"
             )
         if kind not in ("Digits", "Split") and sum(peer.get("type") == kind for peer in steps) > 1:
-            raise InputError(f"{path}: {place} has {kind} twice; a GGUF vocabulary has it once")
-        for name, values in allowed[kind].items():
+            raise InputError(f"{path}: {section} has {kind} twice; a GGUF vocabulary has it once")
+        for name, values in allowed_steps[kind].items():
             if step.get(name) not in values:
                 raise InputError(
-                    f"{path}: {place} {kind}: {name} is {str(step.get(name))[:60]!r}; it must be"
+                    f"{path}: {section} {kind}: {name} is {str(step.get(name))[:60]!r}; it must be"
                     f" {' or '.join(map(repr, values))}, as in GGUF vocabularies"
                 )
 
 
-def _merges(listed: list[Any]) -> list[tuple[str, str]] | None:
+def _merge_pairs(raw_merges: list[Any]) -> list[tuple[str, str]] | None:
     """Pairs, as lists or as two words with a space between."""
-    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in listed]
-    sound = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
-    return [(p[0], p[1]) for p in pairs] if sound else None
+    pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in raw_merges]
+    is_valid = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
+    return [(pair[0], pair[1]) for pair in pairs] if is_valid else None
 
 
 # ---- SentencePiece's BPE -------------------------------------------------------------------------------------
 
 
-def _read_pieces(
-    path: Path, fast: Step, steps: Steps, normalizer_kinds: list[str], cuts: list[Step]
+def _read_piece_steps(
+    path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
     vocabulary = fast["model"]["vocab"]
-    missing = next((name for name in BYTE_NAMES if name not in vocabulary), "")
-    meta = next((step for step in cuts if step["type"] == "Metaspace"), {})
-    inner = next((text for text in vocabulary if SPACE in text[1:]), None)
-    split = bool(meta) and meta.get("split", True) is not False
-    for wrong, text in (
+    missing_byte = next((name for name in BYTE_NAMES if name not in vocabulary), "")
+    metaspace = next((step for step in cuts if step["type"] == "Metaspace"), {})
+    inner = next((requirement for requirement in vocabulary if SPACE in requirement[1:]), None)
+    is_split = bool(metaspace) and metaspace.get("split", True) is not False
+    for is_unsupported, requirement in (
         (fast["model"].get("byte_fallback") is not True, "model.byte_fallback must be true if no step is ByteLevel"),
-        (missing, f"byte {missing} is no token; a GGUF vocabulary has all bytes"),
-        (not steps.replaces and (not meta or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
+        (missing_byte, f"byte {missing_byte} is no token; a GGUF vocabulary has all bytes"),
+        (not steps.replaces and (not metaspace or len(cuts) > 1), "normalizer must have Replace, or pre_tokenizer"
          " Metaspace: in GGUF vocabularies spaces are U+2581"),
-        (split and inner, f"Metaspace must have split: false, since a GGUF vocabulary finds {inner!r} across words"),
+        (is_split and inner, f"Metaspace must have split: false, since a GGUF vocabulary finds {inner!r} across words"),
     ):  # fmt: skip
-        if wrong:
-            raise InputError(f"{path}: {text}")
+        if is_unsupported:
+            raise InputError(f"{path}: {requirement}")
     _check_made(path, fast, steps, fast["model"].get("ignore_merges") is True)
-    steps.space = "Prepend" in normalizer_kinds
-    old = "never" if meta.get("add_prefix_space") is False else "always"
-    scheme = meta.get("prepend_scheme") or old
-    if meta and not steps.space and scheme != "never":
-        first = scheme == "first"
-        steps.space, steps.frames = True, ("{}", "a{}") if first else ("{}", "a{}b")
+    steps.adds_space = "Prepend" in normalizer_kinds
+    default_scheme = "never" if metaspace.get("add_prefix_space") is False else "always"
+    scheme = metaspace.get("prepend_scheme") or default_scheme
+    if metaspace and not steps.adds_space and scheme != "never":
+        is_first = scheme == "first"
+        steps.adds_space, steps.special_frames = True, ("{}", "a{}") if is_first else ("{}", "a{}b")
         note = "pre_tokenizer Metaspace puts a space before texts that have none; readers of GGUF always put one"
-        steps.notes.append(note + ", also after special tokens" * first)
-        steps.alike = lambda text: text.lstrip(f" {SPACE}")
+        steps.notes.append(note + ", also after special tokens" * is_first)
+        steps.normalize_text = lambda requirement: requirement.lstrip(f" {SPACE}")
 
 
 # ---- byte-level BPE ------------------------------------------------------------------------------------------
 
 
-def _read_bytes(
-    path: Path, fast: Step, steps: Steps, normalizer_kinds: list[str], cuts: list[Step]
+def _read_byte_steps(
+    path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
     model = fast["model"]
-    missing_byte = next((b for b in IN_TEXTS if ALPHABET[b] not in model["vocab"]), None)
+    missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:
         raise InputError(
             f"{path}: byte {missing_byte} has no token; a GGUF vocabulary has all bytes"
         )
-    patterns = tuple(filter(None, (_pattern(path, step) for step in cuts)))
-    pre_tokenizers = known_steps()
+    patterns = tuple(filter(None, (_split_pattern(path, step) for step in cuts)))
+    pre_tokenizers = known_patterns()
     if patterns not in pre_tokenizers:
         names = dict.fromkeys(
             name for variants in pre_tokenizers.values() for name in variants.values()
@@ -221,38 +221,38 @@ def _read_bytes(
         )
     ignores_merges = model.get("ignore_merges") is True
     fallback = next(iter(pre_tokenizers[patterns].values()))
-    steps.pieces, steps.pre = False, pre_tokenizers[patterns].get(ignores_merges, fallback)
-    rule = RULES[steps.pre]
+    steps.use_pieces, steps.pre = False, pre_tokenizers[patterns].get(ignores_merges, fallback)
+    split_rule = RULES[steps.pre]
     if cuts[-1]["type"] != "ByteLevel" and steps.pre != "falcon":
         raise InputError(f"{path}: pre_tokenizer must end with ByteLevel for {steps.pre}")
-    _check_made(path, fast, steps, ignores_merges is not bool(rule.whole))
-    if rule.patterns != patterns:
-        steps.alike = lambda text: text if text.isascii() else ""
+    _check_made(path, fast, steps, ignores_merges is not bool(split_rule.ignore_merges))
+    if split_rule.patterns != patterns:
+        steps.normalize_text = lambda text: text if text.isascii() else ""
         steps.notes.append(
             f"llama.cpp's pre-tokenizer {steps.pre} splits some words beyond ASCII elsewhere, at capitals, marks or"
             " digits"
         )
 
 
-def _pattern(path: Path, step: Step) -> str:
+def _split_pattern(path: Path, step: Step) -> str:
     """The pattern by which a step splits; nothing if it does not."""
-    kind = step["type"]
-    if kind == "ByteLevel":
+    step_kind = step["type"]
+    if step_kind == "ByteLevel":
         return GPT_2_STEP if step.get("use_regex", True) is not False else ""
     pattern = str(as_object(step.get("pattern")).get("Regex"))
     covers_text = step.get("invert") is True and pattern.endswith(r"|\s+")  # nothing lies between
     if step.get("behavior") == "Removed" and not covers_text:
         raise InputError(f"{path}: pre_tokenizer Split drops text; its behavior must be Isolated")
-    individual = kind == "Digits" and step.get("individual_digits") is True
-    return pattern if kind == "Split" else DIGITS_STEP if individual else str(kind)
+    has_single_digits = step_kind == "Digits" and step.get("individual_digits") is True
+    return pattern if step_kind == "Split" else DIGITS_STEP if has_single_digits else str(step_kind)
 
 
-def _check_made(path: Path, fast: Step, steps: Steps, differ: bool) -> None:
+def _check_made(path: Path, fast: Step, steps: TokenizerSteps, merges_differ: bool) -> None:
     """Refuse tokens that merges do not make, if file and GGUF differ in whether such words are tokens."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
-    added = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
-    for text in set(fast["model"]["vocab"]) - added - {*BYTE_NAMES} if differ else ():
-        if len(merge([c.encode() for c in text], lambda a, b: ranks.get((a, b)))) > 1:
+    added_texts = {as_object(token).get("content") for token in as_list(fast.get("added_tokens"))}
+    for text in set(fast["model"]["vocab"]) - added_texts - {*BYTE_NAMES} if merges_differ else ():
+        if len(merge_parts([c.encode() for c in text], lambda a, b: ranks.get((a, b)))) > 1:
             raise InputError(
                 f"{path}: model.ignore_merges must be {not fast['model'].get('ignore_merges')}, as for"
                 f" {steps.pre} in GGUF vocabularies, since merges do not make the token {text!r}"

@@ -6,7 +6,7 @@ A key that a conversion asks for is honoured or refused there. A new key may cha
 import math
 from typing import Any
 
-from packtrain.models.arch.hf_config import FULL, PARTIAL, ROPES, SLIDING, WINDOW, Given
+from packtrain.models.arch.hf_config import FULL, PARTIAL, ROPE_KEYS, SLIDING, WINDOW, HFConfig
 
 WITHOUT_EFFECT = {
     "names and versions": """architectures model_type model_name transformers_version transformers.js_config
@@ -33,24 +33,24 @@ WITHOUT_EFFECT = {
     "for images and sound": """text_config boi_token_index eoi_token_index eoa_token_index mm_tokens_per_image
         multimodal_projector_bias projector_hidden_act spatial_merge_size vocab_size_per_layer_input""",
 }  # fmt: skip
-IGNORED = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
+IGNORED_KEYS = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
 # of tokens, for training, for images and sound
 IGNORED_ENDS = "_id", "_ids", "_dropout", "_pdrop", "_init_scale", "_loss_coef", "_implementation"
-IGNORED_STARTS = (
+IGNORED_PREFIXES = (
     "mtp_", "vision_", "audio_", "image_", "video_", "anyres_", "summary_", "mamba_", "unsloth_", "use_flash_",
     "num_beam",
 )  # fmt: skip
 # of rope's settings
-IGNORED_ROPE = {"max_position_embeddings", "mrope_interleaved", "mrope_section"}
-OFF = """attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias attention_out_bias conv_bias lm_head_bias
+IGNORED_ROPE_KEYS = {"max_position_embeddings", "mrope_interleaved", "mrope_section"}
+ALWAYS_FALSE = """attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias attention_out_bias conv_bias lm_head_bias
     use_qk_norm qk_layernorm alibi use_alibi add_cross_attention is_encoder_decoder use_bidirectional_attention
     apply_residual_connection_post_layernorm rope_interleaved use_mrope scale_embedding enable_moe_block
     attention_k_eq_v use_double_wide_mlp remove_bias use_sliding_window use_parallel_embedding use_cla use_mla
     add_classification_head position_embedding_xdrope group_limited_greedy use_mixed_mlp_moe"""
 ON = """is_causal attn_output_gate  block_use_swiglu use_embedding_sharing use_gated_activation
     use_parallel_block use_rmsnorm"""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(OFF.split(), (False,)), **dict.fromkeys(ON.split(), (True,)),
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(ALWAYS_FALSE.split(), (False,)), **dict.fromkeys(ON.split(), (True,)),
     PARTIAL: (1.0,), "rotary_pct": (1.0,), "rotary_scaling_factor": (1.0,), "embedding_multiplier": (1.0,),
     "logits_scaling": (1.0,), "residual_multiplier": (1.0,), "pruned_heads": ({},), "mlp_only_layers": ([],),
     "position_embedding_type": ("rope", "rotary", "rope_gptj"), "order_of_interleaved_layers": ("local_attn_first",),
@@ -61,33 +61,33 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _is_ignored(key: str) -> bool:
-    return key in IGNORED or key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_STARTS)
+    return key in IGNORED_KEYS or key.endswith(IGNORED_ENDS) or key.startswith(IGNORED_PREFIXES)
 
 
-def check_unread(hf_config: Given, windows: bool) -> int:
+def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
     """Raise InputError for a key that may change the computation, and that the conversion has not asked for.
 
     Returns the window that the file does not hold; 0: there is none.
 
-    windows  the class has windows unless `use_sliding_window` says otherwise
+    has_windows  the class has windows unless `use_sliding_window` says otherwise
     """
-    within = 0 if WINDOW in hf_config.read else hf_config.within(windows)
-    for key, value in hf_config.unread():
-        in_rope = key.startswith(tuple(f"{rope}." for rope in ROPES))
-        name = key.rsplit(".", 1)[-1] if in_rope else key
-        if value is None or (name in IGNORED_ROPE if in_rope else _is_ignored(key)):
+    max_context = 0 if WINDOW in hf_config.read_keys else hf_config.effective_window(has_windows)
+    for key, value in hf_config.unread_values():
+        is_rope_key = key.startswith(tuple(f"{rope}." for rope in ROPE_KEYS))
+        name = key.rsplit(".", 1)[-1] if is_rope_key else key
+        if value is None or (name in IGNORED_ROPE_KEYS if is_rope_key else _is_ignored(key)):
             continue
         if name == "layer_types" and isinstance(value, list):
-            if {*map(str, value)} - {FULL, SLIDING if within else FULL}:
+            if {*map(str, value)} - {FULL, SLIDING if max_context else FULL}:
                 raise hf_config.wrong(key, value, f"{FULL} alone")
         elif not any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in NEUTRAL.get(name, ())
+            for neutral in NEUTRAL_VALUES.get(name, ())
         ):
-            right = " or ".join(map(repr, NEUTRAL.get(name, ()))) or "left out"
+            right = " or ".join(map(repr, NEUTRAL_VALUES.get(name, ()))) or "left out"
             raise hf_config.wrong(
                 key,
                 value,
                 f"{right}: packtrain does not know what it changes; remove it if that is nothing",
             )
-    return within
+    return max_context

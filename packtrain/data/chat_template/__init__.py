@@ -6,19 +6,19 @@ A template comes from an untrusted file. It runs in Jinja's sandbox, in its own 
 
 from packtrain.data.chat_template.template_families import (
     CHATML,
-    SOURCES,
-    Chosen,
+    TEMPLATES,
+    TemplateChoice,
     choose_template,
-    template_named,
+    load_template,
 )
 from packtrain.data.chat_template.template_language import (
-    MEMORY,
+    MEMORY_NBYTES,
     ChatTemplate,
     TemplateError,
     template_source,
 )
 
 __all__ = [
-    "CHATML", "MEMORY", "SOURCES", "ChatTemplate", "Chosen", "TemplateError", "choose_template",
-    "template_named", "template_source",
+    "CHATML", "MEMORY_NBYTES", "TEMPLATES", "ChatTemplate", "TemplateChoice", "TemplateError", "choose_template",
+    "load_template", "template_source",
 ]  # fmt: skip

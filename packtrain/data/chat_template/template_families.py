@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.common.files import existing
+from packtrain.common.files import require_existing
 from packtrain.data.tokenizer import CONTROL, END_TEXTS, KEYS, USER_DEFINED
 
-KEY = "tokenizer.chat_template"
+TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -87,7 +87,7 @@ def _mistral(template: str, before: str = "", after: str = "", trim: str = "") -
     return template.replace("BEFORE", before).replace("AFTER", after).replace("TRIM", trim)
 
 
-SOURCES = {
+TEMPLATES = {
     "chatml": CHATML,
     "gemma": GEMMA,
     "llama2-sys": LLAMA_2,
@@ -115,72 +115,72 @@ CHOOSE = "choose another with --chat-template"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TemplateChoice:
     """The chat template in use.
 
     name  its family; "" for a model's own, or one from a file
-    why   it was chosen; "" for a model's own, which needs no note
+    reason   it was chosen; "" for a model's own, which needs no note
     """
 
     source: str
     name: str = ""
-    why: str = ""
+    reason: str = ""
 
     @property
     def note(self) -> str:
-        return f"chat template: {self.name or 'custom'}, {self.why}"
+        return f"chat template: {self.name or 'custom'}, {self.reason}"
 
 
 def choose_template(
     metadata: Mapping[str, Any], model_template: str | None, requested: str | None = None
-) -> Chosen:
+) -> TemplateChoice:
     """The requested template (its text), else the model's own, else its family's, else ChatML."""
     if requested is not None:
-        name = next((name for name in SOURCES if SOURCES[name] == requested), "")
-        instead = "" if model_template is None else ", in place of the model's own"
-        return Chosen(requested, name, f"from --chat-template{instead}")
+        name = next((name for name in TEMPLATES if TEMPLATES[name] == requested), "")
+        replaced_note = "" if model_template is None else ", in place of the model's own"
+        return TemplateChoice(requested, name, f"from --chat-template{replaced_note}")
     if model_template is not None:
-        return Chosen(model_template)
+        return TemplateChoice(model_template)
     name = family_of(metadata)
     if name:
         marker = MARKERS[name.removesuffix(f"-{TEKKEN}")][0]
-        return Chosen(SOURCES[name], name, f"{NONE} {marker}; {CHOOSE}")
+        return TemplateChoice(TEMPLATES[name], name, f"{NONE} {marker}; {CHOOSE}")
     has_end_token = END_OF_TURN.encode() in metadata[f"{KEYS}tokens"]
     ending_note = "" if has_end_token else "; turns end with its EOS token"
     source = CHATML if has_end_token else CHATML.replace(END_OF_TURN, "{{ eos_token }}")
-    return Chosen(source, "chatml", f"{NONE} no known markers{ending_note}; {CHOOSE}")
+    return TemplateChoice(source, "chatml", f"{NONE} no known markers{ending_note}; {CHOOSE}")
 
 
 def family_of(metadata: Mapping[str, Any]) -> str:
     """The family all of whose markers are special tokens of the vocabulary; "" if there is none."""
-    tokens, kinds = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
+    tokens, declared_types = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
     marker_tokens = {text.encode() for texts in MARKERS.values() for text in texts}
-    places = {token: i for i, token in enumerate(tokens) if token in marker_tokens}
-    if kinds is not None:
+    marker_ids = {token: i for i, token in enumerate(tokens) if token in marker_tokens}
+    if declared_types is not None:
         end_tokens = {text.encode() for text in END_TEXTS.split()}
-        token_types = np.asarray(kinds)
-        places = {
+        token_types = np.asarray(declared_types)
+        marker_ids = {
             token: i
-            for token, i in places.items()
+            for token, i in marker_ids.items()
             if token in end_tokens or token_types[i] in (CONTROL, USER_DEFINED)
         }
     for name, texts in MARKERS.items():
-        if all(text.encode() in places for text in texts):
-            tekken = name.startswith("mistral") and metadata.get(f"{KEYS}pre") == TEKKEN
-            return f"{name}-{TEKKEN}" if tekken else name
+        if all(text.encode() in marker_ids for text in texts):
+            is_tekken = name.startswith("mistral") and metadata.get(f"{KEYS}pre") == TEKKEN
+            return f"{name}-{TEKKEN}" if is_tekken else name
     return ""
 
 
-def template_named(name_or_path: str) -> str:
+def load_template(name_or_path: str) -> str:
     """The template with this name, or from this file. Raises InputError."""
-    if name_or_path in SOURCES:
-        return SOURCES[name_or_path]
+    if name_or_path in TEMPLATES:
+        return TEMPLATES[name_or_path]
     if not Path(name_or_path).is_file():
         raise InputError(
-            f"--chat-template: {name_or_path} is no file, and no known template; these are {', '.join(SOURCES)}"
+            f"--chat-template: {name_or_path} is no file, and no known template; these are {', '.join(TEMPLATES)}"
         )
     try:
-        return existing(name_or_path, "--chat-template").read_text(encoding="utf-8-sig")
+        return require_existing(name_or_path, "--chat-template").read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(
             f"--chat-template: {name_or_path} is not UTF-8; save it as UTF-8"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.errors import InputError
-from packtrain.data.chat_template.template_families import KEY
+from packtrain.data.chat_template.template_families import TEMPLATE_KEY
 
-SECONDS, MEMORY = 10.0, 512 << 20
+SECONDS, MEMORY_NBYTES = 10.0, 512 << 20
 
 
 class TemplateError(InputError):
@@ -22,12 +22,12 @@ class TemplateError(InputError):
 
 def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
     """The chat template of a GGUF file, or its template for tools if `tools` and there is one; None if it has none."""
-    names = [KEY, f"{KEY}.default"]
+    names = [TEMPLATE_KEY, f"{TEMPLATE_KEY}.default"]
     if tools:
-        names.insert(0, f"{KEY}.tool_use")
+        names.insert(0, f"{TEMPLATE_KEY}.tool_use")
     template = next((metadata[name] for name in names if name in metadata), None)
     if template is not None and not isinstance(template, str):
-        raise TemplateError(f"{KEY} is not a text; it must be a Jinja template")
+        raise TemplateError(f"{TEMPLATE_KEY} is not a text; it must be a Jinja template")
     return template
 
 
@@ -39,9 +39,9 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS, memory: int = MEMORY
+        self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS, memory: int = MEMORY_NBYTES
     ) -> None:  # fmt: skip
-        self._source, self._seconds, self._memory = source, seconds, memory
+        self._source, self._seconds, self._memory_nbytes = source, seconds, memory
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -50,33 +50,33 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        more: Mapping[str, Any] | None = None,
+        extra_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation; more: other variables. Raises TemplateError, whatever the template does."""
-        variables = {**(more or {}), **self._tokens} | {
+        variables = {**(extra_variables or {}), **self._tokens} | {
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         if self._child is None:
-            self._child = _start(self._source, self._memory)
-            weakref.finalize(self, _end, self._child)
-        reply = self._ask(self._child, json.dumps(variables).encode())
+            self._child = _start_child(self._source, self._memory_nbytes)
+            weakref.finalize(self, _stop_child, self._child)
+        reply = self._exchange_lines(self._child, json.dumps(variables).encode())
         if len(reply) > 1:
             raise TemplateError(f"the chat template: {' '.join(reply[1].split())}")
         text: str = reply[0]
         return text
 
-    def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
+    def _exchange_lines(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
         """The child's answer; kills it if it takes too long."""
         assert child.stdin and child.stdout
         timed_out = threading.Event()
 
-        def end() -> None:
+        def kill_child() -> None:
             timed_out.set()
             child.kill()
 
-        timer = threading.Timer(self._seconds, end)
+        timer = threading.Timer(self._seconds, kill_child)
         timer.start()
         try:
             child.stdin.write(line + b"\n")
@@ -89,7 +89,7 @@ class ChatTemplate:
         if answer:
             reply: list[str] = json.loads(answer)
             return reply
-        _end(child)
+        _stop_child(child)
         self._child = None
         failure = (
             f"took longer than {self._seconds:g} s" if timed_out.is_set() else "ended its process"
@@ -97,7 +97,7 @@ class ChatTemplate:
         raise TemplateError(f"the chat template {failure}")
 
 
-def _start(source: str, memory: int) -> subprocess.Popen[bytes]:
+def _start_child(source: str, memory: int) -> subprocess.Popen[bytes]:
     # -P: do not import from the folder of the file
     child = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("template_renderer.py")), str(memory)],
@@ -110,7 +110,7 @@ def _start(source: str, memory: int) -> subprocess.Popen[bytes]:
     return child
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _stop_child(child: subprocess.Popen[bytes]) -> None:
     """Kill the process and close its pipes."""
     with suppress(BrokenPipeError), child:
         child.kill()

@@ -21,11 +21,11 @@ try:
 except ImportError:  # no such limits on this system
     resource = None  # type: ignore[assignment]
 
-TEXT_LENGTH = 4 << 20
-REASON_LENGTH = 1000  # most characters of an error message for the parent
+MAX_TEXT_LENGTH = 4 << 20
+MAX_REASON_LENGTH = 1000  # most characters of an error message for the parent
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's text; it does not change the output."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it
@@ -35,12 +35,12 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Refused(Exception):
+class TemplateRefusal(Exception):
     """The template itself rejected these messages."""
 
 
-def refuse(message: str) -> NoReturn:
-    raise Refused(message)
+def raise_refusal(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
 
 
 def to_json(
@@ -56,23 +56,23 @@ def to_json(
     )
 
 
-class Given(list[Any]):
+class ConversationList(list[Any]):
     """A list of the conversation."""
 
 
-def given(variables: dict[str, Any]) -> dict[str, Any]:
+def wrap_lists(variables: dict[str, Any]) -> dict[str, Any]:
     """Variables with Givens for lists, however deep they are."""
-    left: list[Any] = [variables]
-    for outer in left:
+    pending: list[Any] = [variables]
+    for outer in pending:
         for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
             if isinstance(value, list):
-                outer[key] = value = Given(value)
+                outer[key] = value = ConversationList(value)
             if isinstance(value, list | dict):
-                left.append(value)
+                pending.append(value)
     return variables
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Templates may change lists of their own, as Kimi K2's do, but not what they are given."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -80,42 +80,42 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return is_allowed or super().is_safe_attribute(obj, attr, value)
 
 
-def compiled(source: str) -> jinja2.Template:
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+def compile_template(source: str) -> jinja2.Template:
+    environment = TemplateSandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = raise_refusal
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment.from_string(source)
 
 
 def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """The rendered text. Raises Refused as soon as it is too long."""
-    parts, length = [], 0
-    for part in template.generate(**variables):
-        parts.append(part)
-        length += len(part)
-        if length > TEXT_LENGTH:
-            raise Refused(f"its text is longer than {TEXT_LENGTH} characters")
-    return "".join(parts)
+    chunks, length = [], 0
+    for chunk in template.generate(**variables):
+        chunks.append(chunk)
+        length += len(chunk)
+        if length > MAX_TEXT_LENGTH:
+            raise TemplateRefusal(f"its text is longer than {MAX_TEXT_LENGTH} characters")
+    return "".join(chunks)
 
 
-def answer(work: Callable[[], Any]) -> Any:
+def answer(task: Callable[[], Any]) -> Any:
     """The reply to send: [result] or ["", error message]."""
     try:
-        return [work()]
-    except Refused as error:
-        return ["", str(error)[:REASON_LENGTH]]
+        return [task()]
+    except TemplateRefusal as error:
+        return ["", str(error)[:MAX_REASON_LENGTH]]
     except MemoryError:
         return ["", "it needs too much memory"]
     except jinja2.TemplateSyntaxError as error:
-        return ["", f"line {error.lineno}: {error.message}"[:REASON_LENGTH]]
+        return ["", f"line {error.lineno}: {error.message}"[:MAX_REASON_LENGTH]]
     except Exception as error:  # an untrusted template can raise anything
-        return ["", f"{type(error).__name__}: {error}"[:REASON_LENGTH]]
+        return ["", f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]]
 
 
-def taken() -> int:
+def address_space_nbytes() -> int:
     """Bytes of address space of this process, where the system tells."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -128,14 +128,14 @@ def main() -> None:
     """The first argument: bytes that rendering may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent
     if resource:
-        limit = taken() + int(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_nbytes = address_space_nbytes() + int(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_AS, (limit_nbytes, limit_nbytes))
     template: list[jinja2.Template] = []
     source = json.loads(sys.stdin.readline())
-    reply = answer(lambda: template.append(compiled(source)))
+    reply = answer(lambda: template.append(compile_template(source)))
     for line in sys.stdin:
         if template:
-            reply = answer(lambda line=line: rendered(template[0], given(json.loads(line))))  # type: ignore[misc]
+            reply = answer(lambda line=line: rendered(template[0], wrap_lists(json.loads(line))))  # type: ignore[misc]
         print(json.dumps(reply), flush=True)
 
 

@@ -1,7 +1,13 @@
 """Turns data, with a model's vocabulary and chat template, into memory-mapped tokenized samples with a loss mask."""
 
-from packtrain.data.conversations.build_samples import TRUNCATE, Recipe
-from packtrain.data.conversations.samples_cache import Dataset, prepare
-from packtrain.data.conversations.samples_store import Samples
+from packtrain.data.conversations.build_samples import TRUNCATE_CHOICES, DatasetRecipe
+from packtrain.data.conversations.samples_cache import SampleDataset, prepare_dataset
+from packtrain.data.conversations.samples_store import TokenizedSamples
 
-__all__ = ["TRUNCATE", "Dataset", "Recipe", "Samples", "prepare"]
+__all__ = [
+    "TRUNCATE_CHOICES",
+    "DatasetRecipe",
+    "SampleDataset",
+    "TokenizedSamples",
+    "prepare_dataset",
+]

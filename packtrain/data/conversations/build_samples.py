@@ -15,42 +15,42 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 from packtrain.data.chat_template import (
-    MEMORY,
+    MEMORY_NBYTES,
     ChatTemplate,
-    Chosen,
+    TemplateChoice,
     choose_template,
     template_source,
 )
-from packtrain.data.conversations.conversation_renderer import Renderer
-from packtrain.data.conversations.loss_mask import Masker, Sample, windows
-from packtrain.data.conversations.messages import Conversation, Pair
-from packtrain.data.conversations.record_formats import Plain, Reader
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
+from packtrain.data.conversations.loss_mask import LossMasker, MaskedSample, windows
+from packtrain.data.conversations.messages import AnswerPair, Conversation
+from packtrain.data.conversations.record_formats import PlainText, RecordReader
 from packtrain.data.conversations.samples_store import SampleFile, write_samples
-from packtrain.data.text.documents import TRAIN, VALID, Source, find_sources
-from packtrain.data.text.text_streams import COLUMNS, SUFFIXES, TABLES, kind_of
-from packtrain.data.token_cache import Say
+from packtrain.data.text.documents import TRAIN, VALID, SourceFile, find_sources
+from packtrain.data.text.text_streams import COLUMNS, DATA_SUFFIXES, TABLES, suffix_of
+from packtrain.data.token_cache import ReportProgress
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 
 NOTES_FILE = "notes.json"
 ROWS = (*TABLES, *COLUMNS)
 SECONDS_BETWEEN_LINES = 3.0
-MAX_PLACES = 1000  # samples whose place in the data is known
-END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
-FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
-CONTROLS = "messages that spell control tokens, which become these tokens as in llama.cpp"
-UNPAIRED = "pairs left out because, cut to the context, an answer is empty or equals the other"
-UNLIKE = {
+MAX_LOCATIONS = 1000  # samples whose place in the data is known
+TRUNCATE_END, TRUNCATE_DROP, TRUNCATE_SPLIT = TRUNCATE_CHOICES = ("end", "drop", "split")
+FATES = {TRUNCATE_END: "cut at their end", TRUNCATE_DROP: "left out", TRUNCATE_SPLIT: "split"}
+CONTROL_NOTE = "messages that spell control tokens, which become these tokens as in llama.cpp"
+UNPAIRED_NOTE = "pairs left out because, cut to the context, an answer is empty or equals the other"
+MISMATCH_FACTS = {
     True: "is no pair of answers; for this loss it must have prompt, chosen and rejected",
     False: "is a pair of answers, chosen and rejected; such data is for finetune --loss dpo, ipo, simpo or orpo",
 }
 RENDERER_NBYTES = 16 << 20  # of a process that renders nothing yet; 10 to 12 were measured
-RENDERING = 4  # the part of the room that rendering takes
-UNTRAINED = "samples left out because they have no tokens to train on"
+RENDERER_DIVISOR = 4  # the part of the room that rendering takes
+UNTRAINED_NOTE = "samples left out because they have no tokens to train on"
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class DatasetRecipe:
     """What to prepare, and how.
 
     model      a GGUF file: its vocabulary and its chat template
@@ -68,7 +68,7 @@ class Recipe:
     data: Path
     model: Path
     length: int
-    truncate: str = END
+    truncate: str = TRUNCATE_END
     everything: bool = False
     last_only: bool = False
     separator: str | None = None
@@ -79,214 +79,230 @@ class Recipe:
     columns: str | None = None
 
 
-def sources_of(recipe: Recipe) -> tuple[Source, ...]:
-    return find_sources(recipe.data, SUFFIXES)
+def sources_of(recipe: DatasetRecipe) -> tuple[SourceFile, ...]:
+    return find_sources(recipe.data, DATA_SUFFIXES)
 
 
-def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
+def splits_of(recipe: DatasetRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
     """The splits that the samples have."""
-    return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
+    return (TRAIN, VALID) if recipe.val_split or any(s.split for s in sources) else (TRAIN,)
 
 
-def write_dataset(recipe: Recipe, folder: Path, report: Say, room: int | None = None) -> None:
+def write_dataset(
+    recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
+) -> None:
     """Fill the folder. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:
-        maker = Maker(recipe, file.metadata, MEMORY if room is None else room // RENDERING)
+        maker = SampleBuilder(
+            recipe, file.metadata, MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
+        )
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
     sources = sources_of(recipe)
-    split = 0.0 if any(source.part for source in sources) else recipe.val_split
-    parts = parts_of(recipe, sources)
-    turns, notes, count = Turns(round(1 / split) if split else 0), list[str](), 0
+    split = 0.0 if any(source.split for source in sources) else recipe.val_split
+    splits = splits_of(recipe, sources)
+    splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0
     with ExitStack() as stack:
         files = {
             part: stack.enter_context(
                 write_samples(folder, part, maker.masker.tokenizer.vocab_size)
             )
-            for part in parts
+            for part in splits
         }
         for source in sources:
-            reader = Reader(source, recipe.separator, recipe.skip_bad, recipe.columns)
-            _write(reader, report, turns, maker, files)
+            reader = RecordReader(source, recipe.separator, recipe.skip_bad, recipe.columns)
+            _write_records(reader, report, splitter, maker, files)
             if not reader.count:
-                details = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
+                details = f" ({' '.join(reader.report.notes)})" if reader.report.num_bad else ""
                 raise InputError(f"{source.path} holds no records; at least one is needed{details}")
             notes += reader.notes
             count += reader.count
         notes += maker.messages
         if split:
-            notes.append(turns.note(split, sources, count))
-            files = files if turns.held_out else {TRAIN: files[TRAIN]}
+            notes.append(splitter.note(split, sources, count))
+            files = files if splitter.num_held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
     metadata = {
         "notes": notes,
-        "places": turns.places,
+        "places": splitter.locations,
         "parts": [*files],
         "names": [source.path.name for source in sources],
         "template": maker.template,
-        "ends": sorted(maker.masker.tokenizer.ends),
+        "ends": sorted(maker.masker.tokenizer.eog_ids),
     }
     (folder / NOTES_FILE).write_text(json.dumps(metadata), encoding="utf-8")
 
 
 @dataclass(slots=True)
-class Turns:
-    """Chooses samples for validation: every k-th, over all files; none if `every` is 0.
+class ValidationSplitter:
+    """Chooses samples for validation: every k-th, over all files; none if `interval` is 0.
 
-    places  where the first samples of the other part are in the data
+    locations  where the first samples of the other part are in the data
     """
 
-    every: int
+    interval: int
     number: int = 0
-    places: list[str] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
 
     @property
-    def part(self) -> str:
-        return VALID if self.every and self.number % self.every == 0 else TRAIN
+    def split(self) -> str:
+        return VALID if self.interval and self.number % self.interval == 0 else TRAIN
 
     @property
-    def held_out(self) -> int:
-        return self.number // self.every if self.every else 0
+    def num_held_out(self) -> int:
+        return self.number // self.interval if self.interval else 0
 
-    def note(self, split: float, sources: Iterable[Source], records: int) -> str:
+    def note(self, split: float, sources: Iterable[SourceFile], num_records: int) -> str:
         """Says how many are held out for validation."""
-        unit = "row" if all(kind_of(source.path) in ROWS for source in sources) else "record"
-        counted = plural(self.number, unit if self.number == records else "sample")
-        are = "is" if self.held_out == 1 else "are"
-        if self.held_out:
-            return f"{self.held_out:,} of {counted} {are} held out for validation"
+        unit = "row" if all(suffix_of(source.path) in ROWS for source in sources) else "record"
+        counted_text = plural(self.number, unit if self.number == num_records else "sample")
+        verb = "is" if self.num_held_out == 1 else "are"
+        if self.num_held_out:
+            return f"{self.num_held_out:,} of {counted_text} {verb} held out for validation"
         larger = f"; --val-split {1 / self.number:.2g} holds out one" if self.number > 1 else ""
-        return f"nothing is held out for validation: --val-split {split:g} of {counted} is less than one{larger}"
+        return f"nothing is held out for validation: --val-split {split:g} of {counted_text} is less than one{larger}"
 
 
-def _write(
-    reader: Reader, report: Say, turns: Turns, maker: "Maker", files: Mapping[str, SampleFile]
+def _write_records(
+    reader: RecordReader,
+    report: ReportProgress,
+    splitter: ValidationSplitter,
+    builder: "SampleBuilder",
+    files: Mapping[str, SampleFile],
 ) -> None:
     """Write all samples of a file; those of one conversation go to the same split."""
-    for record in _reported(reader, report):
+    for record in _with_progress(reader, report):
         try:
-            samples = maker.samples(record)
+            samples = builder.samples(record)
         except InputError as error:
             reader.reject(error)
             continue
-        turns.number += isinstance(record, Conversation | Pair)
+        splitter.number += isinstance(record, Conversation | AnswerPair)
         for sample in samples:
-            turns.number += isinstance(record, Plain)
-            part = reader.source.part or turns.part
-            files[part].add(sample)
-            if part == TRAIN and len(turns.places) < MAX_PLACES:
-                turns.places.append(
-                    f"{reader.source.path.name}: {record.where.rpartition(': ')[2]}"
+            splitter.number += isinstance(record, PlainText)
+            split = reader.source.split or splitter.split
+            files[split].add(sample)
+            if split == TRAIN and len(splitter.locations) < MAX_LOCATIONS:
+                splitter.locations.append(
+                    f"{reader.source.path.name}: {record.location.rpartition(': ')[2]}"
                 )
 
 
-def _reported(reader: Reader, report: Say) -> Iterator[Conversation | Pair | Plain]:
+def _with_progress(
+    reader: RecordReader, report: ReportProgress
+) -> Iterator[Conversation | AnswerPair | PlainText]:
     """The same records; prints progress every few seconds."""
-    printed = time.monotonic()
+    last_printed = time.monotonic()
     for record in reader:
-        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
-            printed = time.monotonic()
+        if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
+            last_printed = time.monotonic()
             report(f"{reader.source.path.name}: {reader.count:,} records")
         yield record
 
 
-def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[str]) -> None:
-    for part, file in files.items():
-        if not file.starts:
-            spoken = {TRAIN: "training", VALID: "validation"}[part]
+def _check_filled(recipe: DatasetRecipe, files: Mapping[str, SampleFile], notes: list[str]) -> None:
+    for split, file in files.items():
+        if not file.sample_starts:
+            split_name = {TRAIN: "training", VALID: "validation"}[split]
             raise InputError(
-                f"--data: {recipe.data} leaves no tokens to train on for {spoken} ({'; '.join(notes)})"
+                f"--data: {recipe.data} leaves no tokens to train on for {split_name} ({'; '.join(notes)})"
             )
 
 
-class Maker:
+class SampleBuilder:
     """Turns records into samples; `messages` then reports what may surprise."""
 
     def __init__(
-        self, recipe: Recipe, metadata: Mapping[str, Any], rendering: int = MEMORY
+        self, recipe: DatasetRecipe, metadata: Mapping[str, Any], rendering: int = MEMORY_NBYTES
     ) -> None:
-        self.recipe, self._metadata, self._rendering = recipe, metadata, rendering
-        self.masker = Masker(Tokenizer(metadata), recipe.everything)
+        self.recipe, self._metadata, self._rendering_nbytes = recipe, metadata, rendering
+        self.masker = LossMasker(Tokenizer(metadata), recipe.everything)
         self.notes: Counter[str] = Counter()
-        self._chosen: dict[bool, Chosen] = {}  # for conversations with tools, and without
-        self._renderers: dict[Chosen, Renderer] = {}
+        self._chosen: dict[bool, TemplateChoice] = {}  # for conversations with tools, and without
+        self._renderers: dict[TemplateChoice, ConversationRenderer] = {}
 
     @property
     def messages(self) -> list[str]:
         """Messages to print at the end."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{description}: {count:,}" for description, count in notes.items() if count]
-        return [*(choice.note for choice in self._renderers if choice.why), *counted]
+        return [*(choice.note for choice in self._renderers if choice.reason), *counted]
 
     @property
     def template(self) -> str | None:
         """The chat template if it is not the model's own; the trained model's file must then contain it."""
-        return next((choice.source for choice in self._renderers if choice.why), None)
+        return next((choice.source for choice in self._renderers if choice.reason), None)
 
-    def _renderer(self, tools: bool) -> Renderer:
+    def _renderer_for(self, has_tools: bool) -> ConversationRenderer:
         """The renderer of the model's chat template, or of its template for tools; created on first use."""
-        if tools not in self._chosen:
-            model_template = template_source(self._metadata, tools)
-            self._chosen[tools] = choose_template(
+        if has_tools not in self._chosen:
+            model_template = template_source(self._metadata, has_tools)
+            self._chosen[has_tools] = choose_template(
                 self._metadata, model_template, self.recipe.template
             )
-        choice = self._chosen[tools]
+        choice = self._chosen[has_tools]
         if choice not in self._renderers:
             tokenizer = self.masker.tokenizer
             bos, eos = (
                 "" if id is None else tokenizer.piece(id).decode(errors="replace")
                 for id in (tokenizer.bos, tokenizer.eos)
             )
-            template = ChatTemplate(choice.source, bos, eos, memory=self._rendering)
-            self._renderers[choice] = Renderer(template, self.masker.ends, self.recipe.last_only)
+            template = ChatTemplate(choice.source, bos, eos, memory=self._rendering_nbytes)
+            self._renderers[choice] = ConversationRenderer(
+                template, self.masker.eog_texts, self.recipe.last_only
+            )
         return self._renderers[choice]
 
-    def samples(self, record: Conversation | Pair | Plain) -> Iterator[Sample]:
+    def samples(self, record: Conversation | AnswerPair | PlainText) -> Iterator[MaskedSample]:
         """The samples of a record that have tokens to train on; those of a conversation are built at once."""
-        wants_pairs = self.recipe.pairs
-        if wants_pairs is not None and isinstance(record, Pair) != wants_pairs:
-            raise InputError(f"{record.where} {UNLIKE[wants_pairs]}")
-        if isinstance(record, Plain):
-            return _placed(self._text(record), record.where)
-        samples = self._pair(record) if isinstance(record, Pair) else self._conversation(record)
-        return iter(list(_placed(samples, record.where)))
+        requires_pairs = self.recipe.pairs
+        if requires_pairs is not None and isinstance(record, AnswerPair) != requires_pairs:
+            raise InputError(f"{record.location} {MISMATCH_FACTS[requires_pairs]}")
+        if isinstance(record, PlainText):
+            return _locate_errors(self._text_samples(record), record.location)
+        samples = (
+            self._pair_samples(record)
+            if isinstance(record, AnswerPair)
+            else self._conversation_samples(record)
+        )
+        return iter(list(_locate_errors(samples, record.location)))
 
-    def _text(self, record: Plain) -> Iterator[Sample]:
-        ids = self.masker.text(record.pieces, record.checked)
-        for window in windows(ids, self.recipe.length, self.masker.first):
-            yield Sample(window, [1] * len(window))
+    def _text_samples(self, record: PlainText) -> Iterator[MaskedSample]:
+        ids = self.masker.encode_text(record.pieces, record.parse_special)
+        for window in windows(ids, self.recipe.length, self.masker.bos_id):
+            yield MaskedSample(window, [1] * len(window))
 
-    def _pair(self, record: Pair) -> Iterator[Sample]:
+    def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
         """Both answers, the chosen one first, if both have tokens to train on."""
         answers = [
             sample
             for conversation in (record.chosen, record.rejected)
-            for sample in self._last(conversation)
+            for sample in self._last_sample(conversation)
         ]
         if len(answers) == 2 and answers[0] != answers[1]:
             yield from answers
         else:
-            self.notes[UNPAIRED] += 1
+            self.notes[UNPAIRED_NOTE] += 1
 
-    def _last(self, record: Conversation) -> list[Sample]:
+    def _last_sample(self, record: Conversation) -> list[MaskedSample]:
         """The sample of an answer, the last one where the template needs several; none if it is left out."""
-        return [*self._conversation(record)][-1:]
+        return [*self._conversation_samples(record)][-1:]
 
-    def _conversation(self, record: Conversation) -> Iterator[Sample]:
+    def _conversation_samples(self, record: Conversation) -> Iterator[MaskedSample]:
         if self.recipe.everything and any(m.get("weight") == 0 for m in record.messages):
-            fact = f"{record.where} has a message that must not be trained on"
+            fact = f"{record.location} has a message that must not be trained on"
             raise InputError(fact, "--no-mask-prompt would")
-        words = (message["content"] for message in record.messages)
-        self.notes[CONTROLS] += sum(map(self.masker.spells_control, words))
-        for rendered in self._renderer(record.tools is not None).render(record):
-            for sample in self._cut(self.masker.conversation(rendered)):
-                if sample.trained:
+        contents = (message["content"] for message in record.messages)
+        self.notes[CONTROL_NOTE] += sum(map(self.masker.spells_control, contents))
+        for rendered in self._renderer_for(record.tools is not None).render(record):
+            for sample in self._truncate(self.masker.mask_conversation(rendered)):
+                if sample.num_trained:
                     yield sample
                 else:
-                    self.notes[UNTRAINED] += 1
+                    self.notes[UNTRAINED_NOTE] += 1
 
-    def _cut(self, sample: Sample) -> Iterator[Sample]:
+    def _truncate(self, sample: MaskedSample) -> Iterator[MaskedSample]:
         """A conversation, truncated or split if it is longer than a sample."""
         max_tokens, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
         if len(ids) <= max_tokens:
@@ -295,16 +311,16 @@ class Maker:
         self.notes[
             f"conversations longer than {self.recipe.length:,} tokens, {FATES[self.recipe.truncate]}"
         ] += 1
-        if self.recipe.truncate == DROP:
+        if self.recipe.truncate == TRUNCATE_DROP:
             return
-        last = len(ids) - 1 if self.recipe.truncate == SPLIT else 1
-        for at in range(0, last, self.recipe.length):
-            part = ids[at : at + max_tokens]
-            part[0] = part[0] if self.masker.first is None else self.masker.first
-            yield Sample(part, weights[at : at + max_tokens])
+        stop = len(ids) - 1 if self.recipe.truncate == TRUNCATE_SPLIT else 1
+        for start in range(0, stop, self.recipe.length):
+            window = ids[start : start + max_tokens]
+            window[0] = window[0] if self.masker.bos_id is None else self.masker.bos_id
+            yield MaskedSample(window, weights[start : start + max_tokens])
 
 
-def _placed(samples: Iterator[Sample], location: str) -> Iterator[Sample]:
+def _locate_errors(samples: Iterator[MaskedSample], location: str) -> Iterator[MaskedSample]:
     """The same samples; adds the place of the record to errors."""
     try:
         yield from samples

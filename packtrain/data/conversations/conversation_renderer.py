@@ -16,7 +16,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.conversations.messages import Conversation, Message
 
 PROBE = "packtrainprobe"
-CALL = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
+PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
 NONE = {"type": "object", "properties": {}, "required": []}
 TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": NONE}}
 ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -25,71 +25,73 @@ RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name":
 
 THOUGHTS = "reasoning_content", "thinking"  # the fields that templates read
 THINKING = {"enable_thinking": True}  # what templates ask for before they ask for thoughts
-THINK, THOUGHT = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+THINK_TAG, THOUGHT_BLOCK = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 # notes with a count
-SYSTEM = (
+SYSTEM_NOTE = (
     "system messages put before the user's first words, because the template does not support them"
 )
-CALLS = "tool calls written as JSON, because the template does not support them"
-RESULTS = "tool results written as user messages, because the template does not support them"
-TOOLS = "lists of tools left out, because the template does not support them"
-THOUGHTLESS = "thoughts left out, because the template does not support them"
+CALLS_NOTE = "tool calls written as JSON, because the template does not support them"
+RESULTS_NOTE = "tool results written as user messages, because the template does not support them"
+TOOLS_NOTE = "lists of tools left out, because the template does not support them"
+THOUGHTS_NOTE = "thoughts left out, because the template does not support them"
 UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
-CHANGED = "turns whose content or reasoning the template changes"
+CHANGED_NOTE = "turns whose content or reasoning the template changes"
 WEIGHTLESS = "turns of the assistant that the data keeps from being trained on"
-ENDLESS = "turns without an end token, so that the model cannot learn to stop"
+ENDLESS_NOTE = "turns without an end token, so that the model cannot learn to stop"
 
 
-class Template(Protocol):
+class TemplateRenderer(Protocol):
     def render(
         self,
         messages: list[Message],
         tools: list[Any] | None = None,
         add_generation_prompt: bool = False,
-        more: Mapping[str, Any] | None = None,
+        extra_variables: Mapping[str, Any] | None = None,
     ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedConversation:
     """A text, and the spans (start, end) of it that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
-class Renderer:
+class ConversationRenderer:
     """Renders conversations with one template.
 
     ends   the texts of tokens that end a reply
     notes  counts of what may surprise, by message
     """
 
-    def __init__(self, template: Template, ends: list[str], last_only: bool = False) -> None:
+    def __init__(
+        self, template: TemplateRenderer, eog_texts: list[str], last_only: bool = False
+    ) -> None:
         self.template, self.last_only = template, last_only
         self.notes: Counter[str] = Counter()
-        self._end = re.compile(
-            "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)"
+        self._end_pattern = re.compile(
+            "|".join(map(re.escape, sorted(eog_texts, key=len, reverse=True))) or "(?!)"
         )
-        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        self._without: list[Any] | None = None  # what the template takes for no tools
+        call_message = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+        self._no_tools: list[Any] | None = None  # what the template takes for no tools
         if not self._shows([SAID]) and self._shows([SAID], []):
-            self._without = []
+            self._no_tools = []
         self.takes_system = self._shows([{"role": "system", "content": PROBE}, ASK])
-        self.takes_calls = self._shows([ASK, called])
-        self._as_text = not self.takes_calls and self._shows([ASK, _with_text(called)])
+        self.takes_calls = self._shows([ASK, call_message])
+        self._as_text = not self.takes_calls and self._shows([ASK, _with_text(call_message)])
         if self._as_text:
-            self.takes_calls, called = True, _with_text(called)
-        self._by_id = not self.takes_calls and self._shows([ASK, _with_names([called])[0]])
+            self.takes_calls, call_message = True, _with_text(call_message)
+        self._by_id = not self.takes_calls and self._shows([ASK, _name_call_ids([call_message])[0]])
         if self._by_id:
-            self.takes_calls, called = True, _with_names([called])[0]
-        self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
+            self.takes_calls, call_message = True, _name_call_ids([call_message])[0]
+        self.takes_results = self._shows([ASK, call_message if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
-        self._thoughts, self.marks = self._place_of_thoughts(called)
-        self._own_marks = THINK not in (self.marks[0] or THINK)
+        self._thought_field, self.marks = self._find_thoughts(call_message)
+        self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
-    def _place_of_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
+    def _find_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
         """The field that the template reads thoughts from, and what it writes before and behind them; "" if none.
 
         A template may have them only before calls.
@@ -101,11 +103,11 @@ class Renderer:
                 continue
             prefix, _, suffix = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
             base_text = self._text([ASK, reply], None)
-            head = base_text[: len(base_text) - len(common_end(suffix, base_text))]
-            opened, close = prefix[len(head) :], suffix.removesuffix(base_text[len(head) :])
-            begin = opened.lstrip()
+            head = base_text[: len(base_text) - len(common_suffix(suffix, base_text))]
+            opening, closing = prefix[len(head) :], suffix.removesuffix(base_text[len(head) :])
+            mark = opening.lstrip()
             fits = prefix.startswith(head)
-            return name, (begin, close + opened.removesuffix(begin)) if fits and begin else ("", "")
+            return name, (mark, closing + opening.removesuffix(mark)) if fits and mark else ("", "")
         return "", ("", "")
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
@@ -116,33 +118,37 @@ class Renderer:
             return False
 
     def _text(self, messages: list[Message], tools: list[Any] | None, **options: Any) -> str:
-        return self.template.render(messages, self._without if tools is None else tools, **options)
+        return self.template.render(messages, self._no_tools if tools is None else tools, **options)
 
-    def render(self, conversation: Conversation) -> list[Rendered]:
+    def render(self, conversation: Conversation) -> list[RenderedConversation]:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
-        first = len(messages) - (conversation.answer or len(messages))
+        first = len(messages) - (conversation.num_answer_messages or len(messages))
         weights = [m.get("weight") != 0 for m in conversation.messages]
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         turns = [i for i in answers if weights[i - len(messages)]]
         if len(turns) < len(answers):
             self.notes[WEIGHTLESS] += len(answers) - len(turns)
-        thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
-        options = {"more": THINKING} if thinks else {}
-        per_turn = [
+        thinks = bool(self._thought_field) and any(m.get(self._thought_field) for m in messages)
+        options = {"extra_variables": THINKING} if thinks else {}
+        renderings = [
             self._turn(messages, i, tools, options) for i in turns[-1 if self.last_only else 0 :]
         ]
-        full_text = per_turn[-1].text
+        full_text = renderings[-1].text
         if all(
-            full_text.startswith(rendered.text[: rendered.spans[0][1]]) for rendered in per_turn
+            full_text.startswith(rendered.text[: rendered.spans[0][1]]) for rendered in renderings
         ):
-            return [Rendered(full_text, [span for rendered in per_turn for span in rendered.spans])]
+            return [
+                RenderedConversation(
+                    full_text, [span for rendered in renderings for span in rendered.spans]
+                )
+            ]
         self.notes[UNSTABLE] += 1
-        return per_turn
+        return renderings
 
-    def without_end(self, reply: str) -> str:
+    def strip_end(self, reply: str) -> str:
         """A reply without the token that ends it."""
-        marks = [*self._end.finditer(reply)]
+        marks = [*self._end_pattern.finditer(reply)]
         return reply[: marks[-1].start()] if marks and marks[-1].end() == len(reply) else reply
 
     def prompt(
@@ -156,56 +162,59 @@ class Renderer:
         begins  whether the text has the beginning of this answer
         """
         messages, tools = self._fitted(conversation)
-        return self._text(messages, tools, add_generation_prompt=begins, more=variables)
+        return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
 
     def _turn(
         self, messages: list[Message], i: int, tools: list[Any] | None, options: dict[str, Any]
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """The conversation up to a turn of the assistant, with the span of this turn."""
         prompt = self._text(messages[:i], tools, add_generation_prompt=True, **options)
-        text, begin = self._text(messages[: i + 1], tools, **options), len(prompt)
-        words = messages[i]["content"].strip()
+        text, reply_start = self._text(messages[: i + 1], tools, **options), len(prompt)
+        content = messages[i]["content"].strip()
         if not text.startswith(prompt):
-            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **options)
+            probe_text = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **options)
             question_text = messages[i - 1]["content"].strip()
-            called = bool(messages[i].get("tool_calls"))
-            text, begin = _joined(prompt, text, question_text, shown, called)
-        text = self._with_thoughts(messages[i], text, begin)
-        at = text.find(words, begin)
-        if at < 0:
-            self.notes[CHANGED] += 1
-        search_start = begin if at < 0 else at + len(words)
-        mark = self._end.search(text, search_start)
-        if mark is None:
-            text = self._ended(messages[: i + 1], tools, text, options)
-            mark = self._end.search(text, search_start)
-        if mark is None:
-            self.notes[ENDLESS] += 1
-        return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
+            has_calls = bool(messages[i].get("tool_calls"))
+            text, reply_start = _join_reply(prompt, text, question_text, probe_text, has_calls)
+        text = self._with_thoughts(messages[i], text, reply_start)
+        content_start = text.find(content, reply_start)
+        if content_start < 0:
+            self.notes[CHANGED_NOTE] += 1
+        search_start = reply_start if content_start < 0 else content_start + len(content)
+        end_match = self._end_pattern.search(text, search_start)
+        if end_match is None:
+            text = self._append_end(messages[: i + 1], tools, text, options)
+            end_match = self._end_pattern.search(text, search_start)
+        if end_match is None:
+            self.notes[ENDLESS_NOTE] += 1
+        return RenderedConversation(
+            text,
+            [(reply_start, end_match.end() if end_match else max(reply_start, len(text.rstrip())))],
+        )
 
-    def _with_thoughts(self, message: Message, text: str, begin: int) -> str:
+    def _with_thoughts(self, message: Message, text: str, reply_start: int) -> str:
         """The text with the thoughts before the reply, where the template leaves them out, as Gemma 4's does."""
-        thought, (opened, closed) = (message.get(self._thoughts) or "").strip(), self.marks
-        reply = text[begin:]
-        if not thought or thought in reply or not opened or opened.strip() in reply:
+        thought, (opening, closing) = (message.get(self._thought_field) or "").strip(), self.marks
+        reply = text[reply_start:]
+        if not thought or thought in reply or not opening or opening.strip() in reply:
             return text
-        return f"{text[:begin]}{opened}{thought}{closed}{reply}"
+        return f"{text[:reply_start]}{opening}{thought}{closing}{reply}"
 
-    def _ended(
+    def _append_end(
         self, messages: list[Message], tools: list[Any] | None, text: str, options: dict[str, Any]
     ) -> str:
         """The text with what ends its last reply, where the template writes it with the next message, as GLM's does."""
-        called = messages[-1].get("tool_calls") and self.takes_results
+        has_calls = messages[-1].get("tool_calls") and self.takes_results
         try:
-            longer = self._text([*messages, RESULT if called else SAID], tools, **options)
+            longer_text = self._text([*messages, RESULT if has_calls else SAID], tools, **options)
         except InputError:
             return text
-        *_, last = text.rstrip().rpartition("\n")
-        at = longer.rfind(last, 0, max(longer.rfind(PROBE), 0)) + len(last)
-        mark = self._end.search(longer, at)
-        if at < len(last) or mark is None or longer[at : mark.start()].strip():
+        *_, last_line = text.rstrip().rpartition("\n")
+        at = longer_text.rfind(last_line, 0, max(longer_text.rfind(PROBE), 0)) + len(last_line)
+        end_match = self._end_pattern.search(longer_text, at)
+        if at < len(last_line) or end_match is None or longer_text[at : end_match.start()].strip():
             return text
-        return text.rstrip() + longer[at : mark.end()]
+        return text.rstrip() + longer_text[at : end_match.end()]
 
     # ---- what templates do not support
 
@@ -213,50 +222,50 @@ class Renderer:
         """Messages and tools in a form that the template supports."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
-            self.notes[SYSTEM] += 1
+            self.notes[SYSTEM_NOTE] += 1
             system, first, *rest = messages
             messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *rest]
         if tools and not self.takes_tools:
-            self.notes[TOOLS] += 1
+            self.notes[TOOLS_NOTE] += 1
             tools = None
         if self._by_id:
-            messages = _with_names(messages)
-        return [self._fitting(message) for message in messages], tools
+            messages = _name_call_ids(messages)
+        return [self._adapt_message(message) for message in messages], tools
 
-    def _thinking(self, message: Message) -> Message:
+    def _adapt_thoughts(self, message: Message) -> Message:
         """Thoughts as the template reads them; those before the words, too, if it has marks of its own for them."""
-        words, thoughts = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
-        thought_match = THOUGHT.match(words) if self._own_marks and not thoughts else None
+        content, thoughts = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
+        thought_match = THOUGHT_BLOCK.match(content) if self._own_marks and not thoughts else None
         if thought_match:
-            words, thoughts = words[thought_match.end() :], [thought_match[1].strip()]
-        if thoughts and not self._thoughts:
-            self.notes[THOUGHTLESS] += 1
-        if not thoughts or not self._thoughts:
+            content, thoughts = content[thought_match.end() :], [thought_match[1].strip()]
+        if thoughts and not self._thought_field:
+            self.notes[THOUGHTS_NOTE] += 1
+        if not thoughts or not self._thought_field:
             return message
-        return {**message, "content": words, self._thoughts: thoughts[0]}
+        return {**message, "content": content, self._thought_field: thoughts[0]}
 
-    def _fitting(self, message: Message) -> Message:
+    def _adapt_message(self, message: Message) -> Message:
         if message["role"] == "assistant":
-            message = self._thinking(message)
+            message = self._adapt_thoughts(message)
         if message.get("tool_calls") and not self.takes_calls:
-            self.notes[CALLS] += 1
+            self.notes[CALLS_NOTE] += 1
             calls = (json.dumps(c["function"], ensure_ascii=False) for c in message["tool_calls"])
-            words = "\n".join(filter(None, (message["content"], *calls)))
-            return {"role": "assistant", "content": words}
+            content = "\n".join(filter(None, (message["content"], *calls)))
+            return {"role": "assistant", "content": content}
         if message.get("tool_calls") and self._as_text:
             return _with_text(message)
         if message["role"] == "tool" and not self.takes_results:
-            self.notes[RESULTS] += 1
+            self.notes[RESULTS_NOTE] += 1
             return {"role": "user", "content": message["content"]}
         return message
 
 
-def common_end(a: str, b: str) -> str:
+def common_suffix(a: str, b: str) -> str:
     """What both texts end with."""
-    count = 0
-    while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
-        count += 1
-    return a[len(a) - count :]
+    length = 0
+    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
+        length += 1
+    return a[len(a) - length :]
 
 
 def _with_text(message: Message) -> Message:
@@ -269,48 +278,48 @@ def _with_text(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _with_names(messages: list[Message]) -> list[Message]:
+def _name_call_ids(messages: list[Message]) -> list[Message]:
     """Calls with ids that say their functions' names, for templates that write ids only, and results with the same."""
-    ids, output, count = dict[str, str](), list[Message](), 0
+    ids, output, num_calls = dict[str, str](), list[Message](), 0
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
             name, call_id = call["function"]["name"], str(call.get("id", ""))
             names_function = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", call_id)
-            ids[call_id] = call_id if names_function else f"functions.{name}:{count}"
+            ids[call_id] = call_id if names_function else f"functions.{name}:{num_calls}"
             calls.append({**call, "id": ids[call_id]})
-            count += 1
+            num_calls += 1
         answers = ids.get(str(message.get("tool_call_id", "")))
-        named = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
-        output.append({**message, **named})
+        id_fields = {"tool_calls": calls} if calls else {"tool_call_id": answers} if answers else {}
+        output.append({**message, **id_fields})
     return output
 
 
-def _joined(
-    prompt: str, text: str, question_text: str, shown: str, called: bool
+def _join_reply(
+    prompt: str, text: str, question_text: str, probe_text: str, has_calls: bool
 ) -> tuple[str, int]:
     """A prompt with its reply, and where the reply begins, if the template renders an answered prompt differently.
 
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
     question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and
-    `shown`, the same with the probe as its reply, tells where replies begin. A call of a tool, which may have another
+    `probe_text`, the same with the probe as its reply, tells where replies begin. A call of a tool, which may have another
     beginning, begins where the text differs from the prompt.
     """
-    at = prompt.rfind(question_text) if question_text else -1
-    prompt_end = prompt[at:]
-    if at >= 0 and prompt_end in text:
+    question_start = prompt.rfind(question_text) if question_text else -1
+    prompt_end = prompt[question_start:]
+    if question_start >= 0 and prompt_end in text:
         return prompt + text[text.rindex(prompt_end) + len(prompt_end) :], len(prompt)
-    begin = shown.rfind(PROBE)
+    reply_start = probe_text.rfind(PROBE)
     if (
-        begin < 0 or text[:begin] != shown[:begin]
+        reply_start < 0 or text[:reply_start] != probe_text[:reply_start]
     ):  # a call, perhaps: it begins where the prompt goes on otherwise
-        pairs = enumerate(zip(prompt, text, strict=False))
-        begin = next((k for k, (a, b) in pairs if a != b), len(text))
-        tag = text.rfind("<", 0, begin)
-        if begin < len(text) and tag >= 0 and ">" not in text[tag:begin]:
-            begin = tag  # of two tags that begin alike
-        if not called or at < 0 or begin < at + len(question_text):
+        character_pairs = enumerate(zip(prompt, text, strict=False))
+        reply_start = next((k for k, (a, b) in character_pairs if a != b), len(text))
+        tag_start = text.rfind("<", 0, reply_start)
+        if reply_start < len(text) and tag_start >= 0 and ">" not in text[tag_start:reply_start]:
+            reply_start = tag_start  # of two tags that begin alike
+        if not has_calls or question_start < 0 or reply_start < question_start + len(question_text):
             raise InputError(
                 "the chat template gives no text in which the reply can be told from the prompt"
             )
-    return text, begin
+    return text, reply_start

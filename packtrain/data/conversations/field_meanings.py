@@ -11,12 +11,12 @@ LOSS = {
     "weight": "OpenAI and mistral-finetune", "train": "Axolotl", "training": "Axolotl", "trainable": "several tools",
     "loss": "ms-swift and XTuner", "loss_mask": "several tools", "step_loss_mask": "slime",
 }  # fmt: skip
-EMPTY = ("none", "", "[]", "{}")
+EMPTY_VALUES = ("none", "", "[]", "{}")
 TRUE, FALSE, ANY = ("true", "1", "1.0"), ("false", "0", "0.0"), ()
-Table = dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]]
+FieldTable = dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]]
 
 
-def _table(*rows: tuple[str, str, str, tuple[str, ...], tuple[str, ...]]) -> Table:
+def _table(*rows: tuple[str, str, str, tuple[str, ...], tuple[str, ...]]) -> FieldTable:
     """From names, tools, what these read, values that are refused (ANY: all others), and those that change nothing."""
     return {name: row[1:] for row in rows for name in row[0].split()}
 
@@ -25,7 +25,7 @@ MEDIA = "image images video videos audio audios objects"
 UNWANTED = "marks answers that are not wanted, for which there is no loss"
 PROMPT, PARTS = "is part of the prompt, where it must stand", "says which parts are trained on"
 LABEL = _table(("label", "TRL's KTO and ms-swift", UNWANTED, FALSE, ()))  # other values are classes
-ROW = _table(
+ROW_TABLE = _table(
     ("kto_tag", "LLaMA-Factory", UNWANTED, ANY, TRUE),
     (" ".join(LOSS), "Axolotl and others", "says that it is not trained on", FALSE, ()),
     ("weight sample_weight loss_weight loss_scale", "Fireworks and ms-swift", "weighs the loss", ANY, TRUE),
@@ -45,8 +45,8 @@ ROW = _table(
     ("mask", "NeMo", "says whose turns are not trained on", ANY, ("user", "human")),
     ("system tools history chosen rejected", "packtrain", "belongs to rows of another form", ANY, ()),
 )  # fmt: skip
-CONTEXT = _table(("context", "packtrain", PROMPT, ANY, ()))  # beside messages
-BESIDE = _table(
+CONTEXT_TABLE = _table(("context", "packtrain", PROMPT, ANY, ()))  # beside messages
+OTHER_FIELDS_TABLE = _table(
     ("instruction question query request", "packtrain", "is another question; --columns NAME=prompt joins it", ANY, ()),
     ("answer response output reply", "packtrain", "is another answer; --columns NAME=completion takes it", ANY, ()),
 )  # fmt: skip
@@ -69,15 +69,15 @@ TURN = MESSAGE | _table(
 )  # fmt: skip
 
 
-def check(values: Mapping[str, Any], location: str, table: Table) -> None:
+def check(field_values: Mapping[str, Any], location: str, field_table: FieldTable) -> None:
     """Raises InputError for the first value whose meaning would be passed over."""
-    for name in sorted(values.keys() & table.keys()):
-        tools, words, harmful, harmless = table[name]
-        text = str(values[name]).strip().lower()
-        if text in (harmful or {text}) and text not in (*EMPTY, *harmless):
-            fact = f"{location}: {name} is {shortlist([str(values[name])])}"
+    for name in sorted(field_values.keys() & field_table.keys()):
+        tools, meaning, refused_values, harmless_values = field_table[name]
+        text = str(field_values[name]).strip().lower()
+        if text in (refused_values or {text}) and text not in (*EMPTY_VALUES, *harmless_values):
+            fact = f"{location}: {name} is {shortlist([str(field_values[name])])}"
             raise InputError(
-                fact, f"in data of {tools} it {words}; remove it if it means something else"
+                fact, f"in data of {tools} it {meaning}; remove it if it means something else"
             )
 
 

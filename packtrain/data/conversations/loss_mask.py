@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.conversation_renderer import Rendered
+from packtrain.data.conversations.conversation_renderer import RenderedConversation
 from packtrain.data.tokenizer import CONTROL, Tokenizer
 
 SPACE = "\u2581".encode()
@@ -22,85 +22,85 @@ CHARACTER = re.compile(rb"[^\x80-\xbf][\x80-\xbf]*")  # of valid UTF-8
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MaskedSample:
     """Token ids and, for each, 1 or 0: whether it is a target in the loss."""
 
     ids: list[int]
     weights: list[int]
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         return sum(self.weights[1:])
 
 
-class Masker:
+class LossMasker:
     """Tokenizes and masks samples; `everything` trains on prompts, too."""
 
     def __init__(self, tokenizer: Tokenizer, everything: bool = False) -> None:
         self.tokenizer, self.everything = tokenizer, everything
-        kinds = zip(tokenizer.tokens, tokenizer.kinds, strict=True)
+        kinds = zip(tokenizer.tokens, tokenizer.token_types, strict=True)
         self._controls = [text.decode(errors="replace") for text, kind in kinds if kind == CONTROL]
         self._bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode()
 
     @property
-    def first(self) -> int | None:
+    def bos_id(self) -> int | None:
         """The BOS id that a text begins with, if the model's file asks for one."""
         return self.tokenizer.bos if self.tokenizer.add_bos else None
 
     @property
-    def ends(self) -> list[str]:
+    def eog_texts(self) -> list[str]:
         """Texts of the tokens that end generation."""
-        return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.ends]
+        return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.eog_ids]
 
     def spells_control(self, words: str) -> bool:
         """Whether words of a message spell control tokens."""
         return any(text in words for text in self._controls)
 
-    def conversation(self, rendered: Rendered) -> Sample:
+    def mask_conversation(self, rendered: RenderedConversation) -> MaskedSample:
         """The tokens of a rendered conversation, with one BOS if the model's file or the template asks for it."""
         text, dropped = rendered.text, 0
         if self.tokenizer.add_bos and text.startswith(self._bos):  # otherwise there would be two
             text, dropped = text[len(self._bos) :], len(self._bos)
         ids = self.tokenizer.encode(text, eos=False)
-        added = 1 if self.tokenizer.add_bos else 0
+        num_added = 1 if self.tokenizer.add_bos else 0
         if self.everything:
-            return Sample(ids, [1] * len(ids))
+            return MaskedSample(ids, [1] * len(ids))
         spans = [
             (_nbytes(text, a - dropped), _nbytes(text, b - dropped)) for a, b in rendered.spans
         ]
-        places = chain.from_iterable(places_of(self.tokenizer, ids[added:], text.encode()))
-        begins, end_offsets = np.fromiter(places, np.int64).reshape(-1, 2).T
+        token_spans = chain.from_iterable(places_of(self.tokenizer, ids[num_added:], text.encode()))
+        token_starts, token_ends = np.fromiter(token_spans, np.int64).reshape(-1, 2).T
         weights = np.zeros(len(ids), np.uint8)
-        loss_mask, raw = weights[added:], text.encode()
+        loss_mask, raw = weights[num_added:], text.encode()
         for begin, end in spans:
-            first = int(np.searchsorted(begins, begin))
-            loss_mask[first : np.searchsorted(begins, end)] = 1
-            if first and raw[begin : end_offsets[first - 1]].strip():
-                loss_mask[first - 1] = 1
-        return Sample(ids, weights.tolist())
+            first_index = int(np.searchsorted(token_starts, begin))
+            loss_mask[first_index : np.searchsorted(token_starts, end)] = 1
+            if first_index and raw[begin : token_ends[first_index - 1]].strip():
+                loss_mask[first_index - 1] = 1
+        return MaskedSample(ids, weights.tolist())
 
-    def text(self, pieces: Iterable[str], checked: bool) -> Iterator[list[int]]:
+    def encode_text(self, pieces: Iterable[str], parse_special: bool) -> Iterator[list[int]]:
         """The ids of a text in parts, all trained on, with BOS if the model's file asks for it, and an end token.
 
-        checked  text that spells a control token becomes that token
+        parse_special  text that spells a control token becomes that token
         """
         tokenizer = self.tokenizer
-        first = [] if self.first is None else [self.first]
-        if checked:
+        bos_ids = [] if self.bos_id is None else [self.bos_id]
+        if parse_special:
             text = "".join(pieces)
-            parts = iter([tokenizer.encode(text.removeprefix(self._bos), bos=False, eos=False)])
+            id_chunks = iter([tokenizer.encode(text.removeprefix(self._bos), bos=False, eos=False)])
         else:
-            parts = tokenizer.encode_pieces(pieces)
-        last = None
-        for part in chain([first], parts):
-            last = part[-1] if part else last
-            yield part
-        if tokenizer.eos is not None and last not in tokenizer.ends:
+            id_chunks = tokenizer.encode_pieces(pieces)
+        last_id = None
+        for chunk in chain([bos_ids], id_chunks):
+            last_id = chunk[-1] if chunk else last_id
+            yield chunk
+        if tokenizer.eos is not None and last_id not in tokenizer.eog_ids:
             yield [tokenizer.eos]
 
 
-def _nbytes(text: str, count: int) -> int:
-    return len(text[:count].encode())
+def _nbytes(text: str, num_characters: int) -> int:
+    return len(text[:num_characters].encode())
 
 
 # ---- where tokens are
@@ -108,38 +108,38 @@ def _nbytes(text: str, count: int) -> int:
 
 def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator[tuple[int, int]]:
     """Start and end of each token in the encoded text, in bytes."""
-    at = 0
+    offset = 0
     for id in ids:
-        token_span = _place(tokenizer, id, text, at)
+        token_span = _find_token(tokenizer, id, text, offset)
         yield token_span
-        at = token_span[1]
+        offset = token_span[1]
 
 
-def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, int]:
-    """Start and end of a token at `at`, or after whitespace there that the previous token swallowed."""
+def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
+    """Start and end of a token at `offset`, or after whitespace there that the previous token swallowed."""
     piece = tokenizer.piece(id)
-    if text.startswith(piece, at):
-        return at, at + len(piece)
+    if text.startswith(piece, offset):
+        return offset, offset + len(piece)
     stripped = piece.removeprefix(b" ") if tokenizer.add_space_prefix else piece
-    space_match = WHITESPACE.match(text, at)
-    for begin in (at, space_match.end() if space_match else at):
+    space_match = WHITESPACE.match(text, offset)
+    for begin in (offset, space_match.end() if space_match else offset):
         for candidate in (piece, stripped):  # the tokenizer's leading space is not in the text
-            width = _width(candidate, text, begin)
+            width = _covered_nbytes(candidate, text, begin)
             if width is not None:
                 return begin, begin + width
-    if id == tokenizer.unk and (char_match := CHARACTER.match(text, at)):
-        return at, char_match.end()
+    if id == tokenizer.unk and (char_match := CHARACTER.match(text, offset)):
+        return offset, char_match.end()
     raise InputError(
-        f"token {id}, {piece!r}, is not at byte {at} of the text that was tokenized",
+        f"token {id}, {piece!r}, is not at byte {offset} of the text that was tokenized",
         "with this vocabulary the assistant's tokens cannot be found",
     )
 
 
-def _width(piece: bytes, text: bytes, at: int) -> int | None:
+def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
     """Bytes of the text that a piece covers; None if it is not there. A vocabulary may write spaces as U+2581."""
-    if text.startswith(piece, at):
+    if text.startswith(piece, offset):
         return len(piece)
-    end = at
+    end = offset
     for byte in piece:
         if text[end : end + 1] == bytes([byte]):
             end += 1
@@ -147,7 +147,7 @@ def _width(piece: bytes, text: bytes, at: int) -> int | None:
             end += len(SPACE)
         else:
             return None
-    return end - at
+    return end - offset
 
 
 # ---- splitting
@@ -158,13 +158,13 @@ def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> 
 
     A window begins with the last id of the previous one, or with bos instead.
     """
-    rest: list[int] = []
-    for part in parts:
-        rest += part
-        while len(rest) > length + 1:
-            yield rest[: length + 1]
-            rest = rest[length:]
+    pending: list[int] = []
+    for chunk in parts:
+        pending += chunk
+        while len(pending) > length + 1:
+            yield pending[: length + 1]
+            pending = pending[length:]
             if bos is not None:
-                rest[0] = bos
-    if len(rest) > 1:
-        yield rest
+                pending[0] = bos
+    if len(pending) > 1:
+        yield pending

@@ -16,12 +16,12 @@ Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
-CALL = '{"name": …, "arguments": …}'
+CALL_EXAMPLE = '{"name": …, "arguments": …}'
 # templates may read them
 KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", "reasoning"}
 MESSAGE_FIELDS |= KEPT_FIELDS | LOSS.keys()
-WANTED = (
+RECORD_ADVICE = (
     'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
     ' {"prompt": "…", "completion": "…"}, {"prompt": "…", "chosen": "…", "rejected": "…"} or {"text": "…"}'
 )
@@ -29,129 +29,129 @@ WANTED = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with role and content, the last one the assistant's; `where` is the place in the file.
+    """Messages with role and content, the last one the assistant's; `location` is the place in the file.
 
     opened  the assistant spoke first; that turn was dropped
-    answer  only the assistant's turns among so many last messages are trained on; 0: all
+    num_answer_messages  only the assistant's turns among so many last messages are trained on; 0: all
     """
 
-    where: str
+    location: str
     messages: list[Message]
     tools: list[Any] | None = None
     opened: bool = False
-    answer: int = 0
+    num_answer_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """Two answers to the same prompt."""
 
-    where: str
+    location: str
     chosen: Conversation
     rejected: Conversation
 
 
-def pair(
+def make_pair(
     location: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any
-) -> Pair:
+) -> AnswerPair:
     """The answers by name, `chosen` and `rejected`, after a prompt."""
-    by_name = {}
+    conversations = {}
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{location}: {name} must end with the assistant's answer")
-        _check_learnt(f"{location}: {name}", messages)
-        full_conversation = conversation(location, [*prompt, *messages], tools)
-        by_name[name] = replace(full_conversation, answer=len(messages))
+        _check_trained(f"{location}: {name}", messages)
+        full_conversation = make_conversation(location, [*prompt, *messages], tools)
+        conversations[name] = replace(full_conversation, num_answer_messages=len(messages))
     if answers["chosen"] == answers["rejected"]:
         raise InputError(f"{location}: chosen and rejected are equal", "they must differ")
-    return Pair(location, by_name["chosen"], by_name["rejected"])
+    return AnswerPair(location, conversations["chosen"], conversations["rejected"])
 
 
-def conversation(location: str, messages: list[Message], tools: Any) -> Conversation:
+def make_conversation(location: str, messages: list[Message], tools: Any) -> Conversation:
     """A checked conversation: the user speaks first, the assistant last; drops turns before and after that."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
         raise InputError(f"{location} has no turn of the assistant to train on")
-    start = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
-    turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[start:]))
+    num_system = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+    turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[num_system:]))
     if not turns:
         raise InputError(f"{location} has no answer of the assistant to train on")
     if turns[0]["role"] != "user":
         raise InputError(
             f"{location}: the first to speak is {turns[0]['role']}", "it must be the user"
         )
-    _check_learnt(location, turns)
-    opened = len(turns) < len(messages) - start
-    messages = messages[:start] + turns
-    _name_calls(messages)
-    return Conversation(location, messages, _tools(tools, location), opened)
+    _check_trained(location, turns)
+    dropped_opening = len(turns) < len(messages) - num_system
+    messages = messages[:num_system] + turns
+    _assign_call_ids(messages)
+    return Conversation(location, messages, _check_tools(tools, location), dropped_opening)
 
 
-def _check_learnt(location: str, turns: list[Message]) -> None:
+def _check_trained(location: str, turns: list[Message]) -> None:
     if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in turns):
         raise InputError(f"{location} has no answer with a weight of 1 to train on")
 
 
-def parsed(value: Any, at: str) -> Any:
+def parse_if_json(value: Any, at: str) -> Any:
     """A list or an object, parsed if it is JSON text, as in a table cell."""
     return _json(value, at, '[{"role": …}]') if isinstance(value, str) and value.strip() else value
 
 
 def question(turns: Any, tools: Any, location: str) -> Conversation:
     """A conversation that waits for an answer; contents may be empty."""
-    messages = read_messages(turns, location, "messages", empty=True)
-    _name_calls(messages)
-    return Conversation(location, messages, _tools(tools, location))
+    messages = read_messages(turns, location, "messages", allow_empty=True)
+    _assign_call_ids(messages)
+    return Conversation(location, messages, _check_tools(tools, location))
 
 
-def read_messages(turns: Any, location: str, name: str, empty: bool = False) -> list[Message]:
-    turns = parsed(turns, f"{location}: {name}")
+def read_messages(turns: Any, location: str, name: str, allow_empty: bool = False) -> list[Message]:
+    turns = parse_if_json(turns, f"{location}: {name}")
     if not isinstance(turns, list) or not turns:
-        raise InputError(f"{location}: {name} must be a list of messages", WANTED)
-    return [_message(turn, f"{location}: {name}[{i}]", empty) for i, turn in enumerate(turns)]
+        raise InputError(f"{location}: {name} must be a list of messages", RECORD_ADVICE)
+    return [_message(turn, f"{location}: {name}[{i}]", allow_empty) for i, turn in enumerate(turns)]
 
 
-def _message(turn: Any, at: str, empty: bool) -> Message:
-    turn = an_object(turn, at)
+def _message(turn: Any, at: str, allow_empty: bool) -> Message:
+    turn = check_object(turn, at)
     raw_role = turn.get("role", turn.get("from"))
     role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
     if role is None:
         raise InputError(
             f"{at}: role is {raw_role!r}", "it must be system, user, assistant or tool"
         )
-    check(turn, at, MESSAGE if empty else TURN)
+    check(turn, at, MESSAGE if allow_empty else TURN)
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
-    if legacy := turn.get("function_call"):
+    if legacy_call := turn.get("function_call"):
         if calls:
             raise InputError(f"{at} has tool_calls and function_call", "one of them must go")
-        calls = [legacy]
+        calls = [legacy_call]
     if raw_role == "function_call":
-        content, calls = "", _json(content, f"{at}: the call", CALL)
+        content, calls = "", _json(content, f"{at}: the call", CALL_EXAMPLE)
     if calls and role != "assistant":
         raise InputError(f"{at}: the {role} calls a tool", "only the assistant can")
     extra_fields = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
     if turn.get("reasoning"):
         extra_fields.setdefault("reasoning_content", turn["reasoning"])
-    for thoughts in ("reasoning_content", "thinking"):
-        sound(extra_fields.get(thoughts) or "", f"{at}: {thoughts}", WANTED)
-    extra_fields |= {} if empty else weight_of(turn, role, at)
+    for thought_field in ("reasoning_content", "thinking"):
+        sound(extra_fields.get(thought_field) or "", f"{at}: {thought_field}", RECORD_ADVICE)
+    extra_fields |= {} if allow_empty else weight_of(turn, role, at)
     if calls:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
-        words = _content(content, at) if content else ""
-        return {"role": role, "content": words, **extra_fields, "tool_calls": parsed_calls}
-    if empty and content is None:
+        content_text = _content(content, at) if content else ""
+        return {"role": role, "content": content_text, **extra_fields, "tool_calls": parsed_calls}
+    if allow_empty and content is None:
         if "content" not in turn:
             raise InputError(f"{at} has no content")
         content = ""  # null, as clients repeat an answer without words
-    return new_message(role, content, at, empty) | extra_fields
+    return new_message(role, content, at, allow_empty) | extra_fields
 
 
-def new_message(role: str, content: Any, at: str, empty: bool = False) -> Message:
+def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> Message:
     """A message; only a tool's may be empty, unless all may."""
     text = _content(content, at)
-    if role != "tool" and not empty and not text.strip():
+    if role != "tool" and not allow_empty and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty", "it must have words")
     return {"role": role, "content": text}
 
@@ -166,14 +166,14 @@ def _content(content: Any, at: str) -> str:
                     f"{at}: content has a part that is not text: {kind}", "only text is supported"
                 )
             check(part, at, PART)
-        content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
-    return sound(content, f"{at}: content", WANTED)
+        content = "".join(sound(part.get("text"), f"{at}: text", RECORD_ADVICE) for part in content)
+    return sound(content, f"{at}: content", RECORD_ADVICE)
 
 
 def _call(call: Any, at: str) -> Message:
     """A tool call in the form that templates take, with its arguments as an object."""
-    call = an_object(call, f"{at}: tool_calls")
-    function = an_object(call.get("function", call), f"{at}: function")
+    call = check_object(call, f"{at}: tool_calls")
+    function = check_object(call.get("function", call), f"{at}: function")
     name = function.get("name")
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
@@ -184,20 +184,20 @@ def _call(call: Any, at: str) -> Message:
     return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
 
 
-def _name_calls(messages: list[Message]) -> None:
+def _assign_call_ids(messages: list[Message]) -> None:
     """Give calls without an id one of nine characters, as some templates require, and their results the same."""
-    waiting: list[str] = []
-    count = 0
+    pending_ids: list[str] = []
+    num_calls = 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            count += 1
-            waiting.append(call.setdefault("id", f"call{count:05d}"))
-        if message["role"] == "tool" and waiting:
-            call_id, first = message.get("tool_call_id"), waiting.pop(0)
-            message["tool_call_id"] = first if call_id is None else call_id
+            num_calls += 1
+            pending_ids.append(call.setdefault("id", f"call{num_calls:05d}"))
+        if message["role"] == "tool" and pending_ids:
+            call_id, next_id = message.get("tool_call_id"), pending_ids.pop(0)
+            message["tool_call_id"] = next_id if call_id is None else call_id
 
 
-def _tools(tools: Any, location: str) -> list[Any] | None:
+def _check_tools(tools: Any, location: str) -> list[Any] | None:
     """Tools as llama.cpp's server passes them to templates: these fields, in this order."""
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, f"{location}: tools", '[{"name": …, "parameters": …}]')
@@ -210,8 +210,8 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
     functions = []
     for i, tool in enumerate(tools):
         at = f"{location}: tools[{i}]"
-        tool = an_object(tool, at)
-        function = an_object(tool.get("function", tool), at)
+        tool = check_object(tool, at)
+        function = check_object(tool.get("function", tool), at)
         if not isinstance(function.get("name"), str):
             raise InputError(f"{at} has no name", "it must be an object with name and parameters")
         with_defaults = {"name": "", "description": "", "parameters": {}} | function
@@ -222,23 +222,23 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
 
 def _json(text: Any, at: str, example: str) -> Any:
     try:
-        return json.loads(sound(text, at, WANTED))
+        return json.loads(sound(text, at, RECORD_ADVICE))
     except (ValueError, RecursionError):
         raise InputError(f"{at} is not JSON", f"it must be like {example}") from None
 
 
 def worded(value: Any, at: str) -> str:
-    text = sound(value, at, WANTED)
+    text = sound(value, at, RECORD_ADVICE)
     if not text.strip():
         raise InputError(f"{at} is empty", "it must have words")
     return text
 
 
-def an_object(value: Any, at: str) -> Message:
+def check_object(value: Any, at: str) -> Message:
     if not isinstance(value, dict):
-        raise InputError(f"{at} is {type(value).__name__}, not an object", WANTED)
+        raise InputError(f"{at} is {type(value).__name__}, not an object", RECORD_ADVICE)
     return value
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -15,31 +15,43 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural, shortlist
 from packtrain.data.conversations import messages as sample_messages
-from packtrain.data.conversations.field_meanings import BESIDE, CONTEXT, LABEL, ROW, check
-from packtrain.data.conversations.messages import WANTED, Conversation, Message, Pair, new_message
-from packtrain.data.text.documents import Piece, Source, read_documents
+from packtrain.data.conversations.field_meanings import (
+    CONTEXT_TABLE,
+    LABEL,
+    OTHER_FIELDS_TABLE,
+    ROW_TABLE,
+    check,
+)
+from packtrain.data.conversations.messages import (
+    RECORD_ADVICE,
+    AnswerPair,
+    Conversation,
+    Message,
+    new_message,
+)
+from packtrain.data.text.documents import SourceFile, TextPiece, read_documents
 from packtrain.data.text.field_names import unknown_header
-from packtrain.data.text.reading_report import Report
+from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.records import read_records
-from packtrain.data.text.text_streams import RECORDS, kind_of
+from packtrain.data.text.text_streams import RECORDS, suffix_of
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """A text, all of which is trained on; `checked`: text that spells a control token becomes that token."""
+class PlainText:
+    """A text, all of which is trained on; `parse_special`: text that spells a control token becomes that token."""
 
-    where: str
+    location: str
     pieces: Iterable[str]
-    checked: bool
+    parse_special: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RecordFormat:
     """A format of records: required and optional fields, and how to parse them."""
 
     needed: tuple[str, ...]
     allowed: tuple[str, ...]
-    make: Callable[[Mapping[str, Any], str], Conversation | Pair | Plain]
+    parse_record: Callable[[Mapping[str, Any], str], Conversation | AnswerPair | PlainText]
 
     @property
     def name(self) -> str:
@@ -47,27 +59,27 @@ class Form:
 
 
 @dataclass(slots=True)
-class Reader:
+class RecordReader:
     """The records of a file. Its notes are complete when all records have been read; `report` has the skipped ones."""
 
-    source: Source
+    source: SourceFile
     separator: str | None = None
     skip_bad: bool = False
     columns: str | None = None
-    form: Form | None = None
+    form: RecordFormat | None = None
     count: int = 0
-    opened: int = 0  # conversations that started with the assistant
+    num_opened: int = 0  # conversations that started with the assistant
     hashes: "array[int]" = field(default_factory=lambda: array("q"))  # of records, as they are used
-    report: Report = field(init=False)
+    report: ReadingReport = field(init=False)
 
     def __post_init__(self) -> None:
-        self.report = Report(self.source.path, self.skip_bad, columns=self.columns)
+        self.report = ReadingReport(self.source.path, self.skip_bad, columns=self.columns)
 
-    def __iter__(self) -> Iterator[Conversation | Pair | Plain]:
-        if kind_of(self.source.path) not in RECORDS:
+    def __iter__(self) -> Iterator[Conversation | AnswerPair | PlainText]:
+        if suffix_of(self.source.path) not in RECORDS:
             yield from self._documents()
             return
-        for location, raw_record in read_records(WANTED, self.report):
+        for location, raw_record in read_records(RECORD_ADVICE, self.report):
             try:
                 parsed_record = self._parsed(raw_record, location)
             except InputError as error:
@@ -77,7 +89,7 @@ class Reader:
                 self.report.reject(error)
             else:
                 self.count += 1
-                self.opened += isinstance(parsed_record, Conversation) and parsed_record.opened
+                self.num_opened += isinstance(parsed_record, Conversation) and parsed_record.opened
                 yield parsed_record
 
     def reject(self, error: InputError) -> None:
@@ -85,44 +97,50 @@ class Reader:
         self.report.reject(error)
         self.count -= 1
 
-    def _parsed(self, raw_record: Any, location: str) -> Conversation | Pair | Plain:
-        record = sample_messages.an_object(raw_record, location)
+    def _parsed(self, raw_record: Any, location: str) -> Conversation | AnswerPair | PlainText:
+        record = sample_messages.check_object(raw_record, location)
         if self.form is None:
-            self.form = _form_of(record, location, self.report)
-        self._check(record, location, self.form)
-        used = [record.get(name) for name in (*self.form.needed, *self.form.allowed)]
-        parsed_record = self.form.make(record, location)
-        self.hashes.append(hash(repr(used)))
+            self.form = _detect_format(record, location, self.report)
+        self._check_fields(record, location, self.form)
+        used_values = [record.get(name) for name in (*self.form.needed, *self.form.allowed)]
+        parsed_record = self.form.parse_record(record, location)
+        self.hashes.append(hash(repr(used_values)))
         return parsed_record
 
-    def _check(self, record: Mapping[str, Any], location: str, form: Form) -> None:
-        missing = [name for name in form.needed if name not in record]
-        if missing:
+    def _check_fields(self, record: Mapping[str, Any], location: str, form: RecordFormat) -> None:
+        missing_fields = [name for name in form.needed if name not in record]
+        if missing_fields:
             raise InputError(
-                f"{location} has no field {missing[0]}",
+                f"{location} has no field {missing_fields[0]}",
                 f"all records of a file must be like its first, with {' and '.join(form.needed)}",
             )
-        known_fields, unused = {*form.needed, *form.allowed}, self.report.unused
+        known_fields, unused_fields = {*form.needed, *form.allowed}, self.report.unused_columns
         unknown_values = {name: record[name] for name in record.keys() - known_fields}
-        names = {name.strip().lower() for name in self.report.names}
-        is_guessed = not (self.report.given or names >= {"prompt", *form.needed})
-        guessed_table = (BESIDE if "prompt" in known_fields else CONTEXT) if is_guessed else {}
+        column_names = {name.strip().lower() for name in self.report.column_names}
+        is_guessed = not (self.report.requested_fields or column_names >= {"prompt", *form.needed})
+        guessed_table = (
+            (OTHER_FIELDS_TABLE if "prompt" in known_fields else CONTEXT_TABLE)
+            if is_guessed
+            else {}
+        )
         check(
             unknown_values,
             location,
-            ROW | ({} if form.needed == ("text",) else LABEL | guessed_table),
+            ROW_TABLE | ({} if form.needed == ("text",) else LABEL | guessed_table),
         )
-        unused.update(unknown_values)
+        unused_fields.update(unknown_values)
         for name in known_fields - {"tools", "history"}:
-            for message in sample_messages.listed(record.get(name)):
+            for message in sample_messages.as_list(record.get(name)):
                 if isinstance(message, dict):
-                    unused.update(message.keys() - sample_messages.MESSAGE_FIELDS)
+                    unused_fields.update(message.keys() - sample_messages.MESSAGE_FIELDS)
 
-    def _documents(self) -> Iterator[Plain]:
+    def _documents(self) -> Iterator[PlainText]:
         pieces = iter(read_documents([self.source], self.separator, [self.report]))
         for piece in pieces:
             self.count += 1
-            yield Plain(f"{self.source.path}: document {self.count}", _rest(piece, pieces), False)
+            yield PlainText(
+                f"{self.source.path}: document {self.count}", _document_texts(piece, pieces), False
+            )
 
     @property
     def notes(self) -> list[str]:
@@ -130,23 +148,23 @@ class Reader:
         name = self.source.path.name
         kind = f"of {self.form.name}" if self.form else "of text"
         summary = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
-        if self.report.unused:
-            summary += f"; not used: {shortlist(sorted(self.report.unused))}"
+        if self.report.unused_columns:
+            summary += f"; not used: {shortlist(sorted(self.report.unused_columns))}"
         num_repeated = len(self.hashes) - len(np.unique(self.hashes))
         repeat_notes = (
             [f"{name}: {plural(num_repeated, 'record')} repeat another, word for word"]
             if num_repeated
             else []
         )
-        num_opened = plural(self.opened, "conversation")
-        opened = [f"{name}: {num_opened} started with the assistant; that turn is dropped"]
-        return [summary, *(opened if self.opened else ()), *self.report.notes, *repeat_notes]
+        conversations_text = plural(self.num_opened, "conversation")
+        opened = [f"{name}: {conversations_text} started with the assistant; that turn is dropped"]
+        return [summary, *(opened if self.num_opened else ()), *self.report.notes, *repeat_notes]
 
 
-def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
+def _document_texts(piece: TextPiece, pieces: Iterator[TextPiece]) -> Iterator[str]:
     """The texts of one document, from the stream of all pieces."""
     yield piece.text
-    while not piece.ends:
+    while not piece.is_last:
         piece = next(pieces)
         yield piece.text
 
@@ -154,17 +172,19 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 # ---- forms
 
 
-def _form_of(record: Mapping[str, Any], location: str, report: Report) -> Form:
-    for form in (PAIR, *FORMS):
-        if set(form.needed) <= set(record):
-            return form
+def _detect_format(record: Mapping[str, Any], location: str, report: ReadingReport) -> RecordFormat:
+    for record_format in (PAIR_FORMAT, *RECORD_FORMATS):
+        if set(record_format.needed) <= set(record):
+            return record_format
     if report.header:
-        raise unknown_header(report.header, report.names, ["prompt", "completion"], record)
-    fields = f"the fields {shortlist(record)}" if record else "no fields"
-    raise InputError(f"{location} has {fields}", f"{WANTED}; --columns NAME=FIELD renames others")
+        raise unknown_header(report.header, report.column_names, ["prompt", "completion"], record)
+    fields_text = f"the fields {shortlist(record)}" if record else "no fields"
+    raise InputError(
+        f"{location} has {fields_text}", f"{RECORD_ADVICE}; --columns NAME=FIELD renames others"
+    )
 
 
-def _messages(record: Mapping[str, Any], location: str) -> Conversation:
+def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
     turns = record["messages"] if "messages" in record else record["conversations"]
     messages = sample_messages.read_messages(
         turns, location, "messages" if "messages" in record else "conversations"
@@ -172,17 +192,17 @@ def _messages(record: Mapping[str, Any], location: str) -> Conversation:
     system = record.get("system")
     if system:
         messages.insert(0, new_message("system", system, f"{location}: system"))
-    return sample_messages.conversation(location, messages, record.get("tools"))
+    return sample_messages.make_conversation(location, messages, record.get("tools"))
 
 
-def _question(record: Mapping[str, Any], location: str) -> Conversation:
+def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
     """A question and an answer, texts or lists of messages, perhaps after earlier turns."""
     messages: list[Message] = []
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{location}: system"))
     history = record.get("history")
     for i, turns in enumerate(
-        sample_messages.listed(sample_messages.parsed(history, f"{location}: history"))
+        sample_messages.as_list(sample_messages.parse_if_json(history, f"{location}: history"))
     ):
         at = f"{location}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
@@ -194,10 +214,10 @@ def _question(record: Mapping[str, Any], location: str) -> Conversation:
             messages += sample_messages.read_messages(content, location, name)
         else:
             messages.append(new_message(role, content, f"{location}: {name}"))
-    return sample_messages.conversation(location, messages, record.get("tools"))
+    return sample_messages.make_conversation(location, messages, record.get("tools"))
 
 
-def _preference(record: Mapping[str, Any], location: str) -> Pair:
+def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
     """Answers as texts or messages; without a list of messages for a prompt, lists of messages begin with it."""
     answers = {name: _answer(record[name], location, name) for name in ("chosen", "rejected")}
     texts = [name for name in answers if isinstance(record[name], str)]
@@ -218,7 +238,7 @@ def _preference(record: Mapping[str, Any], location: str) -> Pair:
         answers = {name: messages[len(prompt) :] for name, messages in answers.items()}
     if record.get("system"):
         prompt.insert(0, new_message("system", record["system"], f"{location}: system"))
-    return sample_messages.pair(location, prompt, answers, record.get("tools"))
+    return sample_messages.make_pair(location, prompt, answers, record.get("tools"))
 
 
 def _answer(content: Any, location: str, name: str) -> list[Message]:
@@ -228,15 +248,15 @@ def _answer(content: Any, location: str, name: str) -> list[Message]:
     return [new_message("assistant", content, f"{location}: {name}")]
 
 
-def _plain(record: Mapping[str, Any], location: str) -> Plain:
-    return Plain(location, (sample_messages.worded(record["text"], f"{location}: text"),), True)
+def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
+    return PlainText(location, (sample_messages.worded(record["text"], f"{location}: text"),), True)
 
 
 PROMPTS = ("prompt", "messages", "conversations")
-PAIR = Form(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _preference)
-FORMS = (
-    Form(("messages",), ("tools", "system"), _messages),
-    Form(("conversations",), ("tools", "system"), _messages),
-    Form(("prompt", "completion"), ("tools", "system", "history"), _question),
-    Form(("text",), (), _plain),
+PAIR_FORMAT = RecordFormat(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _parse_preference)
+RECORD_FORMATS = (
+    RecordFormat(("messages",), ("tools", "system"), _parse_messages),
+    RecordFormat(("conversations",), ("tools", "system"), _parse_messages),
+    RecordFormat(("prompt", "completion"), ("tools", "system", "history"), _parse_question),
+    RecordFormat(("text",), (), _parse_plain),
 )

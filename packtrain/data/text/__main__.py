@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.data.text.build_corpus import write_corpus
-from packtrain.data.text.documents import Text
-from packtrain.data.text.reading_report import reading
-from packtrain.data.token_cache import Say, answer
+from packtrain.data.text.documents import CorpusRecipe
+from packtrain.data.text.reading_report import reading_position
+from packtrain.data.token_cache import ReportProgress, serve_request
 
 
-def _build(request: dict[str, Any], folder: Path, report: Say) -> None:
+def _build(request: dict[str, Any], folder: Path, report: ReportProgress) -> None:
     vocab, _ = request.pop("vocab"), request.pop("room")
-    text = Text(data=Path(request.pop("data")), vocab=Path(vocab) if vocab else None, **request)
-    write_corpus(text, folder, report)
+    recipe = CorpusRecipe(
+        data=Path(request.pop("data")), vocab=Path(vocab) if vocab else None, **request
+    )
+    write_corpus(recipe, folder, report)
 
 
 if __name__ == "__main__":
-    answer(_build, reading)
+    serve_request(_build, reading_position)

@@ -12,10 +12,10 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.common.text import shortlist
-from packtrain.data.text.reading_report import Report
-from packtrain.data.text.text_streams import SAVE_TABLE, kind_of
+from packtrain.data.text.reading_report import ReadingReport
+from packtrain.data.text.text_streams import SAVE_TABLE, suffix_of
 
-ROWS = 256  # converted to Python values at a time
+BATCH_ROWS = 256  # converted to Python values at a time
 MAX_SHEET_NBYTES = 1 << 30  # unpacked: a sheet is read whole
 BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read on demand
 
@@ -25,31 +25,31 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".gz":
         raise InputError(f"{path} is compressed; unpack it with: gunzip {path}")
     if find_spec("pyarrow") is None:
-        reader = "read_parquet" if kind_of(path) == ".parquet" else "read_feather"
+        reader_name = "read_parquet" if suffix_of(path) == ".parquet" else "read_feather"
         raise InputError(
             f"{path} needs pyarrow: pip install pyarrow (or packtrain with its extra data); or convert the file where"
-            f" pandas is: python -c \"import pandas; pandas.{reader}('{path.name}')"
+            f" pandas is: python -c \"import pandas; pandas.{reader_name}('{path.name}')"
             f".to_json('{path.stem}.jsonl', orient='records', lines=True)\""
         )
     arrow = import_module("pyarrow")
-    number = 0
+    row_number = 0
     try:
         for batch in _batches(path, arrow):
             for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", without_null(row)
+                row_number += 1
+                yield f"{path}: row {row_number}", drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
         text = " ".join(str(error).split())
         raise InputError(
-            f"{path} cannot be read as {kind_of(path)} after row {number}: {text[:200]}"
+            f"{path} cannot be read as {suffix_of(path)} after row {row_number}: {text[:200]}"
         ) from None
 
 
 def _batches(path: Path, arrow: Any) -> Iterator[Any]:
-    if kind_of(path) == ".parquet":
+    if suffix_of(path) == ".parquet":
         parquet = import_module("pyarrow.parquet")
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_NBYTES) as file:
-            yield from file.iter_batches(batch_size=ROWS)
+            yield from file.iter_batches(batch_size=BATCH_ROWS)
         return
     ipc = import_module("pyarrow.ipc")
     with arrow.memory_map(str(path)) as source:
@@ -60,23 +60,23 @@ def _batches(path: Path, arrow: Any) -> Iterator[Any]:
             source.seek(0)
             record_batches = iter(ipc.open_stream(source))
         for batch in record_batches:
-            for at in range(0, batch.num_rows, ROWS):
-                yield batch.slice(at, ROWS)
+            for row_start in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(row_start, BATCH_ROWS)
 
 
-def without_null(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """The value without null fields: every row of a table has every field of a struct."""
     if isinstance(value, dict):
-        return {key: without_null(item) for key, item in value.items() if item is not None}
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_null(item) for item in value]
+        return [drop_nulls(item) for item in value]
     return value
 
 
 # ---- spreadsheets
 
 
-def sheet_rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+def sheet_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
     """The non-empty rows of the first sheet, as texts, and the place of each. Raises InputError."""
     path = report.path
     if find_spec("python_calamine") is None:
@@ -88,23 +88,23 @@ def sheet_rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:
-                nbytes = sum(part.file_size for part in file.infolist())
+                nbytes = sum(member.file_size for member in file.infolist())
             if nbytes > MAX_SHEET_NBYTES:
                 raise InputError(f"{path} has {nbytes:,} bytes unpacked; {SAVE_TABLE}")
         book = calamine.load_workbook(path)
-        names = book.sheet_names
-        rows = book.get_sheet_by_index(0).iter_rows() if names else ()
+        sheet_names = book.sheet_names
+        rows = book.get_sheet_by_index(0).iter_rows() if sheet_names else ()
     except (calamine.CalamineError, zipfile.BadZipFile, OSError) as error:
         text = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{path} cannot be read as {kind_of(path)}: {text}; {SAVE_TABLE}"
+            f"{path} cannot be read as {suffix_of(path)}: {text}; {SAVE_TABLE}"
         ) from None
-    if len(names) > 1:
-        report.remarks.append(f"sheet {names[0]}; not read: {shortlist(names[1:])}")
-    for number, cells in enumerate(rows, 1):
+    if len(sheet_names) > 1:
+        report.remarks.append(f"sheet {sheet_names[0]}; not read: {shortlist(sheet_names[1:])}")
+    for row_number, cells in enumerate(rows, 1):
         texts = [_cell_text(cell) for cell in cells]
         if any(texts):
-            yield f"{path}: row {number}", texts
+            yield f"{path}: row {row_number}", texts
 
 
 def _cell_text(cell: Any) -> str:

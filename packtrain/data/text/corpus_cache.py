@@ -12,18 +12,18 @@ from packtrain.data.text.build_corpus import NOTES_FILE, VOCABULARY_FILE
 from packtrain.data.text.documents import (
     TRAIN,
     VALID,
-    Source,
-    Text,
+    CorpusRecipe,
+    SourceFile,
     find_sources,
-    left_out,
-    parts_of,
+    splits_of,
+    unread_notes,
 )
-from packtrain.data.text.text_streams import RECORDS, kind_of
-from packtrain.data.text.token_files import Tokens, read_tokens
-from packtrain.data.token_cache import Say, make
+from packtrain.data.text.text_streams import RECORDS, suffix_of
+from packtrain.data.text.token_files import DocumentTokens, read_tokens
+from packtrain.data.token_cache import ReportProgress, build_folder
 from packtrain.data.tokenizer import KEYS
 from packtrain.data.train_vocabulary import vocabulary_of
-from packtrain.gguf import Value
+from packtrain.gguf import MetadataValue
 
 FORMAT = 3  # increase it to rebuild all caches
 
@@ -32,14 +32,16 @@ FORMAT = 3  # increase it to rebuild all caches
 class Corpus:
     """A text as tokens. `fingerprint` is a hash of its sources; `notes` are messages to print."""
 
-    vocabulary: dict[str, Value]
-    train: Tokens
-    valid: Tokens | None
+    vocabulary: dict[str, MetadataValue]
+    train: DocumentTokens
+    valid: DocumentTokens | None
     fingerprint: str
     notes: tuple[str, ...]
 
 
-def prepare(text: Text, cache: Path, report: Say, memory: str | None = None) -> Corpus:
+def prepare_corpus(
+    text: CorpusRecipe, cache: Path, report: ReportProgress, memory: str | None = None
+) -> Corpus:
     """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text, and as `make`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
@@ -47,42 +49,49 @@ def prepare(text: Text, cache: Path, report: Say, memory: str | None = None) -> 
     vocabulary = vocabulary_of(text.vocab) if text.vocab else None
     fingerprint = _fingerprint(text, sources, vocabulary)
     folder = cache / fingerprint
-    parts = parts_of(text, sources)
+    splits = splits_of(text, sources)
     try:
-        corpus = read_corpus(folder, parts)
+        corpus = read_corpus(folder, splits)
     except (OSError, ValueError):  # missing or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
-        size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
-        make(folder, __package__, request, report, memory, size)
-        corpus = read_corpus(folder, parts)
-    return replace(corpus, notes=(*left_out(text.data, sources), *corpus.notes))
+        vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
+        build_folder(folder, __package__, request, report, memory, vocab_size)
+        corpus = read_corpus(folder, splits)
+    return replace(corpus, notes=(*unread_notes(text.data, sources), *corpus.notes))
 
 
 def _fingerprint(
-    text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
+    text: CorpusRecipe,
+    sources: Sequence[SourceFile],
+    vocabulary: Mapping[str, MetadataValue] | None,
 ) -> str:
-    vocab_options = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
+    vocab_options = (
+        (text.vocab_size, text.auto) if vocabulary is None else plain_metadata(vocabulary)
+    )
     # only if they are given, so that other caches are still found
-    extra_options = [*(["kept"] if text.kept else []), *([text.columns] if text.columns else [])]
+    extra_options = [
+        *(["kept"] if text.keep_separators else []),
+        *([text.columns] if text.columns else []),
+    ]
     options = FORMAT, text.separator, text.val_split, text.skip_bad, vocab_options, *extra_options
     return checksum(options, sources)
 
 
-def checksum(options: object, sources: Sequence[Source]) -> str:
+def checksum(options: object, sources: Sequence[SourceFile]) -> str:
     """A hash of everything that the result depends on: options, vocabulary, format, and file contents."""
-    made_from = hashlib.sha256(repr(options).encode())
+    digest = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        kind = kind_of(source.path)
-        made_from.update(
-            f"{source.part} {kind if kind in RECORDS else 'text'} {content}\n".encode()
+        suffix = suffix_of(source.path)
+        digest.update(
+            f"{source.split} {suffix if suffix in RECORDS else 'text'} {content}\n".encode()
         )
-    return made_from.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
-def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
+def plain_metadata(vocabulary: Mapping[str, MetadataValue]) -> list[tuple[str, object]]:
     """Metadata as plain values, whose repr is complete."""
     return [
         (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
@@ -90,15 +99,15 @@ def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
     ]
 
 
-def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
+def read_corpus(folder: Path, splits: Sequence[str]) -> Corpus:
     """Read a folder of the cache. Raises OSError or ValueError (InputError is one) if it is incomplete."""
     notes = (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
     vocabulary = vocabulary_of(folder / VOCABULARY_FILE)
-    size = len(vocabulary["tokenizer.ggml.tokens"].value)
+    vocab_size = len(vocabulary["tokenizer.ggml.tokens"].value)
     return Corpus(
         vocabulary,
-        read_tokens(folder, TRAIN, size),
-        read_tokens(folder, VALID, size) if VALID in parts else None,
+        read_tokens(folder, TRAIN, vocab_size),
+        read_tokens(folder, VALID, vocab_size) if VALID in splits else None,
         folder.name,
         tuple(notes),
     )

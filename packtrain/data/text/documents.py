@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.errors import InputError
-from packtrain.common.files import existing
+from packtrain.common.files import require_existing
 from packtrain.common.text import shortlist
 from packtrain.data.text.field_names import unknown_header
-from packtrain.data.text.reading_report import Report
+from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.records import read_records
 from packtrain.data.text.text_streams import (
     CHUNK_NBYTES,
+    DATA_SUFFIXES,
     RECORDS,
-    SUFFIXES,
-    TEXTS,
-    kind_of,
+    TEXT_SUFFIXES,
+    suffix_of,
     text_chunks,
 )
 
@@ -31,20 +31,20 @@ END_OF_TEXT = (
 )
 SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
 TRAIN, VALID = "train", "valid"
-WANTED = 'it must be like {"text": "…"}'
-CHATS = {"messages"}, {"conversations"}, {"prompt", "completion"}
-FEW = 5  # files that are listed
+RECORD_ADVICE = 'it must be like {"text": "…"}'
+CHAT_FIELDS = {"messages"}, {"conversations"}, {"prompt", "completion"}
+MAX_LISTED = 5  # files that are listed
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CorpusRecipe:
     """What to prepare: files, vocabulary (a GGUF file, or one to train), and how to cut.
 
     auto       vocab_size is an upper limit; fewer if the text supports fewer
     separator  text between documents; None: lines `<|endoftext|>`; "": a file is one document
     val_split  share used for validation if there is no validation file
     skip_bad   skip records that cannot be read
-    kept       documents keep the separator at their end, and begin right after it
+    keep_separators       documents keep the separator at their end, and begin right after it
     columns    how columns of records are named as fields
     """
 
@@ -55,72 +55,72 @@ class Text:
     separator: str | None
     val_split: float
     skip_bad: bool = False
-    kept: bool = False
+    keep_separators: bool = False
     columns: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file and the split that it belongs to; "" if val_split decides."""
 
     path: Path
-    part: str = ""
+    split: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a document's text; `ends` on the last one."""
+class TextPiece:
+    """A part of a document's text; `is_last` on the last one."""
 
     text: str
-    ends: bool
-    part: str = ""
+    is_last: bool
+    split: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TextSurvey:
     """Size of the text, without a validation file."""
 
-    documents: int
-    characters: int
+    num_documents: int
+    num_characters: int
     nbytes: int
 
 
 # ---- files
 
 
-def find_sources(data: Path, suffixes: Sequence[str] = TEXTS) -> tuple[Source, ...]:
+def find_sources(data: Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> tuple[SourceFile, ...]:
     """A file; or a folder's train and valid files; or its files with suffixes `suffixes`. Raises InputError."""
-    existing(data, "--data")
+    require_existing(data, "--data")
     if not data.is_dir():
-        return (Source(data),)
-    train, valid = _parts(data)
-    if train and valid:
-        return Source(train, TRAIN), Source(valid, VALID)
-    if train:
-        return (Source(train),)
+        return (SourceFile(data),)
+    train_file, valid_file = _split_files(data)
+    if train_file and valid_file:
+        return SourceFile(train_file, TRAIN), SourceFile(valid_file, VALID)
+    if train_file:
+        return (SourceFile(train_file),)
     expected = "train.txt or train.jsonl"
-    if valid:
-        raise InputError(f"--data: {data} has {valid.name}, but no {expected}")
-    text_files = [p for p in sorted(data.iterdir()) if _named(p, suffixes) and p.is_file()]
+    if valid_file:
+        raise InputError(f"--data: {data} has {valid_file.name}, but no {expected}")
+    text_files = [p for p in sorted(data.iterdir()) if _has_suffix(p, suffixes) and p.is_file()]
     if not text_files:
-        available = _listed([path for path in sorted(data.iterdir()) if kind_of(path) in RECORDS])
+        available = _listed([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
         raise InputError(
             f"--data: {data} holds no text; it must have {expected}, or other {suffixes[0]} files"
             + (f"; of {available} give one by name" if available else "")
         )
-    return tuple(Source(existing(path, "--data")) for path in text_files)
+    return tuple(SourceFile(require_existing(path, "--data")) for path in text_files)
 
 
-def _parts(folder: Path) -> tuple[Path | None, Path | None]:
-    return file_called(folder, "train"), file_called(folder, "valid", "val")
+def _split_files(folder: Path) -> tuple[Path | None, Path | None]:
+    return find_file(folder, "train"), find_file(folder, "valid", "val")
 
 
 def has_valid_file(data: Path) -> bool:
     """Whether the data has a validation file."""
-    return data.is_dir() and all(_parts(data))
+    return data.is_dir() and all(_split_files(data))
 
 
-def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
+def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:
     """A message naming the other files in a data folder; empty if there are none."""
     if not data.is_dir():
         return ()
@@ -132,55 +132,59 @@ def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    return shortlist([f"{path.name}/" if path.is_dir() else path.name for path in paths], FEW)
+    return shortlist(
+        [f"{path.name}/" if path.is_dir() else path.name for path in paths], MAX_LISTED
+    )
 
 
-def _named(path: Path, suffixes: Sequence[str]) -> bool:
+def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
     return path.name.lower().endswith(tuple(suffixes))
 
 
-def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
+def splits_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
     """The splits of the corpus."""
-    return (TRAIN, VALID) if text.val_split or any(s.part for s in sources) else (TRAIN,)
+    return (TRAIN, VALID) if text.val_split or any(s.split for s in sources) else (TRAIN,)
 
 
-def file_called(folder: Path, *names: str) -> Path | None:
+def find_file(folder: Path, *names: str) -> Path | None:
     """The only file of a folder with one of these names. Raises InputError if there are several."""
-    paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
+    paths = [folder / f"{name}{suffix}" for name in names for suffix in DATA_SUFFIXES]
     existing_paths = [path for path in paths if path.is_file()]
     if len(existing_paths) > 1:
         raise InputError(
             f"--data: {folder} has {existing_paths[0].name} and {existing_paths[1].name}; keep one"
         )
-    return existing(existing_paths[0], "--data") if existing_paths else None
+    return require_existing(existing_paths[0], "--data") if existing_paths else None
 
 
 def read_documents(
-    sources: Iterable[Source],
+    sources: Iterable[SourceFile],
     separator: str | None,
-    reports: Iterable[Report],
+    reports: Iterable[ReadingReport],
     keep_separators: bool = False,
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
-        for piece in _without_blank(_pieces(separator, report, keep_separators)):
-            yield replace(piece, part=source.part)
+        for piece in _skip_blank(_document_pieces(separator, report, keep_separators)):
+            yield replace(piece, split=source.split)
 
 
-def _pieces(separator: str | None, report: Report, keep_separators: bool) -> Iterator[Piece]:
-    if kind_of(report.path) in RECORDS:
-        return (Piece(text, True) for text in _texts(report))
+def _document_pieces(
+    separator: str | None, report: ReadingReport, keep_separators: bool
+) -> Iterator[TextPiece]:
+    if suffix_of(report.path) in RECORDS:
+        return (TextPiece(text, True) for text in _record_texts(report))
     if report.columns is not None:
         raise InputError(f"--columns: {report.path} is plain text and has none; leave it out")
-    return split(report.chunks(text_chunks(report.path)), separator, keep_separators)
+    return split_documents(report.chunks(text_chunks(report.path)), separator, keep_separators)
 
 
-def _texts(report: Report) -> Iterator[str]:
-    has_started = report.skip
-    for location, record in read_records(WANTED, report):
+def _record_texts(report: ReadingReport) -> Iterator[str]:
+    has_started = report.skip_bad
+    for location, record in read_records(RECORD_ADVICE, report):
         if report.header and "text" not in record:
-            error = unknown_header(report.header, report.names, ["text"], record)
-            raise InputError(f"{error}{_advice(record)}")
+            error = unknown_header(report.header, report.column_names, ["text"], record)
+            raise InputError(f"{error}{_finetune_advice(record)}")
         try:
             text = _text_of(record, location)
         except InputError as error:
@@ -194,15 +198,15 @@ def _texts(report: Report) -> Iterator[str]:
 
 def _text_of(record: Any, location: str) -> str:
     if not isinstance(record, dict) or "text" not in record:
-        raise InputError(f"{location} has no field text", WANTED + _advice(record))
-    return sound(record["text"], f"{location}: text", WANTED)
+        raise InputError(f"{location} has no field text", RECORD_ADVICE + _finetune_advice(record))
+    return sound(record["text"], f"{location}: text", RECORD_ADVICE)
 
 
-def _advice(record: Any) -> str:
+def _finetune_advice(record: Any) -> str:
     """Advice to use finetune, if the record is a conversation."""
-    chat = isinstance(record, dict) and any(fields <= set(record) for fields in CHATS)
-    tune = "; conversations are for packtrain finetune, which tunes an existing model"
-    return tune if chat else ""
+    is_chat = isinstance(record, dict) and any(fields <= set(record) for fields in CHAT_FIELDS)
+    advice = "; conversations are for packtrain finetune, which tunes an existing model"
+    return advice if is_chat else ""
 
 
 def sound(text: Any, location: str, example: str) -> str:
@@ -219,34 +223,34 @@ def sound(text: Any, location: str, example: str) -> str:
 # ---- documents
 
 
-def split(
+def split_documents(
     chunks: Iterable[str], separator: str | None, keep_separators: bool = False
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Split a text into documents, without separators and line breaks next to them unless `keep_separators`."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
-    pattern = _pattern(separator, keep_separators)
-    reach = len(END_OF_TEXT if separator is None else separator) + 2
+    pattern = _separator_pattern(separator, keep_separators)
+    max_match_length = len(END_OF_TEXT if separator is None else separator) + 2
     # separators begin at `since` or later; the character before it is kept for `^`
-    rest, since = "", 0
+    buffer, search_start = "", 0
     for chunk in chain(chunks, (None,)):
-        rest += chunk or ""
-        at, limit = 0, len(rest) - reach
-        for match in pattern.finditer(rest, since):
+        buffer += chunk or ""
+        at, safe_end = 0, len(buffer) - max_match_length
+        for match in pattern.finditer(buffer, search_start):
             # the next text may lengthen the match or undo it
-            if chunk is not None and match.end() == len(rest):
-                limit = match.start()
+            if chunk is not None and match.end() == len(buffer):
+                safe_end = match.start()
                 break
-            yield Piece(rest[at : match.end() if keep_separators else match.start()], True)
-            at, since = match.end(), 0
-        count = len(rest[at : max(at, limit)].rstrip("\n")) - 1
-        if count > 0:
-            yield Piece(rest[at : at + count], False)
-            at, since = at + count, 1
-        rest = rest[at:]
-    yield Piece(rest, True)
+            yield TextPiece(buffer[at : match.end() if keep_separators else match.start()], True)
+            at, search_start = match.end(), 0
+        piece_length = len(buffer[at : max(at, safe_end)].rstrip("\n")) - 1
+        if piece_length > 0:
+            yield TextPiece(buffer[at : at + piece_length], False)
+            at, search_start = at + piece_length, 1
+        buffer = buffer[at:]
+    yield TextPiece(buffer, True)
 
 
-def _pattern(separator: str | None, keep_separators: bool) -> re.Pattern[str]:
+def _separator_pattern(separator: str | None, keep_separators: bool) -> re.Pattern[str]:
     if separator == "":
         return re.compile(r"(?!)")  # matches nowhere
     if separator is None:
@@ -254,69 +258,71 @@ def _pattern(separator: str | None, keep_separators: bool) -> re.Pattern[str]:
     return re.compile(re.escape(separator) if keep_separators else rf"\n*{re.escape(separator)}\n*")
 
 
-def _without_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _skip_blank(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
     """Drop documents of only whitespace; holds back leading whitespace until text follows."""
     pending, has_started = "", False
     for piece in pieces:
         pending += piece.text
         if has_started or (pending and not pending.isspace()):
-            yield Piece(pending, piece.ends)
-            has_started = not piece.ends
+            yield TextPiece(pending, piece.is_last)
+            has_started = not piece.is_last
             pending = ""
-        elif piece.ends:
+        elif piece.is_last:
             pending = ""
 
 
 # ---- training and validation
 
 
-def survey(pieces: Iterable[Piece]) -> Survey:
-    documents = characters = nbytes = 0
+def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
+    num_documents = num_characters = nbytes = 0
     for piece in pieces:
-        if piece.part != VALID:
-            documents += piece.ends
-            characters += len(piece.text)
+        if piece.split != VALID:
+            num_documents += piece.is_last
+            num_characters += len(piece.text)
             nbytes += len(piece.text.encode())
-    return Survey(documents, characters, nbytes)
+    return TextSurvey(num_documents, num_characters, nbytes)
 
 
-def divide(pieces: Iterable[Piece], survey_result: Survey, val_split: float) -> Iterator[Piece]:
+def assign_splits(
+    pieces: Iterable[TextPiece], survey_result: TextSurvey, val_split: float
+) -> Iterator[TextPiece]:
     """Assign splits: every k-th document is for validation, or the end of a text with few documents.
 
     Without val_split, pieces without a split are for training.
     """
     interval = round(1 / val_split) if val_split else 0
     if not interval:
-        return (replace(piece, part=piece.part or TRAIN) for piece in pieces)
-    if survey_result.documents >= max(SPLIT_BY_DOCUMENTS, interval):
-        return _by_documents(pieces, interval)
-    return _by_place(pieces, int(survey_result.characters * (1 - val_split)))
+        return (replace(piece, split=piece.split or TRAIN) for piece in pieces)
+    if survey_result.num_documents >= max(SPLIT_BY_DOCUMENTS, interval):
+        return _split_by_documents(pieces, interval)
+    return _split_by_position(pieces, int(survey_result.num_characters * (1 - val_split)))
 
 
-def _by_documents(pieces: Iterable[Piece], interval: int) -> Iterator[Piece]:
-    document = 1
+def _split_by_documents(pieces: Iterable[TextPiece], interval: int) -> Iterator[TextPiece]:
+    document_number = 1
     for piece in pieces:
-        yield replace(piece, part=TRAIN if document % interval else VALID)
-        document += piece.ends
+        yield replace(piece, split=TRAIN if document_number % interval else VALID)
+        document_number += piece.is_last
 
 
-def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
+def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[TextPiece]:
     """Text before the place is for training, the rest for validation; may cut a document in two."""
     # characters before `held`; text around the place, until it contains a line end
-    seen, pending = 0, ""
+    num_seen, pending = 0, ""
     for piece in pieces:
         text = pending + piece.text
-        if seen >= place:
-            yield replace(piece, part=VALID)
-        elif seen + len(text) < place:
-            yield replace(piece, part=TRAIN)
-            seen += len(text)
-        elif piece.ends or "\n" in text[place - seen :] or len(text) > 2 * CHUNK_NBYTES:
-            cut = _line_break(text, place - seen)
-            yield Piece(text[:cut], True, TRAIN)
+        if num_seen >= place:
+            yield replace(piece, split=VALID)
+        elif num_seen + len(text) < place:
+            yield replace(piece, split=TRAIN)
+            num_seen += len(text)
+        elif piece.is_last or "\n" in text[place - num_seen :] or len(text) > 2 * CHUNK_NBYTES:
+            cut = _line_break(text, place - num_seen)
+            yield TextPiece(text[:cut], True, TRAIN)
             if text[cut:]:
-                yield Piece(text[cut:], piece.ends, VALID)
-            seen, pending = place, ""
+                yield TextPiece(text[cut:], piece.is_last, VALID)
+            num_seen, pending = place, ""
         else:
             pending = text
 

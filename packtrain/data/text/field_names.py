@@ -11,37 +11,37 @@ from itertools import product
 from packtrain.common.errors import InputError
 from packtrain.common.text import shortlist
 
-QUESTIONS = ("prompt", "instruction", "question", "query", "input", "request")
-ANSWERS = ("chosen", "completion", "answer", "response", "output", "reply")
-PAIRS = (*product(QUESTIONS, ANSWERS), ("user", "assistant"), ("human", "assistant"))
-JOINED = ("context", "input")  # into the prompt, beside another question
-CONVERSATIONS = ("messages", "conversations")
+QUESTION_NAMES = ("prompt", "instruction", "question", "query", "input", "request")
+ANSWER_NAMES = ("chosen", "completion", "answer", "response", "output", "reply")
+NAME_PAIRS = (*product(QUESTION_NAMES, ANSWER_NAMES), ("user", "assistant"), ("human", "assistant"))
+JOINED_NAMES = ("context", "input")  # into the prompt, beside another question
+CONVERSATION_FIELDS = ("messages", "conversations")
 # of OpenAI, Axolotl, ms-swift
 ALIASES = {"functions": "tools", "system_prompt": "system", "rejected_response": "rejected"}
-TOGETHER = ("system", "history", "tools", "chosen", "rejected")  # with others
-FIELDS = ("prompt", "completion", "text", *CONVERSATIONS, *TOGETHER)
-QUOTED = re.compile(r'"(?:[^"]|"")*"')
-PART = re.compile(rf"(\s*{QUOTED.pattern}\s*=[^,]*|[^,]*),")  # of --columns
+EXTRA_FIELDS = ("system", "history", "tools", "chosen", "rejected")  # with others
+FIELDS = ("prompt", "completion", "text", *CONVERSATION_FIELDS, *EXTRA_FIELDS)
+QUOTED_NAME = re.compile(r'"(?:[^"]|"")*"')
+COLUMN_RULE = re.compile(rf"(\s*{QUOTED_NAME.pattern}\s*=[^,]*|[^,]*),")  # of --columns
 MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so
 
 
-def read_columns(text: str | None) -> dict[str, str]:
+def parse_columns(text: str | None) -> dict[str, str]:
     """The fields by column of `question=prompt,"answer, short"=completion`. Raises InputError."""
     fields = {}
-    for part in () if text is None else PART.findall(f"{text},"):
-        name, _, field = (word.strip().lower() for word in part.rpartition("="))
-        if QUOTED.fullmatch(name):
+    for rule in () if text is None else COLUMN_RULE.findall(f"{text},"):
+        name, _, field = (word.strip().lower() for word in rule.rpartition("="))
+        if QUOTED_NAME.fullmatch(name):
             name = name[1:-1].replace('""', '"').strip()
         if not name or field not in FIELDS:
             raise InputError(
-                f"--columns {text}: {part or 'it'} must be like NAME=FIELD; fields are {', '.join(FIELDS)}; a NAME with"
+                f"--columns {text}: {rule or 'it'} must be like NAME=FIELD; fields are {', '.join(FIELDS)}; a NAME with"
                 ' a comma is in double quotes, such as "Question, short"=prompt'
             )
         fields[name] = field
     return fields
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     """A name as --columns takes it."""
     doubled = name.replace('"', '""')
     return f'"{doubled}"' if "," in name or name.startswith('"') else name
@@ -51,26 +51,26 @@ def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, s
     """Fields by lower-case name: those of --columns, and a question and an answer that are named otherwise."""
     fields = ALIASES | dict(columns)
     field_names = {fields.get(name, name) for name in names}
-    pair = next((pair for pair in PAIRS if field_names.issuperset(pair)), None)
-    if pair is not None and not field_names & set(CONVERSATIONS):
-        fields.setdefault(pair[0], "prompt")
+    name_pair = next((pair for pair in NAME_PAIRS if field_names.issuperset(pair)), None)
+    if name_pair is not None and not field_names & set(CONVERSATION_FIELDS):
+        fields.setdefault(name_pair[0], "prompt")
         fields.setdefault(
-            pair[1], "chosen" if field_names & {"chosen", "rejected"} else "completion"
+            name_pair[1], "chosen" if field_names & {"chosen", "rejected"} else "completion"
         )
         if "prompt" not in columns.values():
-            fields = dict.fromkeys(JOINED, "prompt") | fields
+            fields = dict.fromkeys(JOINED_NAMES, "prompt") | fields
     return fields
 
 
 def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
     """Describes which columns become which field, `Question → prompt`; empty if all keep their names."""
-    sources: dict[str, list[str]] = {}
+    columns_by_field: dict[str, list[str]] = {}
     for name in names:
         if (lower := name.strip().lower()) in fields:
-            sources.setdefault(fields[lower], []).append(name.strip())
+            columns_by_field.setdefault(fields[lower], []).append(name.strip())
     return ", ".join(
         f"{' + '.join(columns)} → {field}"
-        for field, columns in sources.items()
+        for field, columns in columns_by_field.items()
         if [column.lower() for column in columns] != [field]
     )
 
@@ -86,24 +86,24 @@ def unknown_header(
     names = [name for name in names if name]
     if not names:
         return InputError(f"{location} names no columns; it must name {' and '.join(fields)}")
-    numbered = ",".join(f"{i}={field}" for i, field in enumerate(fields, 1))
+    numbered_columns = ",".join(f"{i}={field}" for i, field in enumerate(fields, 1))
     if any(_is_sentence(name) for name in names):
         return InputError(
             f"{location} is no header but a record: {shortlist(names)}; write the row"
             f" {','.join(fields)} above it, or give"
-            f" --columns {numbered}"
+            f" --columns {numbered_columns}"
         )
     longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
     columns = sorted(longest, key=names.index)
     named = ",".join(
-        f"{_quoted(name)}={field}" for name, field in zip(columns, fields, strict=False)
+        f"{_quote_name(name)}={field}" for name, field in zip(columns, fields, strict=False)
     )
     return InputError(
         f"{location} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
-        f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered}"
+        f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered_columns}"
     )
 
 
 def _is_sentence(name: str) -> bool:
-    long = len(name) > MAX_CHARACTERS or len(name.split()) >= SENTENCE_WORDS
-    return long or name.endswith(SENTENCE_ENDS)
+    is_long = len(name) > MAX_CHARACTERS or len(name.split()) >= SENTENCE_WORDS
+    return is_long or name.endswith(SENTENCE_ENDS)

@@ -11,54 +11,54 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural, shortlist
-from packtrain.data.text.field_names import FIELDS, fields_of, read_columns, renaming
+from packtrain.data.text.field_names import FIELDS, fields_of, parse_columns, renaming
 
-FEW = 5  # bad records listed
-reading = {"place": "the data"}  # in this process: file and row
+MAX_REASONS = 5  # bad records listed
+reading_position = {"place": "the data"}  # in this process: file and row
 
 
 @dataclass(slots=True)
-class Report:
+class ReadingReport:
     """Findings in a file.
 
-    skip   skip bad records
-    exact  keep line ends
+    skip_bad   skip bad records
+    keep_line_ends  keep line ends
     columns  --columns: how columns are named as fields
     header   place of a table's header, whose names are those of all records
-    names    of the first record's columns
-    unused   columns that are not read
+    column_names    of the first record's columns
+    unused_columns   columns that are not read
     remarks  more messages to print
     """
 
     path: Path
-    skip: bool = False
-    exact: bool = False
+    skip_bad: bool = False
+    keep_line_ends: bool = False
     columns: str | None = None
     header: str = ""
-    names: list[str] = field(default_factory=list)
-    unused: set[str] = field(default_factory=set)
+    column_names: list[str] = field(default_factory=list)
+    unused_columns: set[str] = field(default_factory=set)
     remarks: list[str] = field(default_factory=list)
-    bad: int = 0
+    num_bad: int = 0
     reasons: list[str] = field(default_factory=list)
-    line_ends: int = 0
-    given: dict[str, str] = field(init=False)  # fields by column, of --columns
+    num_line_ends: int = 0
+    requested_fields: dict[str, str] = field(init=False)  # fields by column, of --columns
     fields: dict[str, str] = field(init=False, default_factory=dict)
-    named: bool = False  # whether the fields are known, from the first record that has some
+    has_fields: bool = False  # whether the fields are known, from the first record that has some
 
     def __post_init__(self) -> None:
-        reading["place"] = str(self.path)
-        self.given = read_columns(self.columns)
+        reading_position["place"] = str(self.path)
+        self.requested_fields = parse_columns(self.columns)
 
     def reject(self, error: InputError) -> None:
         """Count a bad record, or raise the error, which names --skip-bad."""
         fact = error.fact
-        for name in reversed(self.names):  # a field by the name of its column
+        for name in reversed(self.column_names):  # a field by the name of its column
             fact = fact.replace(f": {self.fields.get(name.strip().lower())}: ", f": {name}: ", 1)
-        if not self.skip:
+        if not self.skip_bad:
             advice = f"{error.advice}; " if error.advice else ""
             raise InputError(fact, f"{advice}--skip-bad skips bad records") from None
-        self.bad += 1
-        if len(self.reasons) < FEW:
+        self.num_bad += 1
+        if len(self.reasons) < MAX_REASONS:
             self.reasons.append(fact.removeprefix(f"{self.path}: "))
 
     @property
@@ -66,53 +66,53 @@ class Report:
         """Messages to print."""
         name = self.path.name
         messages = [f"{name}: {remark}" for remark in self.remarks]
-        if renamed := renaming(self.names, self.fields):
-            messages.append(f"{name}: columns: {renamed}")
-        if self.line_ends:
+        if renaming_text := renaming(self.column_names, self.fields):
+            messages.append(f"{name}: columns: {renaming_text}")
+        if self.num_line_ends:
             messages.append(
-                f"{name}: {self.line_ends:,} line ends changed from \\r\\n or \\r to \\n"
+                f"{name}: {self.num_line_ends:,} line ends changed from \\r\\n or \\r to \\n"
             )
-        if self.bad:
-            first = f"; the first {FEW}" if self.bad > FEW else ""
-            messages.append(f"{name}: {plural(self.bad, 'bad record')} skipped{first}:")
+        if self.num_bad:
+            limit_note = f"; the first {MAX_REASONS}" if self.num_bad > MAX_REASONS else ""
+            messages.append(f"{name}: {plural(self.num_bad, 'bad record')} skipped{limit_note}:")
             messages += [f"  {reason}" for reason in self.reasons]
         return messages
 
-    def record(self, value: Any, location: str) -> Any:
+    def rename_columns(self, value: Any, location: str) -> Any:
         """The record with its columns named as fields. Raises InputError."""
-        reading["place"] = location
+        reading_position["place"] = location
         if not isinstance(value, dict):
             return value
-        if not self.named:
-            self.names, names = [*value], {name.strip().lower() for name in value}
-            if self.given and names.isdisjoint(self.given):
+        if not self.has_fields:
+            self.column_names, lower_names = [*value], {name.strip().lower() for name in value}
+            if self.requested_fields and lower_names.isdisjoint(self.requested_fields):
                 raise InputError(
                     f"--columns: {location} has none of them", f"there are {shortlist(value)}"
                 )
-            self.fields = fields_of(names, self.given)
-            self.named = bool(names & {*self.fields, *FIELDS})
-        renamed: dict[str, Any] = {}
+            self.fields = fields_of(lower_names, self.requested_fields)
+            self.has_fields = bool(lower_names & {*self.fields, *FIELDS})
+        record: dict[str, Any] = {}
         for name, cell in value.items():
             column = name.strip().lower()
-            field = self.fields.get(column, column)
-            if column not in self.given and field in self.given.values():
-                self.unused.add(column)
-            elif not cell or not renamed.get(field):
-                renamed[field] = cell or renamed.get(field, cell)
-            elif isinstance(cell, str) and isinstance(renamed[field], str):
-                renamed[field] += f"\n{cell}"
+            field_name = self.fields.get(column, column)
+            if column not in self.requested_fields and field_name in self.requested_fields.values():
+                self.unused_columns.add(column)
+            elif not cell or not record.get(field_name):
+                record[field_name] = cell or record.get(field_name, cell)
+            elif isinstance(cell, str) and isinstance(record[field_name], str):
+                record[field_name] += f"\n{cell}"
             else:
                 raise InputError(
-                    f"{location}: {name} is no text; it must be to be joined to {field}"
+                    f"{location}: {name} is no text; it must be to be joined to {field_name}"
                 )
-        return renamed
+        return record
 
-    def text(self, text: str) -> str:
+    def normalize_text(self, text: str) -> str:
         """The text with line ends as `\
 `."""
-        if self.exact or "\r" not in text:
+        if self.keep_line_ends or "\r" not in text:
             return text
-        self.line_ends += text.count("\r")
+        self.num_line_ends += text.count("\r")
         return text.replace("\r\n", "\n").replace("\r", "\n")
 
     def chunks(self, chunks: Iterable[str]) -> Iterator[str]:
@@ -121,15 +121,15 @@ class Report:
         for chunk in chunks:
             text = pending + chunk
             pending = "\r" if text.endswith("\r") else ""
-            yield self.text(text.removesuffix(pending))
-        yield self.text(pending)
+            yield self.normalize_text(text.removesuffix(pending))
+        yield self.normalize_text(pending)
 
-    def value(self, value: Any) -> Any:
+    def normalize_value(self, value: Any) -> Any:
         """The same for all texts in a JSON value."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.normalize_text(value)
         if isinstance(value, list):
-            return [self.value(item) for item in value]
+            return [self.normalize_value(item) for item in value]
         if isinstance(value, Mapping):
-            return {key: self.value(item) for key, item in value.items()}
+            return {key: self.normalize_value(item) for key, item in value.items()}
         return value

@@ -12,40 +12,40 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.data.text.columnar_files import column_rows
-from packtrain.data.text.reading_report import Report, reading
+from packtrain.data.text.reading_report import ReadingReport, reading_position
 from packtrain.data.text.spreadsheet_tables import table_rows
 from packtrain.data.text.text_streams import (
-    ARRAY,
     COLUMNS,
+    JSON_SUFFIX,
     TABLES,
     as_utf_8,
-    kind_of,
-    opened,
+    open_decompressed,
+    suffix_of,
     text_chunks,
 )
 
-LONGEST = 1 << 26  # characters of one record
-TOO_LONG = f"has more than {LONGEST:,} characters; a record may have as many"
-NULS = ", and this is not a text file: it begins with NULs"
-SOMETHING = re.compile(r"[^ \t\r\n]")
+MAX_RECORD_LENGTH = 1 << 26  # characters of one record
+TOO_LONG_FACT = f"has more than {MAX_RECORD_LENGTH:,} characters; a record may have as many"
+NUL_FACT = ", and this is not a text file: it begins with NULs"
+NON_SPACE = re.compile(r"[^ \t\r\n]")
 
 
-def read_records(example: str, report: Report) -> Iterator[tuple[str, Any]]:
+def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
     """Each record of the report's file and its place; errors quote `example`, an example of a good record."""
     path = report.path
-    kind = kind_of(path)
-    values: Iterator[tuple[str, Any]]
-    if kind == ARRAY:
-        values = iter(_Array(path, example))
-    elif kind in TABLES:
-        values = table_rows(report)
-    elif kind in COLUMNS:
-        values = column_rows(path)
+    suffix = suffix_of(path)
+    raw_records: Iterator[tuple[str, Any]]
+    if suffix == JSON_SUFFIX:
+        raw_records = iter(_JsonArray(path, example))
+    elif suffix in TABLES:
+        raw_records = table_rows(report)
+    elif suffix in COLUMNS:
+        raw_records = column_rows(path)
     else:
-        values = _lines(example, report)
-    for location, value in values:
+        raw_records = _json_lines(example, report)
+    for location, value in raw_records:
         try:
-            record = report.record(report.value(value), location)
+            record = report.rename_columns(report.normalize_value(value), location)
         except RecursionError:
             report.reject(InputError(f"{location} is nested too deep", example))
         except InputError as error:
@@ -54,13 +54,15 @@ def read_records(example: str, report: Report) -> Iterator[tuple[str, Any]]:
             yield location, record
 
 
-def _lines(example: str, report: Report) -> Iterator[tuple[str, Any]]:
+def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
     path = report.path
-    with opened(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
-            location = reading["place"] = f"{path}: line {number}"
-            if len(line) > LONGEST:
-                raise InputError(f"{location} {TOO_LONG}{NULS if 0 in line[:9] else ''}")
+    with open_decompressed(path) as file:
+        for line_number, line in enumerate(
+            iter(partial(file.readline, MAX_RECORD_LENGTH + 1), b""), 1
+        ):
+            location = reading_position["place"] = f"{path}: line {line_number}"
+            if len(line) > MAX_RECORD_LENGTH:
+                raise InputError(f"{location} {TOO_LONG_FACT}{NUL_FACT if 0 in line[:9] else ''}")
             if not line.strip():
                 continue
             try:
@@ -73,67 +75,67 @@ def _lines(example: str, report: Report) -> Iterator[tuple[str, Any]]:
                 yield location, value
 
 
-class _Array:
+class _JsonArray:
     """The values of a JSON array that comes in chunks of text.
 
     text, at, line   buffered text, the position in it, and the line of the position in the file
     """
 
-    def __init__(self, path: Path, wanted: str) -> None:
-        self.path, self.wanted = path, wanted
-        self.text, self.at, self.line = "", 0, 1
+    def __init__(self, path: Path, example: str) -> None:
+        self.path, self.example = path, example
+        self.buffer, self.at, self.line = "", 0, 1
         self._chunks = text_chunks(path)
         self._decode = json.JSONDecoder().raw_decode
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        if self._next() != "[":
+        if self._next_character() != "[":
             raise InputError(f"{self.path} must be an array; with one record a line it is a .jsonl")
-        self._move(self.at + 1)
-        while self._next() != "]":
-            location = reading["place"] = f"{self.path}: line {self.line}"
-            yield location, self._value()
-            if self._next() == ",":
-                self._move(self.at + 1)
-        self._move(self.at + 1)
-        if self._next():
+        self._move_to(self.at + 1)
+        while self._next_character() != "]":
+            location = reading_position["place"] = f"{self.path}: line {self.line}"
+            yield location, self._read_value()
+            if self._next_character() == ",":
+                self._move_to(self.at + 1)
+        self._move_to(self.at + 1)
+        if self._next_character():
             raise InputError(
-                f"{self.path}: line {self.line}: text follows the end of the array; {self.wanted}"
+                f"{self.path}: line {self.line}: text follows the end of the array; {self.example}"
             )
 
-    def _value(self) -> Any:
+    def _read_value(self) -> Any:
         while True:
             try:
-                value, end = self._decode(self.text, self.at)
+                value, end = self._decode(self.buffer, self.at)
             except (ValueError, RecursionError) as error:
-                if len(self.text) - self.at >= LONGEST:
-                    raise InputError(f"{self.path}: line {self.line} {TOO_LONG}") from None
-                if self._read():
+                if len(self.buffer) - self.at >= MAX_RECORD_LENGTH:
+                    raise InputError(f"{self.path}: line {self.line} {TOO_LONG_FACT}") from None
+                if self._fill_buffer():
                     continue  # the rest may follow
-                at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
-                line = self.line + self.text.count("\n", self.at, at)
-                raise InputError(f"{self.path}: line {line} is not JSON; {self.wanted}") from None
-            self._move(end)
+                error_position = error.pos if isinstance(error, json.JSONDecodeError) else self.at
+                line = self.line + self.buffer.count("\n", self.at, error_position)
+                raise InputError(f"{self.path}: line {line} is not JSON; {self.example}") from None
+            self._move_to(end)
             return value
 
-    def _next(self) -> str:
+    def _next_character(self) -> str:
         """Move to the next non-whitespace character and return it; "" at the end."""
-        while not (match := SOMETHING.search(self.text, self.at)):
-            self._move(len(self.text))
-            if not self._read():
+        while not (match := NON_SPACE.search(self.buffer, self.at)):
+            self._move_to(len(self.buffer))
+            if not self._fill_buffer():
                 return ""
-        self._move(match.start())
+        self._move_to(match.start())
         return match[0]
 
-    def _move(self, to: int) -> None:
-        self.line += self.text.count("\n", self.at, to)
-        self.at = to
+    def _move_to(self, position: int) -> None:
+        self.line += self.buffer.count("\n", self.at, position)
+        self.at = position
 
-    def _read(self) -> bool:
+    def _fill_buffer(self) -> bool:
         """Double the buffer, so that a long record is parsed only a few times; False at the end."""
-        self.text, self.at = self.text[self.at :], 0
-        old_length = len(self.text)
+        self.buffer, self.at = self.buffer[self.at :], 0
+        old_length = len(self.buffer)
         for chunk in self._chunks:
-            self.text += chunk
-            if len(self.text) > 2 * old_length:
+            self.buffer += chunk
+            if len(self.buffer) > 2 * old_length:
                 break
-        return len(self.text) > old_length
+        return len(self.buffer) > old_length

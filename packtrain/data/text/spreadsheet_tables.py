@@ -15,40 +15,46 @@ from packtrain.common.errors import InputError
 from packtrain.common.text import plural, shortlist
 from packtrain.data.text.columnar_files import sheet_rows
 from packtrain.data.text.field_names import fields_of, renaming
-from packtrain.data.text.reading_report import Report
-from packtrain.data.text.text_streams import SHEETS, kind_of, text_chunks
+from packtrain.data.text.reading_report import ReadingReport
+from packtrain.data.text.text_streams import SHEET_SUFFIXES, suffix_of, text_chunks
 
-LONGEST_CELL = 1 << 24  # characters; csv takes four bytes for each
-LONGEST_LINE = 1 << 26
-END = re.compile(r"\r\n|\n|\r(?=.)", re.DOTALL)  # a `\n` may follow a last `\r`
-QUOTED = re.compile(r'"[^"]*"')
-TOLD = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # a first line that Excel reads and writes
+MAX_CELL_LENGTH = 1 << 24  # characters; csv takes four bytes for each
+MAX_LINE_LENGTH = 1 << 26
+LINE_END = re.compile(r"\r\n|\n|\r(?=.)", re.DOTALL)  # a `\n` may follow a last `\r`
+QUOTED_CELL = re.compile(r'"[^"]*"')
+DELIMITER_LINE = re.compile(
+    r"sep=([,;\t])\s*", re.IGNORECASE
+)  # a first line that Excel reads and writes
 
 
-def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
+def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row as a dict, and its place; columns named by number in --columns have no header. Raises InputError."""
-    rows = sheet_rows(report) if kind_of(report.path) in SHEETS else _rows(report)
+    rows = sheet_rows(report) if suffix_of(report.path) in SHEET_SUFFIXES else _csv_rows(report)
     location, header = next(rows, ("", []))
     report.header = location
-    if header and report.given and all(column.isdecimal() for column in report.given):
+    if (
+        header
+        and report.requested_fields
+        and all(column.isdecimal() for column in report.requested_fields)
+    ):
         if renamed := renaming(header, fields_of([name.strip().lower() for name in header], {})):
             raise InputError(
                 f"--columns: {location} is a header: {renamed}; leave --columns out, or name its columns"
             )
         rows = chain([(location, header)], rows)
-        header = [str(number) for number in range(1, len(header) + 1)]
+        header = [str(column_number) for column_number in range(1, len(header) + 1)]
         report.remarks.append("row 1 is a record, as --columns has numbers")
     names = [name.strip() for name in header]
-    report.names = [name for name in names if name]
-    lower = [name.lower() for name in names]  # spreadsheets capitalize names
-    duplicate = next((name for name in lower if name and lower.count(name) > 1), None)
+    report.column_names = [name for name in names if name]
+    lower_names = [name.lower() for name in names]  # spreadsheets capitalize names
+    duplicate = next((name for name in lower_names if name and lower_names.count(name) > 1), None)
     if duplicate is not None:
         raise InputError(
             f"{location} names the field {duplicate} twice; each column needs its own name"
         )
-    absent = next((column for column in report.given if column not in lower), None)
+    absent = next((column for column in report.requested_fields if column not in lower_names), None)
     if header and absent is not None:
-        available = shortlist(report.names)
+        available = shortlist(report.column_names)
         raise InputError(f"--columns: {location} has no column {absent}; there are {available}")
     for location, cells in rows:
         while len(cells) > len(names) and not cells[-1]:
@@ -65,29 +71,29 @@ def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
-def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
     """The non-empty rows, including the header, and the place of each."""
     path = report.path
-    lines = _lines(path)
-    first, delimiter, num_skipped, row = "", "", 0, 0
-    for first in lines:
+    lines = _split_lines(path)
+    first_line, delimiter, num_skipped, row = "", "", 0, 0
+    for first_line in lines:
         num_skipped += 1
-        if declaration := TOLD.fullmatch(first):
+        if declaration := DELIMITER_LINE.fullmatch(first_line):
             delimiter = declaration[1]
-        elif first.strip():
+        elif first_line.strip():
             break
         else:
             row += 1
-    csv.field_size_limit(LONGEST_CELL)
-    delimiter = delimiter or _delimiter(first, kind_of(path))
-    line_feed = Fed(chain([first], lines))
-    reader = csv.reader(line_feed, delimiter=delimiter, strict=True)
+    csv.field_size_limit(MAX_CELL_LENGTH)
+    delimiter = delimiter or _find_delimiter(first_line, suffix_of(path))
+    csv_lines = CsvLines(chain([first_line], lines))
+    reader = csv.reader(csv_lines, delimiter=delimiter, strict=True)
     while True:
-        line, row, line_feed.characters = num_skipped + reader.line_num, row + 1, 0
+        line, row, csv_lines.num_characters = num_skipped + reader.line_num, row + 1, 0
         try:
             cells = next(reader, None)
         except csv.Error:
-            report.reject(InputError(f"{path}: line {line}: {line_feed.fact}", line_feed.advice))
+            report.reject(InputError(f"{path}: line {line}: {csv_lines.fact}", csv_lines.advice))
             continue
         if cells is None:
             return
@@ -95,60 +101,60 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
             yield f"{path}: row {row}", cells
 
 
-class Fed:
+class CsvLines:
     """Lines on their way to csv.
 
-    characters  since the last row
-    ended       whether the last line has been read
+    num_characters  since the last row
+    has_ended       whether the last line has been read
     """
 
     def __init__(self, lines: Iterator[str]) -> None:
-        self.lines, self.characters, self.ended = lines, 0, False
+        self.lines, self.num_characters, self.has_ended = lines, 0, False
 
     def __iter__(self) -> Iterator[str]:
         for line in self.lines:
-            self.characters += len(line)
+            self.num_characters += len(line)
             yield line
-        self.ended = True
+        self.has_ended = True
 
     @property
     def fact(self) -> str:
         """What is wrong with a row that csv refuses."""
-        if self.ended:
+        if self.has_ended:
             return "a quoted cell begins here and never ends"
-        if self.characters > LONGEST_CELL:
-            return f"a cell has more than {LONGEST_CELL:,} characters"
+        if self.num_characters > MAX_CELL_LENGTH:
+            return f"a cell has more than {MAX_CELL_LENGTH:,} characters"
         return "text follows a quoted cell"
 
     @property
     def advice(self) -> str:
-        if self.ended:
+        if self.has_ended:
             return "its last quote is missing"
-        if self.characters > LONGEST_CELL:
+        if self.num_characters > MAX_CELL_LENGTH:
             return "a quote may be missing"
         return "a quote within quotes must be doubled"
 
 
-def _delimiter(first: str, kind: str) -> str:
+def _find_delimiter(header_line: str, suffix: str) -> str:
     """The most frequent delimiter in the header, outside quotes."""
-    unquoted = QUOTED.sub("", first)
-    default = "\t" if kind == ".tsv" else ","
+    unquoted = QUOTED_CELL.sub("", header_line)
+    default = "\t" if suffix == ".tsv" else ","
     return max((default, ",", ";", "\t"), key=unquoted.count)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _split_lines(path: Path) -> Iterator[str]:
     """Lines with their line ends, of any kind."""
-    rest, number = "", 1
+    buffer, line_number = "", 1
     for chunk in text_chunks(path):
-        rest += chunk
-        at = 0
-        for match in END.finditer(rest):
-            yield rest[at : match.end()]
-            at, number = match.end(), number + 1
-        rest = rest[at:]
-        if len(rest) > LONGEST_LINE:
+        buffer += chunk
+        line_start = 0
+        for match in LINE_END.finditer(buffer):
+            yield buffer[line_start : match.end()]
+            line_start, line_number = match.end(), line_number + 1
+        buffer = buffer[line_start:]
+        if len(buffer) > MAX_LINE_LENGTH:
             raise InputError(
-                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; this is not a CSV file"
+                f"{path}: line {line_number} is longer than {MAX_LINE_LENGTH:,} characters; this is not a CSV file"
             )
-    if rest:
-        yield rest
+    if buffer:
+        yield buffer

@@ -14,19 +14,19 @@ from typing import BinaryIO, cast
 from packtrain.common.errors import InputError
 
 CHUNK_NBYTES = 1 << 20
-MARK = "\ufeff"
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+BYTE_ORDER_MARK = "\ufeff"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
-LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
-SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
-TABLES = (".csv", ".tsv", *SHEETS)
+JSONL_SUFFIXES, JSON_SUFFIX = (".jsonl", ".ndjson"), ".json"
+SHEET_SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
+TABLES = (".csv", ".tsv", *SHEET_SUFFIXES)
 COLUMNS = (".parquet", ".arrow", ".feather")
-RECORDS = (*LINES, ARRAY, *TABLES, *COLUMNS)
+RECORDS = (*JSONL_SUFFIXES, JSON_SUFFIX, *TABLES, *COLUMNS)
 # not spreadsheets: of a folder, the table that was saved from one is read
-KINDS = (".txt", *(kind for kind in RECORDS if kind not in SHEETS))
-SUFFIXES = (*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in COLUMNS))
-TEXTS = (".txt", ".txt.gz")
-OTHERS = {  # unsupported formats, and what to do
+FILE_SUFFIXES = (".txt", *(kind for kind in RECORDS if kind not in SHEET_SUFFIXES))
+DATA_SUFFIXES = (*FILE_SUFFIXES, *(f"{kind}.gz" for kind in FILE_SUFFIXES if kind not in COLUMNS))
+TEXT_SUFFIXES = (".txt", ".txt.gz")
+UNSUPPORTED_SUFFIXES = {  # unsupported formats, and what to do
     ".zst": "unpack it with: zstd -d {}",
     ".bz2": "unpack it with: bunzip2 {}",
     ".xz": "unpack it with: unxz {}",
@@ -36,28 +36,30 @@ OTHERS = {  # unsupported formats, and what to do
 SAVE_TABLE = "in Excel, save it as “CSV UTF-8 (comma delimited)”"
 
 
-def kind_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The suffix of a file without .gz: `.jsonl`."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def is_packed(path: Path) -> bool:
     """Whether a file's size says nothing of how much text it has."""
-    return path.suffix.lower() == ".gz" or kind_of(path) in (*SHEETS, *COLUMNS)
+    return path.suffix.lower() == ".gz" or suffix_of(path) in (*SHEET_SUFFIXES, *COLUMNS)
 
 
 def data_files(data: Path | None) -> list[Path]:
     """The file, or those of a folder that can be data."""
     if data is None or not data.is_dir():
         return [data] if data else []
-    return [path for path in data.iterdir() if path.name.lower().endswith(SUFFIXES)]
+    return [path for path in data.iterdir() if path.name.lower().endswith(DATA_SUFFIXES)]
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed. Raises InputError if it is not a valid .gz."""
-    if (suffix := path.suffix.lower()) in OTHERS:
-        raise InputError(f"{path}: {suffix} files cannot be read; {OTHERS[suffix].format(path)}")
+    if (suffix := path.suffix.lower()) in UNSUPPORTED_SUFFIXES:
+        raise InputError(
+            f"{path}: {suffix} files cannot be read; {UNSUPPORTED_SUFFIXES[suffix].format(path)}"
+        )
     if suffix != ".gz":
         with open(path, "rb") as file:
             yield file
@@ -72,28 +74,28 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def text_chunks(path: Path) -> Iterator[str]:
     """A file's text with its line ends, without a byte order mark."""
     decoder = getincrementaldecoder("utf-8")()
-    at, has_started, last = 0, False, False
-    with opened(path) as file:
-        while not last:
+    offset, has_started, is_last = 0, False, False
+    with open_decompressed(path) as file:
+        while not is_last:
             chunk = file.read(CHUNK_NBYTES)
-            last = not chunk
-            if not at and chunk.startswith(UTF_16):
+            is_last = not chunk
+            if not offset and chunk.startswith(UTF_16_MARKS):
                 raise InputError(
                     f"{path} is UTF-16, Excel's “Unicode Text”; {as_utf_8(path, 'UTF-16')}"
                 )
             if 0 in chunk:
                 raise InputError(
-                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is not a text file"
+                    f"{path}: a NUL at byte {offset + chunk.index(0)}; this is not a text file"
                 )
-            waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
+            pending_nbytes = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
-                text = decoder.decode(chunk, final=last)
+                text = decoder.decode(chunk, final=is_last)
             except UnicodeDecodeError as error:
-                place = at - waiting + error.start
+                place = offset - pending_nbytes + error.start
                 raise InputError(f"{path}: byte {place} is not UTF-8; {as_utf_8(path)}") from None
-            yield text if has_started else text.removeprefix(MARK)
+            yield text if has_started else text.removeprefix(BYTE_ORDER_MARK)
             has_started = has_started or bool(text)
-            at += len(chunk)
+            offset += len(chunk)
 
 
 def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
@@ -101,5 +103,5 @@ def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
     if path.suffix == ".gz":
         return "save it as UTF-8"
     target = path.with_stem(f"{path.stem}-utf8")
-    table = f"{SAVE_TABLE}; elsewhere " if kind_of(path) in TABLES or encoding == "UTF-16" else ""
+    table = f"{SAVE_TABLE}; elsewhere " if suffix_of(path) in TABLES or encoding == "UTF-16" else ""
     return f"{table}save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {path} > {target}"

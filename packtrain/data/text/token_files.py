@@ -14,7 +14,7 @@ from packtrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class DocumentTokens:
     """Documents as BOS … EOS.
 
     ids     (N,)          u16, or u32 for a vocabulary of more than 65,536 tokens; mapped, read-only
@@ -25,19 +25,19 @@ class Tokens:
     starts: np.ndarray
 
 
-def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
+def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
     """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
-    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, part))
+    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, split))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
-        raise ValueError(f"{folder}: {part} holds no tokens")
-    ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
-    if not ordered or starts[-1] >= ids.size or int(ids.max()) >= vocab_size:
-        raise ValueError(f"{folder}: {part} is damaged")
-    return Tokens(ids, starts)
+        raise ValueError(f"{folder}: {split} holds no tokens")
+    is_ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+    if not is_ordered or starts[-1] >= ids.size or int(ids.max()) >= vocab_size:
+        raise ValueError(f"{folder}: {split} is damaged")
+    return DocumentTokens(ids, starts)
 
 
-def paths_of(folder: Path, part: str) -> tuple[Path, Path]:
-    return folder / f"{part}.npy", folder / f"{part}.starts.npy"
+def paths_of(folder: Path, split: str) -> tuple[Path, Path]:
+    return folder / f"{split}.npy", folder / f"{split}.starts.npy"
 
 
 class ArrayFile:
@@ -66,31 +66,31 @@ class ArrayFile:
 def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
     """`with growing(…) as file:` an array file, complete when the block succeeds."""
     with atomic_file(path) as file:
-        new = ArrayFile(file, dtype)
-        yield new
-        new.finish()
+        array_file = ArrayFile(file, dtype)
+        yield array_file
+        array_file.finish()
 
 
 class TokenFile:
     """Writes a file of ids, document by document; the tokenizer must have bos and eos."""
 
     def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
-        self.starts, self._open = array("q"), False
+        self.starts, self._is_open = array("q"), False
         self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         return self._file.count
 
     def add(self, ids: np.ndarray, is_last: bool) -> None:
         """Add ids of a document, all of them or those that follow; `is_last` with the last ones."""
-        if not self._open:
-            self.starts.append(self.count)
+        if not self._is_open:
+            self.starts.append(self.num_tokens)
             self._file.write([self._bos])
         self._file.write(ids)
         if is_last:
             self._file.write([self._eos])
-        self._open = not is_last
+        self._is_open = not is_last
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -98,11 +98,11 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 @contextmanager
-def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
+def write_tokens(folder: Path, split: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
     """`with write_tokens(…) as file:` the files of a part, complete when the block succeeds."""
-    ids_path, starts_path = paths_of(folder, part)
-    with growing(ids_path, id_dtype(tokenizer.vocab_size)) as file:
-        new = TokenFile(file, tokenizer)
-        yield new
-    with atomic_file(starts_path) as starts:
-        np.save(starts, np.frombuffer(new.starts, "<i8"))
+    ids_path, starts_path = paths_of(folder, split)
+    with growing(ids_path, id_dtype(tokenizer.vocab_size)) as array_file:
+        token_file = TokenFile(array_file, tokenizer)
+        yield token_file
+    with atomic_file(starts_path) as starts_file:
+        np.save(starts_file, np.frombuffer(token_file.starts, "<i8"))

@@ -15,9 +15,9 @@ from packtrain.data.tokenizer.token_table import (
     USER_DEFINED,
     TokenizerError,
 )
-from packtrain.data.tokenizer.tokenizer import Stream, Tokenizer
+from packtrain.data.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
-    "BYTE", "CONTROL", "END_TEXTS", "KEYS", "NORMAL", "NO_ID", "UNKNOWN", "USER_DEFINED", "Stream",
+    "BYTE", "CONTROL", "END_TEXTS", "KEYS", "NORMAL", "NO_ID", "UNKNOWN", "USER_DEFINED", "StreamDecoder",
     "Tokenizer", "TokenizerError", "encode_all",
 ]  # fmt: skip

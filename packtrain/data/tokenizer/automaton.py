@@ -11,184 +11,186 @@ from typing import NamedTuple
 
 import numpy as np
 
-INSIDE, ENDING, FIRST_CLASS = 0, 1, 2  # classes of kernels.splitting; the others follow
+INSIDE_CLASS, END_CLASS, FIRST_CLASS = 0, 1, 2  # classes of kernels.splitting; the others follow
 ATOM = re.compile(r"\[(?:\\.|[^\]\\])+\]|\\.|[^()|?*+{}\[\]]", re.DOTALL)
 REPEAT = re.compile(r"([?*+])|\{(\d+)(?:,(\d+))?\}")
-TIMES = {"?": (0, 1), "*": (0, None), "+": (1, None)}
+REPEAT_COUNTS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
 
 
-class Place(NamedTuple):
+class PatternInstruction(NamedTuple):
     """An instruction: a character of a set, none of a set ahead, go on at one of several places, or the match."""
 
-    kind: str
-    of: frozenset[str] = frozenset()
-    to: tuple[int, ...] = ()
+    opcode: str
+    characters: frozenset[str] = frozenset()
+    targets: tuple[int, ...] = ()
 
 
-Emit = Callable[[list[Place]], None]
+EmitCode = Callable[[list[PatternInstruction]], None]
 
 
-class Pattern:
+class PatternCompiler:
     """The instructions of a pattern over the characters of an alphabet."""
 
     def __init__(self, pattern: str, alphabet: str) -> None:
-        self._pattern, self._alphabet, self._at = pattern, alphabet, 0
-        self.places: list[Place] = []
-        self._choice()(self.places)
-        if self._at < len(pattern):
-            raise ValueError(f"{pattern!r} cannot be read from {self._at} on")
-        self.places.append(Place("match"))
+        self._pattern, self._alphabet, self._position = pattern, alphabet, 0
+        self.places: list[PatternInstruction] = []
+        self._parse_choice()(self.places)
+        if self._position < len(pattern):
+            raise ValueError(f"{pattern!r} cannot be read from {self._position} on")
+        self.places.append(PatternInstruction("match"))
 
-    def _next(self, text: str) -> bool:
-        matches = self._pattern.startswith(text, self._at)
-        self._at += len(text) * matches
+    def _accept(self, text: str) -> bool:
+        matches = self._pattern.startswith(text, self._position)
+        self._position += len(text) * matches
         return matches
 
-    def _choice(self) -> Emit:
-        branches = [self._sequence()]
-        while self._next("|"):
-            branches.append(self._sequence())
-        return branches[0] if len(branches) == 1 else lambda code: _one_of(code, branches)
+    def _parse_choice(self) -> EmitCode:
+        branches = [self._parse_sequence()]
+        while self._accept("|"):
+            branches.append(self._parse_sequence())
+        return branches[0] if len(branches) == 1 else lambda code: _emit_choice(code, branches)
 
-    def _sequence(self) -> Emit:
-        items: list[Emit] = []
-        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
-            items.append(self._repeated(self._item()))
+    def _parse_sequence(self) -> EmitCode:
+        emitters: list[EmitCode] = []
+        while self._position < len(self._pattern) and self._pattern[self._position] not in "|)":
+            emitters.append(self._parse_repeat(self._parse_item()))
 
-        def emit(code: list[Place]) -> None:
-            for item in items:
-                item(code)
+        def emit(code: list[PatternInstruction]) -> None:
+            for emit_item in emitters:
+                emit_item(code)
 
         return emit
 
-    def _item(self) -> Emit:
-        if self._next("(?!"):
-            return self._group("ahead")
-        if self._next("(?:") or self._next("("):
-            choice = self._choice()
-            self._next(")")
+    def _parse_item(self) -> EmitCode:
+        if self._accept("(?!"):
+            return self._parse_lookahead("ahead")
+        if self._accept("(?:") or self._accept("("):
+            choice = self._parse_choice()
+            self._accept(")")
             return choice
-        return self._character("one")
+        return self._parse_character("one")
 
-    def _group(self, kind: str) -> Emit:
-        character = self._character(kind)
-        self._next(")")
+    def _parse_lookahead(self, opcode: str) -> EmitCode:
+        character = self._parse_character(opcode)
+        self._accept(")")
         return character
 
-    def _character(self, kind: str) -> Emit:
-        match = ATOM.match(self._pattern, self._at)
+    def _parse_character(self, opcode: str) -> EmitCode:
+        match = ATOM.match(self._pattern, self._position)
         if match is None:
-            raise ValueError(f"{self._pattern!r} cannot be read from {self._at} on")
-        self._at = match.end()
+            raise ValueError(f"{self._pattern!r} cannot be read from {self._position} on")
+        self._position = match.end()
         char_class = re.compile(match[0], re.ASCII)
-        place = Place(kind, frozenset(filter(char_class.match, self._alphabet)))
+        place = PatternInstruction(opcode, frozenset(filter(char_class.match, self._alphabet)))
         return lambda code: code.append(place)
 
-    def _repeated(self, item: Emit) -> Emit:
-        match = REPEAT.match(self._pattern, self._at)
+    def _parse_repeat(self, emit_item: EmitCode) -> EmitCode:
+        match = REPEAT.match(self._pattern, self._position)
         if match is None:
-            return item
-        self._at = match.end()
+            return emit_item
+        self._position = match.end()
         min_times, max_times = (
-            TIMES[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
+            REPEAT_COUNTS[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
         )
-        return lambda code: _times(code, item, min_times, max_times)
+        return lambda code: _emit_repeat(code, emit_item, min_times, max_times)
 
 
-def _one_of(code: list[Place], branches: list[Emit]) -> None:
-    split, branch_ends, starts = len(code), list[int](), list[int]()
-    code.append(Place("split"))
+def _emit_choice(code: list[PatternInstruction], branches: list[EmitCode]) -> None:
+    split_index, branch_ends, branch_starts = len(code), list[int](), list[int]()
+    code.append(PatternInstruction("split"))
     for branch in branches:
-        starts.append(len(code))
+        branch_starts.append(len(code))
         branch(code)
         branch_ends.append(len(code))
-        code.append(Place("split"))
-    code[split] = Place("split", to=tuple(starts))
-    for end in branch_ends:
-        code[end] = Place("split", to=(len(code),))
+        code.append(PatternInstruction("split"))
+    code[split_index] = PatternInstruction("split", targets=tuple(branch_starts))
+    for branch_end in branch_ends:
+        code[branch_end] = PatternInstruction("split", targets=(len(code),))
 
 
-def _times(code: list[Place], item: Emit, min_times: int, max_times: int | None) -> None:
+def _emit_repeat(
+    code: list[PatternInstruction], emit_item: EmitCode, min_times: int, max_times: int | None
+) -> None:
     for _ in range(min_times):
-        item(code)
-    splits = []
+        emit_item(code)
+    split_indices = []
     for _ in range(1 if max_times is None else max_times - min_times):
-        splits.append(len(code))
-        code.append(Place("split"))
-        item(code)
+        split_indices.append(len(code))
+        code.append(PatternInstruction("split"))
+        emit_item(code)
     if max_times is None:
-        code.append(Place("split", to=(splits[0],)))
-    for split in splits:
-        code[split] = Place("split", to=(split + 1, len(code)))
+        code.append(PatternInstruction("split", targets=(split_indices[0],)))
+    for split_index in split_indices:
+        code[split_index] = PatternInstruction("split", targets=(split_index + 1, len(code)))
 
 
-def automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
+def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
     """The steps of each pattern, [state, class] as kernels.splitting wants them, and the class of each character.
 
     State 0 is the end, state 1 the beginning.
     """
-    tables = [_steps(pattern, alphabet) for pattern in patterns]
-    joined = np.vstack(tables)
-    _, first, classes = np.unique(
+    step_tables = [_step_table(pattern, alphabet) for pattern in patterns]
+    joined = np.vstack(step_tables)
+    _, first_columns, column_classes = np.unique(
         joined[:, FIRST_CLASS:], axis=1, return_index=True, return_inverse=True
     )
-    columns = [INSIDE, ENDING, *(FIRST_CLASS + first)]
-    compact_tables = [np.ascontiguousarray(table[:, columns]) for table in tables]
-    return compact_tables, (classes.reshape(-1) + FIRST_CLASS).astype(np.uint8)
+    columns = [INSIDE_CLASS, END_CLASS, *(FIRST_CLASS + first_columns)]
+    compact_tables = [np.ascontiguousarray(table[:, columns]) for table in step_tables]
+    return compact_tables, (column_classes.reshape(-1) + FIRST_CLASS).astype(np.uint8)
 
 
-def _steps(pattern: str, alphabet: str) -> np.ndarray:
+def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
     """The steps of a pattern with a class for each character."""
-    places = Pattern(pattern, alphabet).places
-    alike, columns = _alike(places, alphabet)
+    instructions = PatternCompiler(pattern_text, alphabet).places
+    representatives, columns = _group_characters(instructions, alphabet)
     states, rows = {(): 0, (0,): 1}, []
-    for state in _growing(states):
-        row = []
-        for character in (*alike, None):
-            after, matched = _step(places, state, character)
-            row.append(2 * states.setdefault(after, len(states)) + matched)
-        rows.append([2 * states[state], row[-1], *(row[column] for column in columns)])
+    for state in _each_state(states):
+        table_row = []
+        for character in (*representatives, None):
+            next_state, matched = _advance_state(instructions, state, character)
+            table_row.append(2 * states.setdefault(next_state, len(states)) + matched)
+        rows.append([2 * states[state], table_row[-1], *(table_row[column] for column in columns)])
     return np.array(rows, np.int32)
 
 
-def _alike(places: list[Place], alphabet: str) -> tuple[str, list[int]]:
+def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[str, list[int]]:
     """One character of all that no place tells apart, and by character which of those stands for it."""
-    sets = list({place.of for place in places})
+    character_sets = list({instruction.characters for instruction in places})
     columns: dict[tuple[bool, ...], int] = {}
     class_numbers = [
-        columns.setdefault(tuple(character in of for of in sets), len(columns))
+        columns.setdefault(tuple(character in of for of in character_sets), len(columns))
         for character in alphabet
     ]
     return "".join(alphabet[class_numbers.index(n)] for n in range(len(columns))), class_numbers
 
 
-def _growing(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
-    seen_states, done = list(states), 0
-    while done < len(seen_states):
-        yield seen_states[done]
-        done += 1
+def _each_state(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
+    seen_states, num_done = list(states), 0
+    while num_done < len(seen_states):
+        yield seen_states[num_done]
+        num_done += 1
         seen_states += islice(states, len(seen_states), None)
 
 
-def _step(
-    places: list[Place], state: tuple[int, ...], character: str | None
+def _advance_state(
+    places: list[PatternInstruction], state: tuple[int, ...], character: str | None
 ) -> tuple[tuple[int, ...], bool]:
     """The places after a character, None for the end of the text, and whether a match ends before it."""
-    after: list[int] = []
-    seen: set[int] = set()
-    waiting = list(reversed(state))
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
+    next_indices: list[int] = []
+    seen_indices: set[int] = set()
+    pending = list(reversed(state))
+    while pending:
+        index = pending.pop()
+        if index in seen_indices:
             continue
-        seen.add(at)
-        place = places[at]
-        if place.kind == "match":
-            return tuple(after), True  # all other places are less preferred
-        if place.kind == "split":
-            waiting += reversed(place.to)
-        elif place.kind == "ahead":
-            waiting += [at + 1] * (character not in place.of)
-        elif character in place.of:
-            after.append(at + 1)
-    return tuple(after), False
+        seen_indices.add(index)
+        instruction = places[index]
+        if instruction.opcode == "match":
+            return tuple(next_indices), True  # all other places are less preferred
+        if instruction.opcode == "split":
+            pending += reversed(instruction.targets)
+        elif instruction.opcode == "ahead":
+            pending += [index + 1] * (character not in instruction.characters)
+        elif character in instruction.characters:
+            next_indices.append(index + 1)
+    return tuple(next_indices), False

@@ -10,53 +10,53 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from packtrain.data.tokenizer.compiled import Lane
-from packtrain.data.tokenizer.tokenizer import Parts, Tokenizer
+from packtrain.data.tokenizer.compiled import CompiledEncoder
+from packtrain.data.tokenizer.tokenizer import TextParts, Tokenizer
 from packtrain.kernels.runtime import allowed_cpus
 
-BATCH = 1 << 18  # characters that a thread encodes at a time
-MOST_THREADS = 8
+BATCH_CHARACTERS = 1 << 18  # characters that a thread encodes at a time
+MAX_THREADS = 8
 
-Stretch = tuple[Parts, bool]  # of a text, and whether it ends there
-Ids = tuple[np.ndarray, bool]
+TextStretch = tuple[TextParts, bool]  # of a text, and whether it ends there
+IdChunk = tuple[np.ndarray, bool]
 
 
 def encode_all(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], threads: int | None = None
-) -> Iterator[Ids]:
+) -> Iterator[IdChunk]:
     """Ids of (piece, whether its text ends with it), as `encode_pieces` gives them for each text.
 
     Yields (ids i32, whether the text ends with them), in order.
     """
-    count = threads or min(allowed_cpus(), MOST_THREADS)
-    lanes = SimpleQueue[Lane]()
+    num_threads = threads or min(allowed_cpus(), MAX_THREADS)
+    encoders = SimpleQueue[CompiledEncoder]()
 
-    def encode(batch: list[Stretch], lane: Lane | None) -> list[Ids]:
+    def encode(batch: list[TextStretch], lane: CompiledEncoder | None) -> list[IdChunk]:
         id_arrays = tokenizer.arrays([parts for parts, _ in batch], lane)
         if lane is not None:
-            lanes.put(lane)
+            encoders.put(lane)
         return [(ids, is_last) for ids, (_, is_last) in zip(id_arrays, batch, strict=True)]
 
-    waiting: deque[Future[list[Ids]]] = deque()
-    with ThreadPoolExecutor(count) as pool:
+    futures: deque[Future[list[IdChunk]]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
         for batch in _batches(tokenizer.stretches(pieces)):
-            lane = None
-            if tokenizer.compiles:
-                lane = tokenizer.lane() if lanes.empty() else lanes.get()
-            waiting.append(pool.submit(encode, batch, lane))
-            if len(waiting) > count:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
+            encoder = None
+            if tokenizer.use_compiled:
+                encoder = tokenizer.new_encoder() if encoders.empty() else encoders.get()
+            futures.append(pool.submit(encode, batch, encoder))
+            if len(futures) > num_threads:
+                yield from futures.popleft().result()
+        while futures:
+            yield from futures.popleft().result()
 
 
-def _batches(stretches: Iterable[Stretch]) -> Iterator[list[Stretch]]:
-    batch, size = list[Stretch](), 0
+def _batches(stretches: Iterable[TextStretch]) -> Iterator[list[TextStretch]]:
+    batch, num_characters = list[TextStretch](), 0
     for parts, is_last in stretches:
         batch.append((parts, is_last))
-        size += sum(len(part) for part in parts if isinstance(part, str))
-        if size >= BATCH:
+        num_characters += sum(len(part) for part in parts if isinstance(part, str))
+        if num_characters >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch

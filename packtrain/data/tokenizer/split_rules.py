@@ -8,41 +8,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Border = Callable[[str, int], bool]
+IsBorder = Callable[[str, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Threes:
+class DigitGroups:
     """Cuts runs of characters that match `of` into groups of three from their end, instead of at words.
 
-    after  what lies before a run stays together with its first group, and its end is cut; else a cut is before groups
+    cut_after  what lies before a run stays together with its first group, and its end is cut; else a cut is before groups
     """
 
     of: str
-    after: bool
+    cut_after: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SplitRule:
     """Patterns that split a text one after the other: into what they match and what lies between.
 
-    whole   a word that is a token becomes that token, whatever the merges; of "lines" only words of line breaks
-    bos     add a BOS token by default
-    clean   llama_detokenize removes spaces before punctuation and some apostrophes
+    ignore_merges   a word that is a token becomes that token, whatever the merges; of "lines" only words of line breaks
+    adds_bos     add a BOS token by default
+    cleans_spaces   llama_detokenize removes spaces before punctuation and some apostrophes
     spelled tokens are in GPT-2's alphabet of bytes; else plain, bytes without a token being <0x00> to <0xFF>
-    spaces  what spaces are in tokens
+    space_text  what spaces are in tokens
     border  whether a word always begins at a place in a text, whatever comes before and after
-    steps   the patterns as written in a tokenizer.json; None if unknown
+    json_patterns   the patterns as written in a tokenizer.json; None if unknown
     """
 
-    patterns: tuple[str | Threes, ...]
-    whole: bool | str = False
-    bos: bool = False
-    clean: bool = True
-    spelled: bool = True
-    spaces: str = " "
-    border: Border | None = None
-    steps: tuple[str, ...] | None = None
+    patterns: tuple[str | DigitGroups, ...]
+    ignore_merges: bool | str = False
+    adds_bos: bool = False
+    cleans_spaces: bool = True
+    byte_level: bool = True
+    space_text: str = " "
+    border: IsBorder | None = None
+    json_patterns: tuple[str, ...] | None = None
 
 
 # ---- where a word always begins
@@ -74,18 +74,18 @@ def before_digits(text: str, at: int) -> bool:
 def after_word(text: str, at: int) -> bool:
     """At a space after an ASCII letter, and at an ASCII letter after a line break."""
     a, b = text[at - 1], text[at]
-    return (b == " " and _letter(a)) or (a == "\n" and _letter(b))
+    return (b == " " and _is_ascii_letter(a)) or (a == "\n" and _is_ascii_letter(b))
 
 
 def after_sign(text: str, at: int) -> bool:
     """At a space after a digit or some signs, and at a letter after the end of a line."""
     a, b = text[at - 1], text[at]
     if a == "\n":
-        return _letter(b) and at > 1 and not text[at - 2].isspace()
+        return _is_ascii_letter(b) and at > 1 and not text[at - 2].isspace()
     return b == " " and a in "0123456789.,;:!?)\"'"
 
 
-def _letter(character: str) -> bool:
+def _is_ascii_letter(character: str) -> bool:
     return character.isascii() and character.isalpha()
 
 
@@ -110,9 +110,9 @@ _CASED = (
 )
 
 
-def _cased(upper: str, lower: str, after: str, digits: str) -> str:
-    """Words end where an upper-case letter follows a lower-case one; `after` may follow them."""
-    return _CASED % (upper, lower, after, upper, lower, after, digits)
+def _cased(upper: str, lower: str, suffix: str, digits: str) -> str:
+    """Words end where an upper-case letter follows a lower-case one; `suffix` may follow them."""
+    return _CASED % (upper, lower, suffix, upper, lower, suffix, digits)
 
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -186,74 +186,74 @@ _CHAMELEON = (
 )  # fmt: skip
 
 
-def _like(*patterns: str, **settings: Any) -> Rule:
+def _json_rule(*patterns: str, **settings: Any) -> SplitRule:
     """A rule whose patterns are those of a tokenizer.json."""
-    return Rule(patterns, steps=patterns, **settings)
+    return SplitRule(patterns, json_patterns=patterns, **settings)
 
 
 # names in GGUF files that mean the same; the first one is written
-ROWS = {
+RULES_BY_NAMES = {
     "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe modern-bert exaone4 olmo mpt"
-    " jais gigachat a.x-4.0 mellum": _like(GPT_2_STEP),
-    "trillion granite-docling": _like(GPT_2_STEP, clean=False),
-    "smollm command-r": _like(DIGITS_STEP, GPT_2_STEP, clean=False),
-    "starcoder refact codeshell exaone minerva-7b mellum2": _like(DIGITS_STEP, GPT_2_STEP),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _like(
-        LLAMA_3_STEP, whole=True, bos=True
+    " jais gigachat a.x-4.0 mellum": _json_rule(GPT_2_STEP),
+    "trillion granite-docling": _json_rule(GPT_2_STEP, cleans_spaces=False),
+    "smollm command-r": _json_rule(DIGITS_STEP, GPT_2_STEP, cleans_spaces=False),
+    "starcoder refact codeshell exaone minerva-7b mellum2": _json_rule(DIGITS_STEP, GPT_2_STEP),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _json_rule(
+        LLAMA_3_STEP, ignore_merges=True, adds_bos=True
     ),
-    "glm4 glm5": Rule((LLAMA_3_STEP,), whole=True),
-    "dbrx smaug-bpe chatglm-bpe": _like(LLAMA_3_STEP),
-    "jais-2": _like(_JAIS_2),
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 hunyuan solar-open grok-2": _like(QWEN_2_STEP, clean=False),
-    "megrez stablelm2": _like(QWEN_2_STEP),
-    "qwen35": _like(QWEN_35_STEP, clean=False),
-    "laguna": Rule((_LINE, QWEN_2_STEP), clean=False),
-    "ufakzeka": _like(QWEN_2_STEP.removeprefix(SHORTENED + "|"), clean=False),
-    "bailingmoe bailingmoe2 llada-moe": _like(_BAILING, clean=False),
-    "seed-coder": _like(_SEED, clean=False),
-    "minicpm5": _like(r"\p{N}{1,3}", _MINICPM_5, whole=True),
-    "exaone-moe": Rule((_EXAONE_MOE,), border=after_sign, steps=(_EXAONE_MOE,)),
-    "tekken": Rule((_TEKKEN,), True, True, clean=False, steps=(TEKKEN_STEP,)),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": Rule(
-        (_GPT_4O,), clean=False, steps=(GPT_4O_STEP,)
+    "glm4 glm5": SplitRule((LLAMA_3_STEP,), ignore_merges=True),
+    "dbrx smaug-bpe chatglm-bpe": _json_rule(LLAMA_3_STEP),
+    "jais-2": _json_rule(_JAIS_2),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 hunyuan solar-open grok-2": _json_rule(QWEN_2_STEP, cleans_spaces=False),
+    "megrez stablelm2": _json_rule(QWEN_2_STEP),
+    "qwen35": _json_rule(QWEN_35_STEP, cleans_spaces=False),
+    "laguna": SplitRule((_LINE, QWEN_2_STEP), cleans_spaces=False),
+    "ufakzeka": _json_rule(QWEN_2_STEP.removeprefix(SHORTENED + "|"), cleans_spaces=False),
+    "bailingmoe bailingmoe2 llada-moe": _json_rule(_BAILING, cleans_spaces=False),
+    "seed-coder": _json_rule(_SEED, cleans_spaces=False),
+    "minicpm5": _json_rule(r"\p{N}{1,3}", _MINICPM_5, ignore_merges=True),
+    "exaone-moe": SplitRule((_EXAONE_MOE,), border=after_sign, json_patterns=(_EXAONE_MOE,)),
+    "tekken": SplitRule((_TEKKEN,), True, True, cleans_spaces=False, json_patterns=(TEKKEN_STEP,)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": SplitRule(
+        (_GPT_4O,), cleans_spaces=False, json_patterns=(GPT_4O_STEP,)
     ),
-    "granite-embed-multi-97m": Rule((_GPT_4O_MARKS,), whole=True, clean=False),
-    "tiny_aya cohere2moe": Rule((Threes(r"\p{N}", True), _UNCASED % "{1,3}"), clean=False),
-    "youtu": Rule((_YOUTU, _UNCASED % ""), whole=True, clean=False),
-    "kimi-k2": Rule((_KIMI,), clean=False),
-    "deepseek-llm": Rule(_DEEPSEEK_LLM, clean=False, border=after_word, steps=_DEEPSEEK_LLM),
-    "deepseek-coder": Rule(_DEEPSEEK_CODER, clean=False, border=after_word, steps=_DEEPSEEK_CODER),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _like(
-        r"\p{N}{1,3}", _KANJI_KANA, _DEEPSEEK_3, clean=False
+    "granite-embed-multi-97m": SplitRule((_GPT_4O_MARKS,), ignore_merges=True, cleans_spaces=False),
+    "tiny_aya cohere2moe": SplitRule((DigitGroups(r"\p{N}", True), _UNCASED % "{1,3}"), cleans_spaces=False),
+    "youtu": SplitRule((_YOUTU, _UNCASED % ""), ignore_merges=True, cleans_spaces=False),
+    "kimi-k2": SplitRule((_KIMI,), cleans_spaces=False),
+    "deepseek-llm": SplitRule(_DEEPSEEK_LLM, cleans_spaces=False, border=after_word, json_patterns=_DEEPSEEK_LLM),
+    "deepseek-coder": SplitRule(_DEEPSEEK_CODER, cleans_spaces=False, border=after_word, json_patterns=_DEEPSEEK_CODER),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _json_rule(
+        r"\p{N}{1,3}", _KANJI_KANA, _DEEPSEEK_3, cleans_spaces=False
     ),
-    "spark2_5": Rule(
-        (r"\p{N}{1,3}", _KANJI_KANA, _ASCII_WORD + r"|[\r\n]" + _SPACES, r"\p{N}"), clean=False
+    "spark2_5": SplitRule(
+        (r"\p{N}{1,3}", _KANJI_KANA, _ASCII_WORD + r"|[\r\n]" + _SPACES, r"\p{N}"), cleans_spaces=False
     ),
-    "afmoe": Rule((Threes(r"\p{N}", True), _AFMOE_SCRIPTS, _DEEPSEEK_3), clean=False),
-    "superbpe": Rule((r"\p{N}+", Threes("[0-9]", False)), clean=False, border=before_digits),
-    "poro-chat": Rule((_BLOOM,), clean=False, border=after_word),
-    "bloom gpt3-finnish": Rule((_BLOOM,), border=after_word),
-    "viking": Rule((_BLOOM, r"\p{N}"), clean=False, border=after_word),
-    "chameleon": Rule(_CHAMELEON, bos=True, clean=False),
-    "falcon": Rule(
+    "afmoe": SplitRule((DigitGroups(r"\p{N}", True), _AFMOE_SCRIPTS, _DEEPSEEK_3), cleans_spaces=False),
+    "superbpe": SplitRule((r"\p{N}+", DigitGroups("[0-9]", False)), cleans_spaces=False, border=before_digits),
+    "poro-chat": SplitRule((_BLOOM,), cleans_spaces=False, border=after_word),
+    "bloom gpt3-finnish": SplitRule((_BLOOM,), border=after_word),
+    "viking": SplitRule((_BLOOM, r"\p{N}"), cleans_spaces=False, border=after_word),
+    "chameleon": SplitRule(_CHAMELEON, adds_bos=True, cleans_spaces=False),
+    "falcon": SplitRule(
         (r"[\p{P}$+<=>^~|`]+", GPT_2_STEP, "[0-9][0-9][0-9]"),
-        steps=("Punctuation", GPT_2_STEP, "Digits", "[0-9][0-9][0-9]"),
+        json_patterns=("Punctuation", GPT_2_STEP, "Digits", "[0-9][0-9][0-9]"),
     ),
-    "default": Rule((_PUNCTUATION, GPT_2_STEP, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gemma4 granite-embed-multi-311m": Rule(
-        (_LINE,), "lines", True, spelled=False, spaces="\u2581", border=after_line
+    "default": SplitRule((_PUNCTUATION, GPT_2_STEP, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gemma4 granite-embed-multi-311m": SplitRule(
+        (_LINE,), "lines", True, byte_level=False, space_text="\u2581", border=after_line
     ),
-    "sarvam-moe": Rule((_LINE,), clean=False, spelled=False, spaces="\u2581", border=after_line),
-    "whitespace": Rule((r"\S+",), spelled=False, border=before_space),
+    "sarvam-moe": SplitRule((_LINE,), cleans_spaces=False, byte_level=False, space_text="\u2581", border=after_line),
+    "whitespace": SplitRule((r"\S+",), byte_level=False, border=before_space),
 }  # fmt: skip
-RULES = {name: rule for names, rule in ROWS.items() for name in names.split()}
+RULES = {name: rule for names, rule in RULES_BY_NAMES.items() for name in names.split()}
 
 
-def known_steps() -> dict[tuple[str, ...], dict[bool, str]]:
+def known_patterns() -> dict[tuple[str, ...], dict[bool, str]]:
     """Names of rules by the steps of a tokenizer.json, and by `whole`."""
-    names_by_steps: dict[tuple[str, ...], dict[bool, str]] = {}
-    for names, rule in ROWS.items():
-        if rule.steps is not None:
-            names_by_mode = names_by_steps.setdefault(rule.steps, {})
-            names_by_mode.setdefault(bool(rule.whole), names.split()[0])
-    return names_by_steps
+    names_by_patterns: dict[tuple[str, ...], dict[bool, str]] = {}
+    for names, rule in RULES_BY_NAMES.items():
+        if rule.json_patterns is not None:
+            names_by_mode = names_by_patterns.setdefault(rule.json_patterns, {})
+            names_by_mode.setdefault(bool(rule.ignore_merges), names.split()[0])
+    return names_by_patterns

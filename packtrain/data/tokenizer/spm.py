@@ -9,40 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.tokenizer.bpe_merges import merge
-from packtrain.data.tokenizer.compiled import NONE, Cuts, Strings, Tables
+from packtrain.data.tokenizer.bpe_merges import merge_parts
+from packtrain.data.tokenizer.compiled import NONE, BoundarySplitter, EncodingTables, StringTable
 from packtrain.data.tokenizer.token_table import (
     KEYS,
     TokenizerError,
     TokenTable,
     flag,
-    numbers,
-    texts,
+    read_numbers,
+    read_strings,
 )
 
 SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
-BORDER = "\udfff"  # half of a surrogate pair: no text has it
+TOKEN_SEPARATOR = "\udfff"  # half of a surrogate pair: no text has it
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 
 
-class SentencePieces:
+class SentencePieceEncoding:
     """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first.
 
     bos, space  whether to add a BOS token and a space before the text by default
     """
 
-    bos = True
-    eos = always = separated = clean = False
-    compiles = True
+    adds_bos = True
+    adds_eos = always_adds_bos = separated = cleans_spaces = False
+    has_tables = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        tokens = texts(metadata, "tokens")
-        kinds = numbers(metadata, "token_type", len(tokens))
-        self._scores = numbers(metadata, "scores", len(tokens))
-        self.table = TokenTable(metadata, tokens, kinds, bos=1, eos=2, unk=0)
-        self.space = self.leads = flag(metadata, "add_space_prefix", True)
-        self._cache: dict[str, list[int]] = {}
+        tokens = read_strings(metadata, "tokens")
+        token_types = read_numbers(metadata, "token_type", len(tokens))
+        self._scores = read_numbers(metadata, "scores", len(tokens))
+        self.table = TokenTable(metadata, tokens, token_types, bos=1, eos=2, unk=0)
+        self.adds_space = self.strips_leading_space = flag(metadata, "add_space_prefix", True)
+        self._word_cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; word by word, cached, if no token spans several words."""
@@ -51,25 +51,25 @@ class SentencePieces:
             return self._word(text)
         ids: list[int] = []
         for word in WORD.findall(text):
-            cached_ids = self._cache.get(word)
-            ids += self._kept(word, self._word(word)) if cached_ids is None else cached_ids
+            cached_ids = self._word_cache.get(word)
+            ids += self._cache_ids(word, self._word(word)) if cached_ids is None else cached_ids
         return ids
 
     def raw(self, text: str) -> bytes:
         """The text as `tables` want it: U+2581 is a space, also in them."""
         return text.replace(SPACE, " ").encode()
 
-    def tables(self) -> Tables:
+    def build_tables(self) -> EncodingTables:
         """The vocabulary for compiled code. A token with a space in the file is no token of any text."""
         space, tokens = SPACE.encode(), self.table.tokens
         joins = (pair.replace(SPACE, " ") for pair in self._joins)
-        _, order = np.unique(self._scores, return_inverse=True)
-        return Tables(
-            Cuts(joins),
-            Strings.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
-            np.array([NONE if id is None else id for id in self._bytes], np.int32),
+        _, merge_order = np.unique(self._scores, return_inverse=True)
+        return EncodingTables(
+            BoundarySplitter(joins),
+            StringTable.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
+            np.array([NONE if id is None else id for id in self._byte_ids], np.int32),
             len(tokens),
-            order=(order.max(initial=0) - order).astype(np.int32),
+            order=(merge_order.max(initial=0) - merge_order).astype(np.int32),
             unknown=NONE if self.table.unk is None else self.table.unk,
             letters=True,
         )
@@ -84,15 +84,15 @@ class SentencePieces:
         return token.replace(SPACE.encode(), b" ")
 
     @cached_property
-    def _costs(self) -> list[float]:
+    def _token_costs(self) -> list[float]:
         return [-float(score) for score in self._scores]  # the best score is the smallest cost
 
     @cached_property
     def _joins(self) -> set[str]:
         """Adjacent characters that occur in some token; no merge can happen between any others."""
-        tokens = BORDER.join(token.decode(errors="replace") for token in self.table.tokens)
+        tokens = TOKEN_SEPARATOR.join(token.decode(errors="replace") for token in self.table.tokens)
         tokens = tokens.replace(" ", SPACE)
-        return {pair for pair in set(map(add, tokens, tokens[1:])) if BORDER not in pair}
+        return {pair for pair in set(map(add, tokens, tokens[1:])) if TOKEN_SEPARATOR not in pair}
 
     @cached_property
     def _has_words(self) -> bool:
@@ -101,7 +101,7 @@ class SentencePieces:
         )
 
     @cached_property
-    def _bytes(self) -> list[int | None]:
+    def _byte_ids(self) -> list[int | None]:
         index = self.table.index
         return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
 
@@ -112,31 +112,31 @@ class SentencePieces:
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
         for start, end in pairwise([0, *cuts, len(word)]):
             piece = word[start:end]
-            cached_ids = self._cache.get(piece)
-            ids += self._kept(piece, self._merged(piece)) if cached_ids is None else cached_ids
+            cached_ids = self._word_cache.get(piece)
+            ids += self._cache_ids(piece, self._merged(piece)) if cached_ids is None else cached_ids
         return ids
 
-    def _kept(self, text: str, ids: list[int]) -> list[int]:
-        if len(text) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
-            self._cache[text] = ids
+    def _cache_ids(self, text: str, ids: list[int]) -> list[int]:
+        if len(text) <= CACHED_LENGTH and len(self._word_cache) < CACHED_TEXTS:
+            self._word_cache[text] = ids
         return ids
 
     def _merged(self, piece: str) -> list[int]:
-        index, costs = self.table.index, self._costs
+        index, costs = self.table.index, self._token_costs
 
         def cost(a: bytes, b: bytes) -> float | None:
             id = index.get(a + b)
             return None if id is None else costs[id]
 
-        parts = merge([character.encode() for character in piece], cost)
-        return [id for part in parts for id in self._ids(part)]
+        merged_symbols = merge_parts([character.encode() for character in piece], cost)
+        return [id for part in merged_symbols for id in self._part_ids(part)]
 
-    def _ids(self, part: bytes) -> list[int]:
+    def _part_ids(self, part: bytes) -> list[int]:
         """The token of a merged part; else the tokens of its bytes; else the unknown token."""
         id = self.table.index.get(part)
         if id is not None:
             return [id]
-        ids = [id for b in part if (id := self._bytes[b]) is not None]
+        ids = [id for b in part if (id := self._byte_ids[b]) is not None]
         if len(ids) == len(part):
             return ids
         if self.table.unk is None:

@@ -42,7 +42,7 @@ FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
 # tokens whose preceding whitespace is swallowed, by a part of the pre-tokenizer's name, the architecture or the name
-MASKS = (
+MASK_TOKENS = (
     (f"{KEYS}pre", "jina-v2-de jina-v2-es jina-v2-code", b"<mask>"),
     ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"),
     ("general.name", "modern-bert", b"[MASK]"),
@@ -59,23 +59,27 @@ class TokenTable:
     """The tokens of a file.
 
     tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
-    kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    token_types             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     index             ids by text
     bos eos unk eot   ids, or None; eot is the end of a turn
     sep               the separator's id, or None
-    ends              ids that end generation
+    eog_ids              ids that end generation
     specials          (text, id) of tokens that are matched before all others, the longest first
-    swallow           those of them that swallow the whitespace after them
-    swallow_before    those that swallow the whitespace before them
+    rstrip_ids           those of them that swallow the whitespace after them
+    lstrip_ids    those that swallow the whitespace before them
     """
 
     def __init__(
-        self, metadata: Mapping[str, Any], tokens: list[bytes], kinds: np.ndarray, **defaults: int
+        self,
+        metadata: Mapping[str, Any],
+        tokens: list[bytes],
+        token_types: np.ndarray,
+        **defaults: int,
     ) -> None:
         self.tokens = [token or b"[EMPTY_%d]" % i for i, token in enumerate(tokens)]
-        self.kinds: list[int] = kinds.astype(int).tolist()
-        self.index = _indexed(self.tokens)
-        for id in np.flatnonzero(kinds == BYTE).tolist():
+        self.token_types: list[int] = token_types.astype(int).tolist()
+        self.index = _index_tokens(self.tokens)
+        for id in np.flatnonzero(token_types == BYTE).tolist():
             if not BYTE_NAME.fullmatch(self.tokens[id]):
                 raise TokenizerError(
                     f"token {id} is of type byte and {self.tokens[id]!r}; it must be <0x00> to <0xFF>"
@@ -85,87 +89,89 @@ class TokenTable:
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
         self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
         self.eot = self._id(metadata, "eot", None)
-        self.ends = self._find_ends(metadata)
-        special_ids = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
+        self.eog_ids = self._find_eog_ids(metadata)
+        special_ids = (
+            np.isin(self.token_types, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
+        )
         special_ids.sort(key=lambda id: -len(self.tokens[id]))
         self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in special_ids]
-        self.swallow = self._swallowing(metadata)
-        self.swallow_before = self._swallowing_before(metadata)
+        self.rstrip_ids = self._find_rstrip_ids(metadata)
+        self.lstrip_ids = self._find_lstrip_ids(metadata)
 
-    def spans(self, text: str, at: int) -> bool:
+    def may_span(self, text: str, at: int) -> bool:
         """Whether a special token that is found in any text may lie across a place, or swallow what is there."""
-        return bool(self.swallow or self.swallow_before) or text[at - 1] + text[at] in self._inside
+        return bool(self.rstrip_ids or self.lstrip_ids) or text[at - 1] + text[at] in self._inside
 
     @cached_property
     def _inside(self) -> set[str]:
         """Adjacent characters within user-defined tokens."""
-        user_defined = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
+        user_defined = (text for text, id in self.specials if self.token_types[id] == USER_DEFINED)
         return {a + b for text in user_defined for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
-        id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
+        id, num_tokens = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
         is_integer = isinstance(id, int) and not isinstance(id, bool)
         if is_integer and id == NO_ID:
-            return default if default is None or default < count else None
-        if not is_integer or not 0 <= id < count:
+            return default if default is None or default < num_tokens else None
+        if not is_integer or not 0 <= id < num_tokens:
             raise TokenizerError(
-                f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {count - 1}"
+                f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {num_tokens - 1}"
             )
         return int(id)
 
-    def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+    def _find_eog_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
-        named_ends = self._named(END_TEXTS)
-        for end in named_ends:
-            self.kinds[end] = CONTROL
+        named_ids = self._find_ids(END_TEXTS)
+        for eog_id in named_ids:
+            self.token_types[eog_id] = CONTROL
         if self.eot is None:
-            self.eot = next(iter(self._named(EOT_TEXTS)), None)
+            self.eot = next(iter(self._find_ids(EOT_TEXTS)), None)
         declared_ids = [self.eos, self.eot, self._id(metadata, "eom", None)]
         for name, fill_texts in FILL_TEXTS.items():
             id = self._id(metadata, FORMER_NAMES.get(name, name), self._id(metadata, name, None))
-            if id is None and (named := self._named(fill_texts)):
-                id = named[0]
-                self.kinds[id] = CONTROL
+            if id is None and (fill_ids := self._find_ids(fill_texts)):
+                id = fill_ids[0]
+                self.token_types[id] = CONTROL
             if name in FILL_ENDS:
                 declared_ids.append(id)
-        eos_ids = frozenset(named_ends).union(id for id in declared_ids if id is not None)
-        for id in self._named(CHANNEL_TEXTS):
-            self.kinds[id] = USER_DEFINED
-        return self._without_other_meanings(eos_ids)
+        eog_ids = frozenset(named_ids).union(id for id in declared_ids if id is not None)
+        for id in self._find_ids(CHANNEL_TEXTS):
+            self.token_types[id] = USER_DEFINED
+        return self._without_other_meanings(eog_ids)
 
-    def _without_other_meanings(self, eos_ids: frozenset[int]) -> frozenset[int]:
+    def _without_other_meanings(self, eog_ids: frozenset[int]) -> frozenset[int]:
         """Without <|end|> where it ends a part of a turn, and </s> where it is text."""
-        texts = {self.tokens[id] for id in eos_ids}
-        calls = bool(texts & {b"<|call|>", b"<|calls|>"})
-        if calls and texts & {b"<|return|>", b"<|flush|>"}:
-            eos_ids = self._no_end(eos_ids, b"<|end|>", USER_DEFINED)
-        if texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
-            eos_ids = self._no_end(eos_ids, b"</s>", NORMAL)
-        return eos_ids
+        end_texts = {self.tokens[id] for id in eog_ids}
+        has_calls = bool(end_texts & {b"<|call|>", b"<|calls|>"})
+        if has_calls and end_texts & {b"<|return|>", b"<|flush|>"}:
+            eog_ids = self._without_end(eog_ids, b"<|end|>", USER_DEFINED)
+        if end_texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
+            eog_ids = self._without_end(eog_ids, b"</s>", NORMAL)
+        return eog_ids
 
-    def _no_end(self, eos_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+    def _without_end(self, eog_ids: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
         id = self.index.get(text)
-        if id in eos_ids:
-            self.kinds[id] = kind
-        return eos_ids - {id}
+        if id in eog_ids:
+            self.token_types[id] = kind
+        return eog_ids - {id}
 
-    def _named(self, names: str) -> list[int]:
+    def _find_ids(self, names: str) -> list[int]:
         matching_ids = (self.index.get(text.encode()) for text in names.split())
         return [id for id in matching_ids if id is not None]
 
-    def _swallowing(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+    def _find_rstrip_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Phi-3's special tokens, recognized by the model's name."""
         name = str(metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()
         return frozenset(id for _, id in self.specials if self.tokens[id] not in PHI_3_KEEPS_SPACE)
 
-    def _swallowing_before(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+    def _find_lstrip_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Masks of some families, recognized as in llama.cpp, by the first that fits."""
-        for key, parts, token in MASKS:
+        for key, name_parts, token in MASK_TOKENS:
             value = str(metadata.get(key, ""))
             value = value.lower() if key == "general.name" else value
-            if any(part in value for part in parts.split()):
+            if any(part in value for part in name_parts.split()):
                 return frozenset({self.index[token]} if token in self.index else ())
         return frozenset()
 
@@ -173,16 +179,16 @@ class TokenTable:
 # ---- metadata
 
 
-def wanted(metadata: Mapping[str, Any], name: str) -> Any:
+def read_required(metadata: Mapping[str, Any], name: str) -> Any:
     """A required value."""
     if KEYS + name not in metadata:
         raise TokenizerError(f"the metadata has no {KEYS}{name}, which a tokenizer needs")
     return metadata[KEYS + name]
 
 
-def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
+def read_strings(metadata: Mapping[str, Any], name: str) -> list[bytes]:
     """An array of strings."""
-    strings = wanted(metadata, name)
+    strings = read_required(metadata, name)
     if isinstance(strings, str | bytes) or not isinstance(strings, Sequence):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
     strings = list(strings)
@@ -191,14 +197,14 @@ def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
     return strings
 
 
-def numbers(metadata: Mapping[str, Any], name: str, count: int) -> np.ndarray:
+def read_numbers(metadata: Mapping[str, Any], name: str, num_tokens: int) -> np.ndarray:
     """An array with one number for each token."""
-    values = np.asarray(wanted(metadata, name))
+    values = np.asarray(read_required(metadata, name))
     if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
         raise TokenizerError(f"{KEYS}{name} is no array of numbers")
-    if len(values) != count:
+    if len(values) != num_tokens:
         raise TokenizerError(
-            f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {count}; both must have one for each token"
+            f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {num_tokens}; both must have one for each token"
         )
     return values
 
@@ -211,12 +217,12 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _indexed(tokens: list[bytes]) -> dict[bytes, int]:
+def _index_tokens(tokens: list[bytes]) -> dict[bytes, int]:
     index = {token: i for i, token in enumerate(tokens)}
     if len(index) == len(tokens):
         return index
-    first: dict[bytes, int] = {}
-    i = next(i for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
+    first_ids: dict[bytes, int] = {}
+    i = next(i for i, token in enumerate(tokens) if first_ids.setdefault(token, i) != i)
     raise TokenizerError(
-        f"tokens {first[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
+        f"tokens {first_ids[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
     )

@@ -9,9 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packtrain.data.tokenizer.bpe import BytePairs, Segments
-from packtrain.data.tokenizer.compiled import FEW, Lane, Names, Tables
-from packtrain.data.tokenizer.spm import SentencePieces
+from packtrain.data.tokenizer.bpe import BytePairEncoding, WhitespaceEncoding
+from packtrain.data.tokenizer.compiled import (
+    COMPILE_THRESHOLD,
+    CompiledEncoder,
+    EncodingTables,
+    NameFinder,
+)
+from packtrain.data.tokenizer.spm import SentencePieceEncoding
 from packtrain.data.tokenizer.token_table import (
     BYTE,
     BYTE_NAME,
@@ -23,58 +28,58 @@ from packtrain.data.tokenizer.token_table import (
     TokenizerError,
     TokenTable,
     flag,
-    wanted,
+    read_required,
 )
-from packtrain.data.tokenizer.unigram import Unigrams
-from packtrain.data.tokenizer.wordpiece import WordPieces
+from packtrain.data.tokenizer.unigram import UnigramEncoding
+from packtrain.data.tokenizer.wordpiece import WordPieceEncoding
 
-BATCH = 1 << 17  # characters that are encoded at a time, where they can be cut
+BATCH_CHARACTERS = 1 << 17  # characters that are encoded at a time, where they can be cut
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
-CLEANED = [
+CLEANUP_RULES = [
     (re.compile(" (?=[?!.,])"), ""),
     (re.compile(" ' "), "'"),
     (re.compile(" (?='(?:s|m|re|ve))"), ""),
 ]
-Parts = list[str | int]  # text, and ids of special tokens
+TextParts = list[str | int]  # text, and ids of special tokens
 
 
 class Encoding(Protocol):
     """How a kind of vocabulary encodes text without special tokens.
 
     bos, eos    whether to add a BOS and an EOS token by default
-    space       whether to add a space before the text, and after special tokens
-    leads       whether the space before a text that comes back is not part of it
-    always      whether a BOS token, and an EOS token if by default, is added even where the file says otherwise
+    adds_space       whether to add a space before the text, and after special tokens
+    strips_leading_space       whether the space before a text that comes back is not part of it
+    always_adds_bos      whether a BOS token, and an EOS token if by default, is added even where the file says otherwise
     separated   whether the separator ends a text, not EOS
-    clean       whether llama_detokenize removes spaces before punctuation
-    compiles    whether there are `tables`
+    cleans_spaces       whether llama_detokenize removes spaces before punctuation
+    has_tables    whether there are `build_tables`
     """
 
     table: TokenTable
-    bos: bool
-    eos: bool
-    space: bool
-    leads: bool
-    always: bool
+    adds_bos: bool
+    adds_eos: bool
+    adds_space: bool
+    strips_leading_space: bool
+    always_adds_bos: bool
     separated: bool
-    clean: bool
-    compiles: bool
+    cleans_spaces: bool
+    has_tables: bool
 
     def encode(self, text: str) -> list[int]: ...
     def raw(self, text: str) -> bytes: ...
-    def tables(self) -> Tables: ...
+    def build_tables(self) -> EncodingTables: ...
     def can_cut(self, text: str, at: int) -> bool: ...
     def piece(self, token: bytes) -> bytes: ...
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
-    "llama": SentencePieces,
-    "gpt2": BytePairs,
-    "gemma4": BytePairs,
-    "whitespace": Segments,
-    "bert": WordPieces,
-    "t5": Unigrams,
+    "llama": SentencePieceEncoding,
+    "gpt2": BytePairEncoding,
+    "gemma4": BytePairEncoding,
+    "whitespace": WhitespaceEncoding,
+    "bert": WordPieceEncoding,
+    "t5": UnigramEncoding,
 }
 
 
@@ -82,36 +87,50 @@ class Tokenizer:
     """The vocabulary of a file and its rules.
 
     tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
-    kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    token_types             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     bos eos unk eot   ids, or None; eot is the end of a turn
-    ends              ids that end generation
-    swallow           ids of tokens that swallow the whitespace after them; swallow_before: before them
+    eog_ids              ids that end generation
+    rstrip_ids           ids of tokens that swallow the whitespace after them; swallow_before: before them
     """
 
-    def __init__(self, metadata: Mapping[str, Any], few: int = FEW) -> None:
+    def __init__(
+        self, metadata: Mapping[str, Any], compile_threshold: int = COMPILE_THRESHOLD
+    ) -> None:
         """few: how many characters are encoded before compiled code is loaded."""
-        model = wanted(metadata, "model")
+        model = read_required(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
         self._encoding: Encoding = KINDS[model](metadata)
-        self._table = table = self._encoding.table
-        self.tokens, self.kinds, self.vocab_size = table.tokens, table.kinds, len(table.tokens)
-        self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
-        self.ends = table.ends
-        self.swallow, self.swallow_before = table.swallow, table.swallow_before
-        self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos) or self._encoding.always
-        encoding = self._encoding
-        self.add_eos = flag(metadata, "add_eos_token", encoding.eos) or (
-            encoding.eos and encoding.always
+        self._token_table = table = self._encoding.table
+        self.tokens, self.token_types, self.vocab_size = (
+            table.tokens,
+            table.token_types,
+            len(table.tokens),
         )
-        self.last = table.sep if encoding.separated else table.eos
-        self.add_space_prefix, self.leads = encoding.space, encoding.leads
-        self._added(None, None)
-        self._few = few
-        self._lane: Lane | None = None
-        self._tables: Tables | None = None
-        self._names: dict[bool, Names] = {}
-        self._always = [(t, id) for t, id in table.specials if table.kinds[id] == USER_DEFINED]
+        self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
+        self.eog_ids = table.eog_ids
+        self.rstrip_ids, self.lstrip_ids = table.rstrip_ids, table.lstrip_ids
+        self.add_bos = (
+            flag(metadata, "add_bos_token", self._encoding.adds_bos)
+            or self._encoding.always_adds_bos
+        )
+        encoding = self._encoding
+        self.add_eos = flag(metadata, "add_eos_token", encoding.adds_eos) or (
+            encoding.adds_eos and encoding.always_adds_bos
+        )
+        self.end_id = table.sep if encoding.separated else table.eos
+        self.add_space_prefix, self.strips_leading_space = (
+            encoding.adds_space,
+            encoding.strips_leading_space,
+        )
+        self._boundary_ids(None, None)
+        self._characters_until_compiled = compile_threshold
+        self._encoder: CompiledEncoder | None = None
+        self._tables: EncodingTables | None = None
+        self._name_finders: dict[bool, NameFinder] = {}
+        self._user_defined = [
+            (t, id) for t, id in table.specials if table.token_types[id] == USER_DEFINED
+        ]
 
     # ---- text to ids
 
@@ -123,90 +142,94 @@ class Tokenizer:
         special  text that spells a control or unknown token, such as `<s>`, becomes that token: pass False for
                  untrusted text. User-defined tokens are always matched.
         """
-        first, last = self._added(bos, eos)
-        parts, _ = self._parts(_sound(text), special, self.add_space_prefix)
-        return first + self._joined(parts) + last
+        bos_ids, eos_ids = self._boundary_ids(bos, eos)
+        text_parts, _ = self._split_parts(_check_text(text), special, self.add_space_prefix)
+        return bos_ids + self._encode_parts(text_parts) + eos_ids
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """The ids of a long text that comes in pieces, as `encode(text, bos=False, eos=False, special=False)`."""
-        marked = chain(((piece, False) for piece in pieces), [("", True)])
-        for parts, _ in self.stretches(marked):
-            yield self._joined(parts)
+        marked_pieces = chain(((piece, False) for piece in pieces), [("", True)])
+        for text_parts, _ in self.stretches(marked_pieces):
+            yield self._encode_parts(text_parts)
 
-    def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[Parts, bool]]:
+    def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
         """Of texts that come as (piece, whether the text ends with it), parts whose ids depend on nothing else."""
-        rest, prefix = "", self.add_space_prefix
+        buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
-            before, rest = len(rest), rest + _sound(piece)
-            border = len(rest) if is_last else self._border(rest, before)
-            if border or is_last:
-                parts, prefix = self._parts(rest[:border], False, prefix)
-                rest = rest[border:]
-                yield parts, is_last
+            old_length, buffer = len(buffer), buffer + _check_text(piece)
+            cut = len(buffer) if is_last else self._find_cut(buffer, old_length)
+            if cut or is_last:
+                text_parts, prefix = self._split_parts(buffer[:cut], False, prefix)
+                buffer = buffer[cut:]
+                yield text_parts, is_last
             prefix = self.add_space_prefix if is_last else prefix
 
     @property
-    def compiles(self) -> bool:
+    def use_compiled(self) -> bool:
         """Whether there have been so many characters that compiled code is worth loading."""
-        return self._few <= 0 and self._encoding.compiles
+        return self._characters_until_compiled <= 0 and self._encoding.has_tables
 
-    def lane(self) -> Lane:
+    def new_encoder(self) -> CompiledEncoder:
         """Compiled code for one thread."""
         if self._tables is None:
-            self._tables = self._encoding.tables()
-        return Lane(self._tables)
+            self._tables = self._encoding.build_tables()
+        return CompiledEncoder(self._tables)
 
-    def arrays(self, batch: Sequence[Parts], lane: Lane | None) -> list[np.ndarray]:
+    def arrays(self, batch: Sequence[TextParts], lane: CompiledEncoder | None) -> list[np.ndarray]:
         """The ids (i32) of each list of parts; may be called on several threads, with a lane each."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
-        encoded_texts = iter(self._encoded(texts, lane))
+        encoded_texts = iter(self._encode_texts(texts, lane))
         id_parts = (
             [[p] if isinstance(p, int) else next(encoded_texts) for p in parts] for parts in batch
         )
         return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
 
-    def _border(self, text: str, since: int) -> int:
-        """The last place from `since` on where the text can be cut without changing ids, or 0."""
-        places = range(len(text) - 1, max(since, 1) - 1, -1)
-        return next((at for at in places if self._encoding.can_cut(text, at)), 0)
+    def _find_cut(self, text: str, min_position: int) -> int:
+        """The last place from `min_position` on where the text can be cut without changing ids, or 0."""
+        positions = range(len(text) - 1, max(min_position, 1) - 1, -1)
+        return next((at for at in positions if self._encoding.can_cut(text, at)), 0)
 
-    def _parts(self, text: str, special: bool, prefix: bool) -> tuple[Parts, bool]:
+    def _split_parts(self, text: str, special: bool, prefix: bool) -> tuple[TextParts, bool]:
         """A text and its special tokens, with a leading space if `prefix`, and whether text after it would get one."""
-        self._few -= len(text)
-        parts: Parts = []
-        for part in self._split(text, self._specials_in(text, special)):
-            parts.append(part if isinstance(part, int) or not prefix else " " + part)
+        self._characters_until_compiled -= len(text)
+        text_parts: TextParts = []
+        for part in self._split_specials(text, self._find_specials(text, special)):
+            text_parts.append(part if isinstance(part, int) or not prefix else " " + part)
             prefix = self.add_space_prefix and isinstance(part, int)
-        return parts, prefix
+        return text_parts, prefix
 
-    def _joined(self, parts: Parts) -> list[int]:
+    def _encode_parts(self, text_parts: TextParts) -> list[int]:
         """The ids of parts."""
-        if self.compiles and self._lane is None:
-            self._lane = self.lane()
+        if self.use_compiled and self._encoder is None:
+            self._encoder = self.new_encoder()
         ids: list[int] = []
-        for batch in self._batches(parts):
+        for batch in self._batches(text_parts):
             encoded_texts = iter(
-                self._encoded([p for p in batch if isinstance(p, str)], self._lane)
+                self._encode_texts([p for p in batch if isinstance(p, str)], self._encoder)
             )
             for part in batch:
-                ids += [part] if isinstance(part, int) else _listed(next(encoded_texts))
+                ids += [part] if isinstance(part, int) else _to_list(next(encoded_texts))
         return ids
 
-    def _batches(self, parts: Parts) -> Iterator[Parts]:
+    def _batches(self, text_parts: TextParts) -> Iterator[TextParts]:
         """The parts in several lists, so that encoding a long text takes no more memory than a short one."""
-        if sum(len(part) for part in parts if isinstance(part, str)) <= BATCH:
-            yield parts
+        if sum(len(part) for part in text_parts if isinstance(part, str)) <= BATCH_CHARACTERS:
+            yield text_parts
             return
-        for part in parts:
-            while isinstance(part, str) and len(part) > BATCH:
-                cut = self._border(part[:BATCH], 0) or self._border(part, BATCH)
+        for part in text_parts:
+            while isinstance(part, str) and len(part) > BATCH_CHARACTERS:
+                cut = self._find_cut(part[:BATCH_CHARACTERS], 0) or self._find_cut(
+                    part, BATCH_CHARACTERS
+                )
                 if not cut:
                     break
                 yield [part[:cut]]
                 part = part[cut:]
             yield [part]
 
-    def _encoded(self, texts: list[str], lane: Lane | None) -> Iterator[list[int] | np.ndarray]:
+    def _encode_texts(
+        self, texts: list[str], lane: CompiledEncoder | None
+    ) -> Iterator[list[int] | np.ndarray]:
         """Ids of each text, by compiled code if there is a lane."""
         ids_and_ends = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
         if ids_and_ends is None:
@@ -215,12 +238,12 @@ class Tokenizer:
             ids_and_ends[0][start:end] for start, end in pairwise([0, *ids_and_ends[1].tolist()])
         )
 
-    def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
+    def _boundary_ids(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for is_requested, id, name in (
             (bos, self.bos, "bos"),
-            (eos, self.last, "seperator" if self._encoding.separated else "eos"),
+            (eos, self.end_id, "seperator" if self._encoding.separated else "eos"),
         ):
             if is_requested and id is None:
                 raise TokenizerError(
@@ -229,40 +252,40 @@ class Tokenizer:
                 )
         return (
             [self.bos] if bos and self.bos is not None else [],
-            [self.last] if eos and self.last is not None else [],
+            [self.end_id] if eos and self.end_id is not None else [],
         )
 
-    def _specials_in(self, text: str, special: bool) -> list[tuple[str, int]]:
+    def _find_specials(self, text: str, special: bool) -> list[tuple[str, int]]:
         """The special tokens that may occur in a text, the longest first."""
-        candidates = self._table.specials if special else self._always
-        if self._few > 0 or not candidates:
+        candidates = self._token_table.specials if special else self._user_defined
+        if self._characters_until_compiled > 0 or not candidates:
             return candidates
-        if special not in self._names:
-            self._names[special] = Names([token for token, _ in candidates])
-        return [candidates[i] for i in self._names[special].within(text)]
+        if special not in self._name_finders:
+            self._name_finders[special] = NameFinder([token for token, _ in candidates])
+        return [candidates[i] for i in self._name_finders[special].find(text)]
 
-    def _split(self, text: str, specials: list[tuple[str, int]]) -> list[str | int]:
+    def _split_specials(self, text: str, specials: list[tuple[str, int]]) -> list[str | int]:
         """Split into text and special tokens; longer tokens are matched first."""
-        parts: list[str | int] = [text] if text else []
+        text_parts: list[str | int] = [text] if text else []
         for token, id in specials:
             if token in text:
-                previous, parts = parts, []
+                previous, text_parts = text_parts, []
                 for part in previous:
-                    parts += [part] if isinstance(part, int) else self._cut(part, token, id)
-        return parts
+                    text_parts += [part] if isinstance(part, int) else self._cut(part, token, id)
+        return text_parts
 
     def _cut(self, part: str, token: str, id: int) -> list[str | int]:
         """Split a piece of text at one special token."""
         at = 0
-        parts: list[str | int] = []
+        text_parts: list[str | int] = []
         while (match_start := part.find(token, at)) >= 0:
             text = part[at:match_start]
-            text = text.rstrip(WHITESPACE) if id in self._table.swallow_before else text
-            parts += [text, id] if text else [id]
+            text = text.rstrip(WHITESPACE) if id in self._token_table.lstrip_ids else text
+            text_parts += [text, id] if text else [id]
             at = match_start + len(token)
-            while id in self._table.swallow and at < len(part) and part[at] in WHITESPACE:
+            while id in self._token_table.rstrip_ids and at < len(part) and part[at] in WHITESPACE:
                 at += 1
-        return [*parts, part[at:]] if at < len(part) else parts
+        return [*text_parts, part[at:]] if at < len(part) else text_parts
 
     # ---- ids to text
 
@@ -270,36 +293,36 @@ class Tokenizer:
         """The bytes of a token, perhaps part of a character; for control tokens their name."""
         if not 0 <= operator.index(id) < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
-        token, kind = self.tokens[id], self.kinds[id]
+        token, kind = self.tokens[id], self.token_types[id]
         if kind == NORMAL:
             return self._encoding.piece(token)
         if kind in (CONTROL, USER_DEFINED, UNKNOWN):
             return token
-        named = BYTE_NAME.fullmatch(token) if kind == BYTE else None
-        return bytes([int(named[1], 16)]) if named else b""
+        byte_match = BYTE_NAME.fullmatch(token) if kind == BYTE else None
+        return bytes([int(byte_match[1], 16)]) if byte_match else b""
 
     def decode(self, ids: Iterable[int], special: bool = False, clean: bool = False) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules.
 
         clean  without spaces before punctuation where llama.cpp's llama_detokenize removes them for this vocabulary
         """
-        stream = Stream(self, special)
+        stream = StreamDecoder(self, special)
         text = "".join([stream.feed(id) for id in ids]) + stream.flush()
-        return _cleaned(text) if clean and self._encoding.clean else text
+        return _clean_text(text) if clean and self._encoding.cleans_spaces else text
 
 
-def _cleaned(text: str) -> str:
+def _clean_text(text: str) -> str:
     """Without spaces before punctuation, around single apostrophes, and before some contractions."""
-    for pattern, replacement in CLEANED:
+    for pattern, replacement in CLEANUP_RULES:
         text = pattern.sub(replacement, text)
     return text
 
 
-def _listed(ids: list[int] | np.ndarray) -> list[int]:
+def _to_list(ids: list[int] | np.ndarray) -> list[int]:
     return ids if isinstance(ids, list) else ids.tolist()
 
 
-def _sound(text: str) -> str:
+def _check_text(text: str) -> str:
     """The text; raises TokenizerError if UTF-8 cannot encode it."""
     try:
         text.encode()
@@ -310,7 +333,7 @@ def _sound(text: str) -> str:
     return text
 
 
-class Stream:
+class StreamDecoder:
     """Text from ids as they come, in whole characters.
 
     Control and unknown tokens give their names if `special`, else nothing. The space that encode put before the
@@ -320,16 +343,16 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
-        self._leading = tokenizer.leads
+        self._strips_space = tokenizer.strips_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
         """The text completed by this token; an incomplete character waits for its other bytes."""
-        piece, kind = self._tokenizer.piece(id), self._tokenizer.kinds[id]
+        piece, kind = self._tokenizer.piece(id), self._tokenizer.token_types[id]
         if kind in (CONTROL, UNKNOWN) and not self._special:
             piece = b""
-        if self._leading and kind != CONTROL:
-            self._leading = False
+        if self._strips_space and kind != CONTROL:
+            self._strips_space = False
             piece = piece.removeprefix(b" ")
         return self._utf8.decode(piece)
 

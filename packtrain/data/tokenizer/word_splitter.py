@@ -9,24 +9,24 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from packtrain.data.tokenizer.split_rules import SHORTENED, Rule, Threes
+from packtrain.data.tokenizer.split_rules import SHORTENED, DigitGroups, SplitRule
 
-SPACE = "\v"
+SPACE_CLASS = "\v"
 OTHER = 5  # what is no letter, number, mark, sign or symbol
 CATEGORIES = {"L": 0, "N": 1, "M": 2, "P": 3, "S": 4}
-FIRST, COUNT = 0xE000, 6  # class characters are in the private use area
+FIRST_CODE, COUNT = 0xE000, 6  # class characters are in the private use area
 # insides of character classes for ASCII; see split_rules.py
-PLAIN = {
+ASCII_CLASSES = {
     "L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "M": "", "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->\^`|~",
 }  # fmt: skip
 WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")  # of llama.cpp, that Python counts more characters as
-IN_PATTERN = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]|\\p\{\w+\}")
+CLASS_IN_PATTERN = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]|\\p\{\w+\}")
 CATEGORY = re.compile(r"\\p\{(\w+)\}")
 LITERALS = re.compile("([\x80-\U0010ffff])(?:-([\x80-\U0010ffff]))?")
 Ranges = tuple[tuple[int, int], ...]
 
 # characters of Unicode 15.1, as in llama.cpp, that Python 3.11 does not know
-NEWER: dict[str, Ranges] = {
+NEWER_CHARACTERS: dict[str, Ranges] = {
     "L": (
         (0x1123F, 0x11240), (0x11F02, 0x11F02), (0x11F04, 0x11F10), (0x11F12, 0x11F33), (0x1342F, 0x1342F),
         (0x13441, 0x13446), (0x1B132, 0x1B132), (0x1B155, 0x1B155), (0x1DF25, 0x1DF2A), (0x1E030, 0x1E06D),
@@ -53,7 +53,7 @@ def category(code: int) -> str:
     unicode_category = unicodedata.category(chr(code))
     if unicode_category != "Cn":
         return unicode_category[0]
-    return next((name for name, ranges in NEWER.items() if within(code, ranges)), "")
+    return next((name for name, ranges in NEWER_CHARACTERS.items() if in_ranges(code, ranges)), "")
 
 
 def lowered(character: str) -> str:
@@ -61,11 +61,11 @@ def lowered(character: str) -> str:
     return character.lower()[0]
 
 
-def within(code: int, ranges: Ranges) -> bool:
+def in_ranges(code: int, ranges: Ranges) -> bool:
     return any(first <= code <= last for first, last in ranges)
 
 
-class Classes(dict[int, str]):
+class CharacterClasses(dict[int, str]):
     """The class character of a character, for str.translate; filled on demand.
 
     sets    those of characters that are not ASCII which patterns name one by one
@@ -77,40 +77,40 @@ class Classes(dict[int, str]):
 
     @property
     def names(self) -> str:
-        return "".join(map(chr, range(FIRST, FIRST + (COUNT << len(self.sets)))))
+        return "".join(map(chr, range(FIRST_CODE, FIRST_CODE + (COUNT << len(self.sets)))))
 
     def __missing__(self, code: int) -> str:
         if code < 128:
             self[code] = chr(code)
         elif chr(code).isspace():
-            self[code] = SPACE
+            self[code] = SPACE_CLASS
         else:
-            inside = sum(within(code, ranges) << n for n, ranges in enumerate(self.sets))
-            self[code] = chr(FIRST + COUNT * inside + CATEGORIES.get(category(code), OTHER))
+            set_bits = sum(in_ranges(code, ranges) << n for n, ranges in enumerate(self.sets))
+            self[code] = chr(FIRST_CODE + COUNT * set_bits + CATEGORIES.get(category(code), OTHER))
         return self[code]
 
-    def note(self, pattern: str) -> None:
+    def add_pattern(self, pattern: str) -> None:
         """Make sets of the characters that a pattern names."""
-        for matched_set in IN_PATTERN.findall(pattern):
+        for matched_set in CLASS_IN_PATTERN.findall(pattern):
             ranges = _literals(matched_set)
             if ranges and ranges not in self.sets:
                 self.sets.append(ranges)
 
-    def written(self, pattern: str) -> str:
+    def translate_pattern(self, pattern: str) -> str:
         """The pattern over class characters, after all patterns have been noted."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
-        pattern = IN_PATTERN.sub(lambda match: self._set(match[0]), pattern)
+        pattern = CLASS_IN_PATTERN.sub(lambda match: self._translate_set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
 
-    def _set(self, text: str) -> str:
+    def _translate_set(self, text: str) -> str:
         ranges = _literals(text)
-        named = CATEGORY.sub(lambda match: PLAIN[match[1]] + self._of(match[1]), text)
+        translated = CATEGORY.sub(lambda match: ASCII_CLASSES[match[1]] + self._of(match[1]), text)
         if ranges:
             bit = 1 << self.sets.index(ranges)
-            inside = (n for n, _ in enumerate(self.names) if n // COUNT & bit)
-            named = LITERALS.sub("", named).removesuffix("]")
-            named += "".join(chr(FIRST + n) for n in inside) + "]"
-        return named if text.startswith("[") else f"[{named}]"
+            inside_set = (n for n, _ in enumerate(self.names) if n // COUNT & bit)
+            translated = LITERALS.sub("", translated).removesuffix("]")
+            translated += "".join(chr(FIRST_CODE + n) for n in inside_set) + "]"
+        return translated if text.startswith("[") else f"[{translated}]"
 
     def _of(self, name: str) -> str:
         category_number = CATEGORIES[name[0]]
@@ -121,56 +121,56 @@ def _literals(text: str) -> Ranges:
     return tuple((ord(a), ord(b or a)) for a, b in LITERALS.findall(text))
 
 
-class Splitter:
+class WordSplitter:
     """Splits text into words by a rule.
 
     classes   the class characters
     patterns  the rule's patterns over them
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self.classes = Classes()
+    def __init__(self, rule: SplitRule) -> None:
+        self.classes = CharacterClasses()
         for entry in rule.patterns:
-            self.classes.note(entry.of if isinstance(entry, Threes) else entry)
-        self.patterns = [self._written(entry) for entry in rule.patterns]
-        self._steps = [_step(pattern) for pattern in self.patterns]
+            self.classes.add_pattern(entry.of if isinstance(entry, DigitGroups) else entry)
+        self.patterns = [self._translate_pattern(rule_pattern) for rule_pattern in rule.patterns]
+        self._split_steps = [_split_step(pattern) for pattern in self.patterns]
 
     def split(self, text: str) -> list[str]:
-        parts = [text if text.isascii() else text.translate(self.classes)]
-        for step in self._steps:
-            parts = [word for part in parts for word in step(part) if word]
+        pieces = [text if text.isascii() else text.translate(self.classes)]
+        for step in self._split_steps:
+            pieces = [word for part in pieces for word in step(part) if word]
         if text.isascii():
-            return parts
-        words, at = [], 0
-        for part in parts:
-            words.append(text[at : at + len(part)])
-            at += len(part)
+            return pieces
+        words, offset = [], 0
+        for part in pieces:
+            words.append(text[offset : offset + len(part)])
+            offset += len(part)
         return words
 
-    def _written(self, pattern: str | Threes) -> str | Threes:
-        if isinstance(pattern, Threes):
-            return Threes(self.classes.written(pattern.of), pattern.after)
-        return self.classes.written(pattern)
+    def _translate_pattern(self, pattern: str | DigitGroups) -> str | DigitGroups:
+        if isinstance(pattern, DigitGroups):
+            return DigitGroups(self.classes.translate_pattern(pattern.of), pattern.cut_after)
+        return self.classes.translate_pattern(pattern)
 
 
-def _step(pattern: str | Threes) -> Callable[[str], list[str]]:
+def _split_step(pattern: str | DigitGroups) -> Callable[[str], list[str]]:
     """What divides a text into what a pattern matches and what lies between."""
-    if not isinstance(pattern, Threes):
+    if not isinstance(pattern, DigitGroups):
         return re.compile(f"({pattern})", re.ASCII).split
-    runs, after = re.compile(f"{pattern.of}+", re.ASCII), pattern.after
+    runs, after = re.compile(f"{pattern.of}+", re.ASCII), pattern.cut_after
 
-    def divided(text: str) -> list[str]:
-        cuts = [0, *(at for run in runs.finditer(text) for at in _cuts(run, after)), len(text)]
+    def split_runs(text: str) -> list[str]:
+        cuts = [0, *(cut for run in runs.finditer(text) for cut in _cuts(run, after)), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
 
-    return divided
+    return split_runs
 
 
-def _cuts(run: re.Match[str], after: bool) -> Iterator[int]:
+def _cuts(run: re.Match[str], cut_after: bool) -> Iterator[int]:
     """Where a run of digits is cut; see Threes."""
     start, end = run.span()
-    first = start + (end - start) % 3
-    if after:
-        yield from range(first if first > start else start + 3, end + 1, 3)
+    first_cut = start + (end - start) % 3
+    if cut_after:
+        yield from range(first_cut if first_cut > start else start + 3, end + 1, 3)
     else:
-        yield from range(first, end, 3)
+        yield from range(first_cut, end, 3)

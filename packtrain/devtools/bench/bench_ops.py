@@ -6,21 +6,23 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from packtrain.devtools.bench.bench_table import Table
-from packtrain.devtools.bench.machine_rates import Rates
+from packtrain.devtools.bench.bench_table import BenchTable
+from packtrain.devtools.bench.machine_rates import MachineRates
 from packtrain.devtools.bench.timing import CLOCK, Clock
-from packtrain.devtools.bench.training import Training
+from packtrain.devtools.bench.training import TrainingBench
 from packtrain.dtypes import f32
 from packtrain.engine.executor import Executor
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Tensor
-from packtrain.planner.cost_model import cost_of, moved
+from packtrain.planner.cost_model import call_cost, traffic_nbytes
 
 # floating-point operations of a unit of work, see ops.costs.Cost; what only lays out values has none
 FLOPS = {"multiply": 2.0, "attend": 2.0, "attend back": 2.0, "exp": 16.0}
 FORWARD, BACK, WEIGHT = "y = x Wᵀ", "dx = dy W", "dW = dyᵀ x"
-LEAST = 1e-6  # seconds of a floor, below which a call costs more than its work: no ratio
+MIN_FLOOR_SECONDS = (
+    1e-6  # seconds of a floor, below which a call costs more than its work: no ratio
+)
 COLUMNS = {
     "op": "", "form": "", "M × N × K": "", "calls": "d", "ms": ".2f", "share": ".1%", "floor ms": ".2f",
     "× floor": ".2f", "lost ms": ".2f",
@@ -28,7 +30,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """A product with a matrix W (N, K) for M tokens, in one of its three forms."""
 
     form: str
@@ -46,7 +48,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OpGroup:
     """Calls that are counted together."""
 
     op: str
@@ -55,7 +57,7 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Spent:
+class OpTime:
     """Calls of one kind in a step: how many, their seconds, and the least they could take."""
 
     calls: int = 0
@@ -63,16 +65,16 @@ class Spent:
     floor: float = 0.0
 
     @property
-    def lost(self) -> float:
+    def lost_seconds(self) -> float:
         return self.seconds - self.floor
 
 
-def product_of(step: Step) -> Product | None:
+def product_of(step: KernelStep) -> MatrixProduct | None:
     """The product that a call is, or None."""
     if step.op.name == "out_prod":
         a, b = step.reads[:2]
         n, k = a.shape[-1], b.shape[-1]
-        return Product(WEIGHT, a.spec.size // n, n, k)
+        return MatrixProduct(WEIGHT, a.spec.size // n, n, k)
     if step.op.name not in ("matmul", "matmul_back"):
         return None
     x, w = step.reads[:2]
@@ -80,89 +82,93 @@ def product_of(step: Step) -> Product | None:
     is_transposed = w.dtype == f32 and w.strides[-1] != w.dtype.numpy.itemsize
     n, k = w.shape[-2:]
     if step.op.name == "matmul_back":
-        return Product(BACK, m, n, k)
-    return Product(BACK, m, k, n) if is_transposed else Product(FORWARD, m, n, k)
+        return MatrixProduct(BACK, m, n, k)
+    return MatrixProduct(BACK, m, k, n) if is_transposed else MatrixProduct(FORWARD, m, n, k)
 
 
-def kind_of(step: Step) -> Kind:
+def group_of(step: KernelStep) -> OpGroup:
     product = product_of(step)
     if product is None:
-        return Kind(step.op.name)
+        return OpGroup(step.op.name)
     types = {t.dtype for t in step.reads} - {f32}
-    return Kind(" ".join(["product", *map(str, types)]), product.form, product.shape)
+    return OpGroup(" ".join(["product", *map(str, types)]), product.form, product.shape)
 
 
-def floor(step: Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
+def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] = ()) -> float:
     """The least seconds of a call: its arithmetic by multiply-adds in registers, or its bytes by copying.
 
     read  tensors that some step reads, see cost_model.call_seconds
     """
-    cost, product = cost_of(step, read), product_of(step)
-    flops = sum(FLOPS.get(kind, 0.0) * amount for kind, amount in cost.work.items())
+    cost, product = call_cost(step, read), product_of(step)
+    flops = sum(FLOPS.get(work_kind, 0.0) * amount for work_kind, amount in cost.work.items())
     flops = product.flops if product else flops
-    nbytes = min(moved(step, cost), moved(step, Cost()))
-    return max(flops / rates.fma, rates.moving(nbytes))
+    nbytes = min(traffic_nbytes(step, cost), traffic_nbytes(step, Cost()))
+    return max(flops / rates.fma, rates.copy_seconds(nbytes))
 
 
-class Timer:
+class CallTimer:
     """Times every call of an executor, step by step."""
 
     def __init__(self, run: Executor, clock: Clock = CLOCK) -> None:
         self.run, self.clock = run, clock
         self.seconds: list[list[float]] = [[] for _ in run.calls]
-        run.calls = [partial(self._timed, i, call) for i, call in enumerate(run.calls)]
+        run.calls = [partial(self._time_call, i, call) for i, call in enumerate(run.calls)]
 
-    def _timed(self, i: int, call: Callable[[], None]) -> None:
+    def _time_call(self, i: int, call: Callable[[], None]) -> None:
         start_time = self.clock()
         call()
         self.seconds[i].append(self.clock() - start_time)
 
-    def spent(self, rates: Rates) -> dict[Kind, Spent]:
+    def spent(self, rates: MachineRates) -> dict[OpGroup, OpTime]:
         """By kind; seconds of a call are its median over the steps."""
-        by_kind: dict[Kind, Spent] = {}
+        times_by_group: dict[OpGroup, OpTime] = {}
         steps = self.run.placed.steps
-        read = {t for step in steps for t in step.reads}
+        read_tensors = {t for step in steps for t in step.reads}
         for step, times in zip(steps, self.seconds, strict=True):
-            kind_total = by_kind.setdefault(kind_of(step), Spent())
-            kind_total.calls += 1
-            kind_total.seconds += statistics.median(times)
-            kind_total.floor += floor(step, rates, read)
-        return by_kind
+            op_time = times_by_group.setdefault(group_of(step), OpTime())
+            op_time.calls += 1
+            op_time.seconds += statistics.median(times)
+            op_time.floor += call_floor(step, rates, read_tensors)
+        return times_by_group
 
 
-def measured(
-    training: Training, rates: Rates, rounds: int, clock: Clock = CLOCK
-) -> tuple[Table, float]:
+def measure_ops(
+    training: TrainingBench, rates: MachineRates, rounds: int, clock: Clock = CLOCK
+) -> tuple[BenchTable, float]:
     """The table of a step, and the median of its seconds."""
     training.step()  # loads kernels and pages
-    timer, times = Timer(training.run, clock), list[float]()
+    timer, step_times = CallTimer(training.run, clock), list[float]()
     for _ in range(rounds):
         start_time = clock()
         training.step()
-        times.append(clock() - start_time)
-    step_seconds = statistics.median(times)
+        step_times.append(clock() - start_time)
+    step_seconds = statistics.median(step_times)
     return table(training, timer.spent(rates), step_seconds), step_seconds
 
 
-def table(training: Training, spent: dict[Kind, Spent], step_seconds: float) -> Table:
-    total = math.fsum(kind_total.seconds for kind_total in spent.values())
-    floor_seconds = math.fsum(kind_total.floor for kind_total in spent.values())
-    kinds = sorted(spent, key=lambda kind: -spent[kind].lost)
-    rows = [row(kind, spent[kind], total) for kind in kinds]
+def table(training: TrainingBench, spent: dict[OpGroup, OpTime], step_seconds: float) -> BenchTable:
+    total_seconds = math.fsum(op_time.seconds for op_time in spent.values())
+    floor_seconds = math.fsum(op_time.floor for op_time in spent.values())
+    groups = sorted(spent, key=lambda group: -spent[group].lost_seconds)
+    rows = [op_row(group, spent[group], total_seconds) for group in groups]
     rows.append(
-        row(Kind("all"), Spent(sum(s.calls for s in spent.values()), total, floor_seconds), total)
+        op_row(
+            OpGroup("all"),
+            OpTime(sum(s.calls for s in spent.values()), total_seconds, floor_seconds),
+            total_seconds,
+        )
     )
     note = (
         f"A step takes {step_seconds * 1e3:.1f} ms, {training.tokens / step_seconds:,.0f} tokens a second;"
-        f" its calls {total * 1e3:.1f} ms. The floor of a call is the larger of two: its"
+        f" its calls {total_seconds * 1e3:.1f} ms. The floor of a call is the larger of two: its"
         " arithmetic at the rate of multiply-adds in registers, and its bytes at the rate of"
         " copying. Sorted by what is lost above it."
     )
-    return Table("ops", f"Ops of a step: {training.name}", COLUMNS, rows, (note,))
+    return BenchTable("ops", f"Ops of a step: {training.name}", COLUMNS, rows, (note,))
 
 
-def row(kind: Kind, spent: Spent, total: float) -> list[str | int | float | None]:
-    ratio = spent.seconds / spent.floor if spent.floor > LEAST * spent.calls else None
-    share = spent.seconds / total if total else 0.0
-    ms = [1e3 * seconds for seconds in (spent.seconds, spent.floor, spent.lost)]
-    return [kind.op, kind.form, kind.shape, spent.calls, ms[0], share, ms[1], ratio, ms[2]]
+def op_row(group: OpGroup, spent: OpTime, total_seconds: float) -> list[str | int | float | None]:
+    ratio = spent.seconds / spent.floor if spent.floor > MIN_FLOOR_SECONDS * spent.calls else None
+    time_share = spent.seconds / total_seconds if total_seconds else 0.0
+    ms = [1e3 * seconds for seconds in (spent.seconds, spent.floor, spent.lost_seconds)]
+    return [group.op, group.form, group.shape, spent.calls, ms[0], time_share, ms[1], ratio, ms[2]]

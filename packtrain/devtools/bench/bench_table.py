@@ -5,63 +5,63 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Value = str | int | float | None
+CellValue = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BenchTable:
     """Rows of figures.
 
     name     a word for JSON
     columns  by name, with the format of their numbers; "" for texts
     notes    sentences below the table
-    waited   the largest share of the time in which threads of a peer waited for the processor
+    waited_share   the largest share of the time in which threads of a peer waited for the processor
     """
 
     name: str
     title: str
     columns: Mapping[str, str]
-    rows: Sequence[Sequence[Value]]
+    rows: Sequence[Sequence[CellValue]]
     notes: Sequence[str] = field(default=())
-    waited: float = 0.0
+    waited_share: float = 0.0
 
     def cells(self) -> Iterator[list[str]]:
         for row in self.rows:
-            yield [shown(v, f) for v, f in zip(row, self.columns.values(), strict=True)]
+            yield [format_cell(v, f) for v, f in zip(row, self.columns.values(), strict=True)]
 
     def text(self) -> str:
         rows = [[*self.columns], *self.cells()]
-        wide = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
-        texts = [not form for form in self.columns.values()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
+        is_text = [not form for form in self.columns.values()]
 
         def line(row: Sequence[str]) -> str:
-            parts = zip(row, wide, texts, strict=True)
-            return "  ".join(c.ljust(n) if left else c.rjust(n) for c, n, left in parts).rstrip()
+            cells = zip(row, widths, is_text, strict=True)
+            return "  ".join(c.ljust(n) if left else c.rjust(n) for c, n, left in cells).rstrip()
 
         return "\n".join([self.title, *map(line, rows), *self.notes])
 
     def markdown(self) -> str:
-        rule = ["---" if not form else "---:" for form in self.columns.values()]
-        rows = [[*self.columns], rule, *self.cells()]
+        divider = ["---" if not form else "---:" for form in self.columns.values()]
+        rows = [[*self.columns], divider, *self.cells()]
         lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         notes = [line for note in self.notes for line in ("", note)]
         return "\n".join([f"## {self.title}", "", *lines, *notes, ""])
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What --json writes."""
         keys = [key_of(name) for name in self.columns]
         rows = [dict(zip(keys, row, strict=True)) for row in self.rows]
         return {"name": self.name, "title": self.title, "rows": rows, "notes": [*self.notes]}
 
-    def column(self, name: str) -> list[Value]:
-        at = [*self.columns].index(name)
-        return [row[at] for row in self.rows]
+    def column(self, name: str) -> list[CellValue]:
+        column_index = [*self.columns].index(name)
+        return [row[column_index] for row in self.rows]
 
 
-def shown(value: Value, form: str) -> str:
+def format_cell(value: CellValue, number_format: str) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else format(value, form)
+    return value if isinstance(value, str) else format(value, number_format)
 
 
 def key_of(name: str) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.common.version import __version__
-from packtrain.devtools.bench.bench_table import Table
-from packtrain.devtools.bench.timing import CLOCK, Clock, took
+from packtrain.devtools.bench.bench_table import BenchTable
+from packtrain.devtools.bench.timing import CLOCK, Clock, time_call
 from packtrain.kernels import runtime
-from packtrain.planner.cost_model import CACHE
+from packtrain.planner.cost_model import CACHE_NBYTES
 
 # names of LLVM, and ours; those of other processors are not there
 FEATURES = {
@@ -24,70 +24,73 @@ FEATURES = {
     "neon": "NEON", "sve": "SVE",
 }  # fmt: skip
 PACKAGES = "numpy", "numba", "torch"
-ROUNDS, TURNS = 30, 50_000  # the loop of multiply-adds is so short that others rarely interrupt it
-TRIES = 150  # of it
-NEAR, FAR = 1 << 18, 1 << 24  # f32: in a cache, and in memory
-PRODUCT = 1024, 4096, 1024  # of our product: large, and no side awkward
+ROUNDS, FMA_LOOPS = (
+    30,
+    50_000,
+)  # the loop of multiply-adds is so short that others rarely interrupt it
+FMA_ROUNDS = 150  # of it
+CACHE_VALUES, MEMORY_VALUES = 1 << 18, 1 << 24  # f32: in a cache, and in memory
+PRODUCT_SHAPE = 1024, 4096, 1024  # of our product: large, and no side awkward
 LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class MachineRates:
     """Work per second.
 
     fma      floating-point operations of multiply-adds in registers: on one thread, and on all
     product  those of our own f32 product, all threads
-    near     bytes read and written by copying what a cache holds; `far`: what it does not
+    cache_bandwidth     bytes read and written by copying what a cache holds; `far`: what it does not
     """
 
     fma_one: float
     fma: float
     product: float
-    near: float
+    cache_bandwidth: float
     far: float
     threads: int = 1
 
-    def moving(self, nbytes: float) -> float:
+    def copy_seconds(self, nbytes: float) -> float:
         """Least seconds for reading and writing bytes."""
-        return nbytes / (self.near if nbytes <= CACHE else max(self.far, 1.0))
+        return nbytes / (self.cache_bandwidth if nbytes <= CACHE_NBYTES else max(self.far, 1.0))
 
 
-def measured(clock: Clock = CLOCK, rounds: int = ROUNDS) -> Rates:
+def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
     """The rates by the fastest of several rounds: other programs can only slow them down."""
-    threads, peak = kernels.threads(), _module("peak")
+    threads, peak = kernels.threads(), _kernel_module("peak")
 
-    def fastest(work: Callable[[], object], rounds: int = rounds) -> float:
-        work()
-        return min(took(work, clock) for _ in range(rounds))
+    def fastest(task: Callable[[], object], rounds: int = rounds) -> float:
+        task()
+        return min(time_call(task, clock) for _ in range(rounds))
 
-    def multiplied(count: int) -> float:
+    def fma_rate(count: int) -> float:
         y = np.zeros(LANES * count, np.float32)
-        flops = float(2 * TURNS * peak.CHAINS * y.size)
-        return flops / fastest(lambda: peak.multiply_adds(y, 0.5, TURNS), TRIES)
+        flops = float(2 * FMA_LOOPS * peak.CHAINS * y.size)
+        return flops / fastest(lambda: peak.multiply_adds(y, 0.5, FMA_LOOPS), FMA_ROUNDS)
 
-    def copied(size: int) -> float:
-        x, y = np.ones(size, np.float32), np.zeros(size, np.float32)
+    def copy_rate(num_values: int) -> float:
+        x, y = np.ones(num_values, np.float32), np.zeros(num_values, np.float32)
         copy_functions = (lambda: peak.copied(y, x, threads)), (lambda: np.copyto(y, x))
         return (x.nbytes + y.nbytes) / min(map(fastest, copy_functions))
 
-    m, n, k = PRODUCT
+    m, n, k = PRODUCT_SHAPE
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
-    product = fastest(lambda: _module("matmul").product(y, a, b.T, False, 0))
-    return Rates(
-        fma_one=multiplied(1),
-        fma=multiplied(threads),
-        product=2.0 * m * n * k / product,
-        near=copied(NEAR),
-        far=copied(FAR),
+    product_seconds = fastest(lambda: _kernel_module("matmul").product(y, a, b.T, False, 0))
+    return MachineRates(
+        fma_one=fma_rate(1),
+        fma=fma_rate(threads),
+        product=2.0 * m * n * k / product_seconds,
+        cache_bandwidth=copy_rate(CACHE_VALUES),
+        far=copy_rate(MEMORY_VALUES),
         threads=threads,
     )
 
 
-def _module(name: str) -> Any:
+def _kernel_module(name: str) -> Any:
     return getattr(kernels, name)
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Its name, as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -97,12 +100,12 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def features() -> list[str]:
+def compiled_features() -> list[str]:
     """Of those that matter here, what kernels are compiled for."""
-    return [ours for theirs, ours in FEATURES.items() if runtime.has(theirs)]
+    return [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     package_versions = {"packtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -112,37 +115,43 @@ def versions() -> dict[str, str]:
     return package_versions
 
 
-def about() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """What figures depend on."""
     forced = os.environ.get("PACKTRAIN_CPU", "")
     return {
-        "cpu": processor(),
-        "features": features(),
+        "cpu": processor_name(),
+        "features": compiled_features(),
         "forced": forced,
         "cores": runtime.allowed_cpus(),
         "threads": kernels.threads(),
-        "versions": versions(),
+        "versions": read_versions(),
     }
 
 
-def sentence(about: dict[str, Any]) -> str:
+def sentence(machine: dict[str, Any]) -> str:
     """The same in words."""
-    forced = f", compiled for {about['forced']}" if about["forced"] else ""
-    version_text = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    forced = f", compiled for {machine['forced']}" if machine["forced"] else ""
+    version_text = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return (
-        f"{about['cpu']} ({', '.join(about['features']) or 'no vector features'}{forced}), "
-        f"{about['threads']} threads on {about['cores']} cores; {version_text}"
+        f"{machine['cpu']} ({', '.join(machine['features']) or 'no vector features'}{forced}), "
+        f"{machine['threads']} threads on {machine['cores']} cores; {version_text}"
     )
 
 
-def table(rates: Rates) -> Table:
+def rates_table(rates: MachineRates) -> BenchTable:
     rows = [
         ("multiply-adds in registers, one thread", rates.fma_one / 1e9, "GFLOP/s"),
         (f"multiply-adds in registers, {rates.threads} threads", rates.fma / 1e9, "GFLOP/s"),
-        (f"our f32 product of {' × '.join(map(str, PRODUCT))}", rates.product / 1e9, "GFLOP/s"),
-        ("copying within a cache, bytes read and written", rates.near / 1e9, "GB/s"),
+        (
+            f"our f32 product of {' × '.join(map(str, PRODUCT_SHAPE))}",
+            rates.product / 1e9,
+            "GFLOP/s",
+        ),
+        ("copying within a cache, bytes read and written", rates.cache_bandwidth / 1e9, "GB/s"),
         ("copying in memory, bytes read and written", rates.far / 1e9, "GB/s"),
     ]
-    share = rates.product / rates.fma
-    note = f"The product reaches {share:.0%} of what multiply-adds in registers do."
-    return Table("machine", "The machine", {"what": "", "rate": ".1f", "unit": ""}, rows, (note,))
+    efficiency = rates.product / rates.fma
+    note = f"The product reaches {efficiency:.0%} of what multiply-adds in registers do."
+    return BenchTable(
+        "machine", "The machine", {"what": "", "rate": ".1f", "unit": ""}, rows, (note,)
+    )

@@ -31,31 +31,31 @@ AVX512 = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 FORCED = {"avx2": AVX2, "avx512": AVX512}
-ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
+SINGLE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
 
 
-class PeerFailed(Exception):
+class PeerError(Exception):
     """A peer cannot do what is asked; one sentence."""
 
 
-class Peer:
+class PeerProcess:
     """`with Peer(module, function, *given) as peer:` a process that calls function(*given) once, and what that returns
     at each turn. Raises PeerFailed."""
 
-    def __init__(self, module: str, function: str, *given: Any) -> None:
-        self.asked = module, function, given
+    def __init__(self, module: str, function: str, *args: Any) -> None:
+        self.request = module, function, args
 
-    def __enter__(self) -> "Peer":
-        self.errors = tempfile.TemporaryFile()
+    def __enter__(self) -> "PeerProcess":
+        self.stderr_file = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "packtrain.devtools.bench.peer_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env=limited(),
+            stderr=self.stderr_file,
+            env=peer_environment(),
         )
         try:
-            self._ask(self.asked)
+            self._ask(self.request)
         except BaseException:
             self.close()
             raise
@@ -71,38 +71,38 @@ class Peer:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-        self.errors.close()
+        self.stderr_file.close()
 
     def _ask(self, request: Any) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             pickle.dump(request, self.process.stdin)
             self.process.stdin.flush()
-            done, answer = pickle.load(self.process.stdout)
+            succeeded, answer = pickle.load(self.process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
-            raise PeerFailed(self._last_words()) from None
-        if not done:
-            raise PeerFailed(answer)
+            raise PeerError(self._last_error()) from None
+        if not succeeded:
+            raise PeerError(answer)
         return answer
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         code = self.process.wait()
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        self.stderr_file.seek(0)
+        lines = self.stderr_file.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it ended with {code}"
 
 
-def limited() -> dict[str, str]:
+def peer_environment() -> dict[str, str]:
     """Environment variables of a peer: it uses no more of the processor than we are told to."""
-    return {**ALONE, **variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
+    return {**SINGLE_PROCESS, **variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
 
 
 def main() -> None:
     """The child. Its standard output is for answers alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    answers = os.fdopen(os.dup(1), "wb")
+    answer_stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    work: Any = None
+    peer_function: Any = None
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
@@ -110,18 +110,18 @@ def main() -> None:
             return
         answer: tuple[bool, Any]
         try:
-            if work is None:
+            if peer_function is None:
                 module, function, args = request
-                work = getattr(importlib.import_module(module), function)(*args)
+                peer_function = getattr(importlib.import_module(module), function)(*args)
                 answer = True, None
             else:
-                answer = True, work(*request)
+                answer = True, peer_function(*request)
         except Exception as error:
             text = str(error).strip().splitlines()[:1]
-            kind = [] if isinstance(error, InputError) and text else [type(error).__name__]
-            answer = False, ": ".join([*kind, *text])
-        pickle.dump(answer, answers)
-        answers.flush()
+            error_type = [] if isinstance(error, InputError) and text else [type(error).__name__]
+            answer = False, ": ".join([*error_type, *text])
+        pickle.dump(answer, answer_stream)
+        answer_stream.flush()
 
 
 if __name__ == "__main__":

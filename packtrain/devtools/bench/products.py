@@ -11,10 +11,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.common.events import Counted
-from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, Product
-from packtrain.devtools.bench.bench_table import Table, Value
-from packtrain.devtools.bench.peer_process import Peer
-from packtrain.devtools.bench.timing import CLOCK, Clock, burst, paired
+from packtrain.devtools.bench.bench_ops import BACK, FORWARD, WEIGHT, MatrixProduct
+from packtrain.devtools.bench.bench_table import BenchTable, CellValue
+from packtrain.devtools.bench.peer_process import PeerProcess
+from packtrain.devtools.bench.timing import CLOCK, Clock, burst_seconds, paired
 from packtrain.dtypes import DTYPES, Dtype, f32
 from packtrain.engine import ops
 from packtrain.engine.executor import Session
@@ -23,7 +23,7 @@ from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, weight
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 
-FORMS = FORWARD, BACK, WEIGHT
+PRODUCT_FORMS = FORWARD, BACK, WEIGHT
 # tokens × rows × columns of the matrices of a model: of its blocks, and of its head where it is not larger than memory
 SHAPES = {
     "15m": ((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (1024, 32000, 256)),
@@ -35,42 +35,48 @@ SHAPES = {
     ),
     "Llama-3.2-1B": ((512, 2048, 2048), (512, 512, 2048), (512, 8192, 2048), (512, 2048, 8192)),
 }
-SHORT = {"15m": SHAPES["15m"][:3], "110m": SHAPES["110m"][1:2]}
-PACKED = {"110m": SHAPES["110m"][:3], "Llama-3.2-1B": SHAPES["Llama-3.2-1B"][:1]}
-SHORT_PACKED = {"110m": SHAPES["110m"][1:2]}
+SHORT_SHAPES = {"15m": SHAPES["15m"][:3], "110m": SHAPES["110m"][1:2]}
+PACKED_SHAPES = {"110m": SHAPES["110m"][:3], "Llama-3.2-1B": SHAPES["Llama-3.2-1B"][:1]}
+SHORT_PACKED_SHAPES = {"110m": SHAPES["110m"][1:2]}
 TYPES = "q8_0", "q4_K"
 Shapes = dict[str, tuple[tuple[int, int, int], ...]]
-Counting = Callable[[str, str], AbstractContextManager[Counted]]
+ProgressCounter = Callable[[str, str], AbstractContextManager[Counted]]
 COLUMNS = {"model": "", "M × N × K": "", "form": "", "GFLOP/s": ".1f"}
-BESIDE = {"PyTorch GFLOP/s": ".1f", "× PyTorch": ".2f"}
+PEER_COLUMNS = {"PyTorch GFLOP/s": ".1f", "× PyTorch": ".2f"}
 
 
 @dataclass(slots=True)
-class Timed:
+class TimedProduct:
     """A product of a model, and seconds of ours and of the peer's, round by round."""
 
     model: str
-    product: Product
+    product: MatrixProduct
     ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
+    peer_seconds: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
         """How many times as fast ours is."""
-        return paired(self.ours, self.theirs)
+        return paired(self.ours, self.peer_seconds)
 
-    def rate(self, times: Sequence[float]) -> float:
-        return self.product.flops / statistics.median(times) / 1e9
+    def rate(self, seconds: Sequence[float]) -> float:
+        return self.product.flops / statistics.median(seconds) / 1e9
 
 
-def products(shapes: Shapes, forms: Sequence[str] = FORMS) -> list[Timed]:
+def make_products(shapes: Shapes, forms: Sequence[str] = PRODUCT_FORMS) -> list[TimedProduct]:
     all_shapes = (
         (model, shape) for model, model_shapes in shapes.items() for shape in model_shapes
     )
-    return [Timed(model, Product(form, *shape)) for model, shape in all_shapes for form in forms]
+    return [
+        TimedProduct(model, MatrixProduct(form, *shape))
+        for model, shape in all_shapes
+        for form in forms
+    ]
 
 
-def graph_of(product: Product, dtype: Dtype = f32) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+def product_graph(
+    product: MatrixProduct, dtype: Dtype = f32
+) -> tuple[Tensor, dict[str, tuple[int, int]]]:
     """What computes the product, and the shapes of its f32 inputs; the matrix is a weight `w`."""
     m, n, k = product.m, product.n, product.k
     x, dy, w = input("x", (m, k)), input("dy", (m, n)), weight("w", (n, k), dtype)
@@ -82,87 +88,101 @@ def graph_of(product: Product, dtype: Dtype = f32) -> tuple[Tensor, dict[str, tu
     return product_tensor, {"dy": (m, n)}
 
 
-def ours(product: Product, w: np.ndarray | None = None) -> Callable[[], None]:
+def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callable[[], None]:
     """The bound kernel of the product, with random values in place; w is its matrix, packed or not."""
     random = np.random.default_rng(0)
     if w is None:
         w = random.standard_normal((product.n, product.k), np.float32)
     dtype = f32 if w.dtype == np.float32 else next(t for t in DTYPES.values() if t.numpy == w.dtype)
-    product_tensor, shapes = graph_of(product, dtype)
+    product_tensor, shapes = product_graph(product, dtype)
     session = Session()
     session.share({"w": w})
-    run = session.executor(place(Graph({"made": product_tensor})))
-    run({name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()})
-    return run.calls[-1]
+    executor = session.executor(place(Graph({"made": product_tensor})))
+    executor({name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    return executor.calls[-1]
 
 
-def beside_torch(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> list[Timed]:
+def time_beside_torch(
+    shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK
+) -> list[TimedProduct]:
     """Every product in every form, beside PyTorch's where that is installed."""
-    timed_products = products(shapes)
-    with Peer(TORCH, "products", kernels.threads()) if has_torch() else nullcontext() as peer:
+    timed_products = make_products(shapes)
+    with (
+        PeerProcess(TORCH_PEER, "products", kernels.threads())
+        if has_torch()
+        else nullcontext() as peer
+    ):
         for i, timed in enumerate(timed_products):
             count(i + 1, len(timed_products))
-            work = ours(timed.product)
+            bound_product = bind_product(timed.product)
             for _ in range(rounds):
-                timed.ours.append(burst(work, clock))
+                timed.ours.append(burst_seconds(bound_product, clock))
                 if peer is not None:
-                    timed.theirs.append(peer(timed.product))
+                    timed.peer_seconds.append(peer(timed.product))
     return timed_products
 
 
-TORCH = "benchmarks.torch_peer"  # of the repository; it is not installed
-has_torch = partial(kernels.has_torch, TORCH)
+TORCH_PEER = "benchmarks.torch_peer"  # of the repository; it is not installed
+has_torch = partial(kernels.has_torch, TORCH_PEER)
 
 
-def table(timed_products: Sequence[Timed]) -> Table:
-    has_peer = any(timed.theirs for timed in timed_products)
-    rows = list[list[Value]]()
+def products_table(timed_products: Sequence[TimedProduct]) -> BenchTable:
+    has_peer = any(timed.peer_seconds for timed in timed_products)
+    rows = list[list[CellValue]]()
     for timed in timed_products:
         rows.append([timed.model, timed.product.shape, timed.product.form, timed.rate(timed.ours)])
-        rows[-1] += [timed.rate(timed.theirs), timed.ratio] if has_peer else []
+        rows[-1] += [timed.rate(timed.peer_seconds), timed.ratio] if has_peer else []
     notes = (
-        [summary([timed.ratio for timed in timed_products], "PyTorch's")] if has_peer else [WITHOUT]
+        [ratio_summary([timed.ratio for timed in timed_products], "PyTorch's")]
+        if has_peer
+        else [NO_PEER_NOTE]
     )
-    columns = COLUMNS | (BESIDE if has_peer else {})
-    return Table("products", "Products in f32", columns, rows, notes)
+    columns = COLUMNS | (PEER_COLUMNS if has_peer else {})
+    return BenchTable("products", "Products in f32", columns, rows, notes)
 
 
-WITHOUT = "Nothing is compared with PyTorch: that takes PyTorch and a checkout of the repository."
+NO_PEER_NOTE = (
+    "Nothing is compared with PyTorch: that takes PyTorch and a checkout of the repository."
+)
 
 
-def summary(ratios: Sequence[float], whose: str) -> str:
-    return f"As fast as {whose}: {statistics.median(ratios):.2f} × (median), {min(ratios):.2f} × (least)."
+def ratio_summary(ratios: Sequence[float], peer_name: str) -> str:
+    return f"As fast as {peer_name}: {statistics.median(ratios):.2f} × (median), {min(ratios):.2f} × (least)."
 
 
 # ---- packed weights ------------------------------------------------------------------------------------------
 
 
-def packed(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> Table:
+def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
     """Ours with packed weights beside ours in f32 with the same values: forward and back."""
-    cases = [(timed, name) for name in TYPES for timed in products(shapes, (FORWARD, BACK))]
-    rows = list[list[Value]]()
+    cases = [(timed, name) for name in TYPES for timed in make_products(shapes, (FORWARD, BACK))]
+    rows = list[list[CellValue]]()
     for i, (timed, name) in enumerate(cases):
         count(i + 1, len(cases))
-        values = np.random.default_rng(0).standard_normal(
+        weight_values = np.random.default_rng(0).standard_normal(
             (timed.product.n, timed.product.k), np.float32
         )
-        w = quantize(values, DTYPES[name])
-        works = ours(timed.product, w), ours(timed.product, dequantize(w))
+        w = quantize(weight_values, DTYPES[name])
+        works = bind_product(timed.product, w), bind_product(timed.product, dequantize(w))
         for _ in range(rounds):
-            timed.ours.append(burst(works[0], clock))
-            timed.theirs.append(burst(works[1], clock))
-        rates = timed.rate(timed.ours), timed.rate(timed.theirs), timed.ratio
+            timed.ours.append(burst_seconds(works[0], clock))
+            timed.peer_seconds.append(burst_seconds(works[1], clock))
+        rates = timed.rate(timed.ours), timed.rate(timed.peer_seconds), timed.ratio
         rows.append([name, timed.model, timed.product.shape, timed.product.form, *rates])
     ratios = [timed.ratio for timed, _ in cases]
     columns = {"type": "", **COLUMNS, "f32 GFLOP/s": ".1f", "× f32": ".2f"}
     title = "Products with packed weights"
-    return Table("packed", title, columns, rows, [summary(ratios, "our f32 with the same values")])
+    return BenchTable(
+        "packed", title, columns, rows, [ratio_summary(ratios, "our f32 with the same values")]
+    )
 
 
-def tables(short: bool, rounds: int, counting: Counting) -> Iterator[Table]:
+def tables(is_short: bool, rounds: int, counting: ProgressCounter) -> Iterator[BenchTable]:
     with counting("products", "product") as count:
-        timed_products = beside_torch(SHORT if short else SHAPES, rounds, count)
-    yield table(timed_products)
+        timed_products = time_beside_torch(SHORT_SHAPES if is_short else SHAPES, rounds, count)
+    yield products_table(timed_products)
     with counting("packed weights", "product") as count:
-        beside_f32 = packed(SHORT_PACKED if short else PACKED, rounds, count)
-    yield beside_f32
+        packed_products = packed_table(
+            SHORT_PACKED_SHAPES if is_short else PACKED_SHAPES, rounds, count
+        )
+    yield packed_products

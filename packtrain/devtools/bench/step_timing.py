@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from packtrain import kernels
 from packtrain.common.events import Counted
-from packtrain.devtools.bench.bench_table import Table, Value
-from packtrain.devtools.bench.peer_process import Peer, PeerFailed
-from packtrain.devtools.bench.products import TORCH, WITHOUT, Counting, has_torch
-from packtrain.devtools.bench.timing import Side, paired
+from packtrain.devtools.bench.bench_table import BenchTable, CellValue
+from packtrain.devtools.bench.peer_process import PeerError, PeerProcess
+from packtrain.devtools.bench.products import NO_PEER_NOTE, TORCH_PEER, ProgressCounter, has_torch
+from packtrain.devtools.bench.timing import BenchProgram, paired
 from packtrain.devtools.bench.training import ROWS
-from packtrain.kernels.runtime import multiplies
+from packtrain.kernels.runtime import supports_precision
 from packtrain.models.config import PRESETS
 
 WARM = 2  # steps whose time does not count; the first compiles, the last is watched for memory
@@ -25,53 +25,53 @@ COLUMNS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Trained(Side):
+class TrainingProgram(BenchProgram):
     """A program that trains a preset."""
 
-    warm: int = WARM
+    num_warmup: int = WARM
     memory: int | None = None  # to which ours keeps
 
-    def peer(self, preset: str) -> Peer:
-        if self.program == OURS:
+    def peer(self, preset: str) -> PeerProcess:
+        if self.name == OURS:
             args = kernels.threads(), preset, self.precision, self.memory
-            return Peer("packtrain.devtools.bench.training", "peer", *args)
-        options = self.program == COMPILED, self.precision == BF16
-        return Peer(TORCH, "steps", kernels.threads(), preset, *options)
+            return PeerProcess("packtrain.devtools.bench.training", "peer", *args)
+        options = self.name == COMPILED, self.precision == BF16
+        return PeerProcess(TORCH_PEER, "steps", kernels.threads(), preset, *options)
 
 
-def compared() -> Iterator[tuple[str, str]]:
+def precision_pairs() -> Iterator[tuple[str, str]]:
     """Our precisions beside PyTorch's: bf16 and bf16x3 where the CPU multiplies them."""
     yield F32, F32
     if has_torch():
-        if multiplies("bf16x3"):
+        if supports_precision("bf16x3"):
             yield "bf16x3", F32
-        yield "bf16" if multiplies("bf16") else F32, BF16
+        yield "bf16" if supports_precision("bf16") else F32, BF16
 
 
 def tables(
-    presets: Sequence[str], rounds: int, counting: Counting, memory: int | None = None
-) -> Iterator[Table]:
+    presets: Sequence[str], rounds: int, counting: ProgressCounter, memory: int | None = None
+) -> Iterator[BenchTable]:
     """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory.
 
     memory  limit of the private memory of ours in bytes
     """
     for preset in presets:
-        rows, notes = list[list[Value]](), list[str]()
-        for ours, precision in compared():
-            sides = [Trained(program=OURS, precision=ours, memory=memory)]
-            sides += (
-                [Trained(program=p, precision=precision) for p in (EAGER, COMPILED)]
+        rows, notes = list[list[CellValue]](), list[str]()
+        for ours, peer_precision in precision_pairs():
+            programs = [TrainingProgram(name=OURS, precision=ours, memory=memory)]
+            programs += (
+                [TrainingProgram(name=p, precision=peer_precision) for p in (EAGER, COMPILED)]
                 if has_torch()
                 else []
             )
-            with counting(f"steps of {preset}, {ours} beside {precision}", "round") as count:
-                notes += run(sides, preset, rounds, count)
-            rows += rows_of(sides, tokens_of(preset))
-            notes += [] if len(sides) == 1 else [verdict(sides)]
-        busy = max(float(row[-1] or 0) for row in rows)
+            with counting(f"steps of {preset}, {ours} beside {peer_precision}", "round") as count:
+                notes += run(programs, preset, rounds, count)
+            rows += rows_of(programs, tokens_of(preset))
+            notes += [] if len(programs) == 1 else [verdict(programs)]
+        max_waited = max(float(row[-1] or 0) for row in rows)
         title = title_of(preset)
         title += f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""
-        yield Table("steps", title, COLUMNS, rows, notes or [WITHOUT], busy)
+        yield BenchTable("steps", title, COLUMNS, rows, notes or [NO_PEER_NOTE], max_waited)
 
 
 def title_of(preset: str) -> str:
@@ -83,44 +83,44 @@ def tokens_of(preset: str) -> int:
     return ROWS[preset] * PRESETS[preset].context_length
 
 
-def run(sides: list[Trained], preset: str, rounds: int, count: Counted) -> list[str]:
-    """Steps in turn; a peer that fails is dropped from `sides`. Returns what is said of those."""
-    said = list[str]()
+def run(programs: list[TrainingProgram], preset: str, rounds: int, count: Counted) -> list[str]:
+    """Steps in turn; a peer that fails is dropped from `programs`. Returns what is said of those."""
+    messages = list[str]()
     with ExitStack() as stack:
-        peers = dict[str, Peer]()
-        for turn in range(WARM + rounds):
-            count(turn + 1, WARM + rounds)
-            for side in [*sides]:
+        peers = dict[str, PeerProcess]()
+        for step_index in range(WARM + rounds):
+            count(step_index + 1, WARM + rounds)
+            for program in [*programs]:
                 try:
-                    if turn == 0:
-                        peers[side.program] = stack.enter_context(side.peer(preset))
-                    side.steps.append(peers[side.program](turn == WARM - 1))
-                except PeerFailed as error:
-                    if side.program == OURS:
-                        raise PeerFailed(f"{OURS} failed: {error}") from None
-                    sides.remove(side)
-                    said.append(f"{side.program} in {side.precision} failed: {error}")
-    return said
+                    if step_index == 0:
+                        peers[program.name] = stack.enter_context(program.peer(preset))
+                    program.steps.append(peers[program.name](step_index == WARM - 1))
+                except PeerError as error:
+                    if program.name == OURS:
+                        raise PeerError(f"{OURS} failed: {error}") from None
+                    programs.remove(program)
+                    messages.append(f"{program.name} in {program.precision} failed: {error}")
+    return messages
 
 
-def rows_of(sides: Sequence[Side], tokens: int) -> Iterator[list[Value]]:
-    ours = sides[0]
-    for side in sides:
-        seconds = statistics.median(side.seconds)
-        ratios = [paired(ours.seconds, side.seconds), ours.nbytes / side.nbytes]
-        speed, memory = [None, None] if side is ours else ratios
+def rows_of(programs: Sequence[BenchProgram], tokens: int) -> Iterator[list[CellValue]]:
+    our_program = programs[0]
+    for program in programs:
+        seconds = statistics.median(program.seconds)
+        ratios = [paired(our_program.seconds, program.seconds), our_program.nbytes / program.nbytes]
+        speed, memory = [None, None] if program is our_program else ratios
         yield [
-            *(side.program, side.precision, 1e3 * seconds, tokens / seconds, speed),
-            *(side.nbytes / 2**20, memory, side.steps[-1].loss, side.waited),
+            *(program.name, program.precision, 1e3 * seconds, tokens / seconds, speed),
+            *(program.nbytes / 2**20, memory, program.steps[-1].loss, program.waited_share),
         ]
 
 
-def verdict(sides: Sequence[Side]) -> str:
+def verdict(programs: Sequence[BenchProgram]) -> str:
     """Against the better of eager and compiled."""
-    ours, *peers = sides
-    best = min(peers, key=lambda side: statistics.median(side.seconds))
+    ours, *peers = programs
+    best = min(peers, key=lambda program: statistics.median(program.seconds))
     return (
         f"packtrain in {ours.precision} is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of"
-        f" PyTorch's in {best.precision} ({best.program.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its"
+        f" PyTorch's in {best.precision} ({best.name.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its"
         " private memory."
     )

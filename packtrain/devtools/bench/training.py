@@ -9,41 +9,41 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.memory import private_nbytes
-from packtrain.devtools.bench.timing import Stepped, stepping
+from packtrain.devtools.bench.timing import TimedStep, timed_steps
 from packtrain.engine.executor import Executor
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.model_file import open_model
-from packtrain.planner.machine_speed import rates_apart
-from packtrain.planner.plan_request import Request
-from packtrain.planner.plan_search import search, unlimited
-from packtrain.planner.step_shape import Base, StepShape
-from packtrain.planner.training_plans import STEP, make_plans, packed_types
-from packtrain.training.finetune_job import Tuned, lora_of
+from packtrain.planner.machine_speed import measure_rates_in_children
+from packtrain.planner.plan_request import PlanRequest
+from packtrain.planner.plan_search import find_fastest_shape, unlimited
+from packtrain.planner.step_shape import BaseModel, StepShape
+from packtrain.planner.training_plans import STEP, make_plans, packed_weight_types
+from packtrain.training.finetune_job import TunedModel, lora_of
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.train_settings import TrainSettings
-from packtrain.training.training_engine import Batch, Engine
+from packtrain.training.training_engine import Batch, TrainingEngine
 from packtrain.training.training_job import shape_of
 
 ROWS = {"1m": 4, "15m": 4, "110m": 1}  # windows of a preset's whole context
-TIME = 512  # tokens of the only row on the model of a file
+FILE_CONTEXT = 512  # tokens of the only row on the model of a file
 LR, MAX_NORM = 1e-3, 1.0
 
 
 @dataclass
-class Training:
+class TrainingBench:
     """An engine with the micro-batches that it is fed, the same in each step."""
 
     name: str
-    engine: Engine
+    engine: TrainingEngine
     batches: list[Batch]
-    number: int = 0
+    step_number: int = 0
 
     def step(self) -> float:
         """One step; its loss."""
-        self.number += 1
-        return self.engine.step(self.batches, self.number, LR).loss
+        self.step_number += 1
+        return self.engine.step(self.batches, self.step_number, LR).loss
 
     @property
     def tokens(self) -> int:
@@ -54,14 +54,14 @@ class Training:
         return self.engine.run[STEP]
 
 
-def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
+def batch_of(config: Config, num_rows: int, time: int) -> dict[str, np.ndarray]:
     """Random tokens, each of which counts."""
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, (rows, time + 1), np.int32)
-    pos = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (num_rows, time + 1), np.int32)
+    pos = np.tile(np.arange(time, dtype=np.int32), (num_rows, 1))
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
-        "weights": np.ones((rows, time), np.float32),
+        "weights": np.ones((num_rows, time), np.float32),
         "pos": pos,
         "seq": np.zeros_like(pos),
     }
@@ -69,69 +69,73 @@ def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
 
 def of_preset(
     name: str, precision: str = "f32", device: str = "cpu", memory: int | None = None
-) -> Training:
+) -> TrainingBench:
     """A step of `packtrain train --preset`, planned for `memory` bytes of this process. Raises InputError."""
     config = replace(PRESETS[name], precision=precision)
-    rows, time = ROWS[name], config.context_length
+    num_rows, context_length = ROWS[name], config.context_length
     update = AdamW(lr=LR)
-    shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
-    on = TrainSettings(device=device).target
-    speed = rates_apart(False, _quiet, target=on)
-    request = Request(update, speed, private_nbytes(), target=on)
-    shape = unlimited(shape, request) if memory is None else within(memory, shape, request)
-    engine = Engine(make_plans(shape, update, target=on), update)
-    transformer.initialise(config, 0, engine.session.fill)
-    batches = parts(batch_of(config, rows, time), shape.rows)
-    return Training(f"{name}, {rows} × {time} tokens", engine, batches)
+    shape = StepShape(config, num_rows, context_length, max_norm=MAX_NORM, evaluate=False)
+    target = TrainSettings(device=device).target
+    speed = measure_rates_in_children(False, _ignore_message, target=target)
+    request = PlanRequest(update, speed, private_nbytes(), target=target)
+    shape = unlimited(shape, request) if memory is None else fit_memory(memory, shape, request)
+    engine = TrainingEngine(make_plans(shape, update, target=target), update)
+    transformer.initialize_weights(config, 0, engine.session.fill)
+    batches = split_batch(batch_of(config, num_rows, context_length), shape.micro_batch_size)
+    return TrainingBench(f"{name}, {num_rows} × {context_length} tokens", engine, batches)
 
 
 def of_base(
     path: Path,
-    rows: int = 1,
-    time: int = TIME,
+    num_rows: int = 1,
+    time: int = FILE_CONTEXT,
     precision: str = "f32",
     memory: int | None = None,
     device: str = "cpu",
-) -> Training:
+) -> TrainingBench:
     """A step of `packtrain finetune` with its own adapters; this process keeps to `memory` bytes. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
-    base = Base(tuple(model.types().items()))
-    subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
-    shape = replace(shape_of(settings, config, rows, time, False, base), max_norm=MAX_NORM)
-    on = settings.target
-    speed = rates_apart(False, _quiet, packed_types(shape), target=on)
-    request = Request(update, speed, private_nbytes(), target=on)
-    shape = unlimited(shape, request) if memory is None else within(memory, shape, request)
-    engine = Engine(make_plans(shape, update, target=on), update, subject.shared())
-    subject.begin(engine.session)
-    name = f"LoRA on {path.name}, {rows} × {time} tokens"
-    return Training(name, engine, parts(batch_of(config, rows, time), shape.rows))
+    base = BaseModel(tuple(model.matrix_dtypes().items()))
+    subject, update = TunedModel(settings, model, config, base), AdamW(lr=LR)
+    shape = replace(shape_of(settings, config, num_rows, time, False, base), max_norm=MAX_NORM)
+    target = settings.target
+    speed = measure_rates_in_children(
+        False, _ignore_message, packed_weight_types(shape), target=target
+    )
+    request = PlanRequest(update, speed, private_nbytes(), target=target)
+    shape = unlimited(shape, request) if memory is None else fit_memory(memory, shape, request)
+    engine = TrainingEngine(make_plans(shape, update, target=target), update, subject.shared())
+    subject.init_weights(engine.session)
+    name = f"LoRA on {path.name}, {num_rows} × {time} tokens"
+    return TrainingBench(
+        name, engine, split_batch(batch_of(config, num_rows, time), shape.micro_batch_size)
+    )
 
 
-def _quiet(_: str) -> None:
+def _ignore_message(_: str) -> None:
     """Says nothing of what is measured."""
 
 
-def within(memory: int, shape: StepShape, request: Request) -> StepShape:
+def fit_memory(memory: int, shape: StepShape, request: PlanRequest) -> StepShape:
     """The fastest step of so many bytes. Raises InputError."""
-    best_plan = search(shape, request.within(memory))
-    if not best_plan.fits:
+    best_plan = find_fastest_shape(shape, request.with_limit(memory))
+    if not best_plan.is_within_limits:
         raise InputError(f"a step does not fit {memory >> 20} MiB")
     return best_plan.shape
 
 
-def parts(batch: Batch, rows: int) -> list[Batch]:
+def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
     """Micro-batches of so many rows."""
-    starts = range(0, len(batch["tokens"]), rows)
-    return [{name: array[at : at + rows] for name, array in batch.items()} for at in starts]
+    row_starts = range(0, len(batch["tokens"]), num_rows)
+    return [{name: array[at : at + num_rows] for name, array in batch.items()} for at in row_starts]
 
 
 def peer(
     threads: int, preset: str, precision: str, memory: int | None = None
-) -> Callable[[], Stepped]:
+) -> Callable[[], TimedStep]:
     """Our side of a comparison, in a process of its own."""
     kernels.set_threads(threads)
-    kernels.load_all((*kernels.LEARNING, "update"))
-    return stepping(of_preset(preset, precision, memory=memory).step)
+    kernels.load_all((*kernels.TRAINING_KERNELS, "update"))
+    return timed_steps(of_preset(preset, precision, memory=memory).step)

@@ -10,10 +10,17 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.devtools.check import op_samples as input_samples
-from packtrain.devtools.check.function_checks import FUNCTIONS, Sample, samples_of
+from packtrain.devtools.check.function_checks import FUNCTIONS, FunctionSample, samples_of
 from packtrain.devtools.check.gradients import WEIGHTINGS, dense, slope_error, softened
-from packtrain.devtools.check.op_samples import Typed, Values, graph_of, samples, typed, values
-from packtrain.devtools.check.running import TOLERANCE, apart, limit, run
+from packtrain.devtools.check.op_samples import (
+    TypedSample,
+    Values,
+    graph_of,
+    random_values,
+    samples_of_op,
+    typed_samples,
+)
+from packtrain.devtools.check.running import TOLERANCE, error_limit, max_difference, run_graph
 from packtrain.dtypes import READABLE, dtype_of, f32
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
@@ -23,21 +30,21 @@ from packtrain.engine.interpreter import interpret
 from packtrain.engine.tensor import OPS, Call, input
 from packtrain.kernels.quantized_arrays import dequantize
 
-Drawn = Call | Sample
+CheckSample = Call | FunctionSample
 
 # by how much inputs are scaled, beside 1: so small that an eps counts, so large that exp overflows
-SMALL = 1e-3
-LARGE = {
+SMALL_SCALE = 1e-3
+LARGE_SCALES = {
     "soft_max": 40, "cross_entropy": 100, "cross_entropy_back": 100, "linear_cross_entropy": 8, "attention": 8,
 }  # fmt: skip
-MANY = 10_000  # elements from which a gradient is checked once
-STRAIGHT = {"matmul_stored"}  # whose gradient is that of a function without the rounding
+LARGE_SIZE = 10_000  # elements from which a gradient is checked once
+STRAIGHT_THROUGH = {"matmul_stored"}  # whose gradient is that of a function without the rounding
 FLOAT64 = "float64"  # the specification itself, in place of a backend
 VALUE, SLOPE, PEER = "value", "gradient", "PyTorch"
 NO_KERNEL = "no kernel"  # the case of a backend on which place would run NumPy's
 
 
-class Found(NamedTuple):
+class CheckResult(NamedTuple):
     """One check: what was compared, how far apart it was, and how far it may be."""
 
     op: str
@@ -49,7 +56,7 @@ class Found(NamedTuple):
     limit: float
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         return self.error <= self.limit
 
     def __str__(self) -> str:
@@ -61,40 +68,40 @@ class Found(NamedTuple):
         )
 
 
-def names() -> list[str]:
+def checkable_names() -> list[str]:
     """Everything that can be checked: ops, and functions composed of them."""
     return sorted({*OPS, *FUNCTIONS})
 
 
-def trained(name: str) -> bool:
+def has_gradient(name: str) -> bool:
     """Whether it has a gradient that is the slope of its value."""
-    return name in FUNCTIONS or (OPS[name].vjp_rule is not None and name not in STRAIGHT)
+    return name in FUNCTIONS or (OPS[name].vjp_rule is not None and name not in STRAIGHT_THROUGH)
 
 
-def check(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
+def check_op(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
     """Every check of an op or function: see `checked_values`, `checked_slopes` and `checked_peers`."""
-    able = [backend for backend in backends if has_kernel(name, backend)]
-    for backend in (candidate for candidate in backends if candidate not in able):
-        yield Found(name, "f32", backend.name, VALUE, NO_KERNEL, math.inf, 0.0)
-    yield from checked_values(name, able, seed)
-    if trained(name):
-        yield from checked_slopes(name)
+    capable_backends = [backend for backend in backends if has_kernel(name, backend)]
+    for backend in (candidate for candidate in backends if candidate not in capable_backends):
+        yield CheckResult(name, "f32", backend.name, VALUE, NO_KERNEL, math.inf, 0.0)
+    yield from check_values(name, capable_backends, seed)
+    if has_gradient(name):
+        yield from check_slopes(name)
     if has_torch():
-        yield from checked_peers(name)
+        yield from check_peers(name)
 
 
 def has_kernel(name: str, backend: Backend) -> bool:
     """Whether the backend computes an op by itself; functions and views need no kernel of their own."""
     if name in FUNCTIONS or not OPS[name].kernels:
         return True
-    return all(backend.kernel(OPS[name], sample.inputs) for sample in samples(name))
+    return all(backend.kernel(OPS[name], sample.inputs) for sample in samples_of_op(name))
 
 
-def drawn(name: str) -> Sequence[Drawn]:
-    return samples_of(name) if name in FUNCTIONS else samples(name)
+def samples_for(name: str) -> Sequence[CheckSample]:
+    return samples_of(name) if name in FUNCTIONS else samples_of_op(name)
 
 
-def kind(sample: Drawn) -> str:
+def kind(sample: CheckSample) -> str:
     """The type of the input that is not f32, if there is one."""
     reads = (t.dtype for t in sample.inputs if t is not None)
     return next((str(t) for t in reads if t in READABLE and t != f32), "f32")
@@ -103,35 +110,35 @@ def kind(sample: Drawn) -> str:
 # ---- values --------------------------------------------------------------------------------------------------
 
 
-def checked_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[Found]:
+def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
     """What each backend gives, through place, plan and run, beside the specification in float64."""
-    for scale in (1.0, SMALL, *([LARGE[name]] if name in LARGE else [])):
-        for k, sample in enumerate(drawn(name)):
+    for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
+        for k, sample in enumerate(samples_for(name)):
             graph = graph_of(sample.results)
-            leaf_values = values(graph, seed, scale)
+            leaf_values = random_values(graph, seed, scale)
             expected = interpret(graph, leaf_values)
             for backend in backends:
                 case = f"sample {k} times {scale:g}"
                 yield _compared(name, kind(sample), backend, case, graph, leaf_values, expected)
-    for variant in typed(name) if name in OPS else ():
-        graph, leaf_values, unpacked_values = _unpacked(variant, seed)
-        wide = interpret(graph_of(variant.plain.results), unpacked_values)
+    for variant in typed_samples(name) if name in OPS else ():
+        graph, leaf_values, unpacked_values = _unpack_variant(variant, seed)
+        wide_results = interpret(graph_of(variant.f32_call.results), unpacked_values)
         rounded = {n: v for n, v in interpret(graph, leaf_values).items() if v.dtype != np.float64}
         for backend in backends:
-            case = f"with {variant.packed} in {variant.dtype}"
+            case = f"with {variant.packed_name} in {variant.dtype}"
             yield _compared(
-                name, str(variant.dtype), backend, case, graph, leaf_values, wide | rounded
+                name, str(variant.dtype), backend, case, graph, leaf_values, wide_results | rounded
             )
 
 
-def _unpacked(
-    variant: Typed, seed: int
+def _unpack_variant(
+    variant: TypedSample, seed: int
 ) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A graph with an operand in another type, values for it, and the same with that operand unpacked."""
     graph = graph_of(variant.call.results)
-    leaf_values = values(graph, seed)
-    packed = leaf_values[variant.packed]
-    return graph, leaf_values, {**leaf_values, variant.packed: as_floats(packed)}
+    leaf_values = random_values(graph, seed)
+    packed_array = leaf_values[variant.packed_name]
+    return graph, leaf_values, {**leaf_values, variant.packed_name: as_floats(packed_array)}
 
 
 def as_floats(packed: np.ndarray) -> np.ndarray:
@@ -146,81 +153,86 @@ def _compared(
     graph: Graph,
     leaf_values: Values,
     expected: Values,
-) -> Found:
-    actual = run(graph, leaf_values, (backend,))
-    pairs = [(apart(actual[n], expected[n]), limit(actual[n])) for n in actual]
+) -> CheckResult:
+    actual = run_graph(graph, leaf_values, (backend,))
+    pairs = [(max_difference(actual[n], expected[n]), error_limit(actual[n])) for n in actual]
     error, allowed = max(pairs, key=lambda pair: pair[0] - pair[1])
-    return Found(name, dtype, backend.name, VALUE, case, error, allowed)
+    return CheckResult(name, dtype, backend.name, VALUE, case, error, allowed)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
-def variable(name: str) -> list[tuple[Drawn, Values]]:
+def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
     """Samples with something to differentiate, and float64 values for them."""
     if name in OPS:
-        return list(input_samples.differentiable(name))
+        return list(input_samples.differentiable_samples(name))
     sample_graphs = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
-    return [(s, {n: v.astype(np.float64) for n, v in values(g).items()}) for s, g in sample_graphs]
+    return [
+        (s, {n: v.astype(np.float64) for n, v in random_values(g).items()})
+        for s, g in sample_graphs
+    ]
 
 
-def checked_slopes(name: str) -> Iterator[Found]:
+def check_slopes(name: str) -> Iterator[CheckResult]:
     """Every gradient against central differences of fourth order in a random direction, in float64."""
     allowed = TOLERANCE["finite difference"]
-    for k, (sample, leaf_values) in enumerate(variable(name)):
+    for k, (sample, leaf_values) in enumerate(samples_with_values(name)):
         y = sample.results[0]
         finite = np.isfinite(interpret(Graph({"y": y}), leaf_values)["y"]).all()
-        weightings = (dense,) if y.spec.size >= MANY else WEIGHTINGS if finite else (softened,)
+        weightings = (
+            (dense,) if y.spec.size >= LARGE_SIZE else WEIGHTINGS if finite else (softened,)
+        )
         for weighting in weightings:
             case = f"sample {k}, result {weighting.__name__}"
             error = slope_error(y, weighting, leaf_values)
-            yield Found(name, "f32", FLOAT64, SLOPE, case, error, allowed)
-    for variant in typed(name) if name in OPS else ():
+            yield CheckResult(name, "f32", FLOAT64, SLOPE, case, error, allowed)
+    for variant in typed_samples(name) if name in OPS else ():
         y = variant.call.results[0]
         if y.dtype == f32 and any(
-            t.dtype == f32 and t.label != variant.packed for t in variant.call.reads
+            t.dtype == f32 and t.label != variant.packed_name for t in variant.call.reads
         ):
-            _, leaf_values, _ = _unpacked(variant, 0)
-            exact = {
+            _, leaf_values, _ = _unpack_variant(variant, 0)
+            exact_values = {
                 n: v.astype(np.float64) if v.dtype == np.float32 else v
                 for n, v in leaf_values.items()
             }
-            error = slope_error(y, dense, exact)
-            case = f"with {variant.packed} in {variant.dtype}"
-            yield Found(name, str(variant.dtype), FLOAT64, SLOPE, case, error, allowed)
+            error = slope_error(y, dense, exact_values)
+            case = f"with {variant.packed_name} in {variant.dtype}"
+            yield CheckResult(name, str(variant.dtype), FLOAT64, SLOPE, case, error, allowed)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------
 
-PEERS = "benchmarks.torch_ops"  # of the repository; they are not installed
-has_torch = cache(partial(kernels.has_torch, PEERS))
+PEER_MODULE = "benchmarks.torch_ops"  # of the repository; they are not installed
+has_torch = cache(partial(kernels.has_torch, PEER_MODULE))
 
 
 @cache
-def peers() -> dict[str, Any]:
+def load_peers() -> dict[str, Any]:
     """Functions of PyTorch by the names of ops; loads PyTorch."""
-    peer_functions: dict[str, Any] = importlib.import_module(PEERS).PEERS
+    peer_functions: dict[str, Any] = importlib.import_module(PEER_MODULE).PEERS
     return peer_functions
 
 
-def checked_peers(name: str) -> Iterator[Found]:
+def check_peers(name: str) -> Iterator[CheckResult]:
     """Value and, by autograd, every gradient beside PyTorch's, in float64; nothing for what it has not."""
-    peer = peers().get(name)
+    peer = load_peers().get(name)
     if peer is None:
         return
-    for k, (sample, rounded) in enumerate(variable(name)):
+    for k, (sample, rounded) in enumerate(samples_with_values(name)):
         leaf_values = {n: _as_written(v) if n == "hyper" else v for n, v in rounded.items()}
-        inputs = _tensors(sample, leaf_values)
+        inputs = _peer_tensors(sample, leaf_values)
         peer_results = peer(*inputs, **sample.attrs)
         peer_results = peer_results if isinstance(peer_results, tuple) else (peer_results,)
         actual = interpret(graph_of(sample.results), leaf_values)
         for i, y in enumerate(peer_results):
-            error = apart(actual[f"result {i}"], y.detach().numpy())
+            error = max_difference(actual[f"result {i}"], y.detach().numpy())
             case = f"sample {k} result {i}"
-            yield Found(
-                name, kind(sample), FLOAT64, PEER, case, error, limit(actual[f"result {i}"])
+            yield CheckResult(
+                name, kind(sample), FLOAT64, PEER, case, error, error_limit(actual[f"result {i}"])
             )
-        if trained(name) and peer_results[0].requires_grad:
+        if has_gradient(name) and peer_results[0].requires_grad:
             yield from _peer_gradients(name, k, sample, leaf_values, inputs, peer_results[0])
 
 
@@ -230,22 +242,22 @@ def _as_written(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-def _tensors(sample: Drawn, leaf_values: Values) -> list[Any]:
+def _peer_tensors(sample: CheckSample, leaf_values: Values) -> list[Any]:
     """PyTorch's for the inputs; f32 ones are float64 and want a gradient, packed ones are unpacked."""
     torch: Any = kernels.torch()
     graph = Graph({str(i): t for i, t in enumerate(sample.inputs) if t is not None})
     peer_inputs = {}
     for name, array in interpret(graph, leaf_values).items():
-        packed = array.dtype.names is not None or dtype_of(array).numpy == np.float16
-        peer_inputs[name] = torch.from_numpy(as_floats(array) if packed else array)
+        is_packed = array.dtype.names is not None or dtype_of(array).numpy == np.float16
+        peer_inputs[name] = torch.from_numpy(as_floats(array) if is_packed else array)
         if array.dtype == np.float64:
             peer_inputs[name].requires_grad_()
     return [peer_inputs.get(str(i)) for i in range(len(sample.inputs))]
 
 
 def _peer_gradients(
-    name: str, k: int, sample: Drawn, leaf_values: Values, inputs: list[Any], y: Any
-) -> Iterator[Found]:
+    name: str, k: int, sample: CheckSample, leaf_values: Values, inputs: list[Any], y: Any
+) -> Iterator[CheckResult]:
     torch: Any = kernels.torch()
     places = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
     places = [i for i in places if (name, i) != ("rope", 1)]  # no gradient for the table
@@ -255,11 +267,13 @@ def _peer_gradients(
     )
     result = sample.results[0]
     loss = ops.sum(ops.mul(result, input("weights of results", result.shape)))
-    chosen = [sample.inputs[i] for i in places]
-    grads = differentiate(loss, [t for t in chosen if t is not None])
+    wrt_inputs = [sample.inputs[i] for i in places]
+    grads = differentiate(loss, [t for t in wrt_inputs if t is not None])
     graph = Graph({str(i): d for i, d in zip(places, grads.values(), strict=True)})
     grad_values = interpret(graph, {**leaf_values, "weights of results": weights})
     for i, gradient in zip(places, expected, strict=True):
-        error = apart(grad_values[str(i)], gradient.numpy())
+        error = max_difference(grad_values[str(i)], gradient.numpy())
         case = f"sample {k}, gradient of input {i}"
-        yield Found(name, kind(sample), FLOAT64, PEER, case, error, limit(grad_values[str(i)]))
+        yield CheckResult(
+            name, kind(sample), FLOAT64, PEER, case, error, error_limit(grad_values[str(i)])
+        )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from packtrain.devtools.check.op_samples import Values, given_leaves
+from packtrain.devtools.check.op_samples import Values, input_leaves
 from packtrain.dtypes import f32
 from packtrain.engine import ops
 from packtrain.engine.autodiff import differentiate
@@ -41,7 +41,7 @@ def gradients(
 ) -> tuple[Graph, list[Tensor]]:
     """A graph of `loss`, the sum of y weighted, and `d/<label>` for every f32 leaf or for `wrt`."""
     if wrt is None:
-        wrt = [leaf for leaf in given_leaves(Graph([y])) if leaf.dtype == f32]
+        wrt = [leaf for leaf in input_leaves(Graph([y])) if leaf.dtype == f32]
     loss = ops.sum(weighted(y))
     grads = differentiate(loss, wrt)
     return Graph({"loss": loss} | {f"d/{t.label}": g for t, g in grads.items()}), list(grads)
@@ -53,13 +53,13 @@ def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
     grads = interpret(graph, leaf_values)
     rng = np.random.default_rng(11)
     directions = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
-    measured = slope(Graph({"loss": graph.outputs["loss"]}), leaf_values, directions)
-    return off_slope(
-        measured, {n: grads[f"d/{n}"] * direction for n, direction in directions.items()}
+    measured_slope = slope(Graph({"loss": graph.outputs["loss"]}), leaf_values, directions)
+    return slope_deviation(
+        measured_slope, {n: grads[f"d/{n}"] * direction for n, direction in directions.items()}
     )
 
 
-def off_slope(measured: float, terms: Values) -> float:
+def slope_deviation(measured: float, terms: Values) -> float:
     """The sum of all terms less the slope, of the terms' root of the sum of squares."""
     flat_terms = np.concatenate([term.ravel() for term in terms.values()])
     return abs(float(flat_terms.sum()) - measured) / (float(np.sqrt((flat_terms**2).sum())) + 1e-3)
@@ -68,11 +68,11 @@ def off_slope(measured: float, terms: Values) -> float:
 def slope(graph: Graph, leaf_values: Values, directions: Values) -> float:
     """How fast the graph's `loss` changes along `directions`: central differences of fourth order."""
 
-    def loss(by: float) -> float:
-        moved = {
-            n: v + by * directions[n] if n in directions else v for n, v in leaf_values.items()
+    def loss(step: float) -> float:
+        moved_values = {
+            n: v + step * directions[n] if n in directions else v for n, v in leaf_values.items()
         }
-        return float(interpret(graph, moved)["loss"])
+        return float(interpret(graph, moved_values)["loss"])
 
     h = 1e-4
     return (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)

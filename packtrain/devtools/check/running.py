@@ -15,7 +15,7 @@ from packtrain.kernels.quantized_arrays import dequantize
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
 
 
-def run(
+def run_graph(
     graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
 ) -> dict[str, np.ndarray]:
     """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
@@ -25,19 +25,19 @@ def run(
 def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
     """Set the leaves, run once, and give outputs and new values of updated leaves."""
     session, graph = executor.session, executor.placed.graph
-    kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
-    session.set({n: v for n, v in leaf_values.items() if kinds.get(n) in ("weight", "state")})
-    outputs = executor({n: v for n, v in leaf_values.items() if kinds.get(n) == "input"})
+    leaf_kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
+    session.set({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) in ("weight", "state")})
+    outputs = executor({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) == "input"})
     return {t.base.label: session.get(t.base.label) for t in graph.updates} | outputs
 
 
-def limit(actual: np.ndarray) -> float:
+def error_limit(actual: np.ndarray) -> float:
     """How far `apart` results of this type may be."""
     name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
     return TOLERANCE.get(name, 0.0)
 
 
-def apart(actual: np.ndarray, expected: np.ndarray) -> float:
+def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, of the largest value or of 1 where all are smaller.
 
     Infinite if infinities and NaNs are elsewhere, or the shapes differ. Of bf16, which are rounded at random, the share
@@ -54,5 +54,5 @@ def apart(actual: np.ndarray, expected: np.ndarray) -> float:
     if not np.array_equal(actual[~finite], expected[~finite], equal_nan=expected.dtype.kind == "f"):
         return np.inf
     a, b = actual[finite].astype(np.float64), expected[finite].astype(np.float64)
-    worst = float(np.abs(a - b).max(initial=0)) / max(1.0, float(np.abs(b).max(initial=0)))
-    return worst if np.isfinite(worst) else np.inf
+    largest_error = float(np.abs(a - b).max(initial=0)) / max(1.0, float(np.abs(b).max(initial=0)))
+    return largest_error if np.isfinite(largest_error) else np.inf

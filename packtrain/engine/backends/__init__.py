@@ -2,12 +2,31 @@
 
 from importlib import import_module
 
-from packtrain.common.errors import InputError, in_keywords
-from packtrain.engine.backends.host import BACKENDS, HOST, Aside, Backend, Host, Made, aligned
+from packtrain.common.errors import InputError, name_keywords
+from packtrain.engine.backends.host import (
+    BACKENDS,
+    HOST,
+    Backend,
+    Host,
+    OpCall,
+    SeparateHost,
+    aligned,
+)
 from packtrain.engine.backends.target import CPU, Target
 
 __all__ = [
-    "CPU", "DEVICES", "HOST", "Aside", "Backend", "Host", "Made", "Target", "aligned", "backend", "cpu", "numpy",
+    "CPU",
+    "DEVICES",
+    "HOST",
+    "Backend",
+    "Host",
+    "OpCall",
+    "SeparateHost",
+    "Target",
+    "aligned",
+    "backend",
+    "cpu",
+    "numpy",
     "target",
 ]  # fmt: skip
 
@@ -17,21 +36,21 @@ DEVICES = {"cpu": "host", "numpy": "host"}
 DEVICES |= dict.fromkeys(("torch:cpu", "cuda", "mps"), "torch_backend")
 
 
-@in_keywords
+@name_keywords
 def backend(device: str) -> Backend:
     """The backend of a name of DEVICES, or of NAME:N, its Nth memory. Raises InputError."""
-    name, _, number = device.rpartition(":")
-    kind = name if name in DEVICES and number.isdecimal() else device
-    if kind not in DEVICES:
+    name, _, device_index = device.rpartition(":")
+    device_kind = name if name in DEVICES and device_index.isdecimal() else device
+    if device_kind not in DEVICES:
         raise InputError(f"--device {device}: it must be one of {', '.join(DEVICES)}, or NAME:N")
-    module = import_module(f"packtrain.engine.backends.{DEVICES[kind]}")
+    module = import_module(f"packtrain.engine.backends.{DEVICES[device_kind]}")
     try:
-        selected: Backend = module.BACKENDS[device]
+        selected_backend: Backend = module.BACKENDS[device]
     except KeyError:
-        raise InputError(f"--device {device}: {kind} has one memory only") from None
-    return selected
+        raise InputError(f"--device {device}: {device_kind} has one memory only") from None
+    return selected_backend
 
 
 def target(device: str) -> Target:
     """All on one backend."""
-    return Target.of(backend(device))
+    return Target.for_backend(backend(device))

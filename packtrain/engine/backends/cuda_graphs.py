@@ -13,14 +13,16 @@ from typing import Any
 from packtrain.engine.backends.host import later
 from packtrain.engine.ops.torch_kernels import torch
 
-LEAST = 4  # calls that are worth a graph
+MIN_GRAPH_CALLS = 4  # calls that are worth a graph
 
 Run = Callable[[], Any]
-FAILED = set[
+FAILED_DEVICES = set[
     str
 ]()  # devices on which a stretch could not be recorded; the others then stay as they are
-POOLS: dict[str, Any] = {}  # with a graph that is never launched: a pool without one is dropped
-ROOMS: dict[
+GRAPH_POOLS: dict[
+    str, Any
+] = {}  # with a graph that is never launched: a pool without one is dropped
+ROOM_NBYTES: dict[
     str, int
 ] = {}  # bytes of what kernels make at once, by device; of each of its two pools
 
@@ -32,8 +34,8 @@ def cuda_of(device: str) -> Any:
 
 def make_room(device: str, nbytes: int) -> None:
     """Let the allocator's pool have a segment for so many bytes, if it has none."""
-    if nbytes > ROOMS.get(device, -1):
-        ROOMS[device] = nbytes
+    if nbytes > ROOM_NBYTES.get(device, -1):
+        ROOM_NBYTES[device] = nbytes
         fill_pool(device, nbytes)
 
 
@@ -44,40 +46,44 @@ def fill_pool(device: str, nbytes: int) -> None:
     torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def recorded(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
+def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
     """As many calls, which do the same in the same order: of each stretch the last does all of it.
 
     calls  have all been run before, so that nothing is made for the first time while they are recorded
     recordable  which of them need no host
     """
-    recorded_calls, at = list(calls), 0
+    recorded_calls, start = list(calls), 0
     if cuda_of(device) is None:
         return recorded_calls
-    for is_recordable, run in groupby(recordable):
-        end = at + len([*run])
-        if is_recordable and end - at >= LEAST and (replay := _recorded(device, calls[at:end])):
-            recorded_calls[at:end] = [*[later] * (end - at - 1), replay]
-        at = end
+    for is_recordable, flag_run in groupby(recordable):
+        stop = start + len([*flag_run])
+        if (
+            is_recordable
+            and stop - start >= MIN_GRAPH_CALLS
+            and (replay := _record_graph(device, calls[start:stop]))
+        ):
+            recorded_calls[start:stop] = [*[later] * (stop - start - 1), replay]
+        start = stop
     return recorded_calls
 
 
-def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
+def _record_graph(device: str, calls: Sequence[Run]) -> Run | None:
     """One call for all; None, with a warning, if they cannot be recorded."""
     cuda = cuda_of(device)
-    if device in FAILED:
+    if device in FAILED_DEVICES:
         return None
     try:
         with cuda.device(device):
-            if device not in POOLS:
+            if device not in GRAPH_POOLS:
                 pool = cuda.graph_pool_handle()
-                fill = partial(fill_pool, device, ROOMS.get(device, 0))
-                POOLS[device] = pool, _captured(cuda, pool, [fill])
-            graph = _captured(cuda, POOLS[device][0], calls)
+                fill_call = partial(fill_pool, device, ROOM_NBYTES.get(device, 0))
+                GRAPH_POOLS[device] = pool, _capture_graph(cuda, pool, [fill_call])
+            graph = _capture_graph(cuda, GRAPH_POOLS[device][0], calls)
     except RuntimeError as error:
-        FAILED.add(device)
-        reason = str(error).partition("\n")[0]
+        FAILED_DEVICES.add(device)
+        error_line = str(error).partition("\n")[0]
         warnings.warn(
-            f"--device {device}: its calls run one by one, a CUDA graph of them could not be recorded: {reason}",
+            f"--device {device}: its calls run one by one, a CUDA graph of them could not be recorded: {error_line}",
             stacklevel=2,
         )
         return None
@@ -88,7 +94,7 @@ def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
     return replay
 
 
-def _captured(cuda: Any, pool: Any, calls: Sequence[Run]) -> Any:
+def _capture_graph(cuda: Any, pool: Any, calls: Sequence[Run]) -> Any:
     graph = cuda.CUDAGraph()
     with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         for call in calls:

@@ -9,10 +9,10 @@ from typing import Any
 from packtrain.engine.backends.cuda_graphs import cuda_of
 
 STREAMS: dict[str, Any] = {}
-LOCKED = set[int]()  # where buffers begin that are locked
+LOCKED_ADDRESSES = set[int]()  # where buffers begin that are locked
 
 
-def begin(device: str, to: Any, source: Any) -> None:
+def begin_copy(device: str, to: Any, source: Any) -> None:
     """Begin to copy a tensor to another, of which at least one is on the device, when the kernels before are done."""
     cuda = cuda_of(device)
     if device not in STREAMS:
@@ -24,22 +24,22 @@ def begin(device: str, to: Any, source: Any) -> None:
         to.copy_(source, non_blocking=True)
 
 
-def arrived(device: str) -> None:
+def wait_for_copies(device: str) -> None:
     """Wait until what was begun is there: for the host, which may then use either side again."""
     if device in STREAMS:
         STREAMS[device].synchronize()
 
 
-def lock(device: str, buffer: Any) -> None:
+def lock_pages(device: str, buffer: Any) -> None:
     """Lock the pages of an array of the host; where that cannot be, copies take a detour."""
-    runtime, begins = cuda_of(device).cudart(), buffer.ctypes.data
-    if not buffer.nbytes or begins in LOCKED:
+    runtime, address = cuda_of(device).cudart(), buffer.ctypes.data
+    if not buffer.nbytes or address in LOCKED_ADDRESSES:
         return
-    if runtime.cudaHostRegister(begins, buffer.nbytes, 0) == runtime.cudaError.success:
-        LOCKED.add(begins)
-        weakref.finalize(buffer, _unlock, runtime, begins)
+    if runtime.cudaHostRegister(address, buffer.nbytes, 0) == runtime.cudaError.success:
+        LOCKED_ADDRESSES.add(address)
+        weakref.finalize(buffer, _unlock_pages, runtime, address)
 
 
-def _unlock(runtime: Any, begins: int) -> None:
-    LOCKED.discard(begins)
-    runtime.cudaHostUnregister(begins)
+def _unlock_pages(runtime: Any, address: int) -> None:
+    LOCKED_ADDRESSES.discard(address)
+    runtime.cudaHostUnregister(address)

@@ -17,7 +17,7 @@ LARGE = 1 << 16  # bytes that malloc gets from the system on their own
 
 Inputs = tuple[Tensor | None, ...]
 Run = Callable[[], Any]
-Made = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes of a call
+OpCall = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes of a call
 
 
 def aligned(nbytes: int, alignment: int) -> int:
@@ -28,8 +28,8 @@ def aligned(nbytes: int, alignment: int) -> int:
 def return_freed() -> None:
     """Let malloc return what is freed to the system at once: by default it keeps ever larger pieces."""
     if hasattr(LIBC, "mallopt"):
-        for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
-            LIBC.mallopt(option, LARGE)
+        for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+            LIBC.mallopt(threshold, LARGE)
 
 
 def later() -> None:
@@ -40,7 +40,7 @@ class Backend(Protocol):
     """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
 
     Buffers and arrays are the backend's own: nothing else looks inside. Work may be under way when a call returns,
-    but `read`, `fetch`, `window` and `finite` wait for it, and what `write` was given may change at once. Children of
+    but `read`, `fetch`, `window` and `all_finite` wait for it, and what `write` was given may change at once. Children of
     this process get backends pickled.
     """
 
@@ -67,15 +67,15 @@ class Backend(Protocol):
     ) -> tuple[Spec, ...]:
         """What that kernel needs while it runs, beside inputs and results."""
 
-    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+    def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         """Bytes of its space beside arenas and leaves: what such calls take while they run, one after the other and
         again and again, and by how much more than was asked for buffers of these sizes get."""
 
-    def reserve(self, made: Iterable[Made]) -> None:
+    def reserve(self, op_calls: Iterable[OpCall]) -> None:
         """Take that now, as far as it can be taken before."""
 
     @property
-    def taken(self) -> int | None:
+    def peak_reserved_nbytes(self) -> int | None:
         """The most bytes of its space that this process had so far, if the backend knows."""
 
     # ---- memory
@@ -95,13 +95,13 @@ class Backend(Protocol):
     def read(self, array: Any) -> np.ndarray:
         """A copy that later runs do not change."""
 
-    def fetch(self, array: Any, there: np.ndarray) -> None:
+    def fetch(self, array: Any, destination: np.ndarray) -> None:
         """Copy a dense array to an array of the host like it."""
 
     def fill(self, array: Any, byte: int) -> None:
         """Set every byte of a dense array."""
 
-    def finite(self, array: Any) -> bool:
+    def all_finite(self, array: Any) -> bool:
         """Whether every float of the array is."""
 
     def overlap(self, a: Any, b: Any) -> bool:
@@ -115,17 +115,19 @@ class Backend(Protocol):
     def streams(self) -> bool:
         """Whether it can copy between its space and another while its kernels run."""
 
-    def begin(self, to: Any, given: Any, other: "Backend") -> None:
-        """Begin to copy a dense array to another like it: one is its own, the other of `other`. It is read when
+    def begin_copy(self, to: Any, source: Any, peer: "Backend") -> None:
+        """Begin to copy a dense array to another like it: one is its own, the other of `peer`. It is read when
         the kernels called before are done, on both sides, and neither is touched until `arrived` returns."""
 
-    def arrived(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the copies that it began are done."""
 
-    def lock(self, buffer: Any) -> None:
+    def lock_pages(self, buffer: Any) -> None:
         """Let a buffer of the process's own memory be copied from and to without a detour, as long as it is there."""
 
-    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+    def recorded_calls(
+        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
+    ) -> Sequence[Run]:
         """Calls that have been run once, of one plan and one after the other, as ones that do the same, perhaps with
         less work of the host, or `later`. None: it copies from another memory. Addresses always have the same array."""
 
@@ -149,20 +151,20 @@ class Host:
         rule = op.workspaces.get(self.name)
         return rule(*inputs, **attrs) if rule else ()
 
-    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+    def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         return 0
 
-    def reserve(self, made: Iterable[Made]) -> None:
+    def reserve(self, op_calls: Iterable[OpCall]) -> None:
         """Workspaces are all that kernels need."""
 
     @property
-    def taken(self) -> int | None:
+    def peak_reserved_nbytes(self) -> int | None:
         return None
 
     def alloc(self, nbytes: int) -> np.ndarray:
         raw = np.zeros(nbytes + self.alignment, np.uint8)
-        skip = -raw.__array_interface__["data"][0] % self.alignment
-        return raw[skip : skip + nbytes]
+        padding = -raw.__array_interface__["data"][0] % self.alignment
+        return raw[padding : padding + nbytes]
 
     def share(self, values: np.ndarray) -> np.ndarray:
         return values.reshape(-1).view(np.uint8)
@@ -182,13 +184,13 @@ class Host:
     def read(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 
-    def fetch(self, array: np.ndarray, there: np.ndarray) -> None:
-        np.copyto(there, array)
+    def fetch(self, array: np.ndarray, destination: np.ndarray) -> None:
+        np.copyto(destination, array)
 
     def fill(self, array: np.ndarray, byte: int) -> None:
         array.reshape(-1).view(np.uint8).fill(byte)
 
-    def finite(self, array: np.ndarray) -> bool:
+    def all_finite(self, array: np.ndarray) -> bool:
         return bool(np.isfinite(array).all())
 
     def overlap(self, a: np.ndarray, b: np.ndarray) -> bool:
@@ -201,21 +203,23 @@ class Host:
     def streams(self) -> bool:
         return False
 
-    def begin(self, to: Any, given: Any, other: "Backend") -> None:
+    def begin_copy(self, to: Any, source: Any, peer: "Backend") -> None:
         raise NotImplementedError(f"{self.name} copies nothing beside its kernels")
 
-    def arrived(self) -> None:
+    def wait_for_copies(self) -> None:
         """Nothing was begun."""
 
-    def lock(self, buffer: Any) -> None:
+    def lock_pages(self, buffer: Any) -> None:
         """Its memory needs no other."""
 
-    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+    def recorded_calls(
+        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
+    ) -> Sequence[Run]:
         return calls
 
 
 @dataclass(frozen=True, slots=True)
-class Aside(Host):
+class SeparateHost(Host):
     """A part of ordinary memory that is counted apart, as that of a device: what is there was copied there."""
 
     def share(self, values: np.ndarray) -> np.ndarray:
@@ -224,11 +228,11 @@ class Aside(Host):
         return buffer
 
 
-class _Hosts(dict[str, Host]):
+class _HostBackends(dict[str, Host]):
     """Backends, and `cpu:1`, `cpu:2`, … with memories of their own."""
 
     def __missing__(self, device: str) -> Host:
-        return self.setdefault(device, Aside(device.partition(":")[0], device))
+        return self.setdefault(device, SeparateHost(device.partition(":")[0], device))
 
 
-BACKENDS: dict[str, Host] = _Hosts(cpu=Host("cpu"), numpy=Host("numpy"))
+BACKENDS: dict[str, Host] = _HostBackends(cpu=Host("cpu"), numpy=Host("numpy"))

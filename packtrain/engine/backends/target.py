@@ -24,7 +24,7 @@ class Target:
             raise GraphError("a target needs at least one backend")
 
     @classmethod
-    def of(cls, backend: Backend) -> "Target":
+    def for_backend(cls, backend: Backend) -> "Target":
         """All on one backend, within what its space can hold."""
         limit = backend.capacity
         return cls((backend,), limits={} if limit is None else {backend.space: limit})
@@ -41,7 +41,7 @@ class Target:
         return self.backends[0].space
 
     @property
-    def apart(self) -> bool:
+    def is_separate(self) -> bool:
         """Whether that is not the process's own memory."""
         return self.space != HOST
 
@@ -55,7 +55,7 @@ class Target:
         """Spaces that are counted apart and yet are memory of this process, such as cpu:1's."""
         return {b.space for b in self.every if b.space != HOST and b.on_host}
 
-    def beyond(self, space: str, buffers: Sequence[int]) -> int:
+    def extra_nbytes(self, space: str, buffers: Sequence[int]) -> int:
         """By how much more than these sizes buffers get there, see Backend.pool."""
         backend = next((b for b in self.every if b.space == space), None)
         return 0 if backend is None else backend.pool((), buffers)
@@ -63,21 +63,21 @@ class Target:
     @property
     def limit(self) -> int | None:
         """Most bytes of that space, where it is not the process's own."""
-        return self.limits.get(self.space) if self.apart else None
+        return self.limits.get(self.space) if self.is_separate else None
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all leaves live on the first backend."""
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
         """Where a leaf lives: by its name, that of its weight (m/NAME), its role, or its block's number of a cache."""
-        _, _, number = leaf.label.rpartition(".")
+        _, _, block_number = leaf.label.rpartition(".")
         leaf_keys = (
             leaf.label,
             leaf.label.rpartition("/")[2],
             leaf.role or "",
-            f"{leaf.role}.{number}",
+            f"{leaf.role}.{block_number}",
         )
         leaf_backends = (self.homes[name] for name in leaf_keys if name in self.homes)
         return next(leaf_backends, self.backends[0])

@@ -16,66 +16,66 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.common.errors import InputError
-from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
+from packtrain.dtypes import DTYPES, DTYPES_BY_NUMPY, Dtype, bf16, f64
 from packtrain.engine.backends import cuda_streams, host, triton
 from packtrain.engine.backends.cuda_caching import (
-    CONFIG,
+    CUBLAS_ENVIRONMENT,
     Trace,
     buffers_nbytes,
+    largest_room_nbytes,
     pool_nbytes,
-    room_nbytes,
 )
-from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, recorded
-from packtrain.engine.backends.host import LARGE, LIBC, Backend, Host, Inputs, Made, Run
+from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, record_graphs
+from packtrain.engine.backends.host import LARGE, LIBC, Backend, Host, Inputs, OpCall, Run
 from packtrain.engine.backends.torch_temporaries import (
-    Measured,
-    measured,
+    KernelFootprint,
+    kernel_footprint,
     temporaries,
     torch_name,
     torch_type,
 )
-from packtrain.engine.ops.torch_kernels import Blocks, torch
+from packtrain.engine.ops.torch_kernels import BlockArray, torch
 from packtrain.engine.tensor import Kernel, Op, Spec
 
 NAME = "torch"  # of the kernels
-CUDA = "cuda"  # of those in Triton, which are taken first where they run
-DONTNEED = 4  # of mman.h
+CUDA_KERNEL = "cuda"  # of those in Triton, which are taken first where they run
+MADV_DONTNEED = 4  # of mman.h
 TENSOR_NBYTES = 1_200  # of PyTorch's view of an array, which a call keeps, and of what it is called with; measured
 OF_MKL = {
     "MKL_DISABLE_FAST_MM": "1"
 }  # what products take is free when they end, and in no baseline
-TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
+DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
 def kernel_of(op: Op[..., Any], convert: Any, name: str = NAME) -> Kernel | None:
     """The op's kernel; of the first call, arrays become tensors, which are kept for later calls."""
     kernel = op.kernels.get(name)
-    return kernel and Kernel(_launched(kernel.run, convert), kernel.strided)
+    return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
 
 
-def _launched(run: Any, convert: Any) -> Any:
+def _launcher(run: Any, convert: Any) -> Any:
     def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
-        tensors = [regular(convert(x)) for x in arrays]
+        tensors = [regular_strides(convert(x)) for x in arrays]
         pages = [page_range for x in work if (page_range := pages_of(x))]
 
-        def again() -> None:
-            for begin, nbytes in pages:
-                LIBC.madvise(begin, nbytes, DONTNEED)
+        def relaunch() -> None:
+            for page_address, nbytes in pages:
+                LIBC.madvise(page_address, nbytes, MADV_DONTNEED)
             run(*tensors, **attrs)
 
-        again()
-        return again
+        relaunch()
+        return relaunch
 
     return launch
 
 
-def regular(x: Any) -> Any:
+def regular_strides(x: Any) -> Any:
     """The tensor with the strides that it would have if it were dense, where an axis is of one element.
 
     PyTorch refuses to write over an input whose strides differ, also those that say nothing.
     """
-    if isinstance(x, tuple) and not isinstance(x, Blocks):
-        return tuple(map(regular, x))
+    if isinstance(x, tuple) and not isinstance(x, BlockArray):
+        return tuple(map(regular_strides, x))
     if not isinstance(x, torch.Tensor) or 1 not in x.shape:
         return x
     strides, step = list(x.stride()), 1
@@ -108,47 +108,47 @@ def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
 # ---- on the host ---------------------------------------------------------------------------------------------
 
 
-def seen(x: Any) -> Any:
+def as_tensor(x: Any) -> Any:
     """NumPy's array as a tensor of the same bytes."""
     if isinstance(x, tuple):
-        return tuple(map(seen, x))
+        return tuple(map(as_tensor, x))
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype == bf16.numpy:
-        return _tensor(x.view(np.int16)).view(torch.bfloat16)
+        return _from_numpy(x.view(np.int16)).view(torch.bfloat16)
     if x.dtype.names:
-        raw = _tensor(x.view(np.uint8).reshape(*x.shape, x.itemsize))
-        return Blocks(raw, NUMPY[x.dtype])
-    return _tensor(x)
+        raw = _from_numpy(x.view(np.uint8).reshape(*x.shape, x.itemsize))
+        return BlockArray(raw, DTYPES_BY_NUMPY[x.dtype])
+    return _from_numpy(x)
 
 
-def _tensor(x: np.ndarray) -> Any:
+def _from_numpy(x: np.ndarray) -> Any:
     with warnings.catch_warnings():  # of arrays that kernels only read, such as mapped weights
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(x)
 
 
 @dataclass(frozen=True, slots=True)
-class OnHost(Host):
+class TorchHost(Host):
     """NumPy arrays in ordinary memory, seen as tensors."""
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
-        _as_many_threads()
-        return kernel_of(op, seen)
+        _match_num_threads()
+        return kernel_of(op, as_tensor)
 
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
     ) -> tuple[Spec, ...]:
         return reserved(op, inputs, attrs)
 
-    def pool(self, made: Iterable[Made], buffers: Sequence[int] = ()) -> int:
-        return sum(TENSOR_NBYTES * (len(inputs) + 1) for _, inputs, _ in made)
+    def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
+        return sum(TENSOR_NBYTES * (len(inputs) + 1) for _, inputs, _ in op_calls)
 
 
 # ---- elsewhere -----------------------------------------------------------------------------------------------
 
 
-def _as_many_threads() -> None:
+def _match_num_threads() -> None:
     """Let PyTorch use the threads of the kernels."""
     if torch.get_num_threads() != kernels.threads():
         torch.set_num_threads(kernels.threads())
@@ -156,27 +156,27 @@ def _as_many_threads() -> None:
 
 def raw_of(array: Any) -> Any:
     """The tensor: bytes where it holds blocks."""
-    return array.raw if isinstance(array, Blocks) else array
+    return array.raw if isinstance(array, BlockArray) else array
 
 
 def tensor_of(array: Any) -> Any:
     """Its numbers, or its bytes where it holds blocks, of an array of the device or of the host."""
-    return raw_of(array if isinstance(array, Blocks) else seen(array))
+    return raw_of(array if isinstance(array, BlockArray) else as_tensor(array))
 
 
 def dtype_of(array: Any) -> Dtype:
-    return array.dtype if isinstance(array, Blocks) else TYPES[str(array.dtype)]
+    return array.dtype if isinstance(array, BlockArray) else DTYPES_BY_TORCH_NAME[str(array.dtype)]
 
 
-def extent(raw: Any) -> range:
+def address_range(raw: Any) -> range:
     """Addresses from the first byte to the last."""
-    last = sum((n - 1) * step for n, step in zip(raw.shape, raw.stride(), strict=True))
+    last_offset = sum((n - 1) * step for n, step in zip(raw.shape, raw.stride(), strict=True))
     begin = raw.data_ptr()
-    return range(begin, begin + (last + 1) * raw.itemsize if raw.numel() else begin)
+    return range(begin, begin + (last_offset + 1) * raw.itemsize if raw.numel() else begin)
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class TorchDevice:
     """Views of one tensor of bytes, on a device whose memory is not for the host to read."""
 
     name: str
@@ -200,18 +200,18 @@ class Apart:
         return self.device == "cpu"
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
-        _as_many_threads()
-        unknown = any(t is not None and self._only_bytes(t.dtype) for t in inputs)
-        return None if unknown else kernel_of(op, lambda x: x, self._named(op))
+        _match_num_threads()
+        has_unknown_dtype = any(t is not None and self._lacks_dtype(t.dtype) for t in inputs)
+        return None if has_unknown_dtype else kernel_of(op, lambda x: x, self._kernel_name(op))
 
-    def _named(self, op: Op[..., Any]) -> str:
+    def _kernel_name(self, op: Op[..., Any]) -> str:
         """Which of the op's kernels it runs."""
-        return CUDA if self.fused and CUDA in op.kernels else NAME
+        return CUDA_KERNEL if self.fused and CUDA_KERNEL in op.kernels else NAME
 
-    def _measured(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
-        return measured(op, inputs, attrs, self._named(op))
+    def _measured(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> KernelFootprint:
+        return kernel_footprint(op, inputs, attrs, self._kernel_name(op))
 
-    def _only_bytes(self, dtype: Dtype) -> bool:
+    def _lacks_dtype(self, dtype: Dtype) -> bool:
         """Whether PyTorch has no such type there: `mps` has no f64."""
         return self.name.startswith("mps") and dtype == f64
 
@@ -220,23 +220,23 @@ class Apart:
     ) -> tuple[Spec, ...]:
         return ()  # PyTorch has a pool for what kernels make
 
-    def pool(self, op_calls: Iterable[Made], buffers: Sequence[int] = ()) -> int:
+    def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         measurements = [self._measured(*call) for call in op_calls if NAME in call[0].kernels]
         if self.device == "cpu":  # malloc keeps nothing
-            return max((call.nbytes for call in measurements), default=0)
-        times = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
-        pool_size = times * pool_nbytes(traces_of(measurements)) if measurements else 0
-        return pool_size + buffers_nbytes(buffers) - sum(buffers)
+            return max((measurement.nbytes for measurement in measurements), default=0)
+        num_pools = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
+        pooled_nbytes = num_pools * pool_nbytes(traces_of(measurements)) if measurements else 0
+        return pooled_nbytes + buffers_nbytes(buffers) - sum(buffers)
 
-    def reserve(self, op_calls: Iterable[Made]) -> None:
+    def reserve(self, op_calls: Iterable[OpCall]) -> None:
         if cuda_of(self.device) is not None:
             traces = traces_of(
                 self._measured(*call) for call in op_calls if NAME in call[0].kernels
             )
-            make_room(self.device, room_nbytes(traces))
+            make_room(self.device, largest_room_nbytes(traces))
 
     @property
-    def taken(self) -> int | None:
+    def peak_reserved_nbytes(self) -> int | None:
         cuda = cuda_of(self.device)
         return None if cuda is None else int(cuda.max_memory_reserved(self.device))
 
@@ -246,27 +246,27 @@ class Apart:
 
     def share(self, values: np.ndarray) -> Any:
         buffer = self.alloc(values.nbytes)
-        buffer[: values.nbytes] = _tensor(values.reshape(-1).view(np.uint8))
+        buffer[: values.nbytes] = _from_numpy(values.reshape(-1).view(np.uint8))
         return buffer
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
         dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
-        if dtype.quantized or self._only_bytes(dtype):
+        if dtype.quantized or self._lacks_dtype(dtype):
             raw_layout = (*shape, dtype.block_nbytes), (*strides, 1), offset
-            return Blocks(buffer.as_strided(*raw_layout), dtype)
-        size = dtype.block_nbytes
-        steps = tuple(step // size for step in strides)
-        return buffer.view(torch_type(dtype)).as_strided(shape, steps, offset // size)
+            return BlockArray(buffer.as_strided(*raw_layout), dtype)
+        itemsize = dtype.block_nbytes
+        element_strides = tuple(step // itemsize for step in strides)
+        return buffer.view(torch_type(dtype)).as_strided(shape, element_strides, offset // itemsize)
 
     def window(self, array: Any) -> np.ndarray | None:
         return None
 
     def write(self, array: Any, values: np.ndarray) -> None:
         dense = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
-        if isinstance(array, Blocks):
-            array.raw.copy_(_tensor(dense.reshape(-1).view(np.uint8)).view(array.raw.shape))
+        if isinstance(array, BlockArray):
+            array.raw.copy_(_from_numpy(dense.reshape(-1).view(np.uint8)).view(array.raw.shape))
         else:
-            array.copy_(seen(dense))
+            array.copy_(as_tensor(dense))
 
     def read(self, array: Any) -> np.ndarray:
         dtype, raw = dtype_of(array), raw_of(array).contiguous()
@@ -275,18 +275,18 @@ class Apart:
 
     def fetch(self, array: Any, destination: np.ndarray) -> None:
         raw = raw_of(array).view(-1).view(torch.uint8)
-        _tensor(destination.reshape(-1).view(np.uint8)).copy_(raw)
+        _from_numpy(destination.reshape(-1).view(np.uint8)).copy_(raw)
 
     def fill(self, array: Any, byte: int) -> None:
         raw_of(array).view(-1).view(torch.uint8).fill_(byte)
 
-    def finite(self, array: Any) -> bool:
+    def all_finite(self, array: Any) -> bool:
         return bool(array.isfinite().all())
 
     def overlap(self, a: Any, b: Any) -> bool:
         """Whether their extents do, which are whole for what is asked."""
-        first, second = extent(raw_of(a)), extent(raw_of(b))
-        return max(first.start, second.start) < min(first.stop, second.stop)
+        a_range, b_range = address_range(raw_of(a)), address_range(raw_of(b))
+        return max(a_range.start, b_range.start) < min(a_range.stop, b_range.stop)
 
     def sync(self) -> None:
         if self.device.startswith("cuda"):
@@ -298,21 +298,23 @@ class Apart:
     def streams(self) -> bool:
         return cuda_of(self.device) is not None
 
-    def begin(self, to: Any, source: Any, other: Backend) -> None:
-        cuda_streams.begin(self.device, tensor_of(to), tensor_of(source))
+    def begin_copy(self, to: Any, source: Any, peer: Backend) -> None:
+        cuda_streams.begin_copy(self.device, tensor_of(to), tensor_of(source))
 
-    def arrived(self) -> None:
-        cuda_streams.arrived(self.device)
+    def wait_for_copies(self) -> None:
+        cuda_streams.wait_for_copies(self.device)
 
-    def lock(self, buffer: Any) -> None:
-        cuda_streams.lock(self.device, buffer)
+    def lock_pages(self, buffer: Any) -> None:
+        cuda_streams.lock_pages(self.device, buffer)
 
-    def recorded(self, op_calls: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
-        recordable = [call is not None and self._measured(*call).alone for call in op_calls]
-        return recorded(self.device, calls, recordable)
+    def recorded_calls(
+        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
+    ) -> Sequence[Run]:
+        recordable = [call is not None and self._measured(*call).is_recordable for call in op_calls]
+        return record_graphs(self.device, calls, recordable)
 
 
-def traces_of(measurements: Iterable[Measured]) -> tuple[Trace, ...]:
+def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[Trace, ...]:
     """What calls make and drop, each once."""
     return tuple(dict.fromkeys(measurement.trace for measurement in measurements))
 
@@ -320,7 +322,7 @@ def traces_of(measurements: Iterable[Measured]) -> tuple[Trace, ...]:
 # ---- devices by name -----------------------------------------------------------------------------------------
 
 
-class _Asked(dict[str, Backend]):
+class _LazyBackends(dict[str, Backend]):
     """Backends, made when they are asked for: then a missing package or device is reported. Raises InputError."""
 
     def __missing__(self, name: str) -> Backend:
@@ -328,26 +330,28 @@ class _Asked(dict[str, Backend]):
             raise InputError(
                 f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
             )
-        kind, _, number = name.removeprefix("torch:").partition(":")
-        for variable, value in (CONFIG if kind == "cuda" else OF_MKL).items():
+        device_kind, _, device_index = name.removeprefix("torch:").partition(":")
+        for variable, value in (CUBLAS_ENVIRONMENT if device_kind == "cuda" else OF_MKL).items():
             os.environ.setdefault(variable, value)
-        if not _there(kind, int(number or 0)):
+        if not _has_device(device_kind, int(device_index or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
-        _warm()
+        _warm_up()
         if name == "torch:cpu":
-            return self.setdefault(name, OnHost(name))
-        device = "cpu" if kind == "cpu" else name
-        return self.setdefault(name, Apart(name, device, fused=kind == "cuda" and triton.there()))
+            return self.setdefault(name, TorchHost(name))
+        device = "cpu" if device_kind == "cpu" else name
+        return self.setdefault(
+            name, TorchDevice(name, device, fused=device_kind == "cuda" and triton.is_installed())
+        )
 
 
-def _there(kind: str, number: int) -> bool:
+def _has_device(device_kind: str, device_index: int) -> bool:
     """Whether PyTorch has the device of such a kind."""
-    if kind == "cuda":
-        return bool(number < torch.cuda.device_count() and torch.cuda.is_available())
-    return kind == "cpu" or bool(torch.mps.is_available())
+    if device_kind == "cuda":
+        return bool(device_index < torch.cuda.device_count() and torch.cuda.is_available())
+    return device_kind == "cpu" or bool(torch.mps.is_available())
 
 
-def _warm() -> None:
+def _warm_up() -> None:
     """Load what PyTorch loads late, so that the memory of this process is known before a run is planned."""
     host.return_freed()
     torch.set_num_threads(kernels.threads())
@@ -356,4 +360,4 @@ def _warm() -> None:
     torch.empty(1, device="meta").add_(1)
 
 
-BACKENDS = _Asked()
+BACKENDS = _LazyBackends()

@@ -3,8 +3,8 @@
 from packtrain.engine.memory_plan.memory_order import least_order
 from packtrain.engine.memory_plan.memory_plan import (
     Arena,
+    ArenaKey,
     Buffer,
-    Place,
     Plan,
     make_plan,
     size_text,
@@ -12,6 +12,13 @@ from packtrain.engine.memory_plan.memory_plan import (
 from packtrain.engine.memory_plan.plan_verifier import PlanError, verify
 
 __all__ = [
-    "Arena", "Buffer", "Place", "Plan", "PlanError", "least_order", "make_plan", "size_text",
+    "Arena",
+    "ArenaKey",
+    "Buffer",
+    "Plan",
+    "PlanError",
+    "least_order",
+    "make_plan",
+    "size_text",
     "verify",
 ]  # fmt: skip

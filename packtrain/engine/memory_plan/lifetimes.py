@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Tensor
 
 
@@ -26,28 +26,28 @@ class Storage:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def in_one(name: str) -> str:
+def default_arena(name: str) -> str:
     """The arena of a tensor where a space has one: it has no name."""
     return ""
 
 
-def storages(
+def storage_lifetimes(
     placed: Placed,
     space: str | None = None,
     *,
     reuse: bool = True,
-    arena_of: Callable[[str], str] = in_one,
+    arena_of: Callable[[str], str] = default_arena,
 ) -> list[Storage]:
     """The storages of a space, or of all: inputs, results and workspaces. Weights, states, constants are elsewhere.
 
     reuse     False: no in-place operations
     arena_of  the arena of a tensor or workspace, by name
     """
-    every_storage = _Lives(placed, reuse, arena_of).storages()
-    return every_storage if space is None else [s for s in every_storage if s.space == space]
+    all_storages = _LifetimeAnalysis(placed, reuse, arena_of).storages()
+    return all_storages if space is None else [s for s in all_storages if s.space == space]
 
 
-def _reads(placed: Placed) -> dict[Tensor, list[int]]:
+def _reading_steps(placed: Placed) -> dict[Tensor, list[int]]:
     """For each storage-owning tensor the steps that read it, in order; outputs are read after the last step."""
     reading_steps: dict[Tensor, list[int]] = {}
     for i, step in enumerate(placed.steps):
@@ -58,63 +58,65 @@ def _reads(placed: Placed) -> dict[Tensor, list[int]]:
     return reading_steps
 
 
-class _Lives:
+class _LifetimeAnalysis:
     def __init__(self, placed: Placed, reuse: bool, arena_of: Callable[[str], str]) -> None:
         self.placed, self.reuse, self.arena_of = placed, reuse, arena_of
         self.outputs = {t.base for t in placed.graph.outputs.values()}
-        self.found: dict[Tensor, Storage] = {}
-        self.reads = _reads(placed)
+        self.storage_of: dict[Tensor, Storage] = {}
+        self.reading_steps = _reading_steps(placed)
 
     def storages(self) -> list[Storage]:
         placed, names = self.placed, self.placed.names
-        result = [self._input(leaf) for leaf in placed.graph.leaves if leaf.kind == "input"]
+        storage_list = [self._input(leaf) for leaf in placed.graph.leaves if leaf.kind == "input"]
         for i, step in enumerate(placed.steps):
             end, space = placed.released(i), step.backend.space
-            if needed := step.workspaces:
+            if workspace_specs := step.workspaces:
                 name = f"{names[step.results[0]]} work"
-                together = self.arena_of(name)  # all workspaces of a step
-                for spec in needed:
+                workspace_arena = self.arena_of(name)  # all workspaces of a step
+                for spec in workspace_specs:
                     fields = name, step.op.name, "workspace", space, spec.nbytes, i, end
-                    result.append(Storage(*fields, together))
+                    storage_list.append(Storage(*fields, workspace_arena))
             reused: set[Storage] = set()
             for index, t in enumerate(step.results):
-                if t.base.kind or (t not in self.reads and index in step.op.optional):
+                if t.base.kind or (t not in self.reading_steps and index in step.op.optional):
                     continue
                 arena = self.arena_of(names[t])
-                storage = self._dying(step, index, i, reused, arena) if self.reuse else None
+                storage = (
+                    self._reusable_storage(step, index, i, reused, arena) if self.reuse else None
+                )
                 if storage is None:
                     kind, nbytes = _category(step, t, self.outputs), t.spec.nbytes
                     storage = Storage(names[t], step.op.name, kind, space, nbytes, i, end, arena)
-                    result.append(storage)
+                    storage_list.append(storage)
                 reused.add(storage)
                 storage.tensors.append(t)
-                storage.end = max(placed.released(self._last(t, i)), end)
-                self.found[t] = storage
-        return result
+                storage.end = max(placed.released(self._last_read(t, i)), end)
+                self.storage_of[t] = storage
+        return storage_list
 
-    def _last(self, t: Tensor, i: int) -> int:
+    def _last_read(self, t: Tensor, i: int) -> int:
         """The last step that reads a storage-owning tensor; `i` if none does."""
-        return self.reads[t][-1] if t in self.reads else i
+        return self.reading_steps[t][-1] if t in self.reading_steps else i
 
     def _input(self, leaf: Tensor) -> Storage:
-        space, end = self.placed.home[leaf].space, self.placed.released(self._last(leaf, 0))
+        space, end = self.placed.home[leaf].space, self.placed.released(self._last_read(leaf, 0))
         fields = leaf.label, "input", "input", space, leaf.spec.nbytes, 0, end
-        self.found[leaf] = Storage(*fields, self.arena_of(leaf.label), [leaf])
-        return self.found[leaf]
+        self.storage_of[leaf] = Storage(*fields, self.arena_of(leaf.label), [leaf])
+        return self.storage_of[leaf]
 
-    def _dying(
-        self, step: Step, index: int, i: int, reused: set[Storage], arena: str
+    def _reusable_storage(
+        self, step: KernelStep, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
         """The storage of an input that result `index` may reuse: last read here, once, whole and dense, and by no
         other step since a barrier, for that may run at the same time."""
         result, released = step.results[index], self.placed.released
-        for candidate in step.op.inplace.get(index, ()):
-            t = step.inputs[candidate]
-            storage = None if t is None else self.found.get(t.base)
+        for input_index in step.op.inplace.get(index, ()):
+            t = step.inputs[input_index]
+            storage = None if t is None else self.storage_of.get(t.base)
             if t is None or storage is None or storage in reused or storage.arena != arena:
                 continue
-            *before, last = self.reads[t.base][-2:]
-            is_last_read = last == i and (not before or released(before[0]) <= i)
+            *earlier_reads, last_read = self.reading_steps[t.base][-2:]
+            is_last_read = last_read == i and (not earlier_reads or released(earlier_reads[0]) <= i)
             is_same_layout = (
                 t.dense
                 and t.offset == 0
@@ -126,14 +128,14 @@ class _Lives:
         return None
 
 
-def columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
+def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
     """Start, end and size of each storage; sizes are multiples of the alignment."""
-    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
-    rows = [s.start for s in of], [s.end for s in of], sizes
-    return tuple(np.array(row, np.int64) for row in rows)
+    aligned_nbytes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
+    column_lists = [s.start for s in of], [s.end for s in of], aligned_nbytes
+    return tuple(np.array(column, np.int64) for column in column_lists)
 
 
-def _category(step: Step, t: Tensor, outputs: set[Tensor]) -> str:
+def _category(step: KernelStep, t: Tensor, outputs: set[Tensor]) -> str:
     if t in outputs:
         return "output"
     return {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}[

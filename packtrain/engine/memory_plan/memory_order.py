@@ -8,101 +8,101 @@ from itertools import chain
 
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.graph import Graph
-from packtrain.engine.memory_plan.lifetimes import columns, storages
+from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lifetimes
 from packtrain.engine.memory_plan.memory_plan import make_plan
 from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import BARRIER, place
 from packtrain.engine.tensor import Tensor
 
-Needs = Sequence[Sequence[int]]  # for each call, those that must come before it
+CallDependencies = Sequence[Sequence[int]]  # for each call, those that must come before it
 
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
     """The sequence for `place` with the least lower bound: the written order, unless another one needs less."""
-    written, *alternatives = map(_sequence, orders(graph))
+    written, *alternatives = map(_with_barriers, candidate_orders(graph))
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
     packed = {id(call_order): _nbytes(graph, target, call_order) for call_order in (written, best)}
     return best if packed[id(best)] < packed[id(written)] else written
 
 
-def orders(graph: Graph) -> Iterator[list[int]]:
+def candidate_orders(graph: Graph) -> Iterator[list[int]]:
     """The written order; depth-first from the outputs, as listed, in reverse, and by size (Sethi and Ullman 1970)."""
     yield list(range(len(graph.calls)))
-    needs, number = needed_before(graph), {call: i for i, call in enumerate(graph.calls)}
+    needs, call_index = call_dependencies(graph), {call: i for i, call in enumerate(graph.calls)}
     end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
-    roots = list(dict.fromkeys(number[call] for call in end_calls if call is not None))
+    roots = list(dict.fromkeys(call_index[call] for call in end_calls if call is not None))
     yield depth_first(needs, roots, lambda calls: calls)
     yield depth_first(needs, roots, lambda calls: calls[::-1])
-    gain = _gains(graph, needs)
-    yield depth_first(needs, roots, lambda calls: sorted(calls, key=lambda i: -gain[i]))
+    peak_excess = _peak_excesses(graph, needs)
+    yield depth_first(needs, roots, lambda calls: sorted(calls, key=lambda i: -peak_excess[i]))
 
 
-def needed_before(graph: Graph) -> Needs:
+def call_dependencies(graph: Graph) -> CallDependencies:
     """For each call its inputs' calls, and for one that writes a leaf all that read it as it was."""
-    number = {call: i for i, call in enumerate(graph.calls)}
+    call_index = {call: i for i, call in enumerate(graph.calls)}
     readers: dict[Tensor, list[int]] = {}
     for i, call in enumerate(graph.calls):
         for t in call.reads:
             if t.base.kind:
                 readers.setdefault(t.handle, []).append(i)
-    needs = list[list[int]]()
+    dependencies = list[list[int]]()
     for i, call in enumerate(graph.calls):
-        inputs = [number[t.call] for t in call.reads if t.call is not None]
-        written = (call.inputs[k] for k in call.op.writes)
-        before = chain.from_iterable(readers[t.handle] for t in written if t is not None)
-        needs.append([k for k in dict.fromkeys((*inputs, *before)) if k != i])
-    return needs
+        inputs = [call_index[t.call] for t in call.reads if t.call is not None]
+        written_leaves = (call.inputs[k] for k in call.op.writes)
+        before = chain.from_iterable(readers[t.handle] for t in written_leaves if t is not None)
+        dependencies.append([k for k in dict.fromkeys((*inputs, *before)) if k != i])
+    return dependencies
 
 
 def depth_first(
-    needs: Needs, roots: list[int], arranged: Callable[[list[int]], list[int]]
+    needs: CallDependencies, roots: list[int], arrange: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """Each call as soon as the calls that it needs are done, which begin in the order of `arranged`."""
-    order, done = list[int](), set[int]()
-    stack = [(i, False) for i in reversed(arranged(roots))]
+    """Each call as soon as the calls that it needs are done, which begin in the order of `arrange`."""
+    order, done_calls = list[int](), set[int]()
+    stack = [(i, False) for i in reversed(arrange(roots))]
     while stack:
-        i, needs_done = stack.pop()
-        if i in done:
+        i, is_expanded = stack.pop()
+        if i in done_calls:
             continue
-        if needs_done:
-            done.add(i)
+        if is_expanded:
+            done_calls.add(i)
             order.append(i)
             continue
         stack.append((i, True))
-        stack += [(k, False) for k in reversed(arranged(list(needs[i]))) if k not in done]
+        stack += [(k, False) for k in reversed(arrange(list(needs[i]))) if k not in done_calls]
     return order
 
 
-def _gains(graph: Graph, needs: Needs) -> list[int]:
+def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
     """By how much each call's peak exceeds what it leaves, as if no value were read twice."""
-    peak, left = list[int](), list[int]()
-    for call, before in zip(graph.calls, needs, strict=True):
+    call_peaks, call_remains = list[int](), list[int]()
+    for call, predecessors in zip(graph.calls, needs, strict=True):
         live_nbytes = 0
         peak_nbytes = 0
-        for k in sorted(before, key=lambda k: left[k] - peak[k]):
-            peak_nbytes = max(peak_nbytes, live_nbytes + peak[k])
-            live_nbytes += left[k]
+        for k in sorted(predecessors, key=lambda k: call_remains[k] - call_peaks[k]):
+            peak_nbytes = max(peak_nbytes, live_nbytes + call_peaks[k])
+            live_nbytes += call_remains[k]
         result_nbytes = (
             0 if call.op.view else sum(t.spec.nbytes for t in call.results if not t.base.kind)
         )
-        peak.append(max(peak_nbytes, live_nbytes + result_nbytes))
-        left.append(live_nbytes if call.op.view else result_nbytes)
-    return [peak_nbytes - rest for peak_nbytes, rest in zip(peak, left, strict=True)]
+        call_peaks.append(max(peak_nbytes, live_nbytes + result_nbytes))
+        call_remains.append(live_nbytes if call.op.view else result_nbytes)
+    return [peak_nbytes - rest for peak_nbytes, rest in zip(call_peaks, call_remains, strict=True)]
 
 
-def _sequence(order: list[int]) -> list[int]:
+def _with_barriers(order: list[int]) -> list[int]:
     """The order with a barrier after every call."""
     return [index for i in order for index in (i, BARRIER)]
 
 
 def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
     """The lower bounds of all arenas together."""
-    placed, total = place(graph, target, sequence), 0
-    stored = storages(placed)
+    placed, total_nbytes = place(graph, target, sequence), 0
+    storage_list = storage_lifetimes(placed)
     for space, alignment in {(b.space, b.alignment) for b in placed.home.values()}:
-        lifetimes = columns([s for s in stored if s.space == space], alignment)
-        total += lower_bound(*lifetimes)[0]
-    return total
+        lifetimes = lifetime_columns([s for s in storage_list if s.space == space], alignment)
+        total_nbytes += lower_bound(*lifetimes)[0]
+    return total_nbytes
 
 
 def _nbytes(graph: Graph, target: Target, sequence: list[int]) -> int:

@@ -7,14 +7,19 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from packtrain.engine.backends import HOST, aligned
-from packtrain.engine.memory_plan.lifetimes import Storage, columns, in_one, storages
-from packtrain.engine.packing import height, lower_bound, pack
+from packtrain.engine.memory_plan.lifetimes import (
+    Storage,
+    default_arena,
+    lifetime_columns,
+    storage_lifetimes,
+)
+from packtrain.engine.packing import lower_bound, pack, packing_height
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import Step
+from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-Place = tuple[str, str]  # a space, and the name of one of its arenas
+ArenaKey = tuple[str, str]  # a space, and the name of one of its arenas
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Buffer:
     arena: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ArenaKey:
         return self.space, self.arena
 
 
@@ -56,7 +61,7 @@ class Arena:
     pool_nbytes: int = 0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ArenaKey:
         return self.space, self.name
 
     @property
@@ -65,14 +70,14 @@ class Arena:
         return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
-    def outside(self) -> int:
+    def outside_nbytes(self) -> int:
         return self.weight_nbytes + self.state_nbytes + self.constant_nbytes + self.pool_nbytes
 
     def __str__(self) -> str:
         arena_label = f"{self.space}: arena {self.name}".rstrip()
         return (
             f"{arena_label} {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
-            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside)}"
+            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside_nbytes)}"
         )
 
 
@@ -106,7 +111,7 @@ class Plan:
     def beyond(self, limits: Mapping[str, int]) -> str | None:
         """A message about a space that would exceed its limit, or None."""
         for space in {a.space: None for a in self.arenas}:
-            needed = sum(a.nbytes + a.outside for a in self.arenas if a.space == space)
+            needed = sum(a.nbytes + a.outside_nbytes for a in self.arenas if a.space == space)
             if needed > limits.get(space, needed):
                 has = size_text(limits[space])
                 return f"this needs {size_text(needed)} of the memory of {space}, which has {has}"
@@ -132,24 +137,24 @@ class Plan:
         lines = [f"plan of {self.steps} steps for graph {self.fingerprint}"]
         for a in self.arenas:
             lines.append(str(a))
-            rows = sorted(
+            arena_buffers = sorted(
                 (b for b in self.buffers if b.place == a.place), key=lambda b: (b.offset, b.start)
             )
             lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
             lines += [
                 f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  "
                 + (" = ".join(b.tensors) or b.name)
-                for b in rows
+                for b in arena_buffers
             ]
         return "\n".join(lines)
 
 
 def size_text(nbytes: int) -> str:
     """1536 -> '1.5 KiB'."""
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < 4:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{nbytes} B"
+    scaled_size, unit = float(nbytes), 0
+    while scaled_size >= 1024 and unit < 4:
+        scaled_size, unit = scaled_size / 1024, unit + 1
+    return f"{scaled_size:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{nbytes} B"
 
 
 def make_plan(
@@ -157,7 +162,7 @@ def make_plan(
     *,
     packer: Packer = pack,
     reuse: bool = True,
-    arenas: Mapping[str, str] | Callable[[str], str] = in_one,
+    arenas: Mapping[str, str] | Callable[[str], str] = default_arena,
 ) -> Plan:
     """Offsets for every storage, in one arena per memory space, or in several.
 
@@ -167,34 +172,34 @@ def make_plan(
     arenas  name of a tensor -> name of its arena in the space where it lives; others are in one without a name
     """
     arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
-    all_storages = storages(placed, reuse=reuse, arena_of=arena_of)
+    all_storages = storage_lifetimes(placed, reuse=reuse, arena_of=arena_of)
     if not callable(arenas):
         _check_known(arenas, all_storages, placed)
     buffers: list[Buffer] = []
     arena_list: list[Arena] = []
     alignments = {b.space: b.alignment for b in placed.home.values()}
-    places = {(space, "") for space in alignments} | {(s.space, s.arena) for s in all_storages}
-    for place in sorted(places):
-        members = [s for s in all_storages if (s.space, s.arena) == place]
-        start, end, size = columns(members, alignments[place[0]])
-        offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
-        outside = _outside(placed, place, alignments[place[0]])
-        bounds = height(size, offsets), *lower_bound(start, end, size)
-        pool = 0 if place[1] else pool_nbytes(placed.steps, place[0])
-        arena_list.append(Arena(place[0], *bounds, *outside, place[1], pool))
-        for s, offset in zip(members, offsets.tolist(), strict=True):
+    arena_keys = {(space, "") for space in alignments} | {(s.space, s.arena) for s in all_storages}
+    for arena_key in sorted(arena_keys):
+        arena_storages = [s for s in all_storages if (s.space, s.arena) == arena_key]
+        starts, ends, sizes = lifetime_columns(arena_storages, alignments[arena_key[0]])
+        offsets = packer(starts, ends, sizes) if reuse else np.cumsum(sizes) - sizes
+        outside_nbytes = _outside_nbytes(placed, arena_key, alignments[arena_key[0]])
+        bounds = packing_height(sizes, offsets), *lower_bound(starts, ends, sizes)
+        pool = 0 if arena_key[1] else pool_nbytes(placed.steps, arena_key[0])
+        arena_list.append(Arena(arena_key[0], *bounds, *outside_nbytes, arena_key[1], pool))
+        for s, offset in zip(arena_storages, offsets.tolist(), strict=True):
             tensors = tuple(placed.names[t] for t in s.tensors)
             fields = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
             buffers.append(Buffer(*fields, s.arena))
     return Plan(placed.fingerprint, len(placed.steps), tuple(arena_list), tuple(buffers))
 
 
-def pool_nbytes(steps: Iterable[Step], space: str) -> int:
+def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
     """What the kernels of these steps take of a space beside their workspaces."""
-    pooled_steps = [s for s in steps if s.backend.space == space and not s.alone]
+    pooled_steps = [s for s in steps if s.backend.space == space and not s.is_host_copy]
     return sum(
-        b.pool(s.made for s in pooled_steps if s.backend is b)
-        for b in {s.backend for s in pooled_steps}
+        backend.pool(s.op_call for s in pooled_steps if s.backend is backend)
+        for backend in {s.backend for s in pooled_steps}
     )
 
 
@@ -202,11 +207,11 @@ def _check_known(arenas: Mapping[str, str], all_storages: list[Storage], placed:
     valid_names = {s.name for s in all_storages} | {
         placed.names[t] for s in all_storages for t in s.tensors
     }
-    if unknown := sorted(arenas.keys() - valid_names):
-        raise GraphError(f"arenas names {', '.join(unknown)}, which has no bytes in an arena")
+    if unknown_names := sorted(arenas.keys() - valid_names):
+        raise GraphError(f"arenas names {', '.join(unknown_names)}, which has no bytes in an arena")
 
 
-def _outside(placed: Placed, place: Place, alignment: int) -> tuple[int, int, int]:
+def _outside_nbytes(placed: Placed, place: ArenaKey, alignment: int) -> tuple[int, int, int]:
     """Bytes of weights, states and constants of a space, each a multiple of the alignment."""
     nbytes_by_kind = {"weight": 0, "state": 0, "constant": 0, "input": 0}
     for leaf in placed.graph.leaves:

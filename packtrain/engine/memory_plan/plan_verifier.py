@@ -5,13 +5,13 @@ It shares no code with the planner: neither lifetimes nor offsets are trusted.
 
 import numpy as np
 
-from packtrain.engine.memory_plan.memory_plan import Buffer, Place, Plan
+from packtrain.engine.memory_plan.memory_plan import ArenaKey, Buffer, Plan
 from packtrain.engine.placement import Placed
-from packtrain.engine.step import ARRIVE, BEGIN, Step
+from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Tensor
 
-Extent = tuple[Place, int, int]  # arena, first unit, unit after the last
-FREE, WORK = 0, 1
+Extent = tuple[ArenaKey, int, int]  # arena, first unit, unit after the last
+FREE_OWNER, WORKSPACE_OWNER = 0, 1
 
 
 class PlanError(AssertionError):
@@ -26,24 +26,24 @@ def verify(plan: Plan, placed: Placed) -> None:
     barriers may run side by side: what one writes no other touches, unless one needs the other's result.
     """
     plan.check_belongs(placed)
-    _Replay(plan, placed).run()
+    _PlanReplay(plan, placed).run()
 
 
-class _Replay:
+class _PlanReplay:
     def __init__(self, plan: Plan, placed: Placed) -> None:
         self.placed = placed
         self.units = {b.space: b.alignment for b in placed.home.values()}
-        self.where = {name: b for b in plan.buffers for name in b.tensors}
+        self.buffer_of = {name: b for b in plan.buffers for name in b.tensors}
         self.works: dict[tuple[int, str], list[Buffer]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault((b.start, b.space), []).append(b)
-        self.owner = {
+        self.byte_owners = {
             a.place: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
         }
-        self.ends = _group_ends(placed)
-        self.side = Beside()
-        self.ids: dict[Tensor, int] = {}
+        self.group_ends = _group_ends(placed)
+        self.concurrent_steps = ConcurrentSteps()
+        self.owner_ids: dict[Tensor, int] = {}
         self.plan = plan
         self.travelling: dict[Tensor, Tensor] = {}  # copies that have begun, and their sources
         self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
@@ -51,43 +51,43 @@ class _Replay:
     def run(self) -> None:
         for leaf in self.placed.graph.leaves:
             if leaf.kind == "input":
-                self._own(leaf)
-                self._use(self._buffer(leaf), 0)
-        read = {t.base for step in self.placed.steps for t in step.reads}
-        read |= {t.base for t in self.placed.graph.outputs.values()}
+                self._take_bytes(leaf)
+                self._record_use(self._buffer(leaf), 0)
+        read_bases = {t.base for step in self.placed.steps for t in step.reads}
+        read_bases |= {t.base for t in self.placed.graph.outputs.values()}
         for i, step in enumerate(self.placed.steps):
             for t in step.reads:
-                self._check_whole(i, t, f"step {i} {step.op.name} reads")
-            self._check_travelling(i, step)
-            self._write(i, step, read)
+                self._check_intact(i, t, f"step {i} {step.op.name} reads")
+            self._check_copies(i, step)
+            self._check_writes(i, step, read_bases)
             if self.placed.barriers is not None:
-                self._check_beside(i, step, read)
+                self._check_concurrency(i, step, read_bases)
         for name, t in self.placed.graph.outputs.items():
-            self._check_whole(len(self.placed.steps), t, f"output {name} reads")
+            self._check_intact(len(self.placed.steps), t, f"output {name} reads")
         if self.travelling:
             raise PlanError(f"{', '.join(map(self._name, self.travelling))} never arrives")
         self._check_certificate()
 
-    def _check_travelling(self, i: int, step: Step) -> None:
+    def _check_copies(self, i: int, step: KernelStep) -> None:
         """Until a copy has arrived, nobody reads it or writes its source; their bytes are checked when it does."""
-        who, written = f"step {i} {step.op.name}", {t.base for t in step.results}
-        if step.op is ARRIVE and self.travelling.pop(step.reads[0], None) not in [
+        who, written_bases = f"step {i} {step.op.name}", {t.base for t in step.results}
+        if step.op is FINISH_COPY and self.travelling.pop(step.reads[0], None) not in [
             t.base for t in step.reads[1:]
         ]:
             raise PlanError(f"{who}: {self._name(step.reads[0])} did not begin from its source")
         for t, source in self.travelling.items():
-            if source in written or any(x.base is t for x in step.reads):
+            if source in written_bases or any(x.base is t for x in step.reads):
                 raise PlanError(
                     f"{who} touches {self._name(t)} or its source, before it has arrived"
                 )
-        if step.op is BEGIN:
+        if step.op is BEGIN_COPY:
             self.travelling[step.results[0]] = step.reads[0].base
 
-    def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
+    def _check_writes(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
-        written: list[tuple[str, Extent]] = []
-        stored = [t for t in step.results if self._is_stored(step, t, read)]
-        for t in stored:
+        written_extents: list[tuple[str, Extent]] = []
+        stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
+        for t in stored_results:
             extent = self._extent(t)
             for k, x in enumerate(step.inputs):
                 if x is None or not _in_arena(x) or not _overlap(extent, self._extent(x.base)):
@@ -97,7 +97,7 @@ class _Replay:
                     raise PlanError(
                         f"{who}: result {self._name(t)} overwrites input {name} while it is read"
                     )
-            self._check_apart(who, self._name(t), extent, written)
+            self._check_disjoint(who, self._name(t), extent, written_extents)
         for spec, b in self._workspace(i, step):
             extent = self._clip(b)
             if b.nbytes < spec.nbytes:
@@ -105,38 +105,40 @@ class _Replay:
             for x in filter(_in_arena, step.reads):
                 if _overlap(extent, self._extent(x.base)):
                     raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
-            self._check_apart(who, "workspace", extent, written)
-            self._use(b, i)
-            self.owner[extent[0]][extent[1] : extent[2]] = WORK
-        for t in stored:
-            self._own(t)
-            self._use(self._buffer(t), i)
+            self._check_disjoint(who, "workspace", extent, written_extents)
+            self._record_use(b, i)
+            self.byte_owners[extent[0]][extent[1] : extent[2]] = WORKSPACE_OWNER
+        for t in stored_results:
+            self._take_bytes(t)
+            self._record_use(self._buffer(t), i)
 
-    def _check_beside(self, i: int, step: Step, read: set[Tensor]) -> None:
+    def _check_concurrency(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
         """Check a step against those before it since the last barrier, which may run at the same time."""
-        stored = [t for t in step.results if self._is_stored(step, t, read)]
-        writes = [self._extent(t) for t in stored]
-        writes += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
-        writes += [_leaf_extent(t) for t in step.results if t.base.kind]
-        reads = [self._extent(t.base) for t in filter(_in_arena, step.reads)]
-        reads += [_leaf_extent(t) for t in step.reads if not _in_arena(t)]
-        other = self.side.add(i, step, reads, writes)
+        stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
+        write_extents = [self._extent(t) for t in stored_results]
+        write_extents += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
+        write_extents += [_leaf_extent(t) for t in step.results if t.base.kind]
+        read_extents = [self._extent(t.base) for t in filter(_in_arena, step.reads)]
+        read_extents += [_leaf_extent(t) for t in step.reads if not _in_arena(t)]
+        other = self.concurrent_steps.add(i, step, read_extents, write_extents)
         if other is not None:
             raise PlanError(
                 f"step {i} {step.op.name} and step {other} {self.placed.steps[other].op.name} share bytes, and no"
                 " barrier is between them"
             )
-        if i + 1 == self.ends[i]:
-            self.side = Beside()
+        if i + 1 == self.group_ends[i]:
+            self.concurrent_steps = ConcurrentSteps()
 
-    def _is_stored(self, step: Step, t: Tensor, read: set[Tensor]) -> bool:
+    def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
         """Whether a result needs bytes of the arena: not a leaf's handle, nor an optional one that is not read."""
-        left_out = (
-            t.index in step.op.optional and t not in read and self.placed.names[t] not in self.where
+        is_left_out = (
+            t.index in step.op.optional
+            and t not in read_bases
+            and self.placed.names[t] not in self.buffer_of
         )
-        return not t.base.kind and not left_out
+        return not t.base.kind and not is_left_out
 
-    def _workspace(self, i: int, step: Step):  # type: ignore[no-untyped-def]
+    def _workspace(self, i: int, step: KernelStep):  # type: ignore[no-untyped-def]
         specs = step.workspaces
         buffers = self.works.get((i, step.backend.space), [])
         if len(buffers) != len(specs):
@@ -145,37 +147,37 @@ class _Replay:
             )
         return zip(specs, buffers, strict=True)
 
-    def _check_apart(
-        self, who: str, name: str, extent: Extent, written: list[tuple[str, Extent]]
+    def _check_disjoint(
+        self, step_text: str, name: str, extent: Extent, written_extents: list[tuple[str, Extent]]
     ) -> None:
-        for other, other_extent in written:
+        for other_name, other_extent in written_extents:
             if _overlap(extent, other_extent):
-                raise PlanError(f"{who}: {name} and {other} share bytes")
-        written.append((name, extent))
+                raise PlanError(f"{step_text}: {name} and {other_name} share bytes")
+        written_extents.append((name, extent))
 
-    def _own(self, t: Tensor) -> None:
-        space, first, last = self._extent(t)
-        self.ids[t] = self.ids.get(t, len(self.ids) + WORK + 1)
-        self.owner[space][first:last] = self.ids[t]
+    def _take_bytes(self, t: Tensor) -> None:
+        space, unit_start, unit_end = self._extent(t)
+        self.owner_ids[t] = self.owner_ids.get(t, len(self.owner_ids) + WORKSPACE_OWNER + 1)
+        self.byte_owners[space][unit_start:unit_end] = self.owner_ids[t]
 
-    def _check_whole(self, i: int, t: Tensor, who: str) -> None:
+    def _check_intact(self, i: int, t: Tensor, who: str) -> None:
         base = t.base
         if not _in_arena(t):
             return
-        self._use(self._buffer(base), i)
-        space, first, last = self._extent(base)
-        owners = self.owner[space][first:last]
-        if base not in self.ids or not (owners == self.ids[base]).all():
+        self._record_use(self._buffer(base), i)
+        space, unit_start, unit_end = self._extent(base)
+        owners = self.byte_owners[space][unit_start:unit_end]
+        if base not in self.owner_ids or not (owners == self.owner_ids[base]).all():
             thief = next(
-                (self._name(x) for x, k in self.ids.items() if k in owners and x is not base),
+                (self._name(x) for x, k in self.owner_ids.items() if k in owners and x is not base),
                 "a workspace",
             )
             raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
 
-    def _use(self, b: Buffer, i: int) -> None:
-        released = self.ends[i] if i < len(self.ends) else i + 1
-        first, end = self.used.get(b, (i, released))
-        self.used[b] = min(first, i), max(end, released)
+    def _record_use(self, b: Buffer, i: int) -> None:
+        released = self.group_ends[i] if i < len(self.group_ends) else i + 1
+        first_use, end_use = self.used.get(b, (i, released))
+        self.used[b] = min(first_use, i), max(end_use, released)
 
     def _check_certificate(self) -> None:
         """Check the plan's lifetimes, arena sizes and lower bounds against this replay."""
@@ -197,7 +199,7 @@ class _Replay:
                 )
 
     def _buffer(self, t: Tensor) -> Buffer:
-        buffer = self.where.get(self._name(t))
+        buffer = self.buffer_of.get(self._name(t))
         if buffer is None:
             raise PlanError(f"{self._name(t)} has no bytes in the plan")
         return buffer
@@ -210,49 +212,51 @@ class _Replay:
 
     def _clip(self, b: Buffer) -> Extent:
         unit = self.units[b.space]
-        first, last = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
-        if b.place not in self.owner:
+        unit_start, unit_end = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
+        if b.place not in self.byte_owners:
             raise PlanError(f"{b.name}: the plan has no arena {b.arena} on {b.space}")
-        if b.offset % unit or b.offset < 0 or last > len(self.owner[b.place]):
+        if b.offset % unit or b.offset < 0 or unit_end > len(self.byte_owners[b.place]):
             raise PlanError(
                 f"{b.name}: offset {b.offset} is not a multiple of {unit} inside the arena"
             )
-        return b.place, first, last
+        return b.place, unit_start, unit_end
 
     def _name(self, t: Tensor) -> str:
         return self.placed.names.get(t) or self.placed.names[t.base]
 
 
-class Beside:
+class ConcurrentSteps:
     """The steps since a barrier: what each reads and writes, and which results it needs, directly or not."""
 
     def __init__(self) -> None:
-        self.touched: dict[int, tuple[list[Extent], list[Extent]]] = {}
+        self.step_extents: dict[int, tuple[list[Extent], list[Extent]]] = {}
         self.needs: dict[int, set[int]] = {}
-        self.made: dict[Tensor, int] = {}
+        self.producers: dict[Tensor, int] = {}
 
-    def add(self, i: int, step: Step, reads: list[Extent], writes: list[Extent]) -> int | None:
+    def add(
+        self, i: int, step: KernelStep, reads: list[Extent], writes: list[Extent]
+    ) -> int | None:
         """Add a step; returns an earlier one with which it is in conflict."""
-        direct = {self.made[t.handle] for t in step.reads if t.handle in self.made}
+        direct = {self.producers[t.handle] for t in step.reads if t.handle in self.producers}
         self.needs[i] = direct.union(*(self.needs[k] for k in direct))
-        for k, (read, written) in self.touched.items():
+        for k, (earlier_reads, written) in self.step_extents.items():
             if k not in self.needs[i] and (
-                _any_overlap(writes, [*read, *written]) or _any_overlap(reads, written)
+                _any_overlap(writes, [*earlier_reads, *written]) or _any_overlap(reads, written)
             ):
                 return k
-        self.touched[i] = reads, writes
-        self.made.update(dict.fromkeys(step.results, i))
+        self.step_extents[i] = reads, writes
+        self.producers.update(dict.fromkeys(step.results, i))
         return None
 
 
 def _group_ends(placed: Placed) -> list[int]:
     """For each step, the number of steps up to the next barrier."""
-    count = len(placed.steps)
-    stops = set(range(count + 1) if placed.barriers is None else placed.barriers) | {count}
-    end_steps, end = [0] * count, count
-    for i in reversed(range(count)):
-        end = i + 1 if i + 1 in stops else end
-        end_steps[i] = end
+    num_steps = len(placed.steps)
+    stops = set(range(num_steps + 1) if placed.barriers is None else placed.barriers) | {num_steps}
+    end_steps, group_end = [0] * num_steps, num_steps
+    for i in reversed(range(num_steps)):
+        group_end = i + 1 if i + 1 in stops else group_end
+        end_steps[i] = group_end
     return end_steps
 
 
@@ -273,7 +277,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
     return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
-def _may_overwrite(step: Step, k: int, x: Tensor, t: Tensor) -> bool:
+def _may_overwrite(step: KernelStep, k: int, x: Tensor, t: Tensor) -> bool:
     """Whether the op allows t over its input k, and x is that whole input, read once."""
     is_same_layout = x.spec == t.spec and x.dense and x.offset == 0
     is_read_once = sum(r.base is x.base for r in step.reads) == 1

@@ -5,32 +5,32 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32, i64
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import again, assigned, flat
-from packtrain.engine.ops.costs import elementwise
-from packtrain.engine.ops.torch_kernels import CHUNK, key_of, spans, torch, uniform
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.ops.arrays import assigned, flatten, run_replayable
+from packtrain.engine.ops.costs import elementwise_cost
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.counter import uniform_numpy
 
 GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
 
-def _same(*tensors: Tensor) -> Spec:
-    listed = ", ".join(str(t.spec) for t in tensors)
-    want(
+def _check_same_spec(*tensors: Tensor) -> Spec:
+    spec_list = ", ".join(str(t.spec) for t in tensors)
+    require(
         len({t.spec for t in tensors}) == 1 and tensors[0].dtype == f32,
-        f"{listed} must be equal f32",
+        f"{spec_list} must be equal f32",
     )
     return tensors[0].spec
 
 
-def _silu(gate):
+def _silu_terms(gate):
     return 1 / (1 + np.exp(-gate)), gate
 
 
-def _gelu(gate):
+def _gelu_terms(gate):
     """The sigmoid in gelu's tanh form, and the gate times the slope of its argument."""
-    inner = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
-    return 1 / (1 + np.exp(-inner)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
+    tanh_argument = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
+    return 1 / (1 + np.exp(-tanh_argument)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
 
 
 def _silu_torch(gate):
@@ -52,34 +52,34 @@ def _gelu_back_torch(dx, dy, x):
 @op(inplace=(0, 1))
 def swiglu(gate: Tensor, up: Tensor) -> Spec:
     """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202; ggml_swiglu_split."""
-    return _same(gate, up)
+    return _check_same_spec(gate, up)
 
 
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def swiglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of swiglu: dgate = dy * up * silu'(gate), dup = dy * silu(gate)."""
-    return _same(dy, gate, up), up.spec
+    return _check_same_spec(dy, gate, up), up.spec
 
 
 @op(inplace=(0, 1))
 def geglu(gate: Tensor, up: Tensor) -> Spec:
     """y = gelu(gate) * up, gelu in its tanh form; all (..., F) f32. ggml_geglu_split; arXiv 2002.05202."""
-    return _same(gate, up)
+    return _check_same_spec(gate, up)
 
 
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of geglu: dgate = dy * up * gelu'(gate), dup = dy * gelu(gate)."""
-    return _same(dy, gate, up), up.spec
+    return _check_same_spec(dy, gate, up), up.spec
 
 
-def _declare(gated, gelu, numpy_sigmoid, torch_activation):
+def _declare_gated(gated, gelu, numpy_sigmoid, torch_activation):
     """The rules of a gated activation; `numpy_sigmoid` is _silu or _gelu."""
 
-    def run(*args):
-        return again(kernels.elementwise.gated, gelu, *map(flat, args))
+    def run_cpu(*args):
+        return run_replayable(kernels.elementwise.gated, gelu, *map(flatten, args))
 
-    def run_with_torch(y, gate, up):
+    def run_torch(y, gate, up):
         torch.mul(torch_activation(gate), up, out=y)
 
     def samples():
@@ -87,48 +87,48 @@ def _declare(gated, gelu, numpy_sigmoid, torch_activation):
             yield gated(input("gate", (n,)), input("up", (n,)))
 
     gated.kernel("numpy")(assigned(lambda gate, up: gate * numpy_sigmoid(gate)[0] * up))
-    gated.kernel("cpu")(run)
-    gated.kernel("torch")(run_with_torch)
-    gated.kernel("cuda")(triton.late("elementwise", gated.name))
+    gated.kernel("cpu")(run_cpu)
+    gated.kernel("torch")(run_torch)
+    gated.kernel("cuda")(triton.lazy_kernel("elementwise", gated.name))
     gated.samples(samples)
-    gated.cost(elementwise())
+    gated.cost(elementwise_cost())
 
 
-def _declare_back(back, gelu, numpy_sigmoid, torch_activation, torch_back):
+def _declare_gated_back(gated_back, gelu, numpy_sigmoid, torch_activation, torch_back):
     """Those of its gradient."""
 
-    def in_numpy(out, dy, gate, up):
-        s, by = numpy_sigmoid(gate)
-        grads = dy * up * s * (1 + by * (1 - s)), dy * gate * s
-        for d, value in zip(out, grads, strict=True):
-            d[...] = value
+    def run_numpy(out, dy, gate, up):
+        s, gate_slope = numpy_sigmoid(gate)
+        grads = dy * up * s * (1 + gate_slope * (1 - s)), dy * gate * s
+        for d, grad in zip(out, grads, strict=True):
+            d[...] = grad
 
-    def run(out, *inputs):
-        kernels.elementwise.gated_back(gelu, *map(flat, (*out, *inputs)))
+    def run_cpu(out, *inputs):
+        kernels.elementwise.gated_back(gelu, *map(flatten, (*out, *inputs)))
 
-    def run_with_torch(out, dy, gate, up):
+    def run_torch(out, dy, gate, up):
         dup = dy * torch_activation(gate)
         torch_back(out[0], dy * up, gate)
         out[1].copy_(dup)
 
     def samples():
         for n in (1, 15, 65, 40_000):
-            yield back(*(input(name, (n,)) for name in ("dy", "gate", "up")))[0]
+            yield gated_back(*(input(name, (n,)) for name in ("dy", "gate", "up")))[0]
 
-    back.kernel("numpy")(in_numpy)
-    back.kernel("cpu")(run)
-    back.kernel("torch")(run_with_torch)
-    back.kernel("cuda")(triton.late("elementwise", back.name))
-    back.samples(samples)
-    back.cost(elementwise(1.3))
+    gated_back.kernel("numpy")(run_numpy)
+    gated_back.kernel("cpu")(run_cpu)
+    gated_back.kernel("torch")(run_torch)
+    gated_back.kernel("cuda")(triton.lazy_kernel("elementwise", gated_back.name))
+    gated_back.samples(samples)
+    gated_back.cost(elementwise_cost(1.3))
 
 
 swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
 geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
-_declare(swiglu, False, _silu, _silu_torch)
-_declare(geglu, True, _gelu, _gelu_torch)
-_declare_back(swiglu_back, False, _silu, _silu_torch, _silu_back_torch)
-_declare_back(geglu_back, True, _gelu, _gelu_torch, _gelu_back_torch)
+_declare_gated(swiglu, False, _silu_terms, _silu_torch)
+_declare_gated(geglu, True, _gelu_terms, _gelu_torch)
+_declare_gated_back(swiglu_back, False, _silu_terms, _silu_torch, _silu_back_torch)
+_declare_gated_back(geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
         x    (...)  f32
         key  (2,)   i64   seed and step
     """
-    want(key.spec == Spec((2,), i64), f"key is {key.spec}; it must be i64[2]: seed and step")
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    want(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
+    require(key.spec == Spec((2,), i64), f"key is {key.spec}; it must be i64[2]: seed and step")
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
     return x.spec
 
 
@@ -154,25 +154,25 @@ dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=st
 
 @dropout.kernel("numpy")
 def dropout_numpy(y, x, key, *, p, stream):
-    uniform = uniform_numpy(int(key[0]), int(key[1]), stream, x.size).reshape(x.shape)
-    y[...] = np.where(uniform >= np.float32(p), x * x.dtype.type(1 / (1 - p)), 0)
+    uniform_values = uniform_numpy(int(key[0]), int(key[1]), stream, x.size).reshape(x.shape)
+    y[...] = np.where(uniform_values >= np.float32(p), x * x.dtype.type(1 / (1 - p)), 0)
 
 
 @dropout.kernel("cpu")
 def dropout_cpu(y, x, key, *, p, stream):
-    kernels.elementwise.dropout(flat(y), flat(x), int(key[0]), int(key[1]), stream, p)
+    kernels.elementwise.dropout(flatten(y), flatten(x), int(key[0]), int(key[1]), stream, p)
 
 
 @dropout.kernel("torch")
 def dropout_torch(y, x, key, *, p, stream):
-    mixed, y, x = key_of(key, stream), y.view(-1), x.view(-1)
-    for start, end in spans(len(x), CHUNK, x):
-        left_out = uniform(mixed, start, end) < float(np.float32(p))
-        torch.mul(x[start:end], 1 / (1 - p), out=y[start:end])
-        y[start:end].masked_fill_(left_out, 0)
+    mixed_key, y, x = key_of(key, stream), y.view(-1), x.view(-1)
+    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
+        is_dropped = uniform(mixed_key, chunk_start, chunk_end) < float(np.float32(p))
+        torch.mul(x[chunk_start:chunk_end], 1 / (1 - p), out=y[chunk_start:chunk_end])
+        y[chunk_start:chunk_end].masked_fill_(is_dropped, 0)
 
 
-dropout.cost(elementwise())  # a random number takes as long as an exp
+dropout.cost(elementwise_cost())  # a random number takes as long as an exp
 
 
 @dropout.samples

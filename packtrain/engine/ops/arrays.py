@@ -9,7 +9,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.dtypes import PRECISIONS, dtype_of
-from packtrain.engine.tensor import GraphError, Spec, Tensor, refusal, want
+from packtrain.engine.tensor import GraphError, Spec, Tensor, refusal, require
 from packtrain.kernels import quantized_arrays
 
 ABSENT = np.empty(0, np.float32)
@@ -18,24 +18,24 @@ ABSENT_IDS = np.empty(0, np.int32)
 
 def rows(x):
     """x (..., C) as (N, C), without a copy."""
-    return x if x.ndim == 2 else table(x, x.ndim - 1)
+    return x if x.ndim == 2 else as_matrix(x, x.ndim - 1)
 
 
-def table(x, axes):
-    """x with its first `axes` axes as rows and the others as columns; sizes may be zero."""
-    return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
+def as_matrix(x, num_row_axes):
+    """x with its first `num_row_axes` axes as rows and the others as columns; sizes may be zero."""
+    return x.reshape(math.prod(x.shape[:num_row_axes]), math.prod(x.shape[num_row_axes:]))
 
 
 def rows_or_absent(x):
     return ABSENT.reshape(0, 0) if x is None else rows(x)
 
 
-def flat(x):
+def flatten(x):
     return x.reshape(-1)
 
 
-def flat_or_absent(x, absent=ABSENT):
-    return absent if x is None else x.reshape(-1)
+def flatten_or_absent(x, default_array=ABSENT):
+    return default_array if x is None else x.reshape(-1)
 
 
 def floats(w):
@@ -43,8 +43,8 @@ def floats(w):
     return w if w.dtype in (np.float32, np.float64) else quantized_arrays.dequantize(w)
 
 
-def want_precision(precision):
-    want(
+def check_precision(precision):
+    require(
         precision in PRECISIONS,
         f"precision is {precision}; it must be one of {', '.join(PRECISIONS)}",
     )
@@ -52,10 +52,10 @@ def want_precision(precision):
 
 def times(a, b, precision):
     """a @ b with factors of this precision."""
-    return sum(x @ y for x, y in factors(a, b, precision, rounded))
+    return sum(x @ y for x, y in factor_pairs(a, b, precision, round_to_bf16))
 
 
-def factors(a, b, precision, rounded):
+def factor_pairs(a, b, precision, rounded):
     """Pairs whose products are summed; see `rounded`."""
     if precision == "f32":
         return ((a, b),)
@@ -65,16 +65,16 @@ def factors(a, b, precision, rounded):
     return (high, rounded(b - rounded_b)), (rounded(a - high), rounded_b), (high, rounded_b)
 
 
-def rounded(x):
+def round_to_bf16(x):
     """f32 rounded to bf16, to even, and back; f64 stays."""
     if x.dtype != np.float32:
         return x
     bits = np.ascontiguousarray(x).view(np.uint32)
-    up = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    return np.where(np.isnan(x), x, (up & np.uint32(0xFFFF0000)).view(np.float32))
+    rounded_bits = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.where(np.isnan(x), x, (rounded_bits & np.uint32(0xFFFF0000)).view(np.float32))
 
 
-def half(precision):
+def num_bf16_terms(precision):
     """How many bf16 a factor of a product becomes, 0 for none, as kernels take it."""
     if precision == "bf16" and not kernels.panels.HALF:
         raise InputError("precision bf16: this CPU has no AVX512_BF16; use precision f32")
@@ -93,53 +93,53 @@ def packed(w):
 def assigned(function):
     """A kernel that assigns what the function gives."""
 
-    def run(y, *args, **attrs):
+    def run_kernel(y, *args, **attrs):
         y[...] = function(*args, **attrs)
 
-    return run
+    return run_kernel
 
 
-def again(function, *args, check=None):
+def run_replayable(function, *args, check=None):
     """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay.
 
     check  is given what the function returns, which is negative where all is well
     """
     call = unchecked_call = partial(function, *args)
     if check is not None:
-        call = partial(_checked, check, unchecked_call)
-        call.plain = unchecked_call
+        call = partial(_run_checked, check, unchecked_call)
+        call.unchecked = unchecked_call
     call()
     return call
 
 
-def _checked(check, call):
+def _run_checked(check, call):
     check(call())
 
 
-def integers_of(x: Tensor, planes: int) -> Spec:
+def integers_of(x: Tensor, num_planes: int) -> Spec:
     """What x (..., K) takes as integers, as `kernels.dot_tile` has them: 128 of them by planes, and 3 * 16 values."""
     k = x.shape[-1]
-    return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * planes + 48),))
+    return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * num_planes + 48),))
 
 
-def start_with(y, acc):
+def copy_acc(y, acc):
     """Copy acc to y, unless there is none or they share their bytes; whether nothing was copied."""
     if acc is None:
         return True
     # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
     # doubled when full, in the middle of a run
-    in_place = y.ctypes.data == acc.ctypes.data
-    if not in_place:
+    is_in_place = y.ctypes.data == acc.ctypes.data
+    if not is_in_place:
         np.copyto(y, acc)
-    return in_place
+    return is_in_place
 
 
-def noise(name: str) -> int:
+def noise_stream(name: str) -> int:
     """The stream of random numbers of this tensor, for LoRA dropout or stochastic rounding."""
     return zlib.crc32(name.encode())
 
 
-def demand(function: str, holds: bool, fact: str, *inputs: Tensor) -> None:
+def demand(function_name: str, condition: bool, message: str, *inputs: Tensor) -> None:
     """State a requirement of a function that is composed of ops, as `want` does in a shape rule."""
-    if not holds:
-        raise GraphError(refusal(function, fact, inputs))
+    if not condition:
+        raise GraphError(refusal(function_name, message, inputs))

@@ -6,39 +6,39 @@ from packtrain import kernels
 from packtrain.dtypes import f16, f32, i32
 from packtrain.engine.backends import triton
 from packtrain.engine.ops import torch_attention
-from packtrain.engine.ops.arrays import ABSENT_IDS, flat_or_absent
-from packtrain.engine.ops.costs import Cost, attended, queries
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent
+from packtrain.engine.ops.costs import Cost, num_attended_pairs, queries_per_block
 from packtrain.engine.ops.elementwise import exp, mul, neg, sub
 from packtrain.engine.ops.reduce import sum_rows, sum_to
 from packtrain.engine.ops.shape import cont, permute, reshape
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
-FEW_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
+MIN_KV_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
 
 
-def _want_heads(q, k, v):
+def _check_heads(q, k, v):
     """Batch, queries, query heads and keys."""
-    want(
+    require(
         len(q.shape) == 4 and len(k.shape) == 4,
         f"q is {q.spec} and k is {k.spec}; both need four axes",
     )
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    want(
+    require(
         q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16),
         f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16",
     )
     fits = k.shape == (b, s, kv, d) == v.shape
-    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
-    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    require(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
+    require(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
     return b, t, h, s
 
 
-def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
-    want(
+def _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
+    require(
         (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
         "q and k need both or none",
     )
-    want(
+    require(
         q_pos is not None or t == s,
         f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal",
     )
@@ -48,11 +48,11 @@ def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
         ("q_seq", q_seq, t),
         ("k_seq", k_seq, s),
     ):
-        want(
+        require(
             ids is None or ids.spec == Spec((b, n), i32),
             f"{name} is {ids and ids.spec}; it must be i32[{b}, {n}]",
         )
-    want(
+    require(
         length is None or length.spec == Spec((1,), i32),
         f"length is {length and length.spec}; it must be i32[1]",
     )
@@ -90,10 +90,10 @@ def attention(
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
     """
-    b, t, h, s = _want_heads(q, k, v)
-    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
-    _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
-    want(
+    b, t, h, s = _check_heads(q, k, v)
+    require(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
+    _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
+    require(
         sinks is None or sinks.spec == Spec((h,)),
         f"sinks is {sinks and sinks.spec}; it must be f32[{h}]",
     )
@@ -101,10 +101,10 @@ def attention(
 
 
 @attention.vjp
-def attention_vjp(dy, y, q, k, v, *where, **rule):
-    want(dy[1] is None, "the log-sum-exp has no gradient here")
-    *places, sinks = where
-    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *places, **rule)
+def attention_vjp(dy, y, q, k, v, *mask_inputs, **attrs):
+    require(dy[1] is None, "the log-sum-exp has no gradient here")
+    *positions, sinks = mask_inputs
+    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *positions, **attrs)
     dsinks = None if sinks is None else _sinks_back(dy[0], y[0], y[1], sinks)
     return dq, dk, dv, None, None, None, None, None, dsinks
 
@@ -113,8 +113,8 @@ def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries."""
     b, h, t = lse.shape
     dy_dot_y = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
-    share = exp(sub(reshape(sinks, shape=(h, 1)), lse))
-    grads = mul(share, cont(permute(dy_dot_y, axes=(0, 2, 1))))
+    sink_probability = exp(sub(reshape(sinks, shape=(h, 1)), lse))
+    grads = mul(sink_probability, cont(permute(dy_dot_y, axes=(0, 2, 1))))
     return neg(reshape(sum_to(grads, shape=(h, 1)), shape=(h,)))
 
 
@@ -125,13 +125,13 @@ def reach(q_pos, window):
     return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
 
 
-def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
+def _hidden_mask(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     (b, t), s = q.shape[:2], k.shape[1]
-    at_q = np.arange(t)[None] if q_pos is None else q_pos
-    at_k = np.arange(s)[None] if k_pos is None else k_pos
-    since = at_q[:, :, None].astype(np.int64) - at_k[:, None, :]
+    q_positions = np.arange(t)[None] if q_pos is None else q_pos
+    k_positions = np.arange(s)[None] if k_pos is None else k_pos
+    distance = q_positions[:, :, None].astype(np.int64) - k_positions[:, None, :]
     hidden = np.broadcast_to(
-        (since < 0) | (since >= reach(at_q, window)[..., None]), (b, t, s)
+        (distance < 0) | (distance >= reach(q_positions, window)[..., None]), (b, t, s)
     ).copy()
     if q_seq is not None:
         hidden |= k_seq[:, None, :] != q_seq[:, :, None]
@@ -145,49 +145,49 @@ def _probabilities(q, k, positions, sinks, scale, window, softcap):
 
     P is 0 for a query without keys, and lse without a sink.
     """
-    wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
-    z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
+    k_by_head = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
+    z, slope = scale * q.swapaxes(1, 2) @ k_by_head.swapaxes(2, 3), 1
     if softcap:
         capped = np.tanh(z / softcap)
         z, slope = softcap * capped, 1 - capped**2
-    z = np.where(_hidden(q, k, *positions, window), -np.inf, z)
+    z = np.where(_hidden_mask(q, k, *positions, window), -np.inf, z)
     sink = -np.inf if sinks is None else sinks[:, None, None]
-    top = np.maximum(z.max(-1, keepdims=True), sink)
-    top = np.where(np.isinf(top), 0, top)
-    e = np.exp(z - top)
-    total = e.sum(-1, keepdims=True) + np.exp(sink - top)
-    total = np.where(total == 0, 1, total)
-    return e / total, (np.log(total) + top)[..., 0], wide, slope
+    max_score = np.maximum(z.max(-1, keepdims=True), sink)
+    max_score = np.where(np.isinf(max_score), 0, max_score)
+    e = np.exp(z - max_score)
+    denominator = e.sum(-1, keepdims=True) + np.exp(sink - max_score)
+    denominator = np.where(denominator == 0, 1, denominator)
+    return e / denominator, (np.log(denominator) + max_score)[..., 0], k_by_head, slope
 
 
 @attention.kernel("numpy")
-def attention_numpy(out, q, k, v, *where, **rule):
+def attention_numpy(out, q, k, v, *mask_inputs, **attrs):
     y, lse = out
-    *places, sinks = where
-    p, lse[...], *_ = _probabilities(q, k, places, sinks, **rule)
-    wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
-    y[...] = (p @ wide).swapaxes(1, 2)
+    *positions, sinks = mask_inputs
+    p, lse[...], *_ = _probabilities(q, k, positions, sinks, **attrs)
+    v_by_head = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
+    y[...] = (p @ v_by_head).swapaxes(1, 2)
 
 
-def _where(q_pos, k_pos, q_seq, k_seq, length):
+def _position_arrays(q_pos, k_pos, q_seq, k_seq, length):
     absent = ABSENT_IDS.reshape(0, 0)
     ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
-    return (*ids, flat_or_absent(length, ABSENT_IDS))
+    return (*ids, flatten_or_absent(length, ABSENT_IDS))
 
 
 @attention.kernel("cpu")
-def attention_cpu(out, q, k, v, *where, scale, window, softcap):
+def attention_cpu(out, q, k, v, *mask_inputs, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
-    *places, sinks = where
-    args = *_where(*places), flat_or_absent(sinks), scale, window, softcap
+    *positions, sinks = mask_inputs
+    args = *_position_arrays(*positions), flatten_or_absent(sinks), scale, window, softcap
     kernels.attention.attention(*out, q, keys, values, *args)
 
 
 attention.kernel("torch")(torch_attention.attention)
-attention.kernel("cuda")(triton.late("attention", "attention"))
+attention.kernel("cuda")(triton.lazy_kernel("attention", "attention"))
 
 
-def _samples():
+def _sample_inputs():
     def qkv(b, t, h, s, kv, d):
         return input("q", (b, t, h, d)), input("k", (b, s, kv, d)), input("v", (b, s, kv, d))
 
@@ -204,11 +204,11 @@ def _samples():
     yield qkv(1, 90, 2, 90, 2, 40), (), {"softcap": 0.7}
     pos = constant("pos", np.tile([0, 1, 2, 0, 1, 2, 3, 0], (2, 1)), i32)
     seq = constant("seq", np.tile([0, 0, 0, 1, 1, 1, 1, 2], (2, 1)), i32)
-    for rule in ({}, {"window": 2}, {"window": -3}, {"window": 3, "softcap": 2.0}):
-        yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq), rule
+    for attrs in ({}, {"window": 2}, {"window": -3}, {"window": 3, "softcap": 2.0}):
+        yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq), attrs
     cells = np.arange(70)
     cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)
-    for q_pos, q_seq, rule in (
+    for q_pos, q_seq, attrs in (
         ([[20]], [[1]], {}),
         ([[20]], [[1]], {"window": 7, "softcap": 1.0}),
         ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {}),
@@ -217,24 +217,24 @@ def _samples():
     ):
         t = len(q_pos[0])
         ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
-        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), rule
+        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), attrs
 
 
 @attention.cost
-def attention_cost(out, q, k, v, *where, scale, window, softcap):
-    (b, t, h, d), pairs = q.shape, attended(q, k, window)
-    work = {"attend": 2 * d * pairs, "score": pairs}
-    return Cost(work, tasks=b * h * -(-t // queries(d)), masked=True)
+def attention_cost(out, q, k, v, *mask_inputs, scale, window, softcap):
+    (b, t, h, d), num_pairs = q.shape, num_attended_pairs(q, k, window)
+    work = {"attend": 2 * d * num_pairs, "score": num_pairs}
+    return Cost(work, num_tasks=b * h * -(-t // queries_per_block(d)), is_causal=True)
 
 
 @attention.samples
 def attention_samples():
-    for qkv, positions, rule in _samples():
-        yield attention(*qkv, *positions, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
+    for qkv, positions, attrs in _sample_inputs():
+        yield attention(*qkv, *positions, scale=qkv[0].shape[-1] ** -0.5, **attrs)[0]
         sinks = input("sinks", qkv[0].shape[2:3])
         scale = qkv[0].shape[-1] ** -0.5
-        places = (*positions, *(None,) * (5 - len(positions)))
-        yield attention(*qkv, *places, sinks, scale=scale, **rule)[0]
+        padded_positions = (*positions, *(None,) * (5 - len(positions)))
+        yield attention(*qkv, *padded_positions, sinks, scale=scale, **attrs)[0]
 
 
 # dq may overwrite y, which is read first; dy and q are read until a block is done
@@ -262,54 +262,56 @@ def attention_back(
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention, whose lse includes sinks.
     ggml_flash_attn_back.
     """
-    want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
-    want(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
+    require(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
+    require(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
     return q.spec, k.spec, v.spec
 
 
 @attention_back.kernel("numpy")
-def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
-    p, lse_without_sinks, wide_k, slope = _probabilities(q, k, where, None, scale, **rule)
+def attention_back_numpy(out, dy, y, lse, q, k, v, *mask_inputs, scale, **attrs):
+    p, lse_without_sinks, wide_k, slope = _probabilities(q, k, mask_inputs, None, scale, **attrs)
     p = p * np.exp(lse_without_sinks - lse)[..., None]  # with a sink, they add up to less than 1
-    group = q.shape[2] // k.shape[2]
-    wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
+    group_size = q.shape[2] // k.shape[2]
+    wide_v = np.repeat(v, group_size, axis=2).swapaxes(1, 2)
     dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)
     ds = scale * slope * p * (dy @ wide_v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True))
-    wide = ds @ wide_k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
-    for d, value, heads in zip(out, wide, (1, group, group), strict=True):
-        b, h, t, width = value.shape
-        d[...] = value.reshape(b, h // heads, heads, t, width).sum(2).swapaxes(1, 2)
+    grads_by_head = ds @ wide_k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
+    for d, grad, heads in zip(out, grads_by_head, (1, group_size, group_size), strict=True):
+        b, h, t, width = grad.shape
+        d[...] = grad.reshape(b, h // heads, heads, t, width).sum(2).swapaxes(1, 2)
 
 
 @attention_back.workspace("cpu")
-def attention_back_work(dy, y, lse, q, k, *others, **rule):
+def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
     """With few kv heads in all, dk and dv of each query head, so that there are tasks enough."""
     (b, s, heads, d), q_heads = k.shape, q.shape[2]
-    few_heads = b * heads < FEW_HEADS and q_heads > heads
-    return (Spec((b, s, q_heads, d)),) * 2 if few_heads else ()
+    use_query_heads = b * heads < MIN_KV_HEADS and q_heads > heads
+    return (Spec((b, s, q_heads, d)),) * 2 if use_query_heads else ()
 
 
 @attention_back.kernel("cpu")
-def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap, work=()):
-    rule, outs = (scale, window, softcap), (*out, *(work or out[1:]))
-    kernels.attention_back.attention_back(outs, dy, y, lse, q, k, v, *_where(*where), *rule)
+def attention_back_cpu(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, softcap, work=()):
+    score_attrs, out_arrays = (scale, window, softcap), (*out, *(work or out[1:]))
+    kernels.attention_back.attention_back(
+        out_arrays, dy, y, lse, q, k, v, *_position_arrays(*mask_inputs), *score_attrs
+    )
 
 
 attention_back.kernel("torch")(torch_attention.attention_back)
-attention_back.kernel("cuda")(triton.late("attention_back", "attention_back"))
+attention_back.kernel("cuda")(triton.lazy_kernel("attention_back", "attention_back"))
 
 
 @attention_back.cost
-def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
-    pairs = attended(q, k, window)
-    work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
-    heads = q if attention_back_work(dy, y, lse, q, k) else k
-    return Cost(work, tasks=heads.shape[0] * heads.shape[2], masked=True)
+def attention_back_cost(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, softcap):
+    num_pairs = num_attended_pairs(q, k, window)
+    work = {"attend back": 5 * q.shape[-1] * num_pairs, "score back": num_pairs}
+    task_heads = q if attention_back_workspace(dy, y, lse, q, k) else k
+    return Cost(work, num_tasks=task_heads.shape[0] * task_heads.shape[2], is_causal=True)
 
 
 @attention_back.samples
 def attention_back_samples():
-    for (q, k, v), positions, attrs in _samples():
-        rule = {"scale": q.shape[-1] ** -0.5, **attrs}
-        y, lse = attention(q, k, v, *positions, **rule)
-        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *positions, **rule)
+    for (q, k, v), positions, attrs in _sample_inputs():
+        all_attrs = {"scale": q.shape[-1] ** -0.5, **attrs}
+        y, lse = attention(q, k, v, *positions, **all_attrs)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *positions, **all_attrs)

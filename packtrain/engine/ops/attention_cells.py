@@ -7,24 +7,27 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
 from packtrain.engine.ops import torch_attention
-from packtrain.engine.ops.arrays import again, flat_or_absent, floats
+from packtrain.engine.ops.arrays import flatten_or_absent, floats, run_replayable
 from packtrain.engine.ops.attention import reach
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
-CACHED = f32, f16, BLOCK_TYPES["q8_0"]
+CACHE_DTYPES = f32, f16, BLOCK_TYPES["q8_0"]
 
 
-def _want_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+def _check_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
-    want(
+    require(
         len(q.shape) == len(k.shape) == 3 and q.dtype == f32, f"{fact}; all need three axes, q f32"
     )
-    want(k.spec == v.spec and k.dtype in CACHED, f"{fact}; k and v must be equal: f32, f16 or q8_0")
-    fits = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
-    want(fits, f"{fact}; heads must be equally wide, and those of k divide those of q")
+    require(
+        k.spec == v.spec and k.dtype in CACHE_DTYPES,
+        f"{fact}; k and v must be equal: f32, f16 or q8_0",
+    )
+    is_valid = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
+    require(is_valid, f"{fact}; heads must be equally wide, and those of k divide those of q")
     heads = Spec(q.shape[1:2])
-    want(
+    require(
         sinks is None or sinks.spec == heads, f"sinks is {sinks and sinks.spec}; it must be {heads}"
     )
 
@@ -48,14 +51,14 @@ def attention_cells(
         k_pos         (S,)       i32; of cells
         sinks         (H,)       f32; exp of it is added to the denominator of each softmax of the head
     """
-    _want_cells(q, k, v, sinks)
+    _check_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
     shapes = {"q_pos": (t,), "q_row": (t,), "order": (rows, s), "counts": (rows,), "k_pos": (s,)}
-    indices = q_pos, q_row, order, counts, k_pos
-    for (name, shape), ids in zip(shapes.items(), indices, strict=True):
-        fits = Spec(shape, i32)
-        want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
-    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
+    index_inputs = q_pos, q_row, order, counts, k_pos
+    for (name, shape), ids in zip(shapes.items(), index_inputs, strict=True):
+        required_spec = Spec(shape, i32)
+        require(ids.spec == required_spec, f"{name} is {ids.spec}; it must be {required_spec}")
+    require(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
     return q.spec
 
 
@@ -64,45 +67,45 @@ def attention_cells_numpy(
     y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap
 ):
     sink = -1e30 if sinks is None else sinks[:, None]
-    k, v, sharing = floats(k), floats(v), q.shape[1] // k.shape[1]
+    k, v, group_size = floats(k), floats(v), q.shape[1] // k.shape[1]
     for i, (position, row) in enumerate(zip(q_pos, q_row, strict=True)):
         cells = order[row, : counts[row]]
-        since = position - k_pos[cells]
-        cells = cells[(since >= 0) & (since < reach(position, window))]
-        keys, values = (np.repeat(x[cells], sharing, axis=1) for x in (k, v))
+        distance = position - k_pos[cells]
+        cells = cells[(distance >= 0) & (distance < reach(position, window))]
+        keys, values = (np.repeat(x[cells], group_size, axis=1) for x in (k, v))
         z = scale * np.einsum("hd,shd->hs", q[i], keys)
         z = softcap * np.tanh(z / softcap) if softcap else z
-        top = np.maximum(z.max(-1, keepdims=True, initial=-1e30), sink)
-        e = np.exp(z - top)
-        total = e.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sink - top))
-        y[i] = np.einsum("hs,shd->hd", e, values) / np.where(total == 0, 1, total)
+        max_score = np.maximum(z.max(-1, keepdims=True, initial=-1e30), sink)
+        e = np.exp(z - max_score)
+        denominator = e.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sink - max_score))
+        y[i] = np.einsum("hs,shd->hd", e, values) / np.where(denominator == 0, 1, denominator)
 
 
 @attention_cells.kernel("cpu")
-def attention_cells_cpu(y, q, k, v, *where, scale, window, softcap):
+def attention_cells_cpu(y, q, k, v, *mask_inputs, scale, window, softcap):
     keys, values = (x.view(np.uint8).reshape(*x.shape[:2], -1) for x in (k, v))
-    *places, sinks = where
-    args = y, q, keys, values, *places, flat_or_absent(sinks), scale, window, softcap
-    return again(kernels.attention_cells.attention, *args)
+    *positions, sinks = mask_inputs
+    args = y, q, keys, values, *positions, flatten_or_absent(sinks), scale, window, softcap
+    return run_replayable(kernels.attention_cells.attention, *args)
 
 
 attention_cells.kernel("torch")(torch_attention.attention_cells)
 
 
 @attention_cells.cost
-def attention_cells_cost(y, q, k, v, *where, scale, window, softcap):
-    pairs = math.prod(q.shape[:2]) * k.shape[0]  # its fill is not known
-    return Cost({"attend": 2 * q.shape[2] * pairs, "score": pairs}, masked=True)
+def attention_cells_cost(y, q, k, v, *mask_inputs, scale, window, softcap):
+    num_pairs = math.prod(q.shape[:2]) * k.shape[0]  # its fill is not known
+    return Cost({"attend": 2 * q.shape[2] * num_pairs, "score": num_pairs}, is_causal=True)
 
 
 def _sample_cells(random):
     """Cells here and there of a text, of one that begins like it, of a short one, and of none."""
-    first = random.permutation(150).astype(np.int32)
-    order = np.stack((first, np.roll(first, 50), np.roll(first, 100), first))
-    pos = np.argsort(first)
-    order[1, :70] = first[np.r_[:30, 100:140]]
-    rows = constant("order", order, i32), constant("counts", [140, 70, 3, 0], i32)
-    return *rows, constant("k_pos", pos, i32)
+    cell_order = random.permutation(150).astype(np.int32)
+    order = np.stack((cell_order, np.roll(cell_order, 50), np.roll(cell_order, 100), cell_order))
+    positions = np.argsort(cell_order)
+    order[1, :70] = cell_order[np.r_[:30, 100:140]]
+    row_inputs = constant("order", order, i32), constant("counts", [140, 70, 3, 0], i32)
+    return *row_inputs, constant("k_pos", positions, i32)
 
 
 @attention_cells.samples
@@ -117,8 +120,8 @@ def attention_cells_samples():
         (90, 2, 2, 64),
     ):
         k, v = (input(name, (150, kv, d)) for name in "kv")
-        at, row = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
-        ids = constant("q_pos", at, i32), constant("q_row", row, i32), *cell_args
+        at, query_rows = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
+        ids = constant("q_pos", at, i32), constant("q_row", query_rows, i32), *cell_args
         for attrs in ({}, {"window": 40, "softcap": 1.5}, {"window": -40}):
             q = input("q", (t, h, d))
             yield attention_cells(q, k, v, *ids, scale=d**-0.5, **attrs)

@@ -8,9 +8,9 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32, f64, i32, i64
 from packtrain.engine.ops import torch_choosing
-from packtrain.engine.ops.arrays import again, flat, rows
+from packtrain.engine.ops.arrays import flatten, rows, run_replayable
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 @op()
@@ -23,27 +23,27 @@ def candidates(x: Tensor, *, k: int) -> tuple[Spec, ...]:
     ids     (..., k)  i32
     values  (..., k)  f32
     """
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32[..., V]")
-    want(0 < k <= x.shape[-1], f"k is {k}; it must be 1 to {x.shape[-1]}, the last axis of x")
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32[..., V]")
+    require(0 < k <= x.shape[-1], f"k is {k}; it must be 1 to {x.shape[-1]}, the last axis of x")
     shape = (*x.shape[:-1], k)
     return Spec(shape, i32), Spec(shape)
 
 
 @candidates.kernel("numpy")
 def candidates_numpy(out, x, *, k):
-    ids, values = out
+    ids, top_values = out
     x = np.where(np.isfinite(x), x, np.inf)
     ids[...] = np.argsort(-x, axis=-1, kind="stable")[..., :k]
-    values[...] = np.take_along_axis(x, ids, -1)
+    top_values[...] = np.take_along_axis(x, ids, -1)
 
 
 @candidates.kernel("cpu")
 def candidates_cpu(out, x, *, k):
-    return again(kernels.choosing.candidates, rows(out[0]), rows(out[1]), rows(x))
+    return run_replayable(kernels.choosing.candidates, rows(out[0]), rows(out[1]), rows(x))
 
 
 candidates.kernel("torch")(torch_choosing.candidates)
-candidates.cost(lambda out, x, *, k: Cost(tasks=max(x.spec.size // x.shape[-1], 1)))
+candidates.cost(lambda out, x, *, k: Cost(num_tasks=max(x.spec.size // x.shape[-1], 1)))
 
 
 @candidates.samples
@@ -71,7 +71,7 @@ def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
     fits = ids.spec == Spec(x.shape, i32) and x.dtype == f32 and n > 0 and x.shape[1] > 0
     fits = fits and numbers.spec == Spec((n, 3), f64) and counts.spec == Spec((n, 3), i64)
     specs = ", ".join(f"{t.spec}" for t in (ids, x, numbers, counts))
-    want(fits, f"the inputs are {specs}; i32[N, k], f32[N, k], f64[N, 3], i64[N, 3] are needed")
+    require(fits, f"the inputs are {specs}; i32[N, k], f32[N, k], f64[N, 3], i64[N, 3] are needed")
     return Spec((n,), i32)
 
 
@@ -88,15 +88,17 @@ def draw_numpy(y, ids, x, numbers, counts):
             logits = logits[: np.searchsorted(np.cumsum(e / np.cumsum(e)[-1]), top_p) + 1]
         logits = logits[logits >= (min(np.log(min_p), 0) if min_p > 0 else -np.inf)]
         with np.errstate(over="ignore"):
-            total = np.cumsum(np.exp(logits / temp)) if temp > 0 else np.ones(1)
+            cumulative_weights = np.cumsum(np.exp(logits / temp)) if temp > 0 else np.ones(1)
         u = np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
-        at = np.searchsorted(total, u * total[-1], side="right")
-        y[row] = ids[row, min(at, len(total) - 1)]
+        choice = np.searchsorted(cumulative_weights, u * cumulative_weights[-1], side="right")
+        y[row] = ids[row, min(choice, len(cumulative_weights) - 1)]
 
 
 @draw.kernel("cpu")
 def draw_cpu(y, ids, x, numbers, counts):
-    return again(kernels.choosing.draw, flat(y), rows(ids), rows(x), rows(numbers), rows(counts))
+    return run_replayable(
+        kernels.choosing.draw, flatten(y), rows(ids), rows(x), rows(numbers), rows(counts)
+    )
 
 
 draw.kernel("torch")(torch_choosing.draw)
@@ -109,5 +111,5 @@ def draw_samples():
         ids = (np.arange(n)[:, None] * 7 + np.arange(k)) % 1000
         numbers = np.array([[0.8, 0.95, 0.05], [1.5, 1.0, 0.0], [0.0, 0.5, 0.1]])[np.arange(n) % 3]
         counts = np.stack([np.arange(n) % 9, np.arange(n) * 2**55, np.arange(n) ** 3], 1)
-        rest = constant("numbers", numbers, f64), constant("counts", counts, i64)
-        yield draw(constant("ids", ids, i32), constant("x", x), *rest)
+        setting_inputs = constant("numbers", numbers, f64), constant("counts", counts, i64)
+        yield draw(constant("ids", ids, i32), constant("x", x), *setting_inputs)

@@ -8,7 +8,7 @@ from packtrain.dtypes import i32
 from packtrain.engine.ops.arrays import demand
 from packtrain.engine.ops.attention import attention
 from packtrain.engine.ops.elementwise import add, div, mul, scale, sqr, sqrt, sub
-from packtrain.engine.ops.elementwise import scale as scaled
+from packtrain.engine.ops.elementwise import scale as scale_by
 from packtrain.engine.ops.norm import norm
 from packtrain.engine.ops.reduce import broadcast_to, sum, sum_rows
 from packtrain.engine.ops.shape import concat, cont, narrow, reshape
@@ -32,11 +32,11 @@ def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
 
     x (N, C, ...) f32, C a multiple of groups
     """
-    fits = len(x.shape) > 1 <= groups and x.shape[1] % groups == 0
-    fact = f"x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
-    demand("group_norm", fits, fact, x)
-    width = x.spec.size // max(x.shape[0] * groups, 1)
-    y = norm(reshape(x, shape=(x.shape[0], groups, width)), eps=eps)
+    is_valid = len(x.shape) > 1 <= groups and x.shape[1] % groups == 0
+    message = f"x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
+    demand("group_norm", is_valid, message, x)
+    group_width = x.spec.size // max(x.shape[0] * groups, 1)
+    y = norm(reshape(x, shape=(x.shape[0], groups, group_width)), eps=eps)
     return reshape(y, shape=x.shape)
 
 
@@ -47,23 +47,23 @@ def l2_norm(x: Tensor, *, eps: float) -> Tensor:
 
 def upscale(x: Tensor, *, factor: int) -> Tensor:
     """Each element of the last two axes `factor` times in both: x (..., H, W). ggml_upscale, ggml_interpolate."""
-    fact = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
-    demand("upscale", len(x.shape) > 1 <= factor, fact, x)
-    *lead, h, w = x.shape
+    message = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
+    demand("upscale", len(x.shape) > 1 <= factor, message, x)
+    *leading_shape, h, w = x.shape
     broadcast = broadcast_to(
-        reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor)
+        reshape(x, shape=(*leading_shape, h, 1, w, 1)), shape=(*leading_shape, h, factor, w, factor)
     )
-    return reshape(cont(broadcast), shape=(*lead, h * factor, w * factor))
+    return reshape(cont(broadcast), shape=(*leading_shape, h * factor, w * factor))
 
 
 def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Attention without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
     (b, t), s = q.shape[:2], k.shape[1]
-    places = (
+    positions = (
         constant("q_pos", np.full((b, t), s - 1), i32),
         constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
     )
-    return attention(q, k, v, *places, scale=scale)[0]
+    return attention(q, k, v, *positions, scale=scale)[0]
 
 
 def soft_max_sinks(
@@ -76,10 +76,10 @@ def soft_max_sinks(
     mask   broadcasts to x
     Attention sinks, arXiv 2309.17453; ggml_soft_max_add_sinks.
     """
-    fits = len(x.shape) == 4 and sinks.shape == x.shape[1:2]
-    fact = f"x is {x.spec} and sinks {sinks.spec}; they must be [B, H, T, S] and [H]"
-    demand("soft_max_sinks", fits, fact, x, sinks)
-    x = x if scale == 1 else scaled(x, by=scale)
+    is_valid = len(x.shape) == 4 and sinks.shape == x.shape[1:2]
+    message = f"x is {x.spec} and sinks {sinks.spec}; they must be [B, H, T, S] and [H]"
+    demand("soft_max_sinks", is_valid, message, x, sinks)
+    x = x if scale == 1 else scale_by(x, by=scale)
     x = x if mask is None else add(x, mask)
     column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
     y = soft_max(concat([x, column], axis=3))
@@ -95,8 +95,8 @@ def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
     """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
     demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
     nearest_power = 2 ** math.floor(math.log2(heads))
-    first, second = 2 ** (-largest / nearest_power), 2 ** (-largest / 2 / nearest_power)
+    base_slope, extra_slope = 2 ** (-largest / nearest_power), 2 ** (-largest / 2 / nearest_power)
     return [
-        first ** (h + 1) if h < nearest_power else second ** (2 * (h - nearest_power) + 1)
+        base_slope ** (h + 1) if h < nearest_power else extra_slope ** (2 * (h - nearest_power) + 1)
         for h in range(heads)
     ]

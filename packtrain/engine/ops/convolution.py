@@ -10,13 +10,16 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.ops import costs
-from packtrain.engine.ops.arrays import demand, flat
+from packtrain.engine.ops.arrays import demand, flatten
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.ops.windows import Pair, check, sizes_of, windows
-from packtrain.engine.tensor import Spec, Tensor, input, op, want
+from packtrain.engine.ops.windows import Pair, check, kernel_sizes, windows
+from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
-SHARES, MOST = 16, 1 << 22  # partial sums of the gradient of filters, and values of them
+SHARES, MAX_PARTIAL_VALUES = (
+    16,
+    1 << 22,
+)  # partial sums of the gradient of filters, and values of them
 
 
 def _counts(y, w):
@@ -24,12 +27,12 @@ def _counts(y, w):
     return len(y), w.shape[1], w.shape[0]
 
 
-def _work(y: Tensor, w: Tensor) -> costs.Cost:
-    n, o, *out = y.shape
-    return costs.product(o, n * math.prod(out), math.prod(w.shape[1:]))
+def _conv_cost(y: Tensor, w: Tensor) -> costs.Cost:
+    n, o, *out_shape = y.shape
+    return costs.f32_product_cost(o, n * math.prod(out_shape), math.prod(w.shape[1:]))
 
 
-def _cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+def _sample_cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
     """Images, filters and attributes: edges, steps, and more than a panel of channels or filters."""
     strided_attrs = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
     for image, filters, attrs in (
@@ -54,41 +57,41 @@ def conv_2d(
     y  (N, O, OH, OW)  f32, OH = (H + 2 padding - dilation (KH - 1) - 1) // stride + 1
     """
     fits = w.dtype == f32 and len(w.shape) == 4 and x.shape[1:2] == w.shape[1:2]
-    want(
+    require(
         fits, f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
     )
-    out = check(x.spec, w.shape[2:], stride, padding, dilation)
-    return Spec((x.shape[0], w.shape[0], *out))
+    out_shape = check(x.spec, w.shape[2:], stride, padding, dilation)
+    return Spec((x.shape[0], w.shape[0], *out_shape))
 
 
 @conv_2d.vjp
-def conv_2d_vjp(dy, y, x, w, **how):
-    dw = conv_2d_back_w(dy, x, window=w.shape[2:], **how)
-    return conv_2d_back(dy, w, size=x.shape[2:], **how), dw
+def conv_2d_vjp(dy, y, x, w, **attrs):
+    dw = conv_2d_back_w(dy, x, window=w.shape[2:], **attrs)
+    return conv_2d_back(dy, w, size=x.shape[2:], **attrs), dw
 
 
 @conv_2d.kernel("numpy")
-def conv_2d_numpy(y, x, w, **how):
-    seen = windows(x, w.shape[2:], **how)
-    y[...] = np.einsum("nchwab,ocab->nohw", seen, w, optimize=True)
+def conv_2d_numpy(y, x, w, **attrs):
+    x_windows = windows(x, w.shape[2:], **attrs)
+    y[...] = np.einsum("nchwab,ocab->nohw", x_windows, w, optimize=True)
 
 
 @conv_2d.kernel("cpu")
-def conv_2d_cpu(y, x, w, **how):
-    sizes = sizes_of(x.shape, y.shape[2:], w.shape[2:], **how)
+def conv_2d_cpu(y, x, w, **attrs):
+    sizes = kernel_sizes(x.shape, y.shape[2:], w.shape[2:], **attrs)
     if not w.size:
         y[...] = 0
         return
-    kernels.convolution.conv(flat(y), flat(x), flat(w), *_counts(y, w), sizes)
+    kernels.convolution.conv(flatten(y), flatten(x), flatten(w), *_counts(y, w), sizes)
 
 
 @conv_2d.kernel("torch")
-def conv_2d_torch(y, x, w, **how):
-    y.copy_(torch.nn.functional.conv2d(x, w, **how)) if x.numel() * w.numel() else y.zero_()
+def conv_2d_torch(y, x, w, **attrs):
+    y.copy_(torch.nn.functional.conv2d(x, w, **attrs)) if x.numel() * w.numel() else y.zero_()
 
 
-conv_2d.cost(lambda y, x, w, **how: _work(y, w))
-conv_2d.samples(lambda: (conv_2d(x, w, **how) for x, w, how in _cases()))
+conv_2d.cost(lambda y, x, w, **attrs: _conv_cost(y, w))
+conv_2d.samples(lambda: (conv_2d(x, w, **attrs) for x, w, attrs in _sample_cases()))
 
 
 @op()
@@ -99,53 +102,53 @@ def conv_2d_back(
 
     dy  (N, O, OH, OW)  f32
     w   (O, C, KH, KW)  f32
-    dx  (N, C, H, W)    f32
+    dx_spec  (N, C, H, W)    f32
     ggml_conv_transpose_2d_p0.
     """
-    fits = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
-    want(fits, f"dy is {dy.spec} and w is {w.spec}; they must be f32 with four axes")
-    dx = Spec((dy.shape[0], w.shape[1], *size))
-    y = Spec((dy.shape[0], w.shape[0], *check(dx, w.shape[2:], stride, padding, dilation)))
-    want(dy.spec == y, f"dy is {dy.spec}; for w {w.spec} and size {size} it must be {y}")
-    return dx
+    is_valid = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
+    require(is_valid, f"dy is {dy.spec} and w is {w.spec}; they must be f32 with four axes")
+    dx_spec = Spec((dy.shape[0], w.shape[1], *size))
+    y = Spec((dy.shape[0], w.shape[0], *check(dx_spec, w.shape[2:], stride, padding, dilation)))
+    require(dy.spec == y, f"dy is {dy.spec}; for w {w.spec} and size {size} it must be {y}")
+    return dx_spec
 
 
 @conv_2d_back.vjp
-def conv_2d_back_vjp(ddx, dx, dy, w, *, size, **how):
-    return conv_2d(ddx, w, **how), conv_2d_back_w(dy, ddx, window=w.shape[2:], **how)
+def conv_2d_back_vjp(ddx, dx, dy, w, *, size, **attrs):
+    return conv_2d(ddx, w, **attrs), conv_2d_back_w(dy, ddx, window=w.shape[2:], **attrs)
 
 
 @conv_2d_back.kernel("numpy")
 def conv_2d_back_numpy(dx, dy, w, *, size, stride, padding, dilation):
     (h, ph), (width, pw) = zip(size, padding, strict=True)
     padded = np.zeros((*dx.shape[:2], h + 2 * ph, width + 2 * pw), dx.dtype)
-    seen = windows(padded, w.shape[2:], stride, (0, 0), dilation, writeable=True)
+    dx_windows = windows(padded, w.shape[2:], stride, (0, 0), dilation, writeable=True)
     for a, b in product(*map(range, w.shape[2:])):
-        seen[..., a, b] += np.einsum("nohw,oc->nchw", dy, w[:, :, a, b], optimize=True)
+        dx_windows[..., a, b] += np.einsum("nohw,oc->nchw", dy, w[:, :, a, b], optimize=True)
     dx[...] = padded[:, :, ph : ph + h, pw : pw + width]
 
 
 @conv_2d_back.kernel("cpu")
-def conv_2d_back_cpu(dx, dy, w, *, size, **how):
+def conv_2d_back_cpu(dx, dy, w, *, size, **attrs):
     if not w.size:
         dx[...] = 0
         return
-    sizes = sizes_of(dx.shape, dy.shape[2:], w.shape[2:], **how)
-    kernels.convolution.conv_back(flat(dx), flat(dy), flat(w), *_counts(dy, w), sizes)
+    sizes = kernel_sizes(dx.shape, dy.shape[2:], w.shape[2:], **attrs)
+    kernels.convolution.conv_back(flatten(dx), flatten(dy), flatten(w), *_counts(dy, w), sizes)
 
 
 @conv_2d_back.kernel("torch")
-def conv_2d_back_torch(dx, dy, w, *, size, **how):
+def conv_2d_back_torch(dx, dy, w, *, size, **attrs):
     is_nonempty = dy.numel() * w.numel()
-    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if is_nonempty else dx.zero_()
+    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **attrs)) if is_nonempty else dx.zero_()
 
 
-conv_2d_back.cost(lambda dx, dy, w, **how: _work(dy, w))
+conv_2d_back.cost(lambda dx, dy, w, **attrs: _conv_cost(dy, w))
 
 
 @conv_2d_back.samples
 def conv_2d_back_samples():
-    for x, w, attrs in _cases():
+    for x, w, attrs in _sample_cases():
         y = conv_2d(x, w, **attrs)
         yield conv_2d_back(input("dy", y.shape), w, size=x.shape[2:], **y.call.attrs)
 
@@ -156,47 +159,47 @@ def conv_2d_back_w(
 ) -> Spec:
     """Gradient of conv_2d for filters of this height and width: dy as y, dw (O, C, KH, KW) f32."""
     y = Spec((x.shape[0], *dy.shape[1:2], *check(x.spec, window, stride, padding, dilation)))
-    want(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
+    require(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
     return Spec((dy.shape[1], x.shape[1], *window))
 
 
 @conv_2d_back_w.vjp
-def conv_2d_back_w_vjp(ddw, dw, dy, x, *, window, **how):
-    return conv_2d(x, ddw, **how), conv_2d_back(dy, ddw, size=x.shape[2:], **how)
+def conv_2d_back_w_vjp(ddw, dw, dy, x, *, window, **attrs):
+    return conv_2d(x, ddw, **attrs), conv_2d_back(dy, ddw, size=x.shape[2:], **attrs)
 
 
 @conv_2d_back_w.workspace("cpu")
-def conv_2d_back_w_work(dy, x, *, window, **how):
+def conv_2d_back_w_workspace(dy, x, *, window, **attrs):
     size = dy.shape[1] * x.shape[1] * math.prod(window)
-    return (Spec((max(1, min(SHARES, x.shape[0], MOST // max(size, 1))), size)),)
+    return (Spec((max(1, min(SHARES, x.shape[0], MAX_PARTIAL_VALUES // max(size, 1))), size)),)
 
 
 @conv_2d_back_w.kernel("numpy")
-def conv_2d_back_w_numpy(dw, dy, x, *, window, **how):
-    dw[...] = np.einsum("nohw,nchwab->ocab", dy, windows(x, window, **how), optimize=True)
+def conv_2d_back_w_numpy(dw, dy, x, *, window, **attrs):
+    dw[...] = np.einsum("nohw,nchwab->ocab", dy, windows(x, window, **attrs), optimize=True)
 
 
 @conv_2d_back_w.kernel("cpu")
-def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
-    sizes = sizes_of(x.shape, dy.shape[2:], window, **how)
-    args = flat(dw), flat(work[0]), flat(dy), flat(x)
+def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **attrs):
+    sizes = kernel_sizes(x.shape, dy.shape[2:], window, **attrs)
+    args = flatten(dw), flatten(work[0]), flatten(dy), flatten(x)
     if not dw.size:
         return
     kernels.convolution.conv_back_w(*args, *_counts(dy, dw), sizes)
 
 
 @conv_2d_back_w.kernel("torch")
-def conv_2d_back_w_torch(dw, dy, x, *, window, **how):
+def conv_2d_back_w_torch(dw, dy, x, *, window, **attrs):
     is_nonempty = dy.numel() * x.numel()
-    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if is_nonempty else dw.zero_()
+    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **attrs)) if is_nonempty else dw.zero_()
 
 
-conv_2d_back_w.cost(lambda dw, dy, x, **how: _work(dy, dw))
+conv_2d_back_w.cost(lambda dw, dy, x, **attrs: _conv_cost(dy, dw))
 
 
 @conv_2d_back_w.samples
 def conv_2d_back_w_samples():
-    for x, w, attrs in _cases():
+    for x, w, attrs in _sample_cases():
         y = conv_2d(x, w, **attrs)
         yield conv_2d_back_w(input("dy", y.shape), x, window=w.shape[2:], **y.call.attrs)
 
@@ -205,8 +208,8 @@ def conv_1d(
     x: Tensor, w: Tensor, *, stride: int = 1, padding: int = 0, dilation: int = 1
 ) -> Tensor:
     """Cross-correlation along one axis: x (N, C, L), w (O, C, K), y (N, O, OL), all f32. ggml_conv_1d."""
-    fact = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, L] and f32[O, C, K]"
-    demand("conv_1d", len(w.shape) == len(x.shape) == 3, fact, x, w)
-    wide, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))
-    y = conv_2d(wide, filters, stride=(1, stride), padding=(0, padding), dilation=(1, dilation))
+    message = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, L] and f32[O, C, K]"
+    demand("conv_1d", len(w.shape) == len(x.shape) == 3, message, x, w)
+    images, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))
+    y = conv_2d(images, filters, stride=(1, stride), padding=(0, padding), dilation=(1, dilation))
     return reshape(y, shape=(*y.shape[:2], y.shape[3]))

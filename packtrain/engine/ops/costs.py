@@ -10,25 +10,25 @@ from dataclasses import dataclass, field, replace
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.tensor import Tensor
-from packtrain.kernels.runtime import multiplies
+from packtrain.kernels.runtime import supports_precision
 
-COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
-DEPTH, BROAD = 512, 288  # steps of a sum before a tile is written, and columns packed at once
-ENDS = 3  # writing a tile costs as much as this many steps of a sum
-FEW_ROWS = 4  # up to this many rows use dot products
-SMALL = 1 << 19  # multiply-adds below which kernels.matmul uses one thread
-UNPACKING, PACKED_SMALL = 16, 1 << 21  # of kernels.packed
-LEAST_COLUMNS = 256  # dequantized at a time
+VECTOR_COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
+TILE_DEPTH, BROAD = 512, 288  # steps of a sum before a tile is written, and columns packed at once
+TILE_WRITE_STEPS = 3  # writing a tile costs as much as this many steps of a sum
+MAX_DOT_ROWS = 4  # up to this many rows use dot products
+MIN_PARALLEL_WORK = 1 << 19  # multiply-adds below which kernels.matmul uses one thread
+UNPACK_ROWS, MIN_PARALLEL_UNPACK_WORK = 16, 1 << 21  # of kernels.packed
+UNPACKED_COLUMNS = 256  # dequantized at a time
 KEYS = 64  # of a block in attention
-SLICE = 288  # columns of logits at a time in the head
+LOGIT_COLUMNS = 288  # columns of logits at a time in the head
 # of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
-PARTS, LEAST_PART = 16, 64
+MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 # of the head in bf16 by AMX's tiles: most columns, chunks and rows taken at once, and steps of a tile
-IN_TILES, TOGETHER, MOST_ROWS, TILE = 2048, 4, 4096, 32
-WIDE = 128  # columns of an expert's task
-SERIAL = 1 << 14  # below this many elements a parallel region does not pay
+MAX_TILED_COLUMNS, MAX_TILED_CHUNKS, MOST_ROWS, TILE_STEPS = 2048, 4, 4096, 32
+EXPERT_TASK_COLUMNS = 128  # columns of an expert's task
+MIN_PARALLEL_VALUES = 1 << 14  # below this many elements a parallel region does not pay
 
-Rule = Callable[..., "Cost"]
+CostRule = Callable[..., "Cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,72 +39,72 @@ class Cost:
             values packed into tiles for a product (`pack`), or dequantized for it (`unpack q4_K`, …);
             values of functions (`exp`), pairs of query and key (`score`, `score back`)
     nbytes  moved; None: what the call reads and writes
-    tasks   of equal size, each for one thread
-    masked  the work assumes a causal mask; with several samples in a row it is less
-    by_target  the work assumes that every position has a target; those without are left out
+    num_tasks   of equal size, each for one thread
+    is_causal  the work assumes a causal mask; with several samples in a row it is less
+    only_targets  the work assumes that every position has a target; those without are left out
     """
 
     work: Mapping[str, float] = field(default_factory=dict)
     nbytes: float | None = None
-    tasks: float = math.inf
-    masked: bool = False
-    by_target: bool = False
+    num_tasks: float = math.inf
+    is_causal: bool = False
+    only_targets: bool = False
 
 
 def multiplied(m: int, n: int, k: float) -> float:
     """Multiply-adds of an (m, n) product over k, with padding to tiles."""
-    return m * padded(n) * (k + ENDS * math.ceil(k / DEPTH))
+    return m * padded_columns(n) * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
 
 
-def padded(n: int) -> int:
-    return -(-n // COLUMNS) * COLUMNS
+def padded_columns(n: int) -> int:
+    return -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
 
 
-def packing(m: int, n: int, k: float) -> float:
+def num_packed_values(m: int, n: int, k: float) -> float:
     """Values packed for an (m, n) product over k: b once, a for each block of columns."""
-    return k * (padded(n) + m * math.ceil(n / BROAD))
+    return k * (padded_columns(n) + m * math.ceil(n / BROAD))
 
 
-def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
-    """(m, k) @ (k, n) in f32; `turned`: the left side is transposed, as in the gradient of a weight."""
-    packed = 0.0 if m <= FEW_ROWS and not turned else float(packing(m, n, k))
-    work = {"multiply": multiplied(m, n, k), "pack": packed}
-    return Cost(work, tasks=1 if m * n * k <= SMALL else math.inf)
+def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
+    """(m, k) @ (k, n) in f32; `transposed`: the left side is transposed, as in the gradient of a weight."""
+    num_packed = 0.0 if m <= MAX_DOT_ROWS and not transposed else float(num_packed_values(m, n, k))
+    work = {"multiply": multiplied(m, n, k), "pack": num_packed}
+    return Cost(work, num_tasks=1 if m * n * k <= MIN_PARALLEL_WORK else math.inf)
 
 
 def at(precision: str, cost: Cost) -> Cost:
     """The cost of products in this precision, whose multiply-adds are a kind of their own."""
     work = {**cost.work}
-    work[multiplying(precision)] = work.pop("multiply")
+    work[multiply_kind(precision)] = work.pop("multiply")
     return replace(cost, work=work)
 
 
-def multiplying(precision: str) -> str:
+def multiply_kind(precision: str) -> str:
     """The kind of work of multiply-adds in this precision."""
     return "multiply" if precision == "f32" else f"multiply {precision}"
 
 
-def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
-    """m rows by rows of w, of any type, in `count` products where w has leading axes."""
+def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
+    """m rows by rows of w, of any type, in `num_products` products where w has leading axes."""
     n, k = w.shape[-2:]
     if w.dtype == f32:
-        count = count if len(w.shape) > 2 else 1
-        product_cost = product(m // max(count, 1), n, k)
+        num_products = num_products if len(w.shape) > 2 else 1
+        product_cost = f32_product_cost(m // max(num_products, 1), n, k)
         return Cost(
-            {kind: count * amount for kind, amount in product_cost.work.items()},
-            tasks=product_cost.tasks,
+            {kind: num_products * amount for kind, amount in product_cost.work.items()},
+            num_tasks=product_cost.num_tasks,
         )
-    tasks = 1 if n * k * (m + UNPACKING) < PACKED_SMALL else math.inf
+    num_tasks = 1 if n * k * (m + UNPACK_ROWS) < MIN_PARALLEL_UNPACK_WORK else math.inf
     work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * k * -(-n // BROAD))
-    return Cost(work, tasks=tasks)
+    return Cost(work, num_tasks=num_tasks)
 
 
-def product_back(m: int, w: Tensor) -> Cost:
+def weight_product_back_cost(m: int, w: Tensor) -> Cost:
     """m rows of a gradient times a quantized w."""
     n, k = w.shape
     work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(n * k)}
-    work["pack"] = float(m * n * -(-k // LEAST_COLUMNS))
+    work["pack"] = float(m * n * -(-k // UNPACKED_COLUMNS))
     return Cost(work)
 
 
@@ -113,91 +113,91 @@ def laying(dtype: Dtype) -> str:
     return "pack" if dtype == f32 else f"unpack {dtype}"
 
 
-def head(
+def head_cost(
     x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int, precision: str
 ) -> Cost:
     """The loss of logits x @ w.T by chunks of rows, with the requested gradients."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
-    tiled, back = in_tiles(precision, c), dx is not None or dw is not None
-    chunk = rows_at_once(v, c, n, chunk, tiled)
-    chunks, logits, times = -(-n // chunk), float(n * v), 1 + (tiled and back)
-    layout_work, logits_nbytes = laying(w.dtype), 0.0 if tiled else 4.0 * logits
-    work = {"multiply": times * multiplied(n, v, c), "exp": logits}
-    work["pack"] = float(n * c * (2 if tiled else -(-v // SLICE)))
-    work[layout_work] = work.get(layout_work, 0.0) + times * chunks * v * c
+    is_tiled, has_gradients = in_tiles(precision, c), dx is not None or dw is not None
+    chunk = head_chunk_rows(v, c, n, chunk, is_tiled)
+    num_chunks, logits, num_passes = -(-n // chunk), float(n * v), 1 + (is_tiled and has_gradients)
+    layout_kind, logits_nbytes = laying(w.dtype), 0.0 if is_tiled else 4.0 * logits
+    work = {"multiply": num_passes * multiplied(n, v, c), "exp": logits}
+    work["pack"] = float(n * c * (2 if is_tiled else -(-v // LOGIT_COLUMNS)))
+    work[layout_kind] = work.get(layout_kind, 0.0) + num_passes * num_chunks * v * c
     nbytes = 3.0 * logits_nbytes
-    if back:
+    if has_gradients:
         work["exp"] += logits
         nbytes += 2.0 * logits_nbytes
     if dx is not None:
         work["multiply"] += multiplied(n, c, v)
-        work[layout_work] += chunks * v * c
-        work["pack"] += logits * (1 if tiled else -(-c // BROAD))
+        work[layout_kind] += num_chunks * v * c
+        work["pack"] += logits * (1 if is_tiled else -(-c // BROAD))
     if dw is not None:
-        work["multiply"] += chunks * multiplied(v, c, n / chunks)
-        work["pack"] += logits if tiled else logits * -(-c // BROAD) + logits * c / SLICE
-        nbytes += 8.0 * chunks * v * c
-    return at(precision, Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True))
+        work["multiply"] += num_chunks * multiplied(v, c, n / num_chunks)
+        work["pack"] += logits if is_tiled else logits * -(-c // BROAD) + logits * c / LOGIT_COLUMNS
+        nbytes += 8.0 * num_chunks * v * c
+    return at(precision, Cost(work, nbytes=nbytes, num_tasks=parts(v), only_targets=True))
 
 
-def in_tiles(precision: str, columns: int) -> bool:
+def in_tiles(precision: str, num_columns: int) -> bool:
     """Whether the head's logits are computed twice instead of kept."""
-    return precision == "bf16" and columns <= IN_TILES and multiplies("bf16x3")
+    return precision == "bf16" and num_columns <= MAX_TILED_COLUMNS and supports_precision("bf16x3")
 
 
-def rows_at_once(v: int, c: int, n: int, chunk: int, tiled: bool) -> int:
+def head_chunk_rows(v: int, c: int, n: int, chunk: int, is_tiled: bool) -> int:
     """Rows of a chunk, of n; in tiles more of them, but no more than the logits of the others would have room for."""
-    if tiled:
-        chunk = min(chunk * min(TOGETHER, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
+    if is_tiled:
+        chunk = min(chunk * min(MAX_TILED_CHUNKS, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
     return max(min(chunk, n), 1)
 
 
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
     """Shapes of the workspaces of the head for n rows."""
-    tiled = in_tiles(precision, c)
-    rows = rows_at_once(v, c, n, chunk, tiled)
-    if not tiled:
-        return (rows, v), (rows, c), (parts(v), rows, c)
-    padded = (-(-size // TILE) * TILE for size in (rows, c))
-    return (2 * parts(v) + 1, rows), (1, *padded), (parts(v), rows, c)
+    is_tiled = in_tiles(precision, c)
+    chunk_rows = head_chunk_rows(v, c, n, chunk, is_tiled)
+    if not is_tiled:
+        return (chunk_rows, v), (chunk_rows, c), (parts(v), chunk_rows, c)
+    padded_sizes = (-(-size // TILE_STEPS) * TILE_STEPS for size in (chunk_rows, c))
+    return (2 * parts(v) + 1, chunk_rows), (1, *padded_sizes), (parts(v), chunk_rows, c)
 
 
 def parts(v: int) -> int:
     """Parts of a vocabulary in the head's backward pass."""
-    return max(min(PARTS, v // LEAST_PART), 1)
+    return max(min(MAX_VOCAB_PARTS, v // MIN_VOCAB_PART_ROWS), 1)
 
 
-def attended(q: Tensor, k: Tensor, window: int) -> float:
+def num_attended_pairs(q: Tensor, k: Tensor, window: int) -> float:
     """Pairs of query and key in blocks that are not fully masked (causal mask, window), for all heads."""
     (b, t, h, d), s = q.shape, k.shape[1]
     if t != s:  # a cache: its fill is not known
         return float(b * h * t * s)
-    lanes, pairs = queries(d), 0
-    for first in range(0, t, lanes):
-        rows = min(lanes, t - first)
-        seen = first // -window * -window if window < 0 else max(first - window + 1, 0)
-        start = seen // KEYS * KEYS if window else 0
-        pairs += rows * (min(-(-(first + rows) // KEYS) * KEYS, t) - start)
-    return float(b * h * pairs)
+    block_queries, num_pairs = queries_per_block(d), 0
+    for query_start in range(0, t, block_queries):
+        rows = min(block_queries, t - query_start)
+        seen = query_start // -window * -window if window < 0 else max(query_start - window + 1, 0)
+        key_start = seen // KEYS * KEYS if window else 0
+        num_pairs += rows * (min(-(-(query_start + rows) // KEYS) * KEYS, t) - key_start)
+    return float(b * h * num_pairs)
 
 
-def queries(d: int) -> int:
+def queries_per_block(d: int) -> int:
     """Queries in a block, by the width of a head, see kernels.attention.queries_in_block."""
     return 64 if d <= 64 else 32 if d <= 256 else 16
 
 
-def elementwise(times: float = 1.0) -> Rule:
-    """Cost rule: `times` functions such as exp per element of the first input."""
+def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
+    """Cost rule: `calls_per_value` functions such as exp per element of the first input."""
 
-    def rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
-        tasks = 1 if x.spec.size <= SERIAL else math.inf
-        return Cost({"exp": times * x.spec.size}, tasks=tasks)
+    def cost_rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
+        num_tasks = 1 if x.spec.size <= MIN_PARALLEL_VALUES else math.inf
+        return Cost({"exp": calls_per_value * x.spec.size}, num_tasks=num_tasks)
 
-    return rule
+    return cost_rule
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
     """n rows of a values by their experts' matrices of a × b, each packed once if every expert gets rows."""
-    e = min(w.shape[0], n)
-    work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(e * a * b)}
-    return Cost(work, tasks=w.shape[0] * -(-b // WIDE))
+    num_experts = min(w.shape[0], n)
+    work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(num_experts * a * b)}
+    return Cost(work, num_tasks=w.shape[0] * -(-b // EXPERT_TASK_COLUMNS))

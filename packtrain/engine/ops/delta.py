@@ -6,51 +6,53 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import ABSENT_IDS, flat_or_absent, rows
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, rows
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.scan_cells import begin, sample_lines, want_lines
+from packtrain.engine.ops.scan_cells import check_lines, load_states, sample_lines
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
-def _sizes(x, beta, groups, width):
+def _head_sizes(x, beta, groups, width):
     """Heads and their values."""
     heads = beta.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
 
-def _check(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
+def _check_inputs(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
     """H P, the width of y."""
-    heads, p = _sizes(x, beta, groups, width)
+    heads, p = _head_sizes(x, beta, groups, width)
     required_spec = Spec((*x.shape[:-1], heads))
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
-    fits = decay.spec == beta.spec == required_spec
-    want(
-        fits,
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
+    is_valid = decay.spec == beta.spec == required_spec
+    require(
+        is_valid,
         f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {required_spec}",
     )
-    want(groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads")
-    wide = heads * p + 2 * groups * width
-    fits = p > 0 < width and x.shape[-1] == wide
-    want(fits, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
+    require(
+        groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads"
+    )
+    x_width = heads * p + 2 * groups * width
+    is_valid = p > 0 < width and x.shape[-1] == x_width
+    require(is_valid, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
     return heads * p
 
 
 def _parts(x, heads, groups, width, tiled, eps):
     """Queries and keys of length 1 (..., H, N), those of each head's group, and values (..., H, P)."""
-    lead, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
-    q_and_k = x[..., : 2 * groups * width].reshape(*lead, 2, groups, width)
+    leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
+    q_and_k = x[..., : 2 * groups * width].reshape(*leading_shape, 2, groups, width)
     q_and_k = q_and_k / xp.sqrt((q_and_k * q_and_k).sum(-1)[..., None] + eps)
-    at = np.arange(heads)
-    group = at % groups if tiled else at // (heads // groups)
+    head_index = np.arange(heads)
+    group = head_index % groups if tiled else head_index // (heads // groups)
     q_and_k = q_and_k[..., group if xp is np else torch.as_tensor(group, device=x.device), :]
-    values = x[..., 2 * groups * width :].reshape(*lead, heads, -1)
-    return q_and_k[..., 0, :, :] / math.sqrt(width), q_and_k[..., 1, :, :], values
+    head_values = x[..., 2 * groups * width :].reshape(*leading_shape, heads, -1)
+    return q_and_k[..., 0, :, :] / math.sqrt(width), q_and_k[..., 1, :, :], head_values
 
 
-def _steps(k, v, decay, beta, seq, first):
-    """Residuals of the tokens (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `first`."""
-    s, xp = first, np if isinstance(v, np.ndarray) else torch
+def _steps(k, v, decay, beta, seq, initial_state):
+    """Residuals of the tokens (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `initial_state`."""
+    s, xp = initial_state, np if isinstance(v, np.ndarray) else torch
     for t in range(v.shape[1]):
         if t and seq is not None:
             s = s * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
@@ -60,11 +62,11 @@ def _steps(k, v, decay, beta, seq, first):
         yield residual, s
 
 
-def _read(s, q):
+def _read_state(s, q):
     return (s * q[..., None, :]).sum(-1)
 
 
-def _samples():
+def _sample_inputs():
     random = np.random.default_rng(1)
     for b, t, heads, p, groups, n in (
         (1, 1, 1, 1, 1, 1), (2, 7, 4, 3, 2, 5), (1, 70, 6, 8, 2, 16), (2, 40, 2, 5, 1, 20),
@@ -97,16 +99,16 @@ def delta_rule(
     tiled        heads of a group are G apart (h % G), not together
     Yang et al. 2024, arXiv 2412.06464; ggml_gated_delta_net.
     """
-    wide = _check(x, decay, beta, groups, width)
-    want(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
+    y_width = _check_inputs(x, decay, beta, groups, width)
+    require(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
     ids = Spec(x.shape[:2], i32)
-    want(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
-    return Spec((*x.shape[:2], wide))
+    require(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    return Spec((*x.shape[:2], y_width))
 
 
 @delta_rule.vjp
-def delta_rule_vjp(dy, y, x, decay, beta, seq, **how):
-    return *delta_rule_back(dy, x, decay, beta, seq, **how), None
+def delta_rule_vjp(dy, y, x, decay, beta, seq, **attrs):
+    return *delta_rule_back(dy, x, decay, beta, seq, **attrs), None
 
 
 @delta_rule.kernel("torch")
@@ -115,29 +117,29 @@ def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
     if 0 in y.shape:
         return
     q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
-    first = v[:, 0, ..., None] * k[:, 0, :, None] * 0
-    for t, (_, s) in enumerate(_steps(k, v, decay, beta, seq, first)):
-        y[:, t] = _read(s, q[:, t]).reshape(y[:, t].shape)
+    initial_state = v[:, 0, ..., None] * k[:, 0, :, None] * 0
+    for t, (_, s) in enumerate(_steps(k, v, decay, beta, seq, initial_state)):
+        y[:, t] = _read_state(s, q[:, t]).reshape(y[:, t].shape)
 
 
 @delta_rule.workspace("cpu")
-def delta_rule_work(x, decay, beta, *others, groups, width, **how):
-    heads, p = _sizes(x, beta, groups, width)
+def delta_rule_workspace(x, decay, beta, *other_inputs, groups, width, **attrs):
+    heads, p = _head_sizes(x, beta, groups, width)
     return (Spec((x.shape[0] * heads, p, width)),)
 
 
 @delta_rule.kernel("cpu")
 def delta_rule_cpu(y, x, decay, beta, seq, *, groups, width, tiled, eps, work):
-    args = rows(y), *work, rows(x), rows(decay), rows(beta), flat_or_absent(seq, ABSENT_IDS)
+    args = rows(y), *work, rows(x), rows(decay), rows(beta), flatten_or_absent(seq, ABSENT_IDS)
     kernels.delta.delta(*args, x.shape[1], groups, int(tiled), eps)
 
 
 @delta_rule.cost
-def delta_rule_cost(y, x, *others, groups, width, **how):
+def delta_rule_cost(y, x, *other_inputs, groups, width, **attrs):
     return Cost({"attend": 3 * math.prod(y.shape) * width})
 
 
-delta_rule.samples(lambda: (delta_rule(*given, **how) for given, how in _samples()))
+delta_rule.samples(lambda: (delta_rule(*inputs, **attrs) for inputs, attrs in _sample_inputs()))
 
 
 @op()
@@ -146,36 +148,36 @@ def delta_rule_back(
     groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Gradients of delta_rule for x, decay and beta; states are computed again, and those before chunks are kept."""
-    y = Spec((*x.shape[:-1], _check(x, decay, beta, groups, width)))
-    want(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
+    y = Spec((*x.shape[:-1], _check_inputs(x, decay, beta, groups, width)))
+    require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, decay.spec, beta.spec
 
 
 @delta_rule_back.workspace("cpu")
-def delta_rule_back_work(dy, x, decay, beta, *others, groups, width, **how):
-    (_, p), (lines, time) = _sizes(x, beta, groups, width), x.shape[:2]
-    tasks, slots = lines * groups, -(-time // kernels.delta.CHUNK) + 1
-    return tuple(map(Spec, ((tasks, slots, p, width), (tasks, time + 1, p), (tasks, 3, time))))
+def delta_rule_back_workspace(dy, x, decay, beta, *other_inputs, groups, width, **attrs):
+    (_, p), (num_lines, time) = _head_sizes(x, beta, groups, width), x.shape[:2]
+    tasks, num_slots = num_lines * groups, -(-time // kernels.delta.CHUNK) + 1
+    return tuple(map(Spec, ((tasks, num_slots, p, width), (tasks, time + 1, p), (tasks, 3, time))))
 
 
 @delta_rule_back.kernel("numpy")
 def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps):
     dx, ddecay, dbeta = out
-    heads, count = beta.shape[-1], beta.shape[1]
+    heads, num_steps = beta.shape[-1], beta.shape[1]
     q, k, v = _parts(x, heads, groups, width, tiled, eps)
-    dy, first = dy.reshape(v.shape), v[:, 0, ..., None] * k[:, 0, :, None] * 0
-    steps = [*_steps(k, v, decay, beta, seq, first)]
-    of_q, of_k, of_v, slope = (np.zeros_like(a) for a in (q, k, v, first))
-    for t in reversed(range(count)):
-        (residual, s), by = steps[t], beta[:, t, :, None]
+    dy, initial_state = dy.reshape(v.shape), v[:, 0, ..., None] * k[:, 0, :, None] * 0
+    state_steps = [*_steps(k, v, decay, beta, seq, initial_state)]
+    q_grad, of_k, v_grad, slope = (np.zeros_like(a) for a in (q, k, v, initial_state))
+    for t in reversed(range(num_steps)):
+        (residual, s), by = state_steps[t], beta[:, t, :, None]
         decay_factor = np.exp(decay[:, t])[..., None, None]
         if t and seq is not None:
             decay_factor = decay_factor * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
-        before = decay_factor * steps[t - 1][1] if t else first
-        of_q[:, t] = (dy[:, t, ..., None] * s).sum(2)
+        before = decay_factor * state_steps[t - 1][1] if t else initial_state
+        q_grad[:, t] = (dy[:, t, ..., None] * s).sum(2)
         slope = slope + dy[:, t, ..., None] * q[:, t, :, None]
-        missing = _read(slope, k[:, t])
-        dbeta[:, t], of_v[:, t] = (missing * residual).sum(-1), by * missing
+        missing = _read_state(slope, k[:, t])
+        dbeta[:, t], v_grad[:, t] = (missing * residual).sum(-1), by * missing
         of_k[:, t] = ((by * residual)[..., None] * slope - (by * missing)[..., None] * before).sum(
             2
         )
@@ -183,22 +185,22 @@ def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled,
         ddecay[:, t] = (slope * before).sum((2, 3))
         slope = slope * decay_factor
     at = np.arange(heads)
-    of = (at % groups if tiled else at // (heads // groups))[:, None] == np.arange(groups)
-    wide, lead = groups * width, x.shape[:2]
-    for number, (d, by) in enumerate(((of_q, 1 / math.sqrt(width)), (of_k, 1))):
-        columns = slice(number * wide, (number + 1) * wide)
-        d = np.einsum("bthn,hg->btgn", d, of) * by
+    is_in_group = (at % groups if tiled else at // (heads // groups))[:, None] == np.arange(groups)
+    part_width, lead = groups * width, x.shape[:2]
+    for part_index, (d, by) in enumerate(((q_grad, 1 / math.sqrt(width)), (of_k, 1))):
+        columns = slice(part_index * part_width, (part_index + 1) * part_width)
+        d = np.einsum("bthn,hg->btgn", d, is_in_group) * by
         unnormalized = x[..., columns].reshape(d.shape)
         inverse = 1 / np.sqrt((unnormalized * unnormalized).sum(-1, keepdims=True) + eps)
         projection = (d * unnormalized).sum(-1, keepdims=True) * inverse**3
-        dx[..., columns] = (d * inverse - unnormalized * projection).reshape(*lead, wide)
-    dx[..., 2 * wide :] = of_v.reshape(*lead, -1)
+        dx[..., columns] = (d * inverse - unnormalized * projection).reshape(*lead, part_width)
+    dx[..., 2 * part_width :] = v_grad.reshape(*lead, -1)
 
 
 @delta_rule_back.kernel("cpu")
 def delta_rule_back_cpu(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps, work):
     args = *map(rows, (*out,)), *work, *map(rows, (dy, x, decay, beta))
-    ids = flat_or_absent(seq, ABSENT_IDS)
+    ids = flatten_or_absent(seq, ABSENT_IDS)
     kernels.delta.delta_back(*args, ids, x.shape[1], groups, int(tiled), eps)
 
 
@@ -207,22 +209,22 @@ def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled,
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, decay, beta)]
         q, k, v = _parts(leaves[0], beta.shape[-1], groups, width, tiled, eps)
-        first = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
-        steps = enumerate(_steps(k, v, *leaves[1:], seq, first))
-        y = torch.stack([_read(s, q[:, t]) for t, (_, s) in steps], 1)
+        initial_state = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
+        state_steps = enumerate(_steps(k, v, *leaves[1:], seq, initial_state))
+        y = torch.stack([_read_state(s, q[:, t]) for t, (_, s) in state_steps], 1)
         grads = torch.autograd.grad(y, leaves, dy.reshape(y.shape))
-    for to, d in zip(out, grads, strict=True):
-        to.copy_(d)
+    for grad_out, grad in zip(out, grads, strict=True):
+        grad_out.copy_(grad)
 
 
 @delta_rule_back.cost
-def delta_rule_back_cost(out, dy, x, *others, groups, width, **how):
+def delta_rule_back_cost(out, dy, x, *other_inputs, groups, width, **attrs):
     return Cost({"attend": 10 * math.prod(dy.shape) * width})
 
 
 @delta_rule_back.samples
 def delta_rule_back_samples():
-    for inputs, attrs in _samples():
+    for inputs, attrs in _sample_inputs():
         y = delta_rule(*inputs, **attrs)
         yield from delta_rule_back(input("dy", y.shape), *inputs, **attrs)
 
@@ -238,14 +240,14 @@ def delta_rule_cells(
     x, decay, beta, y  (T, ...)      f32, as in delta_rule
     Returns the leaf's new handle, and y.
     """
-    leaf_fits = len(leaf.shape) == 4 and leaf.dtype == f32
-    want(leaf_fits, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
+    is_valid_leaf = len(leaf.shape) == 4 and leaf.dtype == f32
+    require(is_valid_leaf, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
     _, heads, p, n = leaf.shape
-    wide = _check(x, decay, beta, groups, n)
-    fits = beta.shape == (*x.shape[:1], heads) and wide == heads * p
-    want(fits, f"x is {x.spec}, beta {beta.spec}, leaf {leaf.spec}")
-    want_lines(x, line, source, target)
-    return leaf.spec, Spec((x.shape[0], wide))
+    y_width = _check_inputs(x, decay, beta, groups, n)
+    is_valid = beta.shape == (*x.shape[:1], heads) and y_width == heads * p
+    require(is_valid, f"x is {x.spec}, beta {beta.spec}, leaf {leaf.spec}")
+    check_lines(x, line, source, target)
+    return leaf.spec, Spec((x.shape[0], y_width))
 
 
 @delta_rule_cells.kernel("torch")
@@ -253,17 +255,17 @@ def delta_rule_cells(
 def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
     y = out[1]
     q, k, v = (
-        part[:, None] for part in _parts(x, beta.shape[-1], groups, leaf.shape[-1], tiled, eps)
+        array[:, None] for array in _parts(x, beta.shape[-1], groups, leaf.shape[-1], tiled, eps)
     )
-    begin(leaf, source, target)
+    load_states(leaf, source, target)
     for t in range(len(x)):
-        at = int(target[line[t]])
+        state_index = int(target[line[t]])
         y[t] = 0
-        if at >= 0:
+        if state_index >= 0:
             token_inputs = k[t : t + 1], v[t : t + 1], decay[t : t + 1, None], beta[t : t + 1, None]
-            ((_, s),) = _steps(*token_inputs, None, leaf[at][None])
-            leaf[at] = s[0]
-            y[t] = _read(s, q[t]).reshape(-1)
+            ((_, s),) = _steps(*token_inputs, None, leaf[state_index][None])
+            leaf[state_index] = s[0]
+            y[t] = _read_state(s, q[t]).reshape(-1)
 
 
 @delta_rule_cells.kernel("cpu")
@@ -273,7 +275,7 @@ def delta_rule_cells_cpu(out, leaf, x, decay, beta, line, source, target, *, gro
 
 
 @delta_rule_cells.cost
-def delta_rule_cells_cost(out, leaf, x, *others, **how):
+def delta_rule_cells_cost(out, leaf, x, *other_inputs, **attrs):
     _, heads, p, n = leaf.shape
     return Cost({"attend": 3 * len(x.shape) * heads * p * n}, nbytes=4 * math.prod(leaf.shape[1:]))
 

@@ -4,13 +4,13 @@ import numpy as np
 
 from packtrain.dtypes import f32
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 @op()
 def diag(x: Tensor) -> Spec:
     """Matrices with x on their diagonal: x (..., N) f32, y (..., N, N) f32. ggml_diag."""
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
     return Spec((*x.shape, x.shape[-1]))
 
 
@@ -22,8 +22,8 @@ def diag_vjp(dy, y, x):
 @diag.kernel("numpy")
 def diag_numpy(y, x):
     y[...] = 0
-    at = np.arange(x.shape[-1])
-    y[..., at, at] = x
+    index = np.arange(x.shape[-1])
+    y[..., index, index] = x
 
 
 diag.kernel("cpu", strided=True)(diag_numpy)
@@ -44,8 +44,8 @@ def diag_samples():
 @op(view=True)
 def diagonal(x: Tensor) -> Spec:
     """The diagonals of square matrices, without a copy: x (..., N, N), y (..., N). np.diagonal of the last axes."""
-    square = len(x.shape) > 1 and x.shape[-1] == x.shape[-2] and not x.dtype.quantized
-    want(square, f"x is {x.spec}; its last two axes must be equal, and not quantized")
+    is_square = len(x.shape) > 1 and x.shape[-1] == x.shape[-2] and not x.dtype.quantized
+    require(is_square, f"x is {x.spec}; its last two axes must be equal, and not quantized")
     return View(x.shape[:-1], x.dtype, (*x.strides[:-2], x.strides[-1] + x.strides[-2]))
 
 
@@ -58,36 +58,36 @@ def diagonal_samples():
     yield diagonal(input("x", (2, 3, 3)))
 
 
-def _masked(x: Tensor, past: int) -> Spec:
-    want(x.dtype == f32 and len(x.shape) > 1, f"x is {x.spec}; it must be f32 with two axes")
-    want(past >= 0, f"past is {past}; it must not be below 0")
+def _check_mask(x: Tensor, past: int) -> Spec:
+    require(x.dtype == f32 and len(x.shape) > 1, f"x is {x.spec}; it must be f32 with two axes")
+    require(past >= 0, f"past is {past}; it must not be below 0")
     return x.spec
 
 
 @op(inplace=(0,))
 def diag_mask_zero(x: Tensor, *, past: int = 0) -> Spec:
     """x (..., M, N) f32 with zeros where column > past + row. ggml_diag_mask_zero."""
-    return _masked(x, past)
+    return _check_mask(x, past)
 
 
 @op(inplace=(0,))
 def diag_mask_inf(x: Tensor, *, past: int = 0) -> Spec:
     """x (..., M, N) f32 with -inf where column > past + row. ggml_diag_mask_inf."""
-    return _masked(x, past)
+    return _check_mask(x, past)
 
 
-def _mask(value):
-    def run(y, x, *, past):
+def _mask_kernel(fill_value):
+    def apply_mask(y, x, *, past):
         np.copyto(y, x)
-        y[..., ~np.tri(*x.shape[-2:], past, bool)] = value
+        y[..., ~np.tri(*x.shape[-2:], past, bool)] = fill_value
 
-    return run
+    return apply_mask
 
 
 for _op, _value in ((diag_mask_zero, 0), (diag_mask_inf, -np.inf)):
     _op.vjp(lambda dy, y, x, *, past: (diag_mask_zero(dy, past=past),))
-    _op.kernel("numpy")(_mask(_value))
-    _op.kernel("cpu", strided=True)(_mask(_value))
+    _op.kernel("numpy")(_mask_kernel(_value))
+    _op.kernel("cpu", strided=True)(_mask_kernel(_value))
 
 
 @diag_mask_zero.kernel("torch", strided=True)
@@ -97,9 +97,9 @@ def diag_mask_zero_torch(y, x, *, past):
 
 @diag_mask_inf.kernel("torch", strided=True)
 def diag_mask_inf_torch(y, x, *, past):
-    above = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu_(past + 1)
+    is_above_diagonal = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu_(past + 1)
     y.copy_(x)
-    y.masked_fill_(above, -np.inf)
+    y.masked_fill_(is_above_diagonal, -np.inf)
 
 
 @diag_mask_zero.samples

@@ -6,31 +6,31 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f32
-from packtrain.engine.ops.arrays import assigned, flat, floats, rows
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import assigned, flatten, floats, rows
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
-from packtrain.engine.tensor import Op, Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Op, Spec, Tensor, constant, input, op, require
 from packtrain.kernels import quantized_arrays
 
-PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting threads
+MIN_PARALLEL_VALUES = 1 << 15  # below this a NumPy ufunc is faster than starting threads
 
 
-def _broadcast(a: Tensor, b: Tensor) -> Spec:
-    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
-    return _one_shape(a, b)
+def _broadcast_f32(a: Tensor, b: Tensor) -> Spec:
+    require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    return _broadcast_spec(a, b)
 
 
-def _one_shape(a: Tensor, b: Tensor) -> Spec:
+def _broadcast_spec(a: Tensor, b: Tensor) -> Spec:
     try:
         shape = np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
-        want(False, f"a {a.spec} and b {b.spec} do not broadcast to one shape")
+        require(False, f"a {a.spec} and b {b.spec} do not broadcast to one shape")
     return Spec(shape)
 
 
 def f32_only(x: Tensor) -> Spec:
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
     return x.spec
 
 
@@ -41,8 +41,10 @@ def f32_only(x: Tensor) -> Spec:
 def add(a: Tensor, b: Tensor) -> Spec:
     """y = a + b in f32, broadcast as in NumPy; a and b of any readable type. ggml_add, ggml_add1, ggml_add_cast."""
     unreadable = [t for t in (a, b) if t.dtype not in READABLE]
-    want(not unreadable, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read")
-    return _one_shape(a, b)
+    require(
+        not unreadable, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read"
+    )
+    return _broadcast_spec(a, b)
 
 
 @add.vjp
@@ -60,8 +62,8 @@ def add_numpy(y, a, b):
 
 @add.kernel("cpu", strided=lambda index, t: t.dtype == f32)
 def add_cpu(y, a, b, *, work=()):
-    rooms = iter(work)
-    _binary_cpu("add", np.add)(y, _unpacked(a, rooms), _unpacked(b, rooms))
+    workspaces = iter(work)
+    _binary_cpu("add", np.add)(y, _unpack_to_f32(a, workspaces), _unpack_to_f32(b, workspaces))
 
 
 @add.kernel("torch", strided=lambda index, t: t.dtype == f32)
@@ -69,19 +71,19 @@ def add_torch(y, a, b):
     torch.add(real(a), real(b), out=y)
 
 
-def _unpacked(x, rooms):
+def _unpack_to_f32(x, workspaces):
     """x, or its values in the next room."""
     if x.dtype == np.float32:
         return x
-    room = next(rooms)
-    quantized_arrays.unpack(room, x)
-    return room
+    workspace = next(workspaces)
+    quantized_arrays.unpack_into(workspace, x)
+    return workspace
 
 
 @op(inplace=(0, 1))
 def sub(a: Tensor, b: Tensor) -> Spec:
     """y = a - b, broadcast as in NumPy. All f32. ggml_sub."""
-    return _broadcast(a, b)
+    return _broadcast_f32(a, b)
 
 
 @sub.vjp
@@ -92,7 +94,7 @@ def sub_vjp(dy, y, a, b):
 @op(inplace=(0, 1))
 def mul(a: Tensor, b: Tensor) -> Spec:
     """y = a * b, broadcast as in NumPy. All f32. ggml_mul."""
-    return _broadcast(a, b)
+    return _broadcast_f32(a, b)
 
 
 mul.vjp(lambda dy, y, a, b: (sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)))
@@ -101,7 +103,7 @@ mul.vjp(lambda dy, y, a, b: (sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)))
 @op(inplace=(0, 1))
 def div(a: Tensor, b: Tensor) -> Spec:
     """y = a / b, broadcast as in NumPy. All f32. ggml_div."""
-    return _broadcast(a, b)
+    return _broadcast_f32(a, b)
 
 
 @div.vjp
@@ -111,28 +113,30 @@ def div_vjp(dy, y, a, b):
 
 
 def _binary_cpu(name, ufunc):
-    def run(y, a, b):
-        if y.size < PARALLEL_FROM or not (a.flags.c_contiguous and b.flags.c_contiguous):
+    def run_binary(y, a, b):
+        if y.size < MIN_PARALLEL_VALUES or not (a.flags.c_contiguous and b.flags.c_contiguous):
             ufunc(a, b, out=y)
         elif a.shape == b.shape:
-            kernels.elementwise.binary(kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b))
+            kernels.elementwise.binary(
+                kernels.elementwise.BINARY[name], flatten(y), flatten(a), flatten(b)
+            )
         elif a.shape == y.shape and b.size == 1:
             kernels.elementwise.binary_scalar(
-                kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b)
+                kernels.elementwise.BINARY[name], flatten(y), flatten(a), flatten(b)
             )
         elif a.shape == y.shape and b.shape == a.shape[-1:]:
             kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
         else:
             ufunc(a, b, out=y)
 
-    return run
+    return run_binary
 
 
 def _binary_numpy(ufunc):
-    def run(y, a, b):  # which returns nothing: what a kernel returns is called the next time
+    def run_binary(y, a, b):  # which returns nothing: what a kernel returns is called the next time
         ufunc(a, b, out=y)
 
-    return run
+    return run_binary
 
 
 def _binary_samples(binary):
@@ -174,7 +178,7 @@ def scale_numpy(y, x, *, by, bias):
 
 @scale.kernel("cpu")
 def scale_cpu(y, x, *, by, bias):
-    kernels.elementwise.scale(flat(y), flat(x), by, bias)
+    kernels.elementwise.scale(flatten(y), flatten(x), by, bias)
 
 
 @scale.kernel("torch", strided=True)
@@ -191,38 +195,38 @@ def scale_samples():
 
 def unary(
     name: str,
-    doc: str,
+    docstring: str,
     specification: Callable[[np.ndarray], np.ndarray],
-    with_torch: Callable[..., None],
-    positive: bool = False,
+    torch_kernel: Callable[..., None],
+    positive_only: bool = False,
 ) -> Op[[Tensor], Tensor]:
-    """An op of one value that may overwrite it; `positive` if it is for no others."""
+    """An op of one value that may overwrite it; `positive_only` if it is for no others."""
 
-    def rule(x: Tensor) -> Spec:
+    def shape_rule(x: Tensor) -> Spec:
         return f32_only(x)
 
-    def run(y, x):
-        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
+    def run_cpu(y, x):
+        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flatten(y), flatten(x))
 
     def samples():
         for n in (1, 16, 65, 40_000):
             yield unary_op(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
-        if not positive:
+        if not positive_only:
             yield unary_op(input("x", (5, 13)))
 
-    rule.__name__, rule.__doc__ = name, doc
-    unary_op = op(inplace=(0,))(rule)
+    shape_rule.__name__, shape_rule.__doc__ = name, docstring
+    unary_op = op(inplace=(0,))(shape_rule)
     unary_op.kernel("numpy")(assigned(specification))
-    unary_op.kernel("cpu")(run)
-    unary_op.kernel("torch", strided=True)(with_torch)
+    unary_op.kernel("cpu")(run_cpu)
+    unary_op.kernel("torch", strided=True)(torch_kernel)
     unary_op.samples(samples)
     return unary_op
 
 
 neg = unary("neg", "y = -x. ggml_neg.", np.negative, filled("neg"))
 sqr = unary("sqr", "y = x**2. ggml_sqr.", np.square, filled("square"))
-sqrt = unary("sqrt", "y = sqrt(x). ggml_sqrt.", np.sqrt, filled("sqrt"), positive=True)
-log = unary("log", "y = ln(x). ggml_log.", np.log, filled("log"), positive=True)
+sqrt = unary("sqrt", "y = sqrt(x). ggml_sqrt.", np.sqrt, filled("sqrt"), positive_only=True)
+log = unary("log", "y = ln(x). ggml_log.", np.log, filled("log"), positive_only=True)
 exp = unary("exp", "y = e**x. ggml_exp.", np.exp, filled("exp"))
 step = unary(
     "step", "y = 1 where x > 0, else 0. Its gradient is 0. ggml_step.",
@@ -257,7 +261,7 @@ def silu_vjp(dy, y, x):
 @op(inplace=(0,))
 def silu_back(dy: Tensor, x: Tensor) -> Spec:
     """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x). ggml_silu_back."""
-    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
     return x.spec
 
 
@@ -269,7 +273,7 @@ def silu_back_numpy(dx, dy, x):
 
 @silu_back.kernel("cpu")
 def silu_back_cpu(dx, dy, x):
-    kernels.elementwise.silu_back(flat(dx), flat(dy), flat(x))
+    kernels.elementwise.silu_back(flatten(dx), flatten(dy), flatten(x))
 
 
 @silu_back.kernel("torch")
@@ -278,7 +282,7 @@ def silu_back_torch(dx, dy, x):
 
 
 for _function_of_x in (exp, log, tanh, sigmoid, silu, silu_back):
-    _function_of_x.cost(elementwise())
+    _function_of_x.cost(elementwise_cost())
 
 
 @silu_back.samples

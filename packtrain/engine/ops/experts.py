@@ -5,15 +5,15 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.engine.ops import torch_experts
-from packtrain.engine.ops.arrays import floats, packed, rows, rows_or_absent, start_with
+from packtrain.engine.ops.arrays import copy_acc, floats, packed, rows, rows_or_absent
 from packtrain.engine.ops.costs import Cost, by_expert, multiplied
 from packtrain.engine.ops.routing import check_ids
 from packtrain.engine.ops.shape import reshape, transpose
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
-def _check_order(op_name, ids, count):
-    check_ids(op_name, ids, count)
+def _check_ascending(op_name, ids, num_experts):
+    check_ids(op_name, ids, num_experts)
     if (ids[1:] < ids[:-1]).any():
         raise IndexError(f"{op_name}: ids must ascend, as group_rows returns them")
 
@@ -31,20 +31,20 @@ def _is_stack(index: int, t: Tensor) -> bool:
     )
 
 
-def _rows_by_expert(
+def _expert_product_spec(
     name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, output_axis: int
 ) -> Spec:
     """Spec of a product of rows with their expert's matrix; `summed` and `output_axis` are the axes of w (E, F, K)."""
-    fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
+    is_valid = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
     requirement = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
-    want(
-        fits and x.dtype == f32 and w.dtype in READABLE,
+    require(
+        is_valid and x.dtype == f32 and w.dtype in READABLE,
         f"{name} is {x.spec} and w is {w.spec}; {requirement}",
     )
-    want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
-    y = Spec((x.shape[0], w.shape[output_axis]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    require(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
+    y_spec = Spec((x.shape[0], w.shape[output_axis]))
+    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
+    return y_spec
 
 
 @op(inplace=(3,), acc=3)
@@ -56,7 +56,7 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
     ids  (N,)       i32, ascending: rows of one expert are multiplied at once
     y    (N, F)     f32
     """
-    return _rows_by_expert("x", x, w, ids, acc, 2, 1)
+    return _expert_product_spec("x", x, w, ids, acc, 2, 1)
 
 
 @matmul_id.vjp
@@ -68,7 +68,7 @@ def matmul_id_vjp(dy, y, x, w, ids, acc):
 
 @matmul_id.kernel("numpy")
 def matmul_id_numpy(y, x, w, ids, acc):
-    _check_order("matmul_id", ids, len(w))
+    _check_ascending("matmul_id", ids, len(w))
     y[...] = 0 if acc is None else acc
     for e in np.unique(ids):
         y[ids == e] += x[ids == e] @ floats(w[e]).T
@@ -76,8 +76,8 @@ def matmul_id_numpy(y, x, w, ids, acc):
 
 @matmul_id.kernel("cpu", strided=_is_stack)
 def matmul_id_cpu(y, x, w, ids, acc):
-    _check_order("matmul_id", ids, len(w))
-    start_with(y, acc)
+    _check_ascending("matmul_id", ids, len(w))
+    copy_acc(y, acc)
     if w.dtype == np.float32:
         kernels.experts.matmul_id(y, x, w, ids, acc is not None)
     else:
@@ -96,14 +96,14 @@ def matmul_id_samples():
         ((17, 1, 30), 250, 64),
         ((3, 2), 5, 256),
     ):
-        w, ids = input("w", (len(counts), f, k)), _ascending(counts)
+        w, ids = input("w", (len(counts), f, k)), _ascending_ids(counts)
         yield matmul_id(input("x", (sum(counts), k)), w, ids)
         yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
     transposed = transpose(input("w", (3, 16, 9)))
-    yield matmul_id(input("x", (9, 16)), transposed, _ascending((2, 0, 7)))
+    yield matmul_id(input("x", (9, 16)), transposed, _ascending_ids((2, 0, 7)))
     for w in _packed_stacks():
-        yield matmul_id(input("x", (13, w.shape[2])), w, _ascending((9, 0, 4)))
-    yield matmul_id(input("x", (5, 64)), w, _ascending((0, 0, 5)), input("acc", (5, 150)))
+        yield matmul_id(input("x", (13, w.shape[2])), w, _ascending_ids((9, 0, 4)))
+    yield matmul_id(input("x", (5, 64)), w, _ascending_ids((0, 0, 5)), input("acc", (5, 150)))
 
 
 @op(inplace=(3,), acc=3)
@@ -115,7 +115,7 @@ def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None
     ids  (N,)       i32, ascending
     dx   (N, K)     f32
     """
-    return _rows_by_expert("dy", dy, w, ids, acc, 1, 2)
+    return _expert_product_spec("dy", dy, w, ids, acc, 1, 2)
 
 
 @matmul_id_back.vjp
@@ -126,7 +126,7 @@ def matmul_id_back_vjp(ddx, dx, dy, w, ids, acc):
 
 @matmul_id_back.kernel("numpy")
 def matmul_id_back_numpy(dx, dy, w, ids, acc):
-    _check_order("matmul_id_back", ids, len(w))
+    _check_ascending("matmul_id_back", ids, len(w))
     dx[...] = 0 if acc is None else acc
     for e in np.unique(ids):
         dx[ids == e] += dy[ids == e] @ floats(w[e])
@@ -134,8 +134,8 @@ def matmul_id_back_numpy(dx, dy, w, ids, acc):
 
 @matmul_id_back.kernel("cpu")
 def matmul_id_back_cpu(dx, dy, w, ids, acc):
-    _check_order("matmul_id_back", ids, len(w))
-    start_with(dx, acc)
+    _check_ascending("matmul_id_back", ids, len(w))
+    copy_acc(dx, acc)
     args = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
     kernels.experts.packed_matmul_id_back(dx, dy, *args)
 
@@ -146,10 +146,10 @@ matmul_id_back.cost(lambda dx, dy, w, ids, acc: by_expert(dy.shape[0], w, dy.sha
 
 @matmul_id_back.samples
 def matmul_id_back_samples():
-    yield matmul_id_back(input("dy", (5, 7)), input("w", (2, 7, 256)), _ascending((3, 2)))
+    yield matmul_id_back(input("dy", (5, 7)), input("w", (2, 7, 256)), _ascending_ids((3, 2)))
     for w in _packed_stacks():
-        yield matmul_id_back(input("dy", (13, w.shape[1])), w, _ascending((9, 0, 4)))
-    yield matmul_id_back(input("dy", (5, 150)), w, _ascending((0, 0, 5)), input("acc", (5, 64)))
+        yield matmul_id_back(input("dy", (13, w.shape[1])), w, _ascending_ids((9, 0, 4)))
+    yield matmul_id_back(input("dy", (5, 150)), w, _ascending_ids((0, 0, 5)), input("acc", (5, 64)))
 
 
 @op(inplace=(3,), acc=3)
@@ -161,17 +161,17 @@ def out_prod_id(
     a    (N, P)         f32
     b    (N, Q)         f32
     ids  (N,)           i32, ascending, below count
-    y    (count, P, Q)  f32; the gradient of matmul_id's w
+    y_spec    (count, P, Q)  f32; the gradient of matmul_id's w
     """
-    fits = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
-    want(
-        fits and a.dtype == f32 and b.dtype == f32,
+    is_valid = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
+    require(
+        is_valid and a.dtype == f32 and b.dtype == f32,
         f"a is {a.spec} and b is {b.spec}; f32[N, P] and f32[N, Q] are needed",
     )
-    want(ids.spec == Spec(a.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{a.shape[0]}]")
-    y = Spec((count, a.shape[1], b.shape[1]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    require(ids.spec == Spec(a.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{a.shape[0]}]")
+    y_spec = Spec((count, a.shape[1], b.shape[1]))
+    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
+    return y_spec
 
 
 @out_prod_id.vjp
@@ -182,7 +182,7 @@ def out_prod_id_vjp(dy, y, a, b, ids, acc, *, count):
 
 @out_prod_id.kernel("numpy")
 def out_prod_id_numpy(y, a, b, ids, acc, *, count):
-    _check_order("out_prod_id", ids, count)
+    _check_ascending("out_prod_id", ids, count)
     y[...] = 0 if acc is None else acc
     for e in np.unique(ids):
         y[e] += a[ids == e].T @ b[ids == e]
@@ -190,8 +190,8 @@ def out_prod_id_numpy(y, a, b, ids, acc, *, count):
 
 @out_prod_id.kernel("cpu")
 def out_prod_id_cpu(y, a, b, ids, acc, *, count):
-    _check_order("out_prod_id", ids, count)
-    start_with(y, acc)
+    _check_ascending("out_prod_id", ids, count)
+    copy_acc(y, acc)
     kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
 
 
@@ -208,9 +208,9 @@ def out_prod_id_cost(y, a, b, ids, acc, *, count):
 def out_prod_id_samples():
     for counts, p, q in (((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 0, 30), 250, 64)):
         a, b = input("a", (sum(counts), p)), input("b", (sum(counts), q))
-        yield out_prod_id(a, b, _ascending(counts), count=len(counts))
+        yield out_prod_id(a, b, _ascending_ids(counts), count=len(counts))
         acc = input("acc", (len(counts), p, q))
-        yield out_prod_id(a, b, _ascending(counts), acc, count=len(counts))
+        yield out_prod_id(a, b, _ascending_ids(counts), acc, count=len(counts))
 
 
 # ---- weighted sums of rows -----------------------------------------------------------------------------------
@@ -223,19 +223,19 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     x        (N, C)    f32
     ids      (..., k)  i32, with each of the N rows once, as `place` of group_rows
     weights  (..., k)  f32
-    y        (..., C)  f32
+    y_spec        (..., C)  f32
     """
-    fits = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
-    want(
-        fits and x.dtype == f32 and ids.dtype == i32,
+    is_valid = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
+    require(
+        is_valid and x.dtype == f32 and ids.dtype == i32,
         f"x is {x.spec} and ids is {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed",
     )
-    want(
+    require(
         weights.spec == Spec(ids.shape), f"weights is {weights.spec}; it must be f32{[*ids.shape]}"
     )
-    y = Spec((*ids.shape[:-1], x.shape[1]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    y_spec = Spec((*ids.shape[:-1], x.shape[1]))
+    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
+    return y_spec
 
 
 @weighted_rows.vjp
@@ -253,7 +253,7 @@ def weighted_rows_numpy(y, x, ids, weights, acc):
 @weighted_rows.kernel("cpu")
 def weighted_rows_cpu(y, x, ids, weights, acc):
     check_ids("weighted_rows", ids, len(x))
-    start_with(y, acc)
+    copy_acc(y, acc)
     kernels.experts.weighted_rows(rows(y), x, rows(ids), rows(weights), acc is not None)
 
 
@@ -263,17 +263,17 @@ weighted_rows.kernel("torch")(torch_experts.weighted_rows)
 @weighted_rows.samples
 def weighted_rows_samples():
     for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
-        inputs = input("x", (n * k, c)), _places(n, k), input("weights", (n, k))
+        inputs = input("x", (n * k, c)), _permuted_ids(n, k), input("weights", (n, k))
         yield weighted_rows(*inputs)
         yield weighted_rows(*inputs, input("acc", (n, c)))
-    ids = reshape(_places(6, 2), shape=(2, 3, 2))
+    ids = reshape(_permuted_ids(6, 2), shape=(2, 3, 2))
     yield weighted_rows(input("x", (12, 5)), ids, input("weights", (2, 3, 2)))
 
 
 @op(inplace=(1,), optional=(0, 1))
 def weighted_rows_back(dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Spec, ...]:
     """Gradients of weighted_rows: dx[ids[..., j]] = weights[..., j] * dy, dweights[..., j] = dy . x[ids[..., j]]."""
-    want(
+    require(
         dy.spec == Spec((*ids.shape[:-1], x.shape[1])) and x.dtype == weights.dtype == f32,
         f"dy is {dy.spec} and x is {x.spec}; all must be f32, dy f32{[*ids.shape[:-1], x.shape[1]]}",
     )
@@ -303,18 +303,18 @@ weighted_rows_back.kernel("torch")(torch_experts.weighted_rows_back)
 @weighted_rows_back.samples
 def weighted_rows_back_samples():
     for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
-        x, ids = input("x", (n * k, c)), _places(n, k)
+        x, ids = input("x", (n * k, c)), _permuted_ids(n, k)
         yield from weighted_rows_back(input("dy", (n, c)), x, ids, input("weights", (n, k)))
 
 
 # ---- for samples ---------------------------------------------------------------------------------------------
 
 
-def _ascending(counts: tuple[int, ...]) -> Tensor:
+def _ascending_ids(counts: tuple[int, ...]) -> Tensor:
     return constant("ids", np.repeat(np.arange(len(counts)), counts), i32)
 
 
-def _places(n: int, k: int) -> Tensor:
+def _permuted_ids(n: int, k: int) -> Tensor:
     return constant("ids", np.random.default_rng(3).permutation(n * k).reshape(n, k), i32)
 
 
@@ -322,7 +322,7 @@ def _packed_stacks():
     """Three matrices of each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((3, 20, 33)).astype(np.float16), f16)
-    for name, blocks in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):
-        bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
+    for name, blocks_shape in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):
+        bits = random.integers(0, 256, (*blocks_shape, BLOCK_TYPES[name].block_nbytes), np.uint8)
         bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
         yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])

@@ -7,28 +7,28 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import again, flat, floats, packed, start_with, table
+from packtrain.engine.ops.arrays import as_matrix, copy_acc, flatten, floats, packed, run_replayable
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.torch_kernels import Blocks, blocks, check_ids, torch, unpack
-from packtrain.engine.ops.torch_kernels import start_with as begin_with
-from packtrain.engine.ops.torch_kernels import table as table_of
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.ops.torch_kernels import BlockArray, blocks, check_ids, torch, unpack
+from packtrain.engine.ops.torch_kernels import as_matrix as torch_as_matrix
+from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 from packtrain.kernels import quantized_arrays
 
-ADD_ROWS = triton.late("rows", "add_rows")
+ADD_ROWS = triton.lazy_kernel("rows", "add_rows")
 Q8_0 = BLOCK_TYPES["q8_0"]
 
 
-def _check(op_name: str, ids, count: int, position: int) -> None:
+def _check(op_name: str, ids, num_rows: int, position: int) -> None:
     if position >= 0:
         raise IndexError(
-            f"{op_name}: index {ids.flat[position]} at position {position} is outside the {count} rows"
+            f"{op_name}: index {ids.flat[position]} at position {position} is outside the {num_rows} rows"
         )
 
 
-def _check_numpy(op_name: str, ids, count: int) -> None:
-    invalid = np.flatnonzero(ids >= count)
-    _check(op_name, ids, count, int(invalid[0]) if invalid.size else -1)
+def _check_ids_numpy(op_name: str, ids, num_rows: int) -> None:
+    invalid_positions = np.flatnonzero(ids >= num_rows)
+    _check(op_name, ids, num_rows, int(invalid_positions[0]) if invalid_positions.size else -1)
 
 
 @op()
@@ -39,11 +39,11 @@ def get_rows(w: Tensor, ids: Tensor) -> Spec:
     ids  (...)            i32
     y    ids.shape + ...  f32
     """
-    want(
+    require(
         w.dtype in READABLE and len(w.shape) >= 2,
         f"w is {w.spec}; it must have at least two axes and a type that can be read",
     )
-    want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
+    require(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
     return Spec(ids.shape + w.shape[1:])
 
 
@@ -54,29 +54,29 @@ def get_rows_vjp(dy, y, w, ids):
 
 @get_rows.kernel("numpy")
 def get_rows_numpy(y, w, ids):
-    _check_numpy("get_rows", ids, len(w))
+    _check_ids_numpy("get_rows", ids, len(w))
     y[...] = floats(w[np.maximum(ids, 0)])
     y[ids < 0] = 0
 
 
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
-    args = table(y, ids.ndim), *packed(table(w, 1)), flat(ids)
-    check = partial(_check, "get_rows", ids, len(w))
-    return again(kernels.rows.get_rows, *args, check=check)
+    args = as_matrix(y, ids.ndim), *packed(as_matrix(w, 1)), flatten(ids)
+    raise_if_invalid = partial(_check, "get_rows", ids, len(w))
+    return run_replayable(kernels.rows.get_rows, *args, check=raise_if_invalid)
 
 
 @get_rows.kernel("torch")
 def get_rows_torch(y, w, ids):
     check_ids("get_rows", ids, w.shape[0])
-    chosen, to = ids.view(-1).clamp(min=0), table_of(y, ids.ndim)
-    if isinstance(w, Blocks):
-        unpack(y, Blocks(w.raw.index_select(0, chosen).unflatten(0, ids.shape), w.dtype))
+    row_ids, y_rows = ids.view(-1).clamp(min=0), torch_as_matrix(y, ids.ndim)
+    if isinstance(w, BlockArray):
+        unpack(y, BlockArray(w.raw.index_select(0, row_ids).unflatten(0, ids.shape), w.dtype))
     elif w.dtype == y.dtype:
-        torch.index_select(table_of(w, 1), 0, chosen, out=to)
+        torch.index_select(torch_as_matrix(w, 1), 0, row_ids, out=y_rows)
     else:
-        to.copy_(table_of(w, 1).index_select(0, chosen))
-    to.masked_fill_((ids.view(-1) < 0)[:, None], 0)
+        y_rows.copy_(torch_as_matrix(w, 1).index_select(0, row_ids))
+    y_rows.masked_fill_((ids.view(-1) < 0)[:, None], 0)
 
 
 @get_rows.cost
@@ -88,12 +88,12 @@ def get_rows_cost(y, w, ids):
 @get_rows.samples
 def get_rows_samples():
     for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65), (3, 2, 256)):
-        yield get_rows(input("w", (v, c)), _ids(n, v))
+        yield get_rows(input("w", (v, c)), _sample_ids(n, v))
     ids = constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32)
     yield get_rows(input("w", (6, 2, 4)), ids)
-    blocks = np.arange(6 * 2 * 34, dtype=np.uint8).reshape(6, 2, 34)
-    blocks[..., :2] = np.float16([0.01]).view(np.uint8)  # scales
-    yield get_rows(constant("w", blocks.view(Q8_0.numpy)[..., 0], Q8_0), ids)
+    block_bytes = np.arange(6 * 2 * 34, dtype=np.uint8).reshape(6, 2, 34)
+    block_bytes[..., :2] = np.float16([0.01]).view(np.uint8)  # scales
+    yield get_rows(constant("w", block_bytes.view(Q8_0.numpy)[..., 0], Q8_0), ids)
 
 
 @op(inplace=(2,), acc=2)
@@ -101,11 +101,11 @@ def get_rows_back(
     dy: Tensor, ids: Tensor, acc: Tensor | None = None, *, shape: tuple[int, ...]
 ) -> Spec:
     """Add rows of dy into zeros (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
-    want(
+    require(
         dy.spec == Spec(ids.shape + shape[1:]),
         f"dy is {dy.spec}; for ids {ids.spec} it must be {Spec(ids.shape + shape[1:])}",
     )
-    want(
+    require(
         acc is None or acc.spec == Spec(shape),
         f"acc is {acc and acc.spec}; it must be {Spec(shape)}",
     )
@@ -119,31 +119,31 @@ def get_rows_back_vjp(ddw, dw, dy, ids, acc, *, shape):
 
 @get_rows_back.kernel("numpy")
 def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
-    _check_numpy("get_rows_back", ids, len(dw))
+    _check_ids_numpy("get_rows_back", ids, len(dw))
     dw[...] = 0 if acc is None else acc
     np.add.at(dw, ids[ids >= 0], dy[ids >= 0])
 
 
 @get_rows_back.kernel("cpu")
 def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
-    start_with(dw, acc)
-    invalid_at = kernels.rows.get_rows_back(
-        table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None
+    copy_acc(dw, acc)
+    invalid_position = kernels.rows.get_rows_back(
+        as_matrix(dw, 1), as_matrix(dy, ids.ndim), flatten(ids), acc is not None
     )
-    _check("get_rows_back", ids, len(dw), invalid_at)
+    _check("get_rows_back", ids, len(dw), invalid_position)
 
 
 @get_rows_back.kernel("torch")
 def get_rows_back_torch(dw, dy, ids, acc, *, shape):
     check_ids("get_rows_back", ids, len(dw))
-    begin_with(dw, acc)
+    torch_copy_acc(dw, acc)
     ids = ids.view(-1)
-    rows = table_of(dy, dy.ndim - dw.ndim + 1)
-    if dw.numel() and triton.here(dw):
-        ADD_ROWS(table_of(dw, 1), rows, ids)
+    dy_rows = torch_as_matrix(dy, dy.ndim - dw.ndim + 1)
+    if dw.numel() and triton.runs_on(dw):
+        ADD_ROWS(torch_as_matrix(dw, 1), dy_rows, ids)
     elif dw.numel():
-        rows = rows.masked_fill((ids < 0)[:, None], 0)
-        table_of(dw, 1).index_add_(0, ids.clamp(min=0), rows)
+        dy_rows = dy_rows.masked_fill((ids < 0)[:, None], 0)
+        torch_as_matrix(dw, 1).index_add_(0, ids.clamp(min=0), dy_rows)
 
 
 @get_rows_back.cost
@@ -155,8 +155,8 @@ def get_rows_back_cost(dw, dy, ids, acc, *, shape):
 @get_rows_back.samples
 def get_rows_back_samples():
     for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65)):
-        yield get_rows_back(input("dy", (n, c)), _ids(n, v), shape=(v, c))
-    yield get_rows_back(input("dy", (5, 4)), _ids(5, 3), input("acc", (3, 4)), shape=(3, 4))
+        yield get_rows_back(input("dy", (n, c)), _sample_ids(n, v), shape=(v, c))
+    yield get_rows_back(input("dy", (5, 4)), _sample_ids(5, 3), input("acc", (3, 4)), shape=(3, 4))
 
 
 @op(writes=(0,), repeatable=True)
@@ -168,13 +168,13 @@ def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     ids   (...)        i32: distinct, or negative to write nothing
     Returns the leaf's new handle (as a tuple of one).
     """
-    want(
+    require(
         leaf.dtype in (f32, f16, Q8_0) and x.dtype == f32,
         f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32, f16 or q8_0, x f32",
     )
-    fits = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
-    want(
-        fits,
+    is_valid = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
+    require(
+        is_valid,
         f"x is {x.spec} with ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids",
     )
     return (leaf.spec,)
@@ -187,38 +187,40 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
-    _check_numpy("set_rows", ids, len(leaf))
-    rows = x[ids >= 0]
+    _check_ids_numpy("set_rows", ids, len(leaf))
+    x_rows = x[ids >= 0]
     with np.errstate(over="ignore"):  # overflow of f16 becomes infinite
         leaf[ids[ids >= 0]] = (
-            quantized_arrays.quantize(rows, Q8_0) if dtype_of(leaf) == Q8_0 else rows
+            quantized_arrays.quantize(x_rows, Q8_0) if dtype_of(leaf) == Q8_0 else x_rows
         )
 
 
 @set_rows.kernel("cpu")
 def set_rows_cpu(out, leaf, x, ids):
-    from_rows = table(x, ids.ndim), flat(ids)
+    source_args = as_matrix(x, ids.ndim), flatten(ids)
     if leaf.dtype == np.float32:
-        kernel, to = kernels.rows.set_rows, (table(leaf, 1),)
+        kernel, leaf_args = kernels.rows.set_rows, (as_matrix(leaf, 1),)
     else:
-        kind, leaf_blocks = packed(table(leaf, 1))
-        kernel, to = kernels.rows.pack_rows, (kind == f16.number, leaf_blocks)
-    return again(kernel, *to, *from_rows, check=partial(_check, "set_rows", ids, len(leaf)))
+        type_number, leaf_blocks = packed(as_matrix(leaf, 1))
+        kernel, leaf_args = kernels.rows.pack_rows, (type_number == f16.number, leaf_blocks)
+    return run_replayable(
+        kernel, *leaf_args, *source_args, check=partial(_check, "set_rows", ids, len(leaf))
+    )
 
 
 @set_rows.kernel("torch")
 def set_rows_torch(out, leaf, x, ids):
     check_ids("set_rows", ids, leaf.shape[0])
-    packed = isinstance(leaf, Blocks)
-    to = table_of(leaf.raw if packed else leaf, 1)
-    rows = table_of(blocks().packed_q8_0(x) if packed else x.to(leaf.dtype), ids.ndim)
+    is_packed = isinstance(leaf, BlockArray)
+    leaf_rows = torch_as_matrix(leaf.raw if is_packed else leaf, 1)
+    x_rows = torch_as_matrix(blocks().packed_q8_0(x) if is_packed else x.to(leaf.dtype), ids.ndim)
     ids = ids.view(-1).long()
     if len(ids):  # where nothing is to be written: another row again, or what is there
-        max_id, at = ids.max(0)
-        skipped, row_indices = ids < 0, torch.arange(len(ids), device=ids.device)
-        rows = rows.index_select(0, torch.where(skipped, at, row_indices))
-        rows = torch.where(max_id < 0, to[:1], rows)
-        to.index_copy_(0, torch.where(skipped, max_id.clamp(min=0), ids), rows)
+        max_id, max_id_position = ids.max(0)
+        is_skipped, row_indices = ids < 0, torch.arange(len(ids), device=ids.device)
+        x_rows = x_rows.index_select(0, torch.where(is_skipped, max_id_position, row_indices))
+        x_rows = torch.where(max_id < 0, leaf_rows[:1], x_rows)
+        leaf_rows.index_copy_(0, torch.where(is_skipped, max_id.clamp(min=0), ids), x_rows)
 
 
 set_rows.cost(lambda out, leaf, x, ids: Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes))
@@ -227,8 +229,8 @@ set_rows.cost(lambda out, leaf, x, ids: Cost(nbytes=2 * x.spec.nbytes + ids.spec
 @set_rows.samples
 def set_rows_samples():
     for ids in ([0], [3, 0, -1, 2], [[4, 1], [-1, 0]]):
-        chosen = constant("ids", np.array(ids), i32)
-        yield set_rows(state("cache", (5, 2, 15)), input("x", (*chosen.shape, 2, 15)), chosen)[0]
+        row_ids = constant("ids", np.array(ids), i32)
+        yield set_rows(state("cache", (5, 2, 15)), input("x", (*row_ids.shape, 2, 15)), row_ids)[0]
     backwards = constant("ids", np.arange(590)[::-1], i32)
     yield set_rows(state("cache", (600, 30)), input("x", (590, 30)), backwards)[0]
 
@@ -236,7 +238,7 @@ def set_rows_samples():
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
     """y = x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
-    want(
+    require(
         ids.dtype == i32 and x.dtype == f32,
         f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32",
     )
@@ -248,32 +250,32 @@ zero_rows.vjp(lambda dy, y, x, ids: (zero_rows(dy, ids), None))
 
 @zero_rows.kernel("numpy")
 def zero_rows_numpy(y, x, ids):
-    _check_numpy("zero_rows", ids, len(x))
+    _check_ids_numpy("zero_rows", ids, len(x))
     y[...] = x
     y[ids[ids >= 0]] = 0
 
 
 @zero_rows.kernel("cpu")
 def zero_rows_cpu(y, x, ids):
-    invalid_at = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
-    _check("zero_rows", ids, len(x), invalid_at)
+    invalid_position = kernels.rows.zero_rows(as_matrix(y, 1), as_matrix(x, 1), flatten(ids))
+    _check("zero_rows", ids, len(x), invalid_position)
 
 
 @zero_rows.kernel("torch")
 def zero_rows_torch(y, x, ids):
     check_ids("zero_rows", ids, len(x))
-    hit = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device)
+    is_zeroed = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device)
     ids = ids.view(-1).long()
-    hit[torch.where(ids < 0, len(x), ids)] = True
+    is_zeroed[torch.where(ids < 0, len(x), ids)] = True
     y.copy_(x)
-    table_of(y, 1).masked_fill_(hit[:-1, None], 0)
+    torch_as_matrix(y, 1).masked_fill_(is_zeroed[:-1, None], 0)
 
 
 @zero_rows.samples
 def zero_rows_samples():
     for n, v, c in ((1, 1, 1), (3, 5, 15), (17, 270, 65)):
-        yield zero_rows(input("x", (v, c)), _ids(n, v))
+        yield zero_rows(input("x", (v, c)), _sample_ids(n, v))
 
 
-def _ids(n: int, below: int) -> Tensor:
-    return constant("ids", (np.arange(n) * 7 + 3) % below, i32)
+def _sample_ids(n: int, num_rows: int) -> Tensor:
+    return constant("ids", (np.arange(n) * 7 + 3) % num_rows, i32)

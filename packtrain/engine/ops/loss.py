@@ -6,71 +6,73 @@ from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
 from packtrain.engine.ops import costs, torch_loss
 from packtrain.engine.ops.arrays import (
-    flat,
-    flat_or_absent,
+    check_precision,
+    flatten,
+    flatten_or_absent,
     floats,
-    half,
+    num_bf16_terms,
     packed,
     rows,
     rows_or_absent,
     times,
-    want_precision,
 )
-from packtrain.engine.ops.costs import Cost, elementwise
+from packtrain.engine.ops.costs import Cost, elementwise_cost
 from packtrain.engine.ops.elementwise import mul
 from packtrain.engine.ops.shape import reshape
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 # of the vocabulary, by which dx of the head is summed, and rows of w in one
-PARTS, LEAST_PART = 16, 64
+MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
-    want(targets.spec == Spec(shape, i32), f"targets is {targets.spec}; it must be i32{[*shape]}")
-    want(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
+    require(
+        targets.spec == Spec(shape, i32), f"targets is {targets.spec}; it must be i32{[*shape]}"
+    )
+    require(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
 
 
-def _check_ids(op_name, targets, classes):
-    top = int(targets.max(initial=-1))
-    if top >= classes:
+def _check_target_ids(op_name, targets, num_classes):
+    max_target = int(targets.max(initial=-1))
+    if max_target >= num_classes:
         at = int(targets.argmax())
         raise IndexError(
-            f"{op_name}: target {top} at position {at} is outside the {classes} classes"
+            f"{op_name}: target {max_target} at position {at} is outside the {num_classes} classes"
         )
 
 
-def _losses(logits, targets):
+def _row_losses(logits, targets):
     """Per row: log-sum-exp minus the target's logit, and the softmax."""
-    top = logits.max(-1, keepdims=True)
-    e = np.exp(logits - top)
-    total = e.sum(-1, keepdims=True)
-    at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
-    losses = (np.log(total) + top - at)[..., 0]
-    return np.where(targets < 0, 0, losses), e / total
+    max_logit = logits.max(-1, keepdims=True)
+    e = np.exp(logits - max_logit)
+    sum_exp = e.sum(-1, keepdims=True)
+    target_logits = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
+    losses = (np.log(sum_exp) + max_logit - target_logits)[..., 0]
+    return np.where(targets < 0, 0, losses), e / sum_exp
 
 
-def _is_largest(logits, targets):
-    at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
-    return (at >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
+def _is_target_largest(logits, targets):
+    target_logits = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
+    return (target_logits >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
 
 
-def _dlogits(p, targets, weights):
+def _logit_grads(p, targets, weights):
     d = p * np.where(targets < 0, 0, weights)[..., None]
-    np.put_along_axis(d, np.maximum(targets, 0)[..., None], _at_target(d, targets, weights), -1)
+    np.put_along_axis(d, np.maximum(targets, 0)[..., None], _target_grads(d, targets, weights), -1)
     return d
 
 
-def _capped(logits, softcap):
+def _softcapped_logits(logits, softcap):
     """Soft-capped logits, if there is a cap, and its slope."""
     if not softcap:
         return logits, 1
-    capped = np.tanh(logits / softcap)
-    return softcap * capped, 1 - capped**2
+    tanh_logits = np.tanh(logits / softcap)
+    return softcap * tanh_logits, 1 - tanh_logits**2
 
 
-def _at_target(d, targets, weights):
-    at = np.take_along_axis(d, np.maximum(targets, 0)[..., None], -1)
-    return at - np.where(targets < 0, 0, weights)[..., None]
+def _target_grads(grads, targets, weights):
+    target_values = np.take_along_axis(grads, np.maximum(targets, 0)[..., None], -1)
+    return target_values - np.where(targets < 0, 0, weights)[..., None]
 
 
 @op()
@@ -83,7 +85,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
     loss     ()        f32, first result
     losses   (...)     f32, second result
     """
-    want(
+    require(
         logits.dtype == f32 and len(logits.shape) > 0,
         f"logits is {logits.spec}; it must be f32[..., V]",
     )
@@ -93,23 +95,25 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
 
 @cross_entropy.vjp
 def cross_entropy_vjp(dy, y, logits, targets, weights):
-    want(dy[1] is None, "only the loss has a gradient, not the losses by row")
+    require(dy[1] is None, "only the loss has a gradient, not the losses by row")
     return cross_entropy_back(dy[0], logits, targets, weights), None, mul(y[1], dy[0])
 
 
 @cross_entropy.kernel("numpy")
 def cross_entropy_numpy(out, logits, targets, weights):
-    _check_ids("cross_entropy", targets, logits.shape[-1])
+    _check_target_ids("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
-    losses[...] = _losses(logits, targets)[0]
+    losses[...] = _row_losses(logits, targets)[0]
     loss[...] = (losses * weights).sum(dtype=np.float64)
 
 
 @cross_entropy.kernel("cpu")
 def cross_entropy_cpu(out, logits, targets, weights):
-    _check_ids("cross_entropy", targets, logits.shape[-1])
+    _check_target_ids("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
-    kernels.loss.cross_entropy(flat(loss), flat(losses), rows(logits), flat(targets), flat(weights))
+    kernels.loss.cross_entropy(
+        flatten(loss), flatten(losses), rows(logits), flatten(targets), flatten(weights)
+    )
 
 
 def _targets(shape, v):
@@ -120,7 +124,7 @@ def _targets(shape, v):
 
 
 cross_entropy.kernel("torch")(torch_loss.cross_entropy)
-cross_entropy.cost(elementwise())
+cross_entropy.cost(elementwise_cost())
 
 
 @cross_entropy.samples
@@ -133,23 +137,23 @@ def cross_entropy_samples():
 @op(inplace=(1,))
 def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Spec:
     """dlogits = dloss * weights * (softmax(logits) - onehot(targets)). ggml_cross_entropy_loss_back."""
-    want(logits.dtype == f32, f"logits is {logits.spec}; it must be f32[..., V]")
+    require(logits.dtype == f32, f"logits is {logits.spec}; it must be f32[..., V]")
     _check_targets(targets, weights, logits.shape[:-1])
-    want(dloss.spec == Spec(()), f"dloss is {dloss.spec}; it must be f32[]")
+    require(dloss.spec == Spec(()), f"dloss is {dloss.spec}; it must be f32[]")
     return logits.spec
 
 
 @cross_entropy_back.kernel("numpy")
 def cross_entropy_back_numpy(dlogits, dloss, logits, targets, weights):
-    _check_ids("cross_entropy_back", targets, logits.shape[-1])
-    dlogits[...] = dloss * _dlogits(_losses(logits, targets)[1], targets, weights)
+    _check_target_ids("cross_entropy_back", targets, logits.shape[-1])
+    dlogits[...] = dloss * _logit_grads(_row_losses(logits, targets)[1], targets, weights)
 
 
 @cross_entropy_back.kernel("cpu")
 def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
-    _check_ids("cross_entropy_back", targets, logits.shape[-1])
+    _check_target_ids("cross_entropy_back", targets, logits.shape[-1])
     kernels.loss.cross_entropy_back(
-        rows(dlogits), flat(dloss), rows(logits), flat(targets), flat(weights)
+        rows(dlogits), flatten(dloss), rows(logits), flatten(targets), flatten(weights)
     )
 
 
@@ -168,15 +172,20 @@ def cross_entropy_back_samples():
 
 
 def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: float) -> None:
-    want(
+    require(
         x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
         f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
     )
-    want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
-    fits = b is None or b.spec == Spec(w.shape[:1])
-    want(fits, f"b is {b and b.spec}; for w {w.spec} it must be f32{[*w.shape[:1]]}")
-    positive = chunk > 0 <= softcap
-    want(positive, f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more")
+    require(
+        x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}"
+    )
+    is_valid = b is None or b.spec == Spec(w.shape[:1])
+    require(is_valid, f"b is {b and b.spec}; for w {w.spec} it must be f32{[*w.shape[:1]]}")
+    is_in_range = chunk > 0 <= softcap
+    require(
+        is_in_range,
+        f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more",
+    )
 
 
 @op(optional=(2, 3, 4, 5))
@@ -201,7 +210,7 @@ def linear_cross_entropy(
     Gradients of `losses` use dx if weights are constant 1 and w is frozen; else logits are computed again.
     precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
-    want_precision(precision)
+    check_precision(precision)
     _check_head(x, w, b, chunk, softcap)
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
@@ -209,87 +218,87 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.vjp
-def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **how):
+def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **attrs):
     dloss, dlosses, *other_grads = dy
-    losses, dx, (dw, db) = y[1], y[3], _of_weights(y, b)
+    losses, dx, (dw, db) = y[1], y[3], _weight_grads(y, b)
     _check_gradients(dloss, dlosses, other_grads)
     if dlosses is not None:
-        return _by_row(dlosses, dx, x, w, targets, weights, b, how)
-    of_w, of_b = (d and _times(dloss, d) for d in (dw, db))
-    return _times(dloss, dx), of_w, None, _times(dloss, losses), of_b
+        return _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs)
+    w_grad, b_grad = (d and _scale_grad(dloss, d) for d in (dw, db))
+    return _scale_grad(dloss, dx), w_grad, None, _scale_grad(dloss, losses), b_grad
 
 
-def _store(outputs, values):
-    for output, value in zip(outputs, values, strict=True):
+def _store_outputs(outputs, output_values):
+    for output, value in zip(outputs, output_values, strict=True):
         if output is not None:
             output[...] = value
 
 
 def _check_gradients(dloss, dlosses, other_grads):
-    want(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
-    want(not any(other_grads), "what is right and gradients have no gradients")
+    require(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
+    require(not any(other_grads), "what is right and gradients have no gradients")
 
 
-def _of_weights(results, b):
+def _weight_grads(outputs, b):
     """dw and db of all results, None for what is not there."""
-    count = len(results) - (b is not None)
-    return (results[4] if count > 4 else None), (None if b is None else results[-1])
+    num_outputs = len(outputs) - (b is not None)
+    return (outputs[4] if num_outputs > 4 else None), (None if b is None else outputs[-1])
 
 
-def _by_row(dlosses, dx, x, w, targets, weights, b, attrs):
+def _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs):
     """Gradients for those of the losses by row."""
-    fixed = w.dtype not in TRAINABLE and b is None
-    if fixed and weights.kind == "constant" and np.all(weights.value == 1):
+    is_frozen = w.dtype not in TRAINABLE and b is None
+    if is_frozen and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None
     # the logits again, once it is known how much each row counts
-    recomputed = linear_cross_entropy(x, w, targets, dlosses, b, **attrs)
-    dw, db = _of_weights(recomputed, b)
-    return recomputed[3], dw, None, None, db
+    recomputed_outputs = linear_cross_entropy(x, w, targets, dlosses, b, **attrs)
+    dw, db = _weight_grads(recomputed_outputs, b)
+    return recomputed_outputs[3], dw, None, None, db
 
 
-def _times(dloss: Tensor, d: Tensor) -> Tensor:
+def _scale_grad(dloss: Tensor, d: Tensor) -> Tensor:
     return d if dloss.kind == "constant" and dloss.value == 1 else mul(d, dloss)
 
 
 @linear_cross_entropy.workspace("cpu")
-def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, precision, **how):
+def linear_cross_entropy_workspace(x, w, targets, weights, b, *, chunk, precision, **attrs):
     return tuple(map(Spec, costs.head_room(*w.shape, targets.spec.size, chunk, precision)))
 
 
 @linear_cross_entropy.kernel("numpy")
 def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
-    _check_ids("linear_cross_entropy", targets, len(w))
-    (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
+    _check_target_ids("linear_cross_entropy", targets, len(w))
+    (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
     w = floats(w)
     logits = times(x, w.T, precision) + (0 if b is None else b)
-    if right is not None:
-        right[...] = _is_largest(logits, targets)
-    logits, slope = _capped(logits, softcap)
-    losses[...], p = _losses(logits, targets)
+    if correct is not None:
+        correct[...] = _is_target_largest(logits, targets)
+    logits, slope = _softcapped_logits(logits, softcap)
+    losses[...], p = _row_losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
-    d = _dlogits(p, targets, weights) * slope
-    dx_dw = times(d, w, precision), times(rows(d).T, rows(x), precision)
-    _store((dx, dw, db), (*dx_dw, rows(d).sum(0)))
+    logit_grads = _logit_grads(p, targets, weights) * slope
+    dx_dw = times(logit_grads, w, precision), times(rows(logit_grads).T, rows(x), precision)
+    _store_outputs((dx, dw, db), (*dx_dw, rows(logit_grads).sum(0)))
 
 
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, precision, work):
-    _check_ids("linear_cross_entropy", targets, len(w))
-    (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
-    by_row = flat(loss), flat(losses), flat_or_absent(right)
-    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flat_or_absent(db), *work
-    args = rows(x), *packed(w), flat_or_absent(b), flat(targets), flat(weights)
-    by = kernels.head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
-    by.linear_cross_entropy(*arrays, *args, softcap, half(precision))
+    _check_target_ids("linear_cross_entropy", targets, len(w))
+    (loss, losses, correct, dx), (dw, db) = out[:4], _weight_grads(out, b)
+    by_row = flatten(loss), flatten(losses), flatten_or_absent(correct)
+    output_arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flatten_or_absent(db), *work
+    args = rows(x), *packed(w), flatten_or_absent(b), flatten(targets), flatten(weights)
+    kernel_module = kernels.head if costs.in_tiles(precision, x.shape[-1]) else kernels.loss
+    kernel_module.linear_cross_entropy(*output_arrays, *args, softcap, num_bf16_terms(precision))
 
 
 linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
-linear_cross_entropy.kernel("cuda")(torch_loss.fused)
+linear_cross_entropy.kernel("cuda")(torch_loss.triton_linear_cross_entropy)
 
 
 @linear_cross_entropy.cost
 def linear_cross_entropy_cost(out, x, w, targets, weights, b, *, chunk, softcap, precision):
-    return costs.head(x, w, out[3], _of_weights(out, b)[0], chunk, precision)
+    return costs.head_cost(x, w, out[3], _weight_grads(out, b)[0], chunk, precision)
 
 
 @linear_cross_entropy.samples
@@ -299,11 +308,11 @@ def linear_cross_entropy_samples():
         yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
     x, w = input("x", (2, 3, 8)), input("w", (7, 8))
     yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]
-    capped = input("x", (70, 9)), input("w", (150, 9)), *_targets((70,), 150)
-    yield linear_cross_entropy(*capped, chunk=32, softcap=2.5)[0]
+    capped_inputs = input("x", (70, 9)), input("w", (150, 9)), *_targets((70,), 150)
+    yield linear_cross_entropy(*capped_inputs, chunk=32, softcap=2.5)[0]
     biased = input("x", (70, 2)), input("w", (150, 2)), *_targets((70,), 150), input("b", (150,))
     yield linear_cross_entropy(*biased, chunk=64, softcap=20.0)[0]
-    halves = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
-    x, w = input("x", (70, 33)), constant("w", halves, f16)
+    half_weights = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
+    x, w = input("x", (70, 33)), constant("w", half_weights, f16)
     yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=64)[0]
     yield linear_cross_entropy(x, w, *_targets((70,), 150), input("b", (150,)), chunk=64)[0]

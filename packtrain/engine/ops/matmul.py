@@ -8,17 +8,17 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, ROUNDABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.engine.ops import arrays, costs
-from packtrain.engine.ops.arrays import again, half, packed, rows
+from packtrain.engine.ops.arrays import num_bf16_terms, packed, rows, run_replayable
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.shape import transpose
 from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, add_product_back, multiply
+from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
 from packtrain.engine.ops.torch_kernels import rows as rows_of
-from packtrain.engine.ops.torch_kernels import start_with as begin_with
-from packtrain.engine.ops.torch_kernels import times as times_in
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
-from packtrain.kernels.runtime import has
+from packtrain.engine.ops.torch_kernels import times as torch_matmul_in_precision
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
+from packtrain.kernels.runtime import has_cpu_feature
 
-FEW_ROWS = 8  # up to so many, products with packed weights are summed in integers
+MAX_INTEGER_ROWS = 8  # up to so many, products with packed weights are summed in integers
 PLANES = 3  # of 8 bits
 
 
@@ -42,49 +42,49 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16.
                bf16x3 takes them as sums of two bf16, and leaves out the least product; for CPUs with AMX
     """
-    arrays.want_precision(precision)
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    _want_readable(w)
-    want(
+    arrays.check_precision(precision)
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    _check_readable(w)
+    require(
         len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2),
         f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more",
     )
     k, rows_k = x.shape[-1], w.shape[-1]
-    want(
+    require(
         k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
     )
-    y = Spec((*_leading(x, w), *x.shape[-2:-1], w.shape[-2]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    y = Spec((*_leading_shape(x, w), *x.shape[-2:-1], w.shape[-2]))
+    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
 
 
-def _leading(x: Tensor, w: Tensor) -> tuple[int, ...]:
+def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:
     """Of the result, before rows and columns."""
     if len(w.shape) == 2:
         return x.shape[:-2]
     try:
         return np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     except ValueError:
-        want(False, f"leading axes of x {x.spec} and w {w.spec} do not broadcast")
+        require(False, f"leading axes of x {x.spec} and w {w.spec} do not broadcast")
         raise
 
 
-def _want_readable(w: Tensor) -> None:
-    fits = w.dtype == f32 or (w.dtype in READABLE and len(w.shape) == 2)
-    want(fits, f"w is {w.spec}; it must be f32, or a matrix of a type that can be read")
+def _check_readable(w: Tensor) -> None:
+    is_valid = w.dtype == f32 or (w.dtype in READABLE and len(w.shape) == 2)
+    require(is_valid, f"w is {w.spec}; it must be f32, or a matrix of a type that can be read")
 
 
 @matmul.vjp
-def matmul_vjp(dy, y, x, w, acc, **how):
+def matmul_vjp(dy, y, x, w, acc, **attrs):
     # dw is written first: x is then no longer needed when dx is computed
     if w.dtype not in TRAINABLE:
         dw = None
     elif len(w.shape) > 2:
-        dw = sum_like(matmul(transpose(dy), transpose(x), **how), w)
+        dw = sum_like(matmul(transpose(dy), transpose(x), **attrs), w)
     else:
-        dw = out_prod(dy, x, **how)
+        dw = out_prod(dy, x, **attrs)
     is_f32 = w.dtype == f32
-    dx = sum_like(matmul(dy, transpose(w), **how), x) if is_f32 else matmul_back(dy, w, **how)
+    dx = sum_like(matmul(dy, transpose(w), **attrs), x) if is_f32 else matmul_back(dy, w, **attrs)
     return dx, dw, (None if acc is None else dy)
 
 
@@ -96,55 +96,55 @@ def matmul_numpy(y, x, w, acc, precision):
 
 @matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
-    options = acc is not None, half(precision)
-    in_place = arrays.start_with(y, acc)
+    options = acc is not None, num_bf16_terms(precision)
+    is_in_place = arrays.copy_acc(y, acc)
     if w.ndim == 2:
-        call = _product(rows(y), rows(x), w, options, work)
-        return call if in_place else None
-    leading = y.shape[:-2]
-    x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
-    for at in np.ndindex(leading):
-        kernels.matmul.product(y[at], x[at], w[at].T, *options)
+        call = _run_product(rows(y), rows(x), w, options, work)
+        return call if is_in_place else None
+    leading_shape = y.shape[:-2]
+    x, w = (np.broadcast_to(t, (*leading_shape, *t.shape[-2:])) for t in (x, w))
+    for index in np.ndindex(leading_shape):
+        kernels.matmul.product(y[index], x[index], w[index].T, *options)
     return None
 
 
-def matmul_torch(y, x, w, acc, precision, part=CHUNK):
+def matmul_torch(y, x, w, acc, precision, unpack_size=CHUNK):
     if w.ndim > 2:
-        product = times_in(x, w.mT, precision)
+        product = torch_matmul_in_precision(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
     if acc is not None:
-        begin_with(y, acc)
-    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None, part=part)
+        torch_copy_acc(y, acc)
+    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None, unpack_size=unpack_size)
 
 
 matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
-matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, part=LARGE))
+matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, unpack_size=LARGE))
 
 
-def _product(y, x, w, options, work):
+def _run_product(y, x, w, options, work):
     if w.dtype == np.float32:
-        return again(kernels.matmul.product, y, x, w.T, *options)
+        return run_replayable(kernels.matmul.product, y, x, w.T, *options)
     if work:
-        return again(kernels.rounded.product, y, x, *packed(w), options[0], PLANES, *work)
-    return again(kernels.packed.product, y, x, *packed(w), *options)
+        return run_replayable(kernels.rounded.product, y, x, *packed(w), options[0], PLANES, *work)
+    return run_replayable(kernels.packed.product, y, x, *packed(w), *options)
 
 
 @matmul.workspace("cpu")
 def matmul_workspace(x, w, acc, precision):
-    has_few_rows = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
-    return (arrays.integers_of(x, PLANES),) if has_few_rows and _in_integers(w.dtype) else ()
+    has_few_rows = x.spec.size <= MAX_INTEGER_ROWS * w.shape[-1] and precision == "f32"
+    return (arrays.integers_of(x, PLANES),) if has_few_rows and _uses_integers(w.dtype) else ()
 
 
-def _in_integers(dtype):
+def _uses_integers(dtype):
     """Signed codes need less time in f32 where there is no VNNI."""
-    return dtype in ROUNDABLE and (has("avx512vnni") or not dtype.code["codes"].signed)
+    return dtype in ROUNDABLE and (has_cpu_feature("avx512vnni") or not dtype.code["codes"].signed)
 
 
 @matmul.cost
 def matmul_cost(y, x, w, acc, precision):
-    m, count = y.spec.size // max(w.shape[-2], 1), math.prod(y.shape[:-2])
-    return costs.at(precision, costs.product_with(m, w, count))
+    m, num_products = y.spec.size // max(w.shape[-2], 1), math.prod(y.shape[:-2])
+    return costs.at(precision, costs.weight_product_cost(m, w, num_products))
 
 
 @matmul.samples
@@ -168,10 +168,10 @@ def _packed_weights():
     """A matrix of each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
-    upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
-    yield constant("w", np.ascontiguousarray(upper).view(bf16.numpy), bf16)
-    for name, blocks in (("q4_K", (300, 3)), ("q8_0", (40, 24))):
-        bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
+    high_halves = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
+    yield constant("w", np.ascontiguousarray(high_halves).view(bf16.numpy), bf16)
+    for name, blocks_shape in (("q4_K", (300, 3)), ("q8_0", (40, 24))):
+        bits = random.integers(0, 256, (*blocks_shape, BLOCK_TYPES[name].block_nbytes), np.uint8)
         bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
         yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])
 
@@ -187,19 +187,21 @@ def matmul_back(
     acc  (..., K)   f32
     dx   (..., K)   f32
     """
-    arrays.want_precision(precision)
-    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
-    _want_readable(w)
-    want(dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}")
+    arrays.check_precision(precision)
+    require(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
+    _check_readable(w)
+    require(
+        dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}"
+    )
     dx = Spec((*dy.shape[:-1], w.shape[1]))
-    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    require(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
     return dx
 
 
 @matmul_back.vjp
-def matmul_back_vjp(ddx, dx, dy, w, acc, **how):
-    dw = out_prod(dy, ddx, **how) if w.dtype in TRAINABLE else None
-    return matmul(ddx, w, **how), dw, (None if acc is None else ddx)
+def matmul_back_vjp(ddx, dx, dy, w, acc, **attrs):
+    dw = out_prod(dy, ddx, **attrs) if w.dtype in TRAINABLE else None
+    return matmul(ddx, w, **attrs), dw, (None if acc is None else ddx)
 
 
 @matmul_back.kernel("numpy")
@@ -210,25 +212,27 @@ def matmul_back_numpy(dx, dy, w, acc, precision):
 
 @matmul_back.kernel("cpu")
 def matmul_back_cpu(dx, dy, w, acc, precision):
-    arrays.start_with(dx, acc)
+    arrays.copy_acc(dx, acc)
     block = dtype_of(w).block
-    options = acc is not None, half(precision)
+    options = acc is not None, num_bf16_terms(precision)
     kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *options)
 
 
 @matmul_back.kernel("torch")
-def matmul_back_torch(dx, dy, w, acc, precision, part=CHUNK):
+def matmul_back_torch(dx, dy, w, acc, precision, unpack_size=CHUNK):
     if acc is not None:
-        begin_with(dx, acc)
-    add_product_back(rows_of(dx), rows_of(dy), w, precision, fresh=acc is None, part=part)
+        torch_copy_acc(dx, acc)
+    add_product_back(
+        rows_of(dx), rows_of(dy), w, precision, fresh=acc is None, unpack_size=unpack_size
+    )
 
 
-matmul_back.kernel("cuda")(partial(matmul_back_torch, part=LARGE))
+matmul_back.kernel("cuda")(partial(matmul_back_torch, unpack_size=LARGE))
 
 
 @matmul_back.cost
 def matmul_back_cost(dx, dy, w, acc, precision):
-    return costs.at(precision, costs.product_back(dy.spec.size // w.shape[0], w))
+    return costs.at(precision, costs.weight_product_back_cost(dy.spec.size // w.shape[0], w))
 
 
 @matmul_back.samples
@@ -248,17 +252,19 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str 
     acc  (P, Q)     f32
     y    (P, Q)     f32
     """
-    arrays.want_precision(precision)
-    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
-    want(a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal")
+    arrays.check_precision(precision)
+    require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    require(
+        a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal"
+    )
     y = Spec((a.shape[-1], b.shape[-1]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
 
 
 @out_prod.vjp
-def out_prod_vjp(dy, y, a, b, acc, **how):
-    return matmul(b, dy, **how), matmul(a, transpose(dy), **how), (None if acc is None else dy)
+def out_prod_vjp(dy, y, a, b, acc, **attrs):
+    return matmul(b, dy, **attrs), matmul(a, transpose(dy), **attrs), (None if acc is None else dy)
 
 
 @out_prod.kernel("numpy")
@@ -269,20 +275,20 @@ def out_prod_numpy(y, a, b, acc, precision):
 
 @out_prod.kernel("cpu")
 def out_prod_cpu(y, a, b, acc, precision):
-    arrays.start_with(y, acc)
-    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
+    arrays.copy_acc(y, acc)
+    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, num_bf16_terms(precision))
 
 
 @out_prod.kernel("torch")
 def out_prod_torch(y, a, b, acc, precision):
     if acc is not None:
-        begin_with(y, acc)
+        torch_copy_acc(y, acc)
     multiply(y, rows_of(a).mT, rows_of(b), acc is None, precision)
 
 
 @out_prod.cost
 def out_prod_cost(y, a, b, acc, precision):
-    product_cost = costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
+    product_cost = costs.f32_product_cost(*y.shape, a.spec.size // a.shape[-1], transposed=True)
     return costs.at(precision, product_cost)
 
 
@@ -300,12 +306,12 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     b  (..., N, Q)  f32
     y  (..., P, Q)  f32
     """
-    fits = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
-    fact = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
-    arrays.demand("outer", fits, fact, a, b)
-    supported = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
+    is_valid = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
+    message = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
+    arrays.demand("outer", is_valid, message, a, b)
+    is_supported = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
     arrays.demand(
-        "outer", supported, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b
+        "outer", is_supported, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b
     )
     if a.dtype != f32:
         return transpose(matmul_back(transpose(b), a))

@@ -17,18 +17,18 @@ from packtrain.engine.ops.unary_functions import clamp, gelu_quick
 from packtrain.engine.tensor import Tensor
 
 Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
-NO_LOW: Mapping[str, Low] = MappingProxyType({})
+NO_LORA: Mapping[str, Low] = MappingProxyType({})
 NO_BIASES: Mapping[str, Tensor] = MappingProxyType({})
-LEAST_SUM = 6.103515625e-5  # of weights that are divided by their sum: llama.cpp's
+MIN_WEIGHT_SUM = 6.103515625e-5  # of weights that are divided by their sum: llama.cpp's
 BEST = 2  # experts of a group, by which it is judged
-HIDDEN = 1e30
+HIDDEN_OFFSET = 1e30
 LIMIT = 7.0  # of the clamped activation: gpt-oss's
 
 
 def experts(
     x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, acc: Tensor | None = None,
     offsets: Tensor | None = None, *, used: int, norm: bool = True, sigmoids: bool = False, by: float = 1.0,
-    clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LOW,
+    clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LORA,
     groups: tuple[int, int] = (1, 1), first: bool = False, gelu: bool = False, scales: Tensor | None = None,
     read: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -52,31 +52,31 @@ def experts(
                   and dropout d: w x becomes w x + s B A d(x)
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); DeepSeek-V3 (arXiv 2412.19437); llama.cpp's build_moe_ffn.
     """
-    source = x if read is None else read
-    logits = product(source, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
-    chosen, p = _routes(logits, offsets, used, norm, sigmoids, groups)
-    p = _scaled(p, chosen, by, scales)
-    row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
-    tokens = math.prod(x.shape[:-1])
-    sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
+    router_input = x if read is None else read
+    logits = product(router_input, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
+    expert_ids, p = _route_tokens(logits, offsets, used, norm, sigmoids, groups)
+    p = _scale_probabilities(p, expert_ids, by, scales)
+    token_rows, row_experts, row_positions = group_rows(expert_ids, groups=gate_inp.shape[0])
+    num_tokens = math.prod(x.shape[:-1])
+    sorted_x = get_rows(reshape(x, shape=(num_tokens, x.shape[-1])), token_rows)
     if first:
-        sorted_x, p = mul(sorted_x, _by_row(p, place)), scale(p, by=0, bias=1)
-    gated = _clamped if clamped else geglu if gelu else swiglu
-    hidden = gated(*_both(sorted_x, expert, {"gate": gate, "up": up}, biases, low))
-    expert_rows = product(hidden, down, low.get("down"), biases.get("down"), expert)
-    return weighted_rows(expert_rows, place, p, acc)
+        sorted_x, p = mul(sorted_x, _sort_probabilities(p, row_positions)), scale(p, by=0, bias=1)
+    activation = _clamped_swiglu if clamped else geglu if gelu else swiglu
+    hidden = activation(*_gate_and_up(sorted_x, row_experts, {"gate": gate, "up": up}, biases, low))
+    expert_rows = product(hidden, down, low.get("down"), biases.get("down"), row_experts)
+    return weighted_rows(expert_rows, row_positions, p, acc)
 
 
-def _scaled(p: Tensor, chosen: Tensor, by: float, scales: Tensor | None) -> Tensor:
+def _scale_probabilities(p: Tensor, expert_ids: Tensor, by: float, scales: Tensor | None) -> Tensor:
     """p (..., k) times `by` and the scales (E,) of the chosen experts."""
     p = p if by == 1 else scale(p, by=by)
     if scales is None:
         return p
-    chosen_scales = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
+    chosen_scales = get_rows(reshape(scales, shape=(*scales.shape, 1)), expert_ids)
     return mul(p, reshape(chosen_scales, shape=p.shape))
 
 
-def _both(
+def _gate_and_up(
     x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
@@ -90,44 +90,44 @@ def _both(
     return [cont(narrow(products[0], axis=1, start=at, length=n)) for at in (0, n)]
 
 
-def _by_row(p: Tensor, place: Tensor) -> Tensor:
+def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
     """p (..., k) by the sorted rows: (N, 1)."""
-    count = p.spec.size
-    columns = reshape(p, shape=(count, 1)), reshape(place, shape=(count,))
-    return get_rows_back(*columns, shape=(count, 1))
+    num_rows = p.spec.size
+    columns = reshape(p, shape=(num_rows, 1)), reshape(row_positions, shape=(num_rows,))
+    return get_rows_back(*columns, shape=(num_rows, 1))
 
 
-def _routes(
-    logits: Tensor, offsets: Tensor | None, used: int, norm: bool, sigmoids: bool, groups: tuple[int, int],
+def _route_tokens(
+    logits: Tensor, offsets: Tensor | None, num_used: int, use_norm: bool, use_sigmoid: bool, groups: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The chosen experts of each token, and what theirs are multiplied by."""
     if (
-        not sigmoids and norm and offsets is None and groups[0] == 1
+        not use_sigmoid and use_norm and offsets is None and groups[0] == 1
     ):  # the same without the sum over all
-        chosen = top_k(logits, k=used)
-        return chosen, soft_max(take(logits, chosen))
-    p = sigmoid(logits) if sigmoids else soft_max(logits)
-    better = p if offsets is None else add(p, offsets)
+        expert_ids = top_k(logits, k=num_used)
+        return expert_ids, soft_max(take(logits, expert_ids))
+    p = sigmoid(logits) if use_sigmoid else soft_max(logits)
+    ranking_scores = p if offsets is None else add(p, offsets)
     if groups[0] > 1:
-        better = _of_groups(better, *groups)
+        ranking_scores = _mask_groups(ranking_scores, *groups)
     elif offsets is None:  # in the same order, and apart where p is 1
-        better = logits
-    chosen = top_k(better, k=used)
-    p = take(p, chosen)
-    return chosen, div(p, clamp(sum_rows(p), low=LEAST_SUM)) if norm else p
+        ranking_scores = logits
+    expert_ids = top_k(ranking_scores, k=num_used)
+    p = take(p, expert_ids)
+    return expert_ids, div(p, clamp(sum_rows(p), low=MIN_WEIGHT_SUM)) if use_norm else p
 
 
-def _of_groups(p: Tensor, count: int, used: int) -> Tensor:
-    """p (..., E) with those of experts far below, whose groups are not among the `used` best ones."""
-    by_group = reshape(p, shape=(*p.shape[:-1], count, p.shape[-1] // count))
+def _mask_groups(p: Tensor, num_groups: int, num_used: int) -> Tensor:
+    """p (..., E) with those of experts far below, whose groups are not among the `num_used` best ones."""
+    by_group = reshape(p, shape=(*p.shape[:-1], num_groups, p.shape[-1] // num_groups))
     sums = reshape(sum_rows(take(by_group, top_k(by_group, k=BEST))), shape=by_group.shape[:-1])
-    best = top_k(sums, k=used)
+    best = top_k(sums, k=num_used)
     ones = scale(take(sums, best), by=0, bias=1)
-    hidden = scale(take_back(ones, best, width=count), by=HIDDEN, bias=-HIDDEN)
+    hidden = scale(take_back(ones, best, width=num_groups), by=HIDDEN_OFFSET, bias=-HIDDEN_OFFSET)
     return reshape(add(by_group, reshape(hidden, shape=(*hidden.shape, 1))), shape=p.shape)
 
 
-def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return mul(
         gelu_quick(clamp(gate, high=LIMIT)), scale(clamp(up, low=-LIMIT, high=LIMIT), by=1, bias=1)
     )
@@ -135,11 +135,11 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 
 def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
     """w x, or that of the rows' experts, plus its bias and the LoRA adapter of w."""
-    times: Callable[..., Tensor] = matmul_id if expert else matmul
-    y = times(x, w, *expert)
+    multiply: Callable[..., Tensor] = matmul_id if expert else matmul
+    y = multiply(x, w, *expert)
     if bias is not None:
         y = add(y, get_rows(bias, *expert) if expert else bias)
     if low is None:
         return y
-    a, b, by, drop = low
-    return times(scale(times(drop(x), a, *expert), by=by), b, *expert, y)
+    a, b, factor, dropout = low
+    return multiply(scale(multiply(dropout(x), a, *expert), by=factor), b, *expert, y)

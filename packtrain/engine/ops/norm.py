@@ -7,13 +7,13 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import again, flat_or_absent, rows, rows_or_absent
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import flatten_or_absent, rows, rows_or_absent, run_replayable
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import scale, sub
 from packtrain.engine.ops.reduce import sum_like, sum_rows
 from packtrain.engine.ops.torch_kernels import rows as rows_of
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
 PARTIAL_ROWS = 64  # rows whose weight gradients are summed first
 
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
         y  (..., C)  f32
     Zhang & Sennrich 2019, arXiv 1910.07467; ggml_rms_norm.
     """
-    want(
+    require(
         x.dtype == f32 and len(x.shape) > 0,
         f"x is {x.spec}; rms_norm computes in f32 over a last axis",
     )
@@ -38,8 +38,8 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
 
 
 def _check_weight(x: Tensor, w: Tensor | None, name: str = "w") -> None:
-    fits = w is None or w.spec == Spec(x.shape[-1:])
-    want(fits, f"{name} is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
+    is_valid = w is None or w.spec == Spec(x.shape[-1:])
+    require(is_valid, f"{name} is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
 
 
 @rms_norm.vjp
@@ -48,37 +48,37 @@ def rms_norm_vjp(dy, y, x, w, *, eps):
     return dx, (None if w is None else dw)
 
 
-def _mean(x):
+def _row_mean(x):
     """Over the last axis; 0 if that is empty."""
     return x.sum(-1, keepdims=True) / max(x.shape[-1], 1)
 
 
 @rms_norm.kernel("numpy")
 def rms_norm_numpy(y, x, w, *, eps):
-    y[...] = x / np.sqrt(_mean(x * x) + eps) * (1 if w is None else w)
+    y[...] = x / np.sqrt(_row_mean(x * x) + eps) * (1 if w is None else w)
 
 
 @rms_norm.kernel("cpu")
 def rms_norm_cpu(y, x, w, *, eps):
-    return again(kernels.norm.rms_norm, rows(y), rows(x), flat_or_absent(w), eps)
+    return run_replayable(kernels.norm.rms_norm, rows(y), rows(x), flatten_or_absent(w), eps)
 
 
 @rms_norm.kernel("torch")
 def rms_norm_torch(y, x, w, *, eps):
-    r = (_mean_torch(x.square()) + eps).rsqrt_()
+    r = (_row_mean_torch(x.square()) + eps).rsqrt_()
     torch.mul(x, r, out=y)
     if w is not None:
         y.mul_(w)
 
 
-rms_norm.kernel("cuda")(triton.late("norm", "rms_norm"))
+rms_norm.kernel("cuda")(triton.lazy_kernel("norm", "rms_norm"))
 
 
-def _mean_torch(x):
+def _row_mean_torch(x):
     return x.sum(-1, keepdim=True).div_(max(x.shape[-1], 1))
 
 
-rms_norm.cost(elementwise(0.75))
+rms_norm.cost(elementwise_cost(0.75))
 
 
 @rms_norm.samples
@@ -96,29 +96,29 @@ def rms_norm_back(
 
     dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u. ggml_rms_norm_back.
     """
-    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
     _check_weight(x, w)
-    want(acc is None or acc.spec == x.spec, f"acc is {acc and acc.spec}; it must be {x.spec}")
+    require(acc is None or acc.spec == x.spec, f"acc is {acc and acc.spec}; it must be {x.spec}")
     return x.spec, Spec(x.shape[-1:])
 
 
 @rms_norm_back.workspace("cpu")
-def rms_norm_back_work(dy, x, w, acc, *, eps):
-    blocks = -(-math.prod(x.shape[:-1]) // PARTIAL_ROWS)
-    return (Spec((blocks, x.shape[-1])),)
+def rms_norm_back_workspace(dy, x, w, acc, *, eps):
+    num_blocks = -(-math.prod(x.shape[:-1]) // PARTIAL_ROWS)
+    return (Spec((num_blocks, x.shape[-1])),)
 
 
 @rms_norm_back.kernel("numpy")
 def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
     dx, dw = out
-    r = 1 / np.sqrt(_mean(x * x) + eps)
+    r = 1 / np.sqrt(_row_mean(x * x) + eps)
     u, g = x * r, dy * (1 if w is None else w)
-    from_dy = r * (g - u * _mean(g * u))
-    for_w = rows(dy * u).sum(0)
+    x_grad = r * (g - u * _row_mean(g * u))
+    w_grad = rows(dy * u).sum(0)
     if dx is not None:
-        dx[...] = from_dy if acc is None else from_dy + acc
+        dx[...] = x_grad if acc is None else x_grad + acc
     if dw is not None:
-        dw[...] = for_w
+        dw[...] = w_grad
 
 
 @rms_norm_back.kernel("cpu")
@@ -126,11 +126,11 @@ def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
     dx, dw = out
     kernels.norm.rms_norm_back(
         rows_or_absent(dx),
-        flat_or_absent(dw),
+        flatten_or_absent(dw),
         work[0],
         rows(dy),
         rows(x),
-        flat_or_absent(w),
+        flatten_or_absent(w),
         rows_or_absent(acc),
         eps,
     )
@@ -139,17 +139,17 @@ def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
 @rms_norm_back.kernel("torch")
 def rms_norm_back_torch(out, dy, x, w, acc, *, eps):
     dx, dw = out
-    r = (_mean_torch(x.square()) + eps).rsqrt_()
+    r = (_row_mean_torch(x.square()) + eps).rsqrt_()
     u, g = x * r, dy if w is None else dy * w
     if dw is not None:
         torch.sum(rows_of(dy * u), 0, out=dw)
     if dx is not None:
-        from_dy = (g - u * _mean_torch(g * u)).mul_(r)
-        dx.copy_(from_dy if acc is None else from_dy.add_(acc))
+        x_grad = (g - u * _row_mean_torch(g * u)).mul_(r)
+        dx.copy_(x_grad if acc is None else x_grad.add_(acc))
 
 
-rms_norm_back.kernel("cuda")(triton.late("norm", "rms_norm_back"))
-rms_norm_back.cost(elementwise(1.4))
+rms_norm_back.kernel("cuda")(triton.lazy_kernel("norm", "rms_norm_back"))
+rms_norm_back.cost(elementwise_cost(1.4))
 
 
 @rms_norm_back.samples
@@ -179,7 +179,7 @@ def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: fl
     b  (C,)      f32, or None for 0
     y  (..., C)  f32
     """
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
     _check_weight(x, w)
     _check_weight(x, b, "b")
     return x.spec
@@ -194,25 +194,25 @@ def norm_vjp(dy, y, x, w, b, *, eps):
 
 @norm.kernel("numpy")
 def norm_numpy(y, x, w, b, *, eps):
-    u = x - _mean(x)
-    u = u / np.sqrt(_mean(u * u) + eps)
+    u = x - _row_mean(x)
+    u = u / np.sqrt(_row_mean(u * u) + eps)
     y[...] = u * (1 if w is None else w) + (0 if b is None else b)
 
 
 @norm.kernel("cpu")
 def norm_cpu(y, x, w, b, *, eps):
-    kernels.norm.norm(rows(y), rows(x), flat_or_absent(w), flat_or_absent(b), eps)
+    kernels.norm.norm(rows(y), rows(x), flatten_or_absent(w), flatten_or_absent(b), eps)
 
 
 @norm.kernel("torch")
 def norm_torch(y, x, w, b, *, eps):
-    u = x - _mean_torch(x)
-    u *= (_mean_torch(u.square()) + eps).rsqrt_()
+    u = x - _row_mean_torch(x)
+    u *= (_row_mean_torch(u.square()) + eps).rsqrt_()
     u = u if w is None else u.mul_(w)
     y.copy_(u if b is None else u.add_(b))
 
 
-norm.cost(elementwise(0.75))
+norm.cost(elementwise_cost(0.75))
 
 
 @norm.samples

@@ -4,18 +4,18 @@ import numpy as np
 
 from packtrain.dtypes import f32, i32, i64
 from packtrain.engine.ops.torch_kernels import copied
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
-def _rows_of_numbers(x: Tensor) -> None:
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+def _check_f32_rows(x: Tensor) -> None:
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
 
 
 @op()
 def argmax(x: Tensor) -> Spec:
     """Index of the first of the largest values along the last axis: x (..., C) f32, y (...) i32. ggml_argmax."""
-    _rows_of_numbers(x)
-    want(x.shape[-1] > 0, f"x is {x.spec}; its last axis must not be empty")
+    _check_f32_rows(x)
+    require(x.shape[-1] > 0, f"x is {x.spec}; its last axis must not be empty")
     return Spec(x.shape[:-1], i32)
 
 
@@ -38,7 +38,7 @@ def argmax_samples():
 @op()
 def argsort(x: Tensor, *, descending: bool = False) -> Spec:
     """Indices that sort the last axis; equal values stay in order. x (..., C) f32, y (..., C) i32. ggml_argsort."""
-    _rows_of_numbers(x)
+    _check_f32_rows(x)
     return Spec(x.shape, i32)
 
 
@@ -64,8 +64,8 @@ def argsort_samples():
 @op()
 def count_equal(a: Tensor, b: Tensor) -> Spec:
     """How many elements are equal: a, b (...) i32, y () i64. ggml_count_equal."""
-    fits = a.spec == b.spec and a.dtype == i32
-    want(fits, f"a is {a.spec} and b is {b.spec}; they must be equal i32")
+    is_valid = a.spec == b.spec and a.dtype == i32
+    require(is_valid, f"a is {a.spec} and b is {b.spec}; they must be equal i32")
     return Spec((), i64)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import assigned, demand, flat, rows, table
+from packtrain.engine.ops.arrays import as_matrix, assigned, demand, flatten, rows
 from packtrain.engine.ops.shape import cont, reshape
-from packtrain.engine.ops.torch_kernels import CHUNK, copied, spans, wide
-from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, copied, to_sum_dtype
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def sum_like(d: Tensor, x: Tensor) -> Tensor:
@@ -19,10 +19,10 @@ def sum_like(d: Tensor, x: Tensor) -> Tensor:
 def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """x repeated along new or unit axes by strides of zero, as np.broadcast_to; see repeat."""
     padded = (1,) * (len(shape) - len(x.shape)) + x.shape
-    fits = len(padded) == len(shape) and all(
+    is_valid = len(padded) == len(shape) and all(
         n in (1, s) for n, s in zip(padded, shape, strict=True)
     )
-    want(fits, f"x {x.spec} does not broadcast to {tuple(shape)}")
+    require(is_valid, f"x {x.spec} does not broadcast to {tuple(shape)}")
     strides = (0,) * (len(shape) - len(x.shape)) + x.strides
     steps = tuple(0 if n == 1 != s else b for n, s, b in zip(padded, shape, strides, strict=True))
     return View(tuple(shape), x.dtype, steps)
@@ -44,21 +44,21 @@ def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
     Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
     """
     padded_shape = (1,) * (len(shape) - len(x.shape)) + x.shape
-    fits = len(padded_shape) == len(shape) and all(
+    is_valid = len(padded_shape) == len(shape) and all(
         s == n or (n and s % n == 0) for n, s in zip(padded_shape, shape, strict=True)
     )
-    rows_unchanged = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
-    requirement = "have multiples of its sizes" if rows_unchanged else "keep its quantized rows"
+    keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    requirement = "have multiples of its sizes" if keeps_rows else "keep its quantized rows"
     demand(
         "repeat",
-        fits and rows_unchanged,
+        is_valid and keeps_rows,
         f"x is {x.spec}; shape {tuple(shape)} must {requirement}",
         x,
     )
     if all(n in (1, s) for n, s in zip(padded_shape, shape, strict=True)):
         return broadcast_to(x, shape=tuple(shape))
-    times = [s // n if n else 1 for n, s in zip(padded_shape, shape, strict=True)]
-    pairs = [size for n, k in zip(padded_shape, times, strict=True) for size in (k, n)]
+    num_repeats = [s // n if n else 1 for n, s in zip(padded_shape, shape, strict=True)]
+    pairs = [size for n, k in zip(padded_shape, num_repeats, strict=True) for size in (k, n)]
     expanded = reshape(x, shape=tuple(size for n in padded_shape for size in (1, n)))
     return reshape(cont(broadcast_to(expanded, shape=tuple(pairs))), shape=tuple(shape))
 
@@ -66,7 +66,7 @@ def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
 @op()
 def sum(x: Tensor) -> Spec:
     """y = sum of all elements: x (...) f32, y () f32. ggml_sum."""
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
     return Spec(())
 
 
@@ -76,16 +76,16 @@ sum.kernel("numpy")(assigned(lambda x: x.sum(dtype=np.float64)))
 
 @sum.kernel("cpu")
 def sum_cpu(y, x):
-    kernels.reduce.sum_all(flat(y), flat(x))
+    kernels.reduce.sum_all(flatten(y), flatten(x))
 
 
 @sum.kernel("torch")
 def sum_torch(y, x):
     x = x.view(-1)
-    total = wide(x.new_zeros(()))
-    for start, end in spans(len(x), CHUNK, x):
-        total += wide(x[start:end]).sum()
-    y.copy_(total)
+    running_sum = to_sum_dtype(x.new_zeros(()))
+    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
+        running_sum += to_sum_dtype(x[chunk_start:chunk_end]).sum()
+    y.copy_(running_sum)
 
 
 sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
@@ -94,7 +94,7 @@ sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
 @op()
 def sum_rows(x: Tensor) -> Spec:
     """y = sum over the last axis: x (..., C) f32, y (..., 1) f32. ggml_sum_rows."""
-    want(
+    require(
         x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
     )
     return Spec((*x.shape[:-1], 1))
@@ -106,10 +106,10 @@ sum_rows.kernel("numpy")(assigned(lambda x: x.sum(-1, keepdims=True, dtype=np.fl
 
 @sum_rows.kernel("cpu")
 def sum_rows_cpu(y, x):
-    kernels.reduce.sum_rows(flat(y), rows(x))
+    kernels.reduce.sum_rows(flatten(y), rows(x))
 
 
-sum_rows.kernel("torch", strided=True)(copied(lambda x: wide(x).sum(-1, keepdim=True)))
+sum_rows.kernel("torch", strided=True)(copied(lambda x: to_sum_dtype(x).sum(-1, keepdim=True)))
 
 
 @sum_rows.samples
@@ -122,12 +122,12 @@ def sum_rows_samples():
 @op()
 def sum_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """Sum the axes that broadcasting from `shape` to x's shape would repeat. ggml_repeat_back."""
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    padded = (1,) * (len(x.shape) - len(shape)) + tuple(shape)
-    fits = len(padded) == len(x.shape) and all(
-        s in (1, n) for s, n in zip(padded, x.shape, strict=True)
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    padded_shape = (1,) * (len(x.shape) - len(shape)) + tuple(shape)
+    is_valid = len(padded_shape) == len(x.shape) and all(
+        s in (1, n) for s, n in zip(padded_shape, x.shape, strict=True)
     )
-    want(fits, f"{tuple(shape)} does not broadcast to x {x.spec}")
+    require(is_valid, f"{tuple(shape)} does not broadcast to x {x.spec}")
     return Spec(tuple(shape))
 
 
@@ -136,19 +136,19 @@ sum_to.vjp(lambda dy, y, x, *, shape: (broadcast_to(dy, shape=x.shape),))
 
 @sum_to.kernel("numpy")
 def sum_to_numpy(y, x, *, shape):
-    padded = (1,) * (x.ndim - y.ndim) + y.shape
-    axes = tuple(i for i, n in enumerate(padded) if n == 1 and x.shape[i] != 1)
+    padded_shape = (1,) * (x.ndim - y.ndim) + y.shape
+    axes = tuple(i for i, n in enumerate(padded_shape) if n == 1 and x.shape[i] != 1)
     y[...] = x.sum(axes, keepdims=True, dtype=np.float64).reshape(y.shape)
 
 
 @sum_to.kernel("cpu")
 def sum_to_cpu(y, x, *, shape):
     if y.size == 1:
-        kernels.reduce.sum_all(flat(y), flat(x))
+        kernels.reduce.sum_all(flatten(y), flatten(x))
     elif shape == x.shape[x.ndim - len(shape) :]:
-        kernels.reduce.sum_cols(flat(y), table(x, x.ndim - y.ndim))
+        kernels.reduce.sum_cols(flatten(y), as_matrix(x, x.ndim - y.ndim))
     elif shape == (*x.shape[:-1], 1):
-        kernels.reduce.sum_rows(flat(y), rows(x))
+        kernels.reduce.sum_rows(flatten(y), rows(x))
     else:
         axes = tuple(
             i for i in range(x.ndim) if ((1,) * (x.ndim - y.ndim) + y.shape)[i] != x.shape[i]
@@ -158,7 +158,7 @@ def sum_to_cpu(y, x, *, shape):
         )
 
 
-sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: wide(x).sum_to_size(shape)))
+sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: to_sum_dtype(x).sum_to_size(shape)))
 
 
 @sum_to.samples
@@ -171,7 +171,7 @@ def sum_to_samples():
 @op()
 def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
     """Running sums along the last axis, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
-    want(
+    require(
         x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
     )
     return x.spec
@@ -194,7 +194,7 @@ def cumsum_cpu(y, x, *, reverse):
 @cumsum.kernel("torch", strided=True)
 def cumsum_torch(y, x, *, reverse):
     flip_axes = (-1,) if reverse else ()
-    y.copy_(wide(x).flip(flip_axes).cumsum(-1).flip(flip_axes))
+    y.copy_(to_sum_dtype(x).flip(flip_axes).cumsum(-1).flip(flip_axes))
 
 
 @cumsum.samples

@@ -7,43 +7,43 @@ import builtins
 from collections.abc import Sequence
 
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import demand, start_with
-from packtrain.engine.ops.torch_kernels import start_with as begin_with
-from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+from packtrain.engine.ops.arrays import copy_acc, demand
+from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 Axes = tuple[int, ...]
 
 
-def _region(start: Axes, shape: Axes, step: Axes) -> tuple[builtins.slice, ...]:
+def _region_slices(start: Axes, shape: Axes, step: Axes) -> tuple[builtins.slice, ...]:
     stops = (s + (n - 1) * k + 1 if n else s for s, n, k in zip(start, shape, step, strict=True))
     return tuple(map(builtins.slice, start, stops, step))
 
 
-def _steps(step: Axes, start: Axes) -> Axes:
+def _step_or_ones(step: Axes, start: Axes) -> Axes:
     return step or (1,) * len(start)
 
 
-def _check(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> None:
-    axes = len(x.shape)
-    want(
-        len(start) == len(shape) == len(step) == axes,
+def _check_region(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> None:
+    num_axes = len(x.shape)
+    require(
+        len(start) == len(shape) == len(step) == num_axes,
         f"start {start}, shape {shape} and step {step} must have one number for each axis of {name} {x}",
     )
-    want(
+    require(
         min(step, default=1) > 0 <= min(start, default=0),
         f"step {step} must be above 0, start {start} not below",
     )
-    stops = [part.stop for part in _region(start, shape, step)]
-    inside = all(end <= n or not m for end, n, m in zip(stops, x.shape, shape, strict=True))
-    want(inside, f"the region ends at {stops}, outside {name} {x}")
+    stops = [axis_slice.stop for axis_slice in _region_slices(start, shape, step)]
+    is_inside = all(end <= n or not m for end, n, m in zip(stops, x.shape, shape, strict=True))
+    require(is_inside, f"the region ends at {stops}, outside {name} {x}")
 
 
 @op(view=True)
 def slice(x: Tensor, *, start: Axes, shape: Axes, step: Axes = ()) -> Spec:
     """The region of x, without a copy. ggml_view_1d to ggml_view_4d."""
-    step = _steps(step, start)
-    _check("x", x.spec, start, shape, step)
-    want(not x.dtype.quantized, f"x is {x.spec}; quantized rows are cut by narrow")
+    step = _step_or_ones(step, start)
+    _check_region("x", x.spec, start, shape, step)
+    require(not x.dtype.quantized, f"x is {x.spec}; quantized rows are cut by narrow")
     offset = sum(s * b for s, b in zip(start, x.strides, strict=True))
     return View(
         tuple(shape), x.dtype, tuple(k * b for k, b in zip(step, x.strides, strict=True)), offset
@@ -67,9 +67,9 @@ def acc(
 ) -> Spec:
     """y = `into`, or zeros of `size`, with `part` added to its region. ggml_acc; all f32."""
     y = Spec(tuple(size))
-    want(part.dtype == f32, f"part is {part.spec}; it must be f32")
-    want(into is None or into.spec == y, f"into is {into and into.spec}; it must be {y}")
-    _check("the result", y, start, part.shape, _steps(step, start))
+    require(part.dtype == f32, f"part is {part.spec}; it must be f32")
+    require(into is None or into.spec == y, f"into is {into and into.spec}; it must be {y}")
+    _check_region("the result", y, start, part.shape, _step_or_ones(step, start))
     return y
 
 
@@ -83,8 +83,8 @@ def acc_numpy(y, part, into, *, size, start, step):
     if into is None:
         y[...] = 0
     else:
-        start_with(y, into)
-    y[_region(start, part.shape, _steps(step, start))] += part
+        copy_acc(y, into)
+    y[_region_slices(start, part.shape, _step_or_ones(step, start))] += part
 
 
 acc.kernel("cpu", strided=lambda index, t: index == 0)(acc_numpy)
@@ -92,8 +92,8 @@ acc.kernel("cpu", strided=lambda index, t: index == 0)(acc_numpy)
 
 @acc.kernel("torch", strided=lambda index, t: index == 0)
 def acc_torch(y, part, into, *, size, start, step):
-    begin_with(y, into)
-    y[_region(start, part.shape, _steps(step, start))] += part
+    torch_copy_acc(y, into)
+    y[_region_slices(start, part.shape, _step_or_ones(step, start))] += part
 
 
 @acc.samples
@@ -107,10 +107,10 @@ def set(
     x: Tensor, part: Tensor | None = None, *, start: Axes, shape: Axes, step: Axes = ()
 ) -> Spec:
     """y = x with its region replaced by `part`, or by zeros. ggml_set; all f32."""
-    _check("x", x.spec, start, shape, _steps(step, start))
-    fits = part is None or part.spec == Spec(tuple(shape))
-    want(
-        fits and x.dtype == f32,
+    _check_region("x", x.spec, start, shape, _step_or_ones(step, start))
+    is_valid = part is None or part.spec == Spec(tuple(shape))
+    require(
+        is_valid and x.dtype == f32,
         f"x is {x.spec} and part {part and part.spec}; they must be f32, part {[*shape]}",
     )
     return x.spec
@@ -118,14 +118,14 @@ def set(
 
 @set.vjp
 def set_vjp(dy, y, x, part, *, start, shape, step):
-    of_part = None if part is None else slice(dy, start=start, shape=shape, step=step)
-    return set(dy, start=start, shape=shape, step=step), of_part
+    part_grad = None if part is None else slice(dy, start=start, shape=shape, step=step)
+    return set(dy, start=start, shape=shape, step=step), part_grad
 
 
 @set.kernel("numpy")
 def set_numpy(y, x, part, *, start, shape, step):
-    start_with(y, x)
-    y[_region(start, shape, _steps(step, start))] = 0 if part is None else part
+    copy_acc(y, x)
+    y[_region_slices(start, shape, _step_or_ones(step, start))] = 0 if part is None else part
 
 
 set.kernel("cpu", strided=lambda index, t: index == 1)(set_numpy)
@@ -133,8 +133,8 @@ set.kernel("cpu", strided=lambda index, t: index == 1)(set_numpy)
 
 @set.kernel("torch", strided=lambda index, t: index == 1)
 def set_torch(y, x, part, *, start, shape, step):
-    begin_with(y, x)
-    y[_region(start, shape, _steps(step, start))] = 0.0 if part is None else part
+    torch_copy_acc(y, x)
+    y[_region_slices(start, shape, _step_or_ones(step, start))] = 0.0 if part is None else part
 
 
 @set.samples
@@ -145,8 +145,8 @@ def set_samples():
 
 def pad(x: Tensor, *, before: Sequence[int], after: Sequence[int]) -> Tensor:
     """x with so many zeros before and after it along each axis. ggml_pad, ggml_pad_ext."""
-    fits = len(before) == len(after) == len(x.shape) and min((*before, *after), default=0) >= 0
-    fact = f"before {(*before,)} and after {(*after,)} must be a number, 0 or more, for each axis of x {x.spec}"
-    demand("pad", fits, fact, x)
+    is_valid = len(before) == len(after) == len(x.shape) and min((*before, *after), default=0) >= 0
+    message = f"before {(*before,)} and after {(*after,)} must be a number, 0 or more, for each axis of x {x.spec}"
+    demand("pad", is_valid, message, x)
     size = tuple(b + n + a for b, n, a in zip(before, x.shape, after, strict=True))
     return acc(x, size=size, start=tuple(before))

@@ -8,11 +8,11 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import again
+from packtrain.engine.ops.arrays import run_replayable
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.shape import cont, narrow, reshape
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _frequencies(factors, dims, base, divisor, blend):
@@ -22,9 +22,9 @@ def _frequencies(factors, dims, base, divisor, blend):
         frequencies /= factors
     if blend is None:
         return frequencies / divisor
-    low, high = blend
-    divided = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
-    return frequencies * (1 - divided + divided / divisor)
+    blend_start, blend_end = blend
+    blend_weights = np.clip((np.arange(dims // 2) - blend_start) / (blend_end - blend_start), 0, 1)
+    return frequencies * (1 - blend_weights + blend_weights / divisor)
 
 
 @op()
@@ -50,14 +50,14 @@ def rope_table(
         factors  (dims / 2,)         f32, or None for 1
         t        (..., dims / 2, 2)  f32
     """
-    want(pos.dtype == i32, f"pos is {pos.spec}; it must be i32")
-    want(dims > 0 and dims % 2 == 0, f"dims is {dims}; it must be even and positive")
-    want(
+    require(pos.dtype == i32, f"pos is {pos.spec}; it must be i32")
+    require(dims > 0 and dims % 2 == 0, f"dims is {dims}; it must be even and positive")
+    require(
         factors is None or factors.spec == Spec((dims // 2,)),
         f"factors is {factors and factors.spec}; it must be f32[{dims // 2}]",
     )
-    want(divisor > 0, f"divisor is {divisor}; it must be above 0")
-    want(blend is None or blend[0] < blend[1], f"blend is {blend}; it must rise")
+    require(divisor > 0, f"divisor is {divisor}; it must be above 0")
+    require(blend is None or blend[0] < blend[1], f"blend is {blend}; it must rise")
     return Spec((*pos.shape, dims // 2, 2))
 
 
@@ -65,42 +65,42 @@ def rope_table(
 def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     rate, length, offset = growth
     angles = pos[..., None].astype(np.float64) * _frequencies(factors, dims, base, divisor, blend)
-    by = (
+    factor = (
         magnitude * (1 + rate * np.log1p((pos + offset) // length))[..., None]
         if rate
         else magnitude
     )
-    t[..., 0], t[..., 1] = by * np.cos(angles), by * np.sin(angles)
+    t[..., 0], t[..., 1] = factor * np.cos(angles), factor * np.sin(angles)
 
 
 @rope_table.kernel("cpu")
 def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     frequencies = _frequencies(factors, dims, base, divisor, blend)
-    places = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
-    call = again(kernels.rope.table, *places, frequencies, magnitude, *growth)
+    table_args = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
+    call = run_replayable(kernels.rope.table, *table_args, frequencies, magnitude, *growth)
     return call if factors is None else None
 
 
 @cache
-def _frequencies_on(device, *options):
+def _cached_frequencies(device, *options):
     return torch.tensor(_frequencies(None, *options).tolist(), dtype=torch.float64, device=device)
 
 
 @rope_table.kernel("torch")
 def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     pos = pos.cpu() if pos.is_mps else pos  # which has no f64
-    frequencies = _frequencies_on(pos.device, dims, base, divisor, blend)
+    frequencies = _cached_frequencies(pos.device, dims, base, divisor, blend)
     if factors is not None:
         frequencies = frequencies / factors.to(pos.device)
     rate, length, offset = growth
     angles = pos[..., None].double() * frequencies
-    by = magnitude * (1 + rate * ((pos + offset) // length).double().log1p())[..., None]
-    t[..., 0].copy_(angles.cos().mul_(by))
-    t[..., 1].copy_(angles.sin_().mul_(by))
+    factor = magnitude * (1 + rate * ((pos + offset) // length).double().log1p())[..., None]
+    t[..., 0].copy_(angles.cos().mul_(factor))
+    t[..., 1].copy_(angles.sin_().mul_(factor))
 
 
 @rope_table.cost
-def rope_table_cost(t, pos, factors, **how):
+def rope_table_cost(t, pos, factors, **attrs):
     return Cost({"exp": 16 * t.spec.size})  # cos and sin in f64, one by one
 
 
@@ -137,15 +137,15 @@ def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False)
         y      (..., H, D)      f32
     Su et al. 2021, arXiv 2104.09864; ggml_rope, ggml_rope_ext; `inverse` is ggml_rope_ext_back.
     """
-    want(
+    require(
         x.dtype == f32 and table.dtype == f32,
         f"x is {x.spec} and table is {table.spec}; both must be f32",
     )
     fits = len(x.shape) >= 2 and table.shape[:-2] == x.shape[:-2] and table.shape[-1:] == (2,)
-    want(
+    require(
         fits, f"x is {x.spec} and table is {table.spec}; it must be f32{[*x.shape[:-2], 'R/2', 2]}"
     )
-    want(
+    require(
         2 * table.shape[-2] <= x.shape[-1],
         f"table turns {2 * table.shape[-2]} elements, x has {x.shape[-1]}",
     )
@@ -160,39 +160,41 @@ def rope_vjp(dy, y, x, table, *, neox, inverse):
 @rope.kernel("numpy")
 def rope_numpy(y, x, table, *, neox, inverse):
     half = table.shape[-2]
-    first, second = (
+    first_index, second_index = (
         (slice(half), slice(half, 2 * half))
         if neox
         else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     )
     cos, sin = table[..., None, :, 0], table[..., None, :, 1] * (-1 if inverse else 1)
-    a, b = x[..., first], x[..., second]
+    a, b = x[..., first_index], x[..., second_index]
     rotated = a * cos - b * sin, a * sin + b * cos
     y[...] = x
-    y[..., first], y[..., second] = rotated
+    y[..., first_index], y[..., second_index] = rotated
 
 
 @rope.kernel("cpu")
 def rope_cpu(y, x, table, *, neox, inverse):
     n = math.prod(x.shape[:-2])
     heads = (n, *x.shape[-2:])
-    turns = table.reshape(n, *table.shape[-2:])
-    return again(kernels.rope.rope, y.reshape(heads), x.reshape(heads), turns, neox, inverse)
+    row_tables = table.reshape(n, *table.shape[-2:])
+    return run_replayable(
+        kernels.rope.rope, y.reshape(heads), x.reshape(heads), row_tables, neox, inverse
+    )
 
 
 @rope.kernel("torch")
 def rope_torch(y, x, table, *, neox, inverse):
     half = table.shape[-2]
-    parts, axis = ((2, half), -2) if neox else ((half, 2), -1)
-    a, b = x[..., : 2 * half].unflatten(-1, parts).unbind(axis)
+    pair_shape, axis = ((2, half), -2) if neox else ((half, 2), -1)
+    a, b = x[..., : 2 * half].unflatten(-1, pair_shape).unbind(axis)
     cos, sin = table[..., None, :, 0], table[..., None, :, 1]
     sin = -sin if inverse else sin
     rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
     y.copy_(x)
-    y[..., : 2 * half].unflatten(-1, parts).copy_(rotated)
+    y[..., : 2 * half].unflatten(-1, pair_shape).copy_(rotated)
 
 
-rope.kernel("cuda")(triton.late("elementwise", "rope"))
+rope.kernel("cuda")(triton.lazy_kernel("elementwise", "rope"))
 
 
 @rope.cost

@@ -5,15 +5,23 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.engine.ops import arrays, costs
-from packtrain.engine.ops.arrays import again, flat, floats, integers_of, packed, rows, start_with
+from packtrain.engine.ops.arrays import (
+    copy_acc,
+    flatten,
+    floats,
+    integers_of,
+    packed,
+    rows,
+    run_replayable,
+)
 from packtrain.engine.ops.torch_kernels import add_product, copied
+from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
 from packtrain.engine.ops.torch_kernels import rows as rows_of
-from packtrain.engine.ops.torch_kernels import start_with as begin_with
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 BLOCK = 32
-FEW_ROWS = 8  # more have their own tiles
-TINY = np.float32(2**-126)  # smaller steps are 0
+MAX_DOT_ROWS = 8  # more have their own tiles
+MIN_STEP = np.float32(2**-126)  # smaller steps are 0
 
 
 @op(inplace=(0,))
@@ -22,47 +30,47 @@ def rounded(x: Tensor) -> Spec:
 
     x, y  (..., C)  f32; C is a multiple of 32
     """
-    _want_blocks(x)
+    _check_blocks(x)
     return x.spec
 
 
-def multiplies_many() -> bool:
+def has_fast_integer_products() -> bool:
     """Whether products of many rows in integers are faster on this CPU than those in f32."""
-    return kernels.runtime.has("avx2")
+    return kernels.runtime.has_cpu_feature("avx2")
 
 
-def _want_blocks(x: Tensor) -> None:
-    fits = x.dtype == f32 and len(x.shape) > 0 and x.shape[-1] % BLOCK == 0
-    want(fits, f"x is {x.spec}; it must be f32, its last axis a multiple of {BLOCK}")
+def _check_blocks(x: Tensor) -> None:
+    is_valid = x.dtype == f32 and len(x.shape) > 0 and x.shape[-1] % BLOCK == 0
+    require(is_valid, f"x is {x.spec}; it must be f32, its last axis a multiple of {BLOCK}")
 
 
-def _rounded(x):
+def _round_numpy(x):
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, BLOCK)
     step = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
-    step[step < TINY] = 0
+    step[step < MIN_STEP] = 0
     step[~np.isfinite(blocks).all(-1)] = np.nan
     codes = np.rint(blocks / np.where(step == 0, np.float32(1), step)).astype(x.dtype)
     return np.where(step == 0, 0, codes * step.astype(x.dtype)).reshape(x.shape)
 
 
-rounded.kernel("numpy")(arrays.assigned(_rounded))
+rounded.kernel("numpy")(arrays.assigned(_round_numpy))
 
 
 @rounded.kernel("cpu")
 def rounded_cpu(y, x):
-    return again(kernels.rounded.rounded, flat(y), flat(x))
+    return run_replayable(kernels.rounded.rounded, flatten(y), flatten(x))
 
 
-def _rounded_torch(x):
+def _round_torch(x):
     blocks = x.view(-1, BLOCK)
     step = blocks.abs().amax(-1, keepdim=True) / 127
-    step.masked_fill_(step < float(TINY), 0)
+    step.masked_fill_(step < float(MIN_STEP), 0)
     step.masked_fill_(~blocks.isfinite().all(-1, keepdim=True), np.nan)
     codes = (blocks / step.masked_fill(step == 0, 1)).round_()
     return codes.mul_(step).masked_fill_(step == 0, 0).view(x.shape)
 
 
-rounded.kernel("torch")(copied(_rounded_torch))
+rounded.kernel("torch")(copied(_round_torch))
 rounded.samples(lambda: (rounded(input("x", shape)) for shape in ((32,), (3, 64), (2, 3, 96))))
 
 
@@ -75,26 +83,28 @@ def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     acc  (..., N)   f32
     y    (..., N)   f32
     """
-    _want_blocks(x)
-    want(w.dtype in ROUNDABLE and len(w.shape) == 2, f"w is {w.spec}; its products are not rounded")
+    _check_blocks(x)
+    require(
+        w.dtype in ROUNDABLE and len(w.shape) == 2, f"w is {w.spec}; its products are not rounded"
+    )
     k, rows_k = x.shape[-1], w.shape[-1]
-    want(k == rows_k, f"last axis of x {x.spec} ({k}) must equal that of w {w.spec} ({rows_k})")
+    require(k == rows_k, f"last axis of x {x.spec} ({k}) must equal that of w {w.spec} ({rows_k})")
     y = Spec((*x.shape[:-1], w.shape[0]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
 
 
 @matmul_rounded.kernel("numpy")
 def matmul_rounded_numpy(y, x, w, acc):
-    product = _rounded(x) @ floats(w).T
+    product = _round_numpy(x) @ floats(w).T
     y[...] = product if acc is None else product + acc
 
 
 @matmul_rounded.kernel("torch")
 def matmul_rounded_torch(y, x, w, acc):
     if acc is not None:
-        begin_with(y, acc)
-    add_product(rows_of(y), rows_of(_rounded_torch(x)), w, fresh=acc is None)
+        torch_copy_acc(y, acc)
+    add_product(rows_of(y), rows_of(_round_torch(x)), w, fresh=acc is None)
 
 
 matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))
@@ -102,16 +112,16 @@ matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    in_place = start_with(y, acc)
+    is_in_place = copy_acc(y, acc)
     args = rows(y), rows(x), *packed(w), acc is not None
-    if len(args[1]) > FEW_ROWS:
-        call = again(kernels.rounded.product_of_many, *args, work[0])
+    if len(args[1]) > MAX_DOT_ROWS:
+        call = run_replayable(kernels.rounded.product_of_many, *args, work[0])
     else:
-        call = again(kernels.rounded.product, *args, 1, work[0])
-    return call if in_place else None
+        call = run_replayable(kernels.rounded.product, *args, 1, work[0])
+    return call if is_in_place else None
 
 
-matmul_rounded.cost(lambda y, x, w, acc: costs.product_with(x.spec.size // x.shape[-1], w))
+matmul_rounded.cost(lambda y, x, w, acc: costs.weight_product_cost(x.spec.size // x.shape[-1], w))
 
 
 @matmul_rounded.samples
@@ -119,17 +129,17 @@ def matmul_rounded_samples():
     for w in _packed_weights():
         yield matmul_rounded(input("x", (2, w.shape[1])), w)
     yield matmul_rounded(input("x", (w.shape[1],)), w)
-    for count in (3, 11):
-        acc = input("acc", (2, count, w.shape[0]))
-        yield matmul_rounded(input("x", (2, count, w.shape[1])), w, acc)
+    for num_rows in (3, 11):
+        acc = input("acc", (2, num_rows, w.shape[0]))
+        yield matmul_rounded(input("x", (2, num_rows, w.shape[1])), w, acc)
 
 
 def _packed_weights():
     """A matrix of each type, of random bits between small scales; the last one is large enough for several threads."""
     random = np.random.default_rng(1)
     for dtype in ROUNDABLE:
-        rows, blocks = (300, 3) if dtype == ROUNDABLE[-1] else (5, max(3, 96 // dtype.block))
-        bits = random.integers(0, 256, (rows, blocks, dtype.block_nbytes), np.uint8)
-        for place in dtype.layout.halves if dtype.layout else (0,):
-            bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
+        num_rows, blocks = (300, 3) if dtype == ROUNDABLE[-1] else (5, max(3, 96 // dtype.block))
+        bits = random.integers(0, 256, (num_rows, blocks, dtype.block_nbytes), np.uint8)
+        for byte_offset in dtype.layout.half_offsets if dtype.layout else (0,):
+            bits[..., byte_offset : byte_offset + 2] = np.float16([0.01]).view(np.uint8)
         yield constant("w", bits.view(dtype.numpy)[..., 0], dtype)

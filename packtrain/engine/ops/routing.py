@@ -7,20 +7,20 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import assigned, flat, rows
+from packtrain.engine.ops.arrays import assigned, flatten, rows
 from packtrain.engine.ops.shape import reshape
-from packtrain.engine.ops.torch_kernels import check_ids as check
-from packtrain.engine.ops.torch_kernels import largest, torch
+from packtrain.engine.ops.torch_kernels import check_ids as torch_check_ids
 from packtrain.engine.ops.torch_kernels import rows as rows_of
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.ops.torch_kernels import top_k_indices, torch
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
-def check_ids(op_name, ids, count):
-    invalid = np.flatnonzero((ids < 0) | (ids >= count))
-    if invalid.size:
-        at = int(invalid[0])
+def check_ids(op_name, ids, num_rows):
+    invalid_positions = np.flatnonzero((ids < 0) | (ids >= num_rows))
+    if invalid_positions.size:
+        at = int(invalid_positions[0])
         raise IndexError(
-            f"{op_name}: index {ids.flat[at]} at position {at} is outside 0 to {count - 1}"
+            f"{op_name}: index {ids.flat[at]} at position {at} is outside 0 to {num_rows - 1}"
         )
 
 
@@ -31,8 +31,8 @@ def top_k(x: Tensor, *, k: int) -> Spec:
     x    (..., E)  f32
     ids  (..., k)  i32
     """
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32[..., E]")
-    want(0 < k <= x.shape[-1], f"k is {k}; it must be 1 to {x.shape[-1]}, the last axis of x")
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32[..., E]")
+    require(0 < k <= x.shape[-1], f"k is {k}; it must be 1 to {x.shape[-1]}, the last axis of x")
     return Spec((*x.shape[:-1], k), i32)
 
 
@@ -46,7 +46,7 @@ def top_k_cpu(ids, x, *, k):
 
 @top_k.kernel("torch")
 def top_k_torch(ids, x, *, k):
-    rows_of(ids).copy_(largest(rows_of(x), k))
+    rows_of(ids).copy_(top_k_indices(rows_of(x), k))
 
 
 @top_k.samples
@@ -65,9 +65,9 @@ def take(x: Tensor, ids: Tensor) -> Spec:
     ids  (..., k)  i32
     y    (..., k)  f32
     """
-    fits = x.shape[:-1] == ids.shape[:-1] and len(x.shape) == len(ids.shape) > 0
-    want(
-        fits and x.dtype == f32 and ids.dtype == i32,
+    is_valid = x.shape[:-1] == ids.shape[:-1] and len(x.shape) == len(ids.shape) > 0
+    require(
+        is_valid and x.dtype == f32 and ids.dtype == i32,
         f"x is {x.spec} and ids is {ids.spec}; f32[..., E] and i32[..., k] are needed",
     )
     return Spec(ids.shape)
@@ -92,21 +92,21 @@ def take_cpu(y, x, ids):
 
 @take.kernel("torch")
 def take_torch(y, x, ids):
-    check("take", ids, x.shape[-1], least=0)
+    torch_check_ids("take", ids, x.shape[-1], min_id=0)
     torch.gather(x, -1, ids.long(), out=y)
 
 
 @take.samples
 def take_samples():
     for n, e, k in ((1, 1, 1), (3, 8, 2), (17, 64, 8)):
-        yield take(input("x", (n, e)), _choices(n, e, k))
-    yield take(input("x", (2, 3, 4)), reshape(_choices(6, 4, 3), shape=(2, 3, 3)))
+        yield take(input("x", (n, e)), _sample_choices(n, e, k))
+    yield take(input("x", (2, 3, 4)), reshape(_sample_choices(6, 4, 3), shape=(2, 3, 3)))
 
 
 @op()
 def take_back(dy: Tensor, ids: Tensor, *, width: int) -> Spec:
     """Add dy into zeros by index: dx[..., ids[..., j]] += dy[..., j]."""
-    want(
+    require(
         dy.spec == Spec(ids.shape) and ids.dtype == i32,
         f"dy is {dy.spec} and ids is {ids.spec}; f32[..., k] and i32[..., k] are needed",
     )
@@ -131,14 +131,14 @@ def take_back_cpu(dx, dy, ids, *, width):
 
 @take_back.kernel("torch")
 def take_back_torch(dx, dy, ids, *, width):
-    check("take_back", ids, width, least=0)
+    torch_check_ids("take_back", ids, width, min_id=0)
     dx.zero_().scatter_add_(-1, ids.long(), dy)
 
 
 @take_back.samples
 def take_back_samples():
     for n, e, k in ((1, 1, 1), (3, 8, 2), (17, 64, 8)):
-        yield take_back(input("dy", (n, k)), _choices(n, e, k), width=e)
+        yield take_back(input("dy", (n, k)), _sample_choices(n, e, k), width=e)
     repeated_ids = constant("ids", np.array([[1, 1, 0]]), i32)
     yield take_back(input("dy", (1, 3)), repeated_ids, width=2)
 
@@ -152,7 +152,7 @@ def group_rows(ids: Tensor, *, groups: int) -> tuple[Spec, ...]:
     group  (N,)      i32, ascending: the chosen groups
     place  (..., k)  i32: the new position of each choice, so group[place] = ids
     """
-    want(ids.dtype == i32 and len(ids.shape) > 0, f"ids is {ids.spec}; it must be i32[..., k]")
+    require(ids.dtype == i32 and len(ids.shape) > 0, f"ids is {ids.spec}; it must be i32[..., k]")
     return Spec((ids.spec.size,), i32), Spec((ids.spec.size,), i32), ids.spec
 
 
@@ -162,37 +162,37 @@ group_rows.workspace("cpu")(lambda ids, *, groups: (Spec((groups,), i32),))
 @group_rows.kernel("numpy")
 def group_rows_numpy(out, ids, *, groups):
     check_ids("group_rows", ids, groups)
-    row, group, place = out
-    order = np.argsort(flat(ids), kind="stable")
-    row[...], group[...] = order // ids.shape[-1], flat(ids)[order]
-    place.flat[order] = np.arange(ids.size)
+    row_ids, group_ids, positions = out
+    order = np.argsort(flatten(ids), kind="stable")
+    row_ids[...], group_ids[...] = order // ids.shape[-1], flatten(ids)[order]
+    positions.flat[order] = np.arange(ids.size)
 
 
 @group_rows.kernel("cpu")
 def group_rows_cpu(out, ids, *, groups, work):
     check_ids("group_rows", ids, groups)
-    row, group, place = out
-    kernels.experts.group_rows(row, group, rows(place), rows(ids), work[0])
+    row_ids, group_ids, positions = out
+    kernels.experts.group_rows(row_ids, group_ids, rows(positions), rows(ids), work[0])
 
 
 @group_rows.kernel("torch")
 def group_rows_torch(out, ids, *, groups):
-    check("group_rows", ids, groups, least=0)
-    row, group, place = out
+    torch_check_ids("group_rows", ids, groups, min_id=0)
+    row_ids, group_ids, positions = out
     sorted_ids, order = ids.view(-1).sort(stable=True)
-    row.copy_(order // ids.shape[-1])
-    group.copy_(sorted_ids)
-    new_places = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-    place.view(-1).scatter_(0, order, new_places)
+    row_ids.copy_(order // ids.shape[-1])
+    group_ids.copy_(sorted_ids)
+    new_positions = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    positions.view(-1).scatter_(0, order, new_positions)
 
 
 @group_rows.samples
 def group_rows_samples():
     for n, e, k in ((1, 1, 1), (3, 8, 2), (170, 64, 8)):
-        yield from group_rows(_choices(n, e, k), groups=e)
+        yield from group_rows(_sample_choices(n, e, k), groups=e)
 
 
-def _choices(n: int, e: int, k: int) -> Tensor:
+def _sample_choices(n: int, e: int, k: int) -> Tensor:
     """k distinct choices of e for each of n rows."""
     ids = (np.arange(n)[:, None] * 5 + np.arange(k) * 3) % e
     return constant("ids", ids, i32)

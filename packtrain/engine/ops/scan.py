@@ -6,13 +6,13 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import ABSENT_IDS, flat_or_absent, rows
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, rows
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
-def _sizes(x, delta, groups, width):
+def _head_sizes(x, delta, groups, width):
     """Heads and their values."""
     heads = delta.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
@@ -20,41 +20,46 @@ def _sizes(x, delta, groups, width):
 
 def check_scan(x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, groups: int, width: int) -> int:
     """H P, the width of y."""
-    heads, p = _sizes(x, delta, groups, width)
-    fits = x.dtype == f32 and delta.spec == Spec((*x.shape[:-1], heads))
-    want(fits, f"x is {x.spec} and delta is {delta.spec}; they must be f32[..., W] and f32[..., H]")
-    want(groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads")
-    wide = heads * p + 2 * groups * width
-    fits = p > 0 < width and x.shape[-1] == wide
-    want(fits, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
+    heads, p = _head_sizes(x, delta, groups, width)
+    is_valid = x.dtype == f32 and delta.spec == Spec((*x.shape[:-1], heads))
+    require(
+        is_valid,
+        f"x is {x.spec} and delta is {delta.spec}; they must be f32[..., W] and f32[..., H]",
+    )
+    require(
+        groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads"
+    )
+    x_width = heads * p + 2 * groups * width
+    is_valid = p > 0 < width and x.shape[-1] == x_width
+    require(is_valid, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
     for name, t in (("a", a), ("skip", skip)):
-        want(t.spec == Spec((heads,)), f"{name} is {t.spec}; it must be f32[{heads}]")
+        require(t.spec == Spec((heads,)), f"{name} is {t.spec}; it must be f32[{heads}]")
     return heads * p
 
 
-def parts_of(x, delta, groups, width):
+def split_scan_inputs(x, delta, groups, width):
     """Values (..., H, P), and B and C (..., H, N) of each head's group."""
-    heads, p = _sizes(x, delta, groups, width)
-    lead, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
-    values = x[..., : heads * p].reshape(*lead, heads, p)
-    b_and_c = x[..., heads * p :].reshape(*lead, 2, groups, 1, width)
-    b_and_c = xp.broadcast_to(b_and_c, (*lead, 2, groups, heads // groups, width))
-    b, c = (b_and_c[..., i, :, :, :].reshape(*lead, heads, width) for i in (0, 1))
-    return values, b, c
+    heads, p = _head_sizes(x, delta, groups, width)
+    leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
+    head_values = x[..., : heads * p].reshape(*leading_shape, heads, p)
+    b_and_c = x[..., heads * p :].reshape(*leading_shape, 2, groups, 1, width)
+    b_and_c = xp.broadcast_to(b_and_c, (*leading_shape, 2, groups, heads // groups, width))
+    b, c = (b_and_c[..., i, :, :, :].reshape(*leading_shape, heads, width) for i in (0, 1))
+    return head_values, b, c
 
 
-def _steps(values, b, c, delta, a, seq, first):
-    """The states of all tokens in turn, from `first` (B, H, P, N), and what they give (B, H, P)."""
-    s, xp = first, np if isinstance(delta, np.ndarray) else torch
+def _steps(head_values, b, c, delta, a, seq, initial_state):
+    """The states of all tokens in turn, from `initial_state` (B, H, P, N), and what they give (B, H, P)."""
+    s, xp = initial_state, np if isinstance(delta, np.ndarray) else torch
     for t in range(delta.shape[1]):
         if t and seq is not None:
             s = s * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
         d = delta[:, t, :, None, None]
-        s = s * xp.exp(d * a[:, None, None]) + d * values[:, t, ..., None] * b[:, t, :, None]
+        s = s * xp.exp(d * a[:, None, None]) + d * head_values[:, t, ..., None] * b[:, t, :, None]
         yield s, (s * c[:, t, :, None]).sum(-1)
 
 
-def _samples():
+def _sample_inputs():
     random = np.random.default_rng(1)
     for b, t, heads, p, groups, n in (
         (1, 1, 1, 1, 1, 1),
@@ -69,12 +74,12 @@ def _samples():
         for ids in (None, seq):
             yield (x, delta, a, input("skip", (heads,)), ids), {"groups": groups, "width": n}
     yield (
-        (x, input("delta", (b, t, heads)), input("a", (heads,)), *_tail(heads)),
+        (x, input("delta", (b, t, heads)), input("a", (heads,)), *_skip_and_seq(heads)),
         {"groups": 1, "width": n},
     )
 
 
-def _tail(heads):
+def _skip_and_seq(heads):
     return input("skip", (heads,)), None
 
 
@@ -94,16 +99,16 @@ def ssm_scan(
     y        (B, T, H P)          f32
     Dao & Gu 2024, arXiv 2405.21060; ggml_ssm_scan.
     """
-    wide = check_scan(x, delta, a, skip, groups, width)
-    want(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
+    y_width = check_scan(x, delta, a, skip, groups, width)
+    require(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
     ids = Spec(x.shape[:2], i32)
-    want(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
-    return Spec((*x.shape[:2], wide))
+    require(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    return Spec((*x.shape[:2], y_width))
 
 
 @ssm_scan.vjp
-def ssm_scan_vjp(dy, y, x, delta, a, skip, seq, **how):
-    return *ssm_scan_back(dy, x, delta, a, skip, seq, **how), None
+def ssm_scan_vjp(dy, y, x, delta, a, skip, seq, **attrs):
+    return *ssm_scan_back(dy, x, delta, a, skip, seq, **attrs), None
 
 
 @ssm_scan.kernel("torch")
@@ -111,30 +116,30 @@ def ssm_scan_vjp(dy, y, x, delta, a, skip, seq, **how):
 def ssm_scan_numpy(y, x, delta, a, skip, seq, *, groups, width):
     if 0 in y.shape:
         return
-    values, b, c = parts_of(x, delta, groups, width)
-    first = values[:, 0, ..., None] * b[:, 0, :, None] * 0
-    for t, (_, step_output) in enumerate(_steps(values, b, c, delta, a, seq, first)):
-        y[:, t] = (step_output + skip[:, None] * values[:, t]).reshape(y[:, t].shape)
+    head_values, b, c = split_scan_inputs(x, delta, groups, width)
+    initial_state = head_values[:, 0, ..., None] * b[:, 0, :, None] * 0
+    for t, (_, step_output) in enumerate(_steps(head_values, b, c, delta, a, seq, initial_state)):
+        y[:, t] = (step_output + skip[:, None] * head_values[:, t]).reshape(y[:, t].shape)
 
 
 @ssm_scan.workspace("cpu")
-def ssm_scan_work(x, delta, *others, groups, width):
-    heads, p = _sizes(x, delta, groups, width)
+def ssm_scan_workspace(x, delta, *other_inputs, groups, width):
+    heads, p = _head_sizes(x, delta, groups, width)
     return (Spec((x.shape[0] * heads, p, width)),)
 
 
 @ssm_scan.kernel("cpu")
 def ssm_scan_cpu(y, x, delta, a, skip, seq, *, groups, width, work):
-    args = rows(y), *work, rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
+    args = rows(y), *work, rows(x), rows(delta), a, skip, flatten_or_absent(seq, ABSENT_IDS)
     kernels.scan.scan(*args, x.shape[1], groups)
 
 
 @ssm_scan.cost
-def ssm_scan_cost(y, x, delta, *others, groups, width):
+def ssm_scan_cost(y, x, delta, *other_inputs, groups, width):
     return Cost({"attend": 2 * math.prod(y.shape) * width})
 
 
-ssm_scan.samples(lambda: (ssm_scan(*given, **how) for given, how in _samples()))
+ssm_scan.samples(lambda: (ssm_scan(*inputs, **attrs) for inputs, attrs in _sample_inputs()))
 
 
 @op()
@@ -144,13 +149,13 @@ def ssm_scan_back(
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Gradients of ssm_scan for x, delta, a and skip; the states are computed again, and none is kept."""
     y = Spec((*x.shape[:-1], check_scan(x, delta, a, skip, groups, width)))
-    want(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
+    require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, delta.spec, a.spec, skip.spec
 
 
 @ssm_scan_back.workspace("cpu")
-def ssm_scan_back_work(dy, x, delta, *others, groups, width):
-    (heads, p), (lines, time) = _sizes(x, delta, groups, width), x.shape[:2]
+def ssm_scan_back_workspace(dy, x, delta, *other_inputs, groups, width):
+    (heads, p), (lines, time) = _head_sizes(x, delta, groups, width), x.shape[:2]
     tasks = lines * groups * min(heads // groups, kernels.scan.SHARES)
     parts = (tasks, p, width), (tasks, 2, time, width), (tasks, time + width), (lines * heads, 2)
     return tuple(map(Spec, parts))
@@ -159,39 +164,39 @@ def ssm_scan_back_work(dy, x, delta, *others, groups, width):
 @ssm_scan_back.kernel("numpy")
 def ssm_scan_back_numpy(out, dy, x, delta, a, skip, seq, *, groups, width):
     dx, ddelta, da, dskip = out
-    values, b, c = parts_of(x, delta, groups, width)
-    dy, count = dy.reshape(values.shape), delta.shape[1]
-    first = values[:, 0, ..., None] * b[:, 0, :, None] * 0
-    states = [s for s, _ in _steps(values, b, c, delta, a, seq, first)]
-    da[...], dskip[...] = 0, (dy * values).sum((0, 1, 3))
-    of_b, of_c, slope = np.zeros_like(b), np.zeros_like(c), np.zeros_like(first)
-    of_values = skip[:, None] * dy
-    for t in reversed(range(count)):
+    head_values, b, c = split_scan_inputs(x, delta, groups, width)
+    dy, num_steps = dy.reshape(head_values.shape), delta.shape[1]
+    initial_state = head_values[:, 0, ..., None] * b[:, 0, :, None] * 0
+    states = [s for s, _ in _steps(head_values, b, c, delta, a, seq, initial_state)]
+    da[...], dskip[...] = 0, (dy * head_values).sum((0, 1, 3))
+    b_grad, c_grad, state_grad = np.zeros_like(b), np.zeros_like(c), np.zeros_like(initial_state)
+    value_grads = skip[:, None] * dy
+    for t in reversed(range(num_steps)):
         s, d = states[t], delta[:, t, :, None, None]
-        before = states[t - 1] if t else first
+        previous_state = states[t - 1] if t else initial_state
         if t and seq is not None:
-            before = before * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
-        slope = slope + dy[:, t, ..., None] * c[:, t, :, None]
-        of_c[:, t] = (dy[:, t, ..., None] * s).sum(2)
-        outer = values[:, t, ..., None] * b[:, t, :, None]
+            previous_state = previous_state * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
+        state_grad = state_grad + dy[:, t, ..., None] * c[:, t, :, None]
+        c_grad[:, t] = (dy[:, t, ..., None] * s).sum(2)
+        state_input = head_values[:, t, ..., None] * b[:, t, :, None]
         decay = np.exp(d * a[:, None, None])
-        decay_grad = (slope * decay * before).sum((2, 3))
-        ddelta[:, t] = (slope * outer).sum((2, 3)) + a * decay_grad
+        decay_grad = (state_grad * decay * previous_state).sum((2, 3))
+        ddelta[:, t] = (state_grad * state_input).sum((2, 3)) + a * decay_grad
         da += (delta[:, t] * decay_grad).sum(0)
-        of_b[:, t] = (d * slope * values[:, t, ..., None]).sum(2)
-        of_values[:, t] += (d * slope * b[:, t, :, None]).sum(-1)
-        slope = slope * decay
+        b_grad[:, t] = (d * state_grad * head_values[:, t, ..., None]).sum(2)
+        value_grads[:, t] += (d * state_grad * b[:, t, :, None]).sum(-1)
+        state_grad = state_grad * decay
         if t and seq is not None:
-            slope = slope * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
-    group_grads = (g.reshape(*x.shape[:2], groups, -1, width).sum(3) for g in (of_b, of_c))
-    joined = (g.reshape(*x.shape[:2], -1) for g in (of_values, *group_grads))
-    dx[...] = np.concatenate([*joined], -1)
+            state_grad = state_grad * (seq[:, t] == seq[:, t - 1])[:, None, None, None]
+    group_grads = (g.reshape(*x.shape[:2], groups, -1, width).sum(3) for g in (b_grad, c_grad))
+    input_grads = (g.reshape(*x.shape[:2], -1) for g in (value_grads, *group_grads))
+    dx[...] = np.concatenate([*input_grads], -1)
 
 
 @ssm_scan_back.kernel("cpu")
 def ssm_scan_back_cpu(out, dy, x, delta, a, skip, seq, *, groups, width, work):
     dx, ddelta, *other_grads = out
-    args = rows(dy), rows(x), rows(delta), a, skip, flat_or_absent(seq, ABSENT_IDS)
+    args = rows(dy), rows(x), rows(delta), a, skip, flatten_or_absent(seq, ABSENT_IDS)
     kernels.scan.scan_back(rows(dx), rows(ddelta), *other_grads, *work, *args, x.shape[1], groups)
 
 
@@ -199,22 +204,22 @@ def ssm_scan_back_cpu(out, dy, x, delta, a, skip, seq, *, groups, width, work):
 def ssm_scan_back_torch(out, dy, x, delta, a, skip, seq, *, groups, width):
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, delta, a, skip)]
-        values, b, c = parts_of(leaves[0], leaves[1], groups, width)
-        first = torch.zeros_like(values[:, 0, ..., None] * b[:, 0, :, None])
-        step_outputs = [y for _, y in _steps(values, b, c, leaves[1], leaves[2], seq, first)]
-        y = torch.stack(step_outputs, 1) + leaves[3][:, None] * values
+        head_values, b, c = split_scan_inputs(leaves[0], leaves[1], groups, width)
+        first = torch.zeros_like(head_values[:, 0, ..., None] * b[:, 0, :, None])
+        step_outputs = [y for _, y in _steps(head_values, b, c, leaves[1], leaves[2], seq, first)]
+        y = torch.stack(step_outputs, 1) + leaves[3][:, None] * head_values
         grads = torch.autograd.grad(y, leaves, dy.reshape(y.shape))
-    for to, d in zip(out, grads, strict=True):
-        to.copy_(d)
+    for grad_out, grad in zip(out, grads, strict=True):
+        grad_out.copy_(grad)
 
 
 @ssm_scan_back.cost
-def ssm_scan_back_cost(out, dy, x, *others, groups, width):
+def ssm_scan_back_cost(out, dy, x, *other_inputs, groups, width):
     return Cost({"attend": 5 * math.prod(dy.shape) * width})
 
 
 @ssm_scan_back.samples
 def ssm_scan_back_samples():
-    for inputs, attrs in _samples():
+    for inputs, attrs in _sample_inputs():
         y = ssm_scan(*inputs, **attrs)
         yield from ssm_scan_back(input("dy", y.shape), *inputs, **attrs)

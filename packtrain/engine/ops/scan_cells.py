@@ -7,19 +7,19 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.scan import check_scan, parts_of
+from packtrain.engine.ops.scan import check_scan, split_scan_inputs
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
-def want_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None:
-    tokens, ids = Spec(x.shape[:1], i32), Spec(source.shape[:1], i32)
-    want(line.spec == tokens, f"line is {line.spec}; it must be {tokens}")
-    fits = source.spec == target.spec == ids
-    want(fits, f"source is {source.spec} and target {target.spec}; they must be equal: i32[R]")
+def check_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None:
+    line_spec, id_spec = Spec(x.shape[:1], i32), Spec(source.shape[:1], i32)
+    require(line.spec == line_spec, f"line is {line.spec}; it must be {line_spec}")
+    fits = source.spec == target.spec == id_spec
+    require(fits, f"source is {source.spec} and target {target.spec}; they must be equal: i32[R]")
 
 
-def begin(leaf, source, target):
+def load_states(leaf, source, target):
     """Put the states that are read where they will be written."""
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         if t >= 0:
@@ -46,35 +46,35 @@ def ssm_scan_cells(
                                   and leave leaf[target[r]]; a negative one is padding, whose y is 0
     Returns the leaf's new handle, and y.
     """
-    want(
+    require(
         len(leaf.shape) == 4 and leaf.dtype == f32,
         f"leaf is {leaf.spec}; it must be f32[S, H, P, N]",
     )
     _, heads, p, n = leaf.shape
-    wide = check_scan(x, delta, a, skip, groups, n)
-    want(
-        delta.shape == (*x.shape[:1], heads) and wide == heads * p,
+    y_width = check_scan(x, delta, a, skip, groups, n)
+    require(
+        delta.shape == (*x.shape[:1], heads) and y_width == heads * p,
         f"x is {x.spec}, leaf {leaf.spec}",
     )
-    want_lines(x, line, source, target)
-    return leaf.spec, Spec((x.shape[0], wide))
+    check_lines(x, line, source, target)
+    return leaf.spec, Spec((x.shape[0], y_width))
 
 
 @ssm_scan_cells.kernel("torch")
 @ssm_scan_cells.kernel("numpy")
 def ssm_scan_cells_numpy(out, leaf, x, delta, a, skip, line, source, target, *, groups):
     y, xp = out[1], np if isinstance(x, np.ndarray) else torch
-    values, b, c = parts_of(x, delta, groups, leaf.shape[-1])
-    begin(leaf, source, target)
+    head_values, b, c = split_scan_inputs(x, delta, groups, leaf.shape[-1])
+    load_states(leaf, source, target)
     for t in range(len(x)):
         at = int(target[line[t]])
         if at < 0:
             y[t] = 0
             continue
         d = delta[t][:, None, None]
-        s = leaf[at] * xp.exp(d * a[:, None, None]) + d * values[t][..., None] * b[t][:, None]
+        s = leaf[at] * xp.exp(d * a[:, None, None]) + d * head_values[t][..., None] * b[t][:, None]
         leaf[at] = s
-        y[t] = ((s * c[t][:, None]).sum(-1) + skip[:, None] * values[t]).reshape(-1)
+        y[t] = ((s * c[t][:, None]).sum(-1) + skip[:, None] * head_values[t]).reshape(-1)
 
 
 @ssm_scan_cells.kernel("cpu")
@@ -83,7 +83,7 @@ def ssm_scan_cells_cpu(out, leaf, x, delta, a, skip, line, source, target, *, gr
 
 
 @ssm_scan_cells.cost
-def ssm_scan_cells_cost(out, leaf, x, *others, groups):
+def ssm_scan_cells_cost(out, leaf, x, *other_inputs, groups):
     _, heads, p, n = leaf.shape
     return Cost({"attend": 2 * len(x.shape) * heads * p * n}, nbytes=4 * math.prod(leaf.shape[1:]))
 
@@ -111,29 +111,31 @@ def short_conv_states(
     w     (C, K)         f32
     Returns the leaf's new handle, and y.
     """
-    (tokens, channels), taps = x.shape, w.shape[-1]
-    required_spec = Spec((*leaf.shape[:1], taps - 1, channels))
-    fits = x.dtype == f32 and w.spec == Spec((channels, taps))
-    want(fits, f"x is {x.spec} and w is {w.spec}; they must be f32[T, C] and f32[C, K]")
-    want(leaf.spec == required_spec, f"leaf is {leaf.spec}; it must be {required_spec}")
-    want_lines(x, line, source, target)
-    return leaf.spec, Spec((tokens, channels))
+    (num_tokens, num_channels), num_taps = x.shape, w.shape[-1]
+    required_spec = Spec((*leaf.shape[:1], num_taps - 1, num_channels))
+    is_valid = x.dtype == f32 and w.spec == Spec((num_channels, num_taps))
+    require(is_valid, f"x is {x.spec} and w is {w.spec}; they must be f32[T, C] and f32[C, K]")
+    require(leaf.spec == required_spec, f"leaf is {leaf.spec}; it must be {required_spec}")
+    check_lines(x, line, source, target)
+    return leaf.spec, Spec((num_tokens, num_channels))
 
 
 @short_conv_states.kernel("torch")
 @short_conv_states.kernel("numpy")
 def short_conv_states_numpy(out, leaf, x, w, line, source, target):
     y = out[1]
-    begin(leaf, source, target)
+    load_states(leaf, source, target)
     for t in range(len(x)):
-        at, last = int(target[line[t]]), w.shape[1] - 1
-        y[t] = x[t] * w[:, -1] if at >= 0 else 0
-        for k in range(last if at >= 0 else 0):
-            y[t] += leaf[at, k] * w[:, k]
-            leaf[at, k] = leaf[at, k + 1] if k + 1 < last else x[t]
+        state_index, last_tap = int(target[line[t]]), w.shape[1] - 1
+        y[t] = x[t] * w[:, -1] if state_index >= 0 else 0
+        for k in range(last_tap if state_index >= 0 else 0):
+            y[t] += leaf[state_index, k] * w[:, k]
+            leaf[state_index, k] = leaf[state_index, k + 1] if k + 1 < last_tap else x[t]
 
 
-short_conv_states.workspace("cpu")(lambda leaf, x, w, *others: (Spec((w.shape[1], w.shape[0])),))
+short_conv_states.workspace("cpu")(
+    lambda leaf, x, w, *other_inputs: (Spec((w.shape[1], w.shape[0])),)
+)
 
 
 @short_conv_states.kernel("cpu")

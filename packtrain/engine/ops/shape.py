@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packtrain.engine.ops.arrays import demand, start_with
-from packtrain.engine.ops.torch_kernels import Blocks
-from packtrain.engine.ops.torch_kernels import start_with as begin_with
-from packtrain.engine.tensor import Spec, Tensor, View, input, op, want
+from packtrain.engine.ops.arrays import copy_acc, demand
+from packtrain.engine.ops.torch_kernels import BlockArray
+from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
+from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -19,8 +19,8 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     for n, step in zip(x.shape, x.strides, strict=True):
         if n == 1:
             continue
-        joins = runs and runs[-1][1] == n * step
-        runs[-1:] = [(runs[-1][0] * n, step)] if joins else [*runs[-1:], (n, step)]
+        is_contiguous = runs and runs[-1][1] == n * step
+        runs[-1:] = [(runs[-1][0] * n, step)] if is_contiguous else [*runs[-1:], (n, step)]
     strides = []
     for n in reversed(shape):
         if n == 1:
@@ -39,15 +39,15 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """The same elements in another shape, without a copy; raises if that needs one: use cont first. ggml_reshape."""
     shape = tuple(int(n) for n in shape)
-    want(
+    require(
         math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
         f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number",
     )
-    same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
-    want(same_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
+    keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    require(keeps_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
     strides = _strides_for(x, shape)
-    fact = f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont"
-    want(strides is not None, fact)
+    message = f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont"
+    require(strides is not None, message)
     return View(shape, x.dtype, strides or ())
 
 
@@ -59,11 +59,11 @@ def reshape_vjp(dy, y, x, *, shape):
 @op(view=True)
 def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
     """Axes in another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
-    want(
+    require(
         sorted(axes) == list(range(len(x.shape))),
         f"axes {axes} are not a permutation of the {len(x.shape)} axes of x",
     )
-    want(
+    require(
         not x.dtype.quantized or axes[-1] == len(axes) - 1,
         f"x {x.spec} is quantized, so its rows stay last",
     )
@@ -84,12 +84,12 @@ def transpose(x: Tensor) -> Tensor:
 @op(view=True)
 def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
     """x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
-    want(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
-    want(
+    require(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
+    require(
         0 <= start <= start + length <= x.shape[axis],
         f"{start}:{start + length} is outside axis {axis} of x {x.spec}",
     )
-    want(
+    require(
         not x.dtype.quantized or axis < len(x.shape) - 1,
         f"x {x.spec} is quantized and can only be split between rows",
     )
@@ -143,7 +143,7 @@ def cont_cpu(y, x):
 
 @cont.kernel("torch", strided=True)
 def cont_torch(y, x):
-    if isinstance(x, Blocks):
+    if isinstance(x, BlockArray):
         y, x = y.raw, x.raw
     y.copy_(x)
 
@@ -158,19 +158,21 @@ def cont_samples():
 @op(inplace=(1,), acc=1)
 def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
     """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
-    want(dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added")
-    want(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
+    require(
+        dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added"
+    )
+    require(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
     end = start + dy.shape[axis]
-    want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
+    require(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
     dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
-    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    require(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
     return dx
 
 
 @narrow_back.vjp
 def narrow_back_vjp(ddx, dx, dy, acc, *, axis, start, size):
-    of_dy = narrow(ddx, axis=axis, start=start, length=dy.shape[axis])
-    return of_dy, None if acc is None else ddx
+    dy_grad = narrow(ddx, axis=axis, start=start, length=dy.shape[axis])
+    return dy_grad, None if acc is None else ddx
 
 
 @narrow_back.kernel("numpy")
@@ -178,7 +180,7 @@ def narrow_back_numpy(dx, dy, acc, *, axis, start, size):
     if acc is None:
         dx[...] = 0
     else:
-        start_with(dx, acc)
+        copy_acc(dx, acc)
     np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] += np.moveaxis(dy, axis, 0)
 
 
@@ -187,21 +189,21 @@ narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy
 
 @narrow_back.kernel("torch", strided=lambda index, t: index == 0)
 def narrow_back_torch(dx, dy, acc, *, axis, start, size):
-    begin_with(dx, acc)
+    torch_copy_acc(dx, acc)
     dx.narrow(axis, start, dy.shape[axis]).add_(dy)
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
     """Tensors one after the other along an axis, counted from the end if below 0. ggml_concat."""
-    listed = ", ".join(str(part.spec) for part in parts)
-    axes = {len(part.shape) for part in parts}
-    fits = len(axes) == 1 and -min(axes) <= axis < min(axes)
-    fact = f"the parts are {listed or 'none'}; axis {axis} must be one of each"
-    demand("concat", fits, fact, *parts)
-    axis %= min(axes)
-    alike = len({(*p.shape[:axis], *p.shape[axis + 1 :], p.dtype) for p in parts}) == 1
-    fact = f"the parts are {listed}; they may differ along axis {axis} only"
-    demand("concat", alike, fact, *parts)
+    spec_list = ", ".join(str(part.spec) for part in parts)
+    axis_counts = {len(part.shape) for part in parts}
+    is_valid = len(axis_counts) == 1 and -min(axis_counts) <= axis < min(axis_counts)
+    message = f"the parts are {spec_list or 'none'}; axis {axis} must be one of each"
+    demand("concat", is_valid, message, *parts)
+    axis %= min(axis_counts)
+    is_compatible = len({(*p.shape[:axis], *p.shape[axis + 1 :], p.dtype) for p in parts}) == 1
+    message = f"the parts are {spec_list}; they may differ along axis {axis} only"
+    demand("concat", is_compatible, message, *parts)
     size, start, result = sum(part.shape[axis] for part in parts), 0, None
     for part in parts:
         result = narrow_back(part, result, axis=axis, start=start, size=size)

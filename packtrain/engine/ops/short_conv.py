@@ -4,35 +4,35 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import ABSENT_IDS, flat, flat_or_absent, rows
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten, flatten_or_absent, rows
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
-def _check(name: str, x: Tensor, seq: Tensor | None) -> None:
-    fits = len(x.shape) == 3 and x.dtype == f32
-    want(fits, f"{name} is {x.spec}; it must be f32[B, T, C]")
+def _check_sequence(name: str, x: Tensor, seq: Tensor | None) -> None:
+    is_valid = len(x.shape) == 3 and x.dtype == f32
+    require(is_valid, f"{name} is {x.spec}; it must be f32[B, T, C]")
     ids = Spec(x.shape[:2], i32)
-    want(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    require(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
 
 
-def _want_filters(x: Tensor, w: Tensor) -> None:
-    fits = len(w.shape) == 2 and w.dtype == f32 and w.shape[0] == x.shape[-1]
-    want(fits, f"w is {w.spec}; for {x.spec} it must be f32[{x.shape[-1]}, K]")
+def _check_filters(x: Tensor, w: Tensor) -> None:
+    is_valid = len(w.shape) == 2 and w.dtype == f32 and w.shape[0] == x.shape[-1]
+    require(is_valid, f"w is {w.spec}; for {x.spec} it must be f32[{x.shape[-1]}, K]")
 
 
-def _moved(x, seq, by):
-    """x (B, T, C), at each place what is `by` before it, zero where another sequence or line is."""
-    moved, time = np.zeros_like(x), x.shape[1]
-    since, until = max(by, 0), max(min(time + by, time), 0)
-    if since < until:
-        moved[:, since:until] = x[:, since - by : until - by]
+def _shift_tokens(x, seq, shift):
+    """x (B, T, C), at each place what is `shift` before it, zero where another sequence or line is."""
+    shifted, num_steps = np.zeros_like(x), x.shape[1]
+    since, shift_end = max(shift, 0), max(min(num_steps + shift, num_steps), 0)
+    if since < shift_end:
+        shifted[:, since:shift_end] = x[:, since - shift : shift_end - shift]
         if seq is not None:
-            same_seq = seq[:, since:until] == seq[:, since - by : until - by]
-            moved[:, since:until] *= same_seq[..., None]
-    return moved
+            is_same_seq = seq[:, since:shift_end] == seq[:, since - shift : shift_end - shift]
+            shifted[:, since:shift_end] *= is_same_seq[..., None]
+    return shifted
 
 
-def _samples():
+def _sample_inputs():
     random = np.random.default_rng(1)
     for b, t, c, k in ((1, 1, 1, 1), (2, 7, 5, 3), (1, 3, 20, 4), (2, 150, 70, 4)):
         seq = constant("seq", np.sort(random.integers(0, 4, (b, t)), axis=1), i32)
@@ -50,8 +50,8 @@ def short_conv(x: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
     w     (C, K)     f32
     seq   (B, T)     i32: several sequences can share a line
     """
-    _check("x", x, seq)
-    _want_filters(x, w)
+    _check_sequence("x", x, seq)
+    _check_filters(x, w)
     return x.spec
 
 
@@ -62,39 +62,39 @@ def short_conv_vjp(dy, y, x, w, seq):
 
 @short_conv.kernel("numpy")
 def short_conv_numpy(y, x, w, seq):
-    last = w.shape[1] - 1
-    y[...] = sum(_moved(x, seq, last - k) * w[:, k] for k in range(last + 1))
+    last_tap = w.shape[1] - 1
+    y[...] = sum(_shift_tokens(x, seq, last_tap - k) * w[:, k] for k in range(last_tap + 1))
 
 
-def _run(y, x, w, seq, w_t, step):
+def _run_cpu(y, x, w, seq, w_t, step):
     w_t[...] = w.T
-    args = rows(y), rows(x), w_t, flat_or_absent(seq, ABSENT_IDS)
+    args = rows(y), rows(x), w_t, flatten_or_absent(seq, ABSENT_IDS)
     kernels.short_conv.conv(*args, x.shape[1], step)
 
 
-def _turned(x, w, *other_inputs):
+def _transposed_filters(x, w, *other_inputs):
     return (Spec((w.shape[1], w.shape[0])),)
 
 
-short_conv.workspace("cpu")(_turned)
+short_conv.workspace("cpu")(_transposed_filters)
 
 
 @short_conv.kernel("cpu")
 def short_conv_cpu(y, x, w, seq, work):
-    _run(y, x, w, seq, work[0], -1)
+    _run_cpu(y, x, w, seq, work[0], -1)
 
 
 def _run_torch(y, x, w, seq, step):
     y.zero_()
-    time, taps = x.shape[1], w.shape[1]
-    for k in range(taps):
-        by = taps - 1 - k
-        left = max(time - by, 0)
-        outputs_at, inputs_at = (slice(time - left, None), slice(None, left))[::step]
-        products = x[:, inputs_at] * w[:, k]
+    num_steps, num_taps = x.shape[1], w.shape[1]
+    for k in range(num_taps):
+        shift = num_taps - 1 - k
+        left = max(num_steps - shift, 0)
+        output_slice, input_slice = (slice(num_steps - left, None), slice(None, left))[::step]
+        products = x[:, input_slice] * w[:, k]
         if seq is not None:
-            products *= (seq[:, outputs_at] == seq[:, inputs_at])[..., None]
-        y[:, outputs_at] += products
+            products *= (seq[:, output_slice] == seq[:, input_slice])[..., None]
+        y[:, output_slice] += products
 
 
 @short_conv.kernel("torch")
@@ -102,14 +102,14 @@ def short_conv_torch(y, x, w, seq):
     _run_torch(y, x, w, seq, 1)
 
 
-short_conv.samples(lambda: (short_conv(*given) for given in _samples()))
+short_conv.samples(lambda: (short_conv(*inputs) for inputs in _sample_inputs()))
 
 
 @op()
 def short_conv_back(dy: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
     """Gradient of short_conv for x: dx[t] = sum of w[k] dy[t + (K - 1 - k)]; shapes as there."""
-    _check("dy", dy, seq)
-    _want_filters(dy, w)
+    _check_sequence("dy", dy, seq)
+    _check_filters(dy, w)
     return dy.spec
 
 
@@ -120,16 +120,16 @@ def short_conv_back_vjp(ddx, dx, dy, w, seq):
 
 @short_conv_back.kernel("numpy")
 def short_conv_back_numpy(dx, dy, w, seq):
-    last = w.shape[1] - 1
-    dx[...] = sum(_moved(dy, seq, k - last) * w[:, k] for k in range(last + 1))
+    last_tap = w.shape[1] - 1
+    dx[...] = sum(_shift_tokens(dy, seq, k - last_tap) * w[:, k] for k in range(last_tap + 1))
 
 
-short_conv_back.workspace("cpu")(_turned)
+short_conv_back.workspace("cpu")(_transposed_filters)
 
 
 @short_conv_back.kernel("cpu")
 def short_conv_back_cpu(dx, dy, w, seq, work):
-    _run(dx, dy, w, seq, work[0], 1)
+    _run_cpu(dx, dy, w, seq, work[0], 1)
 
 
 @short_conv_back.kernel("torch")
@@ -137,15 +137,15 @@ def short_conv_back_torch(dx, dy, w, seq):
     _run_torch(dx, dy, w, seq, -1)
 
 
-short_conv_back.samples(lambda: (short_conv_back(*given) for given in _samples()))
+short_conv_back.samples(lambda: (short_conv_back(*inputs) for inputs in _sample_inputs()))
 
 
 @op()
 def short_conv_back_w(dy: Tensor, x: Tensor, seq: Tensor | None = None, *, taps: int) -> Spec:
     """Gradient of short_conv for w (C, taps): dw[k] = sum of dy[t] x[t - (taps - 1 - k)]; shapes as there."""
-    _check("x", x, seq)
-    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
-    want(taps > 0, f"taps is {taps}; it must be at least 1")
+    _check_sequence("x", x, seq)
+    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    require(taps > 0, f"taps is {taps}; it must be at least 1")
     return Spec((x.shape[2], taps))
 
 
@@ -154,36 +154,38 @@ def short_conv_back_w_vjp(ddw, dw, dy, x, seq, *, taps):
     return short_conv(x, ddw, seq), short_conv_back(dy, ddw, seq), None
 
 
-short_conv_back_w.workspace("cpu")(lambda dy, x, *others, taps: (Spec((taps, x.shape[2])),) * 2)
+short_conv_back_w.workspace("cpu")(
+    lambda dy, x, *other_inputs, taps: (Spec((taps, x.shape[2])),) * 2
+)
 
 
 @short_conv_back_w.kernel("numpy")
 def short_conv_back_w_numpy(dw, dy, x, seq, *, taps):
     for k in range(taps):
-        dw[:, k] = (dy * _moved(x, seq, taps - 1 - k)).sum((0, 1))
+        dw[:, k] = (dy * _shift_tokens(x, seq, taps - 1 - k)).sum((0, 1))
 
 
 @short_conv_back_w.kernel("cpu")
 def short_conv_back_w_cpu(dw, dy, x, seq, *, taps, work):
-    args = rows(dy), rows(x), flat_or_absent(seq, ABSENT_IDS)
+    args = rows(dy), rows(x), flatten_or_absent(seq, ABSENT_IDS)
     kernels.short_conv.conv_back_w(*work, *args, x.shape[1])
     dw[...] = work[0].T
 
 
 @short_conv_back_w.kernel("torch")
 def short_conv_back_w_torch(dw, dy, x, seq, *, taps):
-    time = x.shape[1]
+    num_steps = x.shape[1]
     for k in range(taps):
-        left = max(time - (taps - 1 - k), 0)
-        products = dy[:, time - left :] * x[:, :left]
+        left = max(num_steps - (taps - 1 - k), 0)
+        products = dy[:, num_steps - left :] * x[:, :left]
         if seq is not None:
-            products *= (seq[:, time - left :] == seq[:, :left])[..., None]
+            products *= (seq[:, num_steps - left :] == seq[:, :left])[..., None]
         dw[:, k] = products.sum((0, 1))
 
 
 @short_conv_back_w.samples
 def short_conv_back_w_samples():
-    for x, w, seq in _samples():
+    for x, w, seq in _sample_inputs():
         yield short_conv_back_w(input("dy", x.shape), x, seq, taps=w.shape[1])
 
 
@@ -196,10 +198,10 @@ def short_conv_cells(x: Tensor, w: Tensor, cells: Tensor) -> Spec:
     cells  (T, K)  i32; the last is the token's own, a negative one counts as zeros
     y      (T, C)  f32
     """
-    want(len(x.shape) == 2 and x.dtype == f32, f"x is {x.spec}; it must be f32[S, C]")
-    _want_filters(x, w)
+    require(len(x.shape) == 2 and x.dtype == f32, f"x is {x.spec}; it must be f32[S, C]")
+    _check_filters(x, w)
     ids = Spec((*cells.shape[:1], w.shape[1]), i32)
-    want(cells.spec == ids, f"cells is {cells.spec}; it must be i32[T, {w.shape[1]}]")
+    require(cells.spec == ids, f"cells is {cells.spec}; it must be i32[T, {w.shape[1]}]")
     return Spec((cells.shape[0], x.shape[1]))
 
 
@@ -208,13 +210,13 @@ def short_conv_cells_numpy(y, x, w, cells):
     y[...] = (x[cells] * (cells >= 0)[..., None] * w.T).sum(1)
 
 
-short_conv_cells.workspace("cpu")(_turned)
+short_conv_cells.workspace("cpu")(_transposed_filters)
 
 
 @short_conv_cells.kernel("cpu")
 def short_conv_cells_cpu(y, x, w, cells, work):
     work[0][...] = w.T
-    kernels.short_conv.conv_cells(y, x, work[0], flat(cells))
+    kernels.short_conv.conv_cells(y, x, work[0], flatten(cells))
 
 
 @short_conv_cells.kernel("torch")

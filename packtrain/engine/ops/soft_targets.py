@@ -5,19 +5,19 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.ops.arrays import demand, rows
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, scale, sub
 from packtrain.engine.ops.reduce import sum, sum_rows
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.softmax import soft_max
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
 
 @op(inplace=(0,))
 def log_soft_max(x: Tensor) -> Spec:
     """y = x - log-sum-exp(x) over the last axis: x (..., C) f32."""
-    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
     return x.spec
 
 
@@ -40,7 +40,7 @@ def log_soft_max_torch(y, x):
     torch.log_softmax(x, -1, out=y)
 
 
-log_soft_max.cost(elementwise())
+log_soft_max.cost(elementwise_cost())
 
 
 @log_soft_max.samples
@@ -58,11 +58,11 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tupl
     loss             ()        f32
     losses           (...)     f32
     """
-    fits = logits.spec == targets.spec and weights.shape == logits.shape[:-1]
+    is_valid = logits.spec == targets.spec and weights.shape == logits.shape[:-1]
     mismatch = (
         f"logits {logits.spec} and targets {targets.spec} must be equal, weights {weights.spec}"
     )
-    demand("soft_cross_entropy", fits, f"{mismatch} one for each row", logits, targets, weights)
-    by_row = sum_rows(mul(log_soft_max(logits), targets))
-    losses = scale(reshape(by_row, shape=weights.shape), by=-1.0)
+    demand("soft_cross_entropy", is_valid, f"{mismatch} one for each row", logits, targets, weights)
+    row_losses = sum_rows(mul(log_soft_max(logits), targets))
+    losses = scale(reshape(row_losses, shape=weights.shape), by=-1.0)
     return sum(mul(losses, weights)), losses

@@ -14,10 +14,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import RECODABLE, dtype_of, f32
-from packtrain.dtypes.recode import PLACES, TABLES, UNIT
+from packtrain.dtypes.recode import CODE_BIT_NUMBERS, CODE_VALUES, UNIT_CODE
 from packtrain.engine.ops import costs
-from packtrain.engine.ops.arrays import packed, want_precision
-from packtrain.engine.ops.cast import widens
+from packtrain.engine.ops.arrays import check_precision, packed
+from packtrain.engine.ops.cast import rereads_bf16_weight
 from packtrain.engine.ops.elementwise import scale
 from packtrain.engine.ops.matmul import (
     matmul,
@@ -29,18 +29,18 @@ from packtrain.engine.ops.matmul import (
     out_prod,
 )
 from packtrain.engine.ops.shape import transpose
-from packtrain.engine.ops.torch_kernels import CHUNK, Blocks, blocks, spans, torch
-from packtrain.engine.tensor import Call, Spec, Tensor, constant, input, op, want
+from packtrain.engine.ops.torch_kernels import CHUNK, BlockArray, blocks, chunk_bounds, torch
+from packtrain.engine.tensor import Call, Spec, Tensor, constant, input, op, require
 from packtrain.kernels.quantized_arrays import dequantize
 
 DITHER = 0.4995  # less than half: without an addition no code changes, whatever the rounding errors
-TURN, PARTS = 2654435761, 1 << 12  # as in kernels.recoding
+TURN, NUM_OFFSETS = 2654435761, 1 << 12  # as in kernels.recoding
 
 
 @cache
 def moved(dither: float) -> np.ndarray:
     """By which part of a step codes are moved: PARTS f32 from -dither to dither, and 256 of them again."""
-    z = np.arange(1, PARTS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = np.arange(1, NUM_OFFSETS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     uniform = (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
@@ -64,13 +64,13 @@ def stored_sum(
     first   the number of the first row in a larger matrix, of which w has some rows
     dither  each code is first moved by a fixed part of a step, up to this to either side
     """
-    want(
+    require(
         w.dtype in RECODABLE and len(w.shape) == 2, f"w is {w.spec}; it must be a matrix in blocks"
     )
-    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
     (n, k), rank = w.shape, a.shape[0]
     fits = a.shape == (rank, k) and b.shape == (n, rank)
-    want(
+    require(
         fits, f"a is {a.spec} and b is {b.spec}; for w {w.spec} they must be [R, {k}] and [{n}, R]"
     )
     return Spec(w.shape, w.dtype)
@@ -78,93 +78,93 @@ def stored_sum(
 
 @stored_sum.kernel("numpy")
 def stored_sum_numpy(y, w, a, b, *, by, first, dither):
-    values = dequantize(w).astype(a.dtype) + by * (b @ a)
+    target_values = dequantize(w).astype(a.dtype) + by * (b @ a)
     row_offset = np.arange(first, first + len(w))[:, None] * TURN >> 8
-    parts = moved(dither)[(row_offset + np.arange(a.shape[1])) & (PARTS - 1)]
-    y[...] = _recoded(w, values.reshape(*w.shape, -1), parts.reshape(*w.shape, -1))
+    offsets = moved(dither)[(row_offset + np.arange(a.shape[1])) & (NUM_OFFSETS - 1)]
+    y[...] = _recode_numpy(w, target_values.reshape(*w.shape, -1), offsets.reshape(*w.shape, -1))
 
 
-def _recoded(w, values, parts):
+def _recode_numpy(w, values, offsets):
     dtype = dtype_of(w)
-    raw, at = w.view(np.uint8).reshape(*w.shape, -1), PLACES[dtype]
-    bits = np.unpackbits(raw, axis=-1, bitorder="little")
+    raw_bytes, bit_positions = w.view(np.uint8).reshape(*w.shape, -1), CODE_BIT_NUMBERS[dtype]
+    bits = np.unpackbits(raw_bytes, axis=-1, bitorder="little")
 
     def with_codes(codes):
-        bits[..., at] = codes[..., None] >> np.arange(at.shape[1]) & 1
+        bits[..., bit_positions] = codes[..., None] >> np.arange(bit_positions.shape[1]) & 1
         packed_bytes = np.packbits(bits, axis=-1, bitorder="little")
         return packed_bytes.view(dtype.numpy)[..., 0]
 
     def all_of(code):
         return dequantize(with_codes(np.full(values.shape, code))).reshape(values.shape)
 
-    codes = _nearest(dtype, values, parts, all_of, np.where, np.rint, np.clip)
+    codes = _nearest_codes(dtype, values, offsets, all_of, np.where, np.rint, np.clip)
     return with_codes(codes.astype(np.int64))
 
 
-def _nearest(dtype, values, parts, all_of, select, rint, clip):
+def _nearest_codes(dtype, values, offsets, all_of, select, rint, clip):
     """The codes of NumPy's or PyTorch's values; all_of gives the values of blocks that have one code throughout."""
-    if dtype in TABLES:
-        step, codes = all_of(UNIT), 0
-        v, table = values / select(step == 0, 1.0, step), TABLES[dtype].tolist()
-        for at, (low, high) in enumerate(pairwise(table)):
-            share = (v - low) / (high - low) + parts
-            inside = v > low if at else v == v
-            codes = select(inside, at + select(share > 0.5, 1.0, 0.0), codes)
+    if dtype in CODE_VALUES:
+        step, codes = all_of(UNIT_CODE), 0
+        v, code_values = values / select(step == 0, 1.0, step), CODE_VALUES[dtype].tolist()
+        for code_index, (low, high) in enumerate(pairwise(code_values)):
+            fraction = (v - low) / (high - low) + offsets
+            is_above = v > low if code_index else v == v
+            codes = select(is_above, code_index + select(fraction > 0.5, 1.0, 0.0), codes)
         return codes
-    low, max_code = all_of(0), (1 << PLACES[dtype].shape[1]) - 1
-    step, signed = all_of(1) - low, max_code == 255
-    rounded_codes = rint((values - low) / select(step == 0, 1.0, step) + parts)
-    return clip(rounded_codes, -127, 127) if signed else clip(rounded_codes, 0, max_code)
+    low, max_code = all_of(0), (1 << CODE_BIT_NUMBERS[dtype].shape[1]) - 1
+    step, is_signed = all_of(1) - low, max_code == 255
+    rounded_codes = rint((values - low) / select(step == 0, 1.0, step) + offsets)
+    return clip(rounded_codes, -127, 127) if is_signed else clip(rounded_codes, 0, max_code)
 
 
 @stored_sum.kernel("cpu")
 def stored_sum_cpu(y, w, a, b, *, by, first, dither):
-    kind, rows = packed(w)
-    kernels.recoding.add(packed(y)[1], rows, kind, a, b, by, moved(dither), first)
+    type_number, weight_rows = packed(w)
+    kernels.recoding.add(packed(y)[1], weight_rows, type_number, a, b, by, moved(dither), first)
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
     """Rows of the result, of w and b from row `first` on, on the cpu: the same bits as in a run."""
-    y, (kind, rows) = np.empty_like(w), packed(w)
-    compiled: Any = kernels
-    compiled.recoding.add(packed(y)[1], rows, kind, a, b, by, moved(DITHER), first)
+    y, (type_number, rows) = np.empty_like(w), packed(w)
+    kernel_modules: Any = kernels
+    kernel_modules.recoding.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)
     return y
 
 
 @stored_sum.kernel("torch")
 def stored_sum_torch(y, w, a, b, *, by, first, dither):
     (n, k), dtype = w.shape, w.dtype
-    table = torch.tensor(moved(dither).tolist(), device=a.device)
+    offset_table = torch.tensor(moved(dither).tolist(), device=a.device)
     columns = torch.arange(k, device=a.device)
-    for start, end in spans(n, CHUNK // (8 * k), a):
-        part = w[start:end]
+    for start, end in chunk_bounds(n, CHUNK // (8 * k), a):
+        row_blocks = w[start:end]
         row_offset = torch.arange(first + start, first + end, device=a.device)[:, None] * TURN >> 8
-        parts = table[(row_offset + columns) & (PARTS - 1)].view(-1, dtype.block)
-        values = torch.empty((end - start, k), dtype=torch.float32, device=a.device)
-        blocks().unpack(values, part)
-        values.addmm_(b[start:end], a, alpha=by)
-        raw = part.raw.reshape(-1, dtype.block_nbytes)
-        recoded = _recoded_torch(dtype, raw, values.view(-1, dtype.block), parts)
+        offsets = offset_table[(row_offset + columns) & (NUM_OFFSETS - 1)].view(-1, dtype.block)
+        target_values = torch.empty((end - start, k), dtype=torch.float32, device=a.device)
+        blocks().unpack(target_values, row_blocks)
+        target_values.addmm_(b[start:end], a, alpha=by)
+        raw_bytes = row_blocks.raw.reshape(-1, dtype.block_nbytes)
+        recoded = _recode_torch(dtype, raw_bytes, target_values.view(-1, dtype.block), offsets)
         y.raw[start:end].copy_(recoded.view(y.raw[start:end].shape))
 
 
-def _recoded_torch(dtype, raw, values, parts):
-    at = torch.tensor(PLACES[dtype].tolist(), device=raw.device)
-    eight = torch.arange(8, dtype=torch.uint8, device=raw.device)
-    bits = (raw[..., None] >> eight & 1).flatten(1)
-    inside = torch.arange(at.shape[1], device=raw.device)
+def _recode_torch(dtype, raw, values, offsets):
+    bit_positions = torch.tensor(CODE_BIT_NUMBERS[dtype].tolist(), device=raw.device)
+    byte_bits = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    bits = (raw[..., None] >> byte_bits & 1).flatten(1)
+    code_bits = torch.arange(bit_positions.shape[1], device=raw.device)
 
     def with_codes(codes):
-        bits[:, at] = (codes[..., None] >> inside & 1).to(torch.uint8)
-        return (bits.view(*raw.shape, 8) << eight).sum(-1, dtype=torch.uint8)
+        bits[:, bit_positions] = (codes[..., None] >> code_bits & 1).to(torch.uint8)
+        return (bits.view(*raw.shape, 8) << byte_bits).sum(-1, dtype=torch.uint8)
 
     def all_of(code):
         y = torch.empty_like(values)
-        blocks().unpack(y, Blocks(with_codes(torch.full_like(values, code).int()), dtype))
+        blocks().unpack(y, BlockArray(with_codes(torch.full_like(values, code).int()), dtype))
         return y
 
     return with_codes(
-        _nearest(dtype, values, parts, all_of, torch.where, torch.round, torch.clip).int()
+        _nearest_codes(dtype, values, offsets, all_of, torch.where, torch.round, torch.clip).int()
     )
 
 
@@ -178,18 +178,18 @@ def stored_sum_cost(y, w, a, b, *, by, first, dither):
 @stored_sum.samples
 def stored_sum_samples():
     for dtype in RECODABLE:
-        w = _blocks(dtype, 9, 2 if dtype.block > 32 else 10)
+        w = _sample_blocks(dtype, 9, 2 if dtype.block > 32 else 10)
         a, b = input("a", (3, w.shape[1])), input("b", (9, 3))
         yield stored_sum(w, a, b, by=0.01)
     yield stored_sum(w, a, b, by=0.5, first=5000, dither=0.0)
 
 
-def _blocks(dtype, rows, count):
+def _sample_blocks(dtype, num_rows, count):
     """Random bits between small scales."""
     random = np.random.default_rng(dtype.number)
-    bits = random.integers(0, 256, (rows, count, dtype.block_nbytes), np.uint8)
-    free = np.setdiff1d(np.arange(dtype.block_nbytes), PLACES[dtype] // 8)
-    bits[..., free] &= 0x2F  # halves of at most 0.12
+    bits = random.integers(0, 256, (num_rows, count, dtype.block_nbytes), np.uint8)
+    scale_bytes = np.setdiff1d(np.arange(dtype.block_nbytes), CODE_BIT_NUMBERS[dtype] // 8)
+    bits[..., scale_bytes] &= 0x2F  # halves of at most 0.12
     return constant("w", bits.view(dtype.numpy)[..., 0], dtype)
 
 
@@ -210,26 +210,26 @@ def matmul_stored(
     acc  (..., N)  f32
     y    (..., N)  f32
     """
-    want_precision(precision)
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    want(
+    check_precision(precision)
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(
         w.dtype in RECODABLE and len(w.shape) == 2, f"w is {w.spec}; it must be a matrix in blocks"
     )
-    want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal that of w {w.spec}")
+    require(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal that of w {w.spec}")
     rank = (*a.shape, 0)[0]
-    fits = a.shape == (rank, w.shape[1]) and b.shape == (w.shape[0], rank)
-    want(fits, f"a is {a.spec} and b is {b.spec}; they must be the factors of w {w.spec}")
+    is_valid = a.shape == (rank, w.shape[1]) and b.shape == (w.shape[0], rank)
+    require(is_valid, f"a is {a.spec} and b is {b.spec}; they must be the factors of w {w.spec}")
     y = Spec((*x.shape[:-1], w.shape[0]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
 
 
 @matmul_stored.vjp
 def matmul_stored_vjp(dy, y, x, w, a, b, acc, *, by, precision):
     attrs = {"precision": precision}
-    low = scale(matmul(x, a, **attrs), by=by)
-    back = scale(matmul(dy, transpose(b), **attrs), by=by)
-    da, db = out_prod(back, x, **attrs), out_prod(dy, low, **attrs)
+    low_rank_x = scale(matmul(x, a, **attrs), by=by)
+    low_rank_dy = scale(matmul(dy, transpose(b), **attrs), by=by)
+    da, db = out_prod(low_rank_dy, x, **attrs), out_prod(dy, low_rank_x, **attrs)
     return matmul_back(dy, w, **attrs), None, da, db, (None if acc is None else dy)
 
 
@@ -255,8 +255,8 @@ def matmul_stored_cost(y, x, w, a, b, acc, *, by, precision):
 
 @matmul_stored.samples
 def matmul_stored_samples():
-    for dtype, count in ((RECODABLE[0], 4), (RECODABLE[-1], 1)):
-        w = _blocks(dtype, 5, count)
+    for dtype, num_blocks in ((RECODABLE[0], 4), (RECODABLE[-1], 1)):
+        w = _sample_blocks(dtype, 5, num_blocks)
         a, b = input("a", (3, w.shape[1])), input("b", (5, 3))
         yield matmul_stored(input("x", (2, 3, w.shape[1])), w, a, b, by=0.5)
         yield matmul_stored(
@@ -264,6 +264,6 @@ def matmul_stored_samples():
         )
 
 
-def reads_again(call: Call | None) -> bool:
+def rereads_stored_weight(call: Call | None) -> bool:
     """Whether a call gives what is stored, in another form: its result need not be kept for the backward pass."""
-    return widens(call) or (call is not None and call.op is stored_sum)
+    return rereads_bf16_weight(call) or (call is not None and call.op is stored_sum)

@@ -12,22 +12,22 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import Code, Word
+from packtrain.dtypes.intrinsics import CompiledFunction, Placeholder
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.torch_kernels import CHUNK, spans, torch
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, torch
 
-FUSED = triton.late("unpack", "unpacked")
-SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
+TRITON_UNPACK = triton.lazy_kernel("unpack", "unpack_blocks")
+MIN_INVERTIBLE = 2.9387359e-39  # the reciprocal of smaller values is infinite
 
 
-class At(NamedTuple):
+class BlockAddress(NamedTuple):
     """An address: a place in the bytes (N, …) u8 of each block, or in the values (N, …) f32 of the result."""
 
     data: object
-    place: int = 0
+    offset: int = 0
 
     def __add__(self, offset):
-        return At(self.data, self.place + offset)
+        return BlockAddress(self.data, self.offset + offset)
 
 
 def unpack(y, w):
@@ -39,51 +39,53 @@ def unpack(y, w):
         else torch.empty((len(raw), w.dtype.block), dtype=torch.float32, device=raw.device)
     )
     code = w.dtype.code["unpack"]
-    if not (triton.here(raw) and FUSED(values, raw, code)):
-        run = words_of(code)
-        for start, end in spans(len(raw), CHUNK // w.dtype.block, raw):
-            run(At(values[start:end]), At(raw[start:end]), 1)
+    if not (triton.runs_on(raw) and TRITON_UNPACK(values, raw, code)):
+        run = torch_function(code)
+        for chunk_start, end in chunk_bounds(len(raw), CHUNK // w.dtype.block, raw):
+            run(BlockAddress(values[chunk_start:end]), BlockAddress(raw[chunk_start:end]), 1)
     if not y.is_contiguous():
         y.copy_(values.view(y.shape))
 
 
 @cache
-def words_of(code):
+def torch_function(code):
     """The function of a code with these words in place of those for compiled kernels."""
     function = code.function
-    names = {name: meaning(name, value) for name, value in function.__globals__.items()}
+    names = {name: torch_meaning(name, value) for name, value in function.__globals__.items()}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
-def meaning(name, value):
+def torch_meaning(name, value):
     if value is intrinsics:
         return SimpleNamespace(**WORDS)
-    if isinstance(value, Code):
-        return lambda *args: words_of(value)(*args)
-    if isinstance(value, Word):
+    if isinstance(value, CompiledFunction):
+        return lambda *args: torch_function(value)(*args)
+    if isinstance(value, Placeholder):
         return WORDS.get(name, value)
     if isinstance(value, np.ndarray):
-        return Table(value)
+        return DeviceTable(value)
     return as_f32 if value is np.float32 else value
 
 
-class Table:
+class DeviceTable:
     """An array of a type's room: constants, on the device where they are looked up."""
 
     def __init__(self, array):
-        self.array, self.there = array, {}
+        self.array, self.device_tensors = array, {}
 
-    def on(self, device):
-        if device not in self.there:
-            kind = np.float32 if self.array.dtype.kind == "f" else np.int64
-            self.there[device] = torch.tensor(self.array.astype(kind).tolist(), device=device)
-        return self.there[device]
+    def on_device(self, device):
+        if device not in self.device_tensors:
+            number_type = np.float32 if self.array.dtype.kind == "f" else np.int64
+            self.device_tensors[device] = torch.tensor(
+                self.array.astype(number_type).tolist(), device=device
+            )
+        return self.device_tensors[device]
 
     def __getitem__(self, index):
-        return self.on(index.device)[index.long()]
+        return self.on_device(index.device)[index.long()]
 
     def __rmul__(self, x):
-        return x * self.on(x.device)
+        return x * self.on_device(x.device)
 
 
 def as_f32(x):
@@ -91,8 +93,8 @@ def as_f32(x):
 
 
 def byte_at(at, i):
-    place = at.place + i
-    return at.data[:, place : place + 1].int()
+    offset = at.place + i
+    return at.data[:, offset : offset + 1].int()
 
 
 def char_at(at, i):
@@ -100,7 +102,7 @@ def char_at(at, i):
 
 
 def short_at(at, i):
-    if isinstance(at, Room):
+    if isinstance(at, ScratchWords):
         return at.words[i // 2] >> i % 2 * 16 & 0xFFFF
     return byte_at(at, 2 * i) | (byte_at(at, 2 * i + 1) << 8)
 
@@ -114,23 +116,27 @@ def half_at(at, i):
 
 
 def bytes_at(at, i):
-    if isinstance(at, Room):
-        return torch.cat([word >> by & 255 for word in at.words for by in (0, 8, 16, 24)], -1)
-    place = at.place + i
-    return at.data[:, place : place + 16].int()
+    if isinstance(at, ScratchWords):
+        return torch.cat([word >> shift & 255 for word in at.words for shift in (0, 8, 16, 24)], -1)
+    offset = at.place + i
+    return at.data[:, offset : offset + 16].int()
 
 
 def chars_at(at, i):
     return bytes_at(at, i).to(torch.int8).int()
 
 
-def store(to, i, values):
-    place = to.place + i
-    to.data[:, place : place + 16].copy_(values)
+def store(address, i, values):
+    offset = address.place + i
+    address.data[:, offset : offset + 16].copy_(values)
 
 
 def load(at, i):
-    return at if isinstance(at, Table) and i == 0 else at.data[:, at.place + i : at.place + i + 16]
+    return (
+        at
+        if isinstance(at, DeviceTable) and i == 0
+        else at.data[:, at.place + i : at.place + i + 16]
+    )
 
 
 def pick(table, index):
@@ -142,7 +148,7 @@ def to_floats(x):
 
 
 def to_bits(x):
-    return Table(x.array.astype(np.int64)) if isinstance(x, Table) else x.int()
+    return DeviceTable(x.array.astype(np.int64)) if isinstance(x, DeviceTable) else x.int()
 
 
 def spread_bits(word):
@@ -158,35 +164,35 @@ def as_floats(word):
 
 
 def bytes_of(low, high):
-    return torch.cat([word >> by & 255 for word in (low, high) for by in range(0, 64, 8)], -1)
+    return torch.cat([word >> shift & 255 for word in (low, high) for shift in range(0, 64, 8)], -1)
 
 
-def put_where(v, bits, other):
+def put_where(v, bits, other_lanes):
     """The other's lanes where the bit of the lane is set."""
-    return torch.where(bits >> torch.arange(16, device=v.device) & 1 != 0, other, v)
+    return torch.where(bits >> torch.arange(16, device=v.device) & 1 != 0, other_lanes, v)
 
 
-class Lanes:
+class LaneNumbers:
     """0 to 15, masked, then shifted: numbers to shift by, made on the device of what they shift."""
 
-    def __init__(self, mask=15, by=0):
-        self.mask, self.by = mask, by
+    def __init__(self, mask=15, shift=0):
+        self.mask, self.shift = mask, shift
 
     def __and__(self, mask):
-        return Lanes(self.mask & mask, self.by)
+        return LaneNumbers(self.mask & mask, self.shift)
 
-    def __lshift__(self, by):
-        return Lanes(self.mask, self.by + by)
+    def __lshift__(self, shift):
+        return LaneNumbers(self.mask, self.shift + shift)
 
     def __rrshift__(self, x):
-        return x >> ((torch.arange(16, dtype=x.dtype, device=x.device) & self.mask) << self.by)
+        return x >> ((torch.arange(16, dtype=x.dtype, device=x.device) & self.mask) << self.shift)
 
 
-class Room:
+class ScratchWords:
     """Sixteen bytes of one's own for each block."""
 
-    def __init__(self, count):
-        self.words = [0] * count
+    def __init__(self, num_words):
+        self.words = [0] * num_words
 
 
 def put_word(room, i, word):
@@ -204,16 +210,16 @@ WORDS = {
         as_floats, byte_at, bytes_at, bytes_of, char_at, chars_at, half_at, load, pick, put_short, put_where, put_word,
         short_at, splat, spread_bits, store, to_bits, to_floats, word_at,
     )
-} | {"lane_numbers": Lanes, "neg": operator.neg, "scratch": Room}  # fmt: skip
+} | {"lane_numbers": LaneNumbers, "neg": operator.neg, "scratch": ScratchWords}  # fmt: skip
 
 
 def packed_q8_0(x):
     """f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quantized_arrays.quantize` packs them."""
     blocks = x.view(*x.shape[:-1], -1, 32)
-    unit = blocks.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(unit.abs() > SMALLEST, 1 / unit, 0.0)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale.abs() > MIN_INVERTIBLE, 1 / scale, 0.0)
     v = blocks * inverse
-    size = v.abs()
-    floored = size.floor()
-    codes = (floored + ((size - floored) * 2).floor_()).copysign_(v).to(torch.int8)
-    return torch.cat((unit.half().view(torch.uint8), codes.view(torch.uint8)), -1)
+    magnitude = v.abs()
+    floored = magnitude.floor()
+    codes = (floored + ((magnitude - floored) * 2).floor_()).copysign_(v).to(torch.int8)
+    return torch.cat((scale.half().view(torch.uint8), codes.view(torch.uint8)), -1)

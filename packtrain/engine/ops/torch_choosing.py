@@ -1,22 +1,22 @@
 """Choosing tokens by PyTorch: see `choosing`."""
 
-from packtrain.engine.ops.torch_kernels import largest, rows, torch
+from packtrain.engine.ops.torch_kernels import rows, top_k_indices, torch
 
 # Philox4x64-10 (Salmon et al. 2011): factors, and what is added to the keys; as signed words
 M0, M1, W0, W1 = (
     n - (1 << 64)
     for n in (0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 )
-LOW, ROUNDS = 0xFFFFFFFF, 10
+LOW_WORD, ROUNDS = 0xFFFFFFFF, 10
 
 
 def candidates(out, x, *, k):
-    ids, values = (rows(t) for t in out)
+    ids, top_values = (rows(t) for t in out)
     x = rows(x)
     x = torch.where(x.isfinite(), x, torch.inf)
-    chosen = largest(x, k)
-    ids.copy_(chosen)
-    torch.gather(x, -1, chosen, out=values)
+    top_ids = top_k_indices(x, k)
+    ids.copy_(top_ids)
+    torch.gather(x, -1, top_ids, out=top_values)
 
 
 def draw(y, ids, x, numbers, counts):
@@ -24,32 +24,32 @@ def draw(y, ids, x, numbers, counts):
     logits = logits - logits[:, :1]
     temperature, top_p, min_p = (numbers[:, i : i + 1] for i in range(3))
     k, seed, index = (counts[:, i : i + 1] for i in range(3))
-    at = torch.arange(x.shape[1], device=x.device)
-    allowed = (at < k) | (k == 0)
+    candidate_index = torch.arange(x.shape[1], device=x.device)
+    allowed = (candidate_index < k) | (k == 0)
     e = torch.where(allowed, logits.exp(), 0.0)
-    share = (e / e.cumsum(-1)[:, -1:]).cumsum(-1)
-    allowed &= (at <= (share < top_p).sum(-1, keepdim=True)) | (top_p >= 1)
+    cumulative_share = (e / e.cumsum(-1)[:, -1:]).cumsum(-1)
+    allowed &= (candidate_index <= (cumulative_share < top_p).sum(-1, keepdim=True)) | (top_p >= 1)
     min_logit = torch.where(min_p > 0, min_p, 1.0).log().clamp_(max=0)
     allowed &= (logits >= min_logit) | (min_p <= 0)
-    warm = temperature > 0
-    allowed &= warm | (at == 0)
-    e = torch.where(allowed, (logits / torch.where(warm, temperature, 1.0)).exp(), 0.0)
+    has_temperature = temperature > 0
+    allowed &= has_temperature | (candidate_index == 0)
+    e = torch.where(allowed, (logits / torch.where(has_temperature, temperature, 1.0)).exp(), 0.0)
     total = e.cumsum(-1)
     num_skipped = ((total <= uniform(seed, index) * total[:, -1:]) & allowed).sum(-1, keepdim=True)
-    place = torch.minimum(num_skipped, allowed.sum(-1, keepdim=True) - 1)
-    first = ids[:, :1].long()
+    choice = torch.minimum(num_skipped, allowed.sum(-1, keepdim=True) - 1)
+    first_ids = ids[:, :1].long()
     chosen_ids = torch.where(
-        x[:, :1] == torch.inf, -1 - first, ids.long().gather(1, place.clamp(min=0))
+        x[:, :1] == torch.inf, -1 - first_ids, ids.long().gather(1, choice.clamp(min=0))
     )
     y.copy_(chosen_ids[:, 0])
 
 
 def high_word(a, b):
     """The upper half of a product of 128 bits; words are signed, and mean unsigned ones."""
-    a0, a1, b0, b1 = a & LOW, (a >> 32) & LOW, b & LOW, (b >> 32) & LOW
-    middle = a1 * b0 + ((a0 * b0 >> 32) & LOW)
-    other = a0 * b1 + (middle & LOW)
-    return a1 * b1 + ((middle >> 32) & LOW) + ((other >> 32) & LOW)
+    a0, a1, b0, b1 = a & LOW_WORD, (a >> 32) & LOW_WORD, b & LOW_WORD, (b >> 32) & LOW_WORD
+    middle_word = a1 * b0 + ((a0 * b0 >> 32) & LOW_WORD)
+    cross_product = a0 * b1 + (middle_word & LOW_WORD)
+    return a1 * b1 + ((middle_word >> 32) & LOW_WORD) + ((cross_product >> 32) & LOW_WORD)
 
 
 def uniform(seed, index):

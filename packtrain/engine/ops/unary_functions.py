@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.engine.ops.arrays import flat
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import (
     exp,
     f32_only,
@@ -21,7 +21,7 @@ from packtrain.engine.ops.elementwise import (
     unary,
 )
 from packtrain.engine.ops.torch_kernels import copied, filled, filled_by_aten, torch
-from packtrain.engine.tensor import Spec, Tensor, constant, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, op, require
 
 QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
 # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
@@ -59,7 +59,7 @@ gelu_quick = unary(
     lambda x: x / (1 + np.exp(-QUICK * x)), copied(lambda x: x * (QUICK * x).sigmoid()),
 )  # fmt: skip
 for _function_of_x in (sin, cos, elu, softplus, erf, gelu, gelu_quick):
-    _function_of_x.cost(elementwise())
+    _function_of_x.cost(elementwise_cost())
 
 # their gradients
 abs.vjp(lambda dy, y, x: (mul(dy, sgn(x)),))
@@ -82,8 +82,8 @@ def gelu_vjp(dy, y, x):
 @gelu_quick.vjp
 def gelu_quick_vjp(dy, y, x):
     s = sigmoid(scale(x, by=QUICK))
-    rest = mul(scale(x, by=QUICK), scale(s, by=-1.0, bias=1.0))
-    return (mul(dy, mul(s, scale(rest, by=1.0, bias=1.0))),)
+    slope_term = mul(scale(x, by=QUICK), scale(s, by=-1.0, bias=1.0))
+    return (mul(dy, mul(s, scale(slope_term, by=1.0, bias=1.0))),)
 
 
 def gelu_erf(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def gelu_erf(x: Tensor) -> Tensor:
 @op(inplace=(0,))
 def clamp(x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Spec:
     """y = x, but at least `low` and at most `high`; beyond them the gradient is 0. ggml_clamp."""
-    want(low <= high, f"low is {low} and high is {high}; low must not be above high")
+    require(low <= high, f"low is {low} and high is {high}; low must not be above high")
     return f32_only(x)
 
 
@@ -117,7 +117,7 @@ def clamp_numpy(y, x, *, low, high):
 
 @clamp.kernel("cpu")
 def clamp_cpu(y, x, *, low, high):
-    kernels.elementwise.bounded(flat(y), flat(x), 1.0, low, high)
+    kernels.elementwise.bounded(flatten(y), flatten(x), 1.0, low, high)
 
 
 @clamp.kernel("torch", strided=True)
@@ -127,13 +127,13 @@ def clamp_torch(y, x, *, low, high):
 
 @clamp.samples
 def clamp_samples():
-    x = constant("x", _off_bounds(40_000))
+    x = constant("x", _values_off_bounds(40_000))
     yield clamp(x, low=-0.5, high=0.7)
     yield clamp(x, low=0.1)
-    yield clamp(constant("x", _off_bounds(65).reshape(5, 13)), high=0.2)
+    yield clamp(constant("x", _values_off_bounds(65).reshape(5, 13)), high=0.2)
 
 
-def _off_bounds(n):
+def _values_off_bounds(n):
     """Values that stay on one side of a bound when a gradient is measured."""
     return -1.005 + 0.01 * ((np.arange(n) * 37) % 211)
 
@@ -141,7 +141,7 @@ def _off_bounds(n):
 @op(inplace=(0,))
 def leaky_relu(x: Tensor, *, slope: float) -> Spec:
     """y = x where x > 0, else slope * x. ggml_leaky_relu."""
-    want(0 <= slope <= 1, f"slope is {slope}; it must be from 0 to 1")
+    require(0 <= slope <= 1, f"slope is {slope}; it must be from 0 to 1")
     return f32_only(x)
 
 
@@ -155,7 +155,7 @@ def leaky_relu_numpy(y, x, *, slope):
 
 @leaky_relu.kernel("cpu")
 def leaky_relu_cpu(y, x, *, slope):
-    kernels.elementwise.bounded(flat(y), flat(x), slope, -math.inf, math.inf)
+    kernels.elementwise.bounded(flatten(y), flatten(x), slope, -math.inf, math.inf)
 
 
 @leaky_relu.kernel("torch", strided=True)
@@ -166,4 +166,4 @@ def leaky_relu_torch(y, x, *, slope):
 @leaky_relu.samples
 def leaky_relu_samples():
     for n in (1, 17, 40_000):
-        yield leaky_relu(constant("x", _off_bounds(n)), slope=0.1)
+        yield leaky_relu(constant("x", _values_off_bounds(n)), slope=0.1)

@@ -5,25 +5,25 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flat
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, scale
-from packtrain.engine.ops.torch_kernels import CHUNK, spans, torch, wide
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, to_sum_dtype, torch
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
 @op(acc=1)
 def sum_squares(x: Tensor, acc: Tensor | None = None) -> Spec:
     """y = sum of x**2 (+ acc): x (...) f32, acc and y () f32. For clipping by global norm."""
-    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    want(acc is None or acc.spec == Spec(()), f"acc is {acc and acc.spec}; it must be f32[]")
+    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    require(acc is None or acc.spec == Spec(()), f"acc is {acc and acc.spec}; it must be f32[]")
     return Spec(())
 
 
 @sum_squares.vjp
 def sum_squares_vjp(dy, y, x, acc):
-    from_x = scale(mul(x, dy), by=2.0)
-    return from_x, (None if acc is None else dy)
+    x_grad = scale(mul(x, dy), by=2.0)
+    return x_grad, (None if acc is None else dy)
 
 
 @sum_squares.kernel("numpy")
@@ -33,23 +33,23 @@ def sum_squares_numpy(y, x, acc):
 
 @sum_squares.kernel("cpu")
 def sum_squares_cpu(y, x, acc):
-    before = 0.0 if acc is None else float(acc)
-    kernels.reduce.sum_squares(flat(y), flat(x))
+    acc_value = 0.0 if acc is None else float(acc)
+    kernels.reduce.sum_squares(flatten(y), flatten(x))
     if acc is not None:
-        y += np.float32(before)
+        y += np.float32(acc_value)
 
 
 @sum_squares.kernel("torch")
 def sum_squares_torch(y, x, acc):
     x = x.view(-1)
-    total = wide(x.new_zeros(()))
-    for start, end in spans(len(x), CHUNK, x):
-        total += wide(x[start:end]).square().sum()
-    y.copy_(total if acc is None else total.add_(acc))
+    running_sum = to_sum_dtype(x.new_zeros(()))
+    for chunk_start, chunk_end in chunk_bounds(len(x), CHUNK, x):
+        running_sum += to_sum_dtype(x[chunk_start:chunk_end]).square().sum()
+    y.copy_(running_sum if acc is None else running_sum.add_(acc))
 
 
-sum_squares.kernel("cuda")(triton.late("update", "sum_squares"))
-sum_squares.cost(elementwise(2.5))  # in f64
+sum_squares.kernel("cuda")(triton.lazy_kernel("update", "sum_squares"))
+sum_squares.cost(elementwise_cost(2.5))  # in f64
 
 
 @sum_squares.samples
@@ -69,7 +69,7 @@ def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
         squares  ()  f32   the sum of squares of all gradients
         gate     ()  f32
     """
-    want(squares.spec == Spec(()), f"squares is {squares.spec}; it must be f32[]")
+    require(squares.spec == Spec(()), f"squares is {squares.spec}; it must be f32[]")
     return Spec(())
 
 
@@ -102,11 +102,11 @@ def accumulate(total: Tensor, g: Tensor, fresh: Tensor) -> Spec:
     total, g  (...)  f32
     fresh     ()     f32   not 0 in the first micro-batch of a step; this also resets a NaN of an earlier step
     """
-    want(
+    require(
         total.spec == g.spec and g.dtype == f32,
         f"total {total.spec} and g {g.spec} must be equal and f32",
     )
-    want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    require(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
     return total.spec
 
 
@@ -121,7 +121,7 @@ def accumulate_cpu(out, total, g, fresh):
         np.copyto(total, g)
     else:
         kernels.elementwise.binary(
-            kernels.elementwise.BINARY["add"], flat(total), flat(total), flat(g)
+            kernels.elementwise.BINARY["add"], flatten(total), flatten(total), flatten(g)
         )
 
 

@@ -5,32 +5,49 @@ from collections.abc import Iterator
 from packtrain.engine.optim.adamw import AdamW
 from packtrain.engine.optim.graphs import (
     ROUNDING,
-    accumulating,
-    applying,
-    measuring,
-    training,
-    updating,
+    accumulation_graph,
+    applying_graph,
+    measuring_graph,
+    training_graph,
+    update_graph,
 )
 from packtrain.engine.optim.lbfgs import LBFGS
 from packtrain.engine.optim.muon import Muon
-from packtrain.engine.optim.optimizer import Given, Optimizer, Turn, moment
-from packtrain.engine.optim.parts import PART, Share, part_of_weight, whole_name
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, moment
+from packtrain.engine.optim.parts import PART_PREFIX, RankShare, part_of_weight, unsplit_name
 from packtrain.engine.optim.sgd import SGD
 from packtrain.engine.tensor import weight
 
 __all__ = [
-    "LBFGS", "OPTIMIZERS", "PART", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Share", "Turn",
-    "accumulating", "applying", "leaner", "measuring", "moment", "part_of_weight", "training", "updating",
-    "whole_name",
+    "LBFGS",
+    "OPTIMIZERS",
+    "PART_PREFIX",
+    "ROUNDING",
+    "SGD",
+    "AdamW",
+    "Muon",
+    "Optimizer",
+    "RankShare",
+    "StepInputs",
+    "StepRunner",
+    "accumulation_graph",
+    "applying_graph",
+    "leaner_optimizers",
+    "measuring_graph",
+    "moment",
+    "part_of_weight",
+    "training_graph",
+    "unsplit_name",
+    "update_graph",
 ]  # fmt: skip
 
 KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default
 OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 
-def leaner(optimizer: Optimizer) -> Iterator[Optimizer]:
+def leaner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The other optimizers with less state for each weight, the least first."""
-    optimizers = (kind(optimizer.lr) for kind in KINDS)
+    optimizers = (optimizer_class(optimizer.lr) for optimizer_class in KINDS)
     yield from sorted(
         (o for o in optimizers if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
     )

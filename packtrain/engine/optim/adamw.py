@@ -10,16 +10,16 @@ from packtrain.common.options import TRAINING
 from packtrain.dtypes import f32
 from packtrain.engine import ops
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flat, floats
+from packtrain.engine.ops.arrays import flatten, floats
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import real, torch
 from packtrain.engine.optim import weights
-from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, moment
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.optim.weights import decay_axes, parts_of, sampled, stored, stream_of, write
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
-GPU_ADAMW = triton.late("update", "adamw")
+GPU_ADAMW = triton.lazy_kernel("update", "adamw")
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
 
 
@@ -33,10 +33,12 @@ class AdamW(Optimizer):
     by_parts: ClassVar[bool] = True
 
     lr: float = 1e-3
-    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)
-    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", least=0, most=0.99999)
+    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", min_value=0, max_value=0.9999)
+    beta2: float = TRAINING(
+        0.95, "AdamW: decay of the second moment", min_value=0, max_value=0.99999
+    )
     eps: float = TRAINING(
-        1e-8, "AdamW: added to the root of the second moment", least=1e-16, most=1
+        1e-8, "AdamW: added to the root of the second moment", min_value=1e-16, max_value=1
     )
     weight_decay: float = 0.1
     decay_axes: int = decay_axes()
@@ -49,33 +51,37 @@ class AdamW(Optimizer):
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
         return moment("m", w), moment("v", w)
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
         m, v = states
         if self.away:
-            return self._from_away(w, opt_moments_adamw(g, m, v, given.hyper, given.gate), given)
-        read = w, g, m, v, given.hyper, given.gate, given.key(w)
+            return self._update_offloaded(
+                w, opt_moments_adamw(g, m, v, step_inputs.hyper, step_inputs.gate), step_inputs
+            )
+        read = w, g, m, v, step_inputs.hyper, step_inputs.gate, step_inputs.key(w)
         return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
-    def _from_away(
-        self, w: Tensor, moved: tuple[Tensor, ...], step_inputs: Given
+    def _update_offloaded(
+        self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> tuple[Tensor, ...]:
-        *handles, direction = moved
+        *handles, direction = moments_result
         lr, decay = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4))
-        numbers = ops.concat([lr, decay], axis=0)
-        read = (
+        lr_and_decay = ops.concat([lr, decay], axis=0)
+        op_inputs = (
             w,
             direction,
-            numbers,
+            lr_and_decay,
             ops.div(step_inputs.gate, step_inputs.gate),
             step_inputs.key(w),
         )  # 1, or NaN
-        decays = len(w.shape) >= self.decay_axes
-        return *handles, *opt_step_sgd(*read, decay=decays, stream=stream_of(w))
+        use_decay = len(w.shape) >= self.decay_axes
+        return *handles, *opt_step_sgd(*op_inputs, decay=use_decay, stream=stream_of(w))
 
-    def bare(self) -> Optimizer:
+    def without_decay(self) -> Optimizer:
         return replace(self, weight_decay=0.0)
 
-    def apart(self) -> Optimizer:
+    def with_offloaded_state(self) -> Optimizer:
         return replace(self, away=True)
 
 
@@ -104,9 +110,11 @@ def opt_step_adamw(
         key      (2,)   i64   seed and step, only for bf16
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
-    weights.want_weight(w, key, g, m, v)
-    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
-    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    weights.require_weight(w, key, g, m, v)
+    require(
+        hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
+    )
+    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return w.spec, m.spec, v.spec
 
 
@@ -124,23 +132,23 @@ def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, key, *, decay, stream):
 
 @opt_step_adamw.kernel("cpu")
 def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
-    kind, data, number = stored(w, key, stream)
-    args = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
-    kernels.update.adamw(kind, data, *args, number)
+    dtype_number, weight_bytes, rounding_key = stored(w, key, stream)
+    state_args = flatten(g), flatten(m), flatten(v), hyper, float(decay), flatten(gate)
+    kernels.update.adamw(dtype_number, weight_bytes, *state_args, rounding_key)
 
 
 @opt_step_adamw.kernel("torch")
 def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper.unbind()
-    fine = gate.isfinite()
-    for start, (part, slope, first, second) in parts_of(w, g, m, v):
-        slope = slope * gate
-        torch.where(fine, (first * beta1).add_(slope * (1 - beta1)), first, out=first)
-        squares = slope.square_().mul_(1 - beta2)
-        torch.where(fine, (second * beta2).add_(squares), second, out=second)
-        step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
-        decayed = real(part) * (1 - lr * weight_decay * decay)
-        weights.write_torch(part, decayed.sub_(step), key, stream, start, fine)
+    is_finite = gate.isfinite()
+    for chunk_start, (w_chunk, grad, m_chunk, v_chunk) in parts_of(w, g, m, v):
+        grad = grad * gate
+        torch.where(is_finite, (m_chunk * beta1).add_(grad * (1 - beta1)), m_chunk, out=m_chunk)
+        squares = grad.square_().mul_(1 - beta2)
+        torch.where(is_finite, (v_chunk * beta2).add_(squares), v_chunk, out=v_chunk)
+        step = (m_chunk / c1).mul_(lr).div_((v_chunk / c2).sqrt_().add_(eps))
+        decayed = real(w_chunk) * (1 - lr * weight_decay * decay)
+        weights.write_torch(w_chunk, decayed.sub_(step), key, stream, chunk_start, is_finite)
 
 
 @opt_step_adamw.kernel("cuda")
@@ -152,7 +160,7 @@ def opt_step_adamw_cuda(out, w, g, m, v, hyper, gate, key, *, decay, stream):
 
 
 @opt_step_adamw.cost
-def opt_step_adamw_cost(out, w, *given, decay, stream):
+def opt_step_adamw_cost(out, w, *inputs, decay, stream):
     # a root, two divisions, a random number
     return Cost({"exp": (2 if w.dtype == f32 else 4) * w.spec.size})
 
@@ -176,38 +184,40 @@ def opt_moments_adamw(
         hyper           (7,)   f32   see HYPER; lr and weight_decay play no part
         gate            ()     f32
     """
-    want(
+    require(
         g.spec == m.spec == v.spec == Spec(g.shape),
         f"g is {g.spec}, m {m.spec} and v {v.spec}; all must be f32",
     )
-    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
-    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    require(
+        hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
+    )
+    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return m.spec, v.spec, g.spec
 
 
 @opt_moments_adamw.kernel("numpy")
 def opt_moments_adamw_numpy(out, g, m, v, hyper, gate):
-    _along(opt_step_adamw_numpy, out[2], g, m, v, hyper.copy(), gate)
+    _write_direction(opt_step_adamw_numpy, out[2], g, m, v, hyper.copy(), gate)
 
 
 @opt_moments_adamw.kernel("cpu")
 def opt_moments_adamw_cpu(out, g, m, v, hyper, gate):
-    _along(opt_step_adamw_cpu, out[2], g, m, v, hyper.copy(), gate)
+    _write_direction(opt_step_adamw_cpu, out[2], g, m, v, hyper.copy(), gate)
 
 
 @opt_moments_adamw.kernel("torch")
 def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
-    _along(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
+    _write_direction(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
 
 
-def _along(step, direction, g, m, v, hyper, gate):
+def _write_direction(step_kernel, direction, g, m, v, hyper, gate):
     """A weight of 0 that is led by a rate of -1 becomes the way itself."""
     direction[...] = 0
     hyper[0] = -1
-    step(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)
+    step_kernel(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)
 
 
-opt_moments_adamw.cost(lambda out, g, *given: Cost({"exp": 2 * g.spec.size}))
+opt_moments_adamw.cost(lambda out, g, *inputs: Cost({"exp": 2 * g.spec.size}))
 
 
 @opt_moments_adamw.samples

@@ -10,19 +10,19 @@ from packtrain.dtypes import i64
 from packtrain.engine import ops
 from packtrain.engine.autodiff import Keep, differentiate, differentiate_twice
 from packtrain.engine.graph import Graph
-from packtrain.engine.optim.optimizer import Given, Optimizer
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs
 from packtrain.engine.optim.over_ranks import all_reduce, arrive, reduce_scatter
-from packtrain.engine.optim.parts import Share, own_sum, parts
+from packtrain.engine.optim.parts import RankShare, local_gradient_sum, local_parts
 from packtrain.engine.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed and step
 
-Inner = dict[Tensor, Tensor] | None
+ForwardGradients = dict[Tensor, Tensor] | None
 Pair = tuple[Tensor, Tensor]  # a weight and its gradient
-Twice = tuple[Collection[Tensor], Collection[Tensor]]  # see `training`
+TwoPassSplit = tuple[Collection[Tensor], Collection[Tensor]]  # see `training`
 
 
-def training(
+def training_graph(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
     optimizer: Optimizer,
@@ -30,8 +30,8 @@ def training(
     keep: Keep = None,
     max_norm: float | None = None,
     max_value: float | None = None,
-    inner: Inner = None,
-    twice: Twice | None = None,
+    inner: ForwardGradients = None,
+    two_pass: TwoPassSplit | None = None,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
 
@@ -42,41 +42,41 @@ def training(
              is not finite changes nothing; without max_norm only from the first such gradient on.
     max_value a number then clips each value of a gradient to it
     inner    filled with gradients of forward values, see differentiate
-    twice    with max_norm: weights whose gradients do not wait for the norm, as a second backward pass computes them
+    two_pass    with max_norm: weights whose gradients do not wait for the norm, as a second backward pass computes them
              again; and the forward values behind which it begins
     """
-    loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm, max_value)
-    _check(trained)
+    loss, builder = outputs["loss"], _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
+    _check_trained(trained)
     if max_norm is None:
-        differentiate(loss, list(trained), keep, update.measure_and_apply, inner)
-    elif twice:
-        sinks = update.measure, update.apply
-        differentiate_twice(loss, list(trained), *twice, keep, *sinks, inner)
+        differentiate(loss, list(trained), keep, builder.measure_and_apply, inner)
+    elif two_pass:
+        sinks = builder.measure, builder.apply
+        differentiate_twice(loss, list(trained), *two_pass, keep, *sinks, inner)
     else:
-        for w, g in differentiate(loss, list(trained), keep, update.measure, inner).items():
-            update.apply(w, g)
-    return Graph({**outputs, "squares": named("squares", update.squares[-1])}, update.handles)
+        for w, g in differentiate(loss, list(trained), keep, builder.measure, inner).items():
+            builder.apply(w, g)
+    return Graph({**outputs, "squares": named("squares", builder.squares[-1])}, builder.handles)
 
 
-def measuring(
+def measuring_graph(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
     *,
     keep: Keep = None,
-    inner: Inner = None,
+    inner: ForwardGradients = None,
 ) -> Graph:
     """The first pass of a step that clips without storing gradients: outputs and `squares`, no updates."""
-    _check(trained)
+    _check_trained(trained)
     squares = list[Tensor]()
 
     def measure(w: Tensor, g: Tensor) -> None:
-        _measure(squares, g)
+        _add_squares(squares, g)
 
     differentiate(outputs["loss"], list(trained), keep, measure, inner)
     return Graph({**outputs, "squares": named("squares", squares[-1])})
 
 
-def applying(
+def applying_graph(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
     optimizer: Optimizer,
@@ -84,23 +84,23 @@ def applying(
     keep: Keep = None,
     max_norm: float | None = None,
     max_value: float | None = None,
-    inner: Inner = None,
+    inner: ForwardGradients = None,
 ) -> Graph:
     """The second pass: the same gradients, each applied at once; input `squares` () is from the first pass."""
-    _check(trained)
-    update = _Update(optimizer, outputs["loss"], max_norm, max_value)
-    update.squares.append(input("squares", ()))
-    differentiate(outputs["loss"], list(trained), keep, update.apply, inner)
-    return Graph(outputs, update.handles)
+    _check_trained(trained)
+    builder = _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
+    builder.squares.append(input("squares", ()))
+    differentiate(outputs["loss"], list(trained), keep, builder.apply, inner)
+    return Graph(outputs, builder.handles)
 
 
-def accumulating(
+def accumulation_graph(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
     *,
     keep: Keep = None,
-    inner: Inner = None,
-    share: Share | None = None,
+    inner: ForwardGradients = None,
+    share: RankShare | None = None,
 ) -> Graph:
     """Gradient accumulation, one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 
@@ -108,32 +108,32 @@ def accumulating(
 
     share  keep only this process's parts of the sums over all ranks, `g/part/<name>`, where each of them has one
     """
-    _check(trained)
-    fresh, handles, leaving = input("fresh", ()), list[Tensor](), list[Pair]()
+    _check_trained(trained)
+    fresh, handles, pending_sums = input("fresh", ()), list[Tensor](), list[Pair]()
 
-    def settle() -> None:
-        handles.extend(arrive(*one) for one in leaving)
-        leaving.clear()
+    def finish_pending() -> None:
+        handles.extend(arrive(*pending_sum) for pending_sum in pending_sums)
+        pending_sums.clear()
 
-    def add(w: Tensor, g: Tensor) -> None:
-        local_sum = own_sum(w, share)
+    def add_gradient(w: Tensor, g: Tensor) -> None:
+        local_sum = local_gradient_sum(w, share)
         if local_sum is None or share is None:
-            handles.append(ops.accumulate(_sum_of(w), g, fresh))
+            handles.append(ops.accumulate(_gradient_sum(w), g, fresh))
             return
-        if sum(one.spec.size for _, one in leaving) + g.spec.size > BUCKET:
-            settle()
-        leaving.append((reduce_scatter(local_sum[1], g, fresh, share=share), g))
+        if sum(one.spec.size for _, one in pending_sums) + g.spec.size > BUCKET:
+            finish_pending()
+        pending_sums.append((reduce_scatter(local_sum[1], g, fresh, share=share), g))
 
-    differentiate(outputs["loss"], list(trained), keep, add, inner)
-    settle()
+    differentiate(outputs["loss"], list(trained), keep, add_gradient, inner)
+    finish_pending()
     return Graph(outputs, handles)
 
 
-def updating(
+def update_graph(
     trained: Collection[Tensor],
     optimizer: Optimizer,
-    share: Share | None = None,
-    scatter: bool = False,
+    share: RankShare | None = None,
+    is_scattered: bool = False,
     /,
     *,
     max_norm: float | None = None,
@@ -142,40 +142,40 @@ def updating(
     """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss.
 
     share    update only this process's parts of the weights, and keep moments for no others
-    scatter  the sums are parts, too, see `accumulating`
+    is_scattered  the sums are parts, too, see `accumulating`
     """
-    _check(trained)
-    update = _Update(optimizer, input("loss", ()), max_norm, max_value)
-    local_sums = {w: own_sum(w, share) if scatter else None for w in trained}
-    local_pairs = [pair for pair in local_sums.values() if pair is not None]
-    sums = [(w, _sum_of(w)) for w, pair in local_sums.items() if pair is None]
-    for w, g in local_pairs:
-        update.measure(w, g)
-    if local_pairs:
-        update.squares.append(all_reduce(update.squares[-1]))
-    for w, g in sums:
-        update.measure(w, g)
-    extra_outputs, handles = update.measured(
-        [*local_pairs, *(sums if share is None else parts(sums, share))]
+    _check_trained(trained)
+    builder = _UpdateBuilder(optimizer, input("loss", ()), max_norm, max_value)
+    local_sums = {w: local_gradient_sum(w, share) if is_scattered else None for w in trained}
+    local_sum_pairs = [sum_pair for sum_pair in local_sums.values() if sum_pair is not None]
+    full_sums = [(w, _gradient_sum(w)) for w, sum_pair in local_sums.items() if sum_pair is None]
+    for w, g in local_sum_pairs:
+        builder.measure(w, g)
+    if local_sum_pairs:
+        builder.squares.append(all_reduce(builder.squares[-1]))
+    for w, g in full_sums:
+        builder.measure(w, g)
+    extra_outputs, handles = builder.measured_update(
+        [*local_sum_pairs, *(full_sums if share is None else local_parts(full_sums, share))]
     )
-    return Graph({"squares": named("squares", update.squares[-1]), **extra_outputs}, handles)
+    return Graph({"squares": named("squares", builder.squares[-1]), **extra_outputs}, handles)
 
 
-def _sum_of(w: Tensor) -> Tensor:
+def _gradient_sum(w: Tensor) -> Tensor:
     return state(f"g/{w.name}", w.shape, role="sum")
 
 
-def _measure(squares: list[Tensor], g: Tensor) -> None:
+def _add_squares(squares: list[Tensor], g: Tensor) -> None:
     """Add to the running sum of squares of all gradients."""
     squares.append(ops.sum_squares(g, squares[-1] if squares else None))
 
 
-def _check(trained: Collection[Tensor]) -> None:
+def _check_trained(trained: Collection[Tensor]) -> None:
     if not trained:
         raise GraphError("training needs at least one tensor to train")
 
 
-class _Update:
+class _UpdateBuilder:
     """Builds the end of a step: the global gradient norm, the clipping gate computed from it, and the updates."""
 
     def __init__(
@@ -187,34 +187,34 @@ class _Update:
         self.hyper, self.rounding = optimizer.leaf(), input(ROUNDING, (2,), i64)
         self.squares: list[Tensor] = []
         self.handles: list[Tensor] = []
-        self.clip: Tensor | None = None
+        self.clip_gate: Tensor | None = None
 
     def measure(self, w: Tensor, g: Tensor) -> None:
-        _measure(self.squares, g)
+        _add_squares(self.squares, g)
 
-    def measured(self, pairs: Iterable[Pair]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        return self.optimizer.measured(*self._clipped(pairs, self._gate()))
+    def measured_update(self, pairs: Iterable[Pair]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        return self.optimizer.measured(*self._clipped(pairs, self._make_clip_gate()))
 
     def apply(self, w: Tensor, g: Tensor) -> None:
-        self.clip = self.clip or self._gate()
-        self._update([(w, g)], self.clip)
+        self.clip_gate = self.clip_gate or self._make_clip_gate()
+        self._update([(w, g)], self.clip_gate)
 
     def measure_and_apply(self, w: Tensor, g: Tensor) -> None:
         self.measure(w, g)
-        self._update([(w, g)], self._gate())
+        self._update([(w, g)], self._make_clip_gate())
 
     def _update(self, pairs: Iterable[Pair], gate: Tensor) -> None:
         self.handles.extend(self.optimizer.updates(*self._clipped(pairs, gate)))
 
-    def _clipped(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], Given]:
+    def _clipped(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], StepInputs]:
         if self.max_value is not None:
             max_value, factor = self.max_value, gate
             pairs = (
                 (w, ops.clamp(ops.mul(g, factor), low=-max_value, high=max_value)) for w, g in pairs
             )
             gate = ops.div(gate, gate)  # 1, or NaN
-        return pairs, Given(self.hyper, gate, self.rounding)
+        return pairs, StepInputs(self.hyper, gate, self.rounding)
 
-    def _gate(self) -> Tensor:
-        finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))
-        return ops.clip_gate(finite, max_norm=self.max_norm)
+    def _make_clip_gate(self) -> Tensor:
+        finite_squares = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))
+        return ops.clip_gate(finite_squares, max_norm=self.max_norm)

@@ -12,11 +12,18 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.options import TRAINING
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.arrays import flatten
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.torch_kernels import CHUNK, on_host, spans, torch, wide
-from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
-from packtrain.engine.optim.optimizer import Given, Optimizer, Turn, Values
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, on_host, to_sum_dtype, torch
+from packtrain.engine.optim.linesearch import (
+    CONDITIONS,
+    NONE,
+    STRONG,
+    LinePoint,
+    LineSearch,
+    lbfgs_direction,
+)
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, Values
 from packtrain.engine.tensor import (
     GraphError,
     Spec,
@@ -24,8 +31,8 @@ from packtrain.engine.tensor import (
     constant,
     input,
     op,
+    require,
     state,
-    want,
     weight,
 )
 
@@ -48,71 +55,83 @@ class LBFGS(Optimizer):
     first_length: ClassVar[float | None] = 1.0
 
     lr: float = 1.0
-    history: int = TRAINING(6, "L-BFGS: pairs to remember, two vectors each", least=1, most=100)
+    history: int = TRAINING(
+        6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100
+    )
     line_search: str = TRAINING(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
-    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", least=0, most=0.1)
-    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", least=0.1, most=0.999)
-    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", least=1, most=1000)
+    armijo: float = TRAINING(
+        1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1
+    )
+    wolfe: float = TRAINING(
+        0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999
+    )
+    trials: int = TRAINING(
+        20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000
+    )
 
     def leaf(self) -> Tensor:
         return input(self.name, (HEAD + 2 * self.history + 1,))
 
     def states(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        pairs = (self.history, w.spec.size)
-        s, y = (state(f"{kind}/{w.name}", pairs) for kind in "sy")
-        return s, y, state(f"p/{w.name}", pairs[1:], role="sum")
+        pair_shape = (self.history, w.spec.size)
+        s, y = (state(f"{vector_name}/{w.name}", pair_shape) for vector_name in "sy")
+        return s, y, state(f"p/{w.name}", pair_shape[1:], role="sum")
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
         raise GraphError(
             "L-BFGS evaluates several times in a step: its update is a graph of its own"
         )
 
     def measured(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        rooms, dots = [(w, g, *self.states(w)) for w, g in pairs], None
-        for _, g, s, y, p in rooms:
+        weight_vectors, dots = [(w, g, *self.states(w)) for w, g in pairs], None
+        for _, g, s, y, p in weight_vectors:
             dots = lbfgs_dots(g, s, y, p, step_inputs.hyper, dots)
         assert dots is not None
-        steps = (opt_step_lbfgs(*room, step_inputs.hyper) for room in rooms)
-        return {"dots": dots}, [handle for step in steps for handle in step]
+        step_handles = (opt_step_lbfgs(*vectors, step_inputs.hyper) for vectors in weight_vectors)
+        return {"dots": dots}, [handle for step in step_handles for handle in step]
 
-    def bare(self) -> Optimizer:
+    def without_decay(self) -> Optimizer:
         return replace(self, line_search=NONE)
 
-    def drive(self, turn: Turn, t: int, lr: float) -> Values:
-        first, place = turn.last or turn.evaluate(), (t - 1) % self.history
+    def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
+        first, pair_index = turn.last or turn.evaluate(), (t - 1) % self.history
 
-        def do(phase: int, length: float = 0.0, along: np.ndarray | None = None) -> Values:
+        def do(phase: int, length: float = 0.0, coefficients: np.ndarray | None = None) -> Values:
             numbers = np.zeros(HEAD + 2 * self.history + 1, np.float32)
-            numbers[:HEAD] = phase, place, length
-            numbers[HEAD:] = 0.0 if along is None else along
+            numbers[:HEAD] = phase, pair_index, length
+            numbers[HEAD:] = 0.0 if coefficients is None else coefficients
             return turn.update({self.name: numbers})
 
-        def at(length: float) -> Point:
+        def evaluate_at(length: float) -> LinePoint:
             do(MOVE, length)
             loss, outputs = float(turn.evaluate()["loss"]), do(SLOPE)
-            finite = np.isfinite(outputs["squares"])
-            return Point(length, loss, float(outputs["dots"][0, 0]) if finite else np.nan)
+            is_finite = np.isfinite(outputs["squares"])
+            return LinePoint(length, loss, float(outputs["dots"][0, 0]) if is_finite else np.nan)
 
         outputs = do(MEASURE)
         dots, values = outputs["dots"].astype(np.float64), {**first, "squares": outputs["squares"]}
         if not (np.isfinite(first["loss"]) and np.isfinite(dots).all() and dots[0, 0]):
             do(FORGET)
             return values
-        along = direction(dots, [(place - i) % self.history for i in range(1, self.history + 1)])
-        slope = float(along @ dots[:, 0])
+        coefficients = lbfgs_direction(
+            dots, [(pair_index - i) % self.history for i in range(1, self.history + 1)]
+        )
+        slope = float(coefficients @ dots[:, 0])
         if not slope < 0:
-            along, slope = -np.eye(len(along))[0], -dots[0, 0]
-        steepest = not along[1:].any()
-        length = lr * min(1.0, dots[0, 0] ** -0.5) if steepest else lr
-        do(AIM, along=along)
-        search = Search(self.line_search, self.armijo, self.wolfe, self.trials)
-        start = Point(0.0, float(first["loss"]), slope)
-        point, reason = search.along(start, float(np.float32(length)), at)
+            coefficients, slope = -np.eye(len(coefficients))[0], -dots[0, 0]
+        is_steepest = not coefficients[1:].any()
+        length = lr * min(1.0, dots[0, 0] ** -0.5) if is_steepest else lr
+        do(AIM, coefficients=coefficients)
+        line_search = LineSearch(self.line_search, self.armijo, self.wolfe, self.trials)
+        start_point = LinePoint(0.0, float(first["loss"]), slope)
+        point, reason = line_search.find_point(start_point, float(np.float32(length)), evaluate_at)
         if reason is not None:
-            turn.say(f"the line search found no step: {reason}; the weights are at the best one")
-            at(point.length)  # so that the next step may begin with this evaluation
+            turn.report(f"the line search found no step: {reason}; the weights are at the best one")
+            evaluate_at(point.length)  # so that the next step may begin with this evaluation
         do(KEEP if point.length else FORGET)
         return values
 
@@ -134,15 +153,15 @@ def opt_step_lbfgs(
         numbers  (4 + 2 M,)
     """
     m, n = s.shape if len(s.shape) == 2 else (0, 0)
-    want(
+    require(
         w.spec == g.spec and w.dtype == f32 and w.spec.size == n,
         f"w is {w.spec} and g is {g.spec}; both must be f32, with the {n} values of a row of s",
     )
-    want(
+    require(
         s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)),
         f"s {s.spec}, y {y.spec}, p {p.spec}",
     )
-    want(numbers.spec == Spec((HEAD + 1 + 2 * m,)), f"numbers is {numbers.spec}; m is {m}")
+    require(numbers.spec == Spec((HEAD + 1 + 2 * m,)), f"numbers is {numbers.spec}; m is {m}")
     return w.spec, s.spec, y.spec, p.spec
 
 
@@ -164,18 +183,18 @@ def opt_step_lbfgs_numpy(out, w, g, s, y, p, numbers):
 @opt_step_lbfgs.kernel("cpu")
 def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
     phase, i, length = int(numbers[0]), int(numbers[1]) % len(s), float(numbers[2])
-    pairs = (s[i], flat(w)), (y[i], flat(g))
+    saved_and_current = (s[i], flatten(w)), (y[i], flatten(g))
     if phase == AIM:
-        kernels.update.combine(p, flat(g), s, y, numbers[HEAD:])
-        for before, now in pairs:
-            np.copyto(before, now)
+        kernels.update.combine(p, flatten(g), s, y, numbers[HEAD:])
+        for saved, current in saved_and_current:
+            np.copyto(saved, current)
     elif phase == MOVE:
-        np.copyto(flat(w), s[i])
+        np.copyto(flatten(w), s[i])
         if length:
-            kernels.update.momentum(flat(w), p, 1.0, length)
+            kernels.update.momentum(flatten(w), p, 1.0, length)
     elif phase == KEEP:
-        for before, now in pairs:
-            kernels.elementwise.binary(kernels.elementwise.BINARY["sub"], before, now, before)
+        for saved, current in saved_and_current:
+            kernels.elementwise.binary(kernels.elementwise.BINARY["sub"], saved, current, saved)
     elif phase == FORGET:
         s.fill(0)
         y.fill(0)
@@ -211,14 +230,14 @@ def lbfgs_dots(
     dots  (2 M + 1, M + 1)  f32, each of them added up in f64
     """
     m, n = s.shape if len(s.shape) == 2 else (0, 0)
-    want(
+    require(
         s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)) and g.spec == Spec(g.shape),
         f"s {s.spec}, y {y.spec}, p {p.spec} and g {g.spec} must be f32",
     )
-    want(g.spec.size == n, f"g is {g.spec}; it must have the {n} values of a row of s")
-    want(numbers.dtype == f32, f"numbers is {numbers.spec}; it must be f32")
+    require(g.spec.size == n, f"g is {g.spec}; it must have the {n} values of a row of s")
+    require(numbers.dtype == f32, f"numbers is {numbers.spec}; it must be f32")
     dots = Spec((2 * m + 1, m + 1))
-    want(acc is None or acc.spec == dots, f"acc is {acc and acc.spec}; it must be {dots}")
+    require(acc is None or acc.spec == dots, f"acc is {acc and acc.spec}; it must be {dots}")
     return dots
 
 
@@ -240,28 +259,28 @@ def lbfgs_dots_cpu(dots, g, s, y, p, numbers, acc):
     elif acc is not dots:
         np.copyto(dots, acc)
     if numbers[0] == MEASURE:
-        kernels.update.products(flat(dots), flat(g), s, y)
+        kernels.update.products(flatten(dots), flatten(g), s, y)
     elif numbers[0] == SLOPE:
-        kernels.update.product(flat(dots), flat(g), p)
+        kernels.update.product(flatten(dots), flatten(g), p)
 
 
 @lbfgs_dots.kernel("torch")
 def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
     phase = int(numbers[0]) if on_host(numbers) else MEASURE
-    total, g = wide(torch.zeros_like(dots)), g.view(-1)
-    for start, end in spans(len(g), CHUNK // (2 * len(s) + 1), g):
-        part = [wide(x[..., start:end]) for x in (g[None], s, y, p)]
+    total_dots, g = to_sum_dtype(torch.zeros_like(dots)), g.view(-1)
+    for chunk_start, chunk_end in chunk_bounds(len(g), CHUNK // (2 * len(s) + 1), g):
+        chunk = [to_sum_dtype(x[..., chunk_start:chunk_end]) for x in (g[None], s, y, p)]
         if phase == MEASURE:
-            total += torch.cat(part[:3]) @ torch.cat(part[:3:2]).mT
+            total_dots += torch.cat(chunk[:3]) @ torch.cat(chunk[:3:2]).mT
         elif phase == SLOPE:
-            total[0, 0] += part[0][0] @ part[3]
-    dots.copy_(total if acc is None else total.add_(acc))
+            total_dots[0, 0] += chunk[0][0] @ chunk[3]
+    dots.copy_(total_dots if acc is None else total_dots.add_(acc))
 
 
-lbfgs_dots.cost(lambda out, g, s, *given: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
+lbfgs_dots.cost(lambda out, g, s, *inputs: Cost({"exp": 0.25 * out.spec.size * g.spec.size}))
 
 
-def _numbers(phase, m, i=0, length=0.0):
+def _sample_numbers(phase, m, i=0, length=0.0):
     return constant("numbers", np.array([phase, i, length, *(0.5 - 0.3 * np.arange(2 * m + 1))]))
 
 
@@ -273,7 +292,7 @@ def opt_step_lbfgs_samples():
     ):  # fmt: skip
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        numbers = _numbers(phase, m, m - 1, 0.5)
+        numbers = _sample_numbers(phase, m, m - 1, 0.5)
         yield from opt_step_lbfgs(weight("w", shape), input("g", shape), s, y, p, numbers)
 
 
@@ -287,12 +306,12 @@ def lbfgs_dots_samples():
     ):
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
-        yield lbfgs_dots(input("g", shape), s, y, p, _numbers(phase, m))
+        yield lbfgs_dots(input("g", shape), s, y, p, _sample_numbers(phase, m))
     yield lbfgs_dots(
         input("g", (5,)),
         state("s", (1, 5)),
         state("y", (1, 5)),
         state("p", (5,)),
-        _numbers(SLOPE, 1),
+        _sample_numbers(SLOPE, 1),
         input("acc", (3, 2)),
     )

@@ -11,13 +11,13 @@ import numpy as np
 
 ARMIJO, WOLFE, STRONG, NONE = "armijo", "wolfe", "strong-wolfe", "none"
 CONDITIONS = (STRONG, WOLFE, ARMIJO, NONE)
-CURVED = 1e-10  # least s.y over y.y of a pair that counts
+MIN_CURVATURE = 1e-10  # least s.y over y.y of a pair that counts
 # of the next trial, as parts of an interval, or as a multiple of the last
-NEAREST, FARTHEST = 0.1, 10.0
+NEAREST, FARTHEST_FACTOR = 0.1, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LinePoint:
     """A place on the line: how far along the direction, the loss there, and its derivative along the direction."""
 
     length: float
@@ -25,12 +25,12 @@ class Point:
     slope: float
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.slope)
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class LineSearch:
     """What a length must fulfil, for a start with loss f0 and slope s0 < 0. Nocedal & Wright 2006, section 3.1.
 
     armijo        f <= f0 + armijo * length * s0
@@ -42,70 +42,76 @@ class Search:
     condition: str
     armijo: float = 1e-4
     wolfe: float = 0.9
-    trials: int = 20
-    least: float = 1e-20
-    most: float = 1e20
+    max_trials: int = 20
+    min_length: float = 1e-20
+    max_length: float = 1e20
 
-    def beyond(self, start: Point, at: Point) -> bool | None:
+    def is_too_far(self, start: LinePoint, at: LinePoint) -> bool | None:
         """None if the point is accepted; else whether the accepted ones lie before it, not after it."""
         if self.condition == NONE:
             return None
-        if not at.finite or at.loss > start.loss + self.armijo * at.length * start.slope:
+        if not at.is_finite or at.loss > start.loss + self.armijo * at.length * start.slope:
             return True
         if self.condition == ARMIJO:
             return None
         if at.slope < self.wolfe * start.slope:
             return False
-        steep = self.condition == STRONG and at.slope > -self.wolfe * start.slope
-        return True if steep else None
+        is_too_steep = self.condition == STRONG and at.slope > -self.wolfe * start.slope
+        return True if is_too_steep else None
 
-    def along(
-        self, start: Point, first: float, at: Callable[[float], Point]
-    ) -> tuple[Point, str | None]:
-        """An accepted point, or the best one with the reason why none was; `at` evaluates, from length `first` on.
+    def find_point(
+        self, start: LinePoint, first_length: float, evaluate: Callable[[float], LinePoint]
+    ) -> tuple[LinePoint, str | None]:
+        """An accepted point, or the best one with the reason why none was; `evaluate` evaluates, from length `first_length` on.
 
-        The interval between `low` and `high` always holds accepted points: low is low enough and still falls
+        The interval between `low` and `high_point` always holds accepted points: low is low enough and still falls
         steeply, high is too high or rises.
         """
-        low, high, best, length = start, None, start, first
-        for _ in range(self.trials):
-            point = at(length)
-            too_far = self.beyond(start, point)
+        low, high_point, best, length = start, None, start, first_length
+        for _ in range(self.max_trials):
+            point = evaluate(length)
+            too_far = self.is_too_far(start, point)
             if too_far is None:
                 return point, None
-            best = point if point.finite and point.loss < best.loss else best
-            low, high = (low, point) if too_far else (point, high)
-            length = following(low, high)
-            if not self.least <= length <= self.most or length in (low.length, point.length):
+            best = point if point.is_finite and point.loss < best.loss else best
+            low, high_point = (low, point) if too_far else (point, high_point)
+            length = next_length(low, high_point)
+            if not self.min_length <= length <= self.max_length or length in (
+                low.length,
+                point.length,
+            ):
                 return best, f"no length between {low.length:.3g} and {point.length:.3g} is left"
-        return best, f"none of {self.trials} lengths, the last {point.length:.3g}, is {self.wanted}"
+        return (
+            best,
+            f"none of {self.max_trials} lengths, the last {point.length:.3g}, is {self.condition_text}",
+        )
 
     @property
-    def wanted(self) -> str:
+    def condition_text(self) -> str:
         return "low enough" if self.condition == ARMIJO else "low enough and flat enough"
 
 
-def following(low: Point, high: Point | None) -> float:
+def next_length(low_point: LinePoint, high: LinePoint | None) -> float:
     """The next length to try: where a cubic through both points is lowest, or farther out; as f32."""
     if high is None:
-        return float(np.float32(low.length * FARTHEST if low.length else 1.0))
-    width, trial_length = high.length - low.length, math.nan
-    if high.finite:
-        mean = low.slope + high.slope - 3 * (high.loss - low.loss) / width
-        discriminant = mean * mean - low.slope * high.slope
+        return float(np.float32(low_point.length * FARTHEST_FACTOR if low_point.length else 1.0))
+    interval, trial_length = high.length - low_point.length, math.nan
+    if high.is_finite:
+        mean = low_point.slope + high.slope - 3 * (high.loss - low_point.loss) / interval
+        discriminant = mean * mean - low_point.slope * high.slope
         if discriminant >= 0:
             root = math.sqrt(discriminant)
-            down = high.slope - low.slope + 2 * root
+            down = high.slope - low_point.slope + 2 * root
             trial_length = (
-                high.length - width * (high.slope + root - mean) / down if down else math.nan
+                high.length - interval * (high.slope + root - mean) / down if down else math.nan
             )
     if not math.isfinite(trial_length):
-        trial_length = low.length + width / 2
-    min_length, max_length = low.length + NEAREST * width, high.length - NEAREST * width
+        trial_length = low_point.length + interval / 2
+    min_length, max_length = low_point.length + NEAREST * interval, high.length - NEAREST * interval
     return float(np.float32(min(max(trial_length, min_length), max_length)))
 
 
-def direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
+def lbfgs_direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
     """The coefficients (2 m + 1,) of g, s_0 …, y_0 … whose sum is -H g, by the two-loop recursion in float64.
 
     dots (2 m + 1, m + 1) are the products of g, s_0 …, y_0 … with g, y_0 …. Pairs that are not curved do not count.
@@ -113,16 +119,16 @@ def direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
     """
     m = dots.shape[1] - 1
     sy, yy = np.diag(dots[1 : m + 1, 1:]), np.diag(dots[m + 1 :, 1:])
-    pairs = [i for i in newest_first if sy[i] > CURVED * yy[i] > 0]
+    curved_pairs = [i for i in newest_first if sy[i] > MIN_CURVATURE * yy[i] > 0]
     # g and y_0 …, of which the first sum is made
-    by_gradients = np.array([0, *range(m + 1, 2 * m + 1)])
-    c, shares = np.zeros(2 * m + 1), dict[int, float]()
+    gradient_indices = np.array([0, *range(m + 1, 2 * m + 1)])
+    c, alphas = np.zeros(2 * m + 1), dict[int, float]()
     c[0] = 1.0
-    for i in pairs:
-        shares[i] = float(dots[1 + i] @ c[by_gradients]) / sy[i]
-        c[1 + m + i] -= shares[i]
-    if pairs:
-        c *= sy[pairs[0]] / yy[pairs[0]]
-    for i in reversed(pairs):
-        c[1 + i] += shares[i] - float(c @ dots[:, 1 + i]) / sy[i]
+    for i in curved_pairs:
+        alphas[i] = float(dots[1 + i] @ c[gradient_indices]) / sy[i]
+        c[1 + m + i] -= alphas[i]
+    if curved_pairs:
+        c *= sy[curved_pairs[0]] / yy[curved_pairs[0]]
+    for i in reversed(curved_pairs):
+        c[1 + i] += alphas[i] - float(c @ dots[:, 1 + i]) / sy[i]
     return -c

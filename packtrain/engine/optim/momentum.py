@@ -3,10 +3,10 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.engine.ops.arrays import flat
+from packtrain.engine.ops.arrays import flatten
 from packtrain.engine.ops.shape import narrow, reshape
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
 @op(writes=(0,))
@@ -16,11 +16,13 @@ def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[
     b, g            (...)  f32
     momentum, gate  ()     f32
     """
-    want(
+    require(
         b.spec == g.spec == Spec(g.shape),
         f"b is {b.spec} and g is {g.spec}; they must be equal f32",
     )
-    want(momentum.spec == gate.spec == Spec(()), f"momentum is {momentum.spec}; it must be f32[]")
+    require(
+        momentum.spec == gate.spec == Spec(()), f"momentum is {momentum.spec}; it must be f32[]"
+    )
     return (b.spec,)
 
 
@@ -33,7 +35,7 @@ def opt_momentum_numpy(out, b, g, momentum, gate):
 @opt_momentum.kernel("cpu")
 def opt_momentum_cpu(out, b, g, momentum, gate):
     if np.isfinite(gate):
-        kernels.update.momentum(flat(b), flat(g), float(momentum), float(gate))
+        kernels.update.momentum(flatten(b), flatten(g), float(momentum), float(gate))
 
 
 @opt_momentum.kernel("torch")
@@ -52,6 +54,6 @@ def opt_momentum_samples():
         yield from opt_momentum(state("b", (n,)), *inputs)
 
 
-def number_of(hyper: Tensor, at: int) -> Tensor:
+def hyper_number(hyper: Tensor, index: int) -> Tensor:
     """One number of a step: hyper (N,), y ()."""
-    return reshape(narrow(hyper, axis=0, start=at, length=1), shape=())
+    return reshape(narrow(hyper, axis=0, start=index, length=1), shape=())

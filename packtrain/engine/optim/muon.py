@@ -6,15 +6,15 @@ from typing import ClassVar
 from packtrain.common.options import TRAINING
 from packtrain.engine import ops
 from packtrain.engine.optim.adamw import HYPER, AdamW
-from packtrain.engine.optim.momentum import number_of, opt_momentum
-from packtrain.engine.optim.optimizer import Given, moment
+from packtrain.engine.optim.momentum import hyper_number, opt_momentum
+from packtrain.engine.optim.optimizer import StepInputs, moment
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.optim.weights import stream_of
 from packtrain.engine.tensor import Tensor
 
-ROUNDS, CUBIC = 5, (3.4445, -4.7750, 2.0315)  # x = a x + b (x x^T) x + c (x x^T)^2 x
-LIKE_ADAMW = 0.2  # root of the mean square of an update: what AdamW's has
-TABLES = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
+NUM_ROUNDS, POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)  # x = a x + b (x x^T) x + c (x x^T)^2 x
+ADAMW_UPDATE_RMS = 0.2  # root of the mean square of an update: what AdamW's has
+EMBEDDING_TABLES = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 FILTERS = ("shortconv.conv.weight",)
 
 
@@ -31,43 +31,47 @@ class Muon(AdamW):
     kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul", "reduce", "update")
     by_parts: ClassVar[bool] = False
 
-    muon_momentum: float = TRAINING(0.95, "Muon: momentum", least=0, most=0.9999)
+    muon_momentum: float = TRAINING(0.95, "Muon: momentum", min_value=0, max_value=0.9999)
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return *AdamW.numbers(self, t, lr), self.muon_momentum
 
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
-        return (moment("b", w),) if _turned(w) else AdamW.states(self, w)
+        return (moment("b", w),) if _is_orthogonalized(w) else AdamW.states(self, w)
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
-        if not _turned(w):
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
+        if not _is_orthogonalized(w):
             adamw_inputs = replace(
-                given, hyper=ops.narrow(given.hyper, axis=0, start=0, length=len(HYPER))
+                step_inputs, hyper=ops.narrow(step_inputs.hyper, axis=0, start=0, length=len(HYPER))
             )
-            return AdamW.update(self, w, g, *states, given=adamw_inputs)
-        share = number_of(given.hyper, len(HYPER))
-        (b,) = opt_momentum(states[0], g, share, given.gate)
-        direction = ops.add(ops.mul(g, given.gate), ops.mul(b, share))  # Nesterov's
-        step = ops.scale(orthogonal(direction), by=LIKE_ADAMW * max(w.shape) ** 0.5)
-        numbers = ops.slice(given.hyper, start=(0,), shape=(2,), step=(4,))  # lr and weight_decay
-        read = w, step, numbers, ops.div(given.gate, given.gate), given.key(w)
+            return AdamW.update(self, w, g, *states, step_inputs=adamw_inputs)
+        momentum = hyper_number(step_inputs.hyper, len(HYPER))
+        (b,) = opt_momentum(states[0], g, momentum, step_inputs.gate)
+        direction = ops.add(ops.mul(g, step_inputs.gate), ops.mul(b, momentum))  # Nesterov's
+        step = ops.scale(orthogonalize(direction), by=ADAMW_UPDATE_RMS * max(w.shape) ** 0.5)
+        numbers = ops.slice(
+            step_inputs.hyper, start=(0,), shape=(2,), step=(4,)
+        )  # lr and weight_decay
+        read = w, step, numbers, ops.div(step_inputs.gate, step_inputs.gate), step_inputs.key(w)
         return b, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
 
 
-def orthogonal(x: Tensor) -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """x (M, N) with its singular values moved close to 1, by Newton and Schulz's iteration."""
-    tall = x.shape[0] > x.shape[1]
-    if tall:
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
         x = ops.cont(ops.transpose(x))
     norm = ops.sqrt(ops.sum_squares(x))
     x = ops.div(x, ops.scale(norm, by=1.0, bias=1e-7))
-    a, b, c = CUBIC
-    for _ in range(ROUNDS):
+    a, b, c = POLYNOMIAL
+    for _ in range(NUM_ROUNDS):
         square = ops.matmul(x, x)  # x x^T
-        both = ops.add(ops.scale(square, by=b), ops.scale(ops.matmul(square, square), by=c))
-        x = ops.add(ops.scale(x, by=a), ops.matmul(both, ops.transpose(x)))
-    return ops.cont(ops.transpose(x)) if tall else x
+        polynomial = ops.add(ops.scale(square, by=b), ops.scale(ops.matmul(square, square), by=c))
+        x = ops.add(ops.scale(x, by=a), ops.matmul(polynomial, ops.transpose(x)))
+    return ops.cont(ops.transpose(x)) if is_tall else x
 
 
-def _turned(w: Tensor) -> bool:
-    return len(w.shape) == 2 and w.label not in TABLES and not w.label.endswith(FILTERS)
+def _is_orthogonalized(w: Tensor) -> bool:
+    return len(w.shape) == 2 and w.label not in EMBEDDING_TABLES and not w.label.endswith(FILTERS)

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from packtrain.common.options import clean
+from packtrain.common.options import check_values
 from packtrain.dtypes import f32
 from packtrain.engine.tensor import Tensor, input, state
 
@@ -17,7 +17,7 @@ Values = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StepInputs:
     """Inputs of every weight's update: the step's numbers, the clipping gate, and the key of stochastic rounding.
 
     Nothing changes if the gate is not finite.
@@ -32,7 +32,7 @@ class Given:
         return None if w.dtype == f32 else self.rounding
 
 
-class Turn(Protocol):
+class StepRunner(Protocol):
     """A step of a run: its batch, and the graphs on its session. Graphs return `loss` or `squares`, or both.
 
     last  the last evaluation of the step before, if that was of the same batch: an optimizer that uses it leaves the
@@ -41,7 +41,7 @@ class Turn(Protocol):
 
     last: Values | None
 
-    def whole(self, hyper: Values) -> Values:
+    def evaluate_and_update(self, hyper: Values) -> Values:
         """Evaluate once and update with these numbers."""
 
     def evaluate(self) -> Values:
@@ -51,7 +51,7 @@ class Turn(Protocol):
         """Run the update graph with these numbers and the gradients of the last evaluation, which are kept; it
         also returns what the optimizer has `measured`."""
 
-    def say(self, note: str) -> None:
+    def report(self, message: str) -> None:
         """Report what the user should know about this step."""
 
 
@@ -82,10 +82,10 @@ class Optimizer:
     def check(self) -> None:
         """Raise InputError unless the settings are within the bounds of their flags."""
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {
+        plain_settings = {
             name: v.item() if isinstance(v, np.generic) else v for name, v in settings.items()
         }
-        clean(type(self), values, "optimizer")
+        check_values(type(self), plain_settings, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         """The values of `hyper` at step t, counted from 1."""
@@ -95,32 +95,34 @@ class Optimizer:
         """The optimizer state of a weight, see `moment`."""
         return ()
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
         """The new handles of everything that a step changes for w."""
         raise NotImplementedError
 
     def updates(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> Iterator[Tensor]:
         """The same for pairs of weight and gradient, each as soon as it is complete."""
         for w, g in pairs:
-            yield from self.update(w, g, *self.states(w), given=step_inputs)
+            yield from self.update(w, g, *self.states(w), step_inputs=step_inputs)
 
     def measured(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: Given
+        self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """More outputs of a separate update graph, for `drive`, and its updates."""
         return {}, list(self.updates(pairs, step_inputs))
 
-    def drive(self, turn: Turn, t: int, lr: float) -> Values:
+    def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
         """Run step t; returns `loss` and `squares` of its first evaluation."""
-        return turn.whole(self.inputs(t, lr))
+        return turn.evaluate_and_update(self.inputs(t, lr))
 
-    def bare(self) -> "Optimizer":
+    def without_decay(self) -> "Optimizer":
         """The same, but without any change to weights whose gradient is zero."""
         return self
 
-    def apart(self) -> "Optimizer":
+    def with_offloaded_state(self) -> "Optimizer":
         """The same for moments that live in another memory than their weights."""
         return self
 

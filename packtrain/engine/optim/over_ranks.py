@@ -5,17 +5,17 @@ A process alone is the only one of its run, see `distributed.here`. Kernels of P
 
 import numpy as np
 
-from packtrain.distributed import here, part_of
+from packtrain.distributed import current_world, rank_slice
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import assigned, flat
-from packtrain.engine.ops.costs import elementwise
+from packtrain.engine.ops.arrays import assigned, flatten
+from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.torch_kernels import on_host
-from packtrain.engine.optim.parts import Share
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state, want
+from packtrain.engine.optim.parts import RankShare
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
 
 @op(writes=(0,))
-def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: Share) -> Spec:
+def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: RankShare) -> Spec:
     """Begin to add up a gradient over ranks, of which this one has its part: total = part if fresh else total + part.
 
     The numbers travel while other calls run; only after `arrive` is total what it will be, and g free.
@@ -25,34 +25,34 @@ def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: Share) -> 
         fresh  ()     f32   not 0 in the first micro-batch of a step
         share  the number of this rank, and how many there are
     """
-    part_size = len(range(g.spec.size)[part_of(g.spec.size, *share)])
-    fits = total.spec.size == part_size and total.dtype == g.dtype == f32
-    want(
-        fits,
+    part_size = len(range(g.spec.size)[rank_slice(g.spec.size, *share)])
+    is_valid = total.spec.size == part_size and total.dtype == g.dtype == f32
+    require(
+        is_valid,
         f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{part_size}]",
     )
-    want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    require(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
     return total.spec
 
 
 @reduce_scatter.kernel("numpy")
 def reduce_scatter_numpy(out, total, g, fresh, *, share):
-    local_part = g.reshape(-1)[part_of(g.size, *share)].reshape(total.shape)
+    local_part = g.reshape(-1)[rank_slice(g.size, *share)].reshape(total.shape)
     total[...] = local_part if fresh else total + local_part
 
 
 @reduce_scatter.kernel("cpu")
 def reduce_scatter_cpu(out, total, g, fresh, *, share):
-    here().reduce_scatter(flat(g), flat(total), bool(fresh), share)
+    current_world().start_reduce_scatter(flatten(g), flatten(total), bool(fresh), share)
 
 
 @reduce_scatter.kernel("torch")
 def reduce_scatter_torch(out, total, g, fresh, *, share):
     if on_host(fresh):
-        here().reduce_scatter(g.view(-1), total.view(-1), bool(fresh), share)
+        current_world().start_reduce_scatter(g.view(-1), total.view(-1), bool(fresh), share)
 
 
-reduce_scatter.cost(elementwise())
+reduce_scatter.cost(elementwise_cost())
 
 
 @reduce_scatter.samples
@@ -79,13 +79,13 @@ def arrive_numpy(out, total, g):
 
 @arrive.kernel("cpu")
 def arrive_cpu(out, total, g):
-    here().arrived()
+    current_world().wait_for_transfers()
 
 
 @arrive.kernel("torch")
 def arrive_torch(out, total, g):
     if on_host(total):
-        here().arrived()
+        current_world().wait_for_transfers()
 
 
 @arrive.samples
@@ -96,18 +96,18 @@ def arrive_samples():
 @op()
 def all_reduce(x: Tensor) -> Spec:
     """The sum of a number over ranks, added in their order, f32 (): the same bits on each."""
-    want(x.spec == Spec(()), f"x is {x.spec}; it must be f32[]")
+    require(x.spec == Spec(()), f"x is {x.spec}; it must be f32[]")
     return x.spec
 
 
 all_reduce.kernel("numpy")(assigned(lambda x: x))
-all_reduce.kernel("cpu")(assigned(lambda x: here().total(float(x))))
+all_reduce.kernel("cpu")(assigned(lambda x: current_world().total(float(x))))
 
 
 @all_reduce.kernel("torch")
 def all_reduce_torch(y, x):
     if on_host(x):
-        y.fill_(here().total(float(x)))
+        y.fill_(current_world().total(float(x)))
 
 
 @all_reduce.samples

@@ -2,43 +2,45 @@
 
 from collections.abc import Collection, Iterator
 
-from packtrain.distributed import part_of
+from packtrain.distributed import rank_slice
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, state
 
-PART = "part/"  # before the name of a weight: the leaf whose bytes are a part of the weight's
-Share = tuple[int, int]  # the number of a process, and how many there are
+PART_PREFIX = (
+    "part/"  # before the name of a weight: the leaf whose bytes are a part of the weight's
+)
+RankShare = tuple[int, int]  # the number of a process, and how many there are
 
 
-def part_of_weight(w: Tensor, share: Share) -> Tensor | None:
+def part_of_weight(w: Tensor, share: RankShare) -> Tensor | None:
     """A leaf for the process's numbers of a weight, with as many axes; None if there are none. It has no role, as
     its bytes are the weight's: see Session.overlay."""
-    count = len(range(w.spec.size)[part_of(w.spec.size, *share)])
-    shape = (*(1,) * (len(w.shape) - 1), count)
-    return state(f"{PART}{w.name}", shape, w.dtype, role=None) if count else None
+    num_elements = len(range(w.spec.size)[rank_slice(w.spec.size, *share)])
+    shape = (*(1,) * (len(w.shape) - 1), num_elements)
+    return state(f"{PART_PREFIX}{w.name}", shape, w.dtype, role=None) if num_elements else None
 
 
-def own_sum(w: Tensor, share: Share | None) -> tuple[Tensor, Tensor] | None:
+def local_gradient_sum(w: Tensor, share: RankShare | None) -> tuple[Tensor, Tensor] | None:
     """The process's part of a weight and of the sum of its gradients; None where some process would have none."""
     if share is None or part_of_weight(w, (share[1] - 1, share[1])) is None:
         return None
-    part = part_of_weight(w, share)
-    assert part is not None  # the last process has the smallest
-    return part, state(f"g/{part.name}", part.shape, role="sum")
+    weight_part = part_of_weight(w, share)
+    assert weight_part is not None  # the last process has the smallest
+    return weight_part, state(f"g/{weight_part.name}", weight_part.shape, role="sum")
 
 
-def parts(
-    pairs: Collection[tuple[Tensor, Tensor]], share: Share
+def local_parts(
+    pairs: Collection[tuple[Tensor, Tensor]], share: RankShare
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The process's parts of weights and their gradients."""
     for w, g in pairs:
-        part, run = part_of_weight(w, share), part_of(w.spec.size, *share)
-        if part is not None:
+        weight_part, run = part_of_weight(w, share), rank_slice(w.spec.size, *share)
+        if weight_part is not None:
             flat = ops.reshape(g, shape=(g.spec.size,))
             local_grad = ops.narrow(flat, axis=0, start=run.start, length=run.stop - run.start)
-            yield part, ops.reshape(local_grad, shape=part.shape)
+            yield weight_part, ops.reshape(local_grad, shape=weight_part.shape)
 
 
-def whole_name(name: str) -> str:
+def unsplit_name(name: str) -> str:
     """The name of a moment of a weight, from that of a part of the weight."""
-    return name.replace(PART, "", 1)
+    return name.replace(PART_PREFIX, "", 1)

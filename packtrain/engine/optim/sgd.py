@@ -8,13 +8,13 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.options import TRAINING
 from packtrain.engine import ops
-from packtrain.engine.ops.arrays import flat, floats
+from packtrain.engine.ops.arrays import flatten, floats
 from packtrain.engine.ops.torch_kernels import real
 from packtrain.engine.optim import weights
-from packtrain.engine.optim.momentum import number_of, opt_momentum
-from packtrain.engine.optim.optimizer import Given, Optimizer, moment
+from packtrain.engine.optim.momentum import hyper_number, opt_momentum
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, moment
 from packtrain.engine.optim.weights import decay_axes, stored, write
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SGD(Optimizer):
     lr: float = 1e-1
     weight_decay: float = 0.0
     decay_axes: int = decay_axes()
-    momentum: float = TRAINING(0.0, "SGD: momentum", least=0, most=0.9999)
+    momentum: float = TRAINING(0.0, "SGD: momentum", min_value=0, max_value=0.9999)
     nesterov: bool = TRAINING(False, "SGD: Nesterov momentum")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
@@ -42,21 +42,23 @@ class SGD(Optimizer):
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
         return (moment("b", w),) if self.momentum else ()
 
-    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
-        gate, handles = given.gate, tuple[Tensor, ...]()
+    def update(
+        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
+    ) -> tuple[Tensor, ...]:
+        gate, handles = step_inputs.gate, tuple[Tensor, ...]()
         for b in states:
-            share = number_of(given.hyper, 2)
+            share = hyper_number(step_inputs.hyper, 2)
             handles = opt_momentum(b, g, share, gate)
             (direction,) = handles
             g = ops.add(ops.mul(g, gate), ops.mul(direction, share)) if self.nesterov else direction
             gate = ops.div(gate, gate)  # 1, or NaN
-        numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
-        read = w, g, numbers, gate, given.key(w)
+        lr_and_decay = ops.narrow(step_inputs.hyper, axis=0, start=0, length=2)
+        op_inputs = w, g, lr_and_decay, gate, step_inputs.key(w)
         return *handles, *opt_step_sgd(
-            *read, decay=len(w.shape) >= self.decay_axes, stream=weights.stream_of(w)
+            *op_inputs, decay=len(w.shape) >= self.decay_axes, stream=weights.stream_of(w)
         )
 
-    def bare(self) -> Optimizer:
+    def without_decay(self) -> Optimizer:
         return replace(self, weight_decay=0.0)
 
 
@@ -81,9 +83,9 @@ def opt_step_sgd(
         gate   ()     f32   see clip_gate; nothing changes if it is not finite
         key    (2,)   i64   seed and step, only for bf16
     """
-    weights.want_weight(w, key, g)
-    want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
-    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    weights.require_weight(w, key, g)
+    require(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
+    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return (w.spec,)
 
 
@@ -97,17 +99,17 @@ def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
 
 @opt_step_sgd.kernel("cpu")
 def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
-    kind, data, number = stored(w, key, stream)
-    kernels.update.sgd(kind, data, flat(g), hyper, float(decay), flat(gate), number)
+    kind, data, rounding_key = stored(w, key, stream)
+    kernels.update.sgd(kind, data, flatten(g), hyper, float(decay), flatten(gate), rounding_key)
 
 
 @opt_step_sgd.kernel("torch")
 def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
     lr, weight_decay = hyper.unbind()
     fine = gate.isfinite()
-    for start, (part, slope) in weights.parts_of(w, g):
-        decayed = real(part) * (1 - lr * weight_decay * decay)
-        weights.write_torch(part, decayed - (slope * gate).mul_(lr), key, stream, start, fine)
+    for start, (w_chunk, grad) in weights.parts_of(w, g):
+        decayed = real(w_chunk) * (1 - lr * weight_decay * decay)
+        weights.write_torch(w_chunk, decayed - (grad * gate).mul_(lr), key, stream, start, fine)
 
 
 @opt_step_sgd.samples

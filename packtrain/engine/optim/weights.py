@@ -6,22 +6,22 @@ import numpy as np
 
 from packtrain.common.options import TRAINING
 from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
-from packtrain.engine.ops.arrays import flat, noise
-from packtrain.engine.ops.torch_kernels import CHUNK, key_of, spans, torch, uniform
-from packtrain.engine.tensor import Spec, Tensor, constant, want, weight
-from packtrain.kernels.counter import key as mixed
+from packtrain.engine.ops.arrays import flatten, noise_stream
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
+from packtrain.engine.tensor import Spec, Tensor, constant, require, weight
+from packtrain.kernels.counter import stream_key as mixed
 from packtrain.kernels.counter import uniform_numpy
 
 
-def want_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
+def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
     """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
     specs = ", ".join(str(t.spec) for t in tensors)
-    want(
+    require(
         w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors),
         f"w is {w.spec} with {specs}; these must be f32{[*w.shape]}, and w f32 or bf16",
     )
     fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
-    want(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
+    require(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
 
 
 def write(w, values, key, stream):
@@ -32,33 +32,33 @@ def write(w, values, key, stream):
     if key is None:
         w[...] = values
         return
-    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    float_bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     uniform = uniform_numpy(int(key[0]), int(key[1]), stream, w.size).reshape(w.shape)
-    words = words + (uniform * 65536).astype(np.uint32)
-    w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
+    float_bits = float_bits + (uniform * 65536).astype(np.uint32)
+    w[...] = (float_bits >> 16).astype(np.uint16).view(w.dtype)
 
 
 def parts_of(w, *tensors):
     """(start, arrays) of flat parts of tensors, so that an update needs room for a part only."""
     flat_tensors = [t.view(-1) for t in (w, *tensors)]
-    for start, end in spans(len(flat_tensors[0]), CHUNK, w):
-        yield start, [t[start:end] for t in flat_tensors]
+    for chunk_start, chunk_end in chunk_bounds(len(flat_tensors[0]), CHUNK, w):
+        yield chunk_start, [t[chunk_start:chunk_end] for t in flat_tensors]
 
 
-def write_torch(w, values, key, stream, start, fine):
-    """`write` for a part of a weight that begins at `start`, if `fine`."""
+def write_torch(w, values, key, stream, chunk_start, is_finite):
+    """`write` for a part of a weight that begins at `chunk_start`, if `is_finite`."""
     if key is not None:
-        bits = uniform(key_of(key, stream), start, start + len(w)).mul_(65536).int()
+        bits = uniform(key_of(key, stream), chunk_start, chunk_start + len(w)).mul_(65536).int()
         bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)
         values = bits.view(torch.bfloat16)
-    torch.where(fine, values, w, out=w)
+    torch.where(is_finite, values, w, out=w)
 
 
 def stored(w, key, stream):
     """A weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
-    kind = dtype_of(w).number
-    number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
-    return kind, flat(w).view(np.uint8), number
+    dtype_number = dtype_of(w).number
+    rounding_key = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
+    return dtype_number, flatten(w).view(np.uint8), rounding_key
 
 
 def sampled():
@@ -76,9 +76,11 @@ def sampled():
 
 def stream_of(w: Tensor) -> int:
     """The stream of random numbers for rounding a weight; 0 if it is not rounded."""
-    return 0 if w.dtype == f32 else noise(w.label)
+    return 0 if w.dtype == f32 else noise_stream(w.label)
 
 
 def decay_axes() -> Any:
     """The setting `decay_axes` of optimizers with weight decay: of tensors with at least so many axes."""
-    return TRAINING(2, "weight decay of tensors with at least N axes only", least=0, most=4)
+    return TRAINING(
+        2, "weight decay of tensors with at least N axes only", min_value=0, max_value=4
+    )

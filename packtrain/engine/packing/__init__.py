@@ -3,6 +3,22 @@
 It knows no tensors and no plans. `pack` is quick, `packings` keeps searching, `clash` checks any offsets.
 """
 
-from packtrain.engine.packing.pack import Packing, alive, clash, height, lower_bound, pack, packings
+from packtrain.engine.packing.pack import (
+    Packing,
+    alive_nbytes,
+    find_overlap,
+    lower_bound,
+    pack,
+    packing_height,
+    packings,
+)
 
-__all__ = ["Packing", "alive", "clash", "height", "lower_bound", "pack", "packings"]
+__all__ = [
+    "Packing",
+    "alive_nbytes",
+    "find_overlap",
+    "lower_bound",
+    "pack",
+    "packing_height",
+    "packings",
+]

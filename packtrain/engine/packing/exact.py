@@ -15,22 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain import kernels
-from packtrain.engine.packing.search_clock import Clock
+from packtrain.engine.packing.search_clock import SearchClock
 
 Ints = npt.NDArray[np.int64]
 
 # largest first, by W life and A life times size: before and after the most bytes alive, which the kernel knows
 ORDERS = (("", "WA"), ("WA", ""), ("", "AW"))
 KEY = 62  # bits of the search's keys: a height, and two numbers of buffers
-WORK = 100_000_000  # limit of the total work, if no time is given: a second or two
-ENDLESS = 1 << 62
+MAX_WORK = 100_000_000  # limit of the total work, if no time is given: a second or two
+UNLIMITED_WORK = 1 << 62
 ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
 STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
 # seconds without which kernels are not begun to be loaded, or compiled
 LOADING, COMPILING = 0.5, 15.0
 LOOK = 0.02  # seconds between two looks at the clock
-FOUND, STOPPED = 1, 2  # 0: no solution exists
-UNLIMITED = Clock(None)
+SOLVED, STOPPED = 1, 2  # 0: no solution exists
+UNLIMITED_CLOCK = SearchClock(None)
 
 
 def lower(
@@ -40,7 +40,7 @@ def lower(
     offsets: Ints,
     bound: int,
     target_height: int = 0,
-    clock: Clock = UNLIMITED,
+    clock: SearchClock = UNLIMITED_CLOCK,
 ) -> Iterator[tuple[Ints, bool]]:
     """Yields better and better offsets than those given, and whether they are proved optimal.
 
@@ -51,39 +51,42 @@ def lower(
     if not can_load(clock):
         return
     unit = int(np.gcd.reduce(size))
-    parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
-    budget = _Budget(clock)
+    packing_parts = [
+        _PackingPart(start, end, size, offsets, unit, members)
+        for members in _split_parts(start, end)
+    ]
+    budget = _WorkBudget(clock)
     offsets = offsets.copy()
     while True:
-        part = max(parts, key=lambda p: p.height)
-        before, proved = part.height, part.proved
+        highest_part = max(packing_parts, key=lambda p: p.height)
+        previous_height, is_proved = highest_part.height, highest_part.is_proved
         if (
-            before * unit <= max(bound, target_height)
-            or proved
-            or not part.countable
-            or budget.spent
+            previous_height * unit <= max(bound, target_height)
+            or is_proved
+            or not highest_part.is_searchable
+            or budget.is_spent
         ):
             return
-        part.try_lower(bound // unit, target_height // unit, budget)
-        offsets[part.members] = part.offsets * unit
-        highest = max(parts, key=lambda p: p.height)
-        proved = highest.proved or highest.height * unit <= bound
-        if highest.height < before or proved:
-            yield offsets.copy(), proved
+        highest_part.lower_once(bound // unit, target_height // unit, budget)
+        offsets[highest_part.members] = highest_part.offsets * unit
+        new_highest_part = max(packing_parts, key=lambda p: p.height)
+        is_proved = new_highest_part.is_proved or new_highest_part.height * unit <= bound
+        if new_highest_part.height < previous_height or is_proved:
+            yield offsets.copy(), is_proved
 
 
-def can_load(clock: Clock) -> bool:
+def can_load(clock: SearchClock) -> bool:
     """Whether there is time for loading the search's kernels."""
     if kernels.is_loaded("packing"):
-        return not clock.over
-    return clock.left > (COMPILING if kernels.store.missing(["packing"]) else LOADING)
+        return not clock.is_over
+    return clock.left > (COMPILING if kernels.store.missing_modules(["packing"]) else LOADING)
 
 
-def _parts(start: Ints, end: Ints) -> list[Ints]:
+def _split_parts(start: Ints, end: Ints) -> list[Ints]:
     """Indices of the buffers of each part."""
     order = np.argsort(start, kind="stable")
-    cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
-    return np.split(order, np.flatnonzero(cut) + 1)
+    is_cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
+    return np.split(order, np.flatnonzero(is_cut) + 1)
 
 
 def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -93,28 +96,28 @@ def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     that overlap do so in a section, and no section's buffers are a subset of another's.
     """
     times = np.unique(np.concatenate((start, end)))
-    births = np.searchsorted(times, np.unique(start))
-    deaths = np.searchsorted(times, np.unique(end))
-    following = np.unique(deaths[np.searchsorted(deaths, births, side="right")])
-    first = np.searchsorted(following, np.searchsorted(times, start), side="right")
-    last = np.searchsorted(following, np.searchsorted(times, end), side="right")
-    return first, last
+    start_indices = np.searchsorted(times, np.unique(start))
+    end_indices = np.searchsorted(times, np.unique(end))
+    section_ends = np.unique(end_indices[np.searchsorted(end_indices, start_indices, side="right")])
+    first_section = np.searchsorted(section_ends, np.searchsorted(times, start), side="right")
+    last_section = np.searchsorted(section_ends, np.searchsorted(times, end), side="right")
+    return first_section, last_section
 
 
-class _Budget:
+class _WorkBudget:
     """What may still be searched: a fixed amount of work, or all that can be done by the clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SearchClock) -> None:
         self.clock = clock
-        self.left = ENDLESS if clock.limited else WORK
+        self.work_left = UNLIMITED_WORK if clock.is_limited else MAX_WORK
 
     @property
-    def spent(self) -> bool:
-        return self.left <= 0 or self.clock.over
+    def is_spent(self) -> bool:
+        return self.work_left <= 0 or self.clock.is_over
 
 
-class _Part:
-    """Buffers of one part, in units; the best offsets so far; heights below `least` are impossible."""
+class _PackingPart:
+    """Buffers of one part, in units; the best offsets so far; heights below `min_height` are impossible."""
 
     def __init__(
         self, start: Ints, end: Ints, size: Ints, offsets: Ints, unit: int, members: Ints
@@ -123,90 +126,90 @@ class _Part:
         self.start, self.end = start[members], end[members]
         self.size, self.offsets = size[members] // unit, offsets[members] // unit
         self.height = int((self.offsets + self.size).max())
-        self.least = 0
-        self.bits = len(members).bit_length()
-        self.countable = self.height < 1 << (KEY - 2 * self.bits)
-        self.limit = min(len(members) * (len(members) + 1_000), WORK // 4)  # of work
+        self.min_height = 0
+        self.index_bits = len(members).bit_length()
+        self.is_searchable = self.height < 1 << (KEY - 2 * self.index_bits)
+        self.work_limit = min(len(members) * (len(members) + 1_000), MAX_WORK // 4)  # of work
 
     @property
-    def proved(self) -> bool:
-        return self.height <= self.least
+    def is_proved(self) -> bool:
+        return self.height <= self.min_height
 
-    def try_lower(self, bound: int, target_height: int, budget: _Budget) -> None:
+    def lower_once(self, bound: int, target_height: int, budget: _WorkBudget) -> None:
         """One round, doubling the limit for the next: tries `target_height` or the bound, then bisects above it."""
-        self.least = max(self.least, bound)
-        if self.least <= target_height < self.height:
-            self._search(target_height, self.limit, budget)
+        self.min_height = max(self.min_height, bound)
+        if self.min_height <= target_height < self.height:
+            self._search_height(target_height, self.work_limit, budget)
         else:
-            self._search(self.least, self.limit, budget)
-            hard, tolerance = self.least, (self.height - self.least) // 64
-            while self.height - 1 - hard > tolerance:
-                target = (hard + self.height) // 2
-                if not self._search(target, self.limit // 4, budget):
-                    hard = target
-        self.limit *= 2
+            self._search_height(self.min_height, self.work_limit, budget)
+            infeasible_height, tolerance = self.min_height, (self.height - self.min_height) // 64
+            while self.height - 1 - infeasible_height > tolerance:
+                middle_height = (infeasible_height + self.height) // 2
+                if not self._search_height(middle_height, self.work_limit // 4, budget):
+                    infeasible_height = middle_height
+        self.work_limit *= 2
 
-    def _search(self, target: int, limit: int, budget: _Budget) -> bool:
+    def _search_height(self, target_height: int, work_limit: int, budget: _WorkBudget) -> bool:
         """Try all orders at one height; record the result, also if there is none."""
-        for order in ORDERS:
-            if not self.least <= target < self.height or budget.spent:
+        for sort_columns in ORDERS:
+            if not self.min_height <= target_height < self.height or budget.is_spent:
                 break
-            status, offsets = self._search_in_order(order, target, limit, budget)
-            if status == FOUND:
+            status, offsets = self._search_in_order(sort_columns, target_height, work_limit, budget)
+            if status == SOLVED:
                 self.offsets, self.height = offsets, int((offsets + self.size).max())
             elif status != STOPPED:
-                self.least = target + 1
-        return self.height <= target
+                self.min_height = target_height + 1
+        return self.height <= target_height
 
     def _search_in_order(
-        self, by: tuple[str, str], target: int, limit: int, budget: _Budget
+        self, by: tuple[str, str], target_height: int, work_limit: int, budget: _WorkBudget
     ) -> tuple[int, Ints]:
         """Run the kernel on the buffers, ranked and numbered `by` columns; returns its status and offsets."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
-        ranked, numbered = by
-        order = np.lexsort([columns[k] for k in reversed(numbered)] or [np.arange(len(width))])
-        first, last = _sections(self.start, self.end)
-        rank = _dense([columns[k][order] for k in ranked], len(width))
-        buffers = np.stack((first[order], last[order], self.size[order], rank))
+        rank_columns, order_columns = by
+        order = np.lexsort([columns[k] for k in reversed(order_columns)] or [np.arange(len(width))])
+        first_section, last_section = _sections(self.start, self.end)
+        rank = _dense_ranks([columns[k][order] for k in rank_columns], len(width))
+        buffers = np.stack((first_section[order], last_section[order], self.size[order], rank))
         n = len(order)
         offsets, stack = np.zeros((2, n), np.int64), np.empty(min(3 * n * (n + 2), ROOM), np.int64)
-        sections = np.zeros((3, int(last.max()) + 1), np.int64)
-        work_limit = min(limit, budget.left)
-        limits = np.array([work_limit, 0, target, self.bits])
+        sections = np.zeros((3, int(last_section.max()) + 1), np.int64)
+        used_limit = min(work_limit, budget.work_left)
+        limits = np.array([used_limit, 0, target_height, self.index_bits])
         kernel: Any = kernels.packing
-        run = partial(kernel.pack, buffers, sections, stack, offsets, limits)
-        status = _deep(run, n, budget.clock, limits)
-        budget.left -= work_limit - int(limits[0])
+        run_search = partial(kernel.pack, buffers, sections, stack, offsets, limits)
+        status = _deep(run_search, n, budget.clock, limits)
+        budget.work_left -= used_limit - int(limits[0])
         result = np.empty(n, np.int64)
         result[order] = offsets[0]
         return status, result
 
 
-def _deep(run: Callable[[], int], depth: int, clock: Clock, limits: Ints) -> int:
+def _deep(run_search: Callable[[], int], num_levels: int, clock: SearchClock, limits: Ints) -> int:
     """The same in a thread whose stack is deep enough."""
-    before = threading.stack_size(max(STACK, depth * STEP))
+    previous_nbytes = threading.stack_size(max(STACK, num_levels * STEP))
     try:
-        return stopped_by(clock, run, limits)
+        return stopped_by(clock, run_search, limits)
     finally:
-        threading.stack_size(before)
+        threading.stack_size(previous_nbytes)
 
 
-def stopped_by(clock: Clock, run: Callable[[], int], limits: Ints) -> int:
-    """Call `run` in a thread, and have it stop by limits[1] when the clock says so."""
+def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
+    """Call `run_search` in a thread, and have it stop by limits[1] when the clock says so."""
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
+        future = pool.submit(run_search)
         try:
-            while not wait([running], max(0.0, min(LOOK, clock.left))).done and not clock.over:
+            while not wait([future], max(0.0, min(LOOK, clock.left))).done and not clock.is_over:
                 pass
         finally:
             limits[1] = 1
-        return running.result()
+        return future.result()
 
 
-def _dense(columns: list[Ints], n: int) -> Ints:
+def _dense_ranks(columns: list[Ints], num_rows: int) -> Ints:
     """Ranks by several columns, equal for equal rows."""
     if not columns:
-        return np.zeros(n, np.int64)
+        return np.zeros(num_rows, np.int64)
     _, rank = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
-    return np.asarray(rank, np.int64).reshape(n)
+    return np.asarray(rank, np.int64).reshape(num_rows)

@@ -8,21 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain import kernels
-from packtrain.engine.packing.exact import FOUND, can_load, stopped_by
-from packtrain.engine.packing.search_clock import Clock
+from packtrain.engine.packing.exact import SOLVED, can_load, stopped_by
+from packtrain.engine.packing.search_clock import SearchClock
 
 Ints = npt.NDArray[np.int64]
 
-MANY = 8_000  # buffers with which loading kernels pays
+MIN_BUFFERS = 8_000  # buffers with which loading kernels pays
 
 
-def worth(count: int, clock: Clock) -> bool:
+def is_worthwhile(num_buffers: int, clock: SearchClock) -> bool:
     """Whether so many buffers are packed sooner by kernels, loading included."""
-    return count > MANY and can_load(clock)
+    return num_buffers > MIN_BUFFERS and can_load(clock)
 
 
-def guesses(
-    orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]], lives: Ints, clock: Clock
+def packer_offsets(
+    orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]],
+    lives: Ints,
+    clock: SearchClock,
 ) -> Iterator[Ints]:
     """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
@@ -40,13 +42,13 @@ def guesses(
                 limits[1] = 1
 
 
-def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: Clock) -> Ints | None:
+def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: SearchClock) -> Ints | None:
     """What the function of that name in `pack` returns for lives (n, 3): start, end, size."""
     by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
-    place = np.empty_like(by)
-    place[by] = np.arange(len(by))
+    positions = np.empty_like(by)
+    positions[by] = np.arange(len(by))
     scratch, packed_offsets = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
-    run = partial(
-        getattr(kernels.packing, name), lives[by], place[order], packed_offsets, scratch, limits
+    run_packer = partial(
+        getattr(kernels.packing, name), lives[by], positions[order], packed_offsets, scratch, limits
     )
-    return packed_offsets[place] if stopped_by(clock, run, limits) == FOUND else None
+    return packed_offsets[positions] if stopped_by(clock, run_packer, limits) == SOLVED else None

@@ -14,30 +14,30 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain.engine.packing import exact, large
-from packtrain.engine.packing.search_clock import Clock
+from packtrain.engine.packing.search_clock import SearchClock
 
 Ints = npt.NDArray[np.int64]
-Packer = Callable[[Ints, Ints, Ints, Ints, Clock], Ints | None]
-UNLIMITED = Clock(None)
+Packer = Callable[[Ints, Ints, Ints, Ints, SearchClock], Ints | None]
+UNLIMITED_CLOCK = SearchClock(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Offsets and their certificate: `bound` bytes are alive at step `witness`, so no packing needs less.
+    """Offsets and their certificate: `bound_nbytes` bytes are alive at step `peak_step`, so no packing needs less.
 
-    proved  nbytes is optimal: it equals the bound, or the search has excluded everything below
+    is_optimal  nbytes is optimal: it equals the bound, or the search has excluded everything below
     """
 
     offsets: Ints
     nbytes: int
-    bound: int
-    witness: int
-    proved: bool
+    bound_nbytes: int
+    peak_step: int
+    is_optimal: bool
 
     @property
     def gap(self) -> float:
         """Bytes above the bound, as a fraction of it."""
-        return self.nbytes / self.bound - 1 if self.bound else 0.0
+        return self.nbytes / self.bound_nbytes - 1 if self.bound_nbytes else 0.0
 
 
 def pack(start: Ints, end: Ints, size: Ints) -> Ints:
@@ -48,8 +48,8 @@ def pack(start: Ints, end: Ints, size: Ints) -> Ints:
     Heuristics come first and mostly reach the lower bound; otherwise an exact search follows, limited by work
     and not by time: equal buffers get equal offsets on every machine.
     """
-    *_, best = packings(start, end, size)
-    return best.offsets
+    *_, best_packing = packings(start, end, size)
+    return best_packing.offsets
 
 
 def packings(
@@ -66,78 +66,78 @@ def packings(
     target_height   stop at a packing of at most this many bytes
     seconds  time limit, instead of the limit on work; `now` is the time. Looked at for each buffer that is placed
     """
-    clock = Clock(seconds, now)
-    start, end, size = _checked(start, end, size)
-    bound, witness = lower_bound(start, end, size)
+    clock = SearchClock(seconds, now)
+    start, end, size = _check_columns(start, end, size)
+    bound, peak_step = lower_bound(start, end, size)
     best: Packing | None = None
-    for offsets in _guesses(start, end, size, clock):
-        nbytes = height(size, offsets)
+    for offsets in _heuristic_offsets(start, end, size, clock):
+        nbytes = packing_height(size, offsets)
         if best is None or nbytes < best.nbytes:
-            best = Packing(offsets, nbytes, bound, witness, nbytes <= bound)
+            best = Packing(offsets, nbytes, bound, peak_step, nbytes <= bound)
             yield best
         if nbytes <= max(bound, target_height):
             return
     assert best is not None
     for offsets, proved in exact.lower(start, end, size, best.offsets, bound, target_height, clock):
-        yield Packing(offsets, height(size, offsets), bound, witness, proved)
+        yield Packing(offsets, packing_height(size, offsets), bound, peak_step, proved)
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
     """The most bytes alive at once, and the first step at which they are: no packing can need less."""
     if not len(size):
         return 0, 0
-    times, nbytes = alive(start, end, size)
-    at = int(nbytes.argmax())
-    return int(nbytes[at]), int(times[at])
+    times, nbytes = alive_nbytes(start, end, size)
+    peak_index = int(nbytes.argmax())
+    return int(nbytes[peak_index]), int(times[peak_index])
 
 
-def alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
     """The steps at which something starts or ends, and the bytes alive from each to the next."""
-    times, event = np.unique(np.concatenate((start, end)), return_inverse=True)
-    change = np.zeros(len(times), np.int64)
-    np.add.at(change, event[: len(size)], size)
-    np.subtract.at(change, event[len(size) :], size)
-    return times, np.cumsum(change)
+    times, event_index = np.unique(np.concatenate((start, end)), return_inverse=True)
+    nbytes_change = np.zeros(len(times), np.int64)
+    np.add.at(nbytes_change, event_index[: len(size)], size)
+    np.subtract.at(nbytes_change, event_index[len(size) :], size)
+    return times, np.cumsum(nbytes_change)
 
 
-def height(size: Ints, offsets: Ints) -> int:
+def packing_height(size: Ints, offsets: Ints) -> int:
     """The end of the highest buffer, in bytes."""
     return int((offsets + size).max()) if len(size) else 0
 
 
-def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
+def find_overlap(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
     """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
-    low, top = offsets.tolist(), (offsets + size).tolist()
+    bottoms, tops = offsets.tolist(), (offsets + size).tolist()
     start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
     end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
     lows: list[int] = []  # of the buffers alive, none of which clash: sorted, and so are their tops
-    owners: list[int] = []
-    for _, beginning, i in sorted(start_events + end_events):
-        at = bisect_left(lows, low[i])
-        if not beginning:
-            del lows[at], owners[at]
+    alive_buffers: list[int] = []
+    for _, is_start, i in sorted(start_events + end_events):
+        position = bisect_left(lows, bottoms[i])
+        if not is_start:
+            del lows[position], alive_buffers[position]
             continue
-        for j in owners[max(at - 1, 0) : at + 1]:
-            if low[i] < top[j] and low[j] < top[i]:
+        for j in alive_buffers[max(position - 1, 0) : position + 1]:
+            if bottoms[i] < tops[j] and bottoms[j] < tops[i]:
                 return j, i
-        lows.insert(at, low[i])
-        owners.insert(at, i)
+        lows.insert(position, bottoms[i])
+        alive_buffers.insert(position, i)
     return None
 
 
 # ---- heuristics ----------------------------------------------------------------------------------------------
 
 
-def _guesses(start: Ints, end: Ints, size: Ints, clock: Clock) -> Iterator[Ints]:
+def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -> Iterator[Ints]:
     """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help.
 
     With a limited clock, shelves come first: if nothing else is finished in time, they are the result.
     """
-    if clock.limited:
+    if clock.is_limited:
         yield shelves(start, end, size)
-    orders = _orders(start, end, size)
-    if large.worth(len(size), clock):
-        yield from large.guesses(orders, np.stack((start, end, size), 1), clock)
+    orders = _packer_orders(start, end, size)
+    if large.is_worthwhile(len(size), clock):
+        yield from large.packer_offsets(orders, np.stack((start, end, size), 1), clock)
         return
     for packer, keys in orders:
         offsets = packer(start, end, size, np.lexsort(keys), clock)
@@ -146,50 +146,50 @@ def _guesses(start: Ints, end: Ints, size: Ints, clock: Clock) -> Iterator[Ints]
         yield offsets
 
 
-def _orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
+def _packer_orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
     """What places the buffers, and the keys of their order, the last key first."""
-    _, peak = lower_bound(start, end, size)
-    distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
-    life = end - start
+    _, peak_step = lower_bound(start, end, size)
+    distance = np.maximum(np.maximum(start - peak_step, peak_step + 1 - end), 0)
+    lifetime = end - start
     yield first_fit, (start, -size, distance)
-    around = crowd(start, end, size)
-    yield skyline, (-size, -life, -around)
-    yield skyline, (-around, -size, -life)
-    yield skyline, (-life, -size, -around)
-    octave = -np.log2(np.maximum(life, 1)).astype(np.int64)
+    peak_nbytes = peak_alive_nbytes(start, end, size)
+    yield skyline, (-size, -lifetime, -peak_nbytes)
+    yield skyline, (-peak_nbytes, -size, -lifetime)
+    yield skyline, (-lifetime, -size, -peak_nbytes)
+    octave = -np.log2(np.maximum(lifetime, 1)).astype(np.int64)
     yield first_fit, (start, -size)
     yield first_fit, (-size, octave)
-    yield first_fit, (-size, -life, distance)
-    yield first_fit, (-life, -size)
+    yield first_fit, (-size, -lifetime, distance)
+    yield first_fit, (-lifetime, -size)
 
 
-def crowd(start: Ints, end: Ints, size: Ints) -> Ints:
+def peak_alive_nbytes(start: Ints, end: Ints, size: Ints) -> Ints:
     """The most bytes alive during the life of each buffer."""
-    times, row = alive(start, end, size)
-    first, last = np.searchsorted(times, start), np.searchsorted(times, end)
-    octave = np.frexp(last - first)[1] - 1
+    times, max_nbytes = alive_nbytes(start, end, size)
+    first_step, last_step = np.searchsorted(times, start), np.searchsorted(times, end)
+    octave = np.frexp(last_step - first_step)[1] - 1
     peak_nbytes = np.zeros(len(size), np.int64)
     for k in range(int(octave.max(initial=-1)) + 1):  # row: the most of 2**k steps from each on
         at, width = np.flatnonzero(octave == k), 1 << k
-        peak_nbytes[at] = np.maximum(row[first[at]], row[last[at] - width])
-        row = np.maximum(row[:-width], row[width:])
+        peak_nbytes[at] = np.maximum(max_nbytes[first_step[at]], max_nbytes[last_step[at] - width])
+        max_nbytes = np.maximum(max_nbytes[:-width], max_nbytes[width:])
     return peak_nbytes
 
 
 def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
     """Buffers of sizes up to the same power of two on shelves, as few as their lives allow, one above the other."""
     octaves = np.frexp(size - 0.5)[1]
-    shelf, free = np.zeros(len(size), np.int64), dict[int, list[int]]()
+    shelf, free_shelves = np.zeros(len(size), np.int64), dict[int, list[int]]()
     start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
     end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
     shelf_octaves: list[int] = []  # the octave of each shelf
-    for _, beginning, i in sorted(start_events + end_events):
+    for _, is_start, i in sorted(start_events + end_events):
         octave = int(octaves[i])
-        unused = free.setdefault(octave, [])
-        if not beginning:
-            unused.append(int(shelf[i]))
-        elif unused:
-            shelf[i] = unused.pop()
+        unused_shelves = free_shelves.setdefault(octave, [])
+        if not is_start:
+            unused_shelves.append(int(shelf[i]))
+        elif unused_shelves:
+            shelf[i] = unused_shelves.pop()
         else:
             shelf[i] = len(shelf_octaves)
             shelf_octaves.append(octave)
@@ -199,31 +199,31 @@ def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 def first_fit(
-    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
     """Put each buffer, in order, into the lowest gap between buffers that overlap it in time; None if time runs out."""
     offsets = np.zeros(len(size), np.int64)
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
-        if clock.over:
+        if clock.is_over:
             return None
-        (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
-        overlapping = np.flatnonzero((first < end[i]) & (last > start[i]))
+        (span_starts, span_ends), (bottom, top) = spans[:, :n], extents[:, :n]
+        overlapping = np.flatnonzero((span_starts < end[i]) & (span_ends > start[i]))
         floors = np.zeros(len(overlapping) + 1, np.int64)
         np.maximum.accumulate(top[overlapping], out=floors[1:])
-        fits = bottom[overlapping] - floors[:-1] >= size[i]
-        at = int(floors[int(fits.argmax()) if fits.any() else len(overlapping)])
+        is_fitting = bottom[overlapping] - floors[:-1] >= size[i]
+        at = int(floors[int(is_fitting.argmax()) if is_fitting.any() else len(overlapping)])
         offsets[i] = at
         slot = int(np.searchsorted(bottom, at))
-        for rows, new in ((spans, (start[i], end[i])), (extents, (at, at + size[i]))):
-            rows[:, slot + 1 : n + 1] = rows[:, slot:n].copy()
-            rows[:, slot] = new
+        for columns, new_column in ((spans, (start[i], end[i])), (extents, (at, at + size[i]))):
+            columns[:, slot + 1 : n + 1] = columns[:, slot:n].copy()
+            columns[:, slot] = new_column
     return offsets
 
 
 def skyline(
-    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: SearchClock = UNLIMITED_CLOCK
 ) -> Ints | None:
     """Repeatedly place the buffer that can go lowest; the first in the order on ties. None if time runs out."""
     n = len(size)
@@ -231,18 +231,18 @@ def skyline(
     rank[order] = np.arange(n)
     offsets, key = np.zeros(n, np.int64), rank.copy()  # key: how low it can lie, then rank
     for _ in range(n):
-        if clock.over:
+        if clock.is_over:
             return None
         i = int(key.argmin())
         offsets[i] = key[i] // n
         key[i] = np.iinfo(np.int64).max
         top = (offsets[i] + size[i]) * n
-        raised = np.flatnonzero((start < end[i]) & (start[i] < end) & (key < top))
-        key[raised] = top + rank[raised]
+        raised_buffers = np.flatnonzero((start < end[i]) & (start[i] < end) & (key < top))
+        key[raised_buffers] = top + rank[raised_buffers]
     return offsets
 
 
-def _checked(
+def _check_columns(
     start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike
 ) -> tuple[Ints, Ints, Ints]:
     columns = [np.asarray(column, np.int64) for column in (start, end, size)]
@@ -250,10 +250,10 @@ def _checked(
         raise ValueError("start, end and size must be lists of one length")
     for bad, rule in ((columns[1] <= columns[0], "end > start"), (columns[2] < 1, "size > 0")):
         if bad.any():
-            at = int(bad.argmax())
-            values = "start {}, end {}, size {}".format(*(int(c[at]) for c in columns))
-            raise ValueError(f"buffer {at} has {values}; {rule} is needed")
-    total = sum(columns[2].tolist())
-    if total * len(columns[2]) >= 1 << 62:
-        raise ValueError(f"the sizes add up to {total}, which is too much for 64 bits")
+            buffer_index = int(bad.argmax())
+            values = "start {}, end {}, size {}".format(*(int(c[buffer_index]) for c in columns))
+            raise ValueError(f"buffer {buffer_index} has {values}; {rule} is needed")
+    total_nbytes = sum(columns[2].tolist())
+    if total_nbytes * len(columns[2]) >= 1 << 62:
+        raise ValueError(f"the sizes add up to {total_nbytes}, which is too much for 64 bits")
     return columns[0], columns[1], columns[2]

@@ -7,303 +7,303 @@ from typing import NoReturn
 from packtrain.common.errors import InputError
 from packtrain.inference.grammar import nodes
 from packtrain.inference.grammar.nodes import (
-    EVERY,
+    ALL_CODES,
     SURROGATES,
-    Chars,
-    Name,
+    CharSet,
+    GrammarRules,
     Node,
-    Repeat,
-    Rules,
-    Sequence,
+    RepeatNode,
+    RuleReference,
+    SequenceNode,
 )
 
-WORD, INTEGER = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
-SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-TOKEN, HEX = re.compile(r"!?<(?:\[([0-9]{1,9})\]|[^>\s]*)>"), {"x": 2, "u": 4, "U": 8}
+WORD, DIGITS = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
+INLINE_SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+TOKEN_PATTERN, HEX = re.compile(r"!?<(?:\[([0-9]{1,9})\]|[^>\s]*)>"), {"x": 2, "u": 4, "U": 8}
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
-TIMES = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-MOST_DIGITS = 18
+REPEAT_BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+MAX_DIGITS = 18
 MOST_TIMES = 2000  # llama.cpp's MAX_REPETITION_THRESHOLD
-MOST_DEPTH = 100
-MOST_CHAIN = 500  # llguidance calls itself for each rule that names another
+MAX_DEPTH = 100
+MAX_RULE_CHAIN = 500  # llguidance calls itself for each rule that names another
 
 
-def parse(
+def parse_gbnf(
     text: str, token_id: Callable[[str], int | None] = lambda name: None, size: int = 10**9
-) -> Rules:
+) -> GrammarRules:
     """The rules of a grammar that begins at `root`. Raises InputError.
 
     token_id  the id of `<name>`
     size      of the vocabulary
     """
-    return _Reader(text, token_id, size).rules()
+    return _GbnfParser(text, token_id, size).parse_rules()
 
 
-class _Reader:
+class _GbnfParser:
     def __init__(self, text: str, token_id: Callable[[str], int | None], size: int) -> None:
-        self.text, self.at, self.depth, self.token_id, self.size = text, 0, 0, token_id, size
+        self.text, self.pos, self.depth, self.token_id, self.size = text, 0, 0, token_id, size
 
-    def rules(self) -> Rules:
-        rules: Rules = {}
-        self.space(True)
-        while self.at < len(self.text):
+    def parse_rules(self) -> GrammarRules:
+        rules: GrammarRules = {}
+        self.skip_space(True)
+        while self.pos < len(self.text):
             name = self.take(WORD, "a name of a rule")
-            self.space(False)
-            if not self.text.startswith("::=", self.at):
+            self.skip_space(False)
+            if not self.text.startswith("::=", self.pos):
                 self.fail("::= is expected after the name of a rule")
-            self.at += 3
-            self.space(True)
-            rules[name] = self.choice(False)
-            if self.at < len(self.text) and self.peek() not in "\r\n":
-                self.fail(f"{self.peek()!r} is not expected")
-            self.space(True)
-        self.check(rules)
+            self.pos += 3
+            self.skip_space(True)
+            rules[name] = self.parse_choice(False)
+            if self.pos < len(self.text) and self.peek_char() not in "\r\n":
+                self.fail(f"{self.peek_char()!r} is not expected")
+            self.skip_space(True)
+        self.check_rules(rules)
         return rules
 
-    def check(self, rules: Rules) -> None:
+    def check_rules(self, rules: GrammarRules) -> None:
         for rule in rules.values():
-            for name in nodes.names_in(rule):
-                if name.rule not in rules:
-                    self.fail(f"there is no rule {name.rule}", name.at)
+            for reference in nodes.names_in(rule):
+                if reference.rule_name not in rules:
+                    self.fail(f"there is no rule {reference.rule_name}", reference.offset)
         if "root" not in rules:
             self.fail("there is no rule root, where a grammar begins", 0)
         self.check_depth(rules)
-        empty = nullable(rules)
-        first = {name: begins(rule, empty) for name, rule in rules.items()}
+        empty = nullable_rules(rules)
+        first = {reference: first_references(rule, empty) for reference, rule in rules.items()}
         for rule_name in rules:
-            self.check_left(first, rule_name)
+            self.check_left_recursion(first, rule_name)
 
-    def check_depth(self, rules: Rules) -> None:
-        seen, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
+    def check_depth(self, rules: GrammarRules) -> None:
+        seen_rules, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
         while path:
-            name = next((name for name in path[-1] if name.rule not in seen), None)
+            name = next((name for name in path[-1] if name.rule_name not in seen_rules), None)
             if name is None:
                 path.pop()
                 continue
-            seen.add(name.rule)
-            path.append(iter(nodes.names_in(rules[name.rule])))
-            if len(path) > MOST_CHAIN:
-                self.fail(f"rules name one another more than {MOST_CHAIN} deep", name.at)
+            seen_rules.add(name.rule_name)
+            path.append(iter(nodes.names_in(rules[name.rule_name])))
+            if len(path) > MAX_RULE_CHAIN:
+                self.fail(f"rules name one another more than {MAX_RULE_CHAIN} deep", name.offset)
 
-    def check_left(self, first: dict[str, list[Name]], rule: str) -> None:
+    def check_left_recursion(self, first: dict[str, list[RuleReference]], rule_name: str) -> None:
         """llama.cpp refuses rules that begin with themselves."""
-        seen, waiting = set[str](), [*first[rule]]
-        while waiting:
-            name = waiting.pop()
-            if name.rule == rule:
-                self.fail(f"rule {rule} can begin with itself", name.at)
-            if name.rule not in seen:
-                seen.add(name.rule)
-                waiting += first[name.rule]
+        seen_rules, pending_references = set[str](), [*first[rule_name]]
+        while pending_references:
+            reference = pending_references.pop()
+            if reference.rule_name == rule_name:
+                self.fail(f"rule {rule_name} can begin with itself", reference.offset)
+            if reference.rule_name not in seen_rules:
+                seen_rules.add(reference.rule_name)
+                pending_references += first[reference.rule_name]
 
-    def fail(self, fact: str, at: int | None = None) -> NoReturn:
-        before = self.text[: self.at if at is None else at]
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    def fail(self, fact: str, error_pos: int | None = None) -> NoReturn:
+        text_before = self.text[: self.pos if error_pos is None else error_pos]
+        line, column = text_before.count("\n") + 1, len(text_before) - text_before.rfind("\n")
         raise InputError(f"grammar, line {line}, column {column}: {fact}")
 
-    def peek(self) -> str:
-        return self.text[self.at : self.at + 1]
+    def peek_char(self) -> str:
+        return self.text[self.pos : self.pos + 1]
 
-    def space(self, lines: bool) -> None:
-        match = (LINES if lines else SPACE).match(self.text, self.at)
-        self.at = match.end() if match else self.at
+    def skip_space(self, is_multiline: bool) -> None:
+        match = (LINES if is_multiline else INLINE_SPACE).match(self.text, self.pos)
+        self.pos = match.end() if match else self.pos
 
     def take(self, pattern: re.Pattern[str], description: str) -> str:
-        match = pattern.match(self.text, self.at)
+        match = pattern.match(self.text, self.pos)
         if match is None:
             self.fail(
                 f"{description} is expected"
-                if self.peek()
+                if self.peek_char()
                 else f"the text ends where {description} is expected"
             )
-        self.at = match.end()
+        self.pos = match.end()
         return match[0]
 
-    def choice(self, inside: bool) -> Node:
+    def parse_choice(self, is_multiline: bool) -> Node:
         self.depth += 1
-        if self.depth > MOST_DEPTH:
-            self.fail(f"groups are more than {MOST_DEPTH} deep")
-        parts = [self.sequence(inside)]
-        while self.peek() == "|":
-            self.at += 1
-            self.space(True)
-            parts.append(self.sequence(inside))
+        if self.depth > MAX_DEPTH:
+            self.fail(f"groups are more than {MAX_DEPTH} deep")
+        alternatives = [self.parse_sequence(is_multiline)]
+        while self.peek_char() == "|":
+            self.pos += 1
+            self.skip_space(True)
+            alternatives.append(self.parse_sequence(is_multiline))
         self.depth -= 1
-        return parts[0] if len(parts) == 1 else nodes.Choice(tuple(parts))
+        return alternatives[0] if len(alternatives) == 1 else nodes.ChoiceNode(tuple(alternatives))
 
-    def sequence(self, inside: bool) -> Node:
+    def parse_sequence(self, is_multiline: bool) -> Node:
         parts: list[Node] = []
-        while (sign := self.peek()) and sign not in "|)\r\n":
-            if sign in "*+?{":
+        while (next_char := self.peek_char()) and next_char not in "|)\r\n":
+            if next_char in "*+?{":
                 if not parts:
-                    self.fail(f"{sign} has nothing before it to repeat")
-                parts[-1] = self.repeat(parts[-1], inside)
-            elif (part := self.item(sign, inside)) is not None:
-                parts.append(part)
+                    self.fail(f"{next_char} has nothing before it to repeat")
+                parts[-1] = self.parse_repeat(parts[-1], is_multiline)
+            elif (item_node := self.parse_item(next_char, is_multiline)) is not None:
+                parts.append(item_node)
             else:
-                self.fail(f"{sign!r} is not expected")
-            self.space(inside)
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+                self.fail(f"{next_char!r} is not expected")
+            self.skip_space(is_multiline)
+        return parts[0] if len(parts) == 1 else SequenceNode(tuple(parts))
 
-    def item(self, sign: str, inside: bool) -> Node | None:
-        if sign == '"':
-            return self.literal()
-        if sign == "[":
-            return self.set()
-        if sign in "<!":
-            return self.token()
-        if sign == "(":
-            self.at += 1
-            self.space(True)
-            part = self.choice(True)
-            if self.peek() != ")":
+    def parse_item(self, next_char: str, is_multiline: bool) -> Node | None:
+        if next_char == '"':
+            return self.parse_literal()
+        if next_char == "[":
+            return self.parse_set()
+        if next_char in "<!":
+            return self.parse_token()
+        if next_char == "(":
+            self.pos += 1
+            self.skip_space(True)
+            group_node = self.parse_choice(True)
+            if self.peek_char() != ")":
                 self.fail(") is expected")
-            self.at += 1
-            return part
-        if sign == ".":
-            self.at += 1
-            return Chars(EVERY)
-        start = self.at
-        return Name(self.take(WORD, ""), start) if WORD.match(sign) else None
+            self.pos += 1
+            return group_node
+        if next_char == ".":
+            self.pos += 1
+            return CharSet(ALL_CODES)
+        name_start = self.pos
+        return RuleReference(self.take(WORD, ""), name_start) if WORD.match(next_char) else None
 
-    def char(self) -> int:
+    def parse_char(self) -> int:
         """One character, perhaps escaped."""
-        sign = self.peek()
-        if not sign:
+        next_char = self.peek_char()
+        if not next_char:
             self.fail("the text ends inside quotes or brackets")
-        self.at += 1
-        if sign != "\\":
-            return ord(sign)
-        kind = self.peek()
-        self.at += 1
-        if kind in ESCAPES:
-            return ord(ESCAPES[kind])
-        digits = self.text[self.at : self.at + HEX.get(kind, 0)]
-        if not re.fullmatch(r"[0-9a-fA-F]+", digits) or len(digits) < HEX.get(kind, 1):
-            self.at -= 2
+        self.pos += 1
+        if next_char != "\\":
+            return ord(next_char)
+        escape_char = self.peek_char()
+        self.pos += 1
+        if escape_char in ESCAPES:
+            return ord(ESCAPES[escape_char])
+        digits = self.text[self.pos : self.pos + HEX.get(escape_char, 0)]
+        if not re.fullmatch(r"[0-9a-fA-F]+", digits) or len(digits) < HEX.get(escape_char, 1):
+            self.pos -= 2
             self.fail(
-                f"\\{kind} is no escape"
-                if kind not in HEX
-                else f"\\{kind} needs {HEX[kind]} hex digits"
+                f"\\{escape_char} is no escape"
+                if escape_char not in HEX
+                else f"\\{escape_char} needs {HEX[escape_char]} hex digits"
             )
-        self.at += len(digits)
+        self.pos += len(digits)
         if int(digits, 16) > 0x10FFFF:
-            self.fail(f"there is no character {digits}", self.at - len(digits))
+            self.fail(f"there is no character {digits}", self.pos - len(digits))
         return int(digits, 16)
 
-    def literal(self) -> Node:
-        self.at += 1
-        codes = []
-        while self.peek() != '"':
-            start = self.at
-            codes.append(self.char())
-            if codes[-1] in SURROGATES:
-                self.fail(f"{codes[-1]:X} is half a character", start)
-        self.at += 1
-        return Sequence(tuple(Chars(((code, code),)) for code in codes))
+    def parse_literal(self) -> Node:
+        self.pos += 1
+        code_points = []
+        while self.peek_char() != '"':
+            char_start = self.pos
+            code_points.append(self.parse_char())
+            if code_points[-1] in SURROGATES:
+                self.fail(f"{code_points[-1]:X} is half a character", char_start)
+        self.pos += 1
+        return SequenceNode(tuple(CharSet(((code, code),)) for code in code_points))
 
-    def set(self) -> Node:
-        self.at += 1
-        negated = self.peek() == "^"
-        self.at += negated
-        ranges = []
-        while self.peek() != "]":
-            low = high = self.char()
-            if self.peek() == "-" and self.text[self.at + 1 : self.at + 2] != "]":
-                self.at += 1
-                high = self.char()
-            ranges.append((low, high))
-        self.at += 1
-        char_ranges = nodes.merged(ranges, negated)
+    def parse_set(self) -> Node:
+        self.pos += 1
+        is_negated = self.peek_char() == "^"
+        self.pos += is_negated
+        code_ranges = []
+        while self.peek_char() != "]":
+            first_code = last_code = self.parse_char()
+            if self.peek_char() == "-" and self.text[self.pos + 1 : self.pos + 2] != "]":
+                self.pos += 1
+                last_code = self.parse_char()
+            code_ranges.append((first_code, last_code))
+        self.pos += 1
+        char_ranges = nodes.merge_ranges(code_ranges, is_negated)
         if not char_ranges:
             self.fail("the brackets hold no character")
-        return Chars(char_ranges)
+        return CharSet(char_ranges)
 
-    def token(self) -> Node:
-        start = self.at
-        text = self.take(TOKEN, "a token, <name> or <[id]>,")
-        match = TOKEN.fullmatch(text)
-        number = match[1] if match else None
-        id = int(number) if number else self.token_id(text.lstrip("!"))
+    def parse_token(self) -> Node:
+        token_start = self.pos
+        token_text = self.take(TOKEN_PATTERN, "a token, <name> or <[id]>,")
+        match = TOKEN_PATTERN.fullmatch(token_text)
+        id_digits = match[1] if match else None
+        id = int(id_digits) if id_digits else self.token_id(token_text.lstrip("!"))
         if id is None or id >= self.size:
-            self.fail(f"the vocabulary has no token {text.lstrip('!')}", start)
-        return nodes.Token(id, text.startswith("!"))
+            self.fail(f"the vocabulary has no token {token_text.lstrip('!')}", token_start)
+        return nodes.TokenNode(id, token_text.startswith("!"))
 
-    def repeat(self, part: Node, inside: bool) -> Node:
-        sign = self.peek()
-        if repetitions(part) == MOST_DEPTH:
-            self.fail(f"repetitions are more than {MOST_DEPTH} deep")
-        self.at += 1
-        if sign != "{":
-            return Repeat(part, *TIMES[sign])
-        self.space(inside)
-        min_times = self.times()
+    def parse_repeat(self, part: Node, is_multiline: bool) -> Node:
+        repeat_sign = self.peek_char()
+        if repeat_depth(part) == MAX_DEPTH:
+            self.fail(f"repetitions are more than {MAX_DEPTH} deep")
+        self.pos += 1
+        if repeat_sign != "{":
+            return RepeatNode(part, *REPEAT_BOUNDS[repeat_sign])
+        self.skip_space(is_multiline)
+        min_times = self.parse_count()
         max_times: int | None = min_times
-        self.space(inside)
-        if self.peek() == ",":
-            self.at += 1
-            self.space(inside)
-            max_times = self.times() if INTEGER.match(self.peek()) else None
-            self.space(inside)
-        if self.peek() != "}":
+        self.skip_space(is_multiline)
+        if self.peek_char() == ",":
+            self.pos += 1
+            self.skip_space(is_multiline)
+            max_times = self.parse_count() if DIGITS.match(self.peek_char()) else None
+            self.skip_space(is_multiline)
+        if self.peek_char() != "}":
             self.fail("} is expected")
-        self.at += 1
+        self.pos += 1
         if min_times > MOST_TIMES:
             self.fail(f"{min_times} repetitions are more than {MOST_TIMES}")
         if max_times is not None and max_times < min_times:
             self.fail(f"{{{min_times},{max_times}}} ends before it begins")
-        return Repeat(
+        return RepeatNode(
             part, min_times, None if max_times is not None and max_times > MOST_TIMES else max_times
         )
 
-    def times(self) -> int:
-        digits = self.take(INTEGER, "a number of times")
-        if len(digits) > MOST_DIGITS:
+    def parse_count(self) -> int:
+        digits = self.take(DIGITS, "a number of times")
+        if len(digits) > MAX_DIGITS:
             self.fail(f"a number of {len(digits):,} digits is too large")
         return int(digits)
 
 
-def repetitions(node: Node) -> int:
+def repeat_depth(node: Node) -> int:
     """How many of them repeat one another."""
-    count = 0
-    while isinstance(node, Repeat):
-        node, count = node.part, count + 1
-    return count
+    num_repeats = 0
+    while isinstance(node, RepeatNode):
+        node, num_repeats = node.child, num_repeats + 1
+    return num_repeats
 
 
-def begins(node: Node, empty: dict[str, bool]) -> list[Name]:
+def first_references(node: Node, empty: dict[str, bool]) -> list[RuleReference]:
     """The rules with which a text of this node can begin."""
-    if isinstance(node, Name):
+    if isinstance(node, RuleReference):
         return [node]
-    if isinstance(node, nodes.Choice):
-        return [name for part in node.parts for name in begins(part, empty)]
-    if isinstance(node, Repeat):
-        return begins(node.part, empty)
-    names: list[Name] = []
-    for part in node.parts if isinstance(node, Sequence) else ():
-        names += begins(part, empty)
-        if not is_empty(part, empty):
+    if isinstance(node, nodes.ChoiceNode):
+        return [name for child in node.children for name in first_references(child, empty)]
+    if isinstance(node, RepeatNode):
+        return first_references(node.child, empty)
+    references: list[RuleReference] = []
+    for child in node.children if isinstance(node, SequenceNode) else ():
+        references += first_references(child, empty)
+        if not is_empty(child, empty):
             break
-    return names
+    return references
 
 
 def is_empty(node: Node, empty: dict[str, bool]) -> bool:
     """Whether the empty text is one of this node."""
-    if isinstance(node, Name):
-        return empty[node.rule]
-    if isinstance(node, Repeat):
-        return not node.least or is_empty(node.part, empty)
-    if isinstance(node, nodes.Choice):
-        return any(is_empty(part, empty) for part in node.parts)
-    return isinstance(node, Sequence) and all(is_empty(part, empty) for part in node.parts)
+    if isinstance(node, RuleReference):
+        return empty[node.rule_name]
+    if isinstance(node, RepeatNode):
+        return not node.min_count or is_empty(node.child, empty)
+    if isinstance(node, nodes.ChoiceNode):
+        return any(is_empty(child, empty) for child in node.children)
+    return isinstance(node, SequenceNode) and all(is_empty(child, empty) for child in node.children)
 
 
-def nullable(rules: Rules) -> dict[str, bool]:
+def nullable_rules(rules: GrammarRules) -> dict[str, bool]:
     """Which rules have the empty text."""
-    is_nullable, order = dict.fromkeys(rules, False), nodes.ordered(rules)
+    is_nullable, rule_order = dict.fromkeys(rules, False), nodes.dependency_order(rules)
     while True:
-        before = sum(is_nullable.values())
-        for name in order:
-            is_nullable[name] = is_empty(rules[name], is_nullable)
-        if sum(is_nullable.values()) == before:
+        num_before = sum(is_nullable.values())
+        for rule_name in rule_order:
+            is_nullable[rule_name] = is_empty(rules[rule_name], is_nullable)
+        if sum(is_nullable.values()) == num_before:
             return is_nullable

@@ -8,14 +8,14 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.inference.grammar.gbnf import parse
+from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
-from packtrain.inference.grammar.schema import of_schema
-from packtrain.inference.grammar.token_masks import matcher, table
+from packtrain.inference.grammar.schema import schema_to_lark
+from packtrain.inference.grammar.token_masks import grammar_matcher, table
 
-DEAD_END, REASON = "NoExtensionBias", "error: "  # in what llguidance says
-DEEP = "panic: ", "too deeply nested", "recursion limit exceeded"
-PLACE = re.compile(r"^(at )?\d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
+DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in what llguidance says
+TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"
+POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
 
 
 class Grammar:
@@ -32,17 +32,17 @@ class Grammar:
         tokens: Sequence[int] = (),
     ) -> None:
         """source: in llguidance's notation; words, tokens: triggers. Raises InputError."""
-        self._tokenizer, self._table = tokenizer, table(tokenizer)
-        self._words, self._triggers = [word.encode() for word in words], frozenset(tokens)
-        self._matcher = matcher(self._table, source)
-        self._check("it cannot be used")
-        can_begin = self._mask().any()
-        self._check("it cannot be used")
-        if not self.complete and not can_begin:
+        self._tokenizer, self._token_table = tokenizer, table(tokenizer)
+        self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
+        self._matcher = grammar_matcher(self._token_table, source)
+        self._check_matcher("it cannot be used")
+        can_begin = self._token_mask().any()
+        self._check_matcher("it cannot be used")
+        if not self.is_complete and not can_begin:
             raise InputError("grammar: no token of this vocabulary can begin a text of it")
         self._fresh = self._matcher.deep_copy()
-        self.awaits = bool(words or tokens)
-        self._lazy, self._ids = self.awaits, list[int]()
+        self.awaits_trigger = bool(words or tokens)
+        self._is_lazy, self._accepted_ids = self.awaits_trigger, list[int]()
 
     @classmethod
     def from_gbnf(
@@ -51,102 +51,102 @@ class Grammar:
         """A grammar in llama.cpp's notation. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}
         try:
-            source = to_lark(parse(text, names.get, tokenizer.vocab_size))
+            source = to_lark(parse_gbnf(text, names.get, tokenizer.vocab_size))
         except RecursionError:
             raise InputError("grammar: it is nested too deep") from None
         return cls(tokenizer, source, words, tokens)
 
     @classmethod
-    def from_schema(cls, tokenizer: Tokenizer, text: str) -> "Grammar":
+    def from_schema(cls, tokenizer: Tokenizer, schema_text: str) -> "Grammar":
         """The documents of a JSON schema. Raises InputError."""
-        return cls(tokenizer, of_schema(text))
+        return cls(tokenizer, schema_to_lark(schema_text))
 
     def copy(self) -> "Grammar":
         """A grammar in the same state that goes its own way."""
         duplicate = Grammar.__new__(Grammar)
         duplicate.__dict__ |= self.__dict__ | {
             "_matcher": self._matcher.deep_copy(),
-            "_ids": [*self._ids],
+            "_accepted_ids": [*self._accepted_ids],
         }
         return duplicate
 
     @property
     def over(self) -> bool:
         """Whether nothing more can come."""
-        return not self.awaits and bool(self._matcher.is_stopped())
+        return not self.awaits_trigger and bool(self._matcher.is_stopped())
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the text can end here."""
         return bool(self._matcher.is_accepting())
 
     def allowed(self, size: int) -> np.ndarray | None:
         """(size,) bool: the tokens that can come; None: all. Raises InputError."""
-        if self.awaits:
+        if self.awaits_trigger:
             return None
         allowed = np.zeros(size, bool)
-        mask = self._mask()[:size]
+        mask = self._token_mask()[:size]
         allowed[: len(mask)] = mask
-        allowed[[*self._tokenizer.ends]] = self.complete
-        self._check("it became too large")
+        allowed[[*self._tokenizer.eog_ids]] = self.is_complete
+        self._check_matcher("it became too large")
         return allowed
 
     def accept(self, id: int) -> None:
         """The token that came. Raises InputError if it cannot."""
-        self._ids.append(id)
-        if self.awaits:
-            self._await(id)
-        elif id < self._table.vocab_size:
-            if self._matcher.is_stopped() and id not in self._tokenizer.ends:
+        self._accepted_ids.append(id)
+        if self.awaits_trigger:
+            self._check_trigger(id)
+        elif id < self._token_table.vocab_size:
+            if self._matcher.is_stopped() and id not in self._tokenizer.eog_ids:
                 raise InputError(f"grammar: token {id} cannot come, the text is over")
             self._matcher.consume_token(id)
-            self._check(f"token {id} cannot come here")
+            self._check_matcher(f"token {id} cannot come here")
 
-    def rollback(self, count: int) -> None:
+    def rollback(self, num_tokens: int) -> None:
         """Forget the last tokens."""
-        if not count:
+        if not num_tokens:
             return
-        retained_ids = self._ids[:-count]
-        self._ids = [*retained_ids]
-        if not self._lazy:
-            self._matcher.rollback(count)
+        retained_ids = self._accepted_ids[:-num_tokens]
+        self._accepted_ids = [*retained_ids]
+        if not self._is_lazy:
+            self._matcher.rollback(num_tokens)
             return
-        self._matcher, self.awaits, self._ids = self._fresh.deep_copy(), True, []
+        self._matcher, self.awaits_trigger, self._accepted_ids = self._fresh.deep_copy(), True, []
         for id in retained_ids:
             self.accept(id)
 
-    def _await(self, id: int) -> None:
+    def _check_trigger(self, id: int) -> None:
         """Begin with the trigger, if it has come."""
-        if id in self._triggers:
-            self.awaits = False
+        if id in self._trigger_ids:
+            self.awaits_trigger = False
             self._matcher.consume_token(id)
         elif self._words:
-            text = b"".join(map(self._tokenizer.piece, self._ids))
-            places = [at for word in self._words if (at := text.find(word)) >= 0]
-            if places:
-                self.awaits = False
+            text = b"".join(map(self._tokenizer.piece, self._accepted_ids))
+            match_offsets = [at for word in self._words if (at := text.find(word)) >= 0]
+            if match_offsets:
+                self.awaits_trigger = False
                 self._matcher.consume_tokens(
-                    self._table.greedy_tokenize(_text(text[min(places) :]))
+                    self._token_table.greedy_tokenize(_decode_piece(text[min(match_offsets) :]))
                 )
-        self._check("what began with the trigger does not follow it")
+        self._check_matcher("what began with the trigger does not follow it")
 
-    def _mask(self) -> np.ndarray:
+    def _token_mask(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little").view(bool)[: self._tokenizer.vocab_size]
 
-    def _check(self, fact: str) -> None:
+    def _check_matcher(self, fact: str) -> None:
         if self._matcher.is_error():
             message: Any = self._matcher.get_error()
             lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [""]
-            if any(words in lines[0] for words in DEEP):
+            if any(words in lines[0] for words in TOO_DEEP_MESSAGES):
                 raise InputError(f"grammar: {fact}: it is too large or too deep for llguidance")
             if lines[0] == DEAD_END:
                 raise InputError("grammar: no token of this vocabulary can come next")
             reasons = "".join(
-                f" {line[len(REASON) :]}" for line in lines if line.startswith(REASON)
+                f" {line[len(REASON_PREFIX) :]}" for line in lines if line.startswith(REASON_PREFIX)
             )
-            raise InputError(f"grammar: {fact}: {PLACE.sub('', lines[0])}{reasons}")
+            raise InputError(f"grammar: {fact}: {POSITION_PREFIX.sub('', lines[0])}{reasons}")
 
 
-def _text(piece: bytes) -> str:
+def _decode_piece(piece: bytes) -> str:
     return piece.decode(errors="replace")

@@ -8,168 +8,168 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from packtrain.inference.grammar import nodes as grammar_nodes
-from packtrain.inference.grammar.gbnf import is_empty, nullable
-from packtrain.inference.grammar.lexer import Automaton, TooLarge, followers
+from packtrain.inference.grammar.gbnf import is_empty, nullable_rules
+from packtrain.inference.grammar.lexer import Automaton, AutomatonTooLarge, follow_sets
 from packtrain.inference.grammar.nodes import (
-    Chars,
-    Choice,
-    Name,
+    CharSet,
+    ChoiceNode,
+    GrammarRules,
     Node,
-    Repeat,
-    Rules,
-    Sequence,
+    RepeatNode,
+    RuleReference,
+    SequenceNode,
     parts_of,
 )
 
-HEAD = '%llguidance {"no_forcing": true}\n'  # any tokens that spell a text can come, not only the canonical ones
-MOST_GROUPS = 120  # in each other: half of what Rust reads, which counts their contents, too
+LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # any tokens that spell a text can come, not only the canonical ones
+MAX_GROUP_DEPTH = 120  # in each other: half of what Rust reads, which counts their contents, too
 MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
-def to_lark(rules: Rules) -> str:
+def to_lark(rules: GrammarRules) -> str:
     """The grammar as llguidance reads it."""
-    lexemes = _Lexemes(rules)
+    lexeme_builder = _LexemeBuilder(rules)
     while True:
-        read = lexemes.read()
-        follow = followers(read, len(lexemes.nodes))
+        lexeme_rules = lexeme_builder.build_rules()
+        follow = follow_sets(lexeme_rules, len(lexeme_builder.nodes))
         if not any(follow):
-            return _printed(read, lexemes)
+            return _format_grammar(lexeme_rules, lexeme_builder)
         automaton = Automaton(rules)
         try:
-            for node in lexemes.nodes:
-                automaton.add(node)
-            automaton.classify()
-            conflicting = automaton.conflicts(follow)
-        except (TooLarge, RecursionError):
-            conflicting = {*range(len(lexemes.nodes))}
-        large = [n for n in conflicting if not isinstance(lexemes.nodes[n], Chars)]
+            for node in lexeme_builder.nodes:
+                automaton.add_lexeme(node)
+            automaton.classify_chars()
+            conflicting_lexemes = automaton.conflicting_lexemes(follow)
+        except (AutomatonTooLarge, RecursionError):
+            conflicting_lexemes = {*range(len(lexeme_builder.nodes))}
+        large = [n for n in conflicting_lexemes if not isinstance(lexeme_builder.nodes[n], CharSet)]
         if not large:
-            return _printed(read, lexemes)
-        for number in large:
-            lexemes.divide(number)
+            return _format_grammar(lexeme_rules, lexeme_builder)
+        for lexeme_index in large:
+            lexeme_builder.divide_lexeme(lexeme_index)
 
 
-class _Lexemes:
+class _LexemeBuilder:
     """What of a grammar is read as lexemes: `nodes`."""
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules, self.empty, self.nodes = rules, nullable(rules), list[Node]()
-        self._divided, self._groups = set[Node](), dict[tuple[Node, ...], Node]()
-        self._alike = list[list[Node]]()
+    def __init__(self, rules: GrammarRules) -> None:
+        self.rules, self.empty, self.nodes = rules, nullable_rules(rules), list[Node]()
+        self._divided_nodes, self._group_nodes = set[Node](), dict[tuple[Node, ...], Node]()
+        self._equal_nodes = list[list[Node]]()
         self._numbers: dict[str, int] = {}
         self.texts: dict[str, str] = {}  # of regular rules, as regular expressions
-        self.depths: dict[str, int] = {}
-        for name in grammar_nodes.ordered(rules):
-            if self.is_regular(rules[name]):
-                self.texts[name] = regex(rules[name], self.texts)
-                self.depths[name] = self.depth(rules[name])
+        self.rule_depths: dict[str, int] = {}
+        for rule_name in grammar_nodes.dependency_order(rules):
+            if self.is_regular(rules[rule_name]):
+                self.texts[rule_name] = node_regex(rules[rule_name], self.texts)
+                self.rule_depths[rule_name] = self.group_depth(rules[rule_name])
 
     def is_regular(self, *nodes: Node) -> bool:
         """Whether these name only rules that are, no tokens, and are not too large together."""
-        names = [name for node in nodes for name in grammar_nodes.names_in(node)]
-        if any(name.rule not in self.texts for name in names) or any(
+        references = [reference for node in nodes for reference in grammar_nodes.names_in(node)]
+        if any(reference.rule_name not in self.texts for reference in references) or any(
             map(grammar_nodes.has_token, nodes)
         ):
             return False
-        size = sum(len(self.texts[name.rule]) for name in names)
-        return size <= MOST_TEXT and max(map(self.depth, nodes)) <= MOST_GROUPS
+        num_chars = sum(len(self.texts[reference.rule_name]) for reference in references)
+        return num_chars <= MOST_TEXT and max(map(self.group_depth, nodes)) <= MAX_GROUP_DEPTH
 
-    def depth(self, node: Node) -> int:
+    def group_depth(self, node: Node) -> int:
         """How deep the groups of its text are, at most."""
-        if isinstance(node, Name):
-            return self.depths[node.rule]
-        return 1 + max(map(self.depth, parts_of(node)), default=0)
+        if isinstance(node, RuleReference):
+            return self.rule_depths[node.rule_name]
+        return 1 + max(map(self.group_depth, parts_of(node)), default=0)
 
-    def divide(self, number: int) -> None:
+    def divide_lexeme(self, lexeme_index: int) -> None:
         """Read the parts of a lexeme one by one."""
-        self._divided.update(self._alike[number])
+        self._divided_nodes.update(self._equal_nodes[lexeme_index])
 
-    def read(self) -> Rules:
+    def build_rules(self) -> GrammarRules:
         """The rules that are left, of lexemes."""
-        self.nodes, self._alike, self._numbers = [], [], {}
-        read, waiting = Rules(), ["root"]
+        self.nodes, self._equal_nodes, self._numbers = [], [], {}
+        read, waiting = GrammarRules(), ["root"]
         while waiting:
             name = waiting.pop()
             if name not in read:
                 read[name] = self._read(self.rules[name])
-                waiting += [reference.rule for reference in grammar_nodes.names_in(read[name])]
+                waiting += [reference.rule_name for reference in grammar_nodes.names_in(read[name])]
         return read
 
     def _read(self, node: Node) -> Node:
-        if node not in self._divided and self.is_regular(node):
-            return self._lexeme(node)
-        if isinstance(node, Sequence | Choice) and node in self._divided:
-            return type(node)(tuple(map(self._read, node.parts)))
-        if isinstance(node, Sequence | Choice):
-            parts: list[Node] = []
-            for is_whole, run in groupby(node.parts, self._is_whole):
-                group = tuple(run)
-                is_lexeme = is_whole and self.is_regular(*group)
-                parts += (
+        if node not in self._divided_nodes and self.is_regular(node):
+            return self._lexeme_node(node)
+        if isinstance(node, SequenceNode | ChoiceNode) and node in self._divided_nodes:
+            return type(node)(tuple(map(self._read, node.children)))
+        if isinstance(node, SequenceNode | ChoiceNode):
+            built_nodes: list[Node] = []
+            for is_undivided, node_run in groupby(node.children, self._is_undivided):
+                group = tuple(node_run)
+                is_lexeme = is_undivided and self.is_regular(*group)
+                built_nodes += (
                     [self._read(self._group(node, group))] if is_lexeme else map(self._read, group)
                 )
-            return type(node)(tuple(parts))
-        if isinstance(node, Repeat):
-            return Repeat(self._read(node.part), node.least, node.most)
+            return type(node)(tuple(built_nodes))
+        if isinstance(node, RepeatNode):
+            return RepeatNode(self._read(node.child), node.min_count, node.max_count)
         return node
 
-    def _is_whole(self, node: Node) -> bool:
-        return node not in self._divided and self.is_regular(node)
+    def _is_undivided(self, node: Node) -> bool:
+        return node not in self._divided_nodes and self.is_regular(node)
 
-    def _group(self, node: Sequence | Choice, parts: tuple[Node, ...]) -> Node:
+    def _group(self, node: SequenceNode | ChoiceNode, children: tuple[Node, ...]) -> Node:
         """Neighbours that are regular, as one node, the same one each time."""
-        if len(parts) == 1:
-            return parts[0]
-        return self._groups.setdefault(parts, type(node)(parts))
+        if len(children) == 1:
+            return children[0]
+        return self._group_nodes.setdefault(children, type(node)(children))
 
-    def _lexeme(self, node: Node) -> Node:
-        if isinstance(node, Sequence) and not node.parts:
+    def _lexeme_node(self, node: Node) -> Node:
+        if isinstance(node, SequenceNode) and not node.children:
             return node
-        number = self._numbers.setdefault(regex(node, self.texts), len(self.nodes))
-        if number == len(self.nodes):
+        lexeme_index = self._numbers.setdefault(node_regex(node, self.texts), len(self.nodes))
+        if lexeme_index == len(self.nodes):
             self.nodes.append(node)
-            self._alike.append([])
-        self._alike[number].append(node)
-        return grammar_nodes.Lexeme(number, is_empty(node, self.empty))
+            self._equal_nodes.append([])
+        self._equal_nodes[lexeme_index].append(node)
+        return grammar_nodes.LexemeNode(lexeme_index, is_empty(node, self.empty))
 
 
-def _printed(read: Rules, lexemes: _Lexemes) -> str:
-    names = {name: f"r{number}" for number, name in enumerate(read)}
-    lines = [HEAD, f"start: {names['root']}"]
-    lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in read.items()]
-    for number, node in enumerate(lexemes.nodes):
-        nonempty = " & /(?s:.+)/" if is_empty(node, lexemes.empty) else ""
-        lines.append(f"T{number}: /{regex(node, lexemes.texts)}/{nonempty}")
+def _format_grammar(lexeme_rules: GrammarRules, lexeme_builder: _LexemeBuilder) -> str:
+    names = {name: f"r{index}" for index, name in enumerate(lexeme_rules)}
+    lines = [LARK_HEADER, f"start: {names['root']}"]
+    lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in lexeme_rules.items()]
+    for index, node in enumerate(lexeme_builder.nodes):
+        nonempty = " & /(?s:.+)/" if is_empty(node, lexeme_builder.empty) else ""
+        lines.append(f"T{index}: /{node_regex(node, lexeme_builder.texts)}/{nonempty}")
     return "\n".join(lines) + "\n"
 
 
 def _shown(node: Node, names: dict[str, str]) -> str:
-    if isinstance(node, grammar_nodes.Lexeme):
-        return f"T{node.number}{'?' * node.empty}"
-    if isinstance(node, Name):
-        return names[node.rule]
-    if isinstance(node, grammar_nodes.Token):
-        return f"<[{'^' * node.other}{node.id}]>"
-    if isinstance(node, Repeat):
-        return f"({_shown(node.part, names)}){_times(node)}"
-    sign = " | " if isinstance(node, Choice) else " "
+    if isinstance(node, grammar_nodes.LexemeNode):
+        return f"T{node.lexeme_index}{'?' * node.empty}"
+    if isinstance(node, RuleReference):
+        return names[node.rule_name]
+    if isinstance(node, grammar_nodes.TokenNode):
+        return f"<[{'^' * node.is_negated}{node.token_id}]>"
+    if isinstance(node, RepeatNode):
+        return f"({_shown(node.child, names)}){_format_bounds(node)}"
+    sign = " | " if isinstance(node, ChoiceNode) else " "
     return (
         f"({sign.join(_shown(part, names) for part in parts_of(node))})" if parts_of(node) else '""'
     )
 
 
-def _times(node: Repeat) -> str:
-    return f"{{{node.least},{'' if node.most is None else node.most}}}"
+def _format_bounds(node: RepeatNode) -> str:
+    return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
 
 
-def regex(node: Node, texts: Mapping[str, str]) -> str:
+def node_regex(node: Node, texts: Mapping[str, str]) -> str:
     """A regular node, as Rust's regular expressions are written; texts: those of rules."""
-    if isinstance(node, Chars):
-        ranges = (f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in node.ranges)
+    if isinstance(node, CharSet):
+        ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
         return f"[{''.join(ranges)}]"
-    if isinstance(node, Name):
-        return texts[node.rule]
-    if isinstance(node, Repeat):
-        return f"(?:{regex(node.part, texts)}){_times(node)}"
-    sign = "|" if isinstance(node, Choice) else ""
-    return f"(?:{sign.join(regex(part, texts) for part in parts_of(node))})"
+    if isinstance(node, RuleReference):
+        return texts[node.rule_name]
+    if isinstance(node, RepeatNode):
+        return f"(?:{node_regex(node.child, texts)}){_format_bounds(node)}"
+    separator = "|" if isinstance(node, ChoiceNode) else ""
+    return f"(?:{separator.join(node_regex(part, texts) for part in parts_of(node))})"

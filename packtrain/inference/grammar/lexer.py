@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 
 from packtrain.inference.grammar import nodes
 from packtrain.inference.grammar.nodes import (
-    Choice,
-    Lexeme,
-    Name,
+    ChoiceNode,
+    GrammarRules,
+    LexemeNode,
     Node,
     Ranges,
-    Repeat,
-    Rules,
-    Sequence,
+    RepeatNode,
+    RuleReference,
+    SequenceNode,
 )
 
-MOST_PLACES, MOST_STATES = 3000, 3000
-ANY = -1  # in place of a lexeme: any character
+MAX_POSITIONS, MAX_STATES = 3000, 3000
+ANY_CHAR = -1  # in place of a lexeme: any character
 
 
-class TooLarge(Exception):
+class AutomatonTooLarge(Exception):
     """The automaton would be too large."""
 
 
 @dataclass
-class Span:
+class NodeSpan:
     """Places at which a text of a node can begin and end, and whether it can be empty."""
 
     first: set[int]
@@ -40,171 +40,171 @@ class Span:
 class Automaton:
     """Places are characters of lexemes; bits of a mask are classes of characters that no set tells apart."""
 
-    rules: Rules
+    rules: GrammarRules
     ranges: list[Ranges] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
-    after: list[set[int]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    masks: list[int] = field(default_factory=list)
+    next_positions: list[set[int]] = field(default_factory=list)
+    lexeme_spans: list[NodeSpan] = field(default_factory=list)
+    char_masks: list[int] = field(default_factory=list)
 
-    def add(self, node: Node) -> None:
+    def add_lexeme(self, node: Node) -> None:
         """One more lexeme."""
-        self.spans.append(self.span(node, len(self.spans)))
+        self.lexeme_spans.append(self.node_span(node, len(self.lexeme_spans)))
 
-    def span(self, node: Node, owner: int) -> Span:
-        if isinstance(node, Name):
-            return self.span(self.rules[node.rule], owner)
-        if isinstance(node, nodes.Chars):
-            if len(self.ranges) == MOST_PLACES:
-                raise TooLarge
-            self.ranges.append(node.ranges)
-            self.owner.append(owner)
-            self.after.append(set())
-            places = {len(self.ranges) - 1}
-            return Span(places, places, False)
-        if isinstance(node, Choice):
-            spans = [self.span(part, owner) for part in node.parts]
-            first, last = (
+    def node_span(self, node: Node, lexeme_index: int) -> NodeSpan:
+        if isinstance(node, RuleReference):
+            return self.node_span(self.rules[node.rule_name], lexeme_index)
+        if isinstance(node, nodes.CharSet):
+            if len(self.ranges) == MAX_POSITIONS:
+                raise AutomatonTooLarge
+            self.ranges.append(node.code_ranges)
+            self.owner.append(lexeme_index)
+            self.next_positions.append(set())
+            positions = {len(self.ranges) - 1}
+            return NodeSpan(positions, positions, False)
+        if isinstance(node, ChoiceNode):
+            spans = [self.node_span(child, lexeme_index) for child in node.children]
+            first_positions, last = (
                 set().union(*each) for each in zip(*((s.first, s.last) for s in spans), strict=True)
             )
-            return Span(first, last, any(s.empty for s in spans))
-        if isinstance(node, Repeat):
-            return self.repeated(node, owner)
-        assert isinstance(node, Sequence)
-        sequence_span = Span(set(), set(), True)
-        for part in node.parts:
-            sequence_span = self.joined(sequence_span, self.span(part, owner))
+            return NodeSpan(first_positions, last, any(child_span.empty for child_span in spans))
+        if isinstance(node, RepeatNode):
+            return self.repeat_span(node, lexeme_index)
+        assert isinstance(node, SequenceNode)
+        sequence_span = NodeSpan(set(), set(), True)
+        for child in node.children:
+            sequence_span = self.join_spans(sequence_span, self.node_span(child, lexeme_index))
         return sequence_span
 
-    def joined(self, a: Span, b: Span) -> Span:
-        for place in a.last:
-            self.after[place] |= b.first
+    def join_spans(self, a: NodeSpan, b: NodeSpan) -> NodeSpan:
+        for position in a.last:
+            self.next_positions[position] |= b.first
         first = a.first | b.first if a.empty else a.first
-        return Span(first, a.last | b.last if b.empty else b.last, a.empty and b.empty)
+        return NodeSpan(first, a.last | b.last if b.empty else b.last, a.empty and b.empty)
 
-    def repeated(self, node: Repeat, owner: int) -> Span:
+    def repeat_span(self, node: RepeatNode, lexeme_index: int) -> NodeSpan:
         """{m,n} as + or *, which has more texts: conflicts are not missed."""
-        if node.most == 0:
-            return Span(set(), set(), True)
-        span = self.span(node.part, owner)
-        if node.most != 1:
-            self.joined(span, span)
-        return Span(span.first, span.last, span.empty or not node.least)
+        if node.max_count == 0:
+            return NodeSpan(set(), set(), True)
+        child_span = self.node_span(node.child, lexeme_index)
+        if node.max_count != 1:
+            self.join_spans(child_span, child_span)
+        return NodeSpan(child_span.first, child_span.last, child_span.empty or not node.min_count)
 
-    def classify(self) -> None:
+    def classify_chars(self) -> None:
         """Masks of the places."""
         edges = sorted({edge for r in self.ranges for low, high in r for edge in (low, high + 1)})
-        masks_by_ranges: dict[Ranges, int] = {}
+        mask_by_ranges: dict[Ranges, int] = {}
         for r in self.ranges:
-            if r not in masks_by_ranges:
+            if r not in mask_by_ranges:
                 spans = ((bisect_left(edges, low), bisect_left(edges, high + 1)) for low, high in r)
-                masks_by_ranges[r] = sum((1 << b) - (1 << a) for a, b in spans)
-            self.masks.append(masks_by_ranges[r])
+                mask_by_ranges[r] = sum((1 << b) - (1 << a) for a, b in spans)
+            self.char_masks.append(mask_by_ranges[r])
 
-    def conflicts(self, follow: list[set[int]]) -> set[int]:
+    def conflicting_lexemes(self, follow_sets: list[set[int]]) -> set[int]:
         """Lexemes that can swallow what belongs to the one after another; follow: lexemes that can come next."""
-        heads = [self.mask(span.first) for span in self.spans]
-        next = [0] * len(heads)
-        heads.append(-1)  # every bit: a token other than one can begin with any character
-        for number, lexemes in enumerate(follow):
-            for successor in lexemes:
-                next[number] |= heads[successor]
-        lasts = {place for span in self.spans for place in span.last}
-        conflicting, seen = set[int](), set[frozenset[int]]()
-        waiting = self.split({place for span in self.spans for place in span.first})
+        head_masks = [self.union_mask(lexeme_span.first) for lexeme_span in self.lexeme_spans]
+        follow_masks = [0] * len(head_masks)
+        head_masks.append(-1)  # every bit: a token other than one can begin with any character
+        for lexeme_index, successors in enumerate(follow_sets):
+            for successor in successors:
+                follow_masks[lexeme_index] |= head_masks[successor]
+        lasts = {position for lexeme_span in self.lexeme_spans for position in lexeme_span.last}
+        conflicting_indices, seen_states = set[int](), set[frozenset[int]]()
+        waiting = self.split({position for span in self.lexeme_spans for position in span.first})
         while waiting:
             state = waiting.pop()
-            if state in seen:
+            if state in seen_states:
                 continue
-            if len(seen) == MOST_STATES:
-                raise TooLarge
-            seen.add(state)
-            next_places = set[int]().union(*(self.after[place] for place in state))
+            if len(seen_states) == MAX_STATES:
+                raise AutomatonTooLarge
+            seen_states.add(state)
+            next_places = set[int]().union(*(self.next_positions[position] for position in state))
             follow_mask = 0
-            for place in state & lasts:
-                follow_mask |= next[self.owner[place]]
-            conflicting |= {
-                self.owner[place] for place in next_places if self.masks[place] & follow_mask
+            for position in state & lasts:
+                follow_mask |= follow_masks[self.owner[position]]
+            conflicting_indices |= {
+                self.owner[place] for place in next_places if self.char_masks[place] & follow_mask
             }
             waiting += self.split(next_places)
-        return conflicting
+        return conflicting_indices
 
-    def mask(self, places: set[int]) -> int:
-        mask = 0
-        for place in places:
-            mask |= self.masks[place]
-        return mask
+    def union_mask(self, places: set[int]) -> int:
+        combined_mask = 0
+        for position in places:
+            combined_mask |= self.char_masks[position]
+        return combined_mask
 
     def split(self, places: set[int]) -> list[frozenset[int]]:
         """The states that these places become, by the character that comes."""
-        groups = [(self.mask(places), frozenset[int]())]
-        for place in places:
-            mask, split = self.masks[place], []
-            for group, members in groups:
-                if group & mask:
-                    split.append((group & mask, members | {place}))
-                if group & ~mask:
-                    split.append((group & ~mask, members))
-            groups = split
-        return [members for _, members in groups if members]
+        state_groups = [(self.union_mask(places), frozenset[int]())]
+        for position in places:
+            char_mask, split_groups = self.char_masks[position], []
+            for group_mask, group_positions in state_groups:
+                if group_mask & char_mask:
+                    split_groups.append((group_mask & char_mask, group_positions | {position}))
+                if group_mask & ~char_mask:
+                    split_groups.append((group_mask & ~char_mask, group_positions))
+            state_groups = split_groups
+        return [group_positions for _, group_positions in state_groups if group_positions]
 
 
-def followers(rules: Rules, count: int) -> list[set[int]]:
+def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
     """For each lexeme those that can come after it."""
-    followers_of: list[set[int]] = [set() for _ in range(count)]
-    heads = _heads(rules)
-    after_rule: dict[str, set[int]] = {name: set() for name in rules}
+    follow_by_lexeme: list[set[int]] = [set() for _ in range(num_lexemes)]
+    rule_heads = _rule_heads(rules)
+    follow_by_rule: dict[str, set[int]] = {rule_name: set() for rule_name in rules}
 
-    def visit(node: Node, after: set[int]) -> None:
-        if isinstance(node, Lexeme):
-            followers_of[node.number] |= after
-        elif isinstance(node, Name):
-            after_rule[node.rule] |= after
-        elif isinstance(node, Choice):
-            for part in node.parts:
-                visit(part, after)
-        elif isinstance(node, Repeat):
-            visit(node.part, after | head(node.part, heads)[0])
-        elif isinstance(node, Sequence):
-            for part in reversed(node.parts):
-                visit(part, after)
-                first, empty = head(part, heads)
-                after = first | after if empty else first
+    def visit(node: Node, following: set[int]) -> None:
+        if isinstance(node, LexemeNode):
+            follow_by_lexeme[node.lexeme_index] |= following
+        elif isinstance(node, RuleReference):
+            follow_by_rule[node.rule_name] |= following
+        elif isinstance(node, ChoiceNode):
+            for child in node.children:
+                visit(child, following)
+        elif isinstance(node, RepeatNode):
+            visit(node.child, following | node_head(node.child, rule_heads)[0])
+        elif isinstance(node, SequenceNode):
+            for child in reversed(node.children):
+                visit(child, following)
+                first_lexemes, is_nullable = node_head(child, rule_heads)
+                following = first_lexemes | following if is_nullable else first_lexemes
 
     while True:
-        before = sum(map(len, followers_of)) + sum(map(len, after_rule.values()))
-        for name, rule in rules.items():
-            visit(rule, set(after_rule[name]))
-        if before == sum(map(len, followers_of)) + sum(map(len, after_rule.values())):
-            return followers_of
+        num_before = sum(map(len, follow_by_lexeme)) + sum(map(len, follow_by_rule.values()))
+        for rule_name, rule in rules.items():
+            visit(rule, set(follow_by_rule[rule_name]))
+        if num_before == sum(map(len, follow_by_lexeme)) + sum(map(len, follow_by_rule.values())):
+            return follow_by_lexeme
 
 
-Heads = dict[str, tuple[set[int], bool]]
+RuleHeads = dict[str, tuple[set[int], bool]]
 
 
-def _heads(rules: Rules) -> Heads:
-    heads: Heads = {name: (set(), False) for name in rules}
+def _rule_heads(rules: GrammarRules) -> RuleHeads:
+    rule_heads: RuleHeads = {rule_name: (set(), False) for rule_name in rules}
     while True:
-        updated = {name: head(rule, heads) for name, rule in rules.items()}
-        if updated == heads:
-            return heads
-        heads = updated
+        updated = {rule_name: node_head(rule, rule_heads) for rule_name, rule in rules.items()}
+        if updated == rule_heads:
+            return rule_heads
+        rule_heads = updated
 
 
-def head(node: Node, heads: Heads) -> tuple[set[int], bool]:
+def node_head(node: Node, rule_heads: RuleHeads) -> tuple[set[int], bool]:
     """The lexemes with which a node begins, and whether it can be empty."""
-    if isinstance(node, Lexeme):
-        return {node.number}, node.empty
-    if isinstance(node, nodes.Token):
-        return {ANY} if node.other else set(), False
-    if isinstance(node, Name):
-        return heads[node.rule]
-    if isinstance(node, Repeat):
-        first, empty = head(node.part, heads)
-        return first, empty or not node.least
-    first, empty = set[int](), isinstance(node, Sequence)
-    for part in node.parts if isinstance(node, Sequence | Choice) else ():
-        part_first, part_empty = head(part, heads)
-        first = first | part_first if empty or isinstance(node, Choice) else first
-        empty = empty and part_empty if isinstance(node, Sequence) else empty or part_empty
+    if isinstance(node, LexemeNode):
+        return {node.lexeme_index}, node.empty
+    if isinstance(node, nodes.TokenNode):
+        return {ANY_CHAR} if node.is_negated else set(), False
+    if isinstance(node, RuleReference):
+        return rule_heads[node.rule_name]
+    if isinstance(node, RepeatNode):
+        first, empty = node_head(node.child, rule_heads)
+        return first, empty or not node.min_count
+    first, empty = set[int](), isinstance(node, SequenceNode)
+    for child in node.children if isinstance(node, SequenceNode | ChoiceNode) else ():
+        child_lexemes, part_empty = node_head(child, rule_heads)
+        first = first | child_lexemes if empty or isinstance(node, ChoiceNode) else first
+        empty = empty and part_empty if isinstance(node, SequenceNode) else empty or part_empty
     return first, empty

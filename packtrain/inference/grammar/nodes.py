@@ -2,111 +2,111 @@
 
 from dataclasses import dataclass
 
-MOST_CODE = 0x10FFFF
+MAX_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 SURROGATES = range(0xD800, 0xE000)  # no text has them
-EVERY: Ranges = ((0, 0xD7FF), (0xE000, MOST_CODE))
+ALL_CODES: Ranges = ((0, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
 @dataclass(frozen=True, eq=False)
-class Chars:
+class CharSet:
     """One character out of a set."""
 
-    ranges: Ranges
+    code_ranges: Ranges
 
 
 @dataclass(frozen=True, eq=False)
-class Token:
+class TokenNode:
     """One token by its id, or any other one."""
 
-    id: int
-    other: bool
+    token_id: int
+    is_negated: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Name:
+class RuleReference:
     """What a rule says."""
 
-    rule: str
-    at: int
+    rule_name: str
+    offset: int
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
-    parts: "tuple[Node, ...]"
+class SequenceNode:
+    children: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    parts: "tuple[Node, ...]"
+class ChoiceNode:
+    children: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, eq=False)
-class Repeat:
-    """`least` to `most` times; most None: without limit."""
+class RepeatNode:
+    """`min_count` to `max_count` times; most None: without limit."""
 
-    part: "Node"
-    least: int
-    most: int | None
+    child: "Node"
+    min_count: int
+    max_count: int | None
 
 
 @dataclass(frozen=True, eq=False)
-class Lexeme:
+class LexemeNode:
     """What the lexer reads at once, see lark; `empty`: or nothing."""
 
-    number: int
+    lexeme_index: int
     empty: bool
 
 
-Node = Lexeme | Chars | Token | Name | Sequence | Choice | Repeat
-Rules = dict[str, Node]
+Node = LexemeNode | CharSet | TokenNode | RuleReference | SequenceNode | ChoiceNode | RepeatNode
+GrammarRules = dict[str, Node]
 
 
 def parts_of(node: Node) -> "tuple[Node, ...]":
-    if isinstance(node, Sequence | Choice):
-        return node.parts
-    return (node.part,) if isinstance(node, Repeat) else ()
+    if isinstance(node, SequenceNode | ChoiceNode):
+        return node.children
+    return (node.child,) if isinstance(node, RepeatNode) else ()
 
 
 def has_token(node: Node) -> bool:
-    return isinstance(node, Token) or any(map(has_token, parts_of(node)))
+    return isinstance(node, TokenNode) or any(map(has_token, parts_of(node)))
 
 
-def names_in(node: Node) -> list[Name]:
+def names_in(node: Node) -> list[RuleReference]:
     """Every rule that it names, in order."""
-    if isinstance(node, Name):
+    if isinstance(node, RuleReference):
         return [node]
-    return [name for part in parts_of(node) for name in names_in(part)]
+    return [reference for child in parts_of(node) for reference in names_in(child)]
 
 
-def ordered(rules: Rules) -> list[str]:
+def dependency_order(rules: GrammarRules) -> list[str]:
     """All rules, those that a rule names before it, but where it is recursive."""
-    order, seen = list[str](), set[str]()
-    path = [("", iter([Name(name, 0) for name in rules]))]
-    while path:
-        rule_name, names = path[-1]
-        name = next((name.rule for name in names if name.rule not in seen), None)
-        if name is None:
-            order.append(rule_name)
-            path.pop()
+    rule_order, seen = list[str](), set[str]()
+    reference_stack = [("", iter([RuleReference(next_rule, 0) for next_rule in rules]))]
+    while reference_stack:
+        rule_name, names = reference_stack[-1]
+        next_rule = next((name.rule_name for name in names if name.rule_name not in seen), None)
+        if next_rule is None:
+            rule_order.append(rule_name)
+            reference_stack.pop()
         else:
-            seen.add(name)
-            path.append((name, iter(names_in(rules[name]))))
-    return order[:-1]
+            seen.add(next_rule)
+            reference_stack.append((next_rule, iter(names_in(rules[next_rule]))))
+    return rule_order[:-1]
 
 
-def merged(ranges: list[tuple[int, int]], negated: bool = False) -> Ranges:
+def merge_ranges(code_ranges: list[tuple[int, int]], is_negated: bool = False) -> Ranges:
     """Sorted and joined, or all other characters; without surrogates."""
     joined: list[tuple[int, int]] = []
-    for low, high in sorted(r for r in ranges if r[0] <= r[1]):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+    for first_code, last_code in sorted(r for r in code_ranges if r[0] <= r[1]):
+        if joined and first_code <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(last_code, joined[-1][1])
         else:
-            joined.append((low, high))
-    if negated:
-        gap_starts = [-1, *(high for _, high in joined)]
-        begins = [*(low for low, _ in joined), MOST_CODE + 1]
-        joined = [(a + 1, b - 1) for a, b in zip(gap_starts, begins, strict=True)]
-    low, high = SURROGATES[0] - 1, SURROGATES[-1] + 1
-    cut = [(a, min(b, low)) for a, b in joined] + [(max(a, high), b) for a, b in joined]
+            joined.append((first_code, last_code))
+    if is_negated:
+        gap_starts = [-1, *(last_code for _, last_code in joined)]
+        gap_ends = [*(first_code for first_code, _ in joined), MAX_CODE_POINT + 1]
+        joined = [(a + 1, b - 1) for a, b in zip(gap_starts, gap_ends, strict=True)]
+    first_code, last_code = SURROGATES[0] - 1, SURROGATES[-1] + 1
+    cut = [(a, min(b, first_code)) for a, b in joined] + [(max(a, last_code), b) for a, b in joined]
     return tuple(sorted((a, b) for a, b in cut if a <= b))

@@ -20,7 +20,7 @@ def llguidance() -> Any:
 
 
 # sets of tokens whose masks are kept: text in JSON, text in a line, words
-SLICES = (
+TOKEN_SLICES = (
     r'[^"\\\x00-\x1F\x7F]{1,10}',
     r'[^"\\\x00-\x1F\x7F]{1,30}',
     r'[^"\\\x00-\x1F\x7F]+',
@@ -28,19 +28,21 @@ SLICES = (
 )
 
 
-class _Words:
+class _GuidanceTokenizer:
     """A vocabulary as llguidance asks for it. Control tokens are no text: only <name> and <[id]> let them come."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         count = tokenizer.vocab_size
         self.tokens = [tokenizer.piece(id) for id in range(count)]
-        special = {id for id in range(count) if tokenizer.kinds[id] in (CONTROL, UNKNOWN, UNUSED)}
-        self.ends = sorted(tokenizer.ends)
-        if not self.ends:  # llguidance wants one
-            self.ends = [count]
+        special = {
+            id for id in range(count) if tokenizer.token_types[id] in (CONTROL, UNKNOWN, UNUSED)
+        }
+        self.eos_ids = sorted(tokenizer.eog_ids)
+        if not self.eos_ids:  # llguidance wants one
+            self.eos_ids = [count]
             self.tokens.append(b"<end>")
-        self.special_token_ids = sorted(special.union(self.ends))
-        self.eos_token_id, self.bos_token_id = self.ends[0], None
+        self.special_token_ids = sorted(special.union(self.eos_ids))
+        self.eos_token_id, self.bos_token_id = self.eos_ids[0], None
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -51,14 +53,14 @@ class _Words:
 @lru_cache(maxsize=2)
 def table(tokenizer: Tokenizer) -> Any:
     """The table of a vocabulary: an LLTokenizer."""
-    library, words = llguidance(), _Words(tokenizer)
+    library, words = llguidance(), _GuidanceTokenizer(tokenizer)
     wrapped = library.TokenizerWrapper(words)
     return library.LLTokenizer(
-        wrapped, n_vocab=len(words.tokens), eos_token=words.ends, slices=[*SLICES]
+        wrapped, n_vocab=len(words.tokens), eos_token=words.eos_ids, slices=[*TOKEN_SLICES]
     )
 
 
-def matcher(token_table: Any, source: str) -> Any:
+def grammar_matcher(token_table: Any, source: str) -> Any:
     """An LLMatcher of a grammar with a table."""
     library = llguidance()
     return library.LLMatcher(token_table, library.LLMatcher.grammar_from_lark(source), log_level=0)

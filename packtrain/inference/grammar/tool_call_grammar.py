@@ -6,48 +6,48 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import CONTROL, Tokenizer
-from packtrain.inference.grammar.lark import HEAD
-from packtrain.inference.grammar.schema import of_text, spaced
+from packtrain.inference.grammar.lark import LARK_HEADER
+from packtrain.inference.grammar.schema import guidance_schema, parse_schema
 
-SPACE, ANY = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
+SPACE, ANY_TEXT_RULE = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
 
 
-class Calls:
+class ToolCallRules:
     """Rules as they are needed; `wild` has the patterns of characters that stand for others."""
 
-    def __init__(self, tokenizer: Tokenizer, wild: Mapping[str, str]) -> None:
-        self._wild, self._rules = wild, list[str]()
-        kinds = zip(tokenizer.tokens, tokenizer.kinds, strict=True)
-        self._ids = {
+    def __init__(self, tokenizer: Tokenizer, wildcards: Mapping[str, str]) -> None:
+        self._wild, self._rules = wildcards, list[str]()
+        token_kinds = zip(tokenizer.tokens, tokenizer.token_types, strict=True)
+        self._control_ids = {
             token.decode(errors="replace"): id
-            for id, (token, kind) in enumerate(kinds)
+            for id, (token, kind) in enumerate(token_kinds)
             if kind == CONTROL and token
         }
-        names = sorted(self._ids, key=len, reverse=True)
-        self._parts = re.compile("|".join(map(re.escape, [*names, *wild])) or "(?!)")
+        control_names = sorted(self._control_ids, key=len, reverse=True)
+        self._parts = re.compile("|".join(map(re.escape, [*control_names, *wildcards])) or "(?!)")
 
-    def split(self, text: str) -> list[str | int]:
+    def split_tokens(self, text: str) -> list[str | int]:
         """A text as control tokens, by their ids, and what stands between them, without white space around it."""
-        parts, at = list[str | int](), 0
-        for part in self._parts.finditer(text):
-            if part[0] in self._ids:
-                parts += [text[at : part.start()], self._ids[part[0]]]
-                at = part.end()
-        return [x for x in (*parts, text[at:]) if isinstance(x, int) or x.strip()]
+        text_parts, at = list[str | int](), 0
+        for token_match in self._parts.finditer(text):
+            if token_match[0] in self._control_ids:
+                text_parts += [text[at : token_match.start()], self._control_ids[token_match[0]]]
+                at = token_match.end()
+        return [x for x in (*text_parts, text[at:]) if isinstance(x, int) or x.strip()]
 
-    def text(self, text: str | Sequence[str | int], first: bool = False) -> str:
-        """The text, or its parts; white space around and between them may differ, but not before the `first` one."""
-        parts = self.split(text) if isinstance(text, str) else text
+    def text(self, text: str | Sequence[str | int], is_first: bool = False) -> str:
+        """The text, or its parts; white space around and between them may differ, but not before the `is_first` one."""
+        parts = self.split_tokens(text) if isinstance(text, str) else text
         symbols = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
         return " ".join(
-            [*(() if first else (SPACE,)), *(f"{symbol} {SPACE}" for symbol in symbols)]
+            [*(() if is_first else (SPACE,)), *(f"{symbol} {SPACE}" for symbol in symbols)]
         )
 
     def _words(self, text: str) -> str:
-        words = (x for word in text.split() for x in (self._word(word), SPACE))
-        return " ".join([*words][:-1])
+        word_rules = (x for word in text.split() for x in (self._word_rule(word), SPACE))
+        return " ".join([*word_rules][:-1])
 
-    def _word(self, word: str) -> str:
+    def _word_rule(self, word: str) -> str:
         pieces = re.split(f"([{''.join(map(re.escape, self._wild))}])", word)
         return " ".join(
             f"/{self._wild[x]}/" if x in self._wild else json.dumps(x) for x in pieces if x
@@ -55,40 +55,40 @@ class Calls:
 
     def document(self, schema: Any) -> str:
         """A JSON document."""
-        return self._rule("", f"%json {spaced(schema)}")
+        return self._add_rule("", f"%json {guidance_schema(schema)}")
 
-    def free(self, until: str) -> str:
+    def free_text_rule(self, stop_text: str) -> str:
         """Any text up to this one, and that."""
-        parts = self.split(until)
-        if parts and isinstance(parts[0], int):
-            return f"{self._rule('', ANY)} {self.text(parts)}"
-        first, *other_parts = parts
-        stop = self._rule(f"[suffix={json.dumps(str(first).strip())}]", ANY)
-        return f"{stop} {self.text(other_parts)}"
+        stop_parts = self.split_tokens(stop_text)
+        if stop_parts and isinstance(stop_parts[0], int):
+            return f"{self._add_rule('', ANY_TEXT_RULE)} {self.text(stop_parts)}"
+        first_part, *other_parts = stop_parts
+        stop_rule = self._add_rule(f"[suffix={json.dumps(str(first_part).strip())}]", ANY_TEXT_RULE)
+        return f"{stop_rule} {self.text(other_parts)}"
 
-    def bare(self, quote: str) -> str:
+    def bare_object_rule(self, quote: str) -> str:
         """An object with bare keys, and strings between such quotes: of any kind, as in llama.cpp's grammar."""
         if not any(rule.startswith("bare:") for rule in self._rules):
-            text = f"{self.text(quote, True)} {self.free(quote)}"
-            scalar = r"/-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/"
+            string_rule = f"{self.text(quote, True)} {self.free_text_rule(quote)}"
+            scalar_pattern = r"/-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/"
             self._rules += [
                 'bare: "{" (pair ("," pair)*)? "}"\n',
                 r"pair: /[^:{}\[\],\s]+/ " + '":" value\n',
-                f'value: {text} | bare | "[" (value ("," value)*)? "]" | {scalar}\n',
+                f'value: {string_rule} | bare | "[" (value ("," value)*)? "]" | {scalar_pattern}\n',
             ]
         return "bare"
 
-    def _rule(self, attributes: str, body: str) -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}\n")
-        return name
+    def _add_rule(self, attributes: str, rule_body: str) -> str:
+        rule_name = f"r{len(self._rules)}"
+        self._rules.append(f"{rule_name}{attributes}: {rule_body}\n")
+        return rule_name
 
-    def grammar(self, start: str, otherwise: str = "") -> str:
+    def build_grammar(self, start_rule: str, otherwise: str = "") -> str:
         """The whole; otherwise: the schema of a document that may come instead. Raises InputError."""
         if otherwise:
-            start = f"{start} | {self.document(of_text(otherwise))}"
-        return f"{HEAD}start: {start}\n{''.join(self._rules)}"
+            start_rule = f"{start_rule} | {self.document(parse_schema(otherwise))}"
+        return f"{LARK_HEADER}start: {start_rule}\n{''.join(self._rules)}"
 
 
-def either(choices: Collection[str]) -> str:
-    return f"({' | '.join(choices)})"
+def alternation(alternatives: Collection[str]) -> str:
+    return f"({' | '.join(alternatives)})"

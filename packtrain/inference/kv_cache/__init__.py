@@ -2,8 +2,8 @@
 
 from packtrain.inference.kv_cache.cell_pools import ContextError
 from packtrain.inference.kv_cache.context import Context
-from packtrain.inference.kv_cache.decode_plans import Sizes, placements
-from packtrain.models.cached_transformer import Cache
+from packtrain.inference.kv_cache.decode_plans import RunSizes, place_runs
+from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.kv_cell_table import CacheFull
 
-__all__ = ["Cache", "CacheFull", "Context", "ContextError", "Sizes", "placements"]
+__all__ = ["CacheFull", "CacheLayout", "Context", "ContextError", "RunSizes", "place_runs"]

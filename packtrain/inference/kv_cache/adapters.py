@@ -8,27 +8,27 @@ from packtrain.inference.kv_cache.cell_pools import ContextError
 from packtrain.models.lora import Lora
 
 
-class Adapters:
+class AdapterScales:
     """`scales` (sequences, adapters): 0, without them, in the beginning. They hold for tokens read from then on."""
 
     def __init__(self, lora: Lora | None, sequences: int) -> None:
-        owners = {} if lora is None else lora.inputs()
-        self._owners = {name: np.array(indices) for indices, name in owners.items()}
+        input_names = {} if lora is None else lora.scale_inputs()
+        self._owners = {name: np.array(indices) for indices, name in input_names.items()}
         count = 1 + max((int(indices.max()) for indices in self._owners.values()), default=-1)
         self.scales = np.zeros((sequences, count))
 
-    def set(self, seqs: Sequence[int], scales: Sequence[Sequence[float]]) -> None:
+    def set(self, seqs: Sequence[int], scales_by_seq: Sequence[Sequence[float]]) -> None:
         """Choose the scales of sequences. Raises ContextError if there are more adapters, or fewer."""
         num_adapters = self.scales.shape[1]
         num_scales = next(
-            (len(seq_scales) for seq_scales in scales if len(seq_scales) != num_adapters),
+            (len(seq_scales) for seq_scales in scales_by_seq if len(seq_scales) != num_adapters),
             num_adapters,
         )
         if num_scales != num_adapters:
             raise ContextError(
                 f"{num_scales} scales of adapters are given; there are {num_adapters} to choose"
             )
-        for seq, seq_scales in zip(seqs, scales, strict=False):
+        for seq, seq_scales in zip(seqs, scales_by_seq, strict=False):
             self.scales[seq] = seq_scales
 
     def inputs(self, sets: Sequence[tuple[int, ...]], size: int) -> dict[str, np.ndarray]:

@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.text import plural
-from packtrain.models.cached_transformer import STATES, Cache
+from packtrain.models.cached_transformer import STATES, CacheLayout
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import SEQUENCES, CacheFull, Cells, bit, ends, lines, padded
+from packtrain.models.kv_cell_table import (
+    SEQUENCES,
+    CacheFull,
+    CellTable,
+    bit,
+    count_lines,
+    pad_inputs,
+    state_slot_inputs,
+)
 
-MOST = 2**31 - 1
-SPARE = 32  # positions before its window that a sequence keeps in the ring
-SPACING = 256  # tokens between checkpoints of states, which are large
+MAX_POSITION = 2**31 - 1
+RING_MARGIN = 32  # positions before its window that a sequence keeps in the ring
+CHECKPOINT_SPACING = 256  # tokens between checkpoints of states, which are large
 STATE = "state_"  # the pool of states: a sequence has one, at its last position
 
 
@@ -25,35 +33,35 @@ class ContextError(ValueError):
     """A context cannot do what is asked; it stays as it was."""
 
 
-def at_least(min_value: int, **numbers: Any) -> None:
+def at_least(min_value: int, **arguments: Any) -> None:
     """Raise ContextError for one that is not a whole number, or below `min_value`."""
-    for name, number in numbers.items():
-        is_integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if not is_integer or number < min_value:
+    for argument_name, value in arguments.items():
+        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not is_integer or value < min_value:
             raise ContextError(
-                f"{name} is {number!r}; it must be a whole number, at least {min_value}"
+                f"{argument_name} is {value!r}; it must be a whole number, at least {min_value}"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedTokens:
     """Some tokens that run together: their inputs, the cells they took, and whose lines and states they read."""
 
     inputs: dict[str, np.ndarray]
     cells: dict[str, np.ndarray]
     seqs: list[int]
-    source: np.ndarray
+    state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
         """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt goes on."""
-        if not self.source.size:
+        if not self.state_source.size:
             return False
-        seq_places = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
-        return len(seq_places) > 1 and seq_places[-1] not in rows
+        seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
+        return len(seq_tokens) > 1 and seq_tokens[-1] not in rows
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class CellMove:
     """Cells of a pool that are copied to others, or stay, with positions changed by `by`; i32 each."""
 
     source: np.ndarray
@@ -62,61 +70,63 @@ class Move:
 
 
 @dataclass(slots=True)
-class Pools:
+class CellPools:
     """The cells of `sequences` sequences; `parts`: each has its own equal part of them.
 
-    ring    cells of the blocks with a window; 0: none
+    ring_cells    cells of the blocks with a window; 0: none
     window  that window
     tokens  (cells,)  i32  the token at each cell
     learned how many positions the model has learned; 0: it computes with any
     width   of its convolutions; 0: it has none
-    plain   only they read the ring
-    states  how many there are of scans
-    near    all blocks use the ring
+    has_plain_ring   only they read the ring
+    num_states  how many there are of scans
+    is_ring_only    all blocks use the ring
     """
 
     cells: int
     sequences: int
-    ring: int = 0
+    ring_cells: int = 0
     window: int = 0
     parts: bool = False
     learned: int = 0
     width: int = 0
-    plain: bool = False
-    states: int = 0
-    near: bool = False
-    pools: dict[str, Cells] = field(init=False)
+    has_plain_ring: bool = False
+    num_states: int = 0
+    is_ring_only: bool = False
+    pools: dict[str, CellTable] = field(init=False)
     tokens: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.sequences <= SEQUENCES:
             raise ContextError(f"sequences is {self.sequences}; it must be from 1 to {SEQUENCES}")
-        self.pools = {"cell_": Cells(self.cells, self.sequences if self.parts else 1, self.width)}
-        if self.ring:
-            self.pools["ring_"] = Cells(self.ring, 1, self.width)
-        if self.states:
-            self.pools[STATE] = Cells(self.states)
+        self.pools = {
+            "cell_": CellTable(self.cells, self.sequences if self.parts else 1, self.width)
+        }
+        if self.ring_cells:
+            self.pools["ring_"] = CellTable(self.ring_cells, 1, self.width)
+        if self.num_states:
+            self.pools[STATE] = CellTable(self.num_states)
         self.tokens = np.zeros(self.cells, np.int32)
 
     @classmethod
-    def of(cls, config: Config, cache: Cache, sequences: int, parts: bool) -> "Pools":
-        window = max((config.reach_of(i) for i in range(config.block_count)), default=0)
+    def of(cls, config: Config, cache: CacheLayout, sequences: int, parts: bool) -> "CellPools":
+        window = max((config.visible_tokens_of(i) for i in range(config.block_count)), default=0)
         learned = config.context_length if config.traits.learned_positions else 0
-        width, is_unwindowed = config.conv_width, not config.windowed
-        sizes = cache.cells, sequences, cache.ring, window, parts, learned, width, is_unwindowed
+        width, is_unwindowed = config.conv_width, not config.has_windows
+        sizes = cache.num_cells, sequences, cache.ring, window, parts, learned, width, is_unwindowed
         is_ring_only = "cell_" not in cache.pools(config)
-        return cls(*sizes, STATES * cache.sequences if config.scan else 0, is_ring_only)
+        return cls(*sizes, STATES * cache.max_sequences if config.scan else 0, is_ring_only)
 
     @property
-    def all(self) -> Cells:
+    def all(self) -> CellTable:
         return self.pools["cell_"]
 
     @property
-    def spacing(self) -> int:
+    def checkpoint_spacing(self) -> int:
         """Tokens between checkpoints."""
-        return max(self.window, SPACING if self.states else 0)
+        return max(self.window, CHECKPOINT_SPACING if self.num_states else 0)
 
-    def check(self, seq: int, since: int = 0, until: int | None = None) -> None:
+    def check_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Raise ContextError where there is no such sequence, or positions are none."""
         if not isinstance(seq, int | np.integer) or not 0 <= seq < self.sequences:
             raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
@@ -124,117 +134,123 @@ class Pools:
 
     # ---- taking cells
 
-    def place(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> Piece:
+    def place_tokens(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> PlacedTokens:
         """Take cells for the next tokens, each of one or several sequences. Raises CacheFull, and takes none."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
-        pos = self.positions(sets)
-        cells_by_pool = {"cell_": self.all.find(seqs)}
-        if self.ring:
-            self.expire(len(tokens))
-            cells_by_pool["ring_"] = self.pools["ring_"].find(seqs)
+        token_positions = self.next_positions(sets)
+        cells_by_pool = {"cell_": self.all.find_free_cells(seqs)}
+        if self.ring_cells:
+            self.expire_ring(len(tokens))
+            cells_by_pool["ring_"] = self.pools["ring_"].find_free_cells(seqs)
         unique_seqs = list(dict.fromkeys(seqs.tolist()))
-        line = np.array([unique_seqs.index(seq) for seq in seqs], np.int32)
-        inputs = {"tokens": tokens, "pos": pos, "line": line}
-        read = {
-            pool: cells for pool, cells in cells_by_pool.items() if pool != "cell_" or not self.near
+        token_lines = np.array([unique_seqs.index(seq) for seq in seqs], np.int32)
+        inputs = {"tokens": tokens, "pos": token_positions, "line": token_lines}
+        cells_to_read = {
+            pool: cells
+            for pool, cells in cells_by_pool.items()
+            if pool != "cell_" or not self.is_ring_only
         }
-        inputs |= {pool.rstrip("_"): cells for pool, cells in read.items()}
+        inputs |= {pool.rstrip("_"): cells for pool, cells in cells_to_read.items()}
         since = [self.all.next(seq) for seq in unique_seqs]
         for pool, cells in cells_by_pool.items():
-            self.pools[pool].append(cells, pos, sets)
+            self.pools[pool].append(cells, token_positions, sets)
         self.tokens[cells_by_pool["cell_"]] = tokens
-        source = np.empty(0, np.int32)
-        if self.states:
+        state_source = np.empty(0, np.int32)
+        if self.num_states:
             for seq in range(self.sequences):  # a state is kept until the run after it is done
                 first = since[unique_seqs.index(seq)] if seq in unique_seqs else self.all.next(seq)
-                self.pools[STATE].drop(seq, until=first - 1)
-            at = [int(np.flatnonzero(line == i)[-1]) for i in range(len(unique_seqs))]
-            owners, last = [sets[i] for i in at], pos[at].tolist()
-            source, cells_by_pool[STATE] = self.pools[STATE].advance(
-                unique_seqs, since, last, owners
+                self.pools[STATE].drop_positions(seq, until=first - 1)
+            at = [int(np.flatnonzero(token_lines == i)[-1]) for i in range(len(unique_seqs))]
+            last_seq_sets, last_positions = [sets[i] for i in at], token_positions[at].tolist()
+            state_source, cells_by_pool[STATE] = self.pools[STATE].advance_states(
+                unique_seqs, since, last_positions, last_seq_sets
             )
-        return Piece(inputs, cells_by_pool, unique_seqs, source)
+        return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
-    def positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Of the next tokens. Raises ContextError where those of sequences that share a token differ."""
-        next = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
+        next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):
-            pos[i] = next[token_seqs[0]]
+            pos[i] = next_pos[token_seqs[0]]
             for seq in token_seqs:
-                if next[seq] != pos[i]:
+                if next_pos[seq] != pos[i]:
                     raise ContextError(
                         f"a token is for sequences {token_seqs[0]} and {seq}, whose next positions are {pos[i]} and"
-                        f" {next[seq]}; they must be equal"
+                        f" {next_pos[seq]}; they must be equal"
                     )
-                next[seq] += 1
-        if self.learned and max(next.values()) > self.learned:
+                next_pos[seq] += 1
+        if self.learned and max(next_pos.values()) > self.learned:
             raise ContextError(f"the model has learned {self.learned} positions; there are no more")
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
         """The first of these idle sequences, without which tokens of `seqs` fit. Raises CacheFull."""
-        for count in range(len(idle_seqs) + 1):
+        for num_purged in range(len(idle_seqs) + 1):
             try:
-                self.all.find(seqs, sum(map(bit, idle_seqs[:count])))
-                return idle_seqs[:count]
+                self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
+                return idle_seqs[:num_purged]
             except CacheFull as error:
-                reason = error
+                full_error = error
         raise CacheFull(
-            f"{plural(len(seqs), 'token')} wanted: {reason}; remove or release a sequence, or give more cells"
+            f"{plural(len(seqs), 'token')} wanted: {full_error}; remove or release a sequence, or give more cells"
         )
 
-    def inputs(self, piece: Piece, size: int, *, flash: bool = True) -> dict[str, np.ndarray]:
+    def inputs(
+        self, piece: PlacedTokens, size: int, *, flash: bool = True
+    ) -> dict[str, np.ndarray]:
         """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
-        count = lines(size, self.sequences)
-        run_inputs = padded(piece.inputs, size, count)
+        num_lines = count_lines(size, self.sequences)
+        run_inputs = pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
-            if (pool == "cell_" and not self.near) or (pool == "ring_" and not self.plain):
-                run_inputs |= cells.inputs(piece.seqs, count, pool, flash=flash)
-        if self.states:
-            run_inputs |= ends(piece.source, piece.cells[STATE], count)
+            if (pool == "cell_" and not self.is_ring_only) or (
+                pool == "ring_" and not self.has_plain_ring
+            ):
+                run_inputs |= cells.line_inputs(piece.seqs, num_lines, pool, flash=flash)
+        if self.num_states:
+            run_inputs |= state_slot_inputs(piece.state_source, piece.cells[STATE], num_lines)
         if self.width:  # convolutions read the ring if there is one
-            conv_pool = "ring_" if self.ring else "cell_"
+            conv_pool = "ring_" if self.ring_cells else "cell_"
             new, line = run_inputs[conv_pool.rstrip("_")], run_inputs["line"]
             run_inputs[f"{conv_pool}before"] = self.pools[conv_pool].before(piece.seqs, new, line)
         return run_inputs
 
-    def undo(self, piece: Piece) -> None:
+    def free_tokens(self, piece: PlacedTokens) -> None:
         """Give back the cells of a piece that did not run."""
         for pool, cells in piece.cells.items():
-            self.pools[pool].free_up(cells)
+            self.pools[pool].release_cells(cells)
 
-    def begin(self, pool: str, seq: int, num_spare: int = SPARE) -> int:
+    def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
         """The first position that a sequence needs in a pool."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
-        return max(self.all.next(seq) - self.window + 1 - num_spare, 0) if pool == "ring_" else 0
+        return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
 
-    def expire(self, count: int, gone: int = 0) -> None:
-        """Free cells of the ring that no window has, if fewer than `count` are free without the set `gone`."""
+    def expire_ring(self, num_needed: int, freed_mask: int = 0) -> None:
+        """Free cells of the ring that no window has, if fewer than `num_needed` are free without the set `freed_mask`."""
         ring = self.pools["ring_"]
-        for num_spare in (SPARE, 0):
-            if len(ring.free(0, gone)) >= count:
+        for num_margin in (RING_MARGIN, 0):
+            if len(ring.free_cells(0, freed_mask)) >= num_needed:
                 return
             for seq in range(self.sequences):
-                ring.drop(seq, until=self.begin("ring_", seq, num_spare))
+                ring.drop_positions(seq, until=self.first_needed_pos("ring_", seq, num_margin))
 
-    def whole(self, seq: int) -> bool:
+    def is_complete(self, seq: int) -> bool:
         """Whether the ring has all positions that the next token of a sequence attends to, and there is its state."""
-        has_state = self.states and len(self.all.of(seq))
-        if has_state and not len(self.pools[STATE].of(seq, self.begin(STATE, seq))):
+        has_state = self.num_states and len(self.all.of(seq))
+        if has_state and not len(self.pools[STATE].of(seq, self.first_needed_pos(STATE, seq))):
             return False
-        if not self.ring:
+        if not self.ring_cells:
             return True
-        since = self.begin("ring_", seq, 0)
-        return len(self.pools["ring_"].of(seq, since)) >= len(self.all.of(seq, since))
+        start_pos = self.first_needed_pos("ring_", seq, 0)
+        return len(self.pools["ring_"].of(seq, start_pos)) >= len(self.all.of(seq, start_pos))
 
-    def kept(self, seq: int) -> int:
+    def state_end(self, seq: int) -> int:
         """The position after the last state that a sequence still has."""
-        return self.pools[STATE].next(seq) if self.states else 0
+        return self.pools[STATE].next(seq) if self.num_states else 0
 
-    def check_whole(self, seq: int) -> None:
-        if not self.whole(seq):
+    def check_complete(self, seq: int) -> None:
+        if not self.is_complete(seq):
             raise ContextError(
                 f"sequence {seq} was taken back further than its window or state is kept: remove it whole, or call"
                 " `reuse`"
@@ -242,97 +258,97 @@ class Pools:
 
     # ---- changing sequences
 
-    def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, Move]:
+    def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, CellMove]:
         """Give `to` the positions of another sequence, instead of what it has there; what must be copied for that."""
-        moves = dict[str, Move]()
+        moves = dict[str, CellMove]()
         if self.parts:
             num_new_cells = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
-            self.all.find(np.full(max(num_new_cells, 0), to))  # before anything changes
-        self.drop(to, since, until)
+            self.all.find_free_cells(np.full(max(num_new_cells, 0), to))  # before anything changes
+        self.drop_positions(to, since, until)
         for pool, cells in self.pools.items():
-            if cells.parts == 1:
-                cells.share(seq, to, since, until)
+            if cells.num_parts == 1:
+                cells.share_cells(seq, to, since, until)
                 continue
-            source = cells.of(seq, since, until)
-            new = cells.find(np.full(len(source), to))
-            cells.put(new, cells.pos[source], bit(to))
-            self.tokens[new] = self.tokens[source]
-            moves[pool] = Move(source.astype(np.int32), new, np.zeros(len(new), np.int32))
+            source_cells = cells.of(seq, since, until)
+            new = cells.find_free_cells(np.full(len(source_cells), to))
+            cells.assign_cells(new, cells.pos[source_cells], bit(to))
+            self.tokens[new] = self.tokens[source_cells]
+            moves[pool] = CellMove(source_cells.astype(np.int32), new, np.zeros(len(new), np.int32))
         return moves
 
-    def drop(self, seq: int, since: int = 0, until: int | None = None) -> None:
+    def drop_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
         for cells in self.pools.values():
-            cells.drop(seq, since, until)
+            cells.drop_positions(seq, since, until)
 
-    def forget(self, seq: int, pools: Iterable[str]) -> None:
+    def drop_from_pools(self, seq: int, pools: Iterable[str]) -> None:
         for pool in pools:
-            self.pools[pool].drop(seq)
+            self.pools[pool].drop_positions(seq)
 
-    def change(
+    def change_positions(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
-    ) -> dict[str, Move]:
+    ) -> dict[str, CellMove]:
         """New positions pos // divisor + by for a sequence; those below 0 are dropped. What must be moved for that.
 
         Cells that other sequences have, too, are copied first.
         """
-        at_least(-MOST, by=by)
+        at_least(-MAX_POSITION, by=by)
         at_least(1, divisor=divisor)
-        if max(self.all.next(seq) + by, by, divisor) > MOST:
-            raise ContextError(f"positions are at most {MOST}")
+        if max(self.all.next(seq) + by, by, divisor) > MAX_POSITION:
+            raise ContextError(f"positions are at most {MAX_POSITION}")
         if self.learned:
             raise ContextError("learned positions are in keys and values already: none can change")
         if self.width and divisor > 1:
             raise ContextError("convolutions take tokens in their order: positions must differ")
         plans = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
-        if self.states:
-            self.pools[STATE].drop(seq, until=self.all.next(seq) - 1)
+        if self.num_states:
+            self.pools[STATE].drop_positions(seq, until=self.all.next(seq) - 1)
         for pool, cells in self.pools.items():
-            source = cells.of(seq, since, until)
-            pos = cells.pos[source] // divisor + by
-            other_cells = np.setdiff1d(cells.of(seq), source)
-            taken_positions = np.intersect1d(cells.pos[other_cells], pos)
+            source_cells = cells.of(seq, since, until)
+            new_positions = cells.pos[source_cells] // divisor + by
+            other_cells = np.setdiff1d(cells.of(seq), source_cells)
+            taken_positions = np.intersect1d(cells.pos[other_cells], new_positions)
             if pool == "cell_" and taken_positions.size:
                 raise ContextError(
                     f"sequence {seq} has position {taken_positions[0]} already; positions may"
                     " not meet when they are changed"
                 )
-            shared = (cells.sets[source] & ~bit(seq) != 0) & (pos >= 0)
+            is_shared = (cells.sets[source_cells] & ~bit(seq) != 0) & (new_positions >= 0)
             if pool == "ring_":
-                self.expire(int(shared.sum()))
-            to = source.astype(np.int32)
-            to[shared] = cells.find(np.full(shared.sum(), seq))
-            plans[pool] = source, to, pos
-        return {pool: self._moved(seq, pool, *plan) for pool, plan in plans.items()}
+                self.expire_ring(int(is_shared.sum()))
+            target_cells = source_cells.astype(np.int32)
+            target_cells[is_shared] = cells.find_free_cells(np.full(is_shared.sum(), seq))
+            plans[pool] = source_cells, target_cells, new_positions
+        return {pool: self._move_cells(seq, pool, *move_args) for pool, move_args in plans.items()}
 
-    def _moved(
-        self, seq: int, pool: str, source: np.ndarray, to: np.ndarray, pos: np.ndarray
-    ) -> Move:
+    def _move_cells(
+        self, seq: int, pool: str, source: np.ndarray, to: np.ndarray, new_positions: np.ndarray
+    ) -> CellMove:
         cells = self.pools[pool]
-        by = (pos - cells.pos[source]).astype(np.int32)
-        cells.put(source, cells.pos[source], cells.sets[source] & ~bit(seq))
-        stay = pos >= 0
-        cells.put(to[stay], pos[stay], cells.sets[to[stay]] | bit(seq))
+        position_shift = (new_positions - cells.pos[source]).astype(np.int32)
+        cells.assign_cells(source, cells.pos[source], cells.sets[source] & ~bit(seq))
+        is_kept = new_positions >= 0
+        cells.assign_cells(to[is_kept], new_positions[is_kept], cells.sets[to[is_kept]] | bit(seq))
         if pool == "cell_":
-            self.tokens[to[stay]] = self.tokens[source[stay]]
-        needed = stay & ((by != 0) | (to != source))
-        return Move(source[needed].astype(np.int32), to[needed], by[needed])
+            self.tokens[to[is_kept]] = self.tokens[source[is_kept]]
+        is_moved = is_kept & ((position_shift != 0) | (to != source))
+        return CellMove(source[is_moved].astype(np.int32), to[is_moved], position_shift[is_moved])
 
 
 def move_inputs(
-    moves: Mapping[str, Move],
+    moves: Mapping[str, CellMove],
     pools: Sequence[str],
-    at: int,
-    count: int,
+    move_start: int,
+    num_moves: int,
     input_names: Container[str],
 ) -> dict[str, np.ndarray]:
-    """Inputs of a run that moves `count` cells of each pool, from the `at`-th on; those that are `input_names`."""
+    """Inputs of a run that moves `num_moves` cells of each pool, from the `move_start`-th on; those that are `input_names`."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:
-        empty = np.empty(0, np.int32)
-        move = moves.get(pool, Move(empty, empty, empty))
-        for name, value in (("from", move.source), ("to", move.to), ("by", move.by)):
-            filled = np.full(count, 0 if name == "by" else -1, np.int32)
-            part = value[at : at + count]
-            filled[: len(part)] = part
-            inputs[pool + name] = filled
-    return {name: value for name, value in inputs.items() if name in input_names}
+        empty_array = np.empty(0, np.int32)
+        move = moves.get(pool, CellMove(empty_array, empty_array, empty_array))
+        for name, move_values in (("from", move.source), ("to", move.to), ("by", move.by)):
+            padded_values = np.full(num_moves, 0 if name == "by" else -1, np.int32)
+            move_part = move_values[move_start : move_start + num_moves]
+            padded_values[: len(move_part)] = move_part
+            inputs[pool + name] = padded_values
+    return {name: move_values for name, move_values in inputs.items() if name in input_names}

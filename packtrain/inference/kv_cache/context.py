@@ -8,28 +8,28 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.common.errors import in_keywords
+from packtrain.common.errors import name_keywords
 from packtrain.common.files import atomic_file
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.placement import Placed
 from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
-from packtrain.inference.kv_cache.adapters import Adapters
-from packtrain.inference.kv_cache.cell_pools import ContextError, Move, Piece, Pools
+from packtrain.inference.kv_cache.adapters import AdapterScales
+from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, ContextError, PlacedTokens
 from packtrain.inference.kv_cache.context_size import check_room
-from packtrain.inference.kv_cache.results import NUMBERS, Results, wanted_rows
-from packtrain.inference.kv_cache.state_checkpoints import ANEW, Checkpoints
-from packtrain.inference.sampling import Chain, Given
-from packtrain.models.cached_transformer import Cache
+from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
+from packtrain.inference.kv_cache.state_checkpoints import REREAD_MESSAGE, StateCheckpoints
+from packtrain.inference.sampling import Chain, SamplerInput
+from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config
 from packtrain.models.kv_cell_table import CacheFull
 from packtrain.models.model_file import ModelFile, open_model
 
-Stop = Callable[[], bool]
-Seqs = int | Sequence[int | Sequence[int]]
+StopCallback = Callable[[], bool]
+SequenceIds = int | Sequence[int | Sequence[int]]
 
 
-@in_keywords
+@name_keywords
 class Context:
     """A model and the cells of its KV cache.
 
@@ -56,7 +56,7 @@ class Context:
         sequences: int = 1,
         cache: str = "f16",
         rows: int = 0,
-        prompts: Sequence[int] = decode_plans.PROMPTS,
+        prompts: Sequence[int] = decode_plans.PROMPT_SIZES,
         parts: bool = False,
         longest: int = 0,
         swa_full: bool = False,
@@ -71,31 +71,31 @@ class Context:
         cell_pools.at_least(1, cells=cells, sequences=sequences)
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
-        sizes = decode_plans.Sizes.of(cells, rows or (0 if hidden else sequences), prompts)
-        kind = sequences, cache, sizes.tokens[0], swa_full
+        run_sizes = decode_plans.RunSizes.of(cells, rows or (0 if hidden else sequences), prompts)
+        kind = sequences, cache, run_sizes.token_counts[0], swa_full
 
-        def made(cells: int) -> tuple[Cache, dict[decode_plans.Name, Placed]]:
-            max_seq_cells = longest or (cells // sequences if parts else cells)
-            layout = decode_plans.cache_of(file.config, cells, *kind, longest=max_seq_cells)
-            graph_args = file.config, layout, sizes, file.types(), target
-            return layout, decode_plans.placements(*graph_args, hidden=hidden, moves=True)
+        def build_graphs(num_cells: int) -> tuple[CacheLayout, dict[decode_plans.RunKey, Placed]]:
+            max_seq_cells = longest or (num_cells // sequences if parts else num_cells)
+            layout = decode_plans.make_cache(file.config, num_cells, *kind, longest=max_seq_cells)
+            graph_args = file.config, layout, run_sizes, file.matrix_dtypes(), target
+            return layout, decode_plans.place_runs(*graph_args, hidden=hidden, has_moves=True)
 
-        layout, graphs = made(cells)
+        layout, graphs = build_graphs(cells)
         if memory is not None:
-            check_room(cells, memory, made, file, checkpoints, beside)
+            check_room(cells, memory, build_graphs, file, checkpoints, beside)
         session = Session(target.limits)
         session.share(file.stored())
-        self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)
-        self._checkpoints = Checkpoints(checkpoints, spacing or self.pools.spacing)
-        self._origin, self._say = saved_state.origin_of(file, layout), say
+        self._set_up(file.config, layout, run_sizes, session.executors(graphs), sequences, parts)
+        self._checkpoints = StateCheckpoints(checkpoints, spacing or self.pools.checkpoint_spacing)
+        self._origin, self._report = saved_state.state_origin(file, layout), say
 
     @classmethod
     def within(
         cls,
         config: Config,
-        cache: Cache,
-        sizes: decode_plans.Sizes,
-        runs: Mapping[decode_plans.Name, Executor],
+        cache: CacheLayout,
+        sizes: decode_plans.RunSizes,
+        runs: Mapping[decode_plans.RunKey, Executor],
         sequences: int = 1,
         *,
         parts: bool = False,
@@ -103,36 +103,36 @@ class Context:
     ) -> "Context":
         """A context with given executors of `decode_plans.placements`, whose session has the weights."""
         self = cls.__new__(cls)
-        self._begin(config, cache, sizes, runs, sequences, parts)
-        self._checkpoints = Checkpoints(checkpoints, self.pools.spacing)
-        self._origin, self._say = saved_state.Origin(), lambda line: None
+        self._set_up(config, cache, sizes, runs, sequences, parts)
+        self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)
+        self._origin, self._report = saved_state.StateOrigin(), lambda line: None
         return self
 
-    def _begin(
+    def _set_up(
         self,
         config: Config,
-        cache: Cache,
-        sizes: decode_plans.Sizes,
-        runs: Mapping[decode_plans.Name, Executor],
+        cache: CacheLayout,
+        run_sizes: decode_plans.RunSizes,
+        executors: Mapping[decode_plans.RunKey, Executor],
         sequences: int,
         parts: bool,
     ) -> None:
-        self.config, self.cache, self.sizes, self.runs = config, cache, sizes, runs
-        self._session, self._chooses = runs[1].session, NUMBERS in runs[1].inputs
-        self.pools = Pools.of(config, cache, sequences, parts)
-        self.adapters = Adapters(config.lora, sequences)
-        self._leaves = saved_state.leaves_of(config, cache)
-        self._released = dict[int, None]()  # idle sequences, the oldest first
+        self.config, self.cache, self.sizes, self.runs = config, cache, run_sizes, executors
+        self._session, self._chooses = executors[1].session, SAMPLER_FLOATS in executors[1].inputs
+        self.pools = CellPools.of(config, cache, sequences, parts)
+        self.adapters = AdapterScales(config.lora, sequences)
+        self._leaf_names = saved_state.leaf_names(config, cache)
+        self._idle_seqs = dict[int, None]()  # idle sequences, the oldest first
 
     # ---- running
 
     def decode(
         self,
         tokens: Sequence[int],
-        seqs: Seqs = 0,
+        seqs: SequenceIds = 0,
         *,
         wanted: Sequence[int] | None = None,
-        stop: Stop | None = None,
+        stop: StopCallback | None = None,
     ) -> np.ndarray:
         """Read the next tokens of some sequences; logits (len(wanted), V), or hidden values (len(wanted), C).
 
@@ -142,7 +142,7 @@ class Context:
 
         Raises CacheFull and ContextError; nothing has changed then.
         """
-        row_results = self._read(tokens, seqs, wanted, stop)
+        row_results = self._run_tokens(tokens, seqs, wanted, stop)
         width = self.runs[1].placed.graph.outputs["result"].shape[1]
         return np.array(row_results, np.float32).reshape(len(row_results), width)
 
@@ -150,181 +150,181 @@ class Context:
         self,
         tokens: Sequence[int],
         chains: Sequence[Chain],
-        seqs: Seqs = 0,
+        seqs: SequenceIds = 0,
         *,
         wanted: Sequence[int] | None = None,
-        stop: Stop | None = None,
-    ) -> list[Given]:
+        stop: StopCallback | None = None,
+    ) -> list[SamplerInput]:
         """The same, but of each wanted row only what its chain needs: `chain.choose(given)` is the next token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
         """
-        return self._read(tokens, seqs, wanted, stop, chains)
+        return self._run_tokens(tokens, seqs, wanted, stop, chains)
 
-    def _read(
+    def _run_tokens(
         self,
         tokens: Sequence[int],
-        seqs: Seqs,
+        seqs: SequenceIds,
         requested_rows: Sequence[int] | None,
-        stop: Stop | None,
+        stop: StopCallback | None,
         chains: Sequence[Chain] | None = None,
-    ) -> list[Given]:
-        sets = self._sets(tokens, seqs)
-        rows = wanted_rows(sets, requested_rows)
-        results = Results.of(len(rows), chains)
-        self._make_room(sets)
-        done = list[Piece]()
+    ) -> list[SamplerInput]:
+        seq_sets = self._seq_sets(tokens, seqs)
+        rows = result_rows(seq_sets, requested_rows)
+        row_results = RowResults.for_chains(len(rows), chains)
+        self._make_room(seq_sets)
+        placed_pieces = list[PlacedTokens]()
         try:
-            for part in self.sizes.parts(tokens, sets, rows, states=self.pools.states > 0):
-                self._run(*part, stop, done, results)
+            for part in self.sizes.parts(tokens, seq_sets, rows, states=self.pools.num_states > 0):
+                self._run_once(*part, stop, placed_pieces, row_results)
         except CacheFull:  # of the ring, where several tokens have one position
-            for piece in done:
-                self.pools.undo(piece)
-            for seq in {token_seqs[0] for token_seqs in sets}:
-                self._checkpoints.drop(seq, self.next(seq))
+            for placed_tokens in placed_pieces:
+                self.pools.free_tokens(placed_tokens)
+            for seq in {token_seqs[0] for token_seqs in seq_sets}:
+                self._checkpoints.drop_after(seq, self.next(seq))
             raise
-        for seq in {seq for token_seqs in sets for seq in token_seqs}:
-            self._released.pop(seq, None)
-        return results.found
+        for seq in {seq for token_seqs in seq_sets for seq in token_seqs}:
+            self._idle_seqs.pop(seq, None)
+        return row_results.row_results
 
-    def _sets(self, tokens: Sequence[int], seqs: Seqs) -> list[tuple[int, ...]]:
+    def _seq_sets(self, tokens: Sequence[int], seqs: SequenceIds) -> list[tuple[int, ...]]:
         seqs_by_token = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
-        sets = [(x,) if isinstance(x, int | np.integer) else tuple(x) for x in seqs_by_token]
-        if not sets or len(sets) != len(tokens) or not all(sets):
+        seq_sets = [(x,) if isinstance(x, int | np.integer) else tuple(x) for x in seqs_by_token]
+        if not seq_sets or len(seq_sets) != len(tokens) or not all(seq_sets):
             raise ContextError(
-                f"there are {len(tokens)} tokens and sequences for {len(sets)}; each token needs one"
+                f"there are {len(tokens)} tokens and sequences for {len(seq_sets)}; each token needs one"
             )
         all_integers = all(isinstance(token, int | np.integer) for token in tokens)
         if not all_integers or not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ContextError(f"tokens are whole numbers from 0 to {self.config.vocab_size - 1}")
-        for seq in {seq for token_seqs in sets for seq in token_seqs}:
-            self.pools.check(seq)
-            self.pools.check_whole(seq)
-        self.pools.positions(sets)
-        return sets
+        for seq in {seq for token_seqs in seq_sets for seq in token_seqs}:
+            self.pools.check_positions(seq)
+            self.pools.check_complete(seq)
+        self.pools.next_positions(seq_sets)
+        return seq_sets
 
     def _make_room(self, sets: list[tuple[int, ...]]) -> None:
         """Remove released sequences, the oldest first, until all tokens fit. Raises CacheFull, and removes none."""
         seqs = np.array([token_seqs[0] for token_seqs in sets], np.int32)
         used = {seq for token_seqs in sets for seq in token_seqs}
-        for seq in self.pools.purged(seqs, [seq for seq in self._released if seq not in used]):
+        for seq in self.pools.purged(seqs, [seq for seq in self._idle_seqs if seq not in used]):
             self.remove(seq)
 
-    def _run(
+    def _run_once(
         self,
         ids: np.ndarray,
         sets: list[tuple[int, ...]],
         rows: list[int],
-        stop: Stop | None,
-        done: list[Piece],
-        results: Results,
+        stop: StopCallback | None,
+        done: list[PlacedTokens],
+        row_results: RowResults,
     ) -> None:
         """Run some tokens at once, or in halves where the ring has no room for all."""
         try:
-            piece = self.pools.place(ids, sets)
+            placed_tokens = self.pools.place_tokens(ids, sets)
         except CacheFull:
-            half = len(ids) // 2
-            if not half:
+            half_size = len(ids) // 2
+            if not half_size:
                 raise
-            before = [row for row in rows if row < half]
-            after = [row - half for row in rows if row >= half]
-            self._run(ids[:half], sets[:half], before, stop, done, results)
-            self._run(ids[half:], sets[half:], after, stop, done, results)
+            first_rows = [output_row for output_row in rows if output_row < half_size]
+            second_rows = [output_row - half_size for output_row in rows if output_row >= half_size]
+            self._run_once(ids[:half_size], sets[:half_size], first_rows, stop, done, row_results)
+            self._run_once(ids[half_size:], sets[half_size:], second_rows, stop, done, row_results)
             return
-        size = min(size for size in self.sizes.tokens if size >= len(ids))
+        size = min(run_size for run_size in self.sizes.token_counts if run_size >= len(ids))
         try:
-            run_inputs = self.pools.inputs(piece, size, flash=self.config.flash)
+            run_inputs = self.pools.inputs(placed_tokens, size, flash=self.config.flash)
             run_inputs |= self.adapters.inputs(sets, size)
-            run_inputs |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
-            names = results.names(len(rows))
-            results.add(len(rows), self.runs[size](run_inputs, stop=stop, only=names))
+            run_inputs |= row_results.inputs(rows, self.sizes.num_rows(size), chosen=self._chooses)
+            output_names = row_results.output_names(len(rows))
+            row_results.add(len(rows), self.runs[size](run_inputs, stop=stop, only=output_names))
         except BaseException:
-            self.pools.undo(piece)
+            self.pools.free_tokens(placed_tokens)
             raise
-        done.append(piece)
-        self._checkpoint(piece, rows)
+        done.append(placed_tokens)
+        self._save_checkpoint(placed_tokens, rows)
 
     # ---- sequences
 
     def next(self, seq: int) -> int:
         """The position of its next token: 0 if it is empty."""
-        self.pools.check(seq)
+        self.pools.check_positions(seq)
         return self.pools.all.next(seq)
 
     def tokens(self, seq: int) -> list[int]:
         """Those that it has, by position."""
-        self.pools.check(seq)
+        self.pools.check_positions(seq)
         return [int(t) for t in self.pools.tokens[self.pools.all.of(seq)]]
 
     def copy(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
         """Let `to` have the positions of another sequence from `since` on, below `until`. They share cells."""
-        self.pools.check(seq, since, until)
-        self.pools.check(to)
+        self.pools.check_positions(seq, since, until)
+        self.pools.check_positions(to)
         if seq != to:
             moves = self.pools.copy(seq, to, since, until)
-            self._checkpoints.drop(to, since)
-            self._released.pop(to, None)
-            self._move(moves)
+            self._checkpoints.drop_after(to, since)
+            self._idle_seqs.pop(to, None)
+            self._move_cells(moves)
 
     def remove(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Remove positions of a sequence; those after them stay where they are."""
-        self.pools.check(seq, since, until)
-        self.pools.drop(seq, since, until)
-        self._checkpoints.drop(seq, since)
+        self.pools.check_positions(seq, since, until)
+        self.pools.drop_positions(seq, since, until)
+        self._checkpoints.drop_after(seq, since)
         if not len(self.pools.all.of(seq)):
-            self._released.pop(seq, None)
+            self._idle_seqs.pop(seq, None)
 
     def keep(self, seq: int) -> None:
         """Remove all other sequences."""
-        self.pools.check(seq)
+        self.pools.check_positions(seq)
         for other_seq in range(self.pools.sequences):
             if other_seq != seq:
                 self.remove(other_seq)
 
     def shift(self, seq: int, by: int, since: int = 0, until: int | None = None) -> None:
         """Add `by` to positions of a sequence; those that come below 0 are removed."""
-        self._change(seq, since, until, by=by)
+        self._change_positions(seq, since, until, by=by)
 
     def divide(self, seq: int, divisor: int, since: int = 0, until: int | None = None) -> None:
         """Divide positions of a sequence, rounding down: several tokens may then have one position."""
-        self._change(seq, since, until, divisor=divisor)
+        self._change_positions(seq, since, until, divisor=divisor)
 
-    def _change(self, seq: int, since: int, until: int | None, **options: int) -> None:
-        self.pools.check(seq, since, until)
-        moves = self.pools.change(seq, since, until, **options)
-        self._checkpoints.drop(seq, since)
-        self._move(moves)
+    def _change_positions(self, seq: int, since: int, until: int | None, **options: int) -> None:
+        self.pools.check_positions(seq, since, until)
+        moves = self.pools.change_positions(seq, since, until, **options)
+        self._checkpoints.drop_after(seq, since)
+        self._move_cells(moves)
 
     def release(self, seq: int) -> None:
         """Say that a sequence is idle: it is removed when room is short, the oldest such first."""
-        self.pools.check(seq)
-        self._released.pop(seq, None)
-        self._released[seq] = None
+        self.pools.check_positions(seq)
+        self._idle_seqs.pop(seq, None)
+        self._idle_seqs[seq] = None
 
     def reuse(self, seq: int, tokens: Sequence[int]) -> int:
         """Keep the longest beginning of this text that the sequence has; how many tokens that is, less than all."""
-        self.pools.check(seq)
+        self.pools.check_positions(seq)
         num_common, cached_tokens = 0, self.tokens(seq)
         positions = self.pools.all.pos[self.pools.all.of(seq)]
-        in_order = np.array_equal(positions, np.arange(len(cached_tokens)))
-        end = min(len(cached_tokens), len(tokens) - 1) if in_order else 0
-        while num_common < end and cached_tokens[num_common] == tokens[num_common]:
+        is_in_order = np.array_equal(positions, np.arange(len(cached_tokens)))
+        max_common = min(len(cached_tokens), len(tokens) - 1) if is_in_order else 0
+        while num_common < max_common and cached_tokens[num_common] == tokens[num_common]:
             num_common += 1
-        self.pools.drop(seq, num_common)
-        if not self.pools.whole(seq):
+        self.pools.drop_positions(seq, num_common)
+        if not self.pools.is_complete(seq):
             num_common = self._restore_window(seq)
-        self._checkpoints.drop(seq, num_common)
+        self._checkpoints.drop_after(seq, num_common)
         return num_common
 
-    def _move(self, moves: dict[str, Move]) -> None:
+    def _move_cells(self, moves: dict[str, CellMove]) -> None:
         if cell_pools.STATE in moves:
-            saved_state.move_rows(
-                self._session, self._leaves[cell_pools.STATE], moves.pop(cell_pools.STATE)
+            saved_state.move_states(
+                self._session, self._leaf_names[cell_pools.STATE], moves.pop(cell_pools.STATE)
             )
-        count = max((len(move.to) for move in moves.values()), default=0)
-        for at in range(0, count, decode_plans.MOVED):
-            run, pools = self.runs[decode_plans.MOVE], self.cache.pools(self.config)
-            run(cell_pools.move_inputs(moves, pools, at, decode_plans.MOVED, run.inputs))
+        num_moves = max((len(move.to) for move in moves.values()), default=0)
+        for at in range(0, num_moves, decode_plans.MOVED):
+            run, pool_names = self.runs[decode_plans.MOVE_RUN], self.cache.pools(self.config)
+            run(cell_pools.move_inputs(moves, pool_names, at, decode_plans.MOVED, run.inputs))
 
     # ---- states
 
@@ -332,10 +332,12 @@ class Context:
         """The state of some sequences, or of all: for `restore` in a context of the same model and types."""
         saved_seqs = range(self.pools.sequences) if seqs is None else seqs
         for seq in saved_seqs:
-            self.pools.check(seq)
-        stored = saved_state.Stored.of(self.pools, self._leaves, self._session, [*saved_seqs])
-        stored.scales = self.adapters.scales[[*saved_seqs]].tolist()
-        return saved_state.to_bytes(stored, self._origin)
+            self.pools.check_positions(seq)
+        saved_sequences = saved_state.SavedSequences.from_pools(
+            self.pools, self._leaf_names, self._session, [*saved_seqs]
+        )
+        saved_sequences.scales = self.adapters.scales[[*saved_seqs]].tolist()
+        return saved_state.pack_state(saved_sequences, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
         """Put sequences back that `save` saved, instead of what is there; as these, or as the numbers they had.
@@ -343,18 +345,18 @@ class Context:
         Raises ContextError for damaged states and those of another model, CacheFull if they do not fit; nothing has
         changed then.
         """
-        stored = saved_state.of_bytes(
-            state, self._origin, saved_state.views(self.pools, self._leaves, self._session)
+        saved_sequences = saved_state.unpack_state(
+            state, self._origin, saved_state.views(self.pools, self._leaf_names, self._session)
         )
-        to = stored.homes(seqs)
-        for seq in to:
-            self.pools.check(seq)
-        self.adapters.set([], stored.scales)  # raises where they do not fit
-        stored.put(self.pools, self._session, to)
-        self.adapters.set(to, stored.scales)
-        for seq in to:
-            self._checkpoints.drop(seq, 0)
-            self._released.pop(seq, None)
+        target_seqs = saved_sequences.target_seqs(seqs)
+        for seq in target_seqs:
+            self.pools.check_positions(seq)
+        self.adapters.set([], saved_sequences.scales)  # raises where they do not fit
+        saved_sequences.restore_cells(self.pools, self._session, target_seqs)
+        self.adapters.set(target_seqs, saved_sequences.scales)
+        for seq in target_seqs:
+            self._checkpoints.drop_after(seq, 0)
+            self._idle_seqs.pop(seq, None)
 
     def save_file(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
         """`save` to a file, which is replaced whole."""
@@ -368,29 +370,32 @@ class Context:
         except ContextError as error:
             raise ContextError(f"{path}: {error}") from None
 
-    def _checkpoint(self, piece: Piece, rows: Sequence[int]) -> None:
+    def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
         """Keep windows and states of sequences that a piece took past the next checkpoint, or near a prompt's end."""
-        if (self.pools.ring or self.pools.states) and self._checkpoints.most:
+        if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
-                if piece.goes_on(seq, rows) or self._checkpoints.due(seq, self.next(seq)):
-                    stored = saved_state.Stored.of(
-                        self.pools, self._leaves, self._session, [seq], False
+                if piece.goes_on(seq, rows) or self._checkpoints.is_due(seq, self.next(seq)):
+                    saved_sequences = saved_state.SavedSequences.from_pools(
+                        self.pools, self._leaf_names, self._session, [seq], False
                     )
-                    self._checkpoints.add(seq, self.next(seq), stored)
+                    self._checkpoints.add_state(seq, self.next(seq), saved_sequences)
 
     def _restore_window(self, seq: int) -> int:
         """Take a sequence back to its last checkpoint, or to nothing; how many tokens it has then."""
-        checkpoint, num_retained = self._checkpoints.last(seq, self.next(seq)), self.pools.kept(seq)
+        checkpoint, num_retained = (
+            self._checkpoints.latest_state(seq, self.next(seq)),
+            self.pools.state_end(seq),
+        )
         if num_retained > (checkpoint[0] if checkpoint else 0):  # what the last run began with
-            self.pools.drop(seq, num_retained)
+            self.pools.drop_positions(seq, num_retained)
             return num_retained
         if checkpoint is None:
-            if self._checkpoints.most:
-                self._say(ANEW.format(seq))
-            self.pools.drop(seq)
+            if self._checkpoints.max_checkpoints:
+                self._report(REREAD_MESSAGE.format(seq))
+            self.pools.drop_positions(seq)
             return 0
-        at, stored = checkpoint
-        self.pools.drop(seq, at)
-        self.pools.forget(seq, stored.parts)
-        stored.put(self.pools, self._session, [seq])
-        return at
+        checkpoint_pos, saved_sequences = checkpoint
+        self.pools.drop_positions(seq, checkpoint_pos)
+        self.pools.drop_from_pools(seq, saved_sequences.parts)
+        saved_sequences.restore_cells(self.pools, self._session, [seq])
+        return checkpoint_pos

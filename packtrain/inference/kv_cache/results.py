@@ -18,31 +18,31 @@ from packtrain.inference.kv_cache.cell_pools import ContextError
 from packtrain.inference.sampling import (
     CANDIDATES,
     LOGITS,
-    MOST,
+    MAX_CANDIDATES,
     TOKEN,
     Candidates,
     Chain,
-    Cut,
-    Given,
+    SamplerCut,
+    SamplerInput,
 )
 
-OUTPUTS = {LOGITS: ("result",), CANDIDATES: ("ids", "values"), TOKEN: ("token",)}
-NUMBERS, COUNTS = "sampling.numbers", "sampling.counts"
+OUTPUT_NAMES = {LOGITS: ("result",), CANDIDATES: ("ids", "values"), TOKEN: ("token",)}
+SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 
 
-def outputs(logits: Tensor) -> dict[str, Tensor]:
+def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
     """Those of a run: its result (N, V), and behind it the candidates (N, k) and the token (N,) of each row."""
-    n, v = logits.shape
-    ids, values = ops.candidates(logits, k=min(MOST, v))
-    numbers, counts = input(NUMBERS, (n, 3), f64), input(COUNTS, (n, 3), i64)
-    token = ops.draw(ids, values, numbers, counts)
-    return {"result": logits, "ids": ids, "values": values, "token": token}
+    n, vocab_size = logits.shape
+    candidate_ids, candidate_logits = ops.candidates(logits, k=min(MAX_CANDIDATES, vocab_size))
+    numbers, int_settings = input(SAMPLER_FLOATS, (n, 3), f64), input(SAMPLER_INTS, (n, 3), i64)
+    token = ops.draw(candidate_ids, candidate_logits, numbers, int_settings)
+    return {"result": logits, "ids": candidate_ids, "values": candidate_logits, "token": token}
 
 
-def wanted_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
+def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
     """Places of the tokens whose results are wanted; None: the last of each sequence. Raises ContextError."""
-    last = {seqs[0]: i for i, seqs in enumerate(sets)}
-    rows = sorted(last.values()) if requested_rows is None else [*requested_rows]
+    last_rows = {seqs[0]: i for i, seqs in enumerate(sets)}
+    rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)
     if not all_integers or any(a >= b for a, b in pairwise((-1, *rows, len(sets)))):
         raise ContextError(
@@ -52,53 +52,55 @@ def wanted_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
 
 
 @dataclass(slots=True)
-class Results:
+class RowResults:
     """Cuts of the wanted rows of a call, in order, and what has left the device of the first of them."""
 
-    cuts: Sequence[Cut]
-    found: list[Given] = field(default_factory=list)
+    sampler_cuts: Sequence[SamplerCut]
+    row_results: list[SamplerInput] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: int, chains: Sequence[Chain] | None) -> "Results":
+    def for_chains(cls, num_rows: int, chains: Sequence[Chain] | None) -> "RowResults":
         """Of rows with these chains; those of one chain are consecutive tokens of its text. None: logits."""
         if chains is None:
-            return cls([Cut()] * rows)
-        if len(chains) != rows:
+            return cls([SamplerCut()] * num_rows)
+        if len(chains) != num_rows:
             raise ContextError(
-                f"{plural(rows, 'result')} wanted, {plural(len(chains), 'chain')} given; each result needs one"
+                f"{plural(num_rows, 'result')} wanted, {plural(len(chains), 'chain')} given; each result needs one"
             )
-        before = Counter[int]()
-        cuts = list[Cut]()
+        tokens_before = Counter[int]()
+        sampler_cuts = list[SamplerCut]()
         for chain in chains:
-            cuts.append(chain.cut(before[id(chain)]))
-            before[id(chain)] += 1
-        return cls(cuts)
+            sampler_cuts.append(chain.cut(tokens_before[id(chain)]))
+            tokens_before[id(chain)] += 1
+        return cls(sampler_cuts)
 
-    def inputs(self, rows: Sequence[int], size: int, *, chosen: bool) -> dict[str, np.ndarray]:
-        """Of a run that gives `size` rows, of which the next ones are `rows`; chosen: with settings of samplers."""
-        padded_rows = np.full(size, -1, np.int32)
+    def inputs(self, rows: Sequence[int], num_rows: int, *, chosen: bool) -> dict[str, np.ndarray]:
+        """Of a run that gives `num_rows` rows, of which the next ones are `rows`; chosen: with settings of samplers."""
+        padded_rows = np.full(num_rows, -1, np.int32)
         padded_rows[: len(rows)] = rows
         if not chosen:
             return {"rows": padded_rows}
-        numbers, counts = np.zeros((size, 3)), np.zeros((size, 3), np.int64)
-        for row, cut in enumerate(self._next(len(rows))):
-            numbers[row], counts[row] = cut.numbers, cut.counts
-        return {"rows": padded_rows, NUMBERS: numbers, COUNTS: counts}
+        float_settings, int_settings = np.zeros((num_rows, 3)), np.zeros((num_rows, 3), np.int64)
+        for row_index, cut in enumerate(self._next_cuts(len(rows))):
+            float_settings[row_index], int_settings[row_index] = cut.numbers, cut.int_settings
+        return {"rows": padded_rows, SAMPLER_FLOATS: float_settings, SAMPLER_INTS: int_settings}
 
-    def names(self, count: int) -> set[str]:
-        """The outputs that the next `count` rows need."""
-        return {name for cut in self._next(count) for name in OUTPUTS[cut.leaves]}
+    def output_names(self, num_rows: int) -> set[str]:
+        """The outputs that the next `num_rows` rows need."""
+        return {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
 
-    def add(self, count: int, outputs: Mapping[str, np.ndarray]) -> None:
-        """Take the outputs of a run for the next `count` rows."""
-        for row, cut in enumerate(self._next(count)):
-            if cut.leaves == TOKEN:
-                self.found.append(int(outputs["token"][row]))
-            elif cut.leaves == CANDIDATES:
-                ids, values = outputs["ids"][row], outputs["values"][row]
-                self.found.append(Candidates(ids.astype(np.int64), values.astype(float), True))
+    def add(self, num_rows: int, outputs: Mapping[str, np.ndarray]) -> None:
+        """Take the outputs of a run for the next `num_rows` rows."""
+        for row_index, sampler_cut in enumerate(self._next_cuts(num_rows)):
+            if sampler_cut.leaves == TOKEN:
+                self.row_results.append(int(outputs["token"][row_index]))
+            elif sampler_cut.leaves == CANDIDATES:
+                ids, candidate_logits = outputs["ids"][row_index], outputs["values"][row_index]
+                self.row_results.append(
+                    Candidates(ids.astype(np.int64), candidate_logits.astype(float), True)
+                )
             else:
-                self.found.append(outputs["result"][row])
+                self.row_results.append(outputs["result"][row_index])
 
-    def _next(self, count: int) -> Sequence[Cut]:
-        return self.cuts[len(self.found) : len(self.found) + count]
+    def _next_cuts(self, num_rows: int) -> Sequence[SamplerCut]:
+        return self.sampler_cuts[len(self.row_results) : len(self.row_results) + num_rows]

@@ -12,21 +12,21 @@ import numpy as np
 
 from packtrain.engine.executor import Session
 from packtrain.engine.memory_plan import size_text
-from packtrain.inference.kv_cache.cell_pools import STATE, ContextError, Move, Pools
-from packtrain.models.cached_transformer import Cache
+from packtrain.inference.kv_cache.cell_pools import STATE, CellMove, CellPools, ContextError
+from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config
 from packtrain.models.kv_cell_table import CacheFull, bit
 from packtrain.models.model_file import ModelFile
 
 MAGIC, VERSION = b"PTCS", 3
 HEAD = struct.Struct("<4sII")  # magic, version, bytes of the description
-DIGEST = 32
-SAMPLED = 4096  # bytes of each tensor that identify a model
+DIGEST_NBYTES = 32
+SAMPLE_SIZE = 4096  # bytes of each tensor that identify a model
 Leaves = Mapping[str, Mapping[str, np.ndarray]]  # arrays of a context by pool and name
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class StateOrigin:
     """What a state belongs to: digests of a model and of its adapters, the cache's type, and whether it has a ring.
 
     long  keys are rotated by the model's rope factors for long contexts
@@ -39,128 +39,130 @@ class Origin:
     long: bool = False
 
 
-NAMES = {
+ORIGIN_LABELS = {
     "model": "model", "adapters": "adapters", "cache": "type of cache", "ring": "swa_full",
     "long": "kind of rope factors, for a shorter or longer context",
 }  # fmt: skip
 
 
-def origin_of(model: ModelFile, cache: Cache) -> Origin:
-    digest, added = hashlib.sha256(), hashlib.sha256()
+def state_origin(model: ModelFile, cache: CacheLayout) -> StateOrigin:
+    digest, adapter_digest = hashlib.sha256(), hashlib.sha256()
     digest.update(repr(replace(model.config, lora=None, flash=True)).encode())
     for name in model.gguf.entries:
-        sample = model.gguf.array(name).reshape(-1)[:SAMPLED].tobytes()[:SAMPLED]
+        sample = model.gguf.array(name).reshape(-1)[:SAMPLE_SIZE].tobytes()[:SAMPLE_SIZE]
         digest.update(name.encode() + sample)
-    for name, value in sorted(model.added.items()):
-        added.update(name.encode() + value.tobytes())
-    adapters = added.hexdigest() if model.added else ""
-    long = 0 < model.config.short_context < cache.context
-    return Origin(digest.hexdigest(), adapters, cache.dtype.name, cache.ring > 0, long)
+    for name, value in sorted(model.adapter_values.items()):
+        adapter_digest.update(name.encode() + value.tobytes())
+    adapter_hash = adapter_digest.hexdigest() if model.adapter_values else ""
+    is_long = 0 < model.config.short_context < cache.max_context
+    return StateOrigin(digest.hexdigest(), adapter_hash, cache.dtype.name, cache.ring > 0, is_long)
 
 
-def leaves_of(config: Config, cache: Cache) -> dict[str, list[str]]:
+def leaf_names(config: Config, cache: CacheLayout) -> dict[str, list[str]]:
     """The names of the leaves of each pool."""
-    leaves = dict[str, list[str]]()
+    names_by_pool = dict[str, list[str]]()
     for i in range(config.block_count):
-        names = (leaf.label for leaf in cache.leaves(config, i).values())
-        leaves.setdefault(cache.pool(config, i), []).extend(names)
-    states = [leaf.label for leaf in cache.states(config).values()]
-    return leaves | ({STATE: states} if states else {})
+        leaf_labels = (leaf.label for leaf in cache.leaves(config, i).values())
+        names_by_pool.setdefault(cache.pool(config, i), []).extend(leaf_labels)
+    state_names = [leaf.label for leaf in cache.scan_states(config).values()]
+    return names_by_pool | ({STATE: state_names} if state_names else {})
 
 
-def views(pools: Pools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
+def views(pools: CellPools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
     """The arrays of each pool by name."""
     return {pool: {n: session.view(n) for n in leaves.get(pool, ())} for pool in pools.pools}
 
 
 @dataclass(slots=True)
-class Part:
+class SavedCells:
     """Cells of a pool: positions, the set of each one's sequences (bit i: the i-th saved), and tokens.
 
-    rows  keys and values by leaf, of these cells, as stored
+    leaf_rows  keys and values by leaf, of these cells, as stored
     """
 
     pos: np.ndarray
     sets: np.ndarray
     tokens: np.ndarray
-    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    leaf_rows: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Stored:
+class SavedSequences:
     """Sequences out of a context: their numbers, their cells by pool, and the scales of their adapters."""
 
     seqs: list[int]
-    parts: dict[str, Part]
+    parts: dict[str, SavedCells]
     scales: list[list[float]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, pools: Pools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
-        cells: bool = True,
-    ) -> "Stored":  # fmt: skip
+    def from_pools(
+        cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
+        has_all_pools: bool = True,
+    ) -> "SavedSequences":  # fmt: skip
         """Copies of the cells of sequences; of all pools, or not of those that go back anywhere."""
-        parts = dict[str, Part]()
+        parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
-            if pool == "cell_" and not cells:
+            if pool == "cell_" and not has_all_pools:
                 continue
             sets = np.zeros(len(pool_cells), np.int64)
             for i, seq in enumerate(seqs):
-                sets[pool_cells.of(seq, pools.begin(pool, seq))] |= bit(i)
+                sets[pool_cells.of(seq, pools.first_needed_pos(pool, seq))] |= bit(i)
             used_cells = np.flatnonzero(sets)
             tokens = (
                 pools.tokens[used_cells] if pool == "cell_" else np.zeros(len(used_cells), np.int32)
             )
             rows = {name: session.view(name)[used_cells] for name in leaves.get(pool, ())}
-            parts[pool] = Part(pool_cells.pos[used_cells], sets[used_cells], tokens, rows)
+            parts[pool] = SavedCells(pool_cells.pos[used_cells], sets[used_cells], tokens, rows)
         return cls(list(seqs), parts)
 
-    def homes(self, seqs: Sequence[int] | None) -> list[int]:
+    def target_seqs(self, seqs: Sequence[int] | None) -> list[int]:
         """The sequences that will be those saved: these, or of the same numbers. Raises ContextError."""
-        to = [*(self.seqs if seqs is None else seqs)]
-        if len(to) != len(self.seqs):
+        new_seqs = [*(self.seqs if seqs is None else seqs)]
+        if len(new_seqs) != len(self.seqs):
             raise ContextError(
-                f"the state has {len(self.seqs)} sequences; {len(to)} are given for them"
+                f"the state has {len(self.seqs)} sequences; {len(new_seqs)} are given for them"
             )
-        if len({*to}) < len(to):
-            raise ContextError(f"one sequence cannot take several of a state; these are {to}")
-        return to
+        if len({*new_seqs}) < len(new_seqs):
+            raise ContextError(f"one sequence cannot take several of a state; these are {new_seqs}")
+        return new_seqs
 
-    def put(self, pools: Pools, session: Session, to: Sequence[int]) -> None:
+    def restore_cells(self, pools: CellPools, session: Session, to: Sequence[int]) -> None:
         """Put the cells into a context, as these sequences, whose cells there are freed. Raises CacheFull."""
         target_mask = sum(map(bit, set(to)))
-        homes = {pool: self._homes(pools, pool, target_mask, to) for pool in self.parts}
-        for pool, part in self.parts.items():
+        homes = {pool: self._find_cells(pools, pool, target_mask, to) for pool in self.parts}
+        for pool, saved_cells in self.parts.items():
             cells, target_cells = pools.pools[pool], homes[pool]
-            cells.put(np.arange(len(cells)), cells.pos, cells.sets & ~target_mask)
-            sets = np.zeros(len(target_cells), np.int64)
+            cells.assign_cells(np.arange(len(cells)), cells.pos, cells.sets & ~target_mask)
+            seq_masks = np.zeros(len(target_cells), np.int64)
             for i, seq in enumerate(to):
-                sets[part.sets & bit(i) != 0] |= bit(seq)
-            cells.put(target_cells, part.pos, sets)
+                seq_masks[saved_cells.sets & bit(i) != 0] |= bit(seq)
+            cells.assign_cells(target_cells, saved_cells.pos, seq_masks)
             if pool == "cell_":
-                pools.tokens[target_cells] = part.tokens
-            for name, rows in part.rows.items():
-                session.fill(name, partial(put_rows, at=target_cells, rows=rows))
+                pools.tokens[target_cells] = saved_cells.tokens
+            for leaf_name, saved_rows in saved_cells.leaf_rows.items():
+                session.fill(leaf_name, partial(put_rows, at=target_cells, rows=saved_rows))
 
-    def _homes(self, pools: Pools, pool: str, target_mask: int, to: Sequence[int]) -> np.ndarray:
+    def _find_cells(
+        self, pools: CellPools, pool: str, target_mask: int, to: Sequence[int]
+    ) -> np.ndarray:
         """A cell for each of a part's, free once `target_mask` are."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
-            pools.expire(len(part.pos), target_mask)
-        first = [
+            pools.expire_ring(len(part.pos), target_mask)
+        first_seqs = [
             next(seq for i, seq in enumerate(to) if cell_seqs & bit(i)) for cell_seqs in part.sets
         ]
         try:
-            return cells.find(np.array(first, np.int32), target_mask)
+            return cells.find_free_cells(np.array(first_seqs, np.int32), target_mask)
         except CacheFull as error:
             raise CacheFull(f"the state does not fit: {error}") from None
 
 
-def move_rows(session: Session, names: Sequence[str], move: Move) -> None:
+def move_states(session: Session, leaf_labels: Sequence[str], move: CellMove) -> None:
     """Copy states to others."""
-    for name in names:
-        rows = session.view(name)[move.source]
-        session.fill(name, partial(put_rows, at=move.to, rows=rows))
+    for leaf_label in leaf_labels:
+        state_rows = session.view(leaf_label)[move.source]
+        session.fill(leaf_label, partial(put_rows, at=move.to, rows=state_rows))
 
 
 def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
@@ -170,28 +172,28 @@ def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
 # ---- as bytes
 
 
-def to_bytes(stored: Stored, origin: Origin) -> bytes:
+def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
     """Head, description, the arrays of each part, and the SHA-256 of all before it."""
     parts = stored.parts.items()
-    counts = {pool: len(part.pos) for pool, part in parts}
+    cell_counts = {pool: len(saved_cells.pos) for pool, saved_cells in parts}
     description = {
         "origin": asdict(origin),
         "seqs": stored.seqs,
-        "cells": counts,
+        "cells": cell_counts,
         "scales": stored.scales,
     }
-    text = json.dumps(description).encode()
-    data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.rows.values()))
-    payload = b"".join((HEAD.pack(MAGIC, VERSION, len(text)), text, *data))
+    description_json = json.dumps(description).encode()
+    data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.leaf_rows.values()))
+    payload = b"".join((HEAD.pack(MAGIC, VERSION, len(description_json)), description_json, *data))
     return payload + hashlib.sha256(payload).digest()
 
 
-def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
+def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequences:
     """The state in these bytes. Raises ContextError if they are damaged, or of another origin."""
     if state[:4] != MAGIC:
         raise ContextError("this is not a state of a context; save one with packtrain")
-    payload, digest = memoryview(state)[:-DIGEST], state[-DIGEST:]
-    if len(state) < HEAD.size + DIGEST or hashlib.sha256(payload).digest() != digest:
+    payload, digest = memoryview(state)[:-DIGEST_NBYTES], state[-DIGEST_NBYTES:]
+    if len(state) < HEAD.size + DIGEST_NBYTES or hashlib.sha256(payload).digest() != digest:
         raise ContextError(
             f"the state is damaged: its {size_text(len(state))} do not match its checksum"
         )
@@ -204,42 +206,42 @@ def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
     for name, value in asdict(origin).items():
         if getattr(saved_origin, name) != value:
             raise ContextError(
-                f"the state was saved with another {NAMES[name]}; use the same, or read the text anew"
+                f"the state was saved with another {ORIGIN_LABELS[name]}; use the same, or read the text anew"
             )
-    parts = _parts(payload[HEAD.size + size :], counts, leaves)
-    for part in parts.values():
-        owned = (part.sets > 0) & (part.sets < bit(len(seqs)))
-        if not owned.all() or not (part.pos >= 0).all():
+    cells_by_pool = _parts(payload[HEAD.size + size :], counts, leaves)
+    for saved_cells in cells_by_pool.values():
+        is_owned = (saved_cells.sets > 0) & (saved_cells.sets < bit(len(seqs)))
+        if not is_owned.all() or not (saved_cells.pos >= 0).all():
             raise ContextError("the state is damaged: its cells belong to no sequence of it")
-    return Stored(seqs, parts, scales)
+    return SavedSequences(seqs, cells_by_pool, scales)
 
 
-def _described(text: bytes) -> tuple[Origin, list[int], dict[str, int], list[list[float]]]:
+def _described(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], list[list[float]]]:
     """What the description says: the origin, the sequences, the number of cells of each pool, scales of adapters."""
     try:
         description = json.loads(text)
-        counts = {pool: int(count) for pool, count in description["cells"].items()}
+        cell_counts = {pool: int(num_cells) for pool, num_cells in description["cells"].items()}
         seqs = [int(seq) for seq in description["seqs"]]
         scales = [[float(scale) for scale in description["scales"][i]] for i in range(len(seqs))]
-        return Origin(**description["origin"]), seqs, counts, scales
+        return StateOrigin(**description["origin"]), seqs, cell_counts, scales
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise ContextError("the state is damaged: its description cannot be read") from None
 
 
-def _parts(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, Part]:
-    parts, at = dict[str, Part](), 0
+def _parts(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, SavedCells]:
+    parts, at = dict[str, SavedCells](), 0
     for pool, named in leaves.items():
-        count, arrays = counts.get(pool, -1), list[np.ndarray]()
-        kinds = (
-            *((np.dtype(kind), ()) for kind in ("i4", "i8", "i4")),
+        num_cells, arrays = counts.get(pool, -1), list[np.ndarray]()
+        array_kinds = (
+            *((np.dtype(array_dtype), ()) for array_dtype in ("i4", "i8", "i4")),
             *((a.dtype, a.shape[1:]) for a in named.values()),
         )
-        for kind, shape in kinds:
-            end = at + count * kind.itemsize * math.prod(shape)
-            if not at <= end <= len(data):
-                raise ContextError(f"the state is damaged: it has no {count:,} cells")
-            arrays.append(np.frombuffer(data[at:end], kind).reshape(count, *shape))
-            at = end
-        pos, sets, tokens, *rows = arrays
-        parts[pool] = Part(pos, sets, tokens, dict(zip(named, rows, strict=True)))
+        for array_dtype, shape in array_kinds:
+            array_end = at + num_cells * array_dtype.itemsize * math.prod(shape)
+            if not at <= array_end <= len(data):
+                raise ContextError(f"the state is damaged: it has no {num_cells:,} cells")
+            arrays.append(np.frombuffer(data[at:array_end], array_dtype).reshape(num_cells, *shape))
+            at = array_end
+        pos, seq_masks, cell_tokens, *rows = arrays
+        parts[pool] = SavedCells(pos, seq_masks, cell_tokens, dict(zip(named, rows, strict=True)))
     return parts

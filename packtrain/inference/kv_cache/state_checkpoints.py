@@ -2,34 +2,40 @@
 
 from dataclasses import dataclass, field
 
-from packtrain.inference.kv_cache.saved_state import Stored
+from packtrain.inference.kv_cache.saved_state import SavedSequences
 
-ANEW = "sequence {}: no checkpoint is left of its window; its text is read anew"
+REREAD_MESSAGE = "sequence {}: no checkpoint is left of its window; its text is read anew"
 
 
 @dataclass(slots=True)
-class Checkpoints:
-    """At most `most`, of all sequences, `spacing` tokens apart; the oldest go first."""
+class StateCheckpoints:
+    """At most `max_checkpoints`, of all sequences, `token_spacing` tokens apart; the oldest go first."""
 
-    most: int
-    spacing: int
-    kept: list[tuple[int, int, Stored]] = field(default_factory=list)
+    max_checkpoints: int
+    token_spacing: int
+    saved_states: list[tuple[int, int, SavedSequences]] = field(default_factory=list)
 
-    def due(self, seq: int, position: int) -> bool:
+    def is_due(self, seq: int, position: int) -> bool:
         """Whether `spacing` tokens have been read since the last one of a sequence."""
-        last = max((at for owner, at, _ in self.kept if owner == seq), default=0)
-        return position >= last + self.spacing
+        last = max((at for owner_seq, at, _ in self.saved_states if owner_seq == seq), default=0)
+        return position >= last + self.token_spacing
 
-    def add(self, seq: int, position: int, stored: Stored) -> None:
-        self.kept = [*self.kept, (seq, position, stored)][-self.most :]
+    def add_state(self, seq: int, position: int, stored: SavedSequences) -> None:
+        self.saved_states = [*self.saved_states, (seq, position, stored)][-self.max_checkpoints :]
 
-    def last(self, seq: int, position: int) -> tuple[int, Stored] | None:
+    def latest_state(self, seq: int, position: int) -> tuple[int, SavedSequences] | None:
         """The last one of a sequence up to a position."""
         candidates = [
-            (at, stored) for owner, at, stored in self.kept if owner == seq and at <= position
+            (at, saved_sequences)
+            for owner_seq, at, saved_sequences in self.saved_states
+            if owner_seq == seq and at <= position
         ]
         return max(candidates, key=lambda candidate: candidate[0], default=None)
 
-    def drop(self, seq: int, since: int) -> None:
+    def drop_after(self, seq: int, since: int) -> None:
         """Forget those after a position of a sequence, which changes from there on."""
-        self.kept = [entry for entry in self.kept if entry[0] != seq or entry[1] <= since]
+        self.saved_states = [
+            saved_state
+            for saved_state in self.saved_states
+            if saved_state[0] != seq or saved_state[1] <= since
+        ]

@@ -3,14 +3,31 @@
 `Chain` puts them in order and has the state of one sequence. It knows no models.
 """
 
-from packtrain.inference.sampling.candidate_cuts import CANDIDATES, LOGITS, MOST, TOKEN, Cut
+from packtrain.inference.sampling.candidate_cuts import (
+    CANDIDATES,
+    LOGITS,
+    MAX_CANDIDATES,
+    TOKEN,
+    SamplerCut,
+)
 from packtrain.inference.sampling.candidates import Candidates
-from packtrain.inference.sampling.draw import draws
+from packtrain.inference.sampling.draw import token_rng
 from packtrain.inference.sampling.dry import find_breakers
-from packtrain.inference.sampling.sampler_chain import Chain, Constraint, Given
-from packtrain.inference.sampling.sampling_settings import ORDER, Sampling
+from packtrain.inference.sampling.sampler_chain import Chain, Constraint, SamplerInput
+from packtrain.inference.sampling.sampling_settings import SAMPLER_ORDER, Sampling
 
 __all__ = [
-    "CANDIDATES", "LOGITS", "MOST", "ORDER", "TOKEN", "Candidates", "Chain", "Constraint", "Cut", "Given", "Sampling",
-    "draws", "find_breakers",
+    "CANDIDATES",
+    "LOGITS",
+    "MAX_CANDIDATES",
+    "SAMPLER_ORDER",
+    "TOKEN",
+    "Candidates",
+    "Chain",
+    "Constraint",
+    "SamplerCut",
+    "SamplerInput",
+    "Sampling",
+    "find_breakers",
+    "token_rng",
 ]  # fmt: skip

@@ -7,57 +7,67 @@ from dataclasses import dataclass, replace
 
 from packtrain.inference.sampling.sampling_settings import Sampling
 
-MOST = 128  # candidates of a row that a graph finds
+MAX_CANDIDATES = 128  # candidates of a row that a graph finds
 LOGITS, CANDIDATES, TOKEN = "logits", "candidates", "token"
-IN_ORDER = "top_k", "top_p", "min_p", "temperature"  # as the graph applies them
-GREEDY = {*IN_ORDER, "top_n_sigma", "tfs_z"}  # none of these drops the likeliest token
+GRAPH_SAMPLERS = "top_k", "top_p", "min_p", "temperature"  # as the graph applies them
+GREEDY = {*GRAPH_SAMPLERS, "top_n_sigma", "tfs_z"}  # none of these drops the likeliest token
 SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SamplerCut:
     """What leaves the device of a row of logits, and the settings of the graph's samplers for it.
 
     numbers  temperature, top-p, min-p
-    counts   top-k, seed, index of the token in its text
+    int_settings   top-k, seed, index of the token in its text
     """
 
     leaves: str = LOGITS
     numbers: tuple[float, float, float] = (0.0, 1.0, 0.0)
-    counts: tuple[int, int, int] = (1, 0, 0)
+    int_settings: tuple[int, int, int] = (1, 0, 0)
 
 
-def cut(place: Cut, s: Sampling, seed: int, index: int) -> Cut:
+def token_cut(place: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
     """Where to cut a chain with these settings for the token `index`; `place` is where for any token."""
     if place.leaves != TOKEN or place.numbers[0] <= 0:  # no draw
         return place
-    return replace(place, counts=(s.top_k, seed, index)) if seed < SEEDS else Cut(CANDIDATES)
+    return (
+        replace(place, int_settings=(s.top_k, seed, index))
+        if seed < SEEDS
+        else SamplerCut(CANDIDATES)
+    )
 
 
-def place_of(s: Sampling) -> Cut:
+def base_cut(s: Sampling) -> SamplerCut:
     """Where to cut a chain with these settings for any token."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
-        return Cut()
+        return SamplerCut()
     # the likeliest, once some are less likely, were among so many more before
-    max_top_k = MOST - len(biases)
-    active = [name for name in s.order if not _idle(s, name)]
-    fixed = s.dynatemp_range <= 0
-    if "temperature" in active and fixed and s.temp <= 0 and GREEDY.issuperset(active):
-        return Cut() if max_top_k < 1 else Cut(CANDIDATES) if biases else Cut(TOKEN)
+    max_top_k = MAX_CANDIDATES - len(biases)
+    active = [name for name in s.order if not _is_idle(s, name)]
+    is_fixed_temp = s.dynatemp_range <= 0
+    if "temperature" in active and is_fixed_temp and s.temp <= 0 and GREEDY.issuperset(active):
+        return (
+            SamplerCut()
+            if max_top_k < 1
+            else SamplerCut(CANDIDATES)
+            if biases
+            else SamplerCut(TOKEN)
+        )
     # min-p needs the largest only
-    limiting = next((name for name in active if name != "min_p"), "")
-    if limiting != "top_k" or s.top_k > max_top_k:
-        return Cut()
-    if biases or active != [name for name in IN_ORDER if name in active] or not fixed:
-        return Cut(CANDIDATES)
+    limiting_sampler = next((name for name in active if name != "min_p"), "")
+    if limiting_sampler != "top_k" or s.top_k > max_top_k:
+        return SamplerCut()
+    if biases or active != [name for name in GRAPH_SAMPLERS if name in active] or not is_fixed_temp:
+        return SamplerCut(CANDIDATES)
     temp = s.temp if "temperature" in active else 1.0
     top_p = s.top_p if "top_p" in active else 1.0
     min_p = s.min_p if "min_p" in active else 0.0
-    return Cut(TOKEN, (temp, top_p, min_p))
+    return SamplerCut(TOKEN, (temp, top_p, min_p))
 
 
-def _idle(s: Sampling, name: str) -> bool:
+def _is_idle(s: Sampling, sampler_name: str) -> bool:
     """Whether a sampler does nothing with these settings."""
     penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
     return {
@@ -70,4 +80,4 @@ def _idle(s: Sampling, name: str) -> bool:
         "top_p": s.top_p >= 1,
         "min_p": s.min_p <= 0,
         "xtc": s.xtc_probability <= 0 or s.xtc_threshold > 0.5,
-    }.get(name, False)
+    }.get(sampler_name, False)

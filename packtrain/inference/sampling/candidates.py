@@ -20,7 +20,7 @@ class Candidates(NamedTuple):
     logits: np.ndarray
     sorted: bool = False
 
-    def take(self, index: np.ndarray | slice) -> "Candidates":
+    def select(self, index: np.ndarray | slice) -> "Candidates":
         """Some of them, in their order."""
         return Candidates(self.ids[index], self.logits[index], self.sorted)
 
@@ -29,8 +29,8 @@ def ranked(c: Candidates) -> Candidates:
     """The likeliest first; of equals the lowest id."""
     if c.sorted:
         return c
-    order = np.lexsort((c.ids, -c.logits))
-    return Candidates(c.ids[order], c.logits[order], True)
+    sorted_indices = np.lexsort((c.ids, -c.logits))
+    return Candidates(c.ids[sorted_indices], c.logits[sorted_indices], True)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:

@@ -6,13 +6,13 @@ import numpy as np
 from packtrain.inference.sampling.candidates import Candidates
 
 
-def draws(seed: int, index: int) -> np.random.Generator:
+def token_rng(seed: int, index: int) -> np.random.Generator:
     """The random generator of token `index`: counter-based, independent of the draws of other tokens."""
     return np.random.Generator(np.random.Philox(key=seed, counter=index))
 
 
-def draw(c: Candidates, rng: np.random.Generator) -> int:
+def draw_token(c: Candidates, rng: np.random.Generator) -> int:
     """An id by its probability: the first at which the running sum of exp(logit − max) exceeds u · its total."""
     total = np.cumsum(np.exp(c.logits - c.logits.max()))
-    at = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
-    return int(c.ids[min(at, len(c.ids) - 1)])
+    drawn_index = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
+    return int(c.ids[min(drawn_index, len(c.ids) - 1)])

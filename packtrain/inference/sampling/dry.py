@@ -8,91 +8,91 @@ import numpy as np
 
 from packtrain.inference.sampling.candidates import Candidates
 
-MOST_LOG = 88.7228391  # log of the largest float32: llama.cpp's largest penalty
-MOST_BYTES, MOST_TAIL = 40, 20
+MAX_LOG_PENALTY = 88.7228391  # log of the largest float32: llama.cpp's largest penalty
+MAX_BREAKER_NBYTES, MAX_TAIL_TOKENS = 40, 20
 Breakers = Mapping[
     int, Sequence[tuple[int, ...]]
 ]  # a token, and what must follow for a breaker to be complete
 
 
-def dry(
+def dry_penalty(
     c: Candidates,
-    recent: Sequence[int],
+    recent_ids: Sequence[int],
     breakers: Breakers,
     multiplier: float,
     base: float,
-    allowed: int,
+    allowed_length: int,
 ) -> Candidates:
     """Subtract multiplier · base^(length − allowed) from tokens that extend a repetition of `length` tokens."""
-    if not multiplier or base < 1 or len(recent) <= allowed:
+    if not multiplier or base < 1 or len(recent_ids) <= allowed_length:
         return c
-    max_length = _unbroken(recent, breakers)
-    if max_length < allowed:
+    max_length = _unbroken_length(recent_ids, breakers)
+    if max_length < allowed_length:
         return c
-    longest = max(int(MOST_LOG / math.log(base)), 1) if base > 1.000001 else 0
+    max_power = max(int(MAX_LOG_PENALTY / math.log(base)), 1) if base > 1.000001 else 0
     logits = c.logits.copy()
-    for id, length in _extended(recent, max_length).items():
-        if length >= allowed and () not in breakers.get(id, ()):
-            power = length - allowed
-            power = min(power, longest) if longest else power
+    for id, length in _repetition_lengths(recent_ids, max_length).items():
+        if length >= allowed_length and () not in breakers.get(id, ()):
+            power = length - allowed_length
+            power = min(power, max_power) if max_power else power
             logits[c.ids == id] -= multiplier * base**power
     return Candidates(c.ids, logits, False)
 
 
-def _unbroken(recent: Sequence[int], breakers: Breakers) -> int:
+def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
     """How many of the last tokens lie after the last breaker."""
-    count = len(recent)
-    for back in range(count):
-        at = count - 1 - back
-        tails = [t for t in breakers.get(recent[at], ()) if len(t) <= back]
-        fits = [len(t) for t in tails if tuple(recent[at + 1 : at + 1 + len(t)]) == t]
+    num_tokens = len(recent_ids)
+    for num_back in range(num_tokens):
+        at = num_tokens - 1 - num_back
+        tails = [t for t in breakers.get(recent_ids[at], ()) if len(t) <= num_back]
+        fits = [len(t) for t in tails if tuple(recent_ids[at + 1 : at + 1 + len(t)]) == t]
         if fits:
-            return back - max(fits)
-    return count
+            return num_back - max(fits)
+    return num_tokens
 
 
-def _extended(recent: Sequence[int], max_length: int) -> dict[int, int]:
+def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
     """Tokens that followed an earlier copy of the end of the text, with the longest such copy, at most `max_length`."""
     lengths_by_id: dict[int, int] = {}
-    text = np.asarray(recent)[::-1]
-    for k, length in enumerate(_copies(text)):
+    reversed_ids = np.asarray(recent_ids)[::-1]
+    for k, length in enumerate(_z_lengths(reversed_ids)):
         if k and length:
-            id = int(text[k - 1])
+            id = int(reversed_ids[k - 1])
             lengths_by_id[id] = max(lengths_by_id.get(id, 0), min(length, max_length))
     return lengths_by_id
 
 
-def _copies(text: np.ndarray) -> list[int]:
+def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
     """For each place of a reversed text, how long it is equal to its beginning there: the Z function."""
-    ids, count = text.tolist(), len(text)
-    z, left, right = [0] * count, 0, 0
-    for k in range(1, count):
-        n = min(right - k, z[k - left]) if k < right else 0
-        while k + n < count and ids[n] == ids[k + n]:
-            n += 1
-        z[k] = n
-        if k + n > right:
-            left, right = k, k + n
-    return z
+    ids, num_tokens = reversed_ids.tolist(), len(reversed_ids)
+    match_lengths, window_start, window_end = [0] * num_tokens, 0, 0
+    for k in range(1, num_tokens):
+        match_length = min(window_end - k, match_lengths[k - window_start]) if k < window_end else 0
+        while k + match_length < num_tokens and ids[match_length] == ids[k + match_length]:
+            match_length += 1
+        match_lengths[k] = match_length
+        if k + match_length > window_end:
+            window_start, window_end = k, k + match_length
+    return match_lengths
 
 
 def find_breakers(
-    texts: Iterable[str], pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
+    texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
     """Tokens with which a breaker can begin or that have one inside, and the ids that complete it."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
-    shared = dict[Any, Any]()  # equal values are one: there are as many as tokens
+    shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:
-        breaker, tails = text.encode()[:MOST_BYTES], dict[int, tuple[int, ...]]()
-        for id, piece in enumerate(pieces):
+        breaker, tails = text.encode()[:MAX_BREAKER_NBYTES], dict[int, tuple[int, ...]]()
+        for id, piece in enumerate(token_pieces):
             counts = range(1, min(len(breaker), len(piece) + 1))
             overlaps = (
                 [0] if breaker in piece else [n for n in counts if piece.endswith(breaker[:n])]
             )
             for n in overlaps:
                 if n not in tails:
-                    rest = breaker[n:].decode(errors="ignore")
-                    tails[n] = tuple(encode(rest)[:MOST_TAIL]) if n else ()
+                    breaker_rest = breaker[n:].decode(errors="ignore")
+                    tails[n] = tuple(encode(breaker_rest)[:MAX_TAIL_TOKENS]) if n else ()
                 extended_tails = (*breakers_by_id.get(id, ()), tails[n])
-                breakers_by_id[id] = shared.setdefault(extended_tails, extended_tails)
+                breakers_by_id[id] = shared_tails.setdefault(extended_tails, extended_tails)
     return breakers_by_id

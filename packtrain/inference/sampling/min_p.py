@@ -9,4 +9,4 @@ def min_p(c: Candidates, p: float) -> Candidates:
     """Keep tokens at least p times as likely as the likeliest: logit ≥ max + log p; 0 keeps all."""
     if p <= 0:
         return c
-    return c.take(c.logits >= c.logits.max() + min(math.log(p), 0.0))
+    return c.select(c.logits >= c.logits.max() + min(math.log(p), 0.0))

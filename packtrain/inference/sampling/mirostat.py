@@ -10,26 +10,26 @@ import numpy as np
 from packtrain.inference.sampling.candidates import Candidates, probabilities, ranked
 from packtrain.inference.sampling.top_k import top_k
 
-COUNTED = 100  # tokens from which the slope is estimated
+SLOPE_TOKENS = 100  # tokens from which the slope is estimated
 
 
 def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
     """The k likeliest, k from mu and the slope s of a Zipf law, estimated from the likeliest."""
     c = ranked(c)
-    p = probabilities(c.logits)[:COUNTED]
-    p = p[p > 0]
-    if len(p) < 2:
-        return c.take(slice(1))
-    i = np.arange(1, len(p))
-    t = np.log((i + 1) / i)
-    s = float((t * np.log(p[:-1] / p[1:])).sum() / (t * t).sum())
-    return top_k(c, _how_many(s, mu, vocab_size))
+    probs = probabilities(c.logits)[:SLOPE_TOKENS]
+    probs = probs[probs > 0]
+    if len(probs) < 2:
+        return c.select(slice(1))
+    ranks = np.arange(1, len(probs))
+    log_ratios = np.log((ranks + 1) / ranks)
+    s = float((log_ratios * np.log(probs[:-1] / probs[1:])).sum() / (log_ratios * log_ratios).sum())
+    return top_k(c, _estimate_k(s, mu, vocab_size))
 
 
-def _how_many(s: float, mu: float, vocab_size: int) -> int:
-    excess = s - 1
+def _estimate_k(zipf_slope: float, mu: float, vocab_size: int) -> int:
+    excess = zipf_slope - 1
     try:
-        k = (excess * 2**mu / (1 - vocab_size**-excess)) ** (1 / s)
+        k = (excess * 2**mu / (1 - vocab_size**-excess)) ** (1 / zipf_slope)
     except (OverflowError, ZeroDivisionError):
         return vocab_size  # as many as there are
     is_usable = not isinstance(k, complex) and math.isfinite(k)
@@ -42,10 +42,10 @@ def mirostat_2(c: Candidates, mu: float) -> Candidates:
     with np.errstate(divide="ignore"):
         surprise = -np.log2(probabilities(c.logits))
     too_surprising = np.flatnonzero(surprise > mu)
-    return c.take(slice(max(int(too_surprising[0]), 1))) if len(too_surprising) else c
+    return c.select(slice(max(int(too_surprising[0]), 1))) if len(too_surprising) else c
 
 
-def learnt(c: Candidates, id: int, mu: float, target: float, rate: float) -> float:
+def update_mu(c: Candidates, id: int, mu: float, target: float, learning_rate: float) -> float:
     """mu after `id` was drawn: mu − rate · (surprise − target)."""
-    chosen = probabilities(c.logits)[np.flatnonzero(c.ids == id)[0]]
-    return mu - rate * (-math.log2(chosen) - target)
+    token_prob = probabilities(c.logits)[np.flatnonzero(c.ids == id)[0]]
+    return mu - learning_rate * (-math.log2(token_prob) - target)

@@ -7,18 +7,18 @@ import numpy as np
 from packtrain.inference.sampling.candidates import Candidates
 
 
-def penalties(
-    c: Candidates, recent: Sequence[int], repeat: float, frequency: float, presence: float
+def recent_penalties(
+    c: Candidates, recent_ids: Sequence[int], repeat: float, frequency: float, presence: float
 ) -> Candidates:
     """Recent tokens are less likely: logit / repeat (· repeat where negative) − count · frequency − presence."""
-    if not len(recent) or (repeat, frequency, presence) == (1, 0, 0):
+    if not len(recent_ids) or (repeat, frequency, presence) == (1, 0, 0):
         return c
-    seen, counts = np.unique(np.asarray(recent, np.int64), return_counts=True)
-    at = np.minimum(np.searchsorted(seen, c.ids), len(seen) - 1)
-    hit = seen[at] == c.ids
-    old = c.logits[hit]
+    seen_ids, counts = np.unique(np.asarray(recent_ids, np.int64), return_counts=True)
+    at = np.minimum(np.searchsorted(seen_ids, c.ids), len(seen_ids) - 1)
+    is_seen = seen_ids[at] == c.ids
+    old = c.logits[is_seen]
     logits = c.logits.copy()
-    logits[hit] = (
-        np.where(old > 0, old / repeat, old * repeat) - counts[at[hit]] * frequency - presence
+    logits[is_seen] = (
+        np.where(old > 0, old / repeat, old * repeat) - counts[at[is_seen]] * frequency - presence
     )
     return Candidates(c.ids, logits, False)

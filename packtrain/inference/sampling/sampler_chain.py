@@ -5,18 +5,18 @@ from typing import Protocol
 
 import numpy as np
 
-from packtrain.common.errors import InputError, in_keywords
+from packtrain.common.errors import InputError, name_keywords
 from packtrain.inference.sampling.bias import logit_bias
-from packtrain.inference.sampling.candidate_cuts import Cut, cut, place_of
+from packtrain.inference.sampling.candidate_cuts import SamplerCut, base_cut, token_cut
 from packtrain.inference.sampling.candidates import Candidates
-from packtrain.inference.sampling.draw import draw, draws
-from packtrain.inference.sampling.dry import Breakers, dry
+from packtrain.inference.sampling.draw import draw_token, token_rng
+from packtrain.inference.sampling.dry import Breakers, dry_penalty
 from packtrain.inference.sampling.min_p import min_p
-from packtrain.inference.sampling.mirostat import learnt, mirostat, mirostat_2
-from packtrain.inference.sampling.penalties import penalties
+from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
+from packtrain.inference.sampling.penalties import recent_penalties
 from packtrain.inference.sampling.sampling_settings import Sampling
 from packtrain.inference.sampling.tail_free import tail_free
-from packtrain.inference.sampling.temperature import dynamic, temperature
+from packtrain.inference.sampling.temperature import dynamic_temperature, temperature
 from packtrain.inference.sampling.top_k import top_k
 from packtrain.inference.sampling.top_n_sigma import top_n_sigma
 from packtrain.inference.sampling.top_p import top_p
@@ -41,27 +41,29 @@ class Constraint(Protocol):
         """In the same state."""
 
 
-Given = int | Candidates | np.ndarray  # what leaves the device: the token, candidates or all logits
-Step = Callable[["Chain", Candidates, np.random.Generator], Candidates]
-STEPS: dict[str, Step] = {
-    "penalties": lambda own, c, rng: own.penalised(c),
-    "dry": lambda own, c, rng: own.dried(c),
-    "top_n_sigma": lambda own, c, rng: top_n_sigma(c, own.sampling.top_n_sigma),
-    "top_k": lambda own, c, rng: top_k(c, own.sampling.top_k),
-    "tfs_z": lambda own, c, rng: tail_free(c, own.sampling.tfs),
-    "typ_p": lambda own, c, rng: typical(c, own.sampling.typical),
-    "top_p": lambda own, c, rng: top_p(c, own.sampling.top_p),
-    "min_p": lambda own, c, rng: min_p(c, own.sampling.min_p),
-    "xtc": lambda own, c, rng: xtc(
-        c, own.sampling.xtc_probability, own.sampling.xtc_threshold, rng
+SamplerInput = (
+    int | Candidates | np.ndarray
+)  # what leaves the device: the token, candidates or all logits
+SamplerStep = Callable[["Chain", Candidates, np.random.Generator], Candidates]
+SAMPLER_STEPS: dict[str, SamplerStep] = {
+    "penalties": lambda chain, c, rng: chain.penalised(c),
+    "dry": lambda chain, c, rng: chain.dried(c),
+    "top_n_sigma": lambda chain, c, rng: top_n_sigma(c, chain.sampling.top_n_sigma),
+    "top_k": lambda chain, c, rng: top_k(c, chain.sampling.top_k),
+    "tfs_z": lambda chain, c, rng: tail_free(c, chain.sampling.tfs),
+    "typ_p": lambda chain, c, rng: typical(c, chain.sampling.typical),
+    "top_p": lambda chain, c, rng: top_p(c, chain.sampling.top_p),
+    "min_p": lambda chain, c, rng: min_p(c, chain.sampling.min_p),
+    "xtc": lambda chain, c, rng: xtc(
+        c, chain.sampling.xtc_probability, chain.sampling.xtc_threshold, rng
     ),
-    "temperature": lambda own, c, rng: dynamic(
-        c, own.sampling.temp, own.sampling.dynatemp_range, own.sampling.dynatemp_exp
+    "temperature": lambda chain, c, rng: dynamic_temperature(
+        c, chain.sampling.temp, chain.sampling.dynatemp_range, chain.sampling.dynatemp_exp
     ),
 }
 
 
-@in_keywords
+@name_keywords
 class Chain:
     """The samplers of one sequence. `choose` the next token, then `accept` it; `copy` for a fork of the sequence."""
 
@@ -80,8 +82,8 @@ class Chain:
         self.whole = False  # whether all logits are wanted, whatever the samplers need
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
         self._breakers, self._biases = breakers or {}, sampling.biases
-        self._steps = [STEPS[name] for name in sampling.order]
-        self._place = Cut() if constraint else place_of(sampling)  # a grammar decides, too
+        self._sampler_steps = [SAMPLER_STEPS[name] for name in sampling.order]
+        self._place = SamplerCut() if constraint else base_cut(sampling)  # a grammar decides, too
 
     def copy(self) -> "Chain":
         """A chain of the same state that goes its own way."""
@@ -94,60 +96,60 @@ class Chain:
         """Whether a grammar lets nothing more come."""
         return self._constraint is not None and self._constraint.over
 
-    def cut(self, ahead: int = 0) -> Cut:
+    def cut(self, ahead: int = 0) -> SamplerCut:
         """What must leave the device for the token `ahead` of the next one."""
         if self.whole:
-            return Cut()
-        return cut(self._place, self.sampling, self.seed, self.index + ahead)
+            return SamplerCut()
+        return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
-    def choose(self, result: Given) -> int:
+    def choose(self, result: SamplerInput) -> int:
         """The next token, out of what left the device; of equal logits the lowest id wins.
 
         Raises InputError if a logit is not finite.
         """
         if isinstance(result, np.ndarray):
-            return self._finish(self._allowed(result), len(result))
+            return self._draw_next(self._allowed(result), len(result))
         if isinstance(result, Candidates):
-            check_finite(result.ids[:1], result.logits[:1])
-            return self._finish(result, len(result.ids))
+            check_finite_logits(result.ids[:1], result.logits[:1])
+            return self._draw_next(result, len(result.ids))
         if result < 0:
-            raise not_finite(-1 - result)
+            raise not_finite_error(-1 - result)
         return result
 
     def _allowed(self, logits: np.ndarray) -> Candidates:
         """All tokens, or those of the grammar."""
         all_ids = np.arange(len(logits))
-        check_finite(all_ids, logits)
+        check_finite_logits(all_ids, logits)
         allowed = self._constraint.allowed(len(logits)) if self._constraint else None
         ids = all_ids if allowed is None else np.flatnonzero(allowed)
         return Candidates(ids, logits[ids].astype(np.float64))
 
     def left(self, logits: np.ndarray) -> Candidates:
         """What the samplers leave of all tokens, for `choose` to draw from. Raises InputError."""
-        return self._left(self._allowed(logits), len(logits), draws(self.seed, self.index))
+        return self._left(self._allowed(logits), len(logits), token_rng(self.seed, self.index))
 
-    def _finish(self, c: Candidates, vocab_size: int) -> int:
+    def _draw_next(self, c: Candidates, vocab_size: int) -> int:
         """The next token out of candidates."""
-        rng = draws(self.seed, self.index)
+        rng = token_rng(self.seed, self.index)
         c = self._left(c, vocab_size, rng)
-        id = draw(c, rng)
+        id = draw_token(c, rng)
         if self.sampling.mirostat:
-            s = self.sampling
-            self.mu = learnt(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
+            settings = self.sampling
+            self.mu = update_mu(c, id, self.mu, settings.mirostat_ent, settings.mirostat_lr)
         return id
 
     def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
         if self._biases:
             c = logit_bias(c, self._biases)
-            c = c.take(c.logits > -np.inf)
+            c = c.select(c.logits > -np.inf)
         if not len(c.ids):
             raise InputError(
                 "no token is left that could come next: see --logit-bias and --grammar"
             )
         if self.sampling.mirostat:
             return self._mirostat(c, vocab_size)
-        for step in self._steps:
-            c = step(self, c, rng)
+        for sampler_step in self._sampler_steps:
+            c = sampler_step(self, c, rng)
         return c
 
     def accept(self, id: int) -> None:
@@ -164,27 +166,27 @@ class Chain:
     def penalised(self, c: Candidates) -> Candidates:
         s = self.sampling
         penalty_args = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
-        return penalties(c, self.last(s.repeat_last_n), *penalty_args)
+        return recent_penalties(c, self.last(s.repeat_last_n), *penalty_args)
 
     def dried(self, c: Candidates) -> Candidates:
-        s = self.sampling
-        dry_args = s.dry_multiplier, s.dry_base, s.dry_allowed_length
-        return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *dry_args)
+        settings = self.sampling
+        dry_args = settings.dry_multiplier, settings.dry_base, settings.dry_allowed_length
+        return dry_penalty(c, self.last(settings.dry_penalty_last_n), self._breakers, *dry_args)
 
     def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
         c = temperature(c, self.sampling.temp)
-        is_first_version = self.sampling.mirostat == 1
-        return mirostat(c, self.mu, vocab_size) if is_first_version else mirostat_2(c, self.mu)
+        is_version_1 = self.sampling.mirostat == 1
+        return mirostat(c, self.mu, vocab_size) if is_version_1 else mirostat_2(c, self.mu)
 
 
-def check_finite(ids: np.ndarray, logits: np.ndarray) -> None:
+def check_finite_logits(ids: np.ndarray, logits: np.ndarray) -> None:
     """Raises InputError if a logit is not finite."""
     is_finite = np.isfinite(logits)
     if not is_finite.all():
-        raise not_finite(int(ids[~is_finite][0]))
+        raise not_finite_error(int(ids[~is_finite][0]))
 
 
-def not_finite(id: int) -> InputError:
+def not_finite_error(id: int) -> InputError:
     return InputError(
         f"the logit of token {id} is not finite; the model's weights must give finite numbers"
     )

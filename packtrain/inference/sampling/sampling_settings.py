@@ -7,85 +7,103 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
 
-from packtrain.common.errors import InputError, in_keywords
-from packtrain.common.options import SAMPLING, clean
+from packtrain.common.errors import InputError, name_keywords
+from packtrain.common.options import SAMPLING, check_values
 from packtrain.common.text import did_you_mean
 
 # tfs_z stands where llama.cpp had it until it was removed
-ORDER = (
+SAMPLER_ORDER = (
     "penalties", "dry", "top_n_sigma", "top_k", "tfs_z", "typ_p", "top_p", "min_p", "xtc",
     "temperature",
 )  # fmt: skip
 ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
-BIAS = re.compile(r"(\d+)([+-])(.+)")
-MOST = 1e30  # with larger ones sums are no longer finite
-BREAKERS = ("\n", ":", '"', "*")
+BIAS_PATTERN = re.compile(r"(\d+)([+-])(.+)")
+MAX_SETTING = 1e30  # with larger ones sums are no longer finite
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 
 
-@in_keywords
+@name_keywords
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen; each field is a flag of `generate` and `chat`."""
 
-    samplers: str = SAMPLING(";".join(ORDER), "samplers in order, separated by ;")
+    samplers: str = SAMPLING(";".join(SAMPLER_ORDER), "samplers in order, separated by ;")
     temp: float = SAMPLING(
-        0.8, "temperature; 0 always picks the likeliest token", flags="--temperature", least=0
+        0.8, "temperature; 0 always picks the likeliest token", flags="--temperature", min_value=0
     )
     dynatemp_range: float = SAMPLING(
-        0.0, "the temperature varies by this much with the entropy; 0: it is fixed", least=0
+        0.0, "the temperature varies by this much with the entropy; 0: it is fixed", min_value=0
     )
-    dynatemp_exp: float = SAMPLING(1.0, "exponent from entropy to temperature", least=0)
-    top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", least=0)
+    dynatemp_exp: float = SAMPLING(1.0, "exponent from entropy to temperature", min_value=0)
+    top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", min_value=0)
     top_p: float = SAMPLING(
-        0.95, "sample from the likeliest tokens whose probabilities add up to this", least=0, most=1
+        0.95,
+        "sample from the likeliest tokens whose probabilities add up to this",
+        min_value=0,
+        max_value=1,
     )
     min_p: float = SAMPLING(
-        0.05, "drop tokens less likely than this share of the likeliest", least=0, most=1
+        0.05, "drop tokens less likely than this share of the likeliest", min_value=0, max_value=1
     )
     top_n_sigma: float = SAMPLING(
         -1.0,
         "drop logits more than this many standard deviations below the largest; -1: none",
-        most=MOST,
+        max_value=MAX_SETTING,
         flags="--top-nsigma",
     )
     typical: float = SAMPLING(
         1.0,
         "keep tokens of typical surprise whose probabilities add up to this; 1: all",
         flags="--typical-p",
-        least=0,
-        most=1,
+        min_value=0,
+        max_value=1,
     )
-    tfs: float = SAMPLING(1.0, "tail-free sampling keeps this share; 1: all", least=0, most=1)
+    tfs: float = SAMPLING(
+        1.0, "tail-free sampling keeps this share; 1: all", min_value=0, max_value=1
+    )
     xtc_probability: float = SAMPLING(
-        0.0, "how often the likeliest tokens are excluded; 0: never", least=0, most=1
+        0.0, "how often the likeliest tokens are excluded; 0: never", min_value=0, max_value=1
     )
     xtc_threshold: float = SAMPLING(
-        0.1, "all but the last of the tokens this likely are excluded; over 0.5: none", least=0
+        0.1, "all but the last of the tokens this likely are excluded; over 0.5: none", min_value=0
     )
     repeat_penalty: float = SAMPLING(
-        1.0, "penalty on recent tokens; 1: none", least=0.01, most=MOST
+        1.0, "penalty on recent tokens; 1: none", min_value=0.01, max_value=MAX_SETTING
     )
     frequency_penalty: float = SAMPLING(
-        0.0, "penalty for each time that a token is recent", least=-MOST, most=MOST
+        0.0,
+        "penalty for each time that a token is recent",
+        min_value=-MAX_SETTING,
+        max_value=MAX_SETTING,
     )
     presence_penalty: float = SAMPLING(
-        0.0, "penalty on recent tokens, however often they are", least=-MOST, most=MOST
+        0.0,
+        "penalty on recent tokens, however often they are",
+        min_value=-MAX_SETTING,
+        max_value=MAX_SETTING,
     )
-    repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
+    repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", min_value=-1)
     dry_multiplier: float = SAMPLING(
-        0.0, "DRY: penalty on tokens that extend a repetition; 0: none", least=0, most=MOST
+        0.0,
+        "DRY: penalty on tokens that extend a repetition; 0: none",
+        min_value=0,
+        max_value=MAX_SETTING,
     )
     dry_base: float = SAMPLING(
-        1.75, "DRY: the penalty grows by this for each token repeated", least=1
+        1.75, "DRY: the penalty grows by this for each token repeated", min_value=1
     )
-    dry_allowed_length: int = SAMPLING(2, "DRY: repetitions this long are free", least=0)
-    dry_penalty_last_n: int = SAMPLING(64, "DRY: how many tokens are searched; -1: all", least=-1)
+    dry_allowed_length: int = SAMPLING(2, "DRY: repetitions this long are free", min_value=0)
+    dry_penalty_last_n: int = SAMPLING(
+        64, "DRY: how many tokens are searched; -1: all", min_value=-1
+    )
     dry_sequence_breaker: tuple[str, ...] = SAMPLING(
         (), "DRY: repetitions end here; repeatable; none: nowhere (default: line feed, :, quote, *)"
     )
-    mirostat: int = SAMPLING(0, "1 or 2: Mirostat instead of the other samplers", least=0, most=2)
-    mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", least=0)
-    mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", least=0)
+    mirostat: int = SAMPLING(
+        0, "1 or 2: Mirostat instead of the other samplers", min_value=0, max_value=2
+    )
+    mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", min_value=0)
+    mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", min_value=0)
     logit_bias: tuple[str, ...] = SAMPLING(
         (),
         "add to a token's logit; 29905-inf forbids it; repeatable",
@@ -96,18 +114,18 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises InputError for a value out of its range, also where settings are made without a command line."""
         field_values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        for name, value in clean(Sampling, field_values, None).items():
+        for name, value in check_values(Sampling, field_values, None).items():
             object.__setattr__(self, name, value)
 
     @property
     def order(self) -> tuple[str, ...]:
         """Names of the samplers. Raises InputError."""
-        return ordered(self.samplers)
+        return parse_samplers(self.samplers)
 
     @property
     def breakers(self) -> tuple[str, ...]:
         """Where DRY ends repetitions."""
-        sequences = self.dry_sequence_breaker or BREAKERS
+        sequences = self.dry_sequence_breaker or DEFAULT_BREAKERS
         return () if "none" in sequences else sequences
 
     @property
@@ -115,8 +133,8 @@ class Sampling:
         """What is added to logits, by id. Raises InputError."""
         bias_by_id: dict[int, float] = {}
         for text in self.logit_bias:
-            id, bias = parsed_bias(text)
-            bias_by_id[id] = bias_by_id.get(id, 0.0) + bias
+            token_id, bias = parse_bias(text)
+            bias_by_id[token_id] = bias_by_id.get(token_id, 0.0) + bias
         return MappingProxyType(bias_by_id)
 
     def check_sampling(self, vocab_size: int | None = None) -> None:
@@ -130,32 +148,32 @@ class Sampling:
 
 
 @lru_cache(maxsize=64)
-def ordered(names: str) -> tuple[str, ...]:
+def parse_samplers(names: str) -> tuple[str, ...]:
     """The samplers' own names. Raises InputError."""
-    return tuple(named(name) for name in names.split(";") if name.strip())
+    return tuple(named(sampler_name) for sampler_name in names.split(";") if sampler_name.strip())
 
 
-def named(name: str) -> str:
+def named(sampler_name: str) -> str:
     """A sampler's own name: top-k and topk are top_k. Raises InputError."""
-    normalized = name.strip().lower()
-    canonical_names = {sampler.replace("_", ""): sampler for sampler in ORDER} | ALIASES
+    normalized = sampler_name.strip().lower()
+    canonical_names = {sampler.replace("_", ""): sampler for sampler in SAMPLER_ORDER} | ALIASES
     sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))
     if sampler is None:
-        suggestion = did_you_mean(normalized, ORDER)
+        suggestion = did_you_mean(normalized, SAMPLER_ORDER)
         raise InputError(
-            f"--samplers: there is no sampler {name!r}; there are {', '.join(ORDER)}{suggestion}"
+            f"--samplers: there is no sampler {sampler_name!r}; there are {', '.join(SAMPLER_ORDER)}{suggestion}"
         )
     return sampler
 
 
-def parsed_bias(text: str) -> tuple[int, float]:
+def parse_bias(text: str) -> tuple[int, float]:
     """Token and bias of `15043+1`. Raises InputError."""
-    match = BIAS.fullmatch(text.strip())
+    match = BIAS_PATTERN.fullmatch(text.strip())
     try:
         bias = float(match[2] + match[3]) if match else math.nan
     except ValueError:
         bias = math.nan
-    if match is None or not (abs(bias) <= MOST or bias == -math.inf):
+    if match is None or not (abs(bias) <= MAX_SETTING or bias == -math.inf):
         raise InputError(
             f"--logit-bias is {text!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
         )

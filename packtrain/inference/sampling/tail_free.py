@@ -10,9 +10,9 @@ def tail_free(c: Candidates, z: float) -> Candidates:
     if z >= 1 or len(c.ids) <= 2:
         return c
     c = ranked(c)
-    curve = np.abs(np.diff(probabilities(c.logits), 2))
-    total = curve.sum()
-    shares = curve / total if total > 1e-6 else np.full(len(curve), 1 / len(curve))
-    past = np.flatnonzero(np.cumsum(shares) > z)
-    past = past[past > 0]
-    return c.take(slice(int(past[0]))) if len(past) else c
+    curvature = np.abs(np.diff(probabilities(c.logits), 2))
+    total = curvature.sum()
+    shares = curvature / total if total > 1e-6 else np.full(len(curvature), 1 / len(curvature))
+    cut_indices = np.flatnonzero(np.cumsum(shares) > z)
+    cut_indices = cut_indices[cut_indices > 0]
+    return c.select(slice(int(cut_indices[0]))) if len(cut_indices) else c

@@ -10,19 +10,19 @@ from packtrain.inference.sampling.candidates import Candidates, entropy, probabi
 def temperature(c: Candidates, temp: float) -> Candidates:
     """logit / temp; 0 keeps only the likeliest, of equals the lowest id."""
     if temp <= 0:
-        best = c.ids[c.logits == c.logits.max()].min()
-        return c.take(c.ids == best)
+        best_id = c.ids[c.logits == c.logits.max()].min()
+        return c.select(c.ids == best_id)
     with np.errstate(over="ignore"):  # −inf is correct below the largest logit, which is 0 then
         return Candidates(c.ids, (c.logits - c.logits.max()) / temp, c.sorted)
 
 
-def dynamic(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
+def dynamic_temperature(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
     """Temperature from temp − around to temp + around: the greater the entropy, the higher."""
     if spread <= 0:
         return temperature(c, temp)
     if len(c.ids) <= 1:
         return c
     c = ranked(c)
-    share = max(entropy(probabilities(c.logits)) / math.log(len(c.ids)), 0.0)
+    entropy_share = max(entropy(probabilities(c.logits)) / math.log(len(c.ids)), 0.0)
     min_temp = max(temp - spread, 0.0)
-    return temperature(c, min_temp + (temp + spread - min_temp) * share**exponent)
+    return temperature(c, min_temp + (temp + spread - min_temp) * entropy_share**exponent)

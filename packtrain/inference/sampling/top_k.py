@@ -5,19 +5,19 @@ import numpy as np
 from packtrain.inference.sampling.candidates import Candidates, ranked
 
 
-def top_k(c: Candidates, count: int) -> Candidates:
-    """The `count` greatest logits, greatest first, of equals the lowest ids; 0 keeps all."""
-    if not count or (c.sorted and count >= len(c.ids)):
+def top_k(c: Candidates, max_tokens: int) -> Candidates:
+    """The `max_tokens` greatest logits, greatest first, of equals the lowest ids; 0 keeps all."""
+    if not max_tokens or (c.sorted and max_tokens >= len(c.ids)):
         return c
     if c.sorted:
-        return c.take(slice(count))
-    if count < len(c.ids):  # sort only those that can be among them
-        c = c.take(c.logits >= _bound(c.logits, count))
-    return ranked(c).take(slice(count))
+        return c.select(slice(max_tokens))
+    if max_tokens < len(c.ids):  # sort only those that can be among them
+        c = c.select(c.logits >= _kth_lower_bound(c.logits, max_tokens))
+    return ranked(c).select(slice(max_tokens))
 
 
-def _bound(logits: np.ndarray, count: int) -> float:
-    """A number that at least `count` logits reach, and few more: from the maxima of spans, a hundredth of a sort."""
-    width = max(len(logits) // (4 * count), 1)
-    spans = logits[: len(logits) // width * width].reshape(-1, width)
-    return float(np.partition(spans.max(axis=1), -count)[-count])
+def _kth_lower_bound(logits: np.ndarray, min_count: int) -> float:
+    """A number that at least `min_count` logits reach, and few more: from the maxima of spans, a hundredth of a sort."""
+    span_width = max(len(logits) // (4 * min_count), 1)
+    spans = logits[: len(logits) // span_width * span_width].reshape(-1, span_width)
+    return float(np.partition(spans.max(axis=1), -min_count)[-min_count])

@@ -10,4 +10,4 @@ def top_n_sigma(c: Candidates, n: float) -> Candidates:
     if n <= 0 or len(c.ids) <= 1:
         return c
     finite = c.logits[np.isfinite(c.logits)]
-    return c.take(c.logits >= finite.max() - n * finite.std())
+    return c.select(c.logits >= finite.max() - n * finite.std())

@@ -10,4 +10,4 @@ def top_p(c: Candidates, p: float) -> Candidates:
     if p >= 1:
         return c
     c = ranked(c)
-    return c.take(slice(int(np.searchsorted(np.cumsum(probabilities(c.logits)), p)) + 1))
+    return c.select(slice(int(np.searchsorted(np.cumsum(probabilities(c.logits)), p)) + 1))

@@ -10,9 +10,9 @@ def typical(c: Candidates, p: float) -> Candidates:
     if p >= 1:
         return c
     c = ranked(c)
-    c = c.take(np.isfinite(c.logits))
-    likely = probabilities(c.logits)
-    likely = np.maximum(likely, np.finfo(float).tiny)  # so that their surprise is finite
-    order = np.argsort(np.abs(-np.log(likely) - entropy(likely)), kind="stable")
-    retained = order[: int(np.searchsorted(np.cumsum(likely[order]), p, side="right")) + 1]
-    return c.take(np.sort(retained))
+    c = c.select(np.isfinite(c.logits))
+    token_probs = probabilities(c.logits)
+    token_probs = np.maximum(token_probs, np.finfo(float).tiny)  # so that their surprise is finite
+    order = np.argsort(np.abs(-np.log(token_probs) - entropy(token_probs)), kind="stable")
+    kept_indices = order[: int(np.searchsorted(np.cumsum(token_probs[order]), p, side="right")) + 1]
+    return c.select(np.sort(kept_indices))

@@ -12,5 +12,5 @@ def xtc(
     if probability <= 0 or threshold > 0.5 or len(c.ids) < 2 or rng.random() > probability:
         return c
     c = ranked(c)
-    high = int(np.count_nonzero(probabilities(c.logits) >= threshold))
-    return c.take(slice(max(high - 1, 0), None))
+    num_likely = int(np.count_nonzero(probabilities(c.logits) >= threshold))
+    return c.select(slice(max(num_likely - 1, 0), None))

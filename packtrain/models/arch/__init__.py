@@ -4,7 +4,7 @@ from importlib import import_module
 
 from packtrain.models.arch.architecture import Architecture, Family
 
-NAMES = (
+MODULE_NAMES = (
     "llama", "llama4", "mistral3", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "qwen3next", "qwen35",
     "qwen35moe", "ernie4_5_moe", "glm4moe", "gpt_oss", "olmoe", "gemma", "gemma2", "gemma3",
     "gemma3n", "gemma4", "phi3", "granitemoe", "deepseek2", "granite", "olmo2", "seed_oss",
@@ -12,15 +12,15 @@ NAMES = (
     "falcon_h1", "phi2", "gpt2", "starcoder2", "stablelm", "falcon", "nemotron", "cohere2",
     "smollm3",
 )  # fmt: skip
-MODULES = tuple(import_module(f"{__name__}.{name}") for name in NAMES)
+MODULES = tuple(import_module(f"{__name__}.{name}") for name in MODULE_NAMES)
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
 
 
-def classes() -> dict[str, tuple[Architecture, Family]]:
+def families_by_class() -> dict[str, tuple[Architecture, Family]]:
     """Architecture and family of checkpoints by their model class."""
     return {
-        name: (architecture, family)
+        class_name: (architecture, family)
         for architecture in ARCHITECTURES.values()
         for family in architecture.families
-        for name in family.classes
+        for class_name in family.model_classes
     }

@@ -2,19 +2,19 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY = 4
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.one_of("use_qk_norm", False, False)
-    hf_config.one_of("layer_switch", EVERY, EVERY)
-    hf_config.one_of("sliding_window_pattern", EVERY, EVERY)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_one_of("use_qk_norm", False, False)
+    hf_config.require_one_of("layer_switch", EVERY, EVERY)
+    hf_config.require_one_of("sliding_window_pattern", EVERY, EVERY)
     if hf_config.scaling() != "default":
         raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "default")
-    hf_config.windows_every(EVERY, sizes.block_count)
+    hf_config.require_window_interval(EVERY, sizes.block_count)
     return {
         "logit_scale": hf_config.real("logit_scale", 0.0625),
         "attention.sliding_window": hf_config.size("sliding_window", 4096),
@@ -27,20 +27,26 @@ def keys(hf_config: Given, sizes: Sizes) -> Keys:
 ARCHITECTURE = Architecture(
     "cohere2",
     layer_norms=True,
-    parallel=True,
-    square=True,
+    is_parallel=True,
+    fixed_head_width=True,
     partial_rope=True,
     always_tied=True,
-    logits_times=True,
-    windows_turn=True,
-    keys={
+    multiplies_logits=True,
+    rope_only_in_windows=True,
+    key_defaults={
         "logit_scale": None,
         "attention.sliding_window": None,
         "attention.sliding_window_pattern": 4,
     },
-    ignored=("rope.freq_base_swa",),
-    optional=(*arch.BIASES, *arch.FUSED, "attn_output.bias"),
+    ignored_keys=("rope.freq_base_swa",),
+    optional_tensors=(*arch.BIASES, *arch.FUSED_QKV, "attn_output.bias"),
     families=(
-        Family(("Cohere2ForCausalLM",), ATTENTION | FEED_FORWARD, keys=keys, tied=True, pairs=True),
+        Family(
+            ("Cohere2ForCausalLM",),
+            ATTENTION | FEED_FORWARD,
+            extra_metadata=extra_metadata,
+            tied_by_default=True,
+            interleaved_rope=True,
+        ),
     ),
 )

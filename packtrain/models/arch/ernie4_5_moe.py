@@ -4,60 +4,68 @@ from dataclasses import replace
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import ernie4_5
-from packtrain.models.arch.architecture import CHOICE, EXPERT_MATRICES, Architecture, Experts, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    CHOICE,
+    EXPERT_MODULES,
+    Architecture,
+    ExpertLayout,
+    Keys,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.moe_statics.e_score_correction": "exp_probs_b"}
-WIDTH, START = ("moe_intermediate_size", 1536), "moe_layer_start_index"
+WIDTH, FIRST_EXPERT_BLOCK = ("moe_intermediate_size", 1536), "moe_layer_start_index"
 
 
-def others(hf_config: Given) -> tuple[int, int]:
+def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     """llama.cpp's converter divides the feed-forward's width by the key heads, which is the same in Baidu's models."""
-    shared = hf_config.get("moe_num_shared_experts", 2)
-    dense = hf_config.get(START, 1)
-    if type(shared) is not int or shared < 0:
-        raise hf_config.wrong("moe_num_shared_experts", shared, "0 or more")
-    if type(dense) is not int or dense < 0:
-        raise hf_config.wrong(START, dense, "0 or more")
-    return hf_config.size(*WIDTH) * shared, dense
+    num_shared_experts = hf_config.get("moe_num_shared_experts", 2)
+    num_dense_blocks = hf_config.get(FIRST_EXPERT_BLOCK, 1)
+    if type(num_shared_experts) is not int or num_shared_experts < 0:
+        raise hf_config.wrong("moe_num_shared_experts", num_shared_experts, "0 or more")
+    if type(num_dense_blocks) is not int or num_dense_blocks < 0:
+        raise hf_config.wrong(FIRST_EXPERT_BLOCK, num_dense_blocks, "0 or more")
+    return hf_config.size(*WIDTH) * num_shared_experts, num_dense_blocks
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    ernie4_5.keys(hf_config, sizes)
-    hf_config.one_of("moe_layer_interval", 1, 1)
-    hf_config.one_of("moe_layer_end_index", -1, -1, sizes.block_count - 1)
-    shared = sizes.expert_shared_feed_forward_length
-    shared_keys: Keys = {"expert_shared_feed_forward_length": shared} if shared else {}
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    ernie4_5.extra_metadata(hf_config, sizes)
+    hf_config.require_one_of("moe_layer_interval", 1, 1)
+    hf_config.require_one_of("moe_layer_end_index", -1, -1, sizes.block_count - 1)
+    shared_width = sizes.expert_shared_feed_forward_length
+    shared_keys: Keys = {"expert_shared_feed_forward_length": shared_width} if shared_width else {}
     return {
         **shared_keys,
         "interleave_moe_layer_step": 1,
         "leading_dense_block_count": sizes.leading_dense_block_count,
-        "expert_shared_count": shared // sizes.expert_width,
+        "expert_shared_count": shared_width // sizes.expert_width,
     }
 
 
-KEYS = {
+KEY_DEFAULTS = {
     "expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None,
     "expert_shared_feed_forward_length": 0, "leading_dense_block_count": 0, "interleave_moe_layer_step": None,
 }  # fmt: skip
 ARCHITECTURE = Architecture(
     "ernie4_5-moe",
-    optional=(CHOICE,),
-    keys=KEYS,
-    ignored=("expert_shared_count",),
+    optional_tensors=(CHOICE,),
+    key_defaults=KEY_DEFAULTS,
+    ignored_keys=("expert_shared_count",),
     neutral={"interleave_moe_layer_step": (1,)},
     families=tuple(
         replace(
             family,
-            classes=("Ernie4_5_MoeForCausalLM",),
-            block=arch.BLOCK | ROUTER | arch.SHARED,
-            keys=keys,
-            experts=Experts(EXPERT_MATRICES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, others),
-            ends={"e_score_correction_bias": "e_score_correction.bias"},
-            optional=lambda given: (CHOICE,),
-            unused=("rotary_emb.inv_freq",),
-            head_width=0,
+            model_classes=("Ernie4_5_MoeForCausalLM",),
+            block_modules=arch.BLOCK | ROUTER | arch.SHARED,
+            extra_metadata=extra_metadata,
+            experts=ExpertLayout(
+                EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
+            ),
+            suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
+            optional_tensors=lambda hf_config: (CHOICE,),
+            computed_suffixes=("rotary_emb.inv_freq",),
+            default_head_width=0,
         )
         for family in ernie4_5.ARCHITECTURE.families
     ),

@@ -3,11 +3,18 @@
 arXiv 2311.16867.
 """
 
-from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names, Spans
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    NORM_BIASES,
+    Architecture,
+    CheckpointNames,
+    Family,
+    Keys,
+    RowSpans,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-SECOND = ("attn_norm_2.weight", "attn_norm_2.bias")
+SECOND_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 MODULES = {
     "input_layernorm": "attn_norm", "ln_attn": "attn_norm_2",
     "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
@@ -15,73 +22,73 @@ MODULES = {
 }  # fmt: skip
 
 
-def usual(hf_config: Given) -> Given:
+def normalize_config(hf_config: HFConfig) -> HFConfig:
     """The large ones have as many keys and values as the config says, the small ones of several queries one."""
-    hf_config = hf_config.renamed(
+    hf_config = hf_config.with_aliases(
         {"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)}
     )
-    width, heads = hf_config.size("hidden_size"), hf_config.size("num_attention_heads")
-    kv = hf_config.size("num_kv_heads", hf_config.get("n_head_kv", heads))
+    hidden_width, num_heads = hf_config.size("hidden_size"), hf_config.size("num_attention_heads")
+    num_kv_heads = hf_config.size("num_kv_heads", hf_config.get("n_head_kv", num_heads))
     single = hf_config.flag("multi_query", True) and not hf_config.flag("new_decoder_architecture")
     return hf_config.but(
-        num_key_value_heads=1 if single else kv,
-        intermediate_size=hf_config.size("ffn_hidden_size", 4 * width),
+        num_key_value_heads=1 if single else num_kv_heads,
+        intermediate_size=hf_config.size("ffn_hidden_size", 4 * hidden_width),
         max_position_embeddings=hf_config.size("max_position_embeddings", 2048),
         hidden_act=hf_config.get("activation", "gelu"),
     )
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.one_of("alibi", False, False)
-    hf_config.one_of("bias", False, False)
-    hf_config.one_of("parallel_attn", True, True)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_one_of("alibi", False, False)
+    hf_config.require_one_of("bias", False, False)
+    hf_config.require_one_of("parallel_attn", True, True)
     return {"tensor_data_layout": "jploski"}
 
 
-def spans(sizes: Sizes) -> dict[str, Spans]:
+def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
     """All queries, all keys, all values, from groups of those that belong together."""
-    d, groups = sizes.head_width, sizes.head_count_kv
-    each = sizes.head_count // groups + 2
-    parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
+    head_width, num_groups = sizes.head_width, sizes.head_count_kv
+    each = sizes.head_count // num_groups + 2
+    group_parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
     qkv_spans = [
-        ((g * each + first) * d, (g * each + last) * d)
-        for first, last in parts
-        for g in range(groups)
+        ((group * each + first_head) * head_width, (group * each + end_head) * head_width)
+        for first_head, end_head in group_parts
+        for group in range(num_groups)
     ]
     return {"attn_qkv": tuple(qkv_spans)}
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
-    large = (
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+    has_second_norm = (
         hf_config.flag("new_decoder_architecture")
         and hf_config.get("num_ln_in_parallel_attn", 2) == 2
     )
-    return ("attn_norm.bias", "output_norm.bias", *(SECOND if large else ()))
+    return ("attn_norm.bias", "output_norm.bias", *(SECOND_NORM if has_second_norm else ()))
 
 
 ARCHITECTURE = Architecture(
     "falcon",
     halves=True,
     layer_norms=True,
-    parallel=True,
-    gelu=True,
+    is_parallel=True,
+    use_gelu=True,
     gated=False,
-    fused=True,
-    square=True,
-    optional=(*NORM_BIASES, *SECOND),
+    fused_qkv=True,
+    fixed_head_width=True,
+    optional_tensors=(*NORM_BIASES, *SECOND_NORM),
     families=(
         Family(
             ("FalconForCausalLM",),
             MODULES,
-            keys,
+            extra_metadata,
             None,
-            Names("transformer.", "word_embeddings", "", "h", "ln_f"),
-            usual,
+            CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"),
+            normalize_config,
             {"ln_mlp": "input_layernorm"},
-            optional,
-            spans=spans,
-            left_out=("rope.freq_base",),
-            tied=True,
+            optional_tensors,
+            row_spans=row_spans,
+            omitted_keys=("rope.freq_base",),
+            tied_by_default=True,
         ),
     ),
 )

@@ -9,13 +9,19 @@ from typing import Any
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2, gemma4
-from packtrain.models.arch.architecture import LAYER_INPUTS, Architecture, Family, Keys, Names
-from packtrain.models.arch.hf_config import FULL, SLIDING, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    LAYER_INPUTS,
+    Architecture,
+    CheckpointNames,
+    Family,
+    Keys,
+)
+from packtrain.models.arch.hf_config import FULL, SLIDING, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-EVERY, STREAMS, RANK, OWN, SPARSE, SHARE, OWNING = 5, 4, 64, 256, 10, 0.95, 20
-CAP, CAPPED = "final_logit_softcapping", 30.0
-LAYERS = {
+EVERY, NUM_STREAMS, RANK, LAYER_EMBEDDING_WIDTH, SPARSE, SHARE, OWNING = 5, 4, 64, 256, 10, 0.95, 20
+SOFTCAP_KEY, SOFTCAP = "final_logit_softcapping", 30.0
+LAYER_MODULES = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
     "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm",
     "altup.correction_coefs": "altup_correct_coef", "altup.correct_output_scale": "altup_correct_scale",
@@ -26,72 +32,72 @@ OUTSIDE = {
     **dict(zip(gemma4.OUTSIDE, LAYER_INPUTS, strict=True)), "altup_projections.{}": arch.STREAMS_IN,
     "altup_unembed_projections.{}": arch.STREAMS_OUT,
 }  # fmt: skip
-WIDTHS, SPARSITY = "intermediate_size", "activation_sparsity_pattern"
+WIDTHS_KEY, SPARSITY_KEY = "intermediate_size", "activation_sparsity_pattern"
 
 
-def usual(hf_config: Given) -> Given:
+def normalize_config(hf_config: HFConfig) -> HFConfig:
     """One width of the feed-forwards, which some configs list for each block."""
-    widths = hf_config.get(WIDTHS)
+    widths = hf_config.get(WIDTHS_KEY)
     if not isinstance(widths, list):
         return hf_config
     if not widths or any(width != widths[0] for width in widths):
-        raise hf_config.wrong(WIDTHS, widths, "the same for all blocks, as in llama.cpp")
+        raise hf_config.wrong(WIDTHS_KEY, widths, "the same for all blocks, as in llama.cpp")
     return hf_config.but(intermediate_size=widths[0], widths=widths)
 
 
-def check(hf_config: Given, blocks: int) -> None:
+def check_fixed_values(hf_config: HFConfig, blocks: int) -> None:
     """Refuse what llama.cpp, which has these numbers in its code, would compute otherwise."""
     for key, value in (
-        ("altup_num_inputs", STREAMS),
+        ("altup_num_inputs", NUM_STREAMS),
         ("altup_active_idx", 0),
         ("laurel_rank", RANK),
-        ("hidden_size_per_layer_input", OWN),
+        ("hidden_size_per_layer_input", LAYER_EMBEDDING_WIDTH),
         ("num_kv_shared_layers", blocks - min(blocks, OWNING)),
-        (CAP, CAPPED),
+        (SOFTCAP_KEY, SOFTCAP),
     ):
-        hf_config.one_of(key, None, value)
-    hf_config.one_of("attention_bias", False, False)
-    hf_config.one_of("altup_correct_scale", True, True)
-    shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
-    if hf_config.get(SPARSITY) != shares:
-        right = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
-        raise hf_config.wrong(SPARSITY, hf_config.get(SPARSITY), right)
+        hf_config.require_one_of(key, None, value)
+    hf_config.require_one_of("attention_bias", False, False)
+    hf_config.require_one_of("altup_correct_scale", True, True)
+    sparse_shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
+    if hf_config.get(SPARSITY_KEY) != sparse_shares:
+        expected = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
+        raise hf_config.wrong(SPARSITY_KEY, hf_config.get(SPARSITY_KEY), expected)
 
 
-def kinds(hf_config: Given) -> dict[str, Any]:
-    blocks = hf_config.size("num_hidden_layers")
-    pattern = tuple(hf_config.windows(blocks, required=True))
-    check(hf_config, blocks)
-    num_owning = min(blocks, OWNING)
-    if num_owning < blocks and (pattern[num_owning - 1] or not pattern[num_owning - 2]):
-        right = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
-        raise hf_config.wrong("layer_types", hf_config.get("layer_types"), right)
+def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
+    num_blocks = hf_config.size("num_hidden_layers")
+    pattern = tuple(hf_config.layer_windows(num_blocks, is_required=True))
+    check_fixed_values(hf_config, num_blocks)
+    num_owning = min(num_blocks, OWNING)
+    if num_owning < num_blocks and (pattern[num_owning - 1] or not pattern[num_owning - 2]):
+        expected = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
+        raise hf_config.wrong("layer_types", hf_config.get("layer_types"), expected)
     return {
         "window_pattern": pattern,
-        "own_kv": num_owning if num_owning < blocks else 0,
-        "embedding_length_per_layer": OWN,
+        "own_kv": num_owning if num_owning < num_blocks else 0,
+        "embedding_length_per_layer": LAYER_EMBEDDING_WIDTH,
     }
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    blocks, fields = sizes.block_count, kinds(hf_config)
-    keys: Keys = {
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    num_blocks, block_fields = sizes.block_count, per_block_fields(hf_config)
+    metadata: Keys = {
         "attention.sliding_window": hf_config.size("sliding_window"),
-        "attention.sliding_window_pattern": list(fields["window_pattern"]),
-        "attention.shared_kv_layers": blocks - min(blocks, OWNING),
-        "rope.freq_base_swa": hf_config.near_base(),
-        "embedding_length_per_layer_input": OWN,
+        "attention.sliding_window_pattern": list(block_fields["window_pattern"]),
+        "attention.shared_kv_layers": num_blocks - min(num_blocks, OWNING),
+        "rope.freq_base_swa": hf_config.window_rope_base(),
+        "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
         "altup.active_idx": 0,
-        "altup.num_inputs": STREAMS,
-        "activation_sparsity_scale": beyond(blocks),
-        CAP: CAPPED,
+        "altup.num_inputs": NUM_STREAMS,
+        "activation_sparsity_scale": sparsity_deviations(num_blocks),
+        SOFTCAP_KEY: SOFTCAP,
     }
-    return keys | (
+    return metadata | (
         {"feed_forward_length": hf_config.get("widths")} if hf_config.get("widths") else {}
     )
 
 
-def beyond(blocks: int) -> list[float]:
+def sparsity_deviations(blocks: int) -> list[float]:
     """By how many deviations gates of each block must exceed their mean."""
     return [NormalDist().inv_cdf(SHARE) if i < SPARSE else float("-inf") for i in range(blocks)]
 
@@ -99,39 +105,39 @@ def beyond(blocks: int) -> list[float]:
 ARCHITECTURE = Architecture(
     "gemma3n",
     halves=True,
-    gelu=True,
+    use_gelu=True,
     scaled_embedding=True,
     head_norms=True,
     post_norms=True,
     value_norms=True,
-    plain_scores=True,
-    streams=STREAMS,
-    laurel=RANK,
-    sparse_blocks=SPARSE,
-    owning_blocks=OWNING,
-    keys={
+    unscaled_scores=True,
+    num_streams=NUM_STREAMS,
+    laurel_rank=RANK,
+    num_sparse_blocks=SPARSE,
+    num_kv_blocks=OWNING,
+    key_defaults={
         "attention.sliding_window": None,
         "attention.sliding_window_pattern": EVERY,
-        "embedding_length_per_layer_input": OWN,
+        "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
         "rope.freq_base_swa": 10_000.0,
-        CAP: CAPPED,
+        SOFTCAP_KEY: SOFTCAP,
     },
-    ignored=("attention.shared_kv_layers",),
-    neutral={CAP: (CAPPED,), "embedding_length_per_layer_input": (OWN,)},
-    optional=(),
+    ignored_keys=("attention.shared_kv_layers",),
+    neutral={SOFTCAP_KEY: (SOFTCAP,), "embedding_length_per_layer_input": (LAYER_EMBEDDING_WIDTH,)},
+    optional_tensors=(),
     families=(
         Family(
             ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-            {**gemma2.FAMILY.block, **arch.HEAD_NORMS, **LAYERS},
-            keys,
-            usual=usual,
-            kinds=kinds,
-            optional=lambda given: (),
-            names=Names(outside=OUTSIDE),
-            ends={".correct_output_scale": ".correct_output_scale.weight"},
+            {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES},
+            extra_metadata,
+            normalize_config=normalize_config,
+            per_block_fields=per_block_fields,
+            optional_tensors=lambda hf_config: (),
+            names=CheckpointNames(outside=OUTSIDE),
+            suffix_renames={".correct_output_scale": ".correct_output_scale.weight"},
             rope_freq_base=1e6,
-            head_width=256,
-            tied=True,
+            default_head_width=256,
+            tied_by_default=True,
             space_prefix=False,
         ),
     ),

@@ -1,8 +1,8 @@
 """GLM-4 (0414): norms before and behind attention and feed-forward, rope for half of each head, gate and up in one."""
 
 from packtrain.models.arch.architecture import ATTENTION, BIASES, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = ATTENTION | {
     "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",
@@ -10,15 +10,15 @@ MODULES = ATTENTION | {
 }  # fmt: skip
 
 # a turn ends where the user's begins
-END, USER = "<|endoftext|>", "<|user|>"
-SPECIAL = {"eos": END, "eot": USER, "unknown": END, "bos": END}
+END_TOKEN, USER_TOKEN = "<|endoftext|>", "<|user|>"
+SPECIAL = {"eos": END_TOKEN, "eot": USER_TOKEN, "unknown": END_TOKEN, "bos": END_TOKEN}
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    return {"rope.dimension_count": hf_config.turned(sizes.head_width, 0.5)}
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    return {"rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5)}
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     return BIASES if hf_config.flag("attention_bias") else ()
 
 
@@ -27,8 +27,15 @@ ARCHITECTURE = Architecture(
     post_norms=True,
     fused_ffn=True,
     partial_rope=True,
-    optional=BIASES,
+    optional_tensors=BIASES,
     families=(
-        Family(("Glm4ForCausalLM",), MODULES, keys, optional=optional, pairs=True, special=SPECIAL),
+        Family(
+            ("Glm4ForCausalLM",),
+            MODULES,
+            extra_metadata,
+            optional_tensors=optional_tensors,
+            interleaved_rope=True,
+            special=SPECIAL,
+        ),
     ),
 )

@@ -4,9 +4,9 @@ arXiv 2508.10925. The weights of the chosen experts are a softmax of their logit
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import ATTENTION, Architecture, ExpertLayout, Family, Keys
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY = 2
 EXPERT_BIASES = (
@@ -21,22 +21,22 @@ STACKED = {
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", 0, 2), "ffn_up_exps": ("mlp.experts.gate_up_proj", 1, 2),
     "ffn_down_exps": ("mlp.experts.down_proj", 0, 1),
 }  # fmt: skip
-EXPERTS = Experts(
-    {}, ("num_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), stacked=STACKED
+EXPERTS = ExpertLayout(
+    {}, ("num_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), stacked_matrices=STACKED
 )  # fmt: skip
-ENDS = {"sinks": "sinks.weight"}
+SUFFIX_RENAMES = {"sinks": "sinks.weight"}
 for name in ("gate_up_proj", "down_proj"):
-    ENDS |= {
+    SUFFIX_RENAMES |= {
         f"experts.{name}_bias": f"experts.{name}.bias",
         f"experts.{name}": f"experts.{name}.weight",
     }
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.windows_every(EVERY, sizes.block_count)
-    hf_config.one_of("swiglu_limit", 7.0, 7.0)
-    hf_config.one_of("swiglu_alpha", 1.702, 1.702)
-    hf_config.one_of("attention_bias", True, True)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_window_interval(EVERY, sizes.block_count)
+    hf_config.require_one_of("swiglu_limit", 7.0, 7.0)
+    hf_config.require_one_of("swiglu_alpha", 1.702, 1.702)
+    hf_config.require_one_of("attention_bias", True, True)
     return {"attention.sliding_window": hf_config.size("sliding_window", 128)}
 
 
@@ -44,17 +44,17 @@ ARCHITECTURE = Architecture(
     "gpt-oss",
     halves=True,
     ffn_norm="post_attention_norm",
-    always_apart=True,
-    sinks=True,
+    always_untied=True,
+    attention_sinks=True,
     clamped=True,
-    keys={
+    key_defaults={
         **arch.ONLY_EXPERTS, "attention.sliding_window": None, "attention.sliding_window_pattern": EVERY,
     },
-    optional=ALL_BIASES,
+    optional_tensors=ALL_BIASES,
     families=(
         Family(
-            ("GptOssForCausalLM",), BLOCK, keys, EXPERTS, optional=lambda given: ALL_BIASES, rope_freq_base=0.0,
-            head_width=64, ends=ENDS,
+            ("GptOssForCausalLM",), BLOCK, extra_metadata, EXPERTS, optional_tensors=lambda hf_config: ALL_BIASES, rope_freq_base=0.0,
+            default_head_width=64, suffix_renames=SUFFIX_RENAMES,
         ),
     ),
 )  # fmt: skip

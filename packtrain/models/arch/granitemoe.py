@@ -2,15 +2,15 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite
-from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family, Keys
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 CLASSES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_mlp", "_shexp")
 
 
-def others(hf_config: Given) -> tuple[int, int]:
+def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     return (
         hf_config.size("shared_intermediate_size")
         if hf_config.get("shared_intermediate_size")
@@ -18,28 +18,28 @@ def others(hf_config: Given) -> tuple[int, int]:
     ), 0
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     shared_width = sizes.expert_shared_feed_forward_length
-    return granite.keys(hf_config, sizes) | (
+    return granite.extra_metadata(hf_config, sizes) | (
         {granite.SHARED_WIDTH: shared_width} if shared_width else {}
     )
 
 
-EXPERTS = Experts(
-    {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), others=others, stacked=HALVES, together=True, rows=True
+EXPERTS = ExpertLayout(
+    {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=shared_and_dense, stacked_matrices=HALVES, is_contiguous=True, rows=True
 )  # fmt: skip
 ARCHITECTURE = Architecture(
     "granitemoe",
-    keys={**granite.ARCHITECTURE.keys, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
-    ignored=(*arch.SCAN_KEYS,),
-    optional=granite.ARCHITECTURE.optional,
+    key_defaults={**granite.ARCHITECTURE.key_defaults, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
+    ignored_keys=(*arch.SCAN_KEYS,),
+    optional_tensors=granite.ARCHITECTURE.optional_tensors,
     families=(
         Family(
             CLASSES,
             arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
-            keys,
+            extra_metadata,
             EXPERTS,
-            tied=True,
+            tied_by_default=True,
         ),
     ),
 )

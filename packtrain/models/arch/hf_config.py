@@ -7,79 +7,79 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 
-MOST = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 SLIDING, FULL, WINDOW = "sliding_attention", "full_attention", "sliding_window"
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
-ROPES = "rope_parameters", "rope_scaling"  # the new key and the old one
+ROPE_KEYS = "rope_parameters", "rope_scaling"  # the new key and the old one
 
 
-class Rotation(dict[str, Any]):
-    """Rope settings within a config; `read` has the names of those that were asked for."""
+class RopeSettings(dict[str, Any]):
+    """Rope settings within a config; `read_keys` has the names of those that were asked for."""
 
-    def __init__(self, values: Any, read: set[str]) -> None:
-        super().__init__(values if isinstance(values, dict) else {})
-        self.read = read
+    def __init__(self, settings: Any, read_keys: set[str]) -> None:
+        super().__init__(settings if isinstance(settings, dict) else {})
+        self.read_keys = read_keys
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(f"{ROPES[0]}.{key}")
+        self.read_keys.add(f"{ROPE_KEYS[0]}.{key}")
         return super().get(key, default)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class HFConfig:
     """A config.json; a null value counts as missing.
 
-    read   names of the keys that were asked for
+    read_keys   names of the keys that were asked for
     notes  what the file's readers do otherwise
     """
 
     path: Path
-    values: Mapping[str, Any]
-    read: set[str] = field(default_factory=set, compare=False)
+    json_values: Mapping[str, Any]
+    read_keys: set[str] = field(default_factory=set, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
 
-    def wrong(self, key: str, value: Any, right: str) -> InputError:
-        shown = "missing" if value is None else " ".join(repr(value).split())[:80]
-        return InputError(f"{self.path}: {key} is {shown}; it must be {right}")
+    def wrong(self, key: str, value: Any, expected: str) -> InputError:
+        value_text = "missing" if value is None else " ".join(repr(value).split())[:80]
+        return InputError(f"{self.path}: {key} is {value_text}; it must be {expected}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        value = self.values.get(key)
+        self.read_keys.add(key)
+        value = self.json_values.get(key)
         return default if value is None else value
 
-    def stated(self, key: str, default: Any = None) -> Any:
+    def get_nullable(self, key: str, default: Any = None) -> Any:
         """A value whose null says something."""
-        self.read.add(key)
-        return self.values.get(key, default)
+        self.read_keys.add(key)
+        return self.json_values.get(key, default)
 
-    def unread(self) -> Iterator[tuple[str, Any]]:
+    def unread_values(self) -> Iterator[tuple[str, Any]]:
         """The keys that nothing asked for with their values, those of rope behind the name of their object."""
-        for key, value in self.values.items():
-            if key not in self.read:
+        for key, value in self.json_values.items():
+            if key not in self.read_keys:
                 yield key, value
-            elif key in ROPES and isinstance(value, dict):
+            elif key in ROPE_KEYS and isinstance(value, dict):
                 full = value.get(FULL)
-                for name, inner in (value | (full if isinstance(full, dict) else {})).items():
-                    if f"{ROPES[0]}.{name}" not in self.read:
-                        yield f"{key}.{name}", inner
+                for name, inner_value in (value | (full if isinstance(full, dict) else {})).items():
+                    if f"{ROPE_KEYS[0]}.{name}" not in self.read_keys:
+                        yield f"{key}.{name}", inner_value
 
-    def renamed(self, names: Mapping[str, tuple[str, ...]]) -> "Given":
+    def with_aliases(self, key_aliases: Mapping[str, tuple[str, ...]]) -> "HFConfig":
         """With the values of other keys, the first that is there, where a key is missing."""
-        values = dict(self.values)
-        for key, aliases in names.items():
+        values = dict(self.json_values)
+        for key, aliases in key_aliases.items():
             for alias in aliases:
                 if values.get(key) in (None, values.get(alias)) and values.get(alias) is not None:
                     values[key] = self.get(alias)
-        return Given(self.path, values, self.read, self.notes)
+        return HFConfig(self.path, values, self.read_keys, self.notes)
 
-    def but(self, **values: Any) -> "Given":
+    def but(self, **new_values: Any) -> "HFConfig":
         """With these values instead."""
-        return Given(self.path, {**self.values, **values}, self.read, self.notes)
+        return HFConfig(self.path, {**self.json_values, **new_values}, self.read_keys, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if type(value) is not int or not 0 < value <= MOST:
-            raise self.wrong(key, value, f"a whole number from 1 to {MOST}")
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -97,7 +97,7 @@ class Given:
             raise self.wrong(key, value, "true or false")
         return value
 
-    def one_of(self, key: str, default: Any, *allowed: Any) -> None:
+    def require_one_of(self, key: str, default: Any, *allowed: Any) -> None:
         """Refuse a value that no architecture here supports."""
         value = self.get(key, default)
         if value not in allowed:
@@ -105,87 +105,87 @@ class Given:
 
     # ---- windows
 
-    def kinds(self, blocks: int, *allowed: str, every: bool = False) -> list[str]:
+    def layer_types(self, blocks: int, *allowed: str, every: bool = False) -> list[str]:
         """What each block is, by `layer_types`: one of these; with `every` all of them are somewhere."""
-        kinds = self.get("layer_types")
-        sound = (
-            isinstance(kinds, list) and len(kinds) == blocks and all(k in allowed for k in kinds)
+        types = self.get("layer_types")
+        is_valid = (
+            isinstance(types, list) and len(types) == blocks and all(k in allowed for k in types)
         )
-        if not sound or (every and any(kind not in kinds for kind in allowed)):
-            right = f"{blocks} times {' or '.join(allowed)}{', each somewhere' if every else ''}"
-            raise self.wrong("layer_types", kinds, right)
-        return list(kinds)
+        if not is_valid or (every and any(layer_type not in types for layer_type in allowed)):
+            expected = f"{blocks} times {' or '.join(allowed)}{', each somewhere' if every else ''}"
+            raise self.wrong("layer_types", types, expected)
+        return list(types)
 
-    def windows(self, blocks: int, required: bool = False) -> list[bool]:
+    def layer_windows(self, blocks: int, is_required: bool = False) -> list[bool]:
         """Whether each block has a window, by `layer_types` or the pattern; none if the config says nothing."""
-        types, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
-        if types is not None or required:
-            return [kind == SLIDING for kind in self.kinds(blocks, SLIDING, FULL)]
+        type_names, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
+        if type_names is not None or is_required:
+            return [layer_type == SLIDING for layer_type in self.layer_types(blocks, SLIDING, FULL)]
         if isinstance(pattern, str) and pattern:
             return [pattern[i % len(pattern)] == "L" for i in range(blocks)]
         if type(pattern) is int and pattern > 0:
             return [(i + 1) % pattern != 0 for i in range(blocks)]
         return []
 
-    def windows_every(self, every: int, blocks: int) -> None:
+    def require_window_interval(self, window_interval: int, blocks: int) -> None:
         """Refuse other windows than in all blocks but every N-th."""
-        expected = [(i + 1) % every != 0 for i in range(blocks)]
-        if self.windows(blocks) not in ([], expected):
-            right = f"windows but for every {every}th block"
-            raise self.wrong("layer_types", self.get("layer_types"), right)
+        expected = [(i + 1) % window_interval != 0 for i in range(blocks)]
+        if self.layer_windows(blocks) not in ([], expected):
+            requirement = f"windows but for every {window_interval}th block"
+            raise self.wrong("layer_types", self.get("layer_types"), requirement)
 
-    def within(self, used: bool) -> int:
+    def effective_window(self, used: bool) -> int:
         """The window; 0 if it is not used."""
         has_window = self.get(WINDOW) not in (None, 0)
         return self.size(WINDOW) if self.flag("use_sliding_window", used) and has_window else 0
 
     # ---- rope
 
-    def rotation(self) -> Rotation:
+    def rope_settings(self) -> RopeSettings:
         """The rope settings of the config, under the old key, which transformers prefers, or the new one."""
-        new, old = (self.get(key) or {} for key in ROPES)
-        if not isinstance(new, dict) or not isinstance(old, dict):
-            raise self.wrong("rope_scaling", old or new, "an object")
-        if new and old and new != old:
+        new_settings, old = (self.get(key) or {} for key in ROPE_KEYS)
+        if not isinstance(new_settings, dict) or not isinstance(old, dict):
+            raise self.wrong("rope_scaling", old or new_settings, "an object")
+        if new_settings and old and new_settings != old:
             raise self.wrong("rope_scaling", old, "left out beside rope_parameters, or equal")
-        return Rotation(old or new, self.read)
+        return RopeSettings(old or new_settings, self.read_keys)
 
-    def full_rotation(self) -> Rotation:
+    def full_rotation(self) -> RopeSettings:
         """Rope settings of layers without a window; the base is here or in the config itself."""
-        rotation = self.rotation()
-        inner = rotation.get(FULL)
-        rotation = Rotation(inner, self.read) if isinstance(inner, dict) else rotation
-        return Rotation({"rope_theta": self.get("rope_theta"), **rotation}, self.read)
+        settings = self.rope_settings()
+        inner = settings.get(FULL)
+        settings = RopeSettings(inner, self.read_keys) if isinstance(inner, dict) else settings
+        return RopeSettings({"rope_theta": self.get("rope_theta"), **settings}, self.read_keys)
 
-    def near_base(self, default: float = 10_000.0) -> float:
+    def window_rope_base(self, default: float = 10_000.0) -> float:
         """The base of rope in layers with a window, where it is not scaled."""
-        inner, new = self.rotation().get(SLIDING), self.get(ROPES[0])
-        if new and FULL not in new:
-            raise self.wrong(ROPES[0], new, f"an object with {FULL} and {SLIDING}")
-        settings = inner if isinstance(inner, dict) else {}
-        base = self.get("rope_local_base_freq", default)
+        window_settings, new_settings = self.rope_settings().get(SLIDING), self.get(ROPE_KEYS[0])
+        if new_settings and FULL not in new_settings:
+            raise self.wrong(ROPE_KEYS[0], new_settings, f"an object with {FULL} and {SLIDING}")
+        settings = window_settings if isinstance(window_settings, dict) else {}
+        base_frequency = self.get("rope_local_base_freq", default)
         for key, value in settings.items():
             if key == "rope_theta":
-                base = base if value is None else value
+                base_frequency = base_frequency if value is None else value
             elif value not in (None, "default", 1.0):
-                right = "left out or default: layers with a window have plain rope"
-                raise self.wrong(f"rope_parameters.{SLIDING}.{key}", value, right)
-        return self.number("rope_local_base_freq", base)
+                expected = "left out or default: layers with a window have plain rope"
+                raise self.wrong(f"rope_parameters.{SLIDING}.{key}", value, expected)
+        return self.number("rope_local_base_freq", base_frequency)
 
-    def base(self, default: float) -> float:
+    def rope_base(self, default: float) -> float:
         """The base of rope's frequencies; default 0: the config must say it."""
         base = self.full_rotation().get("rope_theta")
         return self.number("rope_theta", (default or None) if base is None else base)
 
     def scaling(self) -> str:
         """The type of rope scaling; "default" is none."""
-        rotation = self.full_rotation()
-        new, old = rotation.get("rope_type"), rotation.get("type")
-        kind = str((old if new is None else new) or "default")
-        return "longrope" if kind == "su" else kind  # its former name
+        settings = self.full_rotation()
+        new_type, old_type = settings.get("rope_type"), settings.get("type")
+        scaling_type = str((old_type if new_type is None else new_type) or "default")
+        return "longrope" if scaling_type == "su" else scaling_type  # its former name
 
-    def turned(self, head_width: int, default: float = 1.0) -> int:
+    def rotated_width(self, head_width: int, default: float = 1.0) -> int:
         """How many elements of a head are rotated."""
-        share = self.full_rotation().get(PARTIAL)
-        share = self.get(PARTIAL, default) if share is None else share
-        return int(self.number(PARTIAL, share) * head_width)
+        rotated_share = self.full_rotation().get(PARTIAL)
+        rotated_share = self.get(PARTIAL, default) if rotated_share is None else rotated_share
+        return int(self.number(PARTIAL, rotated_share) * head_width)

@@ -1,29 +1,29 @@
 """Hunyuan (dense): llama with QK norms behind rope."""
 
 from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = BLOCK | {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
 }  # fmt: skip
-LONG = 256 * 1024  # tokens that its "dynamic" scaling is for, which no config says
+DYNAMIC_CONTEXT = 256 * 1024  # tokens that its "dynamic" scaling is for, which no config says
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     if hf_config.scaling() != "dynamic":
         return {}
-    width = sizes.head_width
-    rotation = hf_config.full_rotation()
-    alpha = hf_config.number("alpha", rotation.get("alpha"))
+    head_width = sizes.head_width
+    settings = hf_config.full_rotation()
+    alpha = hf_config.number("alpha", settings.get("alpha"))
     for unused_key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        rotation.get(unused_key)
+        settings.get(unused_key)
     return {
-        "rope.freq_base": hf_config.base(10_000.0) * alpha ** (width / (width - 2)),
+        "rope.freq_base": hf_config.rope_base(10_000.0) * alpha ** (head_width / (head_width - 2)),
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0,
-        "rope.scaling.original_context_length": LONG,
-        "context_length": LONG,
+        "rope.scaling.original_context_length": DYNAMIC_CONTEXT,
+        "context_length": DYNAMIC_CONTEXT,
     }
 
 
@@ -31,7 +31,11 @@ ARCHITECTURE = Architecture(
     "hunyuan-dense",
     halves=True,
     head_norms=True,
-    late_norms=True,
-    optional=BIASES,
-    families=(Family(("HunYuanDenseV1ForCausalLM",), MODULES, keys, scalings=("dynamic",)),),
+    qk_norms_after_rope=True,
+    optional_tensors=BIASES,
+    families=(
+        Family(
+            ("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)
+        ),
+    ),
 )

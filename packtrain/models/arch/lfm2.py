@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from packtrain.models.arch.architecture import Architecture, Family, Keys, Names
-from packtrain.models.arch.hf_config import FULL, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import Architecture, CheckpointNames, Family, Keys
+from packtrain.models.arch.hf_config import FULL, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-CONV = "conv"
+CONV_TYPE = "conv"
 MODULES = {
     "operator_norm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -19,20 +19,20 @@ FEED_FORWARD = {
 }  # fmt: skip
 
 
-def usual(hf_config: Given) -> Given:
+def normalize_config(hf_config: HFConfig) -> HFConfig:
     """Older configs list the blocks with attention; the feed-forward is a share of the width that they name."""
     blocks = range(hf_config.size("num_hidden_layers"))
     attending = hf_config.get("full_attn_idxs", [*blocks])
-    kinds = hf_config.get("layer_types", [FULL if i in attending else CONV for i in blocks])
-    width = hf_config.size("block_ff_dim", hf_config.get("intermediate_size"))
+    kinds = hf_config.get("layer_types", [FULL if i in attending else CONV_TYPE for i in blocks])
+    ffn_width = hf_config.size("block_ff_dim", hf_config.get("intermediate_size"))
     if hf_config.flag("block_auto_adjust_ff_dim", True):
-        width = int(hf_config.real("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
-        part = hf_config.size("block_multiple_of", 256)
-        width = -(-width // part) * part
-    return tied(hf_config).but(layer_types=kinds, intermediate_size=width)
+        ffn_width = int(hf_config.real("block_ffn_dim_multiplier", 1.0) * (2 * ffn_width // 3))
+        width_multiple = hf_config.size("block_multiple_of", 256)
+        ffn_width = -(-ffn_width // width_multiple) * width_multiple
+    return with_tied_embedding(hf_config).but(layer_types=kinds, intermediate_size=ffn_width)
 
 
-def tied(hf_config: Given) -> Given:
+def with_tied_embedding(hf_config: HFConfig) -> HFConfig:
     return hf_config.but(
         rms_norm_eps=hf_config.real("norm_eps", 1e-5),
         tie_word_embeddings=hf_config.flag(
@@ -41,18 +41,18 @@ def tied(hf_config: Given) -> Given:
     )
 
 
-def mixing(hf_config: Given) -> dict[str, Any]:
+def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     """Which blocks attend, and the width of the convolutions of the others."""
-    kinds = hf_config.kinds(hf_config.size("num_hidden_layers"), FULL, CONV, every=True)
-    hf_config.one_of("conv_bias", False, False)
-    attending = tuple(kind == FULL for kind in kinds)
-    return {"attending": attending, "conv_width": hf_config.size("conv_L_cache", 3)}
+    kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, CONV_TYPE, every=True)
+    hf_config.require_one_of("conv_bias", False, False)
+    attending_blocks = tuple(layer_type == FULL for layer_type in kinds)
+    return {"attending": attending_blocks, "conv_width": hf_config.size("conv_L_cache", 3)}
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    each = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     return {
-        "attention.head_count_kv": each,
+        "attention.head_count_kv": kv_head_counts,
         "vocab_size": sizes.vocab_size,
         "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
     }
@@ -62,19 +62,19 @@ ARCHITECTURE = Architecture(
     "lfm2",
     halves=True,
     head_norms=True,
-    square=True,
+    fixed_head_width=True,
     last_norm="token_embd_norm",
-    keys={"shortconv.l_cache": None},
-    optional=(),
+    key_defaults={"shortconv.l_cache": None},
+    optional_tensors=(),
     families=(
         Family(
             ("Lfm2ForCausalLM",),
             MODULES | FEED_FORWARD,
-            keys,
-            names=Names(norm="embedding_norm"),
-            usual=usual,
-            mixing=mixing,
-            tied=True,
+            extra_metadata,
+            names=CheckpointNames(norm="embedding_norm"),
+            normalize_config=normalize_config,
+            mixer_fields=mixer_fields,
+            tied_by_default=True,
             rope_freq_base=1e6,
         ),
     ),

@@ -4,18 +4,18 @@ Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import ATTENTION, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import FULL, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import ATTENTION, Architecture, ExpertLayout, Family, Keys
+from packtrain.models.arch.hf_config import FULL, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-EVERY, CHUNK, WARMTH, UNNORMED = 4, 8192, 0.1, 128
-CHUNKED, STEP = "chunked_attention", "interleave_moe_layer_step"
+EVERY, CHUNK, WARMTH, UNNORMED_EXPERT_COUNT = 4, 8192, 0.1, 128
+CHUNKED_ATTENTION, STEP = "chunked_attention", "interleave_moe_layer_step"
 BLOCK = {
     **ATTENTION, **arch.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
     **{
-        f"feed_forward{shared}.{part}_proj": f"ffn_{part}{end}"
-        for shared, end in (("", ""), (".shared_expert", "_shexp"))
-        for part in ("gate", "up", "down")
+        f"feed_forward{module_suffix}.{name}_proj": f"ffn_{name}{suffix}"
+        for module_suffix, suffix in (("", ""), (".shared_expert", "_shexp"))
+        for name in ("gate", "up", "down")
     },
 }  # fmt: skip
 STACKED = {
@@ -26,7 +26,7 @@ STACKED = {
 WIDTH = "expert_width"  # not the config's own name of it
 
 
-def usual(hf_config: Given) -> Given:
+def normalize_config(hf_config: HFConfig) -> HFConfig:
     """The width of an expert is called that of a feed-forward there."""
     expert_width = hf_config.size("intermediate_size", 8192)
     return hf_config.but(
@@ -34,56 +34,56 @@ def usual(hf_config: Given) -> Given:
     )
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     uses_rope = [int((i + 1) % EVERY != 0) for i in range(sizes.block_count)]
-    types = [CHUNKED if turn else FULL for turn in uses_rope]
+    layer_types = [CHUNKED_ATTENTION if has_rope else FULL for has_rope in uses_rope]
     step = sizes.interleave_moe_layer_step
-    normed = sizes.expert_count != UNNORMED
-    for key, right, *alternatives in (
+    normed = sizes.expert_count != UNNORMED_EXPERT_COUNT
+    for key, expected, *alternatives in (
         ("no_rope_layer_interval", EVERY), ("no_rope_layers", uses_rope, []),
-        ("layer_types", types), ("attention_chunk_size", CHUNK), ("floor_scale", CHUNK),
+        ("layer_types", layer_types), ("attention_chunk_size", CHUNK), ("floor_scale", CHUNK),
         ("attn_scale", WARMTH), ("attn_temperature_tuning", True, EVERY), ("use_qk_norm", normed),
         ("attention_bias", False), ("moe_layers", list(range(step - 1, sizes.block_count, step))),
     ):  # fmt: skip
-        hf_config.one_of(key, right, right, *alternatives)
+        hf_config.require_one_of(key, expected, expected, *alternatives)
     return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width, STEP: step}
 
 
-KEYS = {
+KEY_DEFAULTS = {
     "attention.sliding_window": CHUNK, "attention.sliding_window_pattern": EVERY, "expert_count": None,
     "expert_used_count": None, "expert_feed_forward_length": None, STEP: None,
 }  # fmt: skip
 ARCHITECTURE = Architecture(
     "llama4",
-    plain_norms=True,
+    unweighted_qk_norms=True,
     rope_pause=EVERY,
-    chunk=CHUNK,
-    warmth=WARMTH,
-    sigmoids=True,
-    chosen_sum=False,
-    weighed_first=True,
-    shared_alike=True,
-    keys=KEYS,
-    optional=(arch.FACTORS,),
+    attention_chunk=CHUNK,
+    chunk_temperature=WARMTH,
+    sigmoid_routing=True,
+    normalized_expert_weights=False,
+    weigh_expert_inputs=True,
+    shared_expert_alike=True,
+    key_defaults=KEY_DEFAULTS,
+    optional_tensors=(arch.FACTORS,),
     families=(
         Family(
             ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
             BLOCK,
-            keys,
-            Experts(
+            extra_metadata,
+            ExpertLayout(
                 {},
                 ("num_local_experts", 16),
                 ("num_experts_per_tok", 1),
                 (WIDTH, 8192),
-                lambda given: (given.size(WIDTH), 0),
-                stacked=STACKED,
-                together=True,
+                lambda hf_config: (hf_config.size(WIDTH), 0),
+                stacked_matrices=STACKED,
+                is_contiguous=True,
             ),
-            usual=usual,
-            mixing=lambda given: {STEP: given.size(STEP, 1)},
+            normalize_config=normalize_config,
+            mixer_fields=lambda hf_config: {STEP: hf_config.size(STEP, 1)},
             rope_freq_base=500_000.0,
-            pairs=True,
-            ends={
+            interleaved_rope=True,
+            suffix_renames={
                 "gate_up_proj": "gate_up_proj.weight",
                 "experts.down_proj": "experts.down_proj.weight",
             },

@@ -1,32 +1,32 @@
 """Ministral 3: llama with queries scaled by their position, and YaRN."""
 
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import BETAS, EXPERT_KEYS, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import EXPERT_KEYS, YARN_BETAS, Architecture, Family, Keys
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-RENAMED = {
+ROPE_METADATA_KEYS = {
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "llama_4_scaling_beta": "attention.temperature_scale",
 }
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    rotation, metadata_keys = hf_config.full_rotation(), llama.keys(hf_config, sizes)
-    for name, key in RENAMED.items():
-        if rotation.get(name) is not None:
-            metadata_keys[key] = hf_config.number(f"rope_parameters.{name}", rotation[name])
-    return metadata_keys
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    settings, metadata = hf_config.full_rotation(), llama.extra_metadata(hf_config, sizes)
+    for name, key in ROPE_METADATA_KEYS.items():
+        if settings.get(name) is not None:
+            metadata[key] = hf_config.number(f"rope_parameters.{name}", settings[name])
+    return metadata
 
 
 ARCHITECTURE = Architecture(
     "mistral3",
-    keys={**EXPERT_KEYS, **BETAS, **dict.fromkeys(RENAMED.values(), 0.0)},
-    optional=llama.ARCHITECTURE.optional,
+    key_defaults={**EXPERT_KEYS, **YARN_BETAS, **dict.fromkeys(ROPE_METADATA_KEYS.values(), 0.0)},
+    optional_tensors=llama.ARCHITECTURE.optional_tensors,
     families=(
         Family(
             ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
-            keys=keys,
+            extra_metadata=extra_metadata,
             rope_freq_base=0.0,
         ),
     ),

@@ -2,26 +2,26 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, UNGATED_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = arch.ATTENTION | arch.FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     none: Keys = {"rope.scaling.type": "none"} if hf_config.scaling() == "default" else {}
     return none | {
         "vocab_size": sizes.vocab_size,
-        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.5),
+        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5),
         "attention.layer_norm_rms_epsilon": hf_config.real("norm_eps", 1e-5),  # not read
     }
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
-    attention = (*BIASES, UNGATED_BIASES[0]) if hf_config.flag("attention_bias") else ()
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+    attention_biases = (*BIASES, UNGATED_BIASES[0]) if hf_config.flag("attention_bias") else ()
     return (
         *arch.NORM_BIASES,
-        *attention,
+        *attention_biases,
         *(UNGATED_BIASES[1:] if hf_config.flag("mlp_bias") else ()),
     )
 
@@ -31,11 +31,17 @@ ARCHITECTURE = Architecture(
     halves=True,
     layer_norms=True,
     gated=False,
-    square=True,
+    fixed_head_width=True,
     partial_rope=True,
-    always_apart=True,
-    optional=(*BIASES, *arch.FUSED, *arch.MORE_BIASES, *arch.NORM_BIASES),
+    always_untied=True,
+    optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *arch.NORM_BIASES),
     families=(
-        Family(("NemotronForCausalLM",), MODULES, optional=optional, keys=keys, norm_shift=1.0),
+        Family(
+            ("NemotronForCausalLM",),
+            MODULES,
+            optional_tensors=optional_tensors,
+            extra_metadata=extra_metadata,
+            norm_shift=1.0,
+        ),
     ),
 )

@@ -5,10 +5,10 @@ OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.1396
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FEED_FORWARD, HEAD_NORMS, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-MATRICES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_norm"}
+MATRICES = {module: name for module, name in arch.ATTENTION.items() if name != "attn_norm"}
 BASE = 500_000.0
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
@@ -16,21 +16,21 @@ NORMS_BEHIND = {
 MODULES = MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.one_of("clip_qkv", None, None)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_one_of("clip_qkv", None, None)
     return {}
 
 
-def windows(hf_config: Given, sizes: Sizes) -> Keys:
+def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
-    base = hf_config.base(BASE)
-    if hf_config.near_base(BASE) != base:
+    base = hf_config.rope_base(BASE)
+    if hf_config.window_rope_base(BASE) != base:
         raise hf_config.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
     return {
-        **keys(hf_config, sizes),
+        **extra_metadata(hf_config, sizes),
         "attention.sliding_window": hf_config.size("sliding_window"),
         "rope.freq_base_swa": base,
-        "attention.sliding_window_pattern": hf_config.windows(sizes.block_count) or every,
+        "attention.sliding_window_pattern": hf_config.layer_windows(sizes.block_count) or every,
     }
 
 
@@ -39,19 +39,19 @@ ARCHITECTURE = Architecture(
     halves=True,
     pre_norms=False,
     post_norms=True,
-    whole_norms=True,
-    square=True,
-    always_apart=True,
-    windows_plain=True,
-    keys={"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
-    ignored=("rope.freq_base_swa", "rope.scaling.yarn_attn_factor"),
-    optional=(),
+    joint_qk_norms=True,
+    fixed_head_width=True,
+    always_untied=True,
+    unscaled_window_rope=True,
+    key_defaults={"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
+    ignored_keys=("rope.freq_base_swa", "rope.scaling.yarn_attn_factor"),
+    optional_tensors=(),
     families=(
         Family(
-            ("Olmo3ForCausalLM",), MODULES, windows, rope_freq_base=BASE,
+            ("Olmo3ForCausalLM",), MODULES, window_metadata, rope_freq_base=BASE,
         ),
         Family(
-            ("Olmo2ForCausalLM",), MODULES, keys,
+            ("Olmo2ForCausalLM",), MODULES, extra_metadata,
         ),
     ),
 )  # fmt: skip

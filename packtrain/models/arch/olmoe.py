@@ -4,32 +4,38 @@ arXiv 2409.02060.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    EXPERT_MODULES,
+    Architecture,
+    ExpertLayout,
+    Family,
+    Keys,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.one_of("norm_topk_prob", False, False)
-    hf_config.one_of("clip_qkv", None, None)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_one_of("norm_topk_prob", False, False)
+    hf_config.require_one_of("clip_qkv", None, None)
     return {}
 
 
 ARCHITECTURE = Architecture(
     "olmoe",
     halves=True,
-    whole_norms=True,
-    square=True,
-    always_apart=True,
-    chosen_sum=False,
-    keys={"expert_count": None, "expert_used_count": None},
-    optional=(),
+    joint_qk_norms=True,
+    fixed_head_width=True,
+    always_untied=True,
+    normalized_expert_weights=False,
+    key_defaults={"expert_count": None, "expert_used_count": None},
+    optional_tensors=(),
     families=(
         Family(
             ("OlmoeForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
-            keys,
-            Experts(EXPERT_MATRICES, ("num_experts", 64), ("num_experts_per_tok", 8)),
+            extra_metadata,
+            ExpertLayout(EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)),
         ),
     ),
 )

@@ -4,20 +4,27 @@ arXiv 2306.11644.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import FUSED, NORM_BIASES, Architecture, Family, Keys, Names
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    FUSED_QKV,
+    NORM_BIASES,
+    Architecture,
+    CheckpointNames,
+    Family,
+    Keys,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-MODULES = {module: part for module, part in arch.ATTENTION.items() if part != "attn_output"}
+MODULES = {module: name for module, name in arch.ATTENTION.items() if name != "attn_output"}
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    hf_config.one_of("qk_layernorm", False, False)
-    return {"rope.dimension_count": hf_config.turned(sizes.head_width, 0.5)}
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    hf_config.require_one_of("qk_layernorm", False, False)
+    return {"rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5)}
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     return (*arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias")
 
 
@@ -25,22 +32,22 @@ ARCHITECTURE = Architecture(
     "phi2",
     halves=True,
     layer_norms=True,
-    parallel=True,
-    gelu=True,
+    is_parallel=True,
+    use_gelu=True,
     gated=False,
-    square=True,
+    fixed_head_width=True,
     partial_rope=True,
-    always_apart=True,
-    optional=(*arch.BIASES, *FUSED, *arch.MORE_BIASES, *NORM_BIASES, "output.bias"),
+    always_untied=True,
+    optional_tensors=(*arch.BIASES, *FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES, "output.bias"),
     families=(
         Family(
             ("PhiForCausalLM",),
             MODULES,
-            keys,
+            extra_metadata,
             None,
-            Names(norm="final_layernorm"),
-            optional=optional,
-            left_out=("rope.freq_base",),
+            CheckpointNames(norm="final_layernorm"),
+            optional_tensors=optional_tensors,
+            omitted_keys=("rope.freq_base",),
         ),
     ),
 )

@@ -4,8 +4,8 @@ import math
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import FFN_NORM, WINDOW_KEYS, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import ORIGINAL, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import ORIGINAL, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 BLOCK = {
     "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
@@ -13,34 +13,34 @@ BLOCK = {
 }  # fmt: skip
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    context = sizes.context_length
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    max_context = sizes.context_length
     default = hf_config.full_rotation().get(
-        ORIGINAL, context
+        ORIGINAL, max_context
     )  # longrope's is behind that of the class
     original = hf_config.size(ORIGINAL, None if hf_config.scaling() == "longrope" else default)
-    keys: Keys = {
-        "rope.dimension_count": hf_config.turned(sizes.head_width),
+    metadata: Keys = {
+        "rope.dimension_count": hf_config.rotated_width(sizes.head_width),
         "rope.scaling.original_context_length": original,
-        "attention.sliding_window": hf_config.values.get("sliding_window") or 0,
+        "attention.sliding_window": hf_config.json_values.get("sliding_window") or 0,
     }
     if hf_config.scaling() == "longrope":
-        rotation = hf_config.full_rotation()
-        scale = hf_config.number("factor", rotation.get("factor") or context / original)
-        attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        longer = rotation.get("attention_factor") or attention
-        keys["rope.scaling.attn_factor"] = hf_config.number("attention_factor", longer)
-    return keys
+        settings = hf_config.full_rotation()
+        scale = hf_config.number("factor", settings.get("factor") or max_context / original)
+        attention_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        config_factor = settings.get("attention_factor") or attention_factor
+        metadata["rope.scaling.attn_factor"] = hf_config.number("attention_factor", config_factor)
+    return metadata
 
 
 ARCHITECTURE = Architecture(
     "phi3",
     halves=True,
-    fused=True,
+    fused_qkv=True,
     fused_ffn=True,
-    square=True,
+    fixed_head_width=True,
     partial_rope=True,
-    ignored=WINDOW_KEYS,
-    optional=("attn_qkv.bias", arch.LONG, arch.SHORT),
-    families=(Family(("Phi3ForCausalLM",), BLOCK, keys),),
+    ignored_keys=WINDOW_KEYS,
+    optional_tensors=("attn_qkv.bias", arch.LONG, arch.SHORT_FACTORS),
+    families=(Family(("Phi3ForCausalLM",), BLOCK, extra_metadata),),
 )

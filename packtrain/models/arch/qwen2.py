@@ -5,8 +5,8 @@ from packtrain.models.arch.architecture import WINDOW_KEYS, Architecture, Family
 ARCHITECTURE = Architecture(
     "qwen2",
     halves=True,
-    square=True,
-    ignored=WINDOW_KEYS,
+    fixed_head_width=True,
+    ignored_keys=WINDOW_KEYS,
     blocks_70b=80,
-    families=(Family(("Qwen2ForCausalLM",), qkv_bias=True),),
+    families=(Family(("Qwen2ForCausalLM",), has_qkv_bias=True),),
 )

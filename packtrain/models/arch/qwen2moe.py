@@ -4,9 +4,15 @@ The weights of the chosen experts are parts of a softmax over all: they do not a
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    EXPERT_MODULES,
+    Architecture,
+    ExpertLayout,
+    Family,
+    Keys,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 SHARED = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -17,30 +23,30 @@ SHARED = {
 BLOCK = arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED
 
 
-def others(hf_config: Given) -> tuple[int, int]:
+def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     return hf_config.size("shared_expert_intermediate_size", 5632), 0
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     """llama.cpp supports only experts in all blocks, with weights that do not add up to 1."""
-    hf_config.one_of("norm_topk_prob", False, False)
-    hf_config.one_of("decoder_sparse_step", 1, 1)
-    hf_config.one_of("mlp_only_layers", [], [])
-    hf_config.one_of("qkv_bias", True, True)
+    hf_config.require_one_of("norm_topk_prob", False, False)
+    hf_config.require_one_of("decoder_sparse_step", 1, 1)
+    hf_config.require_one_of("mlp_only_layers", [], [])
+    hf_config.require_one_of("qkv_bias", True, True)
     return {"expert_shared_feed_forward_length": sizes.expert_shared_feed_forward_length}
 
 
-EXPERTS = Experts(
-    EXPERT_MATRICES, ("num_experts", 60), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1408), others
+EXPERTS = ExpertLayout(
+    EXPERT_MODULES, ("num_experts", 60), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1408), shared_and_dense
 )  # fmt: skip
 ARCHITECTURE = Architecture(
     "qwen2moe",
     halves=True,
-    square=True,
-    always_apart=True,
-    chosen_sum=False,
-    shared_gate=True,
-    keys={**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0},
-    ignored=arch.WINDOW_KEYS,
-    families=(Family(("Qwen2MoeForCausalLM",), BLOCK, keys, EXPERTS, qkv_bias=True),),
+    fixed_head_width=True,
+    always_untied=True,
+    normalized_expert_weights=False,
+    gated_shared_expert=True,
+    key_defaults={**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0},
+    ignored_keys=arch.WINDOW_KEYS,
+    families=(Family(("Qwen2MoeForCausalLM",), BLOCK, extra_metadata, EXPERTS, has_qkv_bias=True),),
 )

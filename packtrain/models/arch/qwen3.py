@@ -6,6 +6,6 @@ ARCHITECTURE = Architecture(
     "qwen3",
     halves=True,
     head_norms=True,
-    ignored=WINDOW_KEYS,
-    families=(Family(("Qwen3ForCausalLM",), BLOCK | HEAD_NORMS, head_width=128),),
+    ignored_keys=WINDOW_KEYS,
+    families=(Family(("Qwen3ForCausalLM",), BLOCK | HEAD_NORMS, default_head_width=128),),
 )

@@ -2,56 +2,61 @@
 
 from dataclasses import replace
 
-from packtrain.models.arch.architecture import EXPERT_MATRICES, Experts, Keys
+from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout, Keys
 from packtrain.models.arch.gpt_oss import STACKED
-from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.qwen2moe import SHARED
-from packtrain.models.arch.qwen3next import ENDS, EXPERT_KEYS, others, usual
+from packtrain.models.arch.qwen3next import (
+    EXPERT_KEYS,
+    SUFFIX_RENAMES,
+    normalize_config,
+    shared_and_dense,
+)
 from packtrain.models.arch.qwen35 import ARCHITECTURE as DENSE
 from packtrain.models.arch.qwen35 import BLOCK, text_keys
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.size_fields import ModelSizes
 
 WIDTH, SHARED_WIDTH = ("moe_intermediate_size", 512), "expert_shared_feed_forward_length"
-EXPERT_ENDS = {
+EXPERT_SUFFIX_RENAMES = {
     f"experts.{name}": f"experts.{name}.weight" for name in ("gate_up_proj", "down_proj")
 }
 
 
-def sized(hf_config: Given) -> Given:
+def normalize_expert_config(hf_config: HFConfig) -> HFConfig:
     """All feed-forwards are those of experts."""
-    return usual(
+    return normalize_config(
         hf_config.but(intermediate_size=hf_config.size("intermediate_size", hf_config.size(*WIDTH)))
     )
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {**text_keys(hf_config, sizes), SHARED_WIDTH: sizes.expert_shared_feed_forward_length}
 
 
 ARCHITECTURE = replace(
     DENSE,
     name="qwen35moe",
-    shared_gate=True,
-    keys={**DENSE.keys, **EXPERT_KEYS},
+    gated_shared_expert=True,
+    key_defaults={**DENSE.key_defaults, **EXPERT_KEYS},
     families=(
         replace(
             DENSE.families[0],
-            classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-            block=BLOCK | {"mlp.gate": "ffn_gate_inp"} | SHARED,
-            keys=keys,
-            experts=Experts(
-                EXPERT_MATRICES,
+            model_classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+            block_modules=BLOCK | {"mlp.gate": "ffn_gate_inp"} | SHARED,
+            extra_metadata=extra_metadata,
+            experts=ExpertLayout(
+                EXPERT_MODULES,
                 ("num_experts", 256),
                 ("num_experts_per_tok", 8),
                 WIDTH,
-                others,
-                stacked=STACKED,
-                together=True,
+                shared_and_dense,
+                stacked_matrices=STACKED,
+                is_contiguous=True,
                 rows=True,
             ),
-            usual=sized,
-            ends=ENDS | EXPERT_ENDS,
-            left_out=("feed_forward_length",),
+            normalize_config=normalize_expert_config,
+            suffix_renames=SUFFIX_RENAMES | EXPERT_SUFFIX_RENAMES,
+            omitted_keys=("feed_forward_length",),
         ),
     ),
 )

@@ -1,28 +1,34 @@
 """Qwen3 with experts in every block; the weights of the chosen experts add up to 1. arXiv 2505.09388."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import EXPERT_MATRICES, Architecture, Experts, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.architecture import (
+    EXPERT_MODULES,
+    Architecture,
+    ExpertLayout,
+    Family,
+    Keys,
+)
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
-    hf_config.one_of("norm_topk_prob", False, True)
-    hf_config.one_of("decoder_sparse_step", 1, 1)
-    hf_config.one_of("mlp_only_layers", [], [])
+    hf_config.require_one_of("norm_topk_prob", False, True)
+    hf_config.require_one_of("decoder_sparse_step", 1, 1)
+    hf_config.require_one_of("mlp_only_layers", [], [])
     return {}
 
 
-EXPERTS = Experts(
-    EXPERT_MATRICES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
+EXPERTS = ExpertLayout(
+    EXPERT_MODULES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
 )  # fmt: skip
 BLOCK = arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
 ARCHITECTURE = Architecture(
     "qwen3moe",
     halves=True,
     head_norms=True,
-    keys=arch.ONLY_EXPERTS,
-    ignored=arch.WINDOW_KEYS,
-    families=(Family(("Qwen3MoeForCausalLM",), BLOCK, keys, EXPERTS),),
+    key_defaults=arch.ONLY_EXPERTS,
+    ignored_keys=arch.WINDOW_KEYS,
+    families=(Family(("Qwen3MoeForCausalLM",), BLOCK, extra_metadata, EXPERTS),),
 )

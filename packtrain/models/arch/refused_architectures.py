@@ -1,6 +1,6 @@
 """Architectures that are not here yet, and what each would need: the names are llama.cpp's."""
 
-NEEDS = {
+ARCHITECTURES_BY_NEED = {
     "multi-head latent attention": "deepseek2-ocr minicpm3 plm",
     "multi-head latent attention and an indexer": "deepseek32 glm-dsa dots3note hy_v4",
     "multi-head latent attention and a gated delta net": "kimi-linear kimi-k3 bailingmoe3 glm5-next",
@@ -21,4 +21,4 @@ NEEDS = {
     "sound": "wavtokenizer-dec qwen3tts pockettts",
     "ternary matrices with scales": "bitnet",
 }  # fmt: skip
-NEEDED = {name: need for need, names in NEEDS.items() for name in names.split()}
+NEEDED = {name: need for need, names in ARCHITECTURES_BY_NEED.items() for name in names.split()}

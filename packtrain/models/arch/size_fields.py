@@ -18,17 +18,17 @@ class Scan(NamedTuple):
     taps: int
 
     @property
-    def convolved(self) -> int:
+    def conv_channels(self) -> int:
         return self.inner + 2 * self.groups * self.state
 
     @property
-    def rows(self) -> tuple[int, int, int]:
+    def input_rows(self) -> tuple[int, int, int]:
         """Of the input matrix, by SCAN_IN."""
-        return self.inner, self.convolved, self.heads
+        return self.inner, self.conv_channels, self.heads
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """A model's sizes; names follow the GGUF metadata keys.
 
     key_length                  width of a head; None: embedding_length / head_count
@@ -82,7 +82,7 @@ class Sizes:
         """Whether that block has attention."""
         return self.attending[block] if self.attending else True
 
-    def mixture(self, block: int) -> bool:
+    def has_experts(self, block: int) -> bool:
         """Whether that block has experts."""
-        in_turn = (block + 1) % self.interleave_moe_layer_step == 0
-        return self.expert_count > 0 and block >= self.leading_dense_block_count and in_turn
+        is_interleaved = (block + 1) % self.interleave_moe_layer_step == 0
+        return self.expert_count > 0 and block >= self.leading_dense_block_count and is_interleaved

@@ -2,21 +2,28 @@
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-PAUSE = 4
+ROPE_INTERVAL = 4
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
-    uses_rope = [int((i + 1) % PAUSE != 0) for i in range(sizes.block_count)]
-    hf_config.one_of("no_rope_layer_interval", PAUSE, PAUSE)
-    hf_config.one_of("no_rope_layers", uses_rope, uses_rope)
-    return llama.keys(hf_config, sizes)
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+    uses_rope = [int((i + 1) % ROPE_INTERVAL != 0) for i in range(sizes.block_count)]
+    hf_config.require_one_of("no_rope_layer_interval", ROPE_INTERVAL, ROPE_INTERVAL)
+    hf_config.require_one_of("no_rope_layers", uses_rope, uses_rope)
+    return llama.extra_metadata(hf_config, sizes)
 
 
 ARCHITECTURE = Architecture(
     "smollm3",
-    rope_pause=PAUSE,
-    families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True, rope_freq_base=2e6),),
+    rope_pause=ROPE_INTERVAL,
+    families=(
+        Family(
+            ("SmolLM3ForCausalLM",),
+            extra_metadata=extra_metadata,
+            tied_by_default=True,
+            rope_freq_base=2e6,
+        ),
+    ),
 )

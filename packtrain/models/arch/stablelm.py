@@ -5,52 +5,52 @@ arXiv 2402.17834.
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import PARTIAL, Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import PARTIAL, HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
-HEADS = ("attn_q_norm.weight", "attn_k_norm.weight")
-OF_HEADS = {
+QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+HEAD_NORM_MODULES = {
     "self_attn.q_layernorm.norms.{}": "attn_q_norm", "self_attn.k_layernorm.norms.{}": "attn_k_norm",
 }  # fmt: skip
 
 
-def keys(hf_config: Given, sizes: Sizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {
-        "rope.dimension_count": hf_config.turned(sizes.head_width, 0.25),
+        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.25),
         "use_parallel_residual": hf_config.flag("use_parallel_residual"),
     }
 
 
-def usual(hf_config: Given) -> Given:
-    return hf_config.renamed({PARTIAL: ("rope_pct",)})
+def normalize_config(hf_config: HFConfig) -> HFConfig:
+    return hf_config.with_aliases({PARTIAL: ("rope_pct",)})
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
-    parallel = hf_config.flag("use_parallel_residual")
-    names = [name for name in NORM_BIASES if name != "ffn_norm.bias" or not parallel]
-    names += [] if parallel else ["ffn_norm.weight"]
-    names += BIASES if hf_config.flag("use_qkv_bias") else ()
-    return (*names, *(HEADS if hf_config.flag("qk_layernorm") else ()))
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+    is_parallel = hf_config.flag("use_parallel_residual")
+    optional_names = [name for name in NORM_BIASES if name != "ffn_norm.bias" or not is_parallel]
+    optional_names += [] if is_parallel else ["ffn_norm.weight"]
+    optional_names += BIASES if hf_config.flag("use_qkv_bias") else ()
+    return (*optional_names, *(QK_NORMS if hf_config.flag("qk_layernorm") else ()))
 
 
 ARCHITECTURE = Architecture(
     "stablelm",
     halves=True,
     layer_norms=True,
-    parallel=True,
-    square=True,
+    is_parallel=True,
+    fixed_head_width=True,
     partial_rope=True,
-    always_apart=True,
-    ignored=("use_parallel_residual",),
-    optional=(*BIASES, *arch.FUSED, *NORM_BIASES, *HEADS, "ffn_norm.weight"),
+    always_untied=True,
+    ignored_keys=("use_parallel_residual",),
+    optional_tensors=(*BIASES, *arch.FUSED_QKV, *NORM_BIASES, *QK_NORMS, "ffn_norm.weight"),
     families=(
         Family(
             ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
-            arch.ATTENTION | OF_HEADS | arch.FFN_NORM | arch.FEED_FORWARD,
-            optional=optional,
-            left_out=("rope.freq_base",),
-            keys=keys,
-            usual=usual,
+            arch.ATTENTION | HEAD_NORM_MODULES | arch.FFN_NORM | arch.FEED_FORWARD,
+            optional_tensors=optional_tensors,
+            omitted_keys=("rope.freq_base",),
+            extra_metadata=extra_metadata,
+            normalize_config=normalize_config,
         ),
     ),
 )

@@ -2,13 +2,13 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, BIASES, NORM_BIASES, Architecture, Family
-from packtrain.models.arch.hf_config import Given
+from packtrain.models.arch.hf_config import HFConfig
 
 MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 
 
-def optional(hf_config: Given) -> tuple[str, ...]:
-    hf_config.one_of("norm_type", "layer_norm", "layer_norm")
+def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+    hf_config.require_one_of("norm_type", "layer_norm", "layer_norm")
     return (
         *NORM_BIASES,
         *((*BIASES, *arch.UNGATED_BIASES) if hf_config.flag("use_bias", True) else ()),
@@ -19,10 +19,17 @@ ARCHITECTURE = Architecture(
     "starcoder2",
     halves=True,
     layer_norms=True,
-    gelu=True,
+    use_gelu=True,
     gated=False,
-    square=True,
-    ignored=arch.WINDOW_KEYS,
-    optional=(*BIASES, *arch.FUSED, *arch.MORE_BIASES, *NORM_BIASES),
-    families=(Family(("Starcoder2ForCausalLM",), MODULES, optional=optional, tied=True),),
+    fixed_head_width=True,
+    ignored_keys=arch.WINDOW_KEYS,
+    optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES),
+    families=(
+        Family(
+            ("Starcoder2ForCausalLM",),
+            MODULES,
+            optional_tensors=optional_tensors,
+            tied_by_default=True,
+        ),
+    ),
 )

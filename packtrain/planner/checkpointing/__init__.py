@@ -1,21 +1,33 @@
 """Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
 
-from packtrain.planner.checkpointing.chain import Chain, Found, spacing
+from packtrain.planner.checkpointing.chain import BlockChain, PlannedChoice, checkpoint_spacing
 from packtrain.planner.checkpointing.recompute_choice import (
     ALIGNMENT,
-    ALWAYS,
-    AWAY,
-    MAYBE,
-    NEVER,
-    Built,
-    Choice,
-    aligned,
+    ALWAYS_OFFLOAD,
+    MAY_OFFLOAD,
+    NEVER_OFFLOAD,
+    OFFLOADED,
+    BuiltGraph,
+    RecomputeChoice,
+    aligned_nbytes,
     keep_all,
-    spaced,
-    uniform,
+    spaced_choice,
+    uniform_choice,
 )
 
 __all__ = [
-    "ALIGNMENT", "ALWAYS", "AWAY", "MAYBE", "NEVER", "Built", "Chain", "Choice", "Found", "aligned", "keep_all",
-    "spaced", "spacing", "uniform",
+    "ALIGNMENT",
+    "ALWAYS_OFFLOAD",
+    "MAY_OFFLOAD",
+    "NEVER_OFFLOAD",
+    "OFFLOADED",
+    "BlockChain",
+    "BuiltGraph",
+    "PlannedChoice",
+    "RecomputeChoice",
+    "aligned_nbytes",
+    "checkpoint_spacing",
+    "keep_all",
+    "spaced_choice",
+    "uniform_choice",
 ]  # fmt: skip

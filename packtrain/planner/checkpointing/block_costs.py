@@ -11,32 +11,32 @@ from functools import cached_property
 import numpy as np
 
 from packtrain.engine.backends import CPU, Target, cpu
-from packtrain.engine.memory_plan.lifetimes import columns, storages
-from packtrain.engine.packing import alive
+from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lifetimes
+from packtrain.engine.packing import alive_nbytes
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import Call
 from packtrain.planner import cost_model
 from packtrain.planner.checkpointing import recompute_choice
 from packtrain.planner.checkpointing.middle_blocks import (
-    SAMPLED,
-    Middle,
+    NUM_CHAIN_BLOCKS,
+    MiddleBlock,
     backward_steps,
-    costs_nothing,
+    is_free_call,
     middle,
 )
-from packtrain.planner.checkpointing.pareto_front import Kept, least_again
+from packtrain.planner.checkpointing.pareto_front import KeptSet, least_again
 from packtrain.planner.checkpointing.recompute_choice import (
     ALIGNMENT,
-    INPUT,
-    NEVER,
-    Choice,
-    Inner,
-    Option,
-    is_away,
+    INPUT_PLACE,
+    NEVER_OFFLOAD,
+    BlockOption,
+    InnerRanks,
+    RecomputeChoice,
+    is_offloaded,
 )
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.cost_model import BackendRates
 
-Build = Callable[[int, Choice | None], recompute_choice.Built]
+BuildGraph = Callable[[int, RecomputeChoice | None], recompute_choice.BuiltGraph]
 
 
 class BlockCosts:
@@ -45,60 +45,60 @@ class BlockCosts:
     reserved  bytes that stay after the backward pass of a block, or of the head
     together  how many ways may be measured in one chain; 1 if not all blocks are alike
     space     whose bytes count; by default the arena's
-    offload   whether a block may keep what it keeps in the process's memory
-    twice     the backward pass of all blocks runs twice: what they keep stays through the first time, which is measured
+    offload_mode   whether a block may keep what it keeps in the process's memory
+    is_two_pass     the backward pass of all blocks runs twice: what they keep stays through the first time, which is measured
     """
 
     def __init__(
         self,
-        build: Build,
-        rates: Rates,
-        reserved: tuple[int, int] = (0, 0),
+        build: BuildGraph,
+        rates: BackendRates,
+        reserved_nbytes: tuple[int, int] = (0, 0),
         together: int = 1,
         target: Target = CPU,
         space: str | None = None,
-        offload: int = NEVER,
-        twice: bool = False,
+        offload_mode: int = NEVER_OFFLOAD,
+        is_two_pass: bool = False,
     ) -> None:
-        self.twice = twice
+        self.is_two_pass = is_two_pass
         self.build, self.rates, self.together, self.target = build, rates, together, target
-        self.space, self.offload = space or target.space, offload
-        self.reserve, self.head_reserve = reserved
-        self._known: dict[Inner, Option] = {}
+        self.space, self.offload_mode = space or target.space, offload_mode
+        self.reserve, self.head_reserve = reserved_nbytes
+        self._measured_options: dict[InnerRanks, BlockOption] = {}
 
     @cached_property
-    def _middle(self) -> Middle:
+    def _middle(self) -> MiddleBlock:
         """Of a short chain that keeps everything."""
-        built = self.build(SAMPLED, None)
-        return middle(built, place(built.graph, self.target), self.space, self.seconds)
+        built_graph = self.build(NUM_CHAIN_BLOCKS, None)
+        return middle(built_graph, place(built_graph.graph, self.target), self.space, self.seconds)
 
     def afresh(self) -> "BlockCosts":
         """The same, as if nothing had been measured on longer chains."""
         clone = copy(self)
-        clone._known = {}
+        clone._measured_options = {}
         return clone
 
     # ---- the middle block
 
     @property
-    def parts(self) -> int:
+    def num_parts(self) -> int:
         """Number of parts in which a block processes its rows; the stream has as many values for each block."""
-        return self._middle.parts
+        return self._middle.num_parts
 
     @property
     def stream_nbytes(self) -> int:
-        return self.parts * self._middle.stream
+        return self.num_parts * self._middle.stream_nbytes
 
     @property
     def forward_seconds(self) -> float:
-        return self.parts * self._middle.seconds
+        return self.num_parts * self._middle.forward_seconds
 
     @property
     def forward_calls(self) -> int:
-        return self.parts * len(self._middle.calls)
+        return self.num_parts * len(self._middle.calls)
 
     def seconds(self, call: Call) -> float:
-        return 0.0 if costs_nothing(call) else cost_model.call_seconds(call, self.rates)
+        return 0.0 if is_free_call(call) else cost_model.call_seconds(call, self.rates)
 
     @property
     def value_nbytes(self) -> list[int]:
@@ -108,162 +108,182 @@ class BlockCosts:
     @property
     def read(self) -> list[int]:
         """Places of those that the backward pass reads."""
-        return self._middle.places
+        return self._middle.read_places
 
     def free(self, seconds: float) -> tuple[int, ...]:
         """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
-        return self._middle.free(seconds / self.parts)
+        return self._middle.free(seconds / self.num_parts)
 
     # ---- ways to run it
 
     @cached_property
-    def ways(self) -> list[Inner]:
+    def strategies(self) -> list[InnerRanks]:
         """The ways on the Pareto front of bytes kept and seconds added, in all their forms."""
         return [strategy for point in self._middle.front for strategy in self._forms(point.places)]
 
-    def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
+    def _forms(self, kept_places: tuple[int, ...]) -> list[InnerRanks]:
         """If a cut of the block is not kept, another form recomputes it first, and then each side; and all these with
         what is kept away."""
-        base = tuple((place, 0) for place in keep)
-        resident_forms = [
-            base,
-            *((*base, (cut, 1)) for cut in self._middle.cuts if cut not in keep),
+        base_strategy = tuple((place, 0) for place in kept_places)
+        resident_strategies = [
+            base_strategy,
+            *((*base_strategy, (cut, 1)) for cut in self._middle.cuts if cut not in kept_places),
         ]
         return (
-            [*resident_forms, *map(recompute_choice.put_away, resident_forms)]
-            if self.offload
-            else resident_forms
+            [*resident_strategies, *map(recompute_choice.offload_ranks, resident_strategies)]
+            if self.offload_mode
+            else resident_strategies
         )
 
-    def saved(self, strategy: Inner) -> int:
+    def saved(self, strategy: InnerRanks) -> int:
         """Bytes of the space that a way keeps, in addition to the block's input."""
-        return -self.stream_nbytes if is_away(strategy) else self._nbytes(strategy)
+        return -self.stream_nbytes if is_offloaded(strategy) else self._kept_nbytes(strategy)
 
-    def _nbytes(self, strategy: Inner) -> int:
-        return self.parts * sum(self.value_nbytes[at] for at in _kept(strategy))
+    def _kept_nbytes(self, strategy: InnerRanks) -> int:
+        return self.num_parts * sum(self.value_nbytes[at] for at in _kept_places(strategy))
 
     @property
-    def saved_all(self) -> int:
+    def full_nbytes(self) -> int:
         """Bytes that it keeps if it keeps everything, with its input."""
-        return self.stream_nbytes + self.parts * self._read_nbytes
+        return self.stream_nbytes + self.num_parts * self._read_nbytes
 
     @cached_property
     def _read_nbytes(self) -> int:
-        return sum(self.value_nbytes[at] for at in self.read)
+        return sum(self.value_nbytes[place_index] for place_index in self.read)
 
-    def crossing(self, strategy: Inner) -> float:
+    def offload_seconds(self, strategy: InnerRanks) -> float:
         """Seconds for what a way keeps away, there and back."""
         return (
-            self._there_and_back(self.stream_nbytes + self._nbytes(strategy))
-            if is_away(strategy)
+            self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
+            if is_offloaded(strategy)
             else 0.0
         )
 
-    def _there_and_back(self, nbytes: float) -> float:
-        names = [b.name for b in self.target.every if b.space == self.space]
-        return 2 * cost_model.crossing(nbytes, *map(self.rates.on, (*names[:1], cpu.name)))
+    def _round_trip_seconds(self, nbytes: float) -> float:
+        names = [backend.name for backend in self.target.every if backend.space == self.space]
+        return 2 * cost_model.copy_seconds(nbytes, *map(self.rates.on, (*names[:1], cpu.name)))
 
     @property
-    def options(self) -> list[Option]:
+    def options(self) -> list[BlockOption]:
         """All ways, measured or with lower bounds."""
-        return [self._known.get(strategy) or self._bounds[strategy] for strategy in self.ways]
+        return [
+            self._measured_options.get(strategy) or self._lower_bounds[strategy]
+            for strategy in self.strategies
+        ]
 
     @property
-    def bare(self) -> list[Option]:
+    def bare_options(self) -> list[BlockOption]:
         """The ways that keep nothing, measured."""
         self.measure(self._forms(()))
-        return [self._known[strategy] for strategy in self._forms(())]
+        return [self._measured_options[strategy] for strategy in self._forms(())]
 
     def least_again(self, nbytes: float) -> float:
         """Least seconds of recomputation for keeping `nbytes` less than everything."""
-        total_nbytes = self._read_nbytes
-        if nbytes > total_nbytes * self.parts:
+        all_nbytes = self._read_nbytes
+        if nbytes > all_nbytes * self.num_parts:
             return np.inf
         points = self._middle.front
-        if self.offload:
-            moved = ((self.stream_nbytes / self.parts + point.saved, point) for point in points)
+        if self.offload_mode:
+            moved = ((self.stream_nbytes / self.num_parts + point.saved, point) for point in points)
             points = [
                 *points,
-                *(Kept(0, point.again + self._there_and_back(n), ()) for n, point in moved),
+                *(
+                    KeptSet(0, point.recompute_seconds + self._round_trip_seconds(point_nbytes), ())
+                    for point_nbytes, point in moved
+                ),
             ]
-        return self.parts * least_again(points, total_nbytes - nbytes / self.parts)
+        return self.num_parts * least_again(points, all_nbytes - nbytes / self.num_parts)
 
     # ---- lower bounds
 
     @cached_property
-    def _bounds(self) -> dict[Inner, Option]:
+    def _lower_bounds(self) -> dict[InnerRanks, BlockOption]:
         """Lower bounds: as if recomputed values were alive only while they are read."""
-        middle_block, bounds = self._middle, dict[Inner, Option]()
+        middle_block, bounds = self._middle, dict[InnerRanks, BlockOption]()
         for point in middle_block.front:
-            seconds, calls = self.parts * point.again, self.parts * middle_block.again(point.places)
-            nbytes = self._needed + middle_block.kept[list(point.places)].sum(axis=0)
+            recompute_seconds, num_calls = (
+                self.num_parts * point.recompute_seconds,
+                self.num_parts * middle_block.num_recomputed_calls(point.places),
+            )
+            live_nbytes = self._needed + middle_block.kept_nbytes[list(point.places)].sum(axis=0)
             for strategy in self._forms(point.places):
-                total_seconds = seconds + self.crossing(strategy)
-                bounds[strategy] = Option(
-                    strategy, self.saved(strategy), total_seconds, calls, int(nbytes.max())
+                total_seconds = recompute_seconds + self.offload_seconds(strategy)
+                bounds[strategy] = BlockOption(
+                    strategy, self.saved(strategy), total_seconds, num_calls, int(live_nbytes.max())
                 )
         return bounds
 
     @property
-    def least_work(self) -> int:
+    def min_work_nbytes(self) -> int:
         """Least bytes of its backward pass, whatever it keeps."""
         return int(self._needed.max())
 
     @cached_property
     def _needed(self) -> np.ndarray:
         """Bytes of each step of the backward pass, without what stays after those of later blocks, or passes."""
-        later = self.head_reserve + (SAMPLED - 2) * self.reserve
-        return self._middle.needed - later - self.twice * self.stream_nbytes
+        later_nbytes = self.head_reserve + (NUM_CHAIN_BLOCKS - 2) * self.reserve
+        return self._middle.needed_nbytes - later_nbytes - self.is_two_pass * self.stream_nbytes
 
     # ---- measurements
 
-    def measure(self, strategies: Iterable[Inner]) -> bool:
+    def measure(self, strategies: Iterable[InnerRanks]) -> bool:
         """Measure unknown ways, in all their forms, together in one chain; returns whether there were any."""
-        kept_places = {_kept(strategy) for strategy in strategies if strategy not in self._known}
+        kept_places = {
+            _kept_places(strategy)
+            for strategy in strategies
+            if strategy not in self._measured_options
+        }
         unmeasured = [
             strategy
-            for strategy in self.ways
-            if strategy not in self._known and _kept(strategy) in kept_places
+            for strategy in self.strategies
+            if strategy not in self._measured_options and _kept_places(strategy) in kept_places
         ]
-        for at in range(0, len(unmeasured), self.together):
-            self._measure(unmeasured[at : at + self.together])
+        for start in range(0, len(unmeasured), self.together):
+            self._measure(unmeasured[start : start + self.together])
         return bool(unmeasured)
 
-    def _measure(self, strategies: Sequence[Inner]) -> None:
+    def _measure(self, strategies: Sequence[InnerRanks]) -> None:
         """Bytes exclude what earlier blocks keep and what later ones leave, or keep.
 
         Where all of them go back twice, the gradient behind the last one stays, too, but not the output of that one.
         """
         inner = (strategies[0], *strategies, strategies[-1])
-        built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
-        placed = place(built.graph, self.target)
-        curve, spans = Alive(placed, self.space), backward_steps(placed, built, self.parts)
-        saved = list(map(self.saved, inner))
-        total_nbytes = sum(saved) + (len(inner) + 1) * self.stream_nbytes
+        built_graph = self.build(len(inner), RecomputeChoice((0,) * (len(inner) + 1), inner))
+        placed = place(built_graph.graph, self.target)
+        live_curve, step_ranges = (
+            LiveByteCurve(placed, self.space),
+            backward_steps(placed, built_graph, self.num_parts),
+        )
+        saved_sizes = list(map(self.saved, inner))
+        total_nbytes = sum(saved_sizes) + (len(inner) + 1) * self.stream_nbytes
         for i, strategy in enumerate(inner):
-            before = sum(saved[: i + 1]) + (i + 1) * self.stream_nbytes
-            other_nbytes = (total_nbytes if self.twice else before) - saved[i]
+            earlier_nbytes = sum(saved_sizes[: i + 1]) + (i + 1) * self.stream_nbytes
+            other_nbytes = (total_nbytes if self.is_two_pass else earlier_nbytes) - saved_sizes[i]
             if not 0 < i < len(inner) - 1:
                 continue
-            first, last = spans[i]
-            recomputed = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
-            later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
-            work = max(curve.most(first, last) - other_nbytes - later, 0)
-            seconds = sum(map(self.seconds, recomputed)) + self.crossing(strategy)
-            self._known[strategy] = Option(strategy, saved[i], seconds, len(recomputed), work)
+            first_step, last = step_ranges[i]
+            recomputed = [s.call for s in placed.steps[first_step : last + 1] if s.is_recompute]
+            later_nbytes = self.head_reserve + (len(inner) - 1 - i) * self.reserve
+            work = max(live_curve.max_nbytes(first_step, last) - other_nbytes - later_nbytes, 0)
+            seconds = sum(map(self.seconds, recomputed)) + self.offload_seconds(strategy)
+            self._measured_options[strategy] = BlockOption(
+                strategy, saved_sizes[i], seconds, len(recomputed), work
+            )
 
 
-def _kept(strategy: Inner) -> tuple[int, ...]:
-    return tuple(at for at, rank in strategy if rank <= 0 and at != INPUT)
+def _kept_places(strategy: InnerRanks) -> tuple[int, ...]:
+    return tuple(at for at, rank in strategy if rank <= 0 and at != INPUT_PLACE)
 
 
-class Alive:
+class LiveByteCurve:
     """Bytes of a space that are alive at the steps of a placed graph."""
 
     def __init__(self, placed: Placed, space: str) -> None:
-        self._times, self._nbytes = alive(*columns(storages(placed, space), ALIGNMENT))
+        self._step_times, self._nbytes = alive_nbytes(
+            *lifetime_columns(storage_lifetimes(placed, space), ALIGNMENT)
+        )
 
-    def most(self, first: int, last: int) -> int:
+    def max_nbytes(self, first_step: int, last: int) -> int:
         """Most bytes at any step from the first to the last."""
-        begin, end = np.searchsorted(self._times, (first, last), side="right")
-        return int(self._nbytes[max(begin - 1, 0) : end].max(initial=0))
+        start_index, end_index = np.searchsorted(self._step_times, (first_step, last), side="right")
+        return int(self._nbytes[max(start_index - 1, 0) : end_index].max(initial=0))

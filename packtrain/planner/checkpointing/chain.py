@@ -14,44 +14,51 @@ from functools import cached_property
 import numpy as np
 
 from packtrain.engine.backends import CPU, Target
-from packtrain.engine.memory_plan.lifetimes import columns, storages
+from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lifetimes
 from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import Placed, place
 from packtrain.planner import cost_model
-from packtrain.planner.checkpointing.block_costs import Alive, BlockCosts, Build
-from packtrain.planner.checkpointing.chain_solver import ChainSolver, Solved
+from packtrain.planner.checkpointing.block_costs import BlockCosts, BuildGraph, LiveByteCurve
+from packtrain.planner.checkpointing.chain_solver import ChainSolution, ChainSolver
 from packtrain.planner.checkpointing.middle_blocks import backward_steps
-from packtrain.planner.checkpointing.recompute_choice import ALIGNMENT, NEVER, Choice, uniform
-from packtrain.planner.checkpointing.two_passes import TwiceSolver
-from packtrain.planner.cost_model import Rates
+from packtrain.planner.checkpointing.recompute_choice import (
+    ALIGNMENT,
+    NEVER_OFFLOAD,
+    RecomputeChoice,
+    uniform_choice,
+)
+from packtrain.planner.checkpointing.two_passes import TwoPassSolver
+from packtrain.planner.cost_model import BackendRates
 
-Headed = Callable[[Placed], Placed]
+HeadSetter = Callable[[Placed], Placed]
 
-ROUNDS = 4
-HEADED = 2  # blocks of the chain on which the head is measured
+PLAN_ROUNDS = 4
+NUM_HEAD_BLOCKS = 2  # blocks of the chain on which the head is measured
 SLACK = 0.03  # relative error of estimates
 CLOSE = 0.01  # relative distance to a choice that was built, within which others are built, too
-SPARE = 500  # 1 / share of the bytes by which less is asked for until another choice comes
-AIMS = 12  # sizes at which the smallest choice is searched
-FEW = 4  # least number of ways measured in one graph, if a chain has fewer blocks
+AIM_STEPS = 500  # 1 / share of the bytes by which less is asked for until another choice comes
+NUM_AIMS = 12  # sizes at which the smallest choice is searched
+MIN_STRATEGIES_PER_GRAPH = (
+    4  # least number of ways measured in one graph, if a chain has fewer blocks
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlannedChoice:
     """A choice that was built: bytes of its arena, bytes including its calls, what it adds.
 
     arena    lower bound of its arena, which the planner nearly always reaches
     seconds  of recomputation, each time, and its number of calls, all times
     """
 
-    choice: Choice | None
+    choice: RecomputeChoice | None
     arena: int
     nbytes: int
     seconds: float
     calls: int
 
 
-class Chain:
+class BlockChain:
     """A training graph with a chain of `count` equal blocks; caches measurements.
 
     reserved     bytes that stay after the backward pass of a block, or of the head: gradients waiting for clipping
@@ -62,233 +69,268 @@ class Chain:
     target       where it runs
     space        whose bytes count; by default the arena's
     offload      whether blocks may keep what they keep in the process's memory
-    twice        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
-    again        builds one in which those of all do
-    heads        turn a graph with its head into one with each of the heads of chains that are like this one
-    head         which of them it has
+    num_two_pass_blocks        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
+    two_pass_costs        builds one in which those of all do
+    head_setters        turn a graph with its head into one with each of the heads of chains that are like this one
+    head_chunk         which of them it has
     """
 
     def __init__(
         self,
-        build: Build,
+        build: BuildGraph,
         count: int,
-        rates: Rates,
-        reserved: tuple[int, int] = (0, 0),
+        rates: BackendRates,
+        reserved_nbytes: tuple[int, int] = (0, 0),
         call_nbytes: int = 0,
         calls: int = 0,
-        like: "Chain | None" = None,
-        together: int = 1,
+        like: "BlockChain | None" = None,
+        strategies_per_graph: int = 1,
         target: Target = CPU,
         space: str | None = None,
-        offload: int = NEVER,
-        twice: int = 0,
-        again: Build | None = None,
-        heads: Mapping[int, Headed] = {},
-        head: int = 0,
+        offload_mode: int = NEVER_OFFLOAD,
+        num_two_pass_blocks: int = 0,
+        build_two_pass: BuildGraph | None = None,
+        head_setters: Mapping[int, HeadSetter] = {},
+        head_chunk: int = 0,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
-        self.twice = twice
+        self.num_two_pass_blocks = num_two_pass_blocks
         self.space = space or target.space
         self.build, self.count, self.like = build, count, like
-        self.heads, self.head = heads, head
-        together = max(min(count - 2, together), FEW)
-        options = together, target, space, offload
-        self.block = BlockCosts(build, rates, reserved, *options)
-        self.again = BlockCosts(again or build, rates, (0, reserved[1]), *options, twice=True)
+        self.head_setters, self.head_chunk = head_setters, head_chunk
+        strategies_per_graph = max(min(count - 2, strategies_per_graph), MIN_STRATEGIES_PER_GRAPH)
+        cost_options = strategies_per_graph, target, space, offload_mode
+        self.block = BlockCosts(build, rates, reserved_nbytes, *cost_options)
+        self.two_pass_costs = BlockCosts(
+            build_two_pass or build, rates, (0, reserved_nbytes[1]), *cost_options, is_two_pass=True
+        )
         if like is not None:
-            self.block, self.again = like.block, like.again
-        self.found: dict[Choice | None, Found] = {}
+            self.block, self.two_pass_costs = like.block, like.two_pass_costs
+        self.planned_choices: dict[RecomputeChoice | None, PlannedChoice] = {}
 
-    def afresh(self, like: "Chain | None" = None) -> "Chain":
+    def afresh(self, like: "BlockChain | None" = None) -> "BlockChain":
         """The same, as if only short chains had been measured; `like` is that of the chain that it is like."""
         clone = copy(self)
-        clone.__dict__.pop("smallest", None)
-        clone.found = {}
+        clone.__dict__.pop("smallest_choice", None)
+        clone.planned_choices = {}
         clone.like = like
         if like is not None:
-            clone.block, clone.again = like.block, like.again
+            clone.block, clone.two_pass_costs = like.block, like.two_pass_costs
         else:
-            clone.block, clone.again = self.block.afresh(), self.again.afresh()
+            clone.block, clone.two_pass_costs = self.block.afresh(), self.two_pass_costs.afresh()
         return clone
 
     @property
     def head_work(self) -> int:
         """Most bytes between the last block's forward and backward pass, without what blocks keep."""
-        return (self.like or self).head_works[self.head]
+        return (self.like or self).head_nbytes_by_chunk[self.head_chunk]
 
     @cached_property
-    def head_works(self) -> dict[int, int]:
+    def head_nbytes_by_chunk(self) -> dict[int, int]:
         """The same with each of the heads, of a chain that keeps only its stream."""
-        built = self.build(HEADED, uniform(HEADED, ()))
+        built = self.build(NUM_HEAD_BLOCKS, uniform_choice(NUM_HEAD_BLOCKS, ()))
         placed = place(built.graph, self.target)
-        first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
-        stream_nbytes = (HEADED + 1) * self.block.stream_nbytes
+        first, _ = backward_steps(placed, built, self.block.num_parts)[NUM_HEAD_BLOCKS - 1]
+        stream_nbytes = (NUM_HEAD_BLOCKS + 1) * self.block.stream_nbytes
         return {
-            head: Alive(headed(placed), self.space).most(0, first - 1) - stream_nbytes
-            for head, headed in self.heads.items()
+            head: LiveByteCurve(headed(placed), self.space).max_nbytes(0, first - 1) - stream_nbytes
+            for head, headed in self.head_setters.items()
         }
 
-    def least_seconds(self, nbytes: int) -> float:
+    def min_seconds(self, nbytes: int) -> float:
         """Least added seconds for `nbytes` less than keeping everything."""
         block_nbytes = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
         return self.count * self.block.least_again(block_nbytes) if block_nbytes > 0 else 0.0
 
     # ---- choices
 
-    def plan(self, choice: Choice | None) -> Found:
+    def plan_choice(self, choice: RecomputeChoice | None) -> PlannedChoice:
         """The choice in the whole chain, measured; None keeps everything."""
-        if choice not in self.found:
+        if choice not in self.planned_choices:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
-            arena, _ = lower_bound(*columns(storages(placed, self.space), ALIGNMENT))
-            recomputed = [call for call in graph.calls if call.phase == "recomputed"]
-            nbytes = arena + self.call_nbytes * len(graph.calls)
-            seconds = sum(map(self.block.seconds, recomputed))
+            arena_nbytes, _ = lower_bound(
+                *lifetime_columns(storage_lifetimes(placed, self.space), ALIGNMENT)
+            )
+            recomputed_calls = [call for call in graph.calls if call.phase == "recomputed"]
+            nbytes = arena_nbytes + self.call_nbytes * len(graph.calls)
+            seconds = sum(map(self.block.seconds, recomputed_calls))
             seconds += sum(cost_model.call_seconds(s, self.block.rates) for s in placed.put_away)
-            self.found[choice] = Found(choice, arena, nbytes, seconds, len(recomputed))
-        return self.found[choice]
+            self.planned_choices[choice] = PlannedChoice(
+                choice, arena_nbytes, nbytes, seconds, len(recomputed_calls)
+            )
+        return self.planned_choices[choice]
 
     @property
-    def _calls_nbytes(self) -> int:
+    def _all_calls_nbytes(self) -> int:
         """Bytes of the process for the calls of a whole chain that keeps everything."""
         return self.call_nbytes * self.calls
 
-    def bound(self, nbytes: int) -> float:
+    def seconds_bound(self, nbytes: int) -> float:
         """Least seconds that a choice of `nbytes` adds, from the ways measured so far."""
-        solved = self._solved(self._solver(nbytes), nbytes)
-        return math.inf if solved is None else solved.seconds
+        solution = self._solve(self._make_solver(nbytes), nbytes)
+        return math.inf if solution is None else solution.seconds
 
-    def within(self, nbytes: int, below: float = math.inf) -> Found | None:
+    def fastest_within(self, nbytes: int, below: float = math.inf) -> PlannedChoice | None:
         """The fastest known choice of at most `nbytes`; None if there is none.
 
         below  limit of the estimated added seconds; choices that should add more are not built
         """
-        aim = nbytes
-        for _ in range(ROUNDS):
-            solved = self._measured(nbytes + nbytes // 16, aim, below)
-            while solved is not None and self._too_large(solved.choice, nbytes):
-                aim -= nbytes // SPARE
-                solved = self._measured(nbytes + nbytes // 16, aim, below)
-            if solved is None or solved.seconds >= below:
+        aim_nbytes = nbytes
+        for _ in range(PLAN_ROUNDS):
+            solution = self._solve_measured(nbytes + nbytes // 16, aim_nbytes, below)
+            while solution is not None and self._is_too_large(solution.choice, nbytes):
+                aim_nbytes -= nbytes // AIM_STEPS
+                solution = self._solve_measured(nbytes + nbytes // 16, aim_nbytes, below)
+            if solution is None or solution.seconds >= below:
                 break
-            over = self.plan(solved.choice).nbytes - nbytes
-            if -nbytes // 50 <= over <= 0:
+            excess_nbytes = self.plan_choice(solution.choice).nbytes - nbytes
+            if -nbytes // 50 <= excess_nbytes <= 0:
                 break
-            aim -= over if over > 0 else over // 2
-        if solved is None and self._may_fit(nbytes, below):
-            self._plan_around(self.smallest.choice, nbytes)
-        fitting = [candidate for candidate in self.found.values() if candidate.nbytes <= nbytes]
+            aim_nbytes -= excess_nbytes if excess_nbytes > 0 else excess_nbytes // 2
+        if solution is None and self._may_fit(nbytes, below):
+            self._plan_around(self.smallest_choice.choice, nbytes)
+        fitting = [
+            candidate for candidate in self.planned_choices.values() if candidate.nbytes <= nbytes
+        ]
         return min(
             fitting, key=lambda candidate: (candidate.seconds, candidate.nbytes), default=None
         )
 
-    def _too_large(self, choice: Choice, nbytes: int) -> bool:
+    def _is_too_large(self, choice: RecomputeChoice, nbytes: int) -> bool:
         """Whether the choice has been planned, and takes more."""
-        return choice in self.found and self.found[choice].nbytes > nbytes
+        return choice in self.planned_choices and self.planned_choices[choice].nbytes > nbytes
 
     def _may_fit(self, nbytes: int, below: float) -> bool:
         """Whether the choice with the least bytes is worth building."""
         max_nbytes = nbytes * (1 + SLACK)
-        if self.floor(twice=self.twice) > max_nbytes or self.smallest.nbytes > max_nbytes:
+        if (
+            self.floor(num_two_pass_blocks=self.num_two_pass_blocks) > max_nbytes
+            or self.smallest_choice.nbytes > max_nbytes
+        ):
             return False
-        return self.smallest.seconds < below
+        return self.smallest_choice.seconds < below
 
-    def _measured(self, nbytes: int, aim: int, below: float) -> Solved | None:
-        """The fastest choice of at most `aim` bytes, by a solver for `nbytes`, in which all ways are measured.
+    def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
+        """The fastest choice of at most `aim_nbytes` bytes, by a solver for `nbytes`, in which all ways are measured.
 
         Unmeasured ways count with their lower bounds, so no other choice is faster.
         """
         while True:
-            solved = self._solved(self._solver(nbytes), aim)
-            if solved is None or solved.seconds >= below:
-                return solved
-            if not (self.block.measure(solved.ways) | self.again.measure(solved.again)):
-                return solved
+            solution = self._solve(self._make_solver(nbytes), aim_nbytes)
+            if solution is None or solution.seconds >= below:
+                return solution
+            if not (
+                self.block.measure(solution.strategies)
+                | self.two_pass_costs.measure(solution.two_pass_strategies)
+            ):
+                return solution
 
-    def _plan_around(self, choice: Choice, nbytes: int) -> None:
+    def _plan_around(self, choice: RecomputeChoice, nbytes: int) -> None:
         """Plan the choice; if it takes about `nbytes`, also others whose last block keeps a little more.
 
         The last block's backward pass comes first and often has bytes to spare.
         """
-        if self.plan(choice).nbytes > nbytes * (1 + CLOSE):
+        if self.plan_choice(choice).nbytes > nbytes * (1 + CLOSE):
             return
-        for strategy in self.block.ways:
+        for strategy in self.block.strategies:
             if 0 < self.block.saved(strategy) <= self.block.stream_nbytes:
-                self.plan(replace(choice, inner=(*choice.inner[:-1], strategy)))
+                self.plan_choice(replace(choice, inner=(*choice.inner[:-1], strategy)))
 
-    def _solved(self, solver: ChainSolver | TwiceSolver, nbytes: int) -> Solved | None:
+    def _solve(self, solver: ChainSolver | TwoPassSolver, nbytes: int) -> ChainSolution | None:
         """The fastest choice by the solver that leaves bytes for its own calls."""
-        aim = nbytes - self._calls_nbytes
-        while (solved := solver.choice(aim)) is not None:
-            over = aim + self._calls_nbytes + self.call_nbytes * solved.calls - nbytes
+        aim_nbytes = nbytes - self._all_calls_nbytes
+        while (solution := solver.best_choice(aim_nbytes)) is not None:
+            over = aim_nbytes + self._all_calls_nbytes + self.call_nbytes * solution.calls - nbytes
             if over <= 0:
                 break
-            aim -= over
-        return solved
+            aim_nbytes -= over
+        return solution
 
-    def _solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwiceSolver:
+    def _make_solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwoPassSolver:
         """A solver for the ways to run a block; `keep_nothing`: for those that keep nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             return ChainSolver(
-                block, count, head_work, block.bare if keep_nothing else block.options, nbytes
+                block,
+                count,
+                head_work,
+                block.bare_options if keep_nothing else block.options,
+                nbytes,
             )
 
-        later = of(self.block, self.count - self.twice, self.head_work)
-        return TwiceSolver(of(self.again, self.twice, 0), later) if self.twice else later
+        later_solver = of(self.block, self.count - self.num_two_pass_blocks, self.head_work)
+        return (
+            TwoPassSolver(of(self.two_pass_costs, self.num_two_pass_blocks, 0), later_solver)
+            if self.num_two_pass_blocks
+            else later_solver
+        )
 
-    def floor(self, waiting: bool = True, twice: int = 0) -> int:
+    def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
         """Least bytes of the arena: those of the backward pass of the second block, or of blocks where it runs twice.
 
-        waiting  gradients of head and blocks are kept for clipping, but those of the first `twice` blocks
+        gradients_wait  gradients of head and blocks are kept for clipping, but those of the first `num_two_pass_blocks` blocks
         """
         if self.count < 2:
             return 0
         block = self.block
-        if not waiting:
-            return block.stream_nbytes + self.again.least_work
-        at = max(twice + 1, 2)
-        later = self.count - at
-        candidates = [block.least_work + later * block.reserve] if later >= 0 else []
+        if not gradients_wait:
+            return block.stream_nbytes + self.two_pass_costs.min_work_nbytes
+        block_position = max(num_two_pass_blocks + 1, 2)
+        num_later = self.count - block_position
+        candidates = [block.min_work_nbytes + num_later * block.reserve] if num_later >= 0 else []
         candidates += (
-            [self.again.least_work + (self.count - twice) * block.reserve] if twice else []
+            [
+                self.two_pass_costs.min_work_nbytes
+                + (self.count - num_two_pass_blocks) * block.reserve
+            ]
+            if num_two_pass_blocks
+            else []
         )
         return block.stream_nbytes + block.head_reserve + max(candidates)
 
     @cached_property
-    def smallest(self) -> "Smallest":
+    def smallest_choice(self) -> "SmallestChoice":
         """The choice with the least estimated bytes."""
         block = self.block
-        high = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
-        high += block.head_reserve + 2 * max(option.work for option in block.bare)
-        coarse = self._solver(high, keep_nothing=True)
-        fine = self._solver(coarse.least + coarse.least // 20, keep_nothing=True)
+        max_nbytes = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
+        max_nbytes += block.head_reserve + 2 * max(option.work for option in block.bare_options)
+        coarse_solver = self._make_solver(max_nbytes, keep_nothing=True)
+        fine = self._make_solver(
+            coarse_solver.min_nbytes + coarse_solver.min_nbytes // 20, keep_nothing=True
+        )
         candidates = []
-        for aim in (fine.least, *np.geomspace(fine.nbytes, high, AIMS).astype(int).tolist()):
-            solved = (fine if aim <= fine.nbytes else coarse).choice(aim)
-            assert solved is not None
-            nbytes = aim + self._calls_nbytes + self.call_nbytes * solved.calls
-            candidates.append(Smallest(nbytes, solved.seconds, solved.choice))
+        for aim in (
+            fine.min_nbytes,
+            *np.geomspace(fine.max_nbytes, max_nbytes, NUM_AIMS).astype(int).tolist(),
+        ):
+            solution = (fine if aim <= fine.max_nbytes else coarse_solver).best_choice(aim)
+            assert solution is not None
+            nbytes = aim + self._all_calls_nbytes + self.call_nbytes * solution.calls
+            candidates.append(SmallestChoice(nbytes, solution.seconds, solution.choice))
         return min(candidates, key=lambda candidate: candidate.nbytes)
 
-    def least(self) -> Found:
+    def smallest_planned(self) -> PlannedChoice:
         """The choice with the least bytes, including calls."""
-        self.plan(self.smallest.choice)
-        self.plan(uniform(self.count, ()))
-        return min(self.found.values(), key=lambda candidate: (candidate.nbytes, candidate.seconds))
+        self.plan_choice(self.smallest_choice.choice)
+        self.plan_choice(uniform_choice(self.count, ()))
+        return min(
+            self.planned_choices.values(),
+            key=lambda candidate: (candidate.nbytes, candidate.seconds),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Smallest:
+class SmallestChoice:
     """The choice with the least estimated bytes, including calls: its bytes and added seconds."""
 
     nbytes: int
     seconds: float
-    choice: Choice
+    choice: RecomputeChoice
 
 
-def spacing(chain: Chain) -> int:
+def checkpoint_spacing(chain: BlockChain) -> int:
     """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
-    block = chain.block
-    block_nbytes = block.parts * sum(block.value_nbytes)
-    return max(round(math.sqrt(chain.count * block.stream_nbytes / block_nbytes)), 1)
+    block_costs = chain.block
+    block_nbytes = block_costs.num_parts * sum(block_costs.value_nbytes)
+    return max(round(math.sqrt(chain.count * block_costs.stream_nbytes / block_nbytes)), 1)

@@ -12,54 +12,59 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.planner.checkpointing.block_costs import BlockCosts
-from packtrain.planner.checkpointing.recompute_choice import ALWAYS, Choice, Inner, Option
+from packtrain.planner.checkpointing.recompute_choice import (
+    ALWAYS_OFFLOAD,
+    BlockOption,
+    InnerRanks,
+    RecomputeChoice,
+)
 
-SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
-Rows = list[np.ndarray]  # by number of blocks: seconds by slots
+NUM_SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
+SlotRows = list[np.ndarray]  # by number of blocks: seconds by slots
 # first block, number of blocks, slots, rank, and rows: inner or outer
-Run = tuple[int, int, int, int, Rows]
+BlockRun = tuple[int, int, int, int, SlotRows]
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class ChainSolution:
     """A choice, the ways to run a block in it, and the seconds and calls that it adds by estimate.
 
-    again  ways to run one of the blocks whose backward pass runs twice
+    two_pass_strategies  ways to run one of the blocks whose backward pass runs twice
     """
 
-    choice: Choice
-    ways: frozenset[Inner]
+    choice: RecomputeChoice
+    strategies: frozenset[InnerRanks]
     seconds: float
     calls: int
-    again: frozenset[Inner] = frozenset()
+    two_pass_strategies: frozenset[InnerRanks] = frozenset()
 
 
-class Trace:
+class ChoiceBuilder:
     """A choice while it is found, its ways to run a block, and the calls that these add."""
 
     def __init__(self, count: int) -> None:
-        self.stream, self.inner = [0] * (count + 1), [Inner()] * count
-        self.ways, self.calls = set[Inner](), 0
+        self.stream_ranks, self.inner = [0] * (count + 1), [InnerRanks()] * count
+        self.strategies, self.calls = set[InnerRanks](), 0
 
     @property
-    def choice(self) -> Choice:
-        return Choice(tuple(self.stream), tuple(self.inner))
+    def choice(self) -> RecomputeChoice:
+        return RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
 
-    def take(self, at: int, option: Option, rank: int) -> None:
+    def add_block(self, at: int, option: BlockOption, rank: int) -> None:
         """A block by an option."""
-        self.ways.add(option.keep)
+        self.strategies.add(option.keep)
         self.calls += option.calls
         self.inner[at] = tuple((place, rank + extra_rank) for place, extra_rank in option.keep)
 
 
-class Way(NamedTuple):
+class SolverMove(NamedTuple):
     """A move: option k as k, a split before block j as -j; its least slots, and its seconds for more slots.
 
     seconds  of its own; those of each row of `rest` are added
     """
 
     move: int
-    least: int
+    min_slots: int
     seconds: float
     rest: list[np.ndarray]
 
@@ -73,119 +78,131 @@ class ChainSolver:
     """
 
     def __init__(
-        self, block: BlockCosts, count: int, head_work: int, options: Sequence[Option], nbytes: int
+        self,
+        block: BlockCosts,
+        count: int,
+        head_work: int,
+        options: Sequence[BlockOption],
+        max_nbytes: int,
     ) -> None:
         self.block, self.count = block, count
-        self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)
-        self.slots = int(nbytes / self.unit)
-        self.passed, self.reserve = self._slots(block.stream_nbytes), self._slots(block.reserve)
-        self.head_work, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
+        self.max_nbytes, self.slot_nbytes = max_nbytes, max(max_nbytes / NUM_SLOTS, 1.0)
+        self.num_slots = int(max_nbytes / self.slot_nbytes)
+        self.stream_slots, self.reserve = (
+            self._slots(block.stream_nbytes),
+            self._slots(block.reserve),
+        )
+        self.head_slots, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
         self.options = undominated(options)
         sizes = [(self._slots(option.saved), self._slots(option.work)) for option in self.options]
-        self.sizes = [(saved + self.passed, work) for saved, work in sizes]
-        self.inner = [np.zeros(self.slots + 1)]
+        self.sizes = [(saved_slots + self.stream_slots, work) for saved_slots, work in sizes]
+        self.inner = [np.zeros(self.num_slots + 1)]
         self._fill(self.inner)
 
     @cached_property
-    def outer(self) -> Rows:
-        rows = [np.where(np.arange(self.slots + 1) >= self.head_work, 0.0, np.inf)]
-        self._fill(rows)
-        return rows
+    def outer_rows(self) -> SlotRows:
+        slot_rows = [np.where(np.arange(self.num_slots + 1) >= self.head_slots, 0.0, np.inf)]
+        self._fill(slot_rows)
+        return slot_rows
 
-    def _fill(self, rows: Rows) -> None:
+    def _fill(self, rows: SlotRows) -> None:
         for n in range(1, self.count + 1):
-            row = np.full(self.slots + 1, np.inf)
-            for move in self._ways(n, rows):
-                np.minimum(row[move.least :], move.seconds + sum(move.rest), out=row[move.least :])
-            rows.append(row)
+            slot_row = np.full(self.num_slots + 1, np.inf)
+            for move in self._moves(n, rows):
+                np.minimum(
+                    slot_row[move.min_slots :],
+                    move.seconds + sum(move.rest),
+                    out=slot_row[move.min_slots :],
+                )
+            rows.append(slot_row)
 
     def _slots(self, nbytes: int) -> int:
-        return math.ceil(nbytes / self.unit)
+        return math.ceil(nbytes / self.slot_nbytes)
 
-    def _ways(self, n: int, rows: Rows) -> Iterator[Way]:
+    def _moves(self, n: int, rows: SlotRows) -> Iterator[SolverMove]:
         """The possible moves for the first of n blocks, and what they leave to the others."""
-        waiting = 0 if rows is self.inner else self.head_reserve
-        for k, (option, (kept_slots, work)) in enumerate(
+        waiting_slots = 0 if rows is self.inner else self.head_reserve
+        for k, (option, (kept_slots, work_slots)) in enumerate(
             zip(self.options, self.sizes, strict=True)
         ):
-            may_keep = self.block.offload != ALWAYS or n == 1 or rows is self.inner
-            if not (rows is not self.inner if option.away else may_keep):
+            may_keep = self.block.offload_mode != ALWAYS_OFFLOAD or n == 1 or rows is self.inner
+            if not (rows is not self.inner if option.is_offloaded else may_keep):
                 continue  # only what the forward pass computed is put away
-            min_slots = max(kept_slots, work + waiting + (n - 1) * self.reserve)
-            if min_slots <= self.slots:
-                yield Way(
+            min_slots = max(kept_slots, work_slots + waiting_slots + (n - 1) * self.reserve)
+            if min_slots <= self.num_slots:
+                yield SolverMove(
                     k,
                     min_slots,
                     option.seconds,
-                    [rows[n - 1][min_slots - kept_slots : self.slots + 1 - kept_slots]],
+                    [rows[n - 1][min_slots - kept_slots : self.num_slots + 1 - kept_slots]],
                 )
         for j in range(1, n):
-            rest_slots, rerun_slots = self.passed, waiting + (n - j) * self.reserve
-            min_slots, end = max(rest_slots, rerun_slots), self.slots + 1
-            if min_slots <= self.slots:
-                rest = [
-                    rows[n - j][min_slots - rest_slots : end - rest_slots],
-                    self.inner[j][min_slots - rerun_slots : end - rerun_slots],
+            rest_slots, rerun_slots = self.stream_slots, waiting_slots + (n - j) * self.reserve
+            min_slots, end_slot = max(rest_slots, rerun_slots), self.num_slots + 1
+            if min_slots <= self.num_slots:
+                remaining_rows = [
+                    rows[n - j][min_slots - rest_slots : end_slot - rest_slots],
+                    self.inner[j][min_slots - rerun_slots : end_slot - rerun_slots],
                 ]
-                yield Way(-j, min_slots, j * self.block.forward_seconds, rest)
+                yield SolverMove(-j, min_slots, j * self.block.forward_seconds, remaining_rows)
 
-    def choice(self, nbytes: int) -> Solved | None:
+    def best_choice(self, nbytes: int) -> ChainSolution | None:
         """The best choice within `nbytes` of the solver's bytes; None if nothing fits."""
-        count, slots = self.count, self.slots_of(nbytes)
-        if slots < 0 or not np.isfinite(self.outer[count][slots]):
+        num_blocks, num_slots = self.count, self.chain_slots(nbytes)
+        if num_slots < 0 or not np.isfinite(self.outer_rows[num_blocks][num_slots]):
             return None
-        trace = Trace(count)
-        self.follow((0, count, slots, 0, self.outer), trace)
-        seconds = float(self.outer[count][slots])
-        return Solved(trace.choice, frozenset(trace.ways), seconds, trace.calls)
+        builder = ChoiceBuilder(num_blocks)
+        self.add_moves((0, num_blocks, num_slots, 0, self.outer_rows), builder)
+        seconds = float(self.outer_rows[num_blocks][num_slots])
+        return ChainSolution(builder.choice, frozenset(builder.strategies), seconds, builder.calls)
 
-    def slots_of(self, nbytes: int) -> int:
+    def chain_slots(self, nbytes: int) -> int:
         """Slots beside the input of the chain."""
-        return min(int(nbytes / self.unit), self.slots) - self.passed
+        return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.stream_slots
 
-    def follow(self, run: Run, trace: Trace) -> None:
+    def add_moves(self, block_run: BlockRun, builder: ChoiceBuilder) -> None:
         """Add the best moves of a run."""
-        runs = [run]
+        runs = [block_run]
         while runs:
-            first, n, m, rank, rows = runs.pop()
+            first_block, n, m, rank, slot_rows = runs.pop()
             if n == 0:
                 continue
-            move = self._best(n, m, rows)
+            move = self._best_move(n, m, slot_rows)
             if move < 0:
-                trace.stream[first - move] = rank
-                trace.calls -= move * self.block.forward_calls
-                waiting = 0 if rows is self.inner else self.head_reserve
-                m_again = m - waiting - (n + move) * self.reserve
-                runs.append((first - move, n + move, m - self.passed, rank, rows))
-                runs.append((first, -move, m_again, rank + 1, self.inner))
+                builder.stream_ranks[first_block - move] = rank
+                builder.calls -= move * self.block.forward_calls
+                waiting_slots = 0 if slot_rows is self.inner else self.head_reserve
+                rerun_slots = m - waiting_slots - (n + move) * self.reserve
+                runs.append((first_block - move, n + move, m - self.stream_slots, rank, slot_rows))
+                runs.append((first_block, -move, rerun_slots, rank + 1, self.inner))
                 continue
-            trace.take(first, self.options[move], rank)
-            if n > 1 or rows is not self.inner:
-                trace.stream[first + 1] = rank
-            runs.append((first + 1, n - 1, m - self.sizes[move][0], rank, rows))
+            builder.add_block(first_block, self.options[move], rank)
+            if n > 1 or slot_rows is not self.inner:
+                builder.stream_ranks[first_block + 1] = rank
+            runs.append((first_block + 1, n - 1, m - self.sizes[move][0], rank, slot_rows))
 
-    def _best(self, n: int, m: int, rows: Rows) -> int:
+    def _best_move(self, n: int, m: int, rows: SlotRows) -> int:
         """The best move for the first of n blocks in m slots."""
-        moves = (move for move in self._ways(n, rows) if move.least <= m)
+        moves = (move for move in self._moves(n, rows) if move.min_slots <= m)
         return min(
-            moves, key=lambda move: move.seconds + sum(row[m - move.least] for row in move.rest)
+            moves, key=lambda move: move.seconds + sum(row[m - move.min_slots] for row in move.rest)
         ).move
 
     @property
-    def least(self) -> int:
+    def min_nbytes(self) -> int:
         """The fewest bytes with which something fits; the solver's bytes if nothing does."""
-        return self.least_of(self.outer[self.count])
+        return self.least_of(self.outer_rows[self.count])
 
-    def least_of(self, row: np.ndarray) -> int:
-        fitting = np.flatnonzero(np.isfinite(row))
-        slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
-        return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
+    def least_of(self, slot_row: np.ndarray) -> int:
+        fitting = np.flatnonzero(np.isfinite(slot_row))
+        min_slots = int(fitting[0]) + self.stream_slots if len(fitting) else self.num_slots
+        return min(math.ceil((min_slots + 0.5) * self.slot_nbytes), self.max_nbytes)
 
 
-def undominated(options: Sequence[Option]) -> list[Option]:
+def undominated(options: Sequence[BlockOption]) -> list[BlockOption]:
     """The options that no other beats or equals in every cost."""
-    front = list[Option]()
+    front = list[BlockOption]()
     for option in sorted(options, key=lambda option: (option.seconds, option.saved, option.work)):
-        if all(option.saved < other.saved or option.work < other.work for other in front):
+        if all(option.saved < peer.saved or option.work < peer.work for peer in front):
             front.append(option)
     return front

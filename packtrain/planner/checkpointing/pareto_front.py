@@ -5,91 +5,91 @@ from typing import NamedTuple
 
 import numpy as np
 
-PLACES = 16  # values of a block, the largest, from which sets are formed
-OPTIONS = 12  # sets of a block, spread over each Pareto front
+MAX_PLACES = 16  # values of a block, the largest, from which sets are formed
+MAX_SETS = 12  # sets of a block, spread over each Pareto front
 
 
-class Kept(NamedTuple):
+class KeptSet(NamedTuple):
     """Bytes that a block keeps, seconds to recompute the rest, places of the kept values."""
 
     saved: int
-    again: float
+    recompute_seconds: float
     places: tuple[int, ...]
 
 
-class Made(NamedTuple):
+class BlockCall(NamedTuple):
     """A call of a block: numbers of its results and of what it reads, and the seconds that it takes."""
 
     results: tuple[int, ...]
     reads: tuple[int, ...]
     seconds: float
-    counts: bool  # whether recomputing it is a call
+    is_counted: bool  # whether recomputing it is a call
 
 
 def front(
-    calls: Sequence[Made],
-    values: Sequence[int],
+    calls: Sequence[BlockCall],
+    value_ids: Sequence[int],
     nbytes: Sequence[int],
-    start: int,
+    input_id: int,
     read_values: Collection[int],
     cuts: Collection[int],
-) -> list[Kept]:
+) -> list[KeptSet]:
     """Sets of values of a block on the Pareto front of sets with the same cuts.
 
-    calls   of the block, from `start` on
-    values  that could be kept, by place, and the bytes of each
+    calls   of the block, from `input_id` on
+    value_ids  that could be kept, by place, and the bytes of each
     read_values  values that the backward pass reads
     cuts    places of values on every path through the block: keeping one makes the working set smaller, which
             neither bytes nor seconds show
     """
-    places = [i for i, t in enumerate(values) if t in read_values]
-    places = sorted(sorted(places, key=lambda i: -nbytes[i])[:PLACES])
-    sets = np.arange(1 << len(places))
-    keep_masks = {place: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
+    read_places = [i for i, t in enumerate(value_ids) if t in read_values]
+    read_places = sorted(sorted(read_places, key=lambda i: -nbytes[i])[:MAX_PLACES])
+    sets = np.arange(1 << len(read_places))
+    keep_masks = {place: sets >> bit & 1 > 0 for bit, place in enumerate(read_places)}
     saved = sum((nbytes[at] * mask for at, mask in keep_masks.items()), np.zeros(len(sets), int))
-    seconds = _again(
-        calls, start, read_values, {values[at]: mask for at, mask in keep_masks.items()}
+    seconds = _recompute_seconds(
+        calls, input_id, read_values, {value_ids[at]: mask for at, mask in keep_masks.items()}
     )
-    cut_sets = sets & sum(1 << bit for bit, place in enumerate(places) if place in cuts)
+    cut_sets = sets & sum(1 << bit for bit, place in enumerate(read_places) if place in cuts)
 
-    def of(set_index: int) -> Kept:
-        kept_places = tuple(place for bit, place in enumerate(places) if set_index >> bit & 1)
-        return Kept(int(saved[set_index]), float(seconds[set_index]), kept_places)
+    def make_kept_set(set_index: int) -> KeptSet:
+        kept_places = tuple(place for bit, place in enumerate(read_places) if set_index >> bit & 1)
+        return KeptSet(int(saved[set_index]), float(seconds[set_index]), kept_places)
 
     return [
-        of(set_index)
+        make_kept_set(set_index)
         for cut_set in np.unique(cut_sets)
         for set_index in _pareto(np.flatnonzero(cut_sets == cut_set), saved, seconds)
     ]
 
 
-def _again(
-    calls: Sequence[Made],
-    start: int,
+def _recompute_seconds(
+    calls: Sequence[BlockCall],
+    input_id: int,
     read_values: Collection[int],
     keep_masks: Mapping[int, np.ndarray],
 ) -> np.ndarray:
     """Seconds to recompute `read_values`, for each of many sets; keep_masks[t]: which of them keep t."""
-    absent = {t: ~mask for t, mask in keep_masks.items()} | {start: np.False_}
+    absent_masks = {t: ~mask for t, mask in keep_masks.items()} | {input_id: np.False_}
     needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(read_values, np.True_)
-    total = np.zeros(len(next(iter(keep_masks.values()), (0,))))
+    total_seconds = np.zeros(len(next(iter(keep_masks.values()), (0,))))
     for call in reversed(calls):
         need_mask: np.ndarray | np.bool_ = np.False_
         for t in call.results:
-            need_mask = need_mask | (needed.get(t, np.False_) & absent.get(t, np.True_))
-        total += call.seconds * need_mask
+            need_mask = need_mask | (needed.get(t, np.False_) & absent_masks.get(t, np.True_))
+        total_seconds += call.seconds * need_mask
         for t in call.reads:
             needed[t] = needed.get(t, np.False_) | need_mask
-    return total
+    return total_seconds
 
 
-def _pareto(sets: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
+def _pareto(set_indices: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[int]:
     """The Pareto front, thinned to OPTIONS: the ends, and the points farthest below their neighbours."""
-    order = sets[np.lexsort((seconds[sets], saved[sets]))]
-    min_seconds = np.minimum.accumulate(seconds[order])
-    better = np.append(True, min_seconds[1:] < min_seconds[:-1] - 1e-12)
-    points = [(int(saved[i]), float(seconds[i]), int(i)) for i in order[better]]
-    while len(points) > OPTIONS:
+    sorted_sets = set_indices[np.lexsort((seconds[set_indices], saved[set_indices]))]
+    min_seconds = np.minimum.accumulate(seconds[sorted_sets])
+    is_better = np.append(True, min_seconds[1:] < min_seconds[:-1] - 1e-12)
+    points = [(int(saved[i]), float(seconds[i]), int(i)) for i in sorted_sets[is_better]]
+    while len(points) > MAX_SETS:
 
         def bend(i: int) -> float:
             (a, s, _), (b, t, _), (c, u, _) = points[i - 1 : i + 2]
@@ -99,17 +99,17 @@ def _pareto(sets: np.ndarray, saved: np.ndarray, seconds: np.ndarray) -> list[in
     return [index for _, _, index in points]
 
 
-def least_again(points: Sequence[Kept], saved: float) -> float:
+def least_again(points: Sequence[KeptSet], saved: float) -> float:
     """The least added seconds for saving this many bytes on average: the lower convex hull of the points."""
-    line: list[tuple[float, float]] = []
-    for point in sorted((candidate.saved, candidate.again) for candidate in points):
-        while len(line) > 1 and _above(line[-1], line[-2], point):
-            line.pop()
-        line.append(point)
-    hull_saved, hull_seconds = np.array(line).T
+    hull: list[tuple[float, float]] = []
+    for point in sorted((candidate.saved, candidate.recompute_seconds) for candidate in points):
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    hull_saved, hull_seconds = np.array(hull).T
     return float(np.interp(saved, hull_saved, hull_seconds))
 
 
-def _above(b: tuple[float, float], a: tuple[float, float], c: tuple[float, float]) -> bool:
+def _is_above(b: tuple[float, float], a: tuple[float, float], c: tuple[float, float]) -> bool:
     """Whether b is above the line from a to c, or on it."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])

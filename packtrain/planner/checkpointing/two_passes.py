@@ -9,92 +9,115 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from packtrain.planner.checkpointing.chain_solver import ChainSolver, Rows, Solved, Trace, Way
+from packtrain.planner.checkpointing.chain_solver import (
+    ChainSolution,
+    ChainSolver,
+    ChoiceBuilder,
+    SlotRows,
+    SolverMove,
+)
 
 WORKS = 12  # amounts of work that are tried
 
 
-class TwiceSolver:
+class TwoPassSolver:
     """Least extra seconds for a chain, from solvers of its first blocks and of the later ones, of the same bytes.
 
-    first  `inner` of it: first blocks that are computed again from what is before them, for one time
+    first_solver  `inner` of it: first blocks that are computed again from what is before them, for one time
     rows   by amount of work and number of blocks, from the first later one on: seconds by slots
     """
 
-    def __init__(self, first: ChainSolver, later: ChainSolver) -> None:
-        self.first, self.later, self.nbytes = first, later, later.nbytes
-        self.rows = {work: self._rows(work) for work in self._works()}
+    def __init__(self, first_solver: ChainSolver, later: ChainSolver) -> None:
+        self.first_solver, self.later, self.max_nbytes = first_solver, later, later.max_nbytes
+        self.rows = {work_slots: self._work_rows(work_slots) for work_slots in self._work_amounts()}
 
-    def _works(self) -> list[int]:
+    def _work_amounts(self) -> list[int]:
         """What an option needs beside what it keeps, or a few blocks that are computed again, at least."""
-        first = self.first
-        works = {self._beside(kept_slots, work) for kept_slots, work in first.sizes}
+        first = self.first_solver
+        works = {self._extra_work(kept_slots, work_slots) for kept_slots, work_slots in first.sizes}
         works |= {int(np.isfinite(row).argmax()) for row in first.inner if np.isfinite(row[-1])}
         sorted_works = sorted(works)
         return [sorted_works[at * (len(sorted_works) - 1) // (WORKS - 1)] for at in range(WORKS)]
 
-    def _beside(self, kept_slots: int, work: int) -> int:
-        return max(work - (kept_slots - self.first.passed), 0)
+    def _extra_work(self, kept_slots: int, work_slots: int) -> int:
+        return max(work_slots - (kept_slots - self.first_solver.stream_slots), 0)
 
-    def _rows(self, work: int) -> Rows:
+    def _work_rows(self, work_slots: int) -> SlotRows:
         later = self.later
-        left = np.arange(later.slots + 1) - later.head_reserve - later.count * later.reserve
-        rows = [np.where(left >= work, later.outer[-1], np.inf)]
-        for _ in range(self.first.count):
-            row = np.full(later.slots + 1, np.inf)
-            for move in self._ways(rows, work):
-                np.minimum(row[move.least :], move.seconds + move.rest[0], out=row[move.least :])
-            rows.append(row)
-        return rows
+        left = np.arange(later.num_slots + 1) - later.head_reserve - later.count * later.reserve
+        slot_rows = [np.where(left >= work_slots, later.outer_rows[-1], np.inf)]
+        for _ in range(self.first_solver.count):
+            slot_row = np.full(later.num_slots + 1, np.inf)
+            for move in self._moves(slot_rows, work_slots):
+                np.minimum(
+                    slot_row[move.min_slots :],
+                    move.seconds + move.rest[0],
+                    out=slot_row[move.min_slots :],
+                )
+            slot_rows.append(slot_row)
+        return slot_rows
 
-    def _ways(self, rows: Rows, work: int) -> Iterator[Way]:
+    def _moves(self, rows: SlotRows, work_slots: int) -> Iterator[SolverMove]:
         """The possible moves for the block before those that rows are known of: rows[m] is of m of the first blocks,
         and the later ones."""
-        first, end = self.first, self.first.slots + 1
-        for k, (option, (kept_slots, needed)) in enumerate(
-            zip(first.options, first.sizes, strict=True)
+        first_solver, end = self.first_solver, self.first_solver.num_slots + 1
+        for k, (option, (kept_slots, needed_slots)) in enumerate(
+            zip(first_solver.options, first_solver.sizes, strict=True)
         ):
-            if kept_slots < end and not option.away and self._beside(kept_slots, needed) <= work:
-                yield Way(k, kept_slots, 2 * option.seconds, [rows[-1][: end - kept_slots]])
+            if (
+                kept_slots < end
+                and not option.is_offloaded
+                and self._extra_work(kept_slots, needed_slots) <= work_slots
+            ):
+                yield SolverMove(k, kept_slots, 2 * option.seconds, [rows[-1][: end - kept_slots]])
         for j in range(1, len(rows) + (self.later.count > 0)):
-            rerun_seconds = j * first.block.forward_seconds + float(
-                first.inner[j][min(work, end - 1)]
+            rerun_seconds = j * first_solver.block.forward_seconds + float(
+                first_solver.inner[j][min(work_slots, end - 1)]
             )
-            if first.passed < end and np.isfinite(rerun_seconds):
-                yield Way(-j, first.passed, 2 * rerun_seconds, [rows[-j][: end - first.passed]])
+            if first_solver.stream_slots < end and np.isfinite(rerun_seconds):
+                yield SolverMove(
+                    -j,
+                    first_solver.stream_slots,
+                    2 * rerun_seconds,
+                    [rows[-j][: end - first_solver.stream_slots]],
+                )
 
-    def choice(self, nbytes: int) -> Solved | None:
+    def best_choice(self, nbytes: int) -> ChainSolution | None:
         """As ChainSolver's."""
-        first, later = self.first, self.later
-        slots = later.slots_of(nbytes)
+        first, later_solver = self.first_solver, self.later
+        slots = later_solver.chain_slots(nbytes)
         if slots < 0:
             return None
-        work = min(self.rows, key=lambda work: self.rows[work][-1][slots])
-        rows = self.rows[work]
-        seconds = float(rows[-1][slots])
+        work = min(self.rows, key=lambda work_slots: self.rows[work_slots][-1][slots])
+        slot_rows = self.rows[work]
+        seconds = float(slot_rows[-1][slots])
         if not np.isfinite(seconds):
             return None
-        trace, at = Trace(first.count + later.count), 0
+        builder, at = ChoiceBuilder(first.count + later_solver.count), 0
         while at < first.count:
-            ahead = rows[: first.count - at]
-            moves = (move for move in self._ways(ahead, work) if move.least <= slots)
-            best = min(moves, key=lambda move: move.seconds + move.rest[0][slots - move.least])
-            slots -= best.least
+            remaining_rows = slot_rows[: first.count - at]
+            moves = (move for move in self._moves(remaining_rows, work) if move.min_slots <= slots)
+            best = min(moves, key=lambda move: move.seconds + move.rest[0][slots - move.min_slots])
+            slots -= best.min_slots
             if best.move >= 0:
-                trace.take(at, first.options[best.move], 0)
+                builder.add_block(at, first.options[best.move], 0)
                 at += 1
                 continue
-            trace.calls -= best.move * first.block.forward_calls
-            first.follow((at, -best.move, min(work, first.slots), 1, first.inner), trace)
+            builder.calls -= best.move * first.block.forward_calls
+            first.add_moves((at, -best.move, min(work, first.num_slots), 1, first.inner), builder)
             at -= best.move
-        rerun_strategies, calls = frozenset(trace.ways), 2 * trace.calls
-        trace.ways, trace.calls = set(), 0
-        later.follow((at, later.count, slots, 0, later.outer), trace)
-        return Solved(
-            trace.choice, frozenset(trace.ways), seconds, calls + trace.calls, rerun_strategies
+        rerun_strategies, num_calls = frozenset(builder.strategies), 2 * builder.calls
+        builder.strategies, builder.calls = set(), 0
+        later_solver.add_moves((at, later_solver.count, slots, 0, later_solver.outer_rows), builder)
+        return ChainSolution(
+            builder.choice,
+            frozenset(builder.strategies),
+            seconds,
+            num_calls + builder.calls,
+            rerun_strategies,
         )
 
     @property
-    def least(self) -> int:
+    def min_nbytes(self) -> int:
         """As ChainSolver's."""
         return self.later.least_of(np.minimum.reduce([rows[-1] for rows in self.rows.values()]))

@@ -17,53 +17,53 @@ from packtrain.planner.plan_view.scene import (
     CATEGORIES,
     COLORS,
     DASHES,
-    OWNERS,
-    READING,
-    About,
-    Scene,
+    NUM_PEAK_BUFFERS,
+    READING_HINT,
+    PlanScene,
+    SceneOptions,
     make_scene,
-    plain,
+    printable_text,
 )
 
-LATER = 6  # tensors named that reuse a rectangle's bytes; others are counted
+MAX_LATER_NAMES = 6  # tensors named that reuse a rectangle's bytes; others are counted
 
 
-def page(plan: Plan, **about: Unpack[About]) -> str:
+def page_html(plan: Plan, **about: Unpack[SceneOptions]) -> str:
     """The HTML text."""
     scene = make_scene(plan, **about)
-    script = _asset("page.js")
-    seal = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {
+    script = _asset_text("page.js")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sections = {
         "title": escape(scene.title),
         "summary": escape(scene.summary),
-        "reading": READING,
-        "seal": seal,
+        "reading": READING_HINT,
+        "seal": script_hash,
         "legend": _legend(scene),
-        "owners": _owners(scene),
-        "bytes": _bytes(scene),
-        "data": _inert(json.dumps(_data(scene), separators=(",", ":"))),
+        "owners": _peak_buffer_rows(scene),
+        "bytes": _byte_rows(scene),
+        "data": _script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
         "script": script,
     }
-    text = _asset("page.html")
+    page_text = _asset_text("page.html")
     # no part can contain another's placeholder: names and titles are escaped, and the script has none
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
-    return text
+    for name, section in sections.items():
+        page_text = page_text.replace(f"<!--{name}-->", section)
+    return page_text
 
 
-def _asset(name: str) -> str:
+def _asset_text(name: str) -> str:
     return resources.files("packtrain.planner.plan_view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _inert(text: str) -> str:
+def _script_safe(text: str) -> str:
     """JSON that cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(scene: Scene) -> dict[str, Any]:
+def _script_data(scene: PlanScene) -> dict[str, Any]:
     """The data for the script: a column for each field of a buffer."""
     buffers = scene.buffers
-    ops = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
+    op_indices = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
     arena = scene.arena
     return {
         "start": [b.start for b in buffers],
@@ -71,16 +71,16 @@ def _data(scene: Scene) -> dict[str, Any]:
         "offset": [b.offset for b in buffers],
         "nbytes": [b.nbytes for b in buffers],
         "category": [CATEGORIES.index(b.category) for b in buffers],
-        "op": [ops[b.op] for b in buffers],
-        "name": [plain(b.name) for b in buffers],
-        "later": {k: later for k, b in enumerate(buffers) if (later := _later(b))},
-        "ops": [plain(op) for op in ops],
+        "op": [op_indices[b.op] for b in buffers],
+        "name": [printable_text(b.name) for b in buffers],
+        "later": {k: later_tensors for k, b in enumerate(buffers) if (later_tensors := _later(b))},
+        "ops": [printable_text(op) for op in op_indices],
         "categories": [[category, COLORS[category]] for category in CATEGORIES],
         "dashes": DASHES,
-        "levels": [[level.kind, level.nbytes] for level in scene.levels],
+        "levels": [[level.line_kind, level.nbytes] for level in scene.levels],
         "samples": scene.samples,
         "last": scene.last,
-        "top": scene.top,
+        "top": scene.max_nbytes,
         "peak": [arena.peak_step, arena.lower_bound],
     }
 
@@ -88,19 +88,19 @@ def _data(scene: Scene) -> dict[str, Any]:
 def _later(b: Buffer) -> list[str]:
     """Tensors that reuse the bytes of the buffer's first tensor."""
     names = [name for name in b.tensors if name != b.name]
-    num_hidden = len(names) - LATER
-    shown = [plain(name) for name in names[:LATER]]
-    return [*shown, f"{num_hidden:,} more"] if num_hidden > 0 else shown
+    num_hidden = len(names) - MAX_LATER_NAMES
+    visible_names = [printable_text(name) for name in names[:MAX_LATER_NAMES]]
+    return [*visible_names, f"{num_hidden:,} more"] if num_hidden > 0 else visible_names
 
 
-def _legend(scene: Scene) -> str:
+def _legend(scene: PlanScene) -> str:
     """The colours of the rectangles, then the lines."""
-    colors = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
-    lines = (
+    color_items = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
+    line_items = (
         f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{DASHES[kind]}"/></svg>{text}</li>'
-        for kind, text in scene.lines
+        for kind, text in scene.legend_lines
     )
-    return "".join([*colors, *lines])
+    return "".join([*color_items, *line_items])
 
 
 def _swatch(category: str) -> str:
@@ -110,42 +110,42 @@ def _swatch(category: str) -> str:
     return f'<i style="background:{fill}"></i>'
 
 
-def _owners(scene: Scene) -> str:
+def _peak_buffer_rows(scene: PlanScene) -> str:
     """Rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
-    places = {b: k for k, b in enumerate(scene.buffers)}
-    shown, remaining = scene.owners[:OWNERS], scene.owners[OWNERS:]
-    rows = [
-        f'<tr data-buffer="{places[b]}"><td class="name">{escape(plain(b.name))}<td>{escape(plain(b.op))}'
-        f'<td class="category">{_swatch(b.category)}{b.category}{_numbers(scene, b.nbytes)}'
+    buffer_indices = {b: k for k, b in enumerate(scene.buffers)}
+    shown, remaining = scene.peak_buffers[:NUM_PEAK_BUFFERS], scene.peak_buffers[NUM_PEAK_BUFFERS:]
+    table_rows = [
+        f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}<td>{escape(printable_text(b.op))}'
+        f'<td class="category">{_swatch(b.category)}{b.category}{_number_cells(scene, b.nbytes)}'
         for b in shown
     ]
     if remaining:
         nbytes = sum(b.nbytes for b in remaining)
-        rows.append(
-            f'<tr><td colspan="3">{plural(len(remaining), "other")}{_numbers(scene, nbytes)}'
+        table_rows.append(
+            f'<tr><td colspan="3">{plural(len(remaining), "other")}{_number_cells(scene, nbytes)}'
         )
-    return "\n".join(rows)
+    return "\n".join(table_rows)
 
 
-def _numbers(scene: Scene, nbytes: int) -> str:
+def _number_cells(scene: PlanScene, nbytes: int) -> str:
     return f'<td class="number">{size_text(nbytes)}<td class="number">{scene.share(nbytes):.1%}'
 
 
-def _bytes(scene: Scene) -> str:
+def _byte_rows(scene: PlanScene) -> str:
     """Rows of the bytes table: the plan, its total, measurement and budget."""
-    share = scene.arena.nbytes / max(scene.total, 1)
-    rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.rows]
-    rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))
-    rows.append(("total", "planned", scene.total, ""))
+    share = scene.arena.nbytes / max(scene.total_nbytes, 1)
+    table_rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.memory_rows]
+    table_rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))
+    table_rows.append(("total", "planned", scene.total_nbytes, ""))
     if scene.measured_peak is not None:
-        of_plan = f"{scene.measured_peak / max(scene.total, 1):.1%} of what was planned"
-        rows.append(("", "measured", scene.measured_peak, of_plan))
+        share_text = f"{scene.measured_peak / max(scene.total_nbytes, 1):.1%} of what was planned"
+        table_rows.append(("", "measured", scene.measured_peak, share_text))
     if scene.budget_nbytes is not None:
-        headroom = scene.budget_nbytes - scene.total
-        left = f"{size_text(abs(headroom))} {'too little' if headroom < 0 else 'to spare'}"
-        rows.append(("", "budget", scene.budget_nbytes, left))
+        headroom = scene.budget_nbytes - scene.total_nbytes
+        headroom_text = f"{size_text(abs(headroom))} {'too little' if headroom < 0 else 'to spare'}"
+        table_rows.append(("", "budget", scene.budget_nbytes, headroom_text))
     return "\n".join(
-        f'<tr class="{kind}"><td>{escape(plain(label))}<td class="number">{size_text(nbytes)}'
-        f"<td>{escape(plain(note, 200))}"
-        for kind, label, nbytes, note in rows
+        f'<tr class="{row_class}"><td>{escape(printable_text(row_label))}<td class="number">{size_text(nbytes)}'
+        f"<td>{escape(printable_text(note, 200))}"
+        for row_class, row_label, nbytes, note in table_rows
     )

@@ -9,7 +9,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 
 Values = dict[str, np.ndarray]
-PART_NBYTES = 1 << 17  # taken from a column at a time, where its type or layout is not the batch's
+COPY_NBYTES = 1 << 17  # taken from a column at a time, where its type or layout is not the batch's
 
 
 class Dataset:
@@ -25,18 +25,18 @@ class Dataset:
             raise InputError(
                 f"a dataset is a dict of arrays by the names of the model's inputs, not a {type(columns).__name__}"
             )
-        self.columns: Values = {name: _array(name, values) for name, values in columns.items()}
+        self.columns: Values = {name: _as_array(name, column) for name, column in columns.items()}
         self.shard = shard
-        scalars = [name for name, values in self.columns.items() if not values.ndim]
-        if scalars or not self.columns:
+        scalar_names = [name for name, column in self.columns.items() if not column.ndim]
+        if scalar_names or not self.columns:
             raise InputError(
-                f"the dataset has {'a single number as ' + scalars[0] if scalars else 'no columns'};"
+                f"the dataset has {'a single number as ' + scalar_names[0] if scalar_names else 'no columns'};"
                 " give arrays by the names of the model's inputs"
             )
-        counts = {name: len(values) for name, values in self.columns.items()}
+        counts = {name: len(column) for name, column in self.columns.items()}
         if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{name} has {count:,}" for name, count in counts.items())
-            raise InputError(f"columns of a dataset must be equally long: {listed}")
+            lengths_text = ", ".join(f"{name} has {length:,}" for name, length in counts.items())
+            raise InputError(f"columns of a dataset must be equally long: {lengths_text}")
         if not len(self):
             raise InputError("the dataset is empty")
         if not isinstance(shard, int | np.integer) or shard < 1 or len(self) % shard:
@@ -61,45 +61,45 @@ class Dataset:
               batch has its own arrays
         Raises InputError for positions outside the dataset, and whole numbers that do not fit their type.
         """
-        places = np.arange(len(self)) if order is None else self._checked(order)
-        for at in range(0, len(places) - size + 1, size):
-            batch = {n: a[:size] for n, a in (into or self._space(size)).items()}
-            for name, values in self.columns.items():
-                _take(name, values, places[at : at + size], batch[name])
+        positions = np.arange(len(self)) if order is None else self._checked_order(order)
+        for batch_start in range(0, len(positions) - size + 1, size):
+            batch = {n: a[:size] for n, a in (into or self._batch_buffers(size)).items()}
+            for name, column in self.columns.items():
+                _copy_rows(name, column, positions[batch_start : batch_start + size], batch[name])
             yield batch
 
-    def _space(self, size: int) -> Values:
+    def _batch_buffers(self, size: int) -> Values:
         return {name: np.empty((size, *v.shape[1:]), v.dtype) for name, v in self.columns.items()}
 
-    def _checked(self, order: np.ndarray | Sequence[int]) -> np.ndarray:
+    def _checked_order(self, order: np.ndarray | Sequence[int]) -> np.ndarray:
         places = np.asarray(order)
-        wrong = places.dtype.kind not in "iu" or places.ndim != 1
-        if wrong or (places.size and not 0 <= places.min() <= places.max() < len(self)):
+        is_invalid = places.dtype.kind not in "iu" or places.ndim != 1
+        if is_invalid or (places.size and not 0 <= places.min() <= places.max() < len(self)):
             raise InputError(
                 f"an order lists positions of datapoints, whole numbers from 0 to {len(self) - 1}"
             )
         return places
 
 
-def _array(name: str, values: Any) -> np.ndarray:
+def _as_array(name: str, column: Any) -> np.ndarray:
     try:
-        return np.asarray(values)
+        return np.asarray(column)
     except ValueError as error:
         raise InputError(f"{name} is no array: {error}") from None
 
 
-def _take(name: str, values: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+def _copy_rows(name: str, column: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     """Rows of values into `out`. Never a copy of all values, nor a large one of the rows."""
-    if values.dtype == out.dtype and values.flags.c_contiguous:
-        np.take(values, places, 0, out, "clip")  # any other mode copies the rows once more
+    if column.dtype == out.dtype and column.flags.c_contiguous:
+        np.take(column, places, 0, out, "clip")  # any other mode copies the rows once more
         return
-    nbytes = values.nbytes // len(values)
-    step = max(PART_NBYTES // max(nbytes, 1), 1)
+    row_nbytes = column.nbytes // len(column)
+    step = max(COPY_NBYTES // max(row_nbytes, 1), 1)
     for at in range(0, len(places), step):
-        part = values[places[at : at + step] if step > 1 else slice(places[at], places[at] + 1)]
-        if part.size and out.dtype.kind in "iu" and not np.can_cast(part.dtype, out.dtype):
-            low, high, kind = part.min(), part.max(), np.iinfo(out.dtype)
-            if low < kind.min or high > kind.max:
+        chunk = column[places[at : at + step] if step > 1 else slice(places[at], places[at] + 1)]
+        if chunk.size and out.dtype.kind in "iu" and not np.can_cast(chunk.dtype, out.dtype):
+            low, high, int_range = chunk.min(), chunk.max(), np.iinfo(out.dtype)
+            if low < int_range.min or high > int_range.max:
                 raise InputError(f"{name} has values from {low} to {high}; {out.dtype} ends before")
         with np.errstate(over="ignore"):  # infinite then, which the loss shows
-            out[at : at + step] = part
+            out[at : at + step] = chunk

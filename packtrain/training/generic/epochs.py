@@ -11,7 +11,7 @@ from packtrain.common.text import plural
 from packtrain.engine.tensor import Spec
 from packtrain.training.generic.dataset import Dataset
 from packtrain.training.generic.fit_result import Result
-from packtrain.training.generic.fit_variants import WHOLE
+from packtrain.training.generic.fit_variants import UNSCALED_LOSS
 from packtrain.training.generic.trainer import Trainer
 
 
@@ -46,14 +46,14 @@ class Callbacks:
 
     def __call__(self, batch: Batch, *, after: bool) -> None:
         if batch.train:
-            called = self.after if after else self.before
+            callback = self.after if after else self.before
         else:
-            called = self.after_evaluation if after else self.before_evaluation
-        if called is not None:
-            called(batch)
+            callback = self.after_evaluation if after else self.before_evaluation
+        if callback is not None:
+            callback(batch)
 
 
-NONE = Callbacks()
+NO_CALLBACKS = Callbacks()
 
 
 def epoch(
@@ -62,7 +62,7 @@ def epoch(
     split: int | None = None,
     *,
     order: np.ndarray | None = None,
-    callbacks: Callbacks = NONE,
+    callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
     keep: bool = False,
 ) -> tuple[Result, Result]:
@@ -74,41 +74,41 @@ def epoch(
     Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
     Raises InputError for data that does not fit the model; NotFinite.
     """
-    data = dataset(data)
-    check(trainer, data)
-    places = np.arange(len(data)) if order is None else np.asarray(order)
-    at = len(places) if split is None else split
-    if not isinstance(at, int | np.integer) or not 0 <= at <= len(places):
-        raise InputError(f"split={split!r} must be a whole number from 0 to {len(places)}")
+    data = as_dataset(data)
+    check_dataset(trainer, data)
+    positions = np.arange(len(data)) if order is None else np.asarray(order)
+    at = len(positions) if split is None else split
+    if not isinstance(at, int | np.integer) or not 0 <= at <= len(positions):
+        raise InputError(f"split={split!r} must be a whole number from 0 to {len(positions)}")
     mean = trainer.model.mean
     train_result, eval_result = Result(mean, keep), Result(mean, keep)
     if at:
-        for _ in steps(trainer, data, places[:at], train_result, callbacks, number):
+        for _ in train_steps(trainer, data, positions[:at], train_result, callbacks, number):
             pass
         trainer.check_finite()
-    if at < len(places):
-        evaluate(trainer, data, places[at:], eval_result, callbacks, number)
+    if at < len(positions):
+        evaluate(trainer, data, positions[at:], eval_result, callbacks, number)
     return train_result, eval_result
 
 
-def steps(
+def train_steps(
     trainer: Trainer,
     data: Dataset,
     order: np.ndarray,
     result: Result,
-    callbacks: Callbacks = NONE,
+    callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
 ) -> Iterator[float]:
     """Train on the datapoints in this order; yields the gradient norm after each step. Raises NotFinite."""
-    count = len(order) // trainer.batch
-    for at, values in enumerate(trainer.batches(data, trainer.batch, order), 1):
-        seen = Batch(trainer, True, number, at, count, result)
-        callbacks(seen, after=False)
-        done = trainer.step(values)
-        for outputs in done.outputs:
-            _add(result, trainer, outputs)
-        callbacks(seen, after=True)
-        yield done.norm
+    num_batches = len(order) // trainer.batch
+    for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.batch, order), 1):
+        batch_event = Batch(trainer, True, number, batch_number, num_batches, result)
+        callbacks(batch_event, after=False)
+        step_result = trainer.step(batch_arrays)
+        for outputs in step_result.outputs:
+            _add_outputs(result, trainer, outputs)
+        callbacks(batch_event, after=True)
+        yield step_result.norm
 
 
 def evaluate(
@@ -116,41 +116,41 @@ def evaluate(
     data: Dataset,
     order: np.ndarray | None = None,
     result: Result | None = None,
-    callbacks: Callbacks = NONE,
+    callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
 ) -> Result:
     """Loss, accuracy and predictions over a dataset, by the forward graph alone."""
     result = result or Result(trainer.model.mean)
-    count = len(data if order is None else order) // trainer.rows
-    for at, values in enumerate(trainer.batches(data, trainer.rows, order), 1):
-        seen = Batch(trainer, False, number, at, count, result)
-        callbacks(seen, after=False)
-        _add(result, trainer, trainer.forward(values))
-        callbacks(seen, after=True)
+    num_batches = len(data if order is None else order) // trainer.rows
+    for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.rows, order), 1):
+        batch_event = Batch(trainer, False, number, batch_number, num_batches, result)
+        callbacks(batch_event, after=False)
+        _add_outputs(result, trainer, trainer.forward(batch_arrays))
+        callbacks(batch_event, after=True)
     return result
 
 
-def _add(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
+def _add_outputs(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
     """Add a physical batch's outputs."""
     correct = outputs.get("correct")
-    loss = float(outputs.get(WHOLE, outputs["loss"]))
-    right, labels = None if correct is None else int(correct), trainer.model.label_count
-    result.add(trainer.rows, loss, right, outputs.get("predictions"), labels)
+    loss = float(outputs.get(UNSCALED_LOSS, outputs["loss"]))
+    num_correct, num_labels = None if correct is None else int(correct), trainer.model.label_count
+    result.add(trainer.rows, loss, num_correct, outputs.get("predictions"), num_labels)
 
 
-def dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
+def as_dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
     return data if isinstance(data, Dataset) else Dataset(data)
 
 
-def check(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
+def check_dataset(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
     """Raise InputError unless the columns, and the inputs that are not data, fit the model's inputs."""
     inputs, extra_inputs, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
-    for name, values in data.columns.items():
+    for name, column in data.columns.items():
         if name not in inputs:
             raise InputError(
                 f"{label} has {name}, which is no input of the model; it has {', '.join(inputs)}"
             )
-        _check_column(name, values, inputs[name], rows)
+        _check_column(name, column, inputs[name], rows)
     _check_labels(trainer, data)
     missing = [name for name in inputs if name not in data.columns and name not in extra_inputs]
     if missing:
@@ -163,20 +163,20 @@ def check(trainer: Trainer, data: Dataset, label: str = "the dataset") -> None:
 
 def _check_labels(trainer: Trainer, data: Dataset) -> None:
     """Raise InputError for a class that the model does not have."""
-    name, classes = trainer.model.classes
+    name, num_classes = trainer.model.classes
     if name not in data.columns:
         return
-    values = data.columns[name]
-    wrong = np.argwhere((values < 0) | (values >= classes))
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
+    column = data.columns[name]
+    bad_positions = np.argwhere((column < 0) | (column >= num_classes))
+    if len(bad_positions):
+        at = tuple(bad_positions[0].tolist())
         raise InputError(
-            f"{name}[{', '.join(map(str, at))}] is {values[at]}; classes are whole numbers from 0 to {classes - 1}"
+            f"{name}[{', '.join(map(str, at))}] is {column[at]}; classes are whole numbers from 0 to {num_classes - 1}"
         )
 
 
-def _check_column(name: str, values: np.ndarray, spec: Spec, rows: int) -> None:
-    shape, kind, item_shape = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, values.shape[1:]
+def _check_column(name: str, column: np.ndarray, spec: Spec, rows: int) -> None:
+    shape, kind, item_shape = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, column.shape[1:]
     if not shape or shape[0] != rows:
         raise InputError(f"{name} is {spec} in a model of {plural(rows, 'datapoint')}: no column")
     if item_shape != shape[1:]:
@@ -184,8 +184,8 @@ def _check_column(name: str, values: np.ndarray, spec: Spec, rows: int) -> None:
             f"{name} is {spec} in the model, of shape {list(shape[1:])} for each datapoint;"
             f" those of the data have {list(item_shape)}"
         )
-    if not np.can_cast(values.dtype, kind, "same_kind"):
+    if not np.can_cast(column.dtype, kind, "same_kind"):
         raise InputError(
-            f"{name} is {spec} in the model and {values.dtype} in the data; convert it, as with"
+            f"{name} is {spec} in the model and {column.dtype} in the data; convert it, as with"
             f" .astype({kind.name!r})"
         )

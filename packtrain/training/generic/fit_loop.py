@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.common.memory import Peak
+from packtrain.common.memory import MemoryPeak
 from packtrain.common.signals import stop_on_interrupt
 from packtrain.common.text import plural
 from packtrain.engine.memory_plan import size_text
@@ -19,25 +19,25 @@ from packtrain.engine.optim import AdamW, Optimizer
 from packtrain.engine.tensor import Tensor
 from packtrain.training.generic.dataset import Dataset
 from packtrain.training.generic.epochs import (
-    NONE,
+    NO_CALLBACKS,
     Batch,
     Callbacks,
-    check,
-    dataset,
+    as_dataset,
+    check_dataset,
     evaluate,
-    steps,
+    train_steps,
 )
 from packtrain.training.generic.fit_model import Model
-from packtrain.training.generic.fit_record import Record
+from packtrain.training.generic.fit_record import FitRecorder
 from packtrain.training.generic.fit_result import Result
 from packtrain.training.generic.fit_variants import Build
 from packtrain.training.generic.trainer import Trainer
-from packtrain.training.lr_schedule import Schedule
-from packtrain.training.monitoring.curve import Curve
+from packtrain.training.lr_schedule import LrSchedule
+from packtrain.training.monitoring.curve import LossCurve
 from packtrain.training.monitoring.notebook import Html, to_frame
 
-Say = Callable[[str], None]
-KINDS = ("cosine", "linear", "constant")
+ReportFunction = Callable[[str], None]
+SCHEDULE_NAMES = ("cosine", "linear", "constant")
 ORDERS_NBYTES = 4 * 8  # positions of a datapoint, while an epoch is shuffled
 
 
@@ -92,15 +92,15 @@ class Fitted:
 
     def plot(self) -> Html:
         """Loss and validation loss over epochs, as a notebook shows it."""
-        curve = Curve()
+        curve = LossCurve()
         for record in self.history:
             curve.add({"step": record["epoch"], **record})
         return Html(curve.svg())
 
     def __repr__(self) -> str:
-        last = f"; {self.epochs[-1]}" if self.epochs else ""
-        stopped = ", stopped: resume=True goes on" if self.stopped else ""
-        return f"Fitted({plural(len(self.epochs), 'epoch')}{stopped}{last})"
+        last_text = f"; {self.epochs[-1]}" if self.epochs else ""
+        stopped_text = ", stopped: resume=True goes on" if self.stopped else ""
+        return f"Fitted({plural(len(self.epochs), 'epoch')}{stopped_text}{last_text})"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>{self.plot().html}"
@@ -118,11 +118,11 @@ def fit(
     shuffle: bool = True,
     seed: int = 0,
     schedule: Callable[[int], float] | str | None = None,
-    callbacks: Callbacks = NONE,
+    callbacks: Callbacks = NO_CALLBACKS,
     folder: str | Path | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
-    on_message: Say = lambda text: None,
+    on_message: ReportFunction = lambda text: None,
     **trainer: Any,
 ) -> Fitted:
     """Train a model on a dataset for some epochs.
@@ -138,14 +138,14 @@ def fit(
     on_message called with what was chosen, and a line per epoch: `print` shows them
     Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
     """
-    train_data, valid_data = dataset(data), None if valid is None else dataset(valid)
+    train_data, valid_data = as_dataset(data), None if valid is None else as_dataset(valid)
     _check(epochs, callbacks, val_split, valid_data)
     trainer |= {"seed": seed, "beside": ORDERS_NBYTES * len(train_data), "on_message": on_message}
     runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer)
     course = _course(runs, train_data, valid_data, val_split, seed if shuffle else None, on_message)
-    course.callbacks = _scheduled(callbacks, schedule, runs.lr, epochs * course.steps)
-    record = Record(folder, runs, course.about, resume, on_message)
-    return _run(course, epochs, record, stop, on_message)
+    course.callbacks = _with_schedule(callbacks, schedule, runs.lr, epochs * course.steps)
+    recorder = FitRecorder(folder, runs, course.about, resume, on_message)
+    return _run_epochs(course, epochs, recorder, stop, on_message)
 
 
 def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: object) -> None:
@@ -159,28 +159,32 @@ def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: obje
         raise InputError("val_split holds out a part of the data; give it or valid, not both")
 
 
-def _run(
-    course: "Course", epochs: int, record: Record, stop: Callable[[], bool], report: Say
+def _run_epochs(
+    fit_run: "FitRun",
+    epochs: int,
+    recorder: FitRecorder,
+    stop: Callable[[], bool],
+    report: ReportFunction,
 ) -> Fitted:
-    runs = course.trainer
-    report(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
-    fitted = Fitted(runs)
-    with Peak() as peak, stop_on_interrupt() as interrupted, record:
-        while runs.done < epochs * course.steps and not fitted.stopped:
-            done = course.epoch(record, lambda: interrupted() or stop())
-            fitted.stopped = done is None
-            if done is not None:
-                fitted.epochs.append(done)
-                report(str(done))
-        record.save()
+    trainer = fit_run.trainer
+    report(f"{trainer.form}; memory: {size_text(trainer.planned_nbytes)} planned")
+    fitted = Fitted(trainer)
+    with MemoryPeak() as peak, stop_on_interrupt() as interrupted, recorder:
+        while trainer.done < epochs * fit_run.steps and not fitted.stopped:
+            epoch_result = fit_run.run_epoch(recorder, lambda: interrupted() or stop())
+            fitted.stopped = epoch_result is None
+            if epoch_result is not None:
+                fitted.epochs.append(epoch_result)
+                report(str(epoch_result))
+        recorder.save()
     if not fitted.stopped:
-        runs.check_finite()
+        trainer.check_finite()
     fitted.peak_nbytes = peak.nbytes
     return fitted
 
 
 @dataclass(slots=True)
-class Course:
+class FitRun:
     """The data of a run and its order: positions for training and for validation.
 
     seed   of the order of each epoch; None: as the data is
@@ -189,10 +193,10 @@ class Course:
     trainer: Trainer
     data: Dataset
     train: np.ndarray
-    held: Dataset
+    valid_data: Dataset
     valid: np.ndarray
     seed: int | None
-    callbacks: Callbacks = NONE
+    callbacks: Callbacks = NO_CALLBACKS
 
     @property
     def steps(self) -> int:
@@ -205,24 +209,24 @@ class Course:
         batch, seed = self.trainer.batch, self.seed
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
-    def epoch(self, record: Record, stop: Callable[[], bool]) -> Epoch | None:
+    def run_epoch(self, recorder: FitRecorder, stop: Callable[[], bool]) -> Epoch | None:
         """The rest of the current epoch, with validation; None if it was stopped."""
         trainer, start_time = self.trainer, time.perf_counter()
-        number, before = divmod(trainer.done, self.steps)
+        number, num_done_steps = divmod(trainer.done, self.steps)
         number += 1
         order = self.train
         if self.seed is not None:
             order = self.data.shuffled(order, self.seed, number)
         train_result = Result(trainer.model.mean)
-        order = order[before * trainer.batch :]
-        for norm in steps(trainer, self.data, order, train_result, self.callbacks, number):
-            record.step(train_result, norm)
+        order = order[num_done_steps * trainer.batch :]
+        for norm in train_steps(trainer, self.data, order, train_result, self.callbacks, number):
+            recorder.record_step(train_result, norm)
             if trainer.done % self.steps and stop():
                 return None
         eval_result = Result(trainer.model.mean)
         if len(self.valid):
-            evaluate(trainer, self.held, self.valid, eval_result, self.callbacks, number)
-        record.epoch(eval_result)
+            evaluate(trainer, self.valid_data, self.valid, eval_result, self.callbacks, number)
+        recorder.record_epoch(eval_result)
         return Epoch(number, train_result, eval_result, time.perf_counter() - start_time)
 
 
@@ -232,25 +236,25 @@ def _course(
     valid_data: Dataset | None,
     val_split: float,
     seed: int | None,
-    report: Say,
-) -> Course:
+    report: ReportFunction,
+) -> FitRun:
     """The datasets, checked against the model, in whole batches. Raises InputError."""
-    check(trainer, train_data)
+    check_dataset(trainer, train_data)
     order = np.arange(len(train_data))
     if seed is not None:
         order = train_data.shuffled(order, seed, 0)
-    split, rest = len(order), order[:0]
+    num_train, rest = len(order), order[:0]
     if valid_data is not None:
-        check(trainer, valid_data, "the validation data")
+        check_dataset(trainer, valid_data, "the validation data")
         rest = np.arange(len(valid_data))
     elif val_split:
-        split = round(split * (1 - val_split))
-        rest = order[split // trainer.batch * trainer.batch :]
-    used = split // trainer.batch * trainer.batch
-    if not used:
-        of_total = f" of {len(order):,}" if split < len(order) else ""
-        count = plural(split, "datapoint") + of_total
-        raise InputError(f"batch={trainer.batch} is more than the {count} to train on")
+        num_train = round(num_train * (1 - val_split))
+        rest = order[num_train // trainer.batch * trainer.batch :]
+    num_used = num_train // trainer.batch * trainer.batch
+    if not num_used:
+        of_total = f" of {len(order):,}" if num_train < len(order) else ""
+        count_text = plural(num_train, "datapoint") + of_total
+        raise InputError(f"batch={trainer.batch} is more than the {count_text} to train on")
     if val_split and rest.size < trainer.rows:
         raise InputError(
             f"val_split={val_split} holds out {plural(rest.size, 'datapoint')}, fewer than"
@@ -259,15 +263,15 @@ def _course(
     if trainer.batch % train_data.shard:
         raise InputError(f"batch={trainer.batch} must be a multiple of shard={train_data.shard}")
     for part, left in (
-        ("training", 0 if val_split else split - used),
+        ("training", 0 if val_split else num_train - num_used),
         ("validation", rest.size % trainer.rows),
     ):
         if left:
             report(f"{plural(left, 'datapoint')} of {part} make no whole batch and are left out")
-    return Course(trainer, train_data, order[:used], valid_data or train_data, rest, seed)
+    return FitRun(trainer, train_data, order[:num_used], valid_data or train_data, rest, seed)
 
 
-def _scheduled(
+def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
     """The callbacks, of which the first sets the rate of its step.
@@ -276,11 +280,11 @@ def _scheduled(
     """
     if schedule is None:
         return callbacks
-    if schedule not in KINDS and not callable(schedule):
-        names = ", ".join(KINDS)
+    if schedule not in SCHEDULE_NAMES and not callable(schedule):
+        names = ", ".join(SCHEDULE_NAMES)
         raise InputError(f"schedule={schedule!r} must be a function of the step, or one of {names}")
     if isinstance(schedule, str):
-        schedule = Schedule(schedule, lr, lr / 100, steps // 20, steps).rate
+        schedule = LrSchedule(schedule, lr, lr / 100, steps // 20, steps).rate
     rate, user_hook = schedule, callbacks.before
 
     def before(batch: Batch) -> None:

@@ -36,10 +36,10 @@ class Model:
                 f"cross_entropy: logits are {logits.spec} and labels {labels.spec};"
                 " they must be f32[B, C], and i32[B] or f32[B, C]"
             )
-        rows = logits.shape[0]
-        weights = constant("weights", np.full(rows, 1 / max(rows, 1)))
+        num_rows = logits.shape[0]
+        loss_weights = constant("weights", np.full(num_rows, 1 / max(num_rows, 1)))
         loss_op = ops.cross_entropy if labels.dtype == i32 else ops.soft_cross_entropy
-        return cls(loss_op(logits, labels, weights)[0], logits, labels)
+        return cls(loss_op(logits, labels, loss_weights)[0], logits, labels)
 
     @classmethod
     def mean_squared_error(cls, outputs: Tensor, targets: Tensor) -> "Model":
@@ -113,7 +113,7 @@ def _classes(t: Tensor) -> Tensor:
     return ops.argmax(t) if t.dtype == f32 else t
 
 
-def initial(leaf: Tensor, seed: int) -> np.ndarray:
+def initial_weight(leaf: Tensor, seed: int) -> np.ndarray:
     """A first value of a weight: matrices and filters normal with variance 1 / inputs of an output, vectors 0.
 
     Vectors whose names speak of a norm and not of its bias are 1. Drawn by (seed, name).
@@ -122,5 +122,5 @@ def initial(leaf: Tensor, seed: int) -> np.ndarray:
         is_norm = "norm" in leaf.label and "bias" not in leaf.label
         return np.full(leaf.shape, float(is_norm), np.float32)
     rng = np.random.default_rng([seed, *leaf.label.encode()])
-    drawn = rng.standard_normal(leaf.shape, dtype=np.float32)
-    return drawn * np.float32(np.prod(leaf.shape[1:]) ** -0.5)
+    samples = rng.standard_normal(leaf.shape, dtype=np.float32)
+    return samples * np.float32(np.prod(leaf.shape[1:]) ** -0.5)

@@ -9,18 +9,18 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
-from packtrain.common.files import locked, write_text
+from packtrain.common.files import file_lock, write_text
 from packtrain.gguf.gguf_format import NAME_NBYTES
-from packtrain.planner.plan_view import page
+from packtrain.planner.plan_view import page_html
 from packtrain.training import checkpoints
-from packtrain.training.checkpoints import Progress
+from packtrain.training.checkpoints import TrainingProgress
 from packtrain.training.generic.fit_result import Result
 from packtrain.training.generic.trainer import Trainer
-from packtrain.training.monitoring import Watch
+from packtrain.training.monitoring import RunMonitor
 from packtrain.training.training_loop import CHECKPOINT
 
 
-class Record:
+class FitRecorder:
     """Writes into a folder, or nothing where there is none. The trainer continues from its checkpoint with `resume`.
 
     about  what must be equal to resume, as plain data
@@ -32,51 +32,52 @@ class Record:
         trainer: Trainer,
         about: Mapping[str, Any],
         resume: bool,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.folder = None if folder is None else Path(folder)
-        graphs = {str(n): p.graph.fingerprint for n, p in trainer.form.placed.items()}
+        graphs = {str(n): placed.graph.fingerprint for n, placed in trainer.form.placed.items()}
         self.trainer, self.about = trainer, {**about, "graphs": graphs}
-        self.resume, self.say = resume, say
-        self.progress, self.last = Progress(), dict[str, Any]()
-        self.at = time.perf_counter()
-        self.watch: Watch | None = None
-        self.open = ExitStack()
+        self.resume, self.report = resume, report
+        self.progress, self.last = TrainingProgress(), dict[str, Any]()
+        self.step_start = time.perf_counter()
+        self.monitor: RunMonitor | None = None
+        self.exit_stack = ExitStack()
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "FitRecorder":
         if self.folder is None:
             if self.resume:
                 raise InputError("resume needs the folder of the run")
             return self
-        long = [name for name in self.trainer.saved if len(name.encode()) >= NAME_NBYTES]
-        if long:
+        long_names = [name for name in self.trainer.saved if len(name.encode()) >= NAME_NBYTES]
+        if long_names:
             raise InputError(
-                f"a checkpoint cannot hold {long[0]}: more than {NAME_NBYTES - 1} bytes"
+                f"a checkpoint cannot hold {long_names[0]}: more than {NAME_NBYTES - 1} bytes"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.open.enter_context(locked(self.folder / "lock", f"folder: {self.folder}"))
-        checkpoint = self._found(self.folder / CHECKPOINT)
-        self.watch = self.open.enter_context(Watch(self.folder, Events()))
+        self.exit_stack.enter_context(file_lock(self.folder / "lock", f"folder: {self.folder}"))
+        checkpoint = self._load_checkpoint(self.folder / CHECKPOINT)
+        self.monitor = self.exit_stack.enter_context(RunMonitor(self.folder, Events()))
         if checkpoint is not None:
-            self._continue(checkpoint)
-            self.watch.resume(self.progress.step)
-        form = self.trainer.form
-        rows = [(label, nbytes, "") for label, nbytes in form.parts.items() if label != "arena"]
-        before = ("process", self.trainer.baseline, "before the run")
+            self._restore(checkpoint)
+            self.monitor.resume(self.progress.step)
+        variant = self.trainer.form
+        rows = [(label, nbytes, "") for label, nbytes in variant.parts.items() if label != "arena"]
+        process_row = ("process", self.trainer.baseline, "before the run")
         write_text(
-            self.folder / "plan.html", page(form.largest, title=str(form), rows=[before, *rows])
+            self.folder / "plan.html",
+            page_html(variant.largest_plan, title=str(variant), rows=[process_row, *rows]),
         )
-        self.at = time.perf_counter()
+        self.step_start = time.perf_counter()
         return self
 
-    def _found(self, path: Path) -> checkpoints.Checkpoint | None:
+    def _load_checkpoint(self, path: Path) -> checkpoints.TrainingCheckpoint | None:
         if self.resume:
-            return checkpoints.load(path, self.say)
+            return checkpoints.load_checkpoint(path, self.report)
         if path.exists():
             raise InputError(f"{path.parent} has a run already; resume=True continues it")
         return None
 
-    def _continue(self, checkpoint: checkpoints.Checkpoint) -> None:
+    def _restore(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
         """Set the leaves and the step of a checkpoint. Raises InputError if it is of another run."""
         other = [name for name, value in self.about.items() if checkpoint.about.get(name) != value]
         if other:
@@ -88,12 +89,12 @@ class Record:
             self.trainer.session.set({name: checkpoint.array(name)})
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
-    def step(self, result: Result, norm: float) -> None:
+    def record_step(self, result: Result, norm: float) -> None:
         """Record a step, whose losses came last."""
         self._write()
-        seconds, now = time.perf_counter() - self.at, time.perf_counter()
-        self.at, batch = now, self.trainer.batch
-        self.progress = replace(self.progress.after(batch, seconds), step=self.trainer.done)
+        seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
+        self.step_start, batch = step_end, self.trainer.batch
+        self.progress = replace(self.progress.after_step(batch, seconds), step=self.trainer.done)
         losses = result.losses[-self.trainer.form.micros :]
         self.last = {
             "step": self.trainer.done,
@@ -105,30 +106,30 @@ class Record:
             "seconds": self.progress.seconds,
         }
 
-    def epoch(self, tested: Result) -> None:
+    def record_epoch(self, eval_result: Result) -> None:
         """Record an epoch's validation with its last step, and save."""
-        if tested.ndata:
-            self.last |= {"val_loss": tested.loss, "val_error": tested.loss_error}
-            if tested.correct is not None:
-                error = tested.accuracy_error
-                self.last |= {"val_accuracy": tested.accuracy, "val_accuracy_error": error}
-            self.progress = self.progress.validated(tested.loss)
+        if eval_result.ndata:
+            self.last |= {"val_loss": eval_result.loss, "val_error": eval_result.loss_error}
+            if eval_result.correct is not None:
+                error = eval_result.accuracy_error
+                self.last |= {"val_accuracy": eval_result.accuracy, "val_accuracy_error": error}
+            self.progress = self.progress.validated(eval_result.loss)
         self._write()
         self.save()
 
     def _write(self) -> None:
-        if self.watch is not None and self.last:
-            self.watch.step(self.last)
+        if self.monitor is not None and self.last:
+            self.monitor.record_step(self.last)
         self.last = {}
 
     def save(self) -> None:
         """Write a checkpoint."""
-        if self.watch is None or self.folder is None:
+        if self.monitor is None or self.folder is None:
             return
         self._write()
-        self.watch.save()
+        self.monitor.save()
         checkpoints.save(self.folder / CHECKPOINT, self.progress, self.about, self.trainer.saved)
-        self.at = time.perf_counter()
+        self.step_start = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        self.open.close()
+        self.exit_stack.close()

@@ -42,8 +42,8 @@ class Result:
     @property
     def loss(self) -> float:
         """Mean or sum of the batches' losses; 0 before any."""
-        total = math.fsum(self.losses)
-        return total / max(len(self.losses), 1) if self.mean else total
+        loss_sum = math.fsum(self.losses)
+        return loss_sum / max(len(self.losses), 1) if self.mean else loss_sum
 
     @property
     def loss_error(self) -> float:
@@ -51,8 +51,8 @@ class Result:
         n = len(self.losses)
         if n < 2:
             return math.nan
-        middle = math.fsum(self.losses) / n
-        variance = math.fsum((x - middle) ** 2 for x in self.losses) / (n - 1)
+        mean_loss = math.fsum(self.losses) / n
+        variance = math.fsum((x - mean_loss) ** 2 for x in self.losses) / (n - 1)
         return math.sqrt(variance / n if self.mean else variance)
 
     @property
@@ -75,12 +75,12 @@ class Result:
     @property
     def brief(self) -> str:
         """`0.0712±0.0004 acc 97.9±0.1%`: the loss, and the accuracy where there is one, with their errors."""
-        error = "" if math.isnan(self.loss_error) else f"±{self.loss_error:.4f}"
+        error_text = "" if math.isnan(self.loss_error) else f"±{self.loss_error:.4f}"
         if self.correct is None:
-            return f"{self.loss:.4f}{error}"
-        spread = self.accuracy_error
-        error_of = "" if math.isnan(spread) else f"±{100 * spread:.1f}"
-        return f"{self.loss:.4f}{error} acc {100 * self.accuracy:.1f}{error_of}%"
+            return f"{self.loss:.4f}{error_text}"
+        accuracy_error = self.accuracy_error
+        accuracy_error_text = "" if math.isnan(accuracy_error) else f"±{100 * accuracy_error:.1f}"
+        return f"{self.loss:.4f}{error_text} acc {100 * self.accuracy:.1f}{accuracy_error_text}%"
 
     def __str__(self) -> str:
         """`loss 0.0712±0.0004 acc 97.9±0.1%`, or `no data`."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
 from packtrain.engine import ops
 from packtrain.engine.backends import HOST, Target, aligned
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, least_order, make_plan, size_text
-from packtrain.engine.optim import Optimizer, accumulating, training, updating
+from packtrain.engine.optim import Optimizer, accumulation_graph, training_graph, update_graph
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import GraphError, Spec, Tensor
 from packtrain.planner.training_plans import (
@@ -27,13 +27,13 @@ from packtrain.planner.training_plans import (
 from packtrain.training.generic.fit_model import Model
 
 Build = Callable[[int], "Model | Tensor"]
-WHOLE = "whole"  # the loss of a physical batch, where `loss` is its share of a step
+UNSCALED_LOSS = "whole"  # the loss of a physical batch, where `loss` is its share of a step
 KERNELS_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
-PART_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and those of its outputs
+BATCH_OBJECTS_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and those of its outputs
 
 
 @dataclass(frozen=True)
-class Form:
+class StepVariant:
     """Plans of a step: `micros` physical batches of `rows` datapoints.
 
     copies      of a step's data: more than one if it is compared with the next step's
@@ -41,7 +41,7 @@ class Form:
     """
 
     model: Model
-    evaluated: Model
+    eval_model: Model
     rows: int
     micros: int
     recomputed: str
@@ -50,7 +50,7 @@ class Form:
     plans: dict[Name, Plan]
 
     @property
-    def largest(self) -> Plan:
+    def largest_plan(self) -> Plan:
         """The plan with the largest arena, which all share."""
         return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
 
@@ -63,8 +63,8 @@ class Form:
     @property
     def inputs(self) -> dict[str, Spec]:
         """Inputs of both models by name."""
-        both = {**self.evaluated.inputs, **self.model.inputs}
-        return {name: leaf.spec for name, leaf in both.items()}
+        all_inputs = {**self.eval_model.inputs, **self.model.inputs}
+        return {name: leaf.spec for name, leaf in all_inputs.items()}
 
     @property
     def arena_nbytes(self) -> int:
@@ -74,19 +74,19 @@ class Form:
     def loop_nbytes(self) -> int:
         """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
         outputs, inputs = self.model.outputs.values(), [*self.inputs.values()]
-        calls = sum(len(placed.graph.calls) for placed in self.placed.values())
+        num_calls = sum(len(placed.graph.calls) for placed in self.placed.values())
         data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)
-        compared = max(s.size for s in inputs) if inputs and self.copies > 1 else 0
-        parts = self.micros * (data + PART_NBYTES * self.copies)
-        return KERNELS_NBYTES + LOOP_NBYTES + BOUND_NBYTES * calls + parts + compared
+        compared_nbytes = max(s.size for s in inputs) if inputs and self.copies > 1 else 0
+        parts = self.micros * (data + BATCH_OBJECTS_NBYTES * self.copies)
+        return KERNELS_NBYTES + LOOP_NBYTES + BOUND_NBYTES * num_calls + parts + compared_nbytes
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes that a run adds to the process, by what they are for."""
         by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
-        homes = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
+        home_backends = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
         for name, leaf in self.leaves.items():
-            by_role[leaf.role or ""] += aligned(leaf.spec.nbytes, homes[name].alignment)
+            by_role[leaf.role or ""] += aligned(leaf.spec.nbytes, home_backends[name].alignment)
         constants = sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values())
         return {
             "weights": by_role["weight"] + by_role["table"],
@@ -108,72 +108,72 @@ class Form:
 
 
 def choose(
-    request: "Asked", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
-) -> Form:
+    request: "FitRequest", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
+) -> StepVariant:
     """The fastest form within a limit of bytes of the process. Raises DoesNotFit with the least limit."""
-    smallest: Form | None = None
+    smallest: StepVariant | None = None
     before = private_nbytes()
-    for rows in request.sizes():
+    for rows in request.batch_sizes():
         for recomputed in ("", "all but products", "all but some products"):
-            form = build(request, rows, recomputed, optimizer, target)
-            if form is None:
+            variant = build_variant(request, rows, recomputed, optimizer, target)
+            if variant is None:
                 continue
-            if baseline + form.nbytes <= limit:
-                return form
-            if smallest is None or form.nbytes < smallest.nbytes:
-                smallest = form
+            if baseline + variant.nbytes <= limit:
+                return variant
+            if smallest is None or variant.nbytes < smallest.nbytes:
+                smallest = variant
     assert smallest is not None
-    settle()
+    release_memory()
     baseline += max(private_nbytes() - before, 0)  # the search left plans and heaps with free room
-    needed = -(-(baseline + smallest.nbytes) >> 20)
-    parts = [
+    needed_mib = -(-(baseline + smallest.nbytes) >> 20)
+    part_lines = [
         f"  {size_text(nbytes):>10}  {label}" for label, nbytes in smallest.parts.items() if nbytes
     ]
     raise DoesNotFit(
         "\n".join(
             [
-                f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed}MiB",
+                f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed_mib}MiB",
                 f"  that is with {smallest}",
                 f"  {size_text(baseline):>10}  the process before it",
-                *parts,
+                *part_lines,
             ]
         )
     )
 
 
 @dataclass(frozen=True)
-class Asked:
+class FitRequest:
     """What a caller asks for: a model of one size, or a function from a number of datapoints to the model."""
 
     model: "Model | Tensor | Build"
-    evaluated: "Model | Build | None" = None
+    eval_model: "Model | Build | None" = None
     batch: int | None = None
     physical: int | None = None
     max_norm: float | None = None
     order: str = "written"
 
-    def sizes(self) -> list[int]:
+    def batch_sizes(self) -> list[int]:
         """Possible numbers of datapoints at a time, largest first. Raises InputError."""
-        for name, number in (("batch", self.batch), ("physical", self.physical)):
-            if number is not None and (not isinstance(number, int | np.integer) or number < 1):
-                raise InputError(f"{name}={number!r} must be a whole number, 1 or more")
+        for name, value in (("batch", self.batch), ("physical", self.physical)):
+            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+                raise InputError(f"{name}={value!r} must be a whole number, 1 or more")
         if isinstance(self.model, Model | Tensor):
-            sizes = [self._own_size()]
+            sizes = [self._built_size()]
         elif self.physical is not None:
             sizes = [self.physical]
         elif self.batch is None:
             raise InputError("batch must be given: the number of datapoints per step")
         else:
             sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
-        wrong = [n for n in sizes if (self.batch or n) % n]
-        if wrong:
+        bad_sizes = [n for n in sizes if (self.batch or n) % n]
+        if bad_sizes:
             raise InputError(
-                f"batch={self.batch} must be a multiple of the physical batch, {wrong[0]}"
+                f"batch={self.batch} must be a multiple of the physical batch, {bad_sizes[0]}"
             )
         return sizes
 
-    def _own_size(self) -> int:
-        inputs = self.at(0).inputs
+    def _built_size(self) -> int:
+        inputs = self.build_model(0).inputs
         sizes = {name: leaf.shape[0] for name, leaf in inputs.items() if leaf.shape}
         rows = next(iter(sizes.values()), 0)
         if self.physical not in (None, rows):
@@ -185,27 +185,27 @@ class Asked:
             raise InputError("the model has no inputs with an axis of datapoints")
         return rows
 
-    def at(self, rows: int, evaluated: bool = False) -> Model:
+    def build_model(self, rows: int, for_eval: bool = False) -> Model:
         """The model for so many datapoints at a time."""
-        source = self.evaluated if evaluated and self.evaluated is not None else self.model
-        model = source if isinstance(source, Model | Tensor) else source(rows)
+        model_source = self.eval_model if for_eval and self.eval_model is not None else self.model
+        model = model_source if isinstance(model_source, Model | Tensor) else model_source(rows)
         if not isinstance(model, Model | Tensor):
             raise GraphError(f"the model is {model!r}; it must be a Model, or a scalar loss")
         return Model(model) if isinstance(model, Tensor) else model
 
 
-def build(
-    request: Asked, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
-) -> Form | None:
+def build_variant(
+    request: FitRequest, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
+) -> StepVariant | None:
     """The form with its plans; None if nothing would be recomputed though it is asked for."""
-    model, micros = request.at(rows), (request.batch or rows) // rows
-    evaluated = request.at(rows, evaluated=True)
-    graphs = {EVALUATE: Graph(evaluated.outputs)}
+    model, micros = request.build_model(rows), (request.batch or rows) // rows
+    eval_model = request.build_model(rows, for_eval=True)
+    graphs = {EVALUATE: Graph(eval_model.outputs)}
     if optimizer is not None:
-        keep = _kept(model, recomputed)
+        keep = _kept_values(model, recomputed)
         if recomputed and not keep:
             return None
-        graphs |= _training(model, optimizer, micros, keep, request.max_norm)
+        graphs |= _training_graphs(model, optimizer, micros, keep, request.max_norm)
     elif recomputed:
         return None
     minimize_memory = request.order == "least"
@@ -215,31 +215,31 @@ def build(
     }
     plans = {name: make_plan(p) for name, p in placed.items()}
     copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
-    return Form(model, evaluated, rows, micros, recomputed, copies, placed, plans)
+    return StepVariant(model, eval_model, rows, micros, recomputed, copies, placed, plans)
 
 
-def _training(
+def _training_graphs(
     model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
 ) -> dict[str, Graph]:
-    trained = model.trained
+    trained_weights = model.trained
     if norm is not None and optimizer.first_length is not None:
         raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")
     if norm is not None and not norm > 0:
         raise InputError(f"max_norm={norm} must be more than 0")
-    if not trained:
+    if not trained_weights:
         raise GraphError("the loss depends on no weight that can be trained")
     outputs = model.outputs
     if micros == 1 and optimizer.evaluations == 1:
-        return {STEP: training(outputs, trained, optimizer, keep=keep, max_norm=norm)}
-    by = 1 / micros if model.mean else 1.0
-    shared = outputs | {"loss": ops.scale(model.loss, by=by), WHOLE: model.loss}
+        return {STEP: training_graph(outputs, trained_weights, optimizer, keep=keep, max_norm=norm)}
+    loss_scale = 1 / micros if model.mean else 1.0
+    shared = outputs | {"loss": ops.scale(model.loss, by=loss_scale), UNSCALED_LOSS: model.loss}
     return {
-        MICRO: accumulating(shared, trained, keep=keep),
-        UPDATE: updating(trained, optimizer, max_norm=norm),
+        MICRO: accumulation_graph(shared, trained_weights, keep=keep),
+        UPDATE: update_graph(trained_weights, optimizer, max_norm=norm),
     }
 
 
-def _kept(model: Model, recomputed: str) -> list[Tensor] | None:
+def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
     """The forward values to keep: those that a weight of two or more axes went into, or every second of them."""
     if not recomputed:
         return None

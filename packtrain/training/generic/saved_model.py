@@ -5,26 +5,26 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
 
 ARCHITECTURE = "packtrain-model"
 
 
-class Loaded(Mapping[str, np.ndarray]):
+class MappedTensors(Mapping[str, np.ndarray]):
     """The tensors of a GGUF file by name, mapped; `metadata` are its other values."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUF(path)
-        self.metadata = dict(self._file.metadata)
+        self._gguf = GGUF(path)
+        self.metadata = dict(self._gguf.metadata)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._file.array(name)
+        return self._gguf.array(name)
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._file.entries)
+        return iter(self._gguf.entries)
 
     def __len__(self) -> int:
-        return len(self._file.entries)
+        return len(self._gguf.entries)
 
 
 def save(
@@ -37,18 +37,18 @@ def save(
     metadata  more keys; general.architecture is `packtrain-model` unless given
     Raises GGUFError for what the format cannot hold, OSError.
     """
-    entries = {"general.architecture": ARCHITECTURE, **(metadata or {})}
-    tensors = {name: Deferred.of(values.__getitem__, name) for name in values}
-    write(path, {key: _value(key, value) for key, value in entries.items()}, tensors)
+    metadata_values = {"general.architecture": ARCHITECTURE, **(metadata or {})}
+    tensors = {name: DeferredTensor.from_reader(values.__getitem__, name) for name in values}
+    write_gguf(path, {key: _value(key, value) for key, value in metadata_values.items()}, tensors)
 
 
-def load(path: str | Path) -> Loaded:
+def load(path: str | Path) -> MappedTensors:
     """The tensors of a GGUF file by name: `pt.fit(..., values=pt.load("mnist.gguf"))`. Raises GGUFError, OSError."""
-    return Loaded(Path(path))
+    return MappedTensors(Path(path))
 
 
-def _value(key: str, value: object) -> Value:
-    kinds = {bool: "bool", int: "i64", float: "f64", str: "string"}
-    if type(value) not in kinds:
+def _value(key: str, value: object) -> MetadataValue:
+    gguf_types = {bool: "bool", int: "i64", float: "f64", str: "string"}
+    if type(value) not in gguf_types:
         raise GGUFError(f"metadata {key}: {value!r} must be a text, a number or a bool")
-    return Value(kinds[type(value)], value)
+    return MetadataValue(gguf_types[type(value)], value)

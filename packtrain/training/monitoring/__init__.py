@@ -10,18 +10,18 @@ from typing import Any
 
 from packtrain.common.events import Events
 from packtrain.common.files import write_text
-from packtrain.common.memory import Peak
-from packtrain.training.monitoring.curve import Curve
-from packtrain.training.monitoring.metrics_file import Metrics, records
+from packtrain.common.memory import MemoryPeak
+from packtrain.training.monitoring.curve import LossCurve
+from packtrain.training.monitoring.metrics_file import MetricsFile, iter_records
 from packtrain.training.monitoring.tensorboard_events import EventFile
 
-__all__ = ["METRICS", "PICTURE", "SAMPLES", "Watch"]
+__all__ = ["CURVE_FILE", "METRICS_FILE", "SAMPLES_FILE", "RunMonitor"]
 
-METRICS, PICTURE, SAMPLES = "metrics.jsonl", "loss.svg", "samples.jsonl"
+METRICS_FILE, CURVE_FILE, SAMPLES_FILE = "metrics.jsonl", "loss.svg", "samples.jsonl"
 
 
-class Watch:
-    """Records what a training loop reports: `with Watch(...) as watch:`, `step` after each step, `end` at the end.
+class RunMonitor:
+    """Records what a training loop reports: `with Watch(...) as watch:`, `record_step` after each step, `record_end` at the end.
 
     peak  private memory since then
     writes  files; otherwise it only measures and reports
@@ -37,64 +37,64 @@ class Watch:
             tensorboard,
             writes,
         )
-        self.curve, self.peak = Curve(), Peak()
-        self._measuring = ExitStack()
-        self.files: list[Metrics | EventFile] = []
-        self.texts: Metrics | None = None  # samples, once there is one
+        self.curve, self.peak = LossCurve(), MemoryPeak()
+        self._peak_stack = ExitStack()
+        self.log_files: list[MetricsFile | EventFile] = []
+        self.samples_file: MetricsFile | None = None  # samples, once there is one
 
     def resume(self, step: int) -> None:
         """Continue after this step; records of later steps are dropped."""
         if not self.writes:
             return
-        self._open(step)
-        for record in records(self.folder / METRICS):
+        self._open_files(step)
+        for record in iter_records(self.folder / METRICS_FILE):
             self.curve.add(record)
 
-    def _open(self, after: int | None) -> None:
-        self.files.append(Metrics(self.folder / METRICS, after))
+    def _open_files(self, after_step: int | None) -> None:
+        self.log_files.append(MetricsFile(self.folder / METRICS_FILE, after_step))
         if self.tensorboard:
-            self.files.append(EventFile(self.folder, after))
-        if after is None:
-            (self.folder / SAMPLES).unlink(missing_ok=True)
-        elif (self.folder / SAMPLES).exists():
-            self.texts = Metrics(self.folder / SAMPLES, after)
+            self.log_files.append(EventFile(self.folder, after_step))
+        if after_step is None:
+            (self.folder / SAMPLES_FILE).unlink(missing_ok=True)
+        elif (self.folder / SAMPLES_FILE).exists():
+            self.samples_file = MetricsFile(self.folder / SAMPLES_FILE, after_step)
 
-    def _opened(self) -> list[Metrics | EventFile]:
-        if not self.files:
-            self._open(None)
-        return self.files
+    def _opened_files(self) -> list[MetricsFile | EventFile]:
+        if not self.log_files:
+            self._open_files(None)
+        return self.log_files
 
-    def step(self, record: Mapping[str, float]) -> None:
+    def record_step(self, record: Mapping[str, float]) -> None:
         """Record and report a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
         `tokens_per_second` counts trained tokens; `positions_per_second`, where given, all computed positions.
         A step with a validation after it is reported after that: it has `val_loss`, `val_accuracy` and their errors.
         """
-        for part in (*self._opened(), self.curve) if self.writes else ():
-            part.add(record)
+        for log in (*self._opened_files(), self.curve) if self.writes else ():
+            log.add(record)
         self.events.step(record, self.peak.nbytes)
 
-    def sample(self, step: int, text: str) -> None:
+    def record_sample(self, step: int, text: str) -> None:
         """Record a text that the model generated after a step."""
-        self.texts = self.texts or Metrics(self.folder / SAMPLES, step)
-        self.texts.add({"step": step, "text": text})
+        self.samples_file = self.samples_file or MetricsFile(self.folder / SAMPLES_FILE, step)
+        self.samples_file.add({"step": step, "text": text})
 
     def save(self) -> None:
         """At a checkpoint: sync all records to the disk and draw the curve."""
-        for file in self.files:
-            file.sync()
-        write_text(self.folder / PICTURE, self.curve.svg())
+        for log_file in self.log_files:
+            log_file.sync()
+        write_text(self.folder / CURVE_FILE, self.curve.svg())
 
-    def end(self, record: Mapping[str, Any]) -> None:
+    def record_end(self, record: Mapping[str, Any]) -> None:
         """Write the last line of a finished run: `planned_bytes, peak_bytes, baseline_bytes`."""
-        metrics, *_ = self._opened()
+        metrics, *_ = self._opened_files()
         metrics.add({"event": "end", **record})
         self.save()
 
-    def __enter__(self) -> "Watch":
-        self._measuring.enter_context(self.peak)
+    def __enter__(self) -> "RunMonitor":
+        self._peak_stack.enter_context(self.peak)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._measuring.close()
-        for file in (*self.files, *filter(None, [self.texts])):
-            file.close()
+        self._peak_stack.close()
+        for log_file in (*self.log_files, *filter(None, [self.samples_file])):
+            log_file.close()

@@ -29,105 +29,105 @@ BLUE, PALE, ORANGE, RED, INK, GRID = (
 Point = tuple[float, float]
 
 
-class Curve:
+class LossCurve:
     """The losses so far: `add` each record, `svg` draws."""
 
     def __init__(self) -> None:
-        self.width = 1  # steps in a bin: bin k has the steps from k * width + 1 on
-        self.count, self.bad = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
-        self.total = np.zeros(BINS)
-        self.low, self.high = np.full(BINS, math.inf), np.full(BINS, -math.inf)
-        self.valid: list[Point] = []
+        self.bin_steps = 1  # steps in a bin: bin k has the steps from k * width + 1 on
+        self.bin_counts, self.bad_counts = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
+        self.bin_sums = np.zeros(BINS)
+        self.bin_minima, self.bin_maxima = np.full(BINS, math.inf), np.full(BINS, -math.inf)
+        self.valid_points: list[Point] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add `loss` and `val_loss` of a step, if the record has them."""
         if math.isfinite(record.get("val_loss", math.nan)):
-            self.valid.append((record["step"], record["val_loss"]))
+            self.valid_points.append((record["step"], record["val_loss"]))
         if "loss" not in record:
             return
-        while record["step"] > BINS * self.width:
+        while record["step"] > BINS * self.bin_steps:
             self._widen()
-        k, loss = (record["step"] - 1) // self.width, record["loss"]
+        k, loss = (record["step"] - 1) // self.bin_steps, record["loss"]
         if not math.isfinite(loss):
-            self.bad[k] += 1
+            self.bad_counts[k] += 1
             return
-        self.count[k] += 1
-        self.total[k] += loss
-        self.low[k] = min(self.low[k], loss)
-        self.high[k] = max(self.high[k], loss)
+        self.bin_counts[k] += 1
+        self.bin_sums[k] += loss
+        self.bin_minima[k] = min(self.bin_minima[k], loss)
+        self.bin_maxima[k] = max(self.bin_maxima[k], loss)
 
     def _widen(self) -> None:
         """Join neighbouring bins, which makes room for twice as many steps."""
-        self.width *= 2
-        for array in (self.count, self.bad, self.total):
+        self.bin_steps *= 2
+        for array in (self.bin_counts, self.bad_counts, self.bin_sums):
             array[: BINS // 2], array[BINS // 2 :] = array[::2] + array[1::2], 0
-        self.low[: BINS // 2] = np.minimum(self.low[::2], self.low[1::2])
-        self.high[: BINS // 2] = np.maximum(self.high[::2], self.high[1::2])
-        self.low[BINS // 2 :], self.high[BINS // 2 :] = math.inf, -math.inf
+        self.bin_minima[: BINS // 2] = np.minimum(self.bin_minima[::2], self.bin_minima[1::2])
+        self.bin_maxima[: BINS // 2] = np.maximum(self.bin_maxima[::2], self.bin_maxima[1::2])
+        self.bin_minima[BINS // 2 :], self.bin_maxima[BINS // 2 :] = math.inf, -math.inf
 
     def svg(self) -> str:
         """The picture, or a note if there is no finite loss yet."""
-        filled = np.flatnonzero(self.count)
-        steps = filled * self.width + (self.count[filled] + 1) / 2
-        low, high = self.low[filled], self.high[filled]
-        means = self.total[filled] / self.count[filled]
-        losses = [*low, *high, *(loss for _, loss in self.valid)]
+        filled_bins = np.flatnonzero(self.bin_counts)
+        steps = filled_bins * self.bin_steps + (self.bin_counts[filled_bins] + 1) / 2
+        minima, maxima = self.bin_minima[filled_bins], self.bin_maxima[filled_bins]
+        means = self.bin_sums[filled_bins] / self.bin_counts[filled_bins]
+        losses = [*minima, *maxima, *(loss for _, loss in self.valid_points)]
         if not losses:
             return _picture([_text(WIDTH / 2, HEIGHT / 2, "no finite loss yet", "middle")])
-        bad = (np.flatnonzero(self.bad) * self.width + 1).tolist()
-        last = max([*steps, *bad, *(step for step, _ in self.valid), 1])
-        frame = Frame(last, *_padded(min(losses), max(losses)))
-        half = len(filled) // 50
-        outline = [*zip(steps, high, strict=True), *zip(steps[::-1], low[::-1], strict=True)]
-        mean = list(zip(steps, running_mean(means, half), strict=True))
-        drawn = [
-            *_axes(frame),
-            _path(frame, outline, f'fill="{PALE}" stroke="{PALE}"'),
-            _path(frame, mean, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
+        bad_steps = (np.flatnonzero(self.bad_counts) * self.bin_steps + 1).tolist()
+        last_step = max([*steps, *bad_steps, *(step for step, _ in self.valid_points), 1])
+        axes = LossAxes(last_step, *_padded_range(min(losses), max(losses)))
+        half_window = len(filled_bins) // 50
+        outline = [*zip(steps, maxima, strict=True), *zip(steps[::-1], minima[::-1], strict=True)]
+        mean_points = list(zip(steps, running_mean(means, half_window), strict=True))
+        elements = [
+            *_axes(axes),
+            _path(axes, outline, f'fill="{PALE}" stroke="{PALE}"'),
+            _path(axes, mean_points, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
             *(
-                _dots(frame, mean, BLUE) if len(mean) == 1 else ()
+                _dots(axes, mean_points, BLUE) if len(mean_points) == 1 else ()
             ),  # a path of one point is invisible
-            _path(frame, self.valid, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
-            *_dots(frame, self.valid, ORANGE),
-            *(_mark(frame.x(step)) for step in bad),
-            self._legend((2 * half + 1) * self.width, bool(bad)),
+            _path(axes, self.valid_points, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
+            *_dots(axes, self.valid_points, ORANGE),
+            *(_mark(axes.x(step)) for step in bad_steps),
+            self._legend((2 * half_window + 1) * self.bin_steps, bool(bad_steps)),
         ]
-        return _picture(drawn)
+        return _picture(elements)
 
-    def _legend(self, averaged: int, bad: bool) -> str:
-        each = "" if self.width == 1 else f", range of {self.width:,} steps"
-        entries = [(PALE if averaged > 1 else BLUE, f"training loss{each}")]
-        if averaged > 1:
-            entries.append((BLUE, f"mean of {plural(averaged, 'step')}"))
-        if self.valid:
-            entries.append((ORANGE, f"validation loss, last {self.valid[-1][1]:.4f}"))
-        if bad:
+    def _legend(self, num_averaged: int, has_bad: bool) -> str:
+        range_text = "" if self.bin_steps == 1 else f", range of {self.bin_steps:,} steps"
+        entries = [(PALE if num_averaged > 1 else BLUE, f"training loss{range_text}")]
+        if num_averaged > 1:
+            entries.append((BLUE, f"mean of {plural(num_averaged, 'step')}"))
+        if self.valid_points:
+            entries.append((ORANGE, f"validation loss, last {self.valid_points[-1][1]:.4f}"))
+        if has_bad:
             entries.append((RED, "not finite"))
         spans = (f'<tspan dx="14" fill="{color}">■</tspan> {text}' for color, text in entries)
         return _text(LEFT - 14, 32, "".join(spans), "start")
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Steps 0 to `last` and losses `low` to `high`, as places in the picture."""
+class LossAxes:
+    """Steps 0 to `last` and losses `min_loss` to `max_loss`, as places in the picture."""
 
     last: float
-    low: float
-    high: float
+    min_loss: float
+    max_loss: float
 
     def x(self, step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / self.last
 
     def y(self, loss: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (loss - self.low) / (self.high - self.low)
+        return BOTTOM - (BOTTOM - TOP) * (loss - self.min_loss) / (self.max_loss - self.min_loss)
 
 
-def running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """Each value's mean with `half` neighbours on both sides, fewer towards the ends but symmetric."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+def running_mean(values: np.ndarray, half_window: int) -> np.ndarray:
+    """Each value's mean with `half_window` neighbours on both sides, fewer towards the ends but symmetric."""
+    prefix_sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
-    reach = np.minimum(half, np.minimum(at, at[::-1]))
-    return np.asarray((sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1))
+    reach = np.minimum(half_window, np.minimum(at, at[::-1]))
+    return np.asarray((prefix_sums[at + reach + 1] - prefix_sums[at - reach]) / (2 * reach + 1))
 
 
 def round_ticks(
@@ -144,47 +144,47 @@ def round_ticks(
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)], decimals
 
 
-def _padded(low: float, high: float) -> tuple[float, float]:
+def _padded_range(min_loss: float, max_loss: float) -> tuple[float, float]:
     """The range with a margin; never empty."""
-    air = (high - low) / 20 or abs(high) / 20 or 1.0
-    return low - air, high + air
+    margin = (max_loss - min_loss) / 20 or abs(max_loss) / 20 or 1.0
+    return min_loss - margin, max_loss + margin
 
 
-def _picture(drawn: Sequence[str]) -> str:
+def _picture(elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" stroke-linejoin="round" role="img">'
     )
     card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8" fill="#fff" stroke="#cbd5e1"/>'
-    return "\n".join([head, "<title>loss of a training run</title>", card, *drawn, "</svg>", ""])
+    return "\n".join([head, "<title>loss of a training run</title>", card, *elements, "</svg>", ""])
 
 
-def _axes(frame: Frame) -> list[str]:
-    drawn = []
-    ticks, decimals = round_ticks(frame.low, frame.high, 7, 0.0)
+def _axes(axes: LossAxes) -> list[str]:
+    elements = []
+    ticks, decimals = round_ticks(axes.min_loss, axes.max_loss, 7, 0.0)
     for loss in ticks:
-        y = frame.y(loss)
-        drawn.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>')
-        drawn.append(_text(LEFT - 8, y + 4, f"{loss:.{decimals}f}", "end"))
-    steps, _ = round_ticks(0, frame.last, 8, 1.0)
+        y = axes.y(loss)
+        elements.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>')
+        elements.append(_text(LEFT - 8, y + 4, f"{loss:.{decimals}f}", "end"))
+    steps, _ = round_ticks(0, axes.last, 8, 1.0)
     for step in steps:
-        x = frame.x(step)
-        drawn.append(f'<path d="M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>')
-        drawn.append(_text(x, BOTTOM + 19, f"{step:,.0f}", "middle"))
-    drawn.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{INK}"/>')
-    drawn.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "step", "middle"))
-    drawn.append(_text(LEFT - 8, TOP - 14, "loss", "end"))
-    return drawn
+        x = axes.x(step)
+        elements.append(f'<path d="M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>')
+        elements.append(_text(x, BOTTOM + 19, f"{step:,.0f}", "middle"))
+    elements.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{INK}"/>')
+    elements.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "step", "middle"))
+    elements.append(_text(LEFT - 8, TOP - 14, "loss", "end"))
+    return elements
 
 
-def _path(frame: Frame, points: Sequence[Point], style: str) -> str:
-    places = " ".join(f"{frame.x(step):.1f},{frame.y(loss):.1f}" for step, loss in points)
-    return f'<polyline points="{places}" {style}/>'
+def _path(axes: LossAxes, points: Sequence[Point], style: str) -> str:
+    coordinates = " ".join(f"{axes.x(step):.1f},{axes.y(loss):.1f}" for step, loss in points)
+    return f'<polyline points="{coordinates}" {style}/>'
 
 
-def _dots(frame: Frame, points: Sequence[Point], color: str) -> list[str]:
+def _dots(axes: LossAxes, points: Sequence[Point], color: str) -> list[str]:
     return [
-        f'<circle cx="{frame.x(step):.1f}" cy="{frame.y(loss):.1f}" r="3.5" fill="{color}" stroke="#fff"/>'
+        f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(loss):.1f}" r="3.5" fill="{color}" stroke="#fff"/>'
         for step, loss in points
     ]
 

@@ -5,47 +5,51 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-LONGEST = 1 << 16  # bytes; a longer line comes in parts, which are no records
-HEAD = 256  # bytes by which a file is told from the one that replaced it
+MAX_LINE_NBYTES = 1 << 16  # bytes; a longer line comes in parts, which are no records
+HEAD_NBYTES = 256  # bytes by which a file is told from the one that replaced it
 
 
-class Lines:
+class LineReader:
     """`new()` returns the whole lines since the last call; from the first again if the file was replaced or cut.
 
-    anew  is called before lines come again
+    on_reset  is called before lines come again
     """
 
-    def __init__(self, path: Path, anew: Callable[[], None]) -> None:
-        self.path, self.anew = path, anew
-        self._at, self._same, self._head = 0, (0, 0), b""
+    def __init__(self, path: Path, on_reset: Callable[[], None]) -> None:
+        self.path, self.on_reset = path, on_reset
+        self._offset, self._file_key, self._head_bytes = 0, (0, 0), b""
 
-    def new(self) -> Iterator[bytes]:
+    def new_lines(self) -> Iterator[bytes]:
         """A file that cannot be read has no lines."""
         try:
             with open(self.path, "rb") as file:
-                yield from self._rest(file)
+                yield from self._remaining_lines(file)
         except FileNotFoundError:
-            if self._at:
-                self._forget()
+            if self._offset:
+                self._reset()
         except OSError:
             return
 
-    def _forget(self) -> None:
-        self._at, self._head = 0, b""
-        self.anew()
+    def _reset(self) -> None:
+        self._offset, self._head_bytes = 0, b""
+        self.on_reset()
 
-    def _rest(self, file: BinaryIO) -> Iterator[bytes]:
-        about = os.fstat(file.fileno())
-        file_key = about.st_dev, about.st_ino
-        head = file.read(len(self._head))
-        if self._at and (file_key != self._same or about.st_size < self._at or head != self._head):
-            self._forget()
-        self._same = file_key
-        file.seek(self._at)
-        while line := file.readline(LONGEST):
-            if not line.endswith(b"\n") and len(line) < LONGEST:
+    def _remaining_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file_stat = os.fstat(file.fileno())
+        file_key = file_stat.st_dev, file_stat.st_ino
+        read_head = file.read(len(self._head_bytes))
+        if self._offset and (
+            file_key != self._file_key
+            or file_stat.st_size < self._offset
+            or read_head != self._head_bytes
+        ):
+            self._reset()
+        self._file_key = file_key
+        file.seek(self._offset)
+        while line := file.readline(MAX_LINE_NBYTES):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_NBYTES:
                 return  # it is being written
-            if len(self._head) < HEAD and len(self._head) == self._at:
-                self._head += line[: HEAD - len(self._head)]
-            self._at += len(line)
+            if len(self._head_bytes) < HEAD_NBYTES and len(self._head_bytes) == self._offset:
+                self._head_bytes += line[: HEAD_NBYTES - len(self._head_bytes)]
+            self._offset += len(line)
             yield line

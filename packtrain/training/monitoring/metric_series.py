@@ -6,9 +6,9 @@ So a run of any length needs the same few hundred kilobytes, and a page the same
 import math
 from collections.abc import Callable, Mapping
 
-ROWS = 1000  # even, because they are joined in pairs
+MAX_ROWS = 1000  # even, because they are joined in pairs
 
-Join = Callable[
+JoinFunction = Callable[
     [float, int, float, int], float
 ]  # a value with its count, and the later one with its own
 
@@ -21,79 +21,79 @@ def last(a: float, count: int, b: float, new_count: int) -> float:
     return b
 
 
-def least(a: float, count: int, b: float, new_count: int) -> float:
+def minimum(a: float, count: int, b: float, new_count: int) -> float:
     return min(a, b)
 
 
-def most(a: float, count: int, b: float, new_count: int) -> float:
+def maximum(a: float, count: int, b: float, new_count: int) -> float:
     return max(a, b)
 
 
-def total(a: float, count: int, b: float, new_count: int) -> float:
+def value_sum(a: float, count: int, b: float, new_count: int) -> float:
     return a + b
 
 
-class Series:
+class MetricSeries:
     """Rows of named columns; each says how the values of a row become one. What is not finite is left out.
 
-    width    records in a row
+    records_per_row    records in a row
     """
 
-    def __init__(self, columns: Mapping[str, Join]) -> None:
-        self.names, self._joins = tuple(columns), tuple(columns.values())
-        self.width = 1
-        self._filled = 0  # records in the last row
+    def __init__(self, columns: Mapping[str, JoinFunction]) -> None:
+        self.column_names, self._join_functions = tuple(columns), tuple(columns.values())
+        self.records_per_row = 1
+        self._last_row_records = 0  # records in the last row
         self._rows: list[list[float]] = []
-        self._counts: list[list[int]] = []
-        self._stamps: list[int] = []
+        self._value_counts: list[list[int]] = []
+        self._row_versions: list[int] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, record: Mapping[str, float], version: int) -> None:
         """Add a record; `version` marks the rows that it changes, see `since`."""
-        values = [record.get(name, math.nan) for name in self.names]
+        values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
-        if self._rows and self._filled < self.width:
-            self._join(-1, values, counts)
-            self._stamps[-1] = version
-            self._filled += 1
+        if self._rows and self._last_row_records < self.records_per_row:
+            self._join_row(-1, values, counts)
+            self._row_versions[-1] = version
+            self._last_row_records += 1
             return
-        if len(self._rows) == ROWS:
-            self._halve(version)
+        if len(self._rows) == MAX_ROWS:
+            self._join_neighbours(version)
         self._rows.append(values)
-        self._counts.append(counts)
-        self._stamps.append(version)
-        self._filled = 1
+        self._value_counts.append(counts)
+        self._row_versions.append(version)
+        self._last_row_records = 1
 
-    def _halve(self, version: int) -> None:
+    def _join_neighbours(self, version: int) -> None:
         """Join neighbouring rows."""
-        later = list(zip(self._rows[1::2], self._counts[1::2], strict=True))
-        self._rows, self._counts = self._rows[::2], self._counts[::2]
-        for at, (values, counts) in enumerate(later):
-            self._join(at, values, counts)
-        self._stamps = [version] * len(self._rows)
-        self.width *= 2
+        later_rows = list(zip(self._rows[1::2], self._value_counts[1::2], strict=True))
+        self._rows, self._value_counts = self._rows[::2], self._value_counts[::2]
+        for row_index, (values, counts) in enumerate(later_rows):
+            self._join_row(row_index, values, counts)
+        self._row_versions = [version] * len(self._rows)
+        self.records_per_row *= 2
 
-    def _join(self, at: int, values: list[float], counts: list[int]) -> None:
-        row, row_counts = self._rows[at], self._counts[at]
-        for k, join in enumerate(self._joins):
+    def _join_row(self, at: int, values: list[float], counts: list[int]) -> None:
+        row, value_counts = self._rows[at], self._value_counts[at]
+        for k, join in enumerate(self._join_functions):
             if counts[k]:
                 row[k] = (
-                    join(row[k], row_counts[k], values[k], counts[k])
-                    if row_counts[k]
+                    join(row[k], value_counts[k], values[k], counts[k])
+                    if value_counts[k]
                     else values[k]
                 )
-                row_counts[k] += counts[k]
+                value_counts[k] += counts[k]
 
-    def since(self, version: int) -> tuple[int, dict[str, list[float | None]]]:
+    def columns_since(self, version: int) -> tuple[int, dict[str, list[float | None]]]:
         """The first row that is later than a version, and the columns from there on; None is not finite."""
-        first = len(self._stamps)
-        while first and self._stamps[first - 1] > version:
-            first -= 1
-        rows = self._rows[first:]
+        first_row = len(self._row_versions)
+        while first_row and self._row_versions[first_row - 1] > version:
+            first_row -= 1
+        new_rows = self._rows[first_row:]
         columns = {
-            name: [row[k] if math.isfinite(row[k]) else None for row in rows]
-            for k, name in enumerate(self.names)
+            name: [row[k] if math.isfinite(row[k]) else None for row in new_rows]
+            for k, name in enumerate(self.column_names)
         }
-        return first, columns
+        return first_row, columns

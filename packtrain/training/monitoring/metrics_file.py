@@ -26,18 +26,18 @@ FIRST_KEYS = (
 )
 
 
-class Metrics:
+class MetricsFile:
     """The file of one run: a new one, or one continued `after` a step."""
 
-    def __init__(self, path: Path, after: int | None) -> None:
-        if after is not None and path.exists():
-            _cut(path, after)
-        mode = "w" if after is None else "a"
+    def __init__(self, path: Path, after_step: int | None) -> None:
+        if after_step is not None and path.exists():
+            _drop_later(path, after_step)
+        mode = "w" if after_step is None else "a"
         self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — see close
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a line, flushed to the system."""
-        self.file.write(_line(record))
+        self.file.write(_record_line(record))
 
     def sync(self) -> None:
         """Return once all lines are on the disk."""
@@ -47,38 +47,38 @@ class Metrics:
         self.file.close()
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    ordered = {key: record[key] for key in FIRST_KEYS if key in record} | dict(record)
+def _record_line(record: Mapping[str, Any]) -> str:
+    ordered_record = {key: record[key] for key in FIRST_KEYS if key in record} | dict(record)
     json_record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in ordered.items()
+        for key, value in ordered_record.items()
     }
     return json.dumps(json_record, allow_nan=False) + "\n"
 
 
-def _cut(path: Path, after: int) -> None:
+def _drop_later(path: Path, after_step: int) -> None:
     """Drop records of later steps and of an earlier end."""
     with atomic_file(path) as file:
-        for record in records(path):
-            if record.get("event") != "end" and record.get("step", 0) <= after:
-                file.write(_line(record).encode())
+        for record in iter_records(path):
+            if record.get("event") != "end" and record.get("step", 0) <= after_step:
+                file.write(_record_line(record).encode())
 
 
-def records(path: Path) -> Iterator[dict[str, Any]]:
+def iter_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file one by one. Raises InputError for a bad line that is not the last."""
     torn = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            record = parsed(line)
+        for line_number, line in enumerate(file, 1):
+            record = parse_record(line)
             if record is None:
-                torn = torn or number
+                torn = torn or line_number
             elif torn:
                 raise InputError(f"{path}: line {torn} is not a JSON object; each line must be one")
             else:
                 yield record
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record of a line, or None if it is invalid or incomplete."""
     try:
         record = json.loads(line)
@@ -91,4 +91,4 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """All records of a file."""
-    return list(records(path))
+    return list(iter_records(path))

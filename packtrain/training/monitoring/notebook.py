@@ -16,20 +16,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from packtrain.common.errors import InputError, keyworded
-from packtrain.common.events import Callbacks, Counted
+from packtrain.common.errors import InputError, with_keywords
+from packtrain.common.events import Counted, TaskCallbacks
 from packtrain.common.files import write_text
 from packtrain.common.signals import stop_on_interrupt
-from packtrain.data.text.text_streams import SUFFIXES
+from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.training.monitoring.progress import ProgressLine
-from packtrain.training.monitoring.work_progress import Count
+from packtrain.training.monitoring.work_progress import WorkCounter
 
-SECONDS = 0.5  # between two drawings of the bar
-TABLE = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
+REDRAW_SECONDS = 0.5  # between two drawings of the bar
+TABLE_TAG = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
 
 
-def display() -> Callable[..., Any] | None:
+def notebook_display() -> Callable[..., Any] | None:
     """IPython's function that shows an object in a cell's output, if this is a notebook's kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or not hasattr(shell, "kernel"):
@@ -51,10 +51,10 @@ class Html:
         return self.html
 
 
-def table(rows: Iterable[Sequence[str]]) -> str:
+def html_table(rows: Iterable[Sequence[str]]) -> str:
     """Rows of texts as an HTML table."""
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return f"{TABLE}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    row_cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"{TABLE_TAG}{''.join(f'<tr>{row}</tr>' for row in row_cells)}</table>"
 
 
 def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
@@ -68,23 +68,23 @@ def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
 # ---- progress and Ctrl-C
 
 
-class Bar:
+class NotebookBar:
     """The progress bar in a cell's output; the interface of `monitoring.progress_bar.Bar`."""
 
-    def __init__(self, show: Callable[..., Any], steps: int) -> None:
-        self.show, self.steps, self.due = show, steps, 0.0
-        self.handle: Any = None
+    def __init__(self, show_object: Callable[..., Any], steps: int) -> None:
+        self.show_object, self.steps, self.due = show_object, steps, 0.0
+        self.display_handle: Any = None
 
     def draw(self, step: int, parts: Sequence[str]) -> None:
         bar = f'<progress value="{step}" max="{self.steps}" style="width:12em"></progress>'
-        line = Html(f"{bar} <code>{escape('  '.join(filter(None, parts)))}</code>", "progress")
-        if self.handle is None:
-            self.handle = self.show(line, display_id=True)
+        line_html = Html(f"{bar} <code>{escape('  '.join(filter(None, parts)))}</code>", "progress")
+        if self.display_handle is None:
+            self.display_handle = self.show_object(line_html, display_id=True)
         else:
-            self.handle.update(line)
-        self.due = time.monotonic() + SECONDS
+            self.display_handle.update(line_html)
+        self.due = time.monotonic() + REDRAW_SECONDS
 
-    def say(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         print(text)
 
     def close(self) -> None:
@@ -92,17 +92,17 @@ class Bar:
 
 
 @dataclass
-class Library(Callbacks):
+class LibraryCallbacks(TaskCallbacks):
     """Callbacks of a call from Python: Ctrl-C saves and stops; in a notebook the run draws its progress there."""
 
     _line: ProgressLine | None = field(default=None, init=False, repr=False)
 
     def message(self, text: str) -> None:
-        super().message(keyworded(text))
+        super().message(with_keywords(text))
 
     def notice(self, text: str) -> None:
         if self.on_message is None:
-            print(keyworded(text), file=sys.stderr)
+            print(with_keywords(text), file=sys.stderr)
         else:
             self.message(text)
 
@@ -110,10 +110,10 @@ class Library(Callbacks):
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        show, sizes = display(), (steps, planned_nbytes, report_every, limit_nbytes)
+        show_object, sizes = notebook_display(), (steps, planned_nbytes, report_every, limit_nbytes)
         with super().training(*sizes):
-            if show is not None and self.on_step is None:
-                self._line = ProgressLine(sys.stdout, *sizes, Bar(show, steps))
+            if show_object is not None and self.on_step is None:
+                self._line = ProgressLine(sys.stdout, *sizes, NotebookBar(show_object, steps))
             yield
         self._line = None
 
@@ -123,13 +123,13 @@ class Library(Callbacks):
             self._line.step(record, peak_nbytes)
 
     @contextmanager
-    def counting(self, title: str, part: str) -> Iterator[Counted]:
-        show = display()
+    def counting(self, label: str, unit: str) -> Iterator[Counted]:
+        show = notebook_display()
         if show is None or self.on_progress is not None:
-            with super().counting(title, part) as count:
+            with super().counting(label, unit) as count:
                 yield count
             return
-        with Count(sys.stdout, title, part, lambda total: Bar(show, total)) as count:
+        with WorkCounter(sys.stdout, label, unit, lambda total: NotebookBar(show, total)) as count:
             yield count
 
     @contextmanager
@@ -141,14 +141,14 @@ class Library(Callbacks):
 # ---- data in memory
 
 
-def data_path(data: Any, name: str = "data") -> Any:
+def records_path(data: Any, name: str = "data") -> Any:
     """A path as it is; records in memory as a file of JSON Lines in the cache, named by its content.
 
     Takes a list of dicts or of texts, a DataFrame of pandas or polars, a datasets.Dataset. Raises InputError.
     """
     if data is None or isinstance(data, str | Path):
         return data
-    lines = [json.dumps(record, ensure_ascii=False) for record in _records(data, name)]
+    lines = [json.dumps(record, ensure_ascii=False) for record in _iter_records(data, name)]
     text = "\n".join([*lines, ""])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = writable(cache_root() / "records")
@@ -159,7 +159,7 @@ def data_path(data: Any, name: str = "data") -> Any:
     return path
 
 
-def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
+def _iter_records(data: Any, name: str) -> Iterator[dict[str, Any]]:
     if hasattr(data, "to_dicts"):  # polars
         data = data.to_dicts()
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
@@ -175,12 +175,13 @@ def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"{name} has no records; at least one is needed")
     for number, record in enumerate(data, 1):
         if isinstance(record, str):
-            if record.lower().endswith(SUFFIXES) and Path(record).exists():
+            if record.lower().endswith(DATA_SUFFIXES) and Path(record).exists():
                 raise InputError(f"{name}: record {number} is a file", "give one path, or a folder")
             yield {"text": record}
         elif isinstance(record, Mapping):
             yield {
-                str(key): _plain(value, f"{name}: record {number}") for key, value in record.items()
+                str(key): _json_value(value, f"{name}: record {number}")
+                for key, value in record.items()
             }
         else:
             raise InputError(
@@ -188,16 +189,16 @@ def _records(data: Any, name: str) -> Iterator[dict[str, Any]]:
             )
 
 
-def _plain(value: Any, location: str) -> Any:
+def _json_value(value: Any, location: str) -> Any:
     """A value as JSON has it; a missing cell of a DataFrame is null."""
     if hasattr(value, "tolist"):  # NumPy's
         value = value.tolist()
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, location) for key, item in value.items()}
+        return {str(key): _json_value(item, location) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, location) for item in value]
+        return [_json_value(item, location) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise InputError(

@@ -38,58 +38,58 @@ class ProgressLine:
         """bar: what draws the line, a `monitoring.progress_bar.Bar` or a notebook's; by default one for a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
-        self.bar = bar or (bar_module().Bar(stream, steps) if redraws(stream) else None)
+        self.bar = bar or (bar_module().TerminalBar(stream, steps) if redraws(stream) else None)
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
-        self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
-        self.val, self.val_step = "", 0  # the last validation, and the step before it
+        self.first_shown: tuple[int, float] | None = None  # the first step shown, and when it ended
+        self.val_text, self.val_step = "", 0  # the last validation, and the step before it
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         """Show this step if it is due: the first, the last, or after `report_every` steps or 0.2 seconds."""
         step, now = record["step"], time.monotonic()
-        outermost = self.began is None or step >= self.steps
-        self.began = self.began or (step, now)
+        is_first_or_last = self.first_shown is None or step >= self.steps
+        self.first_shown = self.first_shown or (step, now)
         self.recent.append(record)
         if "val_loss" in record:
-            self.val, self.val_step = validation_text(record), step
+            self.val_text, self.val_step = validation_text(record), step
         if self.bar is not None:
-            if outermost or now >= self.bar.due:
-                parts = self._parts(step, now, peak_nbytes)
-                with self._lasting():
-                    self.bar.draw(step, [parts[key] for key in BRIEF])
-        elif outermost or step % self.report_every == 0:
-            parts = self._parts(step, now, peak_nbytes)
-            self.say(f"step {'  '.join(filter(None, parts.values()))}")
+            if is_first_or_last or now >= self.bar.due:
+                line_parts = self._line_parts(step, now, peak_nbytes)
+                with self._ignoring_os_errors():
+                    self.bar.draw(step, [line_parts[key] for key in BRIEF])
+        elif is_first_or_last or step % self.report_every == 0:
+            line_parts = self._line_parts(step, now, peak_nbytes)
+            self.print_above(f"step {'  '.join(filter(None, line_parts.values()))}")
             self.recent.clear()
 
-    def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
+    def _line_parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
         """The parts of a line, in the order of a plain one; empty where unknown."""
-        last = self.recent[-1]
-        speeds = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
-        first_step, first_time = self.began or (step, now)
+        last_record = self.recent[-1]
+        token_rates = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
+        first_step, first_time = self.first_shown or (step, now)
         per_step = (now - first_time) / max(step - first_step, 1)
-        old = f" (step {self.val_step})" if self.val and self.val_step < step else ""
+        val_step_text = f" (step {self.val_step})" if self.val_text and self.val_step < step else ""
         return {
             "step": f"{step}/{self.steps}",
             "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
-            "val": f"{self.val}{old}",
+            "val": f"{self.val_text}{val_step_text}",
             "pairs": pairs_text(self.recent),
-            "lr": f"lr {last['lr']:.1e}",
-            "norm": f"norm {last['grad_norm']:.3g}",
-            "speed": speed_text(statistics.harmonic_mean(speeds)),
+            "lr": f"lr {last_record['lr']:.1e}",
+            "norm": f"norm {last_record['grad_norm']:.3g}",
+            "speed": speed_text(statistics.harmonic_mean(token_rates)),
             "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
             "memory": memory_text(peak_nbytes, self.planned_nbytes, self.limit_nbytes),
         }
 
-    def say(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Print a line above the one that is redrawn."""
-        with self._lasting():
+        with self._ignoring_os_errors():
             if self.bar is not None:
-                self.bar.say(text)
+                self.bar.print_above(text)
             else:
                 print(text, file=self.stream, flush=True)
 
     @contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _ignoring_os_errors(self) -> Iterator[None]:
         """Ignore errors of the terminal or pipe: a run outlives it."""
         with suppress(OSError):
             yield
@@ -97,17 +97,17 @@ class ProgressLine:
     def close(self) -> None:
         """Restore the terminal and keep the last line."""
         if self.bar is not None:
-            with self._lasting():
+            with self._ignoring_os_errors():
                 self.bar.close()
 
 
 def validation_text(record: Mapping[str, Any]) -> str:
     """`val 4.6393±0.0123 acc 24.1±0.3%`."""
-    error = f"±{record['val_error']:.4f}" if "val_error" in record else ""
+    error_text = f"±{record['val_error']:.4f}" if "val_error" in record else ""
     if "val_accuracy" not in record:
-        return f"val {record['val_loss']:.4f}{error}"
-    accuracy, spread = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
-    return f"val {record['val_loss']:.4f}{error} acc {accuracy:.1f}±{spread:.1f}%"
+        return f"val {record['val_loss']:.4f}{error_text}"
+    accuracy, accuracy_error = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
+    return f"val {record['val_loss']:.4f}{error_text} acc {accuracy:.1f}±{accuracy_error:.1f}%"
 
 
 def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
@@ -115,33 +115,33 @@ def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
     pair_records = [r for r in records if "rewards_margin" in r]
     if not pair_records:
         return ""
-    margin, hits = (
+    margin, accuracy = (
         statistics.fmean(r[f"rewards_{metric}"] for r in pair_records)
         for metric in ("margin", "accuracy")
     )
-    return f"margin {margin:.3f}, chosen {100 * hits:.0f} %"
+    return f"margin {margin:.3f}, chosen {100 * accuracy:.0f} %"
 
 
-class Work:
+class WorkProgress:
     """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
 
     def __init__(self, stream: TextIO, make_bar: MakeBar | None = None) -> None:
         self.stream = stream
-        self.redraws = make_bar is not None or redraws(stream)
-        self.make_bar = make_bar or (lambda total: bar_module().Bar(stream, total))
+        self.can_redraw = make_bar is not None or redraws(stream)
+        self.make_bar = make_bar or (lambda total: bar_module().TerminalBar(stream, total))
         self.bar: Any = None
-        self.due = time.monotonic() + PLAIN_SECONDS
+        self.next_print_time = time.monotonic() + PLAIN_SECONDS
 
-    def tell(self, done: int, total: int, *parts: str) -> None:
+    def report_progress(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
         with suppress(OSError):  # the work outlives the terminal
-            if self.redraws:
+            if self.can_redraw:
                 self.bar = self.bar or self.make_bar(total)
                 if done == total or now >= self.bar.due:
                     self.bar.draw(done, parts)
-            elif now >= self.due:
+            elif now >= self.next_print_time:
                 print("  ".join(parts), file=self.stream, flush=True)
-                self.due = now + PLAIN_SECONDS
+                self.next_print_time = now + PLAIN_SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -164,9 +164,9 @@ def redraws(stream: TextIO) -> bool:
 
 def memory_text(peak_nbytes: int, planned_nbytes: int, limit_nbytes: int | None = None) -> str:
     """`memory: peak 612, plan 640, limit 1,024 MiB`; without --memory there is no limit."""
-    parts = {"peak": peak_nbytes, "plan": planned_nbytes, "limit": limit_nbytes}
-    named = (f"{name} {n / 2**20:,.0f}" for name, n in parts.items() if n is not None)
-    return f"memory: {', '.join(named)} MiB"
+    memory_parts = {"peak": peak_nbytes, "plan": planned_nbytes, "limit": limit_nbytes}
+    part_texts = (f"{name} {n / 2**20:,.0f}" for name, n in memory_parts.items() if n is not None)
+    return f"memory: {', '.join(part_texts)} MiB"
 
 
 def mean_text(losses: list[float]) -> str:

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Column
 
 REDRAW_SECONDS = 0.2
-BAR_COLUMNS = 5  # least width of the bar, with a space
+MIN_BAR_COLUMNS = 5  # least width of the bar, with a space
 
 
-class Bar:
+class TerminalBar:
     """The line on a terminal: a bar, and as many parts as fit."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
-        cut = Column(no_wrap=True, overflow="ellipsis")
-        self.line = rich.progress.Progress(
+        text_column = Column(no_wrap=True, overflow="ellipsis")
+        self.progress = rich.progress.Progress(
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.description}", table_column=cut, markup=False),
+            rich.progress.TextColumn("{task.description}", table_column=text_column, markup=False),
             # emoji: a table that would be loaded when the first line is drawn, inside a plan's memory
             console=Console(file=stream, force_terminal=True, emoji=False),
             auto_refresh=False,
@@ -27,30 +27,30 @@ class Bar:
             redirect_stderr=False,
             expand=True,
         )
-        self.task = self.line.add_task("", total=steps)
+        self.task_id = self.progress.add_task("", total=steps)
         self.due = 0.0
 
     def draw(self, step: int, parts: Sequence[str]) -> None:
         """Draw the parts, the least important last."""
-        text = fitting(parts, self.line.console.width - BAR_COLUMNS)
-        self.line.update(self.task, completed=step, description=text)
-        self.line.start()
-        self.line.refresh()
+        text = fit_parts(parts, self.progress.console.width - MIN_BAR_COLUMNS)
+        self.progress.update(self.task_id, completed=step, description=text)
+        self.progress.start()
+        self.progress.refresh()
         self.due = time.monotonic() + REDRAW_SECONDS
 
-    def say(self, text: str) -> None:
-        self.line.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def print_above(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self.line.stop()
+        self.progress.stop()
 
 
-def fitting(parts: Sequence[str], columns: int) -> str:
+def fit_parts(parts: Sequence[str], max_columns: int) -> str:
     """A line of as many whole parts as fit; always the first one."""
     line, *optional_parts = filter(None, parts)
     for part in optional_parts:
-        longer = f"{line}  {part}"
-        if len(longer) > columns:
+        longer_line = f"{line}  {part}"
+        if len(longer_line) > max_columns:
             break
-        line = longer
+        line = longer_line
     return line

@@ -10,41 +10,46 @@ from typing import Any
 
 from packtrain.common.errors import printable
 from packtrain.common.text import clock
-from packtrain.training.monitoring import METRICS
-from packtrain.training.monitoring.history import SETTINGS, History
+from packtrain.training.monitoring import METRICS_FILE
+from packtrain.training.monitoring.history import SETTINGS, RunHistory
 
-ALONE = {"output", "save_name", "save_model", "adapter"}  # settings that differ in any case
-WIDE = 24  # characters of a setting in the table
+IGNORED_SETTINGS = {
+    "output",
+    "save_name",
+    "save_model",
+    "adapter",
+}  # settings that differ in any case
+MAX_SETTING_CHARS = 24  # characters of a setting in the table
 HOUR, DAY = 3600, 86400
 
 
-def find(root: Path) -> dict[str, Path]:
+def find_runs(root: Path) -> dict[str, Path]:
     """The folders below `root`, and itself, that have a run's metrics or settings, by their paths from there."""
     folders = {}
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        if METRICS in files or SETTINGS in files:
+    for folder, subfolders, file_names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if METRICS_FILE in file_names or SETTINGS in file_names:
             path = Path(folder)
             name = path.relative_to(root).as_posix() if path != root else path.resolve().name
             folders[name.encode(errors="replace").decode()] = path
     return folders
 
 
-def differing(runs: Iterable[History]) -> list[str]:
+def differing_settings(runs: Iterable[RunHistory]) -> list[str]:
     """The settings in which runs differ that have any."""
     settings_list = [run.settings for run in runs if run.settings]
     names = dict.fromkeys(name for settings in settings_list for name in settings)
     return [
         name for name in names
-        if name not in ALONE and len({settings.get(name, "") for settings in settings_list}) > 1
+        if name not in IGNORED_SETTINGS and len({settings.get(name, "") for settings in settings_list}) > 1
     ]  # fmt: skip
 
 
-def rows(runs: Sequence[History]) -> list[dict[str, Any]]:
+def comparison_rows(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     """The table as plain data."""
-    differ = differing(runs)
+    setting_names = differing_settings(runs)
     return [
-        run.figures() | {"settings": {name: run.settings.get(name) for name in differ}}
+        run.table_row() | {"settings": {name: run.settings.get(name) for name in setting_names}}
         for run in runs
     ]
 
@@ -52,45 +57,45 @@ def rows(runs: Sequence[History]) -> list[dict[str, Any]]:
 def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
     """The table as text; numbers stand to the right. Columns beyond the width are named below it."""
     differ = list(run_rows[0]["settings"]) if run_rows else []
-    heads = [
+    headings = [
         *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"],
         "last record",
     ]
-    cells = [[*heads, *differ], *(_cells(row, differ) for row in run_rows)]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-    column_ends = itertools.accumulate(widths, lambda end, wide: end + 2 + wide)
-    count = max(sum(end <= width for end in column_ends), 2)
-    for row in cells:
-        shown = [
-            cell.rjust(wide) if 2 <= k < len(heads) else cell.ljust(wide)
-            for k, (cell, wide) in enumerate(zip(row[:count], widths, strict=False))
+    table_cells = [[*headings, *differ], *(_row_cells(row, differ) for row in run_rows)]
+    widths = [max(len(row[k]) for row in table_cells) for k in range(len(table_cells[0]))]
+    column_ends = itertools.accumulate(widths, lambda column_end, wide: column_end + 2 + wide)
+    num_columns = max(sum(column_end <= width for column_end in column_ends), 2)
+    for row in table_cells:
+        padded_cells = [
+            cell.rjust(column_width) if 2 <= k < len(headings) else cell.ljust(column_width)
+            for k, (cell, column_width) in enumerate(zip(row[:num_columns], widths, strict=False))
         ]
-        yield "  ".join(shown).rstrip()
-    if left_out := cells[0][count:]:
+        yield "  ".join(padded_cells).rstrip()
+    if left_out := table_cells[0][num_columns:]:
         yield f"for {', '.join(left_out)}: a wider terminal, --json or --html"
 
 
-def _cells(row: dict[str, Any], differ: Sequence[str]) -> list[str]:
+def _row_cells(row: dict[str, Any], setting_names: Sequence[str]) -> list[str]:
     of_total = f"/{row['steps']:,}" if row["steps"] else ""
     figures = [
         f"{row['step']:,}{of_total}",
-        _text(row["tokens"], "{:,.0f}".format),
-        *(_text(row[key], "{:.4f}".format) for key in ("loss", "best_loss", "val_loss", "best_val_loss")),
-        _text(row["tokens_per_second"], "{:,.0f}".format),
-        _text(row["seconds"], clock),
+        _number_text(row["tokens"], "{:,.0f}".format),
+        *(_number_text(row[key], "{:.4f}".format) for key in ("loss", "best_loss", "val_loss", "best_val_loss")),
+        _number_text(row["tokens_per_second"], "{:,.0f}".format),
+        _number_text(row["seconds"], clock),
         ago(time.time() - row["changed"]) if row["changed"] else "-",
     ]  # fmt: skip
-    settings = (_cut(row["settings"][name]) for name in differ)
+    settings = (_clipped_setting(row["settings"][name]) for name in setting_names)
     return [printable(row["name"]), row["state"], *figures, *settings]
 
 
-def _text(value: float | None, form: Callable[[float], str]) -> str:
-    return "-" if value is None or not math.isfinite(value) else form(value)
+def _number_text(value: float | None, format_number: Callable[[float], str]) -> str:
+    return "-" if value is None or not math.isfinite(value) else format_number(value)
 
 
-def _cut(value: str | None) -> str:
+def _clipped_setting(value: str | None) -> str:
     text = printable(value or "-")
-    return text if len(text) <= WIDE else f"…{text[1 - WIDE :]}"
+    return text if len(text) <= MAX_SETTING_CHARS else f"…{text[1 - MAX_SETTING_CHARS :]}"
 
 
 def ago(seconds: float) -> str:

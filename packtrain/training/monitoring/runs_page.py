@@ -17,18 +17,18 @@ from typing import Any
 @cache
 def live_page() -> tuple[str, str]:
     """The text, and the policy to send with it."""
-    return _page("", "connect-src 'self'; frame-src 'self'")
+    return _filled_page("", "connect-src 'self'; frame-src 'self'")
 
 
-def still_page(data: Mapping[str, Any]) -> str:
+def page_with_data(data: Mapping[str, Any]) -> str:
     """The text of a page that shows this data, see Board.data."""
-    text, _ = _page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
+    text, _ = _filled_page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
     return text
 
 
-def scriptless_page(title: str, body: str, more_style: str) -> str:
+def scriptless_page(title: str, body: str, style_asset: str) -> str:
     """The text of another page with the same colours and shapes; the style of another file is added to them."""
-    style = _asset("page.css") + _asset(more_style)
+    style = _asset("page.css") + _asset(style_asset)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -39,16 +39,16 @@ def scriptless_page(title: str, body: str, more_style: str) -> str:
     )
 
 
-def _page(data: str, extra_policy: str) -> tuple[str, str]:
+def _filled_page(data: str, extra_policy: str) -> tuple[str, str]:
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}';"
         f" script-src '{_seal(script)}'"
     ) + (f"; {extra_policy}" if extra_policy else "")
     text = _asset("page.html")
-    parts = {"policy": policy, "style": style, "data": data, "script": script}
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
+    replacements = {"policy": policy, "style": style, "data": data, "script": script}
+    for name, replacement in replacements.items():
+        text = text.replace(f"<!--{name}-->", replacement)
     return text, f"{policy}; frame-ancestors 'none'"
 
 

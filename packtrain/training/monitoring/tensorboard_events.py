@@ -22,32 +22,32 @@ class EventFile:
     On resuming, TensorBoard is told that the session starts `after` that step; it then drops what is later.
     """
 
-    def __init__(self, folder: Path, after: int | None) -> None:
-        earlier = sorted(folder.glob(NAME + "[0-9]" * 10))
-        if after is None:
-            for path in earlier:
+    def __init__(self, folder: Path, after_step: int | None) -> None:
+        earlier_files = sorted(folder.glob(NAME + "[0-9]" * 10))
+        if after_step is None:
+            for path in earlier_files:
                 path.unlink()
-            earlier = []
-        number = int(earlier[-1].name.removeprefix(NAME)) + 1 if earlier else 1
-        self.file = open(folder / f"{NAME}{number:010}", "wb", buffering=0)  # noqa: SIM115 — see close
+            earlier_files = []
+        file_number = int(earlier_files[-1].name.removeprefix(NAME)) + 1 if earlier_files else 1
+        self.file = open(folder / f"{NAME}{file_number:010}", "wb", buffering=0)  # noqa: SIM115 — see close
         self._write(_message(3, b"brain.Event:2"))
-        if after is not None:
-            self._write(_whole(2, after + 1) + _message(7, _whole(1, START)))
+        if after_step is not None:
+            self._write(_varint_field(2, after_step + 1) + _message(7, _varint_field(1, START)))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append the scalars of a step, unbuffered."""
-        values = [
-            _message(1, _message(1, tag.encode()) + _float(2, record[tag]))
+        scalar_messages = [
+            _message(1, _message(1, tag.encode()) + _float_field(2, record[tag]))
             for tag in SCALARS
             if tag in record
         ]
-        if values:
-            self._write(_whole(2, record["step"]) + _message(5, b"".join(values)))
+        if scalar_messages:
+            self._write(_varint_field(2, record["step"]) + _message(5, b"".join(scalar_messages)))
 
     def _write(self, event: bytes) -> None:
-        body = _double(1, time.time()) + event
-        size = struct.pack("<Q", len(body))
-        self.file.write(size + _checksum(size) + body + _checksum(body))
+        event_bytes = _double_field(1, time.time()) + event
+        size = struct.pack("<Q", len(event_bytes))
+        self.file.write(size + _checksum(size) + event_bytes + _checksum(event_bytes))
 
     def sync(self) -> None:
         """Return once all events are on the disk."""
@@ -61,24 +61,24 @@ class EventFile:
 
 
 def _varint(value: int) -> bytes:
-    low, rest = value & 0x7F, value >> 7
-    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+    low_bits, high_bits = value & 0x7F, value >> 7
+    return bytes([low_bits | 0x80]) + _varint(high_bits) if high_bits else bytes([low_bits])
 
 
-def _whole(number: int, value: int) -> bytes:
-    return bytes([number << 3]) + _varint(value)
+def _varint_field(field_number: int, value: int) -> bytes:
+    return bytes([field_number << 3]) + _varint(value)
 
 
-def _double(number: int, value: float) -> bytes:
-    return struct.pack("<Bd", number << 3 | 1, value)
+def _double_field(field_number: int, value: float) -> bytes:
+    return struct.pack("<Bd", field_number << 3 | 1, value)
 
 
-def _message(number: int, value: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + _varint(len(value)) + value
+def _message(field_number: int, value: bytes) -> bytes:
+    return bytes([field_number << 3 | 2]) + _varint(len(value)) + value
 
 
-def _float(number: int, value: float) -> bytes:
-    return struct.pack("<Bf", number << 3 | 5, value)
+def _float_field(field_number: int, value: float) -> bytes:
+    return struct.pack("<Bf", field_number << 3 | 5, value)
 
 
 # ---- the checksum of TFRecords: CRC-32C, rotated and shifted by a constant ---------------------------------------

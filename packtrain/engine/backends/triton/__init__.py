@@ -14,23 +14,26 @@ from typing import Any
 
 
 @cache
-def there() -> bool:
+def is_installed() -> bool:
     """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
-def here(x: Any) -> bool:
+def runs_on(x: Any) -> bool:
     """Whether its kernels run where a tensor is."""
-    return bool(x.is_cuda or (x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1")) and there()
+    return (
+        bool(x.is_cuda or (x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"))
+        and is_installed()
+    )
 
 
-def late(module: str, name: str) -> Callable[..., Any]:
+def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
     """A kernel of a module of this package, which is imported at its first call."""
 
-    def run(*args: Any, **attrs: Any) -> Any:
+    def run_kernel(*args: Any, **attrs: Any) -> Any:
         return getattr(import_module(f"{__name__}.{module}"), name)(*args, **attrs)
 
-    return run
+    return run_kernel
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -46,5 +49,5 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def blocks(n: int, size: int) -> int:
-    return -(-n // size)
+def blocks(n: int, block_size: int) -> int:
+    return -(-n // block_size)

@@ -10,11 +10,11 @@ BLOCK = 1024
 
 
 @triton.jit
-def _activated(x, TANH: tl.constexpr):
+def _activation(x, TANH: tl.constexpr):
     """f(x) and its slope: silu, or gelu in its tanh form."""
     if TANH:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        t = 1 - 2 / (tl.exp(2 * inner) + 1)
+        tanh_argument = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        t = 1 - 2 / (tl.exp(2 * tanh_argument) + 1)
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * x * x)
         return 0.5 * x * (1 + t), slope
     s = 1 / (1 + tl.exp(-x))
@@ -23,31 +23,31 @@ def _activated(x, TANH: tl.constexpr):
 
 @triton.jit
 def _gated(y, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    f, _ = _activated(tl.load(gate + at, mask=mask, other=0.0), TANH)
-    tl.store(y + at, f * tl.load(up + at, mask=mask, other=0.0), mask=mask)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    f, _ = _activation(tl.load(gate + offsets, mask=mask, other=0.0), TANH)
+    tl.store(y + offsets, f * tl.load(up + offsets, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
 def _gated_back(dgate, dup, dy, gate, up, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    f, slope = _activated(tl.load(gate + at, mask=mask, other=0.0), TANH)
-    d = tl.load(dy + at, mask=mask, other=0.0)
-    of_gate = d * tl.load(up + at, mask=mask, other=0.0) * slope
-    tl.store(dgate + at, of_gate, mask=mask)
-    tl.store(dup + at, d * f, mask=mask)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    f, slope = _activation(tl.load(gate + offsets, mask=mask, other=0.0), TANH)
+    d = tl.load(dy + offsets, mask=mask, other=0.0)
+    gate_grad = d * tl.load(up + offsets, mask=mask, other=0.0) * slope
+    tl.store(dgate + offsets, gate_grad, mask=mask)
+    tl.store(dup + offsets, d * f, mask=mask)
 
 
 @triton.jit
-def _turned(
+def _rotate(
     y, x, table, heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr,
-    NEOX: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+    NEOX: tl.constexpr, INVERSE: tl.constexpr, HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask, head, i = at < heads * half, at // half, at % half
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, head, i = offsets < heads * half, offsets // half, offsets % half
     first = row * heads * width + head * width + (i if NEOX else 2 * i)
     second = first + (half if NEOX else 1)
     cos = tl.load(table + row * half * 2 + 2 * i, mask=mask, other=0.0)
@@ -56,65 +56,65 @@ def _turned(
     a, b = tl.load(x + first, mask=mask, other=0.0), tl.load(x + second, mask=mask, other=0.0)
     tl.store(y + first, a * cos - b * sin, mask=mask)
     tl.store(y + second, a * sin + b * cos, mask=mask)
-    if REST:
+    if HAS_TAIL:
         left = width - 2 * half
         for start in range(tl.program_id(1) * BLOCK, heads * left, tl.num_programs(1) * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            rest_offsets = row * heads * width + at // left * width + 2 * half + at % left
+            offsets = start + tl.arange(0, BLOCK)
+            tail_offsets = row * heads * width + offsets // left * width + 2 * half + offsets % left
             tl.store(
-                y + rest_offsets,
-                tl.load(x + rest_offsets, mask=at < heads * left, other=0.0),
-                mask=at < heads * left,
+                y + tail_offsets,
+                tl.load(x + tail_offsets, mask=offsets < heads * left, other=0.0),
+                mask=offsets < heads * left,
             )
 
 
 @triton.jit
-def _split(high, low, x, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < n, other=0.0)
-    rounded = value.to(tl.bfloat16)
-    tl.store(high + at, rounded, mask=at < n)
-    tl.store(low + at, (value - rounded.to(tl.float32)).to(tl.bfloat16), mask=at < n)
+def _split_kernel(high, low, x, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offsets, mask=offsets < n, other=0.0)
+    high_value = value.to(tl.bfloat16)
+    tl.store(high + offsets, high_value, mask=offsets < n)
+    tl.store(low + offsets, (value - high_value.to(tl.float32)).to(tl.bfloat16), mask=offsets < n)
 
 
-def split(x):
+def split_bf16(x):
     """x f32, a matrix or a transposed one, as the sum of two bf16."""
     if not x.is_contiguous() and x.mT.is_contiguous():
-        return tuple(part.mT for part in split(x.mT))
+        return tuple(half.mT for half in split_bf16(x.mT))
     x = x.contiguous()
     high, low = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
-    launch(_split, (blocks(x.numel(), BLOCK),), high, low, x, x.numel(), BLOCK=BLOCK)
+    launch(_split_kernel, (blocks(x.numel(), BLOCK),), high, low, x, x.numel(), BLOCK=BLOCK)
     return high, low
 
 
-def _gate(y, gate, up, tanh):
+def _launch_gated(y, gate, up, tanh):
     n = y.numel()
     launch(_gated, (blocks(n, BLOCK),), y, gate, up, n, TANH=tanh, BLOCK=BLOCK)
 
 
-def _gate_back(out, dy, gate, up, tanh):
+def _launch_gated_back(out, dy, gate, up, tanh):
     n = dy.numel()
     launch(_gated_back, (blocks(n, BLOCK),), *out, dy, gate, up, n, TANH=tanh, BLOCK=BLOCK)
 
 
 def swiglu(y, gate, up):
-    _gate(y, gate, up, False)
+    _launch_gated(y, gate, up, False)
 
 
 def geglu(y, gate, up):
-    _gate(y, gate, up, True)
+    _launch_gated(y, gate, up, True)
 
 
 def swiglu_back(out, dy, gate, up):
-    _gate_back(out, dy, gate, up, False)
+    _launch_gated_back(out, dy, gate, up, False)
 
 
 def geglu_back(out, dy, gate, up):
-    _gate_back(out, dy, gate, up, True)
+    _launch_gated_back(out, dy, gate, up, True)
 
 
 def rope(y, x, table, *, neox, inverse):
     (heads, width), half = x.shape[-2:], table.shape[-2]
     rows = x.numel() // max(heads * width, 1)
-    options = {"NEOX": neox, "INVERSE": inverse, "REST": width > 2 * half, "BLOCK": 256}
-    launch(_turned, (rows, blocks(heads * half, 256)), y, x, table, heads, width, half, **options)
+    options = {"NEOX": neox, "INVERSE": inverse, "HAS_TAIL": width > 2 * half, "BLOCK": 256}
+    launch(_rotate, (rows, blocks(heads * half, 256)), y, x, table, heads, width, half, **options)

@@ -6,81 +6,81 @@ import triton.language as tl
 
 from packtrain.engine.backends.triton import launch, power_of_two
 
-GROUPS = 256  # sums of the weight's gradient, which are added up last; the same on every GPU, so that bits are
+MAX_GROUPS = 256  # sums of the weight's gradient, which are added up last; the same on every GPU, so that bits are
 
 
 @triton.jit
-def _forward(y, x, w, columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = at < columns
-    value = tl.load(x + row * columns + at, mask=mask, other=0.0)
-    r = 1 / tl.sqrt(tl.sum(value * value) / columns + eps)
-    u = value * r
+def _forward(y, x, w, num_columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = offsets < num_columns
+    x_row = tl.load(x + row * num_columns + offsets, mask=mask, other=0.0)
+    r = 1 / tl.sqrt(tl.sum(x_row * x_row) / num_columns + eps)
+    u = x_row * r
     if WEIGHTED:
-        u *= tl.load(w + at, mask=mask, other=0.0)
-    tl.store(y + row * columns + at, u, mask=mask)
+        u *= tl.load(w + offsets, mask=mask, other=0.0)
+    tl.store(y + row * num_columns + offsets, u, mask=mask)
 
 
 @triton.jit
 def _backward(
-    dx, parts, dy, x, w, acc, rows, columns, eps,
+    dx, partial_sums, dy, x, w, acc, num_rows, num_columns, eps,
     TO_X: tl.constexpr, TO_W: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = at < columns
+    mask = at < num_columns
     factor = (
         tl.load(w + at, mask=mask, other=0.0) if WEIGHTED else tl.full((BLOCK,), 1.0, tl.float32)
     )
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(group, rows, tl.num_programs(0)):
-        begin = row * columns
-        value = tl.load(x + begin + at, mask=mask, other=0.0)
-        slope = tl.load(dy + begin + at, mask=mask, other=0.0)
-        r = 1 / tl.sqrt(tl.sum(value * value) / columns + eps)
-        u, g = value * r, slope * factor
-        total += slope * u
+    w_grad = tl.zeros((BLOCK,), tl.float32)
+    for row in range(group, num_rows, tl.num_programs(0)):
+        row_offset = row * num_columns
+        x_row = tl.load(x + row_offset + at, mask=mask, other=0.0)
+        dy_row = tl.load(dy + row_offset + at, mask=mask, other=0.0)
+        r = 1 / tl.sqrt(tl.sum(x_row * x_row) / num_columns + eps)
+        u, g = x_row * r, dy_row * factor
+        w_grad += dy_row * u
         if TO_X:
-            d = (g - u * (tl.sum(g * u) / columns)) * r
+            d = (g - u * (tl.sum(g * u) / num_columns)) * r
             if ADDED:
-                d += tl.load(acc + begin + at, mask=mask, other=0.0)
-            tl.store(dx + begin + at, d, mask=mask)
+                d += tl.load(acc + row_offset + at, mask=mask, other=0.0)
+            tl.store(dx + row_offset + at, d, mask=mask)
     if TO_W:
-        tl.store(parts + group * columns + at, total, mask=mask)
+        tl.store(partial_sums + group * num_columns + at, w_grad, mask=mask)
 
 
-def _warps(block):
+def _num_warps(block):
     return min(max(block // 256, 1), 16)
 
 
 def rms_norm(y, x, w, *, eps):
-    columns = x.shape[-1]
-    block = power_of_two(columns)
-    kernel_args = y, x, x if w is None else w, columns, eps
-    rows = x.numel() // max(columns, 1)
+    num_columns = x.shape[-1]
+    block = power_of_two(num_columns)
+    kernel_args = y, x, x if w is None else w, num_columns, eps
+    num_rows = x.numel() // max(num_columns, 1)
     launch(
         _forward,
-        (rows,),
+        (num_rows,),
         *kernel_args,
         WEIGHTED=w is not None,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )
 
 
 def rms_norm_back(out, dy, x, w, acc, *, eps):
     dx, dw = out
-    columns = x.shape[-1]
-    rows = x.numel() // max(columns, 1)
-    block, groups = power_of_two(columns), min(rows, GROUPS)
-    parts = x.new_empty((groups, columns)) if dw is not None else x
-    kernel_args = (x if t is None else t for t in (dx, parts, dy, x, w, acc))
+    num_columns = x.shape[-1]
+    num_rows = x.numel() // max(num_columns, 1)
+    block, num_groups = power_of_two(num_columns), min(num_rows, MAX_GROUPS)
+    partial_sums = x.new_empty((num_groups, num_columns)) if dw is not None else x
+    kernel_args = (x if t is None else t for t in (dx, partial_sums, dy, x, w, acc))
     flags = {
         "TO_X": dx is not None,
         "TO_W": dw is not None,
         "WEIGHTED": w is not None,
         "ADDED": acc is not None,
     }
-    options = flags | {"BLOCK": block, "num_warps": _warps(block)}
-    launch(_backward, (groups,), *kernel_args, rows, columns, eps, **options)
+    options = flags | {"BLOCK": block, "num_warps": _num_warps(block)}
+    launch(_backward, (num_groups,), *kernel_args, num_rows, num_columns, eps, **options)
     if dw is not None:
-        torch.sum(parts, 0, out=dw)
+        torch.sum(partial_sums, 0, out=dw)

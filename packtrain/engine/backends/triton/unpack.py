@@ -57,8 +57,8 @@ def chars_at(at, i):
 
 
 @triton.jit
-def store(to, i, values):
-    tl.store(to + i + lane_numbers(), values)
+def store(address, i, values):
+    tl.store(address + i + lane_numbers(), values)
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def _unpack(
     UNPACK(y + block * VALUES, x + block * BYTES, 1)
 
 
-def unpacked(y, x, code):
+def unpack_blocks(y, x, code):
     """Write the values of blocks x (N, bytes of a block) u8 to y (N, values of a block) f32, both dense, with the same
     bits everywhere; False if the type's function needs words that are not known here."""
-    function = _compiled(code)
+    function = _triton_function(code)
     if function is not None:
         options = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
         launch(_unpack, (blocks(len(x), SIZE),), y, x, len(x), **options, enable_fp_fusion=False)
@@ -99,7 +99,7 @@ def unpacked(y, x, code):
 
 
 @cache
-def _compiled(code):
+def _triton_function(code):
     """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
     others."""
     source_function, bindings, words = code.function, dict[str, object](), ()
@@ -108,11 +108,11 @@ def _compiled(code):
         if isinstance(value, ModuleType):  # of words
             bindings[name] = module = ModuleType(value.__name__)
             vars(module).update(WORDS)
-            words = vars(value)["ASKED"]
+            words = vars(value)["PLACEHOLDERS"]
         elif value is np.float32:
             bindings[name] = to_floats
         elif hasattr(value, "function"):
-            bindings[name] = _compiled(value)
+            bindings[name] = _triton_function(value)
         elif isinstance(value, int):
             bindings[name] = tl.constexpr(value)
         elif name in source_function.__globals__ or name in words:

@@ -18,9 +18,9 @@ def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr)
     lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
     eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
     c1, c2 = tl.load(hyper + 5), tl.load(hyper + 6)
-    slope = tl.load(g + at, mask=mask, other=0.0) * factor
-    first = beta1 * tl.load(m + at, mask=mask, other=0.0) + (1 - beta1) * slope
-    second = beta2 * tl.load(v + at, mask=mask, other=0.0) + (1 - beta2) * slope * slope
+    scaled_grad = tl.load(g + at, mask=mask, other=0.0) * factor
+    first = beta1 * tl.load(m + at, mask=mask, other=0.0) + (1 - beta1) * scaled_grad
+    second = beta2 * tl.load(v + at, mask=mask, other=0.0) + (1 - beta2) * scaled_grad * scaled_grad
     weight_value = tl.load(w + at, mask=mask, other=0.0)
     if DECAY:
         weight_value *= 1 - lr * decay
@@ -30,20 +30,20 @@ def _adamw(w, g, m, v, hyper, gate, n, DECAY: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _squares(parts, x, n, BLOCK: tl.constexpr):
+def _partial_squares(partial_sums, x, n, BLOCK: tl.constexpr):
     """Of blocks that are as far apart as there are programs, in f64."""
-    program, total = tl.program_id(0).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
-    for start in range(program * BLOCK, n, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
-        total += value * value
-    tl.store(parts + program, tl.sum(total))
+    program, block_sums = tl.program_id(0).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
+    for block_start in range(program * BLOCK, n, tl.num_programs(0) * BLOCK):
+        offsets = block_start + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < n, other=0.0).to(tl.float64)
+        block_sums += value * value
+    tl.store(partial_sums + program, tl.sum(block_sums))
 
 
 @triton.jit
-def _added(y, parts, acc, count, ADDED: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(parts + at, mask=at < count, other=0.0))
+def _sum_partials(y, partial_sums, acc, num_partials, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(partial_sums + offsets, mask=offsets < num_partials, other=0.0))
     if ADDED:
         total += tl.load(acc).to(tl.float64)
     tl.store(y, total.to(tl.float32))
@@ -57,8 +57,8 @@ def adamw(w, g, m, v, hyper, gate, decay):
 
 def sum_squares(y, x, acc):
     n = x.numel()
-    count = min(max(blocks(n, BLOCK), 1), PARTS)
-    parts = torch.empty(count, dtype=torch.float64, device=x.device)
-    launch(_squares, (count,), parts, x, n, BLOCK=BLOCK)
-    options = {"ADDED": acc is not None, "BLOCK": power_of_two(count)}
-    launch(_added, (1,), y, parts, x if acc is None else acc, count, **options)
+    num_partials = min(max(blocks(n, BLOCK), 1), PARTS)
+    partial_sums = torch.empty(num_partials, dtype=torch.float64, device=x.device)
+    launch(_partial_squares, (num_partials,), partial_sums, x, n, BLOCK=BLOCK)
+    options = {"ADDED": acc is not None, "BLOCK": power_of_two(num_partials)}
+    launch(_sum_partials, (1,), y, partial_sums, x if acc is None else acc, num_partials, **options)

@@ -35,7 +35,10 @@ class TileLayout(NamedTuple):
 def tile_layout(dtype):
     codes = dtype.code["codes"]
     return TileLayout(
-        width_of(dtype), dot_tile.codes_per_group(dtype), codes.less == 0, codes.signed and not VNNI
+        width_of(dtype),
+        dot_tile.codes_per_group(dtype),
+        codes.code_offset == 0,
+        codes.is_signed and not VNNI,
     )
 
 

@@ -39,7 +39,7 @@ def width_of(dtype):
 
 def codes_per_group(dtype):
     """How many of 64 codes are of one group."""
-    group_size = 16 if dtype.layout is not None and dtype.layout.group == 16 else 32
+    group_size = 16 if dtype.layout is not None and dtype.layout.group_size == 16 else 32
     return group_size * CODES.count // width_of(dtype)
 
 
@@ -72,7 +72,10 @@ class DotTile:
         self.context, self.code, self.num_x_rows, self.r = context, code, m, ROWS[m]
         self.chunk_width, self.planes = width_of(dtype), range(planes)
         self.steps_offset, self.line = self.chunk_width * planes, line(self.chunk_width, planes)
-        self.code_bias, self.is_signed = dtype.code["codes"].less, dtype.code["codes"].signed
+        self.code_bias, self.is_signed = (
+            dtype.code["codes"].code_offset,
+            dtype.code["codes"].is_signed,
+        )
         self.is_split, self.lanes = needs_split_sums(dtype, planes), codes_per_group(dtype) // 4
         self.is_single_block = dtype.block == self.chunk_width
         self.chunk_nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)

@@ -131,7 +131,7 @@ def product(y, a, b, accumulate, bf16):
     if m * n * k <= SMALL or count == 1:
         block(y, a, b, accumulate, bf16, 0, m, 0, n)
         return
-    rows, columns = task_shape(m, n, count, LANES, PACKING, gemm.BROADEST if bf16 else gemm.BROAD)
+    rows, columns = task_shape(m, n, count, LANES, PACKING, gemm.BROAD_BF16 if bf16 else gemm.BROAD)
     tasks_across = -(-n // columns)
     task_args = (y, a, b, accumulate, bf16, rows, columns, tasks_across)
     each(product_block_task, task_args, -(-m // rows) * tasks_across)

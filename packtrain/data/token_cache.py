@@ -85,7 +85,7 @@ def serve_request(
     """The child: calls `write(request, folder, say)` for the request on stdin.
 
     reading_position  its `place`: file and row that were read last
-    child_share  of the room, what a child of this one takes
+    child_share       of the room, what a child of this one takes
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
 

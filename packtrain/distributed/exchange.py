@@ -26,8 +26,8 @@ class Exchange:
     """Jobs that all ranks give in the same order. The arrays of a job, of NumPy or PyTorch, must not be touched until
     `wait_for_jobs` returns.
 
-    wait_for_jobs    waits for a transfer, or raises RankLost
-    check_ranks    raises RankLost if another rank has ended or is silent
+    wait_for_jobs     waits for a transfer, or raises RankLost
+    check_ranks       raises RankLost if another rank has ended or is silent
     transfer_seconds  that transfers and sums took so far, and `sent_nbytes` that this rank sent
     """
 

@@ -25,8 +25,8 @@ RESUME = "the last checkpoint is whole, go on with --resume"
 class Heartbeat:
     """Of this rank. `lost_reason` is None, or a sentence: who was lost, and why.
 
-    connect  makes a connection of its own to the store
-    store_keeper   who keeps the store
+    connect       makes a connection of its own to the store
+    store_keeper  who keeps the store
     """
 
     def __init__(self, rank: int, world_size: int, store_keeper: str) -> None:

@@ -22,15 +22,15 @@ DTYPES_BY_NAME: dict[str, "Dtype"] = {}  # all types by name
 class CodeLayout:
     """Byte offsets of a block's codes and scales: value = code * step + low, for calibrated merging.
 
-    group_size   values that share a step and a low
-    num_codes  number of codes; above 64 a code is a signed byte
-    low     value of code 0, in steps; None if the block has its own offsets
+    group_size    values that share a step and a low
+    num_codes     number of codes; above 64 a code is a signed byte
+    low           value of code 0, in steps; None if the block has its own offsets
     half_offsets  places of its f16 values: the units of steps and of lows
     quads   place of the low bits of each code, and number of runs: of a run, the lowest bits of its bytes come first
-    num_low_bits    how many low bits: four or two
-    high    place of the bits above, and number of runs, likewise
-    scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
-    table   the values that codes stand for in the equation, rising, f32; None: the codes themselves
+    num_low_bits  how many low bits: four or two
+    high          place of the bits above, and number of runs, likewise
+    scales        the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
+    table         the values that codes stand for in the equation, rising, f32; None: the codes themselves
     """
 
     group_size: int
@@ -50,15 +50,15 @@ class CodeLayout:
 class QuantMix:
     """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
-    attn_v    type of the matrices of values,  shared  where four or more heads share them
-    ffn_down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
+    attn_v                   type of the matrices of values,  shared  where four or more heads share them
+    ffn_down                 type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
     first_layers     type of the first values and ffn_down; `has_few_first` of them: two, and a sixteenth of the blocks
-    outer_layers    their type in the first and last eighth of the blocks, and every third between
-    first_ffn_down_weighted   type of the first ffn_down with an importance matrix,  unweighed  without one
-    attn_qk   type of attn_q and attn_k,  head  of output.weight instead of q6_K
-    ffn_gate_up_middle    type of ffn_gate and ffn_up but in the first and last eighth of the blocks
-    ffn_down_8_experts     type of the ffn_down that `outer_layers` would be for, in models of eight experts
-    is_smallest     whether the rules are those of the smallest types
+    outer_layers             their type in the first and last eighth of the blocks, and every third between
+    first_ffn_down_weighted  type of the first ffn_down with an importance matrix,  unweighed  without one
+    attn_qk                  type of attn_q and attn_k,  head  of output.weight instead of q6_K
+    ffn_gate_up_middle       type of ffn_gate and ffn_up but in the first and last eighth of the blocks
+    ffn_down_8_experts       type of the ffn_down that `outer_layers` would be for, in models of eight experts
+    is_smallest              whether the rules are those of the smallest types
     """
 
     name: str
@@ -85,14 +85,14 @@ class QuantMix:
 class Dtype:
     """One element type. Each is a singleton, also when unpickled: they compare by identity.
 
-    number   in files: ggml.h, enum ggml_type; None if files cannot have it
-    smaller  llama-quantize's substitute if rows are not whole blocks
-    richer   llama-quantize's choice for matrices that are used more than others
+    number               in files: ggml.h, enum ggml_type; None if files cannot have it
+    smaller              llama-quantize's substitute if rows are not whole blocks
+    richer               llama-quantize's choice for matrices that are used more than others
     merge_dtype  what merges write in its place: the next larger type with the same block whose codes can be chosen
     column_weights_need  where it is written only with weights of columns: "always", or in the "blocks" of a model
     layout   of its codes,  points  that they name, for merges and --calibrate; types with neither are packed only
-    mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
+    mixes                mixes with this type, the usual one last
+    code                 its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
     """
 
     name: str

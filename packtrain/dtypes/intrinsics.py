@@ -21,10 +21,10 @@ class Placeholder:
 class CompiledFunction(Placeholder):
     """A function in dtypes/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
 
-    is_inlined  into its callers; else it is compiled once, and called
-    code_offset     what is too much in codes that it gives
+    is_inlined   into its callers; else it is compiled once, and called
+    code_offset  what is too much in codes that it gives
     max_code     how large they can be without that, whatever their sign
-    is_signed   whether codes are signed bytes without that
+    is_signed    whether codes are signed bytes without that
     """
 
     def __init__(

@@ -20,12 +20,12 @@ SEVEN_SIGNS = np.uint8(127)  # signs that are written of eight: their number is 
 class GridPoints:
     """The points that a type's codes can name, and their places in a block.
 
-    point_ids   numbers of the points as integers (int64), one byte for each of `width` coordinates
-    group_size   values that share a scale
-    read_scales  (raw) -> (R, blocks, 256 / group) f32
+    point_ids       numbers of the points as integers (int64), one byte for each of `width` coordinates
+    group_size      values that share a scale
+    read_scales     (raw) -> (R, blocks, 256 / group) f32
     write_points     (raw, numbers, signs): u16 (R, blocks, 256 / width), and u8 (R, blocks, 32), a bit for each negative value
-    has_even_signs    whether each eight values have an even number of signs
-    read_shifts  (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
+    has_even_signs  whether each eight values have an even number of signs
+    read_shifts     (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
     """
 
     point_ids: np.ndarray

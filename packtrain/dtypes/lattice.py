@@ -194,8 +194,8 @@ def fit_block(
 ) -> f32:  # fmt: skip
     """256 values as numbers of points (u16), bits of signs and scales (f32) of groups of n; returns the largest scale.
 
-    min_magnitude   a group of smaller values is all zeros
-    num_trials  on either side of the plain scale, at distances of `step`
+    min_magnitude  a group of smaller values is all zeros
+    num_trials     on either side of the plain scale, at distances of `step`
     """
     weights, sizes, levels, codes = scratch(32), scratch(32), scratch(16), scratch(32)
     spread_factor, max_scale = f32(1) if paired and width == 8 else f32(2), f32(0)

@@ -20,7 +20,7 @@ class TransferCopies:
     """Copies of a graph's values, with a name and a home for each, which are added to those given.
 
     write_copy  called for each new copy
-    order  of the graph's calls
+    order       of the graph's calls
     """
 
     def __init__(

@@ -63,9 +63,9 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file atomically.
 
-    tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
+    tensors             arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
     max_pending_nbytes  bytes of finished parts that may wait to be written; 0: only one, while the next of its tensor is made
-    check    is called with the whole file before it gets its name; where it raises, no file is left
+    check               is called with the whole file before it gets its name; where it raises, no file is left
     Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
     as it was.
     """

@@ -130,10 +130,10 @@ class Speed:
 class GenerationLimits:
     """Where a reply ends, in addition to the vocabulary's end tokens.
 
-    max_tokens        after this many tokens; -1: no limit
-    stops        before the first of these texts
+    max_tokens      after this many tokens; -1: no limit
+    stops           before the first of these texts
     is_interrupted  called between runs of the model; ends the reply if true
-    loop_tokens  after a text that has repeated itself for so many tokens, see `is_loop`; 0: never
+    loop_tokens     after a text that has repeated itself for so many tokens, see `is_loop`; 0: never
     """
 
     max_tokens: int = -1

@@ -141,7 +141,7 @@ def pack_tile_intrinsic(steps_adjacent, turn):
     """An intrinsic that packs 16 lines x 32 steps of `source`, which end at `lines` and `left`, with zeros behind.
 
     steps_adjacent  steps lie side by side in `source`, not lines
-    turn   pairs of the tile lie line by line if they did not in the source
+    turn            pairs of the tile lie line by line if they did not in the source
     """
 
     def emit(builder, source, ld, lines, left, target, bf16):

@@ -52,8 +52,8 @@ def soften(scores, lanes, count, sums, value_columns, width):
     top = max(top, scores), scores = 2**(scores - top), fade = 2**(old top - top),
     sum = fade * sum + sum(scores), columns = fade * columns
 
-        scores   (count, lanes)
-        sums     (2, QUERIES)    top and sum
+        scores         (count, lanes)
+        sums           (2, QUERIES)    top and sum
         value_columns  (width, lanes)  the weighted values so far
     """
     for i in range(0, lanes, LANES):
@@ -94,8 +94,8 @@ def begin(sums, value_columns, lanes, width, sinks, h):
 def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
     """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 for a query without keys.
 
-    y        (rows, width)
-    lse      (rows,)
+    y              (rows, width)
+    lse            (rows,)
     value_columns  (width, lanes)
     """
     for i in range(0, lanes, LANES):
@@ -168,8 +168,8 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, sinks, sc
         lse           (B, H, T)     f32
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
         k_pos, k_seq  (B, S)        i32, or (0, 0)
-        key_length        (1,)          i32, or (0,): S
-        sinks         (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
+        key_length  (1,)          i32, or (0,): S
+        sinks       (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
     """
     B, T, H, D = q.shape
     num_keys = num_active_keys(k.shape[1], key_length, D)

@@ -242,8 +242,8 @@ def draw(y, ids, x, sampling_params, counts):
 
     ids, x   (N, k)  i32, f32, the largest first
     sampling_params  (N, 3)  f64: temperature, top-p, min-p
-    counts   (N, 3)  i64: top-k, seed, index
-    y        (N,)    i32
+    counts           (N, 3)  i64: top-k, seed, index
+    y                (N,)    i32
     """
     for row in range(x.shape[0]):
         if x[row, 0] == INFINITY:

@@ -49,9 +49,9 @@ def table(angle_table, pos, inv_freq, magnitude, rate, length, offset):
 
     scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
 
-    pos       (N,)         i32
-    inv_freq  (R / 2,)     f64
-    angle_table         (N, R/2, 2)  f32
+    pos          (N,)         i32
+    inv_freq     (R / 2,)     f64
+    angle_table  (N, R/2, 2)  f32
     """
     if angle_table.size <= SERIAL // 8:
         for i in range(pos.size):

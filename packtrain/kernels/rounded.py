@@ -252,11 +252,11 @@ def columns_per_task(n):
 def product(y, x, qtype, w, add, planes, workspace):
     """y = rounded(x) @ w.T, or y + rounded(x) @ w.T.
 
-    x       (M, K)          f32; K is a multiple of 32 and of the block
-    w       (N, row bytes)  packed, of a kind in CODES
-    y       (M, N)          f32
-    planes  1 or 3
-    workspace    (M * nbytes(K, planes) / 4,)  f32
+    x          (M, K)          f32; K is a multiple of 32 and of the block
+    w          (N, row bytes)  packed, of a kind in CODES
+    y          (M, N)          f32
+    planes     1 or 3
+    workspace  (M * nbytes(K, planes) / 4,)  f32
     """
     m, k = x.shape
     n, integers = w.shape[0], address(workspace, 0)

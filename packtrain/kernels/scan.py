@@ -204,8 +204,8 @@ def cell_head_task(y, states, x, delta, a, skip, token_seqs, sources, targets, G
 def scan_cells(y, states, x, delta, a, skip, token_seqs, sources, targets, G):
     """As scan, of tokens of several sequences in turn, from states that are kept, which stay as they are.
 
-    states          (S, H, P, N)  f32
-    token_seqs            (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
+    states      (S, H, P, N)  f32
+    token_seqs  (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
     source, target  (R,)  i32: ... and becomes target[line]; a negative target is padding, whose y is 0
     """
     task_args = (y, states, x, delta, a, skip, token_seqs, sources, targets, G)

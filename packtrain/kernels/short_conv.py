@@ -39,8 +39,8 @@ def conv(y, x, w, seq, T, row_step):
     """y[i] = sum over k of w[k] x[i + step (K - 1 - k)], of rows of the same line and sequence; each by channel.
 
     x, y  (N, C)     f32, N a multiple of `T`
-    w     (K, C)     f32
-    seq   (N,)       i32, or empty
+    w         (K, C)     f32
+    seq       (N,)       i32, or empty
     row_step  -1: of rows before, 1: of rows after
     """
     spans(conv_rows, (y, x, w, seq, T, row_step), len(x), BLOCK // max(1, x.shape[1]))

@@ -254,8 +254,8 @@ def encode(
 ):  # fmt: skip
     """Write the ids of all words, and how many there are up to the end of each part; NONE if a word has none.
 
-    look_up_mode    WORDS or LINES that are one of the strings become that token, whatever the merges
-    by_char  what merges are characters, not bytes
+    look_up_mode  WORDS or LINES that are one of the strings become that token, whatever the merges
+    by_char       what merges are characters, not bytes
     """
     start, num_ids, part_index, mask = i64(0), i64(0), 0, len(cached_words) - 1
     for n in range(num_words):

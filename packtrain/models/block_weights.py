@@ -25,10 +25,10 @@ def _no_mixer(*_args: object) -> Tensor:
 class Mixer:
     """How tokens of a batch, or of a cache, see those before them: in attention, short convolutions and scans.
 
-    attend  of queries, keys and values; without both, those of the block that has them for this one
+    attend           of queries, keys and values; without both, those of the block that has them for this one
     convolve_states  the convolution before a scan
-    scan    of x, steps, decays and skips
-    delta_rule   a gated delta rule of x, decays and betas
+    scan             of x, steps, decays and skips
+    delta_rule       a gated delta rule of x, decays and betas
     """
 
     attend: Attend

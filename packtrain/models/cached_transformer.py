@@ -24,11 +24,11 @@ MAX_EXACT_TOKENS = (
 class CacheLayout:
     """The cells of a KV cache.
 
-    num_cells      of blocks that attend to all earlier tokens
-    ring       of blocks with a window, used again once no window has them; 0: these use `num_cells`, too
-    dtype      of keys and values: f32, f16 or q8_0
-    max_sequences  most of a run
-    max_sequence_tokens    tokens of one sequence; 0: all cells
+    num_cells            of blocks that attend to all earlier tokens
+    ring                 of blocks with a window, used again once no window has them; 0: these use `num_cells`, too
+    dtype                of keys and values: f32, f16 or q8_0
+    max_sequences        most of a run
+    max_sequence_tokens  tokens of one sequence; 0: all cells
     """
 
     num_cells: int

@@ -31,10 +31,10 @@ def bit(seq: int) -> int:
 class CellTable:
     """A position and a set of sequences for each cell; a cell without a sequence is free.
 
-    pos    (cells,)  i32
-    sets   (cells,)  i64  bit s: sequence s has that position here; several may share a cell
+    pos        (cells,)  i32
+    sets       (cells,)  i64  bit s: sequence s has that position here; several may share a cell
     num_parts  equal parts of the cells, one for each sequence; with 1, all sequences share all cells
-    width  of the model's convolutions; 0: there are none
+    width      of the model's convolutions; 0: there are none
     """
 
     def __init__(self, num_cells: int, num_parts: int = 1, width: int = 0) -> None:
@@ -182,10 +182,10 @@ class CellTable:
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """All inputs of a generation step for the next tokens of sequences, with results for some of them.
 
-        size       tokens of the step, the last of which are padding; 0: no padding
+        size           tokens of the step, the last of which are padding; 0: no padding
         max_sequences  those of the Cache
-        flash      as in the config
-        state_table     of scans
+        flash          as in the config
+        state_table    of scans
         """
         new_cells, run_seqs = self.find_free_cells(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)

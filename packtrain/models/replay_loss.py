@@ -29,10 +29,10 @@ IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inpu
 class ReplayLoss:
     """The settings of the loss.
 
-    length  tokens of a text at the end of every row
-    weight  of the texts, where the data counts 1
+    length      tokens of a text at the end of every row
+    weight      of the texts, where the data counts 1
     num_texts   how many there are
-    head_width   of the rows of the head
+    head_width  of the rows of the head
     """
 
     length: int

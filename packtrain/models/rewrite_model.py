@@ -123,7 +123,7 @@ def write_changed(
 
     dtype, types  stored type of changed tensors (see stored_type), and exceptions by name
     extra_metadata  additional metadata
-    on_tensor  called for each changed tensor: its entry in the base, its new type, and the relative rounding error
+    on_tensor       called for each changed tensor: its entry in the base, its new type, and the relative rounding error
     Raises InputError for values that the type cannot hold, or a name that the base does not have.
     """
     unknown_names = [tensor for tensor in changes if tensor not in base.entries]

@@ -97,8 +97,8 @@ def make_rope_tables(
 ) -> RopeTables:
     """The rope tables of all blocks for queries and keys, computed once for each kind of rotation.
 
-    context  the longest possible text: beyond the context of pretraining, the long rope factors apply
-    is_shift     keys that have been rotated are rotated on by `pos`: their lengths stay
+    context   the longest possible text: beyond the context of pretraining, the long rope factors apply
+    is_shift  keys that have been rotated are rotated on by `pos`: their lengths stay
     """
     original_context, rate = config.original_context, config.temperature_scale
     factor_set = "long" if context > original_context else "short"

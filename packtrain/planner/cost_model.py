@@ -29,16 +29,16 @@ SHARE = 0.02  # of all others
 class BackendRates:
     """Work per second of a backend, on this machine with all threads together.
 
-    flops    floating-point operations of a large matrix product
-    nbytes   bytes moved from memory; `cache_nbytes`: from a cache (0: the same)
-    kinds    other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
-    threads  number of threads; a single task gets one thread's share of a rate
-    call     overhead of a call in seconds, plus `region` for a parallel region
-    link     bytes copied between its memory and the process's; 0: as fast as a copy there
-    attended_share     share of the causally visible blocks that attention computes, which depends on data, see
+    flops           floating-point operations of a large matrix product
+    nbytes          bytes moved from memory; `cache_nbytes`: from a cache (0: the same)
+    kinds           other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
+    threads         number of threads; a single task gets one thread's share of a rate
+    call            overhead of a call in seconds, plus `region` for a parallel region
+    link            bytes copied between its memory and the process's; 0: as fast as a copy there
+    attended_share  share of the causally visible blocks that attention computes, which depends on data, see
     planner.expected_pace
-    target_share  share of the positions that have a target, likewise
-    backend_rates   rates of other backends by name; those without any have the same
+    target_share   share of the positions that have a target, likewise
+    backend_rates  rates of other backends by name; those without any have the same
     """
 
     flops: float

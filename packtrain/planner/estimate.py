@@ -58,9 +58,9 @@ class GraphEstimate:
 class StepEstimate(NamedTuple):
     """Measurements of a shape that keeps everything: leaves, the arena of the graph with its blocks, calls, step time.
 
-    other_arena_nbytes   the largest arena of its other graphs
-    calls    of all graphs; `inside`: of the one with its blocks
-    pool     what kernels take beside their workspaces
+    other_arena_nbytes  the largest arena of its other graphs
+    calls               of all graphs; `inside`: of the one with its blocks
+    pool                what kernels take beside their workspaces
     """
 
     leaves: float

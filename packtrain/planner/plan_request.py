@@ -31,14 +31,14 @@ class PlanRequest:
     """What plans depend on in addition to the shape of a step.
 
     baseline_nbytes   bytes of the process before planning, with its kernels
-    num_cells      of a KV cache for samples during the run; 0 for none
-    recompute  the setting --recompute
-    limits     most bytes by memory space; others are not limited
-    fixed      the order of additions must not change: the run is resumed
-    kernels    of the run
-    loads_kernels       load them; otherwise their expected memory is trusted
-    offloads_moments       see `offloaded`
-    offload_mode    whether values that the backward pass needs may, or must, wait in the process's memory for it
+    num_cells         of a KV cache for samples during the run; 0 for none
+    recompute         the setting --recompute
+    limits            most bytes by memory space; others are not limited
+    fixed             the order of additions must not change: the run is resumed
+    kernels           of the run
+    loads_kernels     load them; otherwise their expected memory is trusted
+    offloads_moments  see `offloaded`
+    offload_mode      whether values that the backward pass needs may, or must, wait in the process's memory for it
     """
 
     optimizer: Optimizer

@@ -36,9 +36,9 @@ def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
 class ExchangeTimes:
     """Seconds of a step of one of several processes.
 
-    compute_seconds    what it computes
-    exchange_seconds   what its link is busy
-    waiting      what it does nothing but wait for the link
+    compute_seconds   what it computes
+    exchange_seconds  what its link is busy
+    waiting           what it does nothing but wait for the link
     """
 
     compute_seconds: float

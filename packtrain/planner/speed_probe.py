@@ -84,10 +84,10 @@ def probe_layers() -> Tensor:
 class ProbeTimings:
     """Timed calls, and how long other programs used the processor.
 
-    clock   wall or processor time: other programs only add to the first, but change the second both ways
+    clock        wall or processor time: other programs only add to the first, but change the second both ways
     choose_time  which of several rounds counts
-    target  where the calls run
-    step    all calls of `layers`, and their total time
+    target       where the calls run
+    step         all calls of `layers`, and their total time
     """
 
     clock: Callable[[], float] = time.perf_counter

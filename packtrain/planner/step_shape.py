@@ -23,9 +23,9 @@ class BaseModel:
 
     types   of the file's matrices by name, for frozen ones
     masters type of trained matrices; vectors and LoRA adapters are f32
-    frozen  name patterns of frozen tensors; with LoRA, only the adapters are trained
-    num_trained_blocks    train only the last N blocks and nothing else; 0: no limit
-    strict  --memory also counts bytes mapped from the file
+    frozen              name patterns of frozen tensors; with LoRA, only the adapters are trained
+    num_trained_blocks  train only the last N blocks and nothing else; 0: no limit
+    strict              --memory also counts bytes mapped from the file
     """
 
     types: tuple[tuple[str, Dtype], ...]
@@ -54,20 +54,20 @@ class BaseModel:
 class StepShape:
     """What a step computes: rows × time tokens in each of `num_micro_batches` micro-batches.
 
-    chunk       tokens of the loss head at a time
-    keep        activations kept for the backward pass; None: everything
+    chunk                tokens of the loss head at a time
+    keep                 activations kept for the backward pass; None: everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
     num_two_pass_blocks       the same for so many of the first blocks that are trained: their part of the backward pass runs twice,
                 and what the forward pass keeps in them waits for both; gradients of the others are stored
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
-    world_size       processes that do the same on other rows and add their gradients before the update
-    moment_share       number of this process among those that share out the moments; None: it has all
-    scatters_gradients     and the sums of gradients, too
-    base        the model file that is tuned; None: train a new model
-    max_norm    clip gradients to this global norm, and then each of their values to `max_value`
-    distill     what a teacher has to say counts, too; or texts of the base
-    preference  the loss of pairs of answers, of which a row has at most `max_pairs`; None: of the next token
+    world_size          processes that do the same on other rows and add their gradients before the update
+    moment_share        number of this process among those that share out the moments; None: it has all
+    scatters_gradients  and the sums of gradients, too
+    base                the model file that is tuned; None: train a new model
+    max_norm            clip gradients to this global norm, and then each of their values to `max_value`
+    distill             what a teacher has to say counts, too; or texts of the base
+    preference          the loss of pairs of answers, of which a row has at most `max_pairs`; None: of the next token
     """
 
     config: Config

@@ -50,9 +50,9 @@ Name = str | int  # of a graph; a number for graphs that generate samples: token
 class TrainingPlans:
     """A placed graph and a plan for each thing that a run does, by name.
 
-    baseline_nbytes   bytes of the process before any of it is reserved
-    search_nbytes  peak bytes of this process and the searching child together
-    refusal    why these plans, the smallest possible, do not fit
+    baseline_nbytes  bytes of the process before any of it is reserved
+    search_nbytes    peak bytes of this process and the searching child together
+    refusal          why these plans, the smallest possible, do not fit
     """
 
     shape: StepShape

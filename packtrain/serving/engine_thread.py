@@ -41,7 +41,7 @@ SIMILAR = (
 class EngineTotals:
     """Since the start: tokens and seconds of prompts and of answers, runs, and slots that were busy in them.
 
-    cached   tokens of prompts that were in the cache
+    cached           tokens of prompts that were in the cache
     max_text_tokens  tokens of the longest text
     """
 
@@ -59,9 +59,9 @@ class ServingEngine:
     """Jobs in, text out. All calls of the context are made by its own thread.
 
     num_waiting  most jobs that wait for a slot
-    similar  share of a prompt that a slot must know to be preferred for it
-    shifts   an answer that fills the context goes on: tokens in the middle of the text are forgotten
-    on_run_end    called after each run, once all that it gave has been told
+    similar      share of a prompt that a slot must know to be preferred for it
+    shifts       an answer that fills the context goes on: tokens in the middle of the text are forgotten
+    on_run_end   called after each run, once all that it gave has been told
     """
 
     def __init__(

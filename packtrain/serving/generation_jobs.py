@@ -18,21 +18,21 @@ class ServerBusy(RuntimeError):
 class GenerationJob:
     """One answer to write.
 
-    prompt    token ids, at least one
-    max_tokens     most tokens to write; -1: until it ends or the context is full
-    stops     texts before which it ends
-    num_top_logprobs       how many of the likeliest tokens are told with each token; 0: none, nor its own probability
-    is_post_sampling     these probabilities are those after the samplers, else before them
-    slot      which slot to take; -1: the one that knows most of the prompt
-    use_cache     whether a beginning of the prompt that is in the cache is used
-    adapter_scales  scale of each adapter
-    ignore_eos   end tokens do not end it
-    has_special_tokens   control tokens are part of the text
-    report_progress  it is told how much of the prompt has been read
-    max_seconds   of writing after which it ends, once it has a line; 0: no limit
-    min_indent    it ends at a line that begins with fewer spaces
-    num_keep      first tokens of the text that stay where a full context is shifted; -1: the prompt
-    num_discard   tokens after these that are then forgotten; 0: half of them
+    prompt              token ids, at least one
+    max_tokens          most tokens to write; -1: until it ends or the context is full
+    stops               texts before which it ends
+    num_top_logprobs    how many of the likeliest tokens are told with each token; 0: none, nor its own probability
+    is_post_sampling    these probabilities are those after the samplers, else before them
+    slot                which slot to take; -1: the one that knows most of the prompt
+    use_cache           whether a beginning of the prompt that is in the cache is used
+    adapter_scales      scale of each adapter
+    ignore_eos          end tokens do not end it
+    has_special_tokens  control tokens are part of the text
+    report_progress     it is told how much of the prompt has been read
+    max_seconds         of writing after which it ends, once it has a line; 0: no limit
+    min_indent          it ends at a line that begins with fewer spaces
+    num_keep            first tokens of the text that stay where a full context is shifted; -1: the prompt
+    num_discard         tokens after these that are then forgotten; 0: half of them
     """
 
     prompt: tuple[int, ...]
@@ -102,9 +102,9 @@ class PromptProgress:
 class AnswerEnd:
     """The end of an answer.
 
-    reason  end, stop, count, context, cancelled or failed
-    error_message     a sentence, if it failed
-    stop_text    the stop text
+    reason         end, stop, count, context, cancelled or failed
+    error_message  a sentence, if it failed
+    stop_text      the stop text
     """
 
     reason: str

@@ -157,13 +157,13 @@ def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob
 class OpenAIRequest:
     """What a request of OpenAI's kind asks for.
 
-    count   answers to each prompt
-    shown   how many likely tokens are told with each token; None: not even its own probability
-    echoed_texts  text with which each answer begins
-    tools   those that answers may call
+    count            answers to each prompt
+    shown            how many likely tokens are told with each token; None: not even its own probability
+    echoed_texts     text with which each answer begins
+    tools            those that answers may call
     starts_thinking  whether answers begin within thoughts; None: thoughts are not told apart
-    think_marks   what stands before and behind thoughts
-    words_prefix    what may stand before an answer's words, see Style
+    think_marks      what stands before and behind thoughts
+    words_prefix     what may stand before an answer's words, see Style
     counted whether a stream ends with the counts of tokens
     has_timings   whether each event of a stream has the counts so far
     """

@@ -52,10 +52,10 @@ class PromptTooLong(InputError):
 class RequestLimits:
     """What requests may ask for.
 
-    body      most bytes of a request
-    max_answer_tokens    most tokens of an answer; -1: as many as fit
-    max_seconds   for an answer
-    patience  seconds in which a client must send a request, and take each piece of an answer
+    body               most bytes of a request
+    max_answer_tokens  most tokens of an answer; -1: as many as fit
+    max_seconds        for an answer
+    patience           seconds in which a client must send a request, and take each piece of an answer
     """
 
     body: int = 1 << 20
@@ -81,17 +81,17 @@ class AdapterFile:
 class Server:
     """A model being served.
 
-    model_hash  the fingerprint of the base's tensors
-    template_source    the chat template
-    bos_text       text of the BOS token, with which a template may begin
-    name      of the model, as clients see it
-    aliases   its other names
+    model_hash       the fingerprint of the base's tensors
+    template_source  the chat template
+    bos_text         text of the BOS token, with which a template may begin
+    name             of the model, as clients see it
+    aliases          its other names
     reasoning how thoughts are told, where a request does not say
-    scales    of the adapters, where a request does not say
-    embedder  a context for embeddings, and how they are pooled; None: they are off
-    slots_folder     where slots are saved; None: nowhere
-    has_metrics  whether /metrics answers
-    has_slots   whether /slots answers
+    scales        of the adapters, where a request does not say
+    embedder      a context for embeddings, and how they are pooled; None: they are off
+    slots_folder  where slots are saved; None: nowhere
+    has_metrics   whether /metrics answers
+    has_slots     whether /slots answers
     has_page      whether there is a page at /
     """
 

@@ -24,8 +24,8 @@ class Slot:
     """A sequence of the context.
 
     answer  the answer; None: it is idle
-    scales   of the adapters with which its cells were computed
-    used     when it was last taken
+    scales  of the adapters with which its cells were computed
+    used    when it was last taken
     """
 
     index: int
@@ -37,12 +37,12 @@ class Slot:
 class SlotAnswer:
     """The answer to a ticket, as its tokens come.
 
-    left     tokens still to read: of the prompt, then the last one written
-    output_ids      tokens written
-    text_ids     all tokens that count: the prompt and those written, less what was forgotten
-    num_cached   tokens of the prompt that were in the cache
-    num_waited_runs   runs since it read something
-    is_paused   it waits until there is room in the context
+    left             tokens still to read: of the prompt, then the last one written
+    output_ids       tokens written
+    text_ids         all tokens that count: the prompt and those written, less what was forgotten
+    num_cached       tokens of the prompt that were in the cache
+    num_waited_runs  runs since it read something
+    is_paused        it waits until there is room in the context
     """
 
     def __init__(self, ticket: JobTicket, tokenizer: Tokenizer, slot_index: int) -> None:

@@ -38,16 +38,16 @@ class ToolCallStyle:
     opening, again, closing  texts before the first call, between two, and behind the last; without `separator` an answer
                              has one call; ID and COUNT in them stand for what differs from call to call
     name, arguments          keys of the object
-    is_list                   a list of objects is one document
-    keys                     all keys of the object, as they stand in it; others than these two have texts, and may be
+    is_list  a list of objects is one document
+    keys     all keys of the object, as they stand in it; others than these two have texts, and may be
                              missing
     middle                   stands between the name and the arguments, where the name is not in an object
     pair                     what stands before a key, between key and value, and behind the value, where arguments are
                              written one by one: strings as they are, others as JSON
-    typed_separators                    what stands between key and value where the value is no string, by its kind, if it differs
-    quote                    stands around strings where the object's keys are bare, as in Gemma 4's calls
-    python                   stands around strings where arguments are keywords, as in LFM2's calls
-    words_prefix                     stands before words, as functionary's `all` in a line of its own
+    typed_separators  what stands between key and value where the value is no string, by its kind, if it differs
+    quote             stands around strings where the object's keys are bare, as in Gemma 4's calls
+    python            stands around strings where arguments are keywords, as in LFM2's calls
+    words_prefix      stands before words, as functionary's `all` in a line of its own
     """
 
     opening: str

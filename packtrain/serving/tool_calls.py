@@ -27,10 +27,10 @@ Call = dict[str, Any]
 class RequestTools:
     """The tools of a request.
 
-    functions  each with name, description and parameters
-    choice     auto, required, or the name of one
-    allow_parallel    whether an answer may have several calls
-    warnings   what answers are not held to
+    functions       each with name, description and parameters
+    choice          auto, required, or the name of one
+    allow_parallel  whether an answer may have several calls
+    warnings        what answers are not held to
     """
 
     functions: tuple[Call, ...]

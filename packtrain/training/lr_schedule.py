@@ -12,10 +12,10 @@ LR_SCHEDULES = ("cosine", "linear", "halving", "constant")
 class LrSchedule:
     """Warm-up from `start_lr` to `lr`, then decay to `lr_min` until the last step.
 
-    decay    cosine (Loshchilov & Hutter 2017, arXiv 1608.03983), linear, halving, or constant
-    warmup_steps  steps of warm-up
+    decay          cosine (Loshchilov & Hutter 2017, arXiv 1608.03983), linear, halving, or constant
+    warmup_steps   steps of warm-up
     num_cycles  parts of the decay, each from `lr`, and each `cycle_growth` times as long as the one before; not for halving
-    halving_steps   halving: steps at one rate, before half of it
+    halving_steps  halving: steps at one rate, before half of it
     """
 
     decay: str

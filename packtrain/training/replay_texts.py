@@ -42,8 +42,8 @@ LOGIT_NBYTES = (
 class ReplayBatches(SampleBatches):
     """Like SampleBatches; `how.length` tokens of a text end each row, and a batch has inputs for the loss in addition.
 
-    time   tokens of a row that are left for samples
-    num_texts  how many; rows take them in turn
+    time         tokens of a row that are left for samples
+    num_texts    how many; rows take them in turn
     text_arrays  of each text its `tokens` (texts, length + 1), and of each but the first `means` (texts, length, C) f16 of
            the head's rows by the base's probabilities and `constants` (texts, length), see models.replay_loss;
            a first token

@@ -20,8 +20,8 @@ class SampleBatches:
 
     pack     best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
              otherwise a row is one sample and padding
-    shuffle  each epoch has its rows in a new random order, and fills them with other samples of the same lengths
-    num_texts    of the base in which rows end, see training.replay_texts
+    shuffle    each epoch has its rows in a new random order, and fills them with other samples of the same lengths
+    num_texts  of the base in which rows end, see training.replay_texts
     """
 
     num_texts: int | None = None

@@ -38,7 +38,7 @@ class TeacherBatches(SampleBatches):
     teacher_parts  (rows, top + 1, time)  f32, see Distill.parts
 
     known_logits  (targets,)  records of ids and logits of the teacher; an id of -1: nothing is known yet
-    mark   identifies the teacher, and what is known of it
+    mark          identifies the teacher, and what is known of it
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class NotFinite(ArithmeticError):
 class TrainStepResult:
     """Result of a step: mean loss of its tokens, gradient norm before clipping; `skip_reason` is why it was skipped.
 
-    note  what the optimizer reports
+    note           what the optimizer reports
     extra_metrics  of a loss of pairs: what `pair_batches.summary` says
     """
 
@@ -59,8 +59,8 @@ class TrainStepResult:
 class ValidationResult:
     """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
 
-    accuracy  share of them that were the likeliest token, NaN if unknown
-    eog_counts      of tokens that end an answer: how many were the likeliest token, and how many there were
+    accuracy    share of them that were the likeliest token, NaN if unknown
+    eog_counts  of tokens that end an answer: how many were the likeliest token, and how many there were
     Of a loss of pairs all of it is of pairs: `accuracy` is the share in which the chosen answer has the higher reward.
     """
 
@@ -153,10 +153,10 @@ class EngineStep:
 class TrainingEngine:
     """The session of a run with an executor for each of its plans.
 
-    shared  frozen leaves that are read in place
-    seed    of dropout and stochastic rounding
-    num_bad_steps     steps in a row whose loss or gradient was not finite
-    optimizer_start   the step after which the optimizer began: it counts its own steps
+    shared           frozen leaves that are read in place
+    seed             of dropout and stochastic rounding
+    num_bad_steps    steps in a row whose loss or gradient was not finite
+    optimizer_start  the step after which the optimizer began: it counts its own steps
     """
 
     def __init__(

@@ -341,7 +341,7 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
 def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
     """Which step the result comes from, with validation losses.
 
-    is_best     the result is the step with the lowest validation loss, not the last
+    is_best            the result is the step with the lowest validation loss, not the last
     has_several_evals  the run validated more than once
     """
     last, lowest_label = f"step {progress.step:,}", f"step {progress.best_step:,}"

@@ -41,9 +41,9 @@ def calibrate(
 ) -> dict[str, float]:
     """Round these matrices in the file; returns the relative error of each matrix's output.
 
-    model  whose outputs are wanted
+    model        whose outputs are wanted
     max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers
-    searched   names whose scales are searched under the sums over their inputs; the others keep those in the file
+    searched     names whose scales are searched under the sums over their inputs; the others keep those in the file
     """
     gguf = GGUF(path)
     mapped_file = np.memmap(path, np.uint8, "r+")

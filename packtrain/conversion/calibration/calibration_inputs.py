@@ -38,9 +38,9 @@ class BatchSequence(Protocol):
 class ReadingPlan:
     """How a merge fits into a number of bytes.
 
-    rows    at a time, in `batches` batches
-    max_columns   most columns that compensate each other's errors
-    target  where the streams run
+    rows         at a time, in `batches` batches
+    max_columns  most columns that compensate each other's errors
+    target       where the streams run
     """
 
     rows: int
@@ -112,7 +112,7 @@ def reading_plans(
 ) -> Iterator[ReadingPlan]:
     """All ways to read, those of the most memory first; none if the target's memory is too small.
 
-    types   of the calibrated matrices
+    types       of the calibrated matrices
     num_rows    number of available rows of `seq_len` tokens
     max_tokens  most to read, else TOKENS
     """

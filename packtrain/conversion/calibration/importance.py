@@ -31,8 +31,8 @@ DATASETS, CHUNKS, SIZE = (f"imatrix.{name}" for name in ("datasets", "chunk_coun
 class ImportanceMatrix:
     """Sums over tokens, by the name of a matrix.
 
-    sums    (experts, columns)  of squared inputs; one row unless it is a stack of experts
-    counts  (experts,)          tokens that each one saw
+    sums         (experts, columns)  of squared inputs; one row unless it is a stack of experts
+    counts       (experts,)          tokens that each one saw
     source_text  the data, as text;  chunks  how many rows of `chunk_size` tokens were read
     """
 

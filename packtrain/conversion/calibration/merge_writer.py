@@ -28,10 +28,10 @@ from packtrain.models.rewrite_model import (
 class AdapterMerge:
     """Adapters to merge into a base.
 
-    dtype  of changed matrices, see stored_type; None keeps the type of each
-    types  of single matrices, by name
-    extra_metadata   additional metadata
-    use_data   whether codes are chosen with data, if it can be read: then points of grids are, too
+    dtype           of changed matrices, see stored_type; None keeps the type of each
+    types           of single matrices, by name
+    extra_metadata  additional metadata
+    use_data        whether codes are chosen with data, if it can be read: then points of grids are, too
     """
 
     base: ModelFile

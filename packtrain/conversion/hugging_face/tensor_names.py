@@ -36,15 +36,15 @@ PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 class ConvertedTensor:
     """A tensor to write: `sources` of the checkpoint, stacked if there are several.
 
-    permuted_heads      number of heads whose rows are permuted from halves to pairs, 0 for none
-    shift       added to every value
-    is_transposed  the source has columns instead of rows
-    row_spans       rows of the source in the order of the file, each (from, to); none: as they are; and ...
-    column_spans     ... columns
-    heads       the source's rows are those of so many heads, each of which becomes a matrix
-    cut         of the source, the elements that are used
-    change_rows     the values of rows, the first of which has this number
-    num_padding_rows      rows of zeros behind those of the source
+    permuted_heads    number of heads whose rows are permuted from halves to pairs, 0 for none
+    shift             added to every value
+    is_transposed     the source has columns instead of rows
+    row_spans         rows of the source in the order of the file, each (from, to); none: as they are; and ...
+    column_spans      ... columns
+    heads             the source's rows are those of so many heads, each of which becomes a matrix
+    cut               of the source, the elements that are used
+    change_rows       the values of rows, the first of which has this number
+    num_padding_rows  rows of zeros behind those of the source
     """
 
     name: str

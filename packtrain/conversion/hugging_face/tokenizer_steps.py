@@ -53,14 +53,14 @@ BYTE_STEPS: dict[str, AllowedSteps] = MODEL_STEPS | {
 class TokenizerSteps:
     """What a tokenizer.json does, as far as a GGUF vocabulary does it.
 
-    merges   in their order
-    use_pieces   tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
-    pre      the name of the pre-tokenizer
-    adds_space    a space is put before a text
-    replaces  a normalizer writes spaces as U+2581, before tokens with normalized: true are found
-    notes    what readers of the GGUF do otherwise
-    special_frames   texts around a special token that both read alike
-    normalize_text    gives a text without what both read otherwise
+    merges          in their order
+    use_pieces      tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
+    pre             the name of the pre-tokenizer
+    adds_space      a space is put before a text
+    replaces        a normalizer writes spaces as U+2581, before tokens with normalized: true are found
+    notes           what readers of the GGUF do otherwise
+    special_frames  texts around a special token that both read alike
+    normalize_text  gives a text without what both read otherwise
     """
 
     merges: list[tuple[str, str]]

@@ -118,8 +118,8 @@ CHOOSE = "choose another with --chat-template"
 class TemplateChoice:
     """The chat template in use.
 
-    name  its family; "" for a model's own, or one from a file
-    reason   it was chosen; "" for a model's own, which needs no note
+    name    its family; "" for a model's own, or one from a file
+    reason  it was chosen; "" for a model's own, which needs no note
     """
 
     source: str

@@ -31,7 +31,7 @@ RECORD_ADVICE = (
 class Conversation:
     """Messages with role and content, the last one the assistant's; `location` is the place in the file.
 
-    opened  the assistant spoke first; that turn was dropped
+    opened               the assistant spoke first; that turn was dropped
     num_answer_messages  only the assistant's turns among so many last messages are trained on; 0: all
     """
 

@@ -17,9 +17,9 @@ from packtrain.data.text.token_files import ArrayFile, growing, id_dtype, paths_
 class TokenizedSamples:
     """Tokenized samples.
 
-    ids      (N,)        u16 or u32, mapped, read-only
-    weights  (N,)        u8, mapped: 1 for a target in the loss
-    sample_starts   (samples,)  i64, mapped: where each sample begins in ids
+    ids            (N,)        u16 or u32, mapped, read-only
+    weights        (N,)        u8, mapped: 1 for a target in the loss
+    sample_starts  (samples,)  i64, mapped: where each sample begins in ids
     """
 
     ids: np.ndarray

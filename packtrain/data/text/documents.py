@@ -40,12 +40,12 @@ MAX_LISTED = 5  # files that are listed
 class CorpusRecipe:
     """What to prepare: files, vocabulary (a GGUF file, or one to train), and how to cut.
 
-    auto       vocab_size is an upper limit; fewer if the text supports fewer
-    separator  text between documents; None: lines `<|endoftext|>`; "": a file is one document
-    val_split  share used for validation if there is no validation file
-    skip_bad   skip records that cannot be read
-    keep_separators       documents keep the separator at their end, and begin right after it
-    columns    how columns of records are named as fields
+    auto             vocab_size is an upper limit; fewer if the text supports fewer
+    separator        text between documents; None: lines `<|endoftext|>`; "": a file is one document
+    val_split        share used for validation if there is no validation file
+    skip_bad         skip records that cannot be read
+    keep_separators  documents keep the separator at their end, and begin right after it
+    columns          how columns of records are named as fields
     """
 
     data: Path

@@ -21,13 +21,13 @@ reading_position = {"place": "the data"}  # in this process: file and row
 class ReadingReport:
     """Findings in a file.
 
-    skip_bad   skip bad records
+    skip_bad        skip bad records
     keep_line_ends  keep line ends
-    columns  --columns: how columns are named as fields
-    header   place of a table's header, whose names are those of all records
+    columns         --columns: how columns are named as fields
+    header          place of a table's header, whose names are those of all records
     column_names    of the first record's columns
-    unused_columns   columns that are not read
-    remarks  more messages to print
+    unused_columns  columns that are not read
+    remarks         more messages to print
     """
 
     path: Path

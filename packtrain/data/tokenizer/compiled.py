@@ -179,11 +179,11 @@ class BoundarySplitter:
 class EncodingTables:
     """What kernels.tokens.encode reads of a vocabulary.
 
-    order    by token: which merges come first, for vocabularies with scores
-    singles  the token of each byte
-    tokens   how many of the numbers are tokens
-    ignore_merges    words that are one of the strings are not merged; "lines": only those of line breaks
-    letters  what merges are characters, not bytes
+    order          by token: which merges come first, for vocabularies with scores
+    singles        the token of each byte
+    tokens         how many of the numbers are tokens
+    ignore_merges  words that are one of the strings are not merged; "lines": only those of line breaks
+    letters        what merges are characters, not bytes
     """
 
     splitter: PatternSplitter | BoundarySplitter

@@ -26,13 +26,13 @@ class DigitGroups:
 class SplitRule:
     """Patterns that split a text one after the other: into what they match and what lies between.
 
-    ignore_merges   a word that is a token becomes that token, whatever the merges; of "lines" only words of line breaks
-    adds_bos     add a BOS token by default
-    cleans_spaces   llama_detokenize removes spaces before punctuation and some apostrophes
+    ignore_merges  a word that is a token becomes that token, whatever the merges; of "lines" only words of line breaks
+    adds_bos       add a BOS token by default
+    cleans_spaces  llama_detokenize removes spaces before punctuation and some apostrophes
     spelled tokens are in GPT-2's alphabet of bytes; else plain, bytes without a token being <0x00> to <0xFF>
-    space_text  what spaces are in tokens
-    border  whether a word always begins at a place in a text, whatever comes before and after
-    json_patterns   the patterns as written in a tokenizer.json; None if unknown
+    space_text     what spaces are in tokens
+    border         whether a word always begins at a place in a text, whatever comes before and after
+    json_patterns  the patterns as written in a tokenizer.json; None if unknown
     """
 
     patterns: tuple[str | DigitGroups, ...]

@@ -58,15 +58,15 @@ class TokenizerError(InputError):
 class TokenTable:
     """The tokens of a file.
 
-    tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
-    token_types             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
-    index             ids by text
+    tokens       texts by id, as in the file; empty ones are named [EMPTY_<id>]
+    token_types  token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    index        ids by text
     bos eos unk eot   ids, or None; eot is the end of a turn
-    sep               the separator's id, or None
-    eog_ids              ids that end generation
-    specials          (text, id) of tokens that are matched before all others, the longest first
-    rstrip_ids           those of them that swallow the whitespace after them
-    lstrip_ids    those that swallow the whitespace before them
+    sep         the separator's id, or None
+    eog_ids     ids that end generation
+    specials    (text, id) of tokens that are matched before all others, the longest first
+    rstrip_ids  those of them that swallow the whitespace after them
+    lstrip_ids  those that swallow the whitespace before them
     """
 
     def __init__(

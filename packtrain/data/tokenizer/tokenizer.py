@@ -48,12 +48,12 @@ class Encoding(Protocol):
     """How a kind of vocabulary encodes text without special tokens.
 
     bos, eos    whether to add a BOS and an EOS token by default
-    adds_space       whether to add a space before the text, and after special tokens
-    strips_leading_space       whether the space before a text that comes back is not part of it
+    adds_space            whether to add a space before the text, and after special tokens
+    strips_leading_space  whether the space before a text that comes back is not part of it
     always_adds_bos      whether a BOS token, and an EOS token if by default, is added even where the file says otherwise
-    separated   whether the separator ends a text, not EOS
-    cleans_spaces       whether llama_detokenize removes spaces before punctuation
-    has_tables    whether there are `build_tables`
+    separated             whether the separator ends a text, not EOS
+    cleans_spaces         whether llama_detokenize removes spaces before punctuation
+    has_tables            whether there are `build_tables`
     """
 
     table: TokenTable
@@ -86,8 +86,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
 class Tokenizer:
     """The vocabulary of a file and its rules.
 
-    tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
-    token_types             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    tokens       texts by id, as in the file; empty ones are named [EMPTY_<id>]
+    token_types  token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     bos eos unk eot   ids, or None; eot is the end of a turn
     eog_ids              ids that end generation
     rstrip_ids           ids of tokens that swallow the whitespace after them; swallow_before: before them

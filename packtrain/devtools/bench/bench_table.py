@@ -12,10 +12,10 @@ CellValue = str | int | float | None
 class BenchTable:
     """Rows of figures.
 
-    name     a word for JSON
-    columns  by name, with the format of their numbers; "" for texts
-    notes    sentences below the table
-    waited_share   the largest share of the time in which threads of a peer waited for the processor
+    name          a word for JSON
+    columns       by name, with the format of their numbers; "" for texts
+    notes         sentences below the table
+    waited_share  the largest share of the time in which threads of a peer waited for the processor
     """
 
     name: str

@@ -38,9 +38,9 @@ LANES = 16
 class MachineRates:
     """Work per second.
 
-    fma      floating-point operations of multiply-adds in registers: on one thread, and on all
-    product  those of our own f32 product, all threads
-    cache_bandwidth     bytes read and written by copying what a cache holds; `far`: what it does not
+    fma              floating-point operations of multiply-adds in registers: on one thread, and on all
+    product          those of our own f32 product, all threads
+    cache_bandwidth  bytes read and written by copying what a cache holds; `far`: what it does not
     """
 
     fma_one: float

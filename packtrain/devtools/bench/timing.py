@@ -42,8 +42,8 @@ def paired(ours: Sequence[float], peer_seconds: Sequence[float]) -> float:
 class ProcessorWait:
     """`with Quiet() as quiet:` whether other programs left the processor to this process.
 
-    wall_seconds    seconds of the block
-    waited  seconds for which its threads waited for the processor
+    wall_seconds  seconds of the block
+    waited        seconds for which its threads waited for the processor
     """
 
     wall_seconds: float = 0.0

@@ -29,9 +29,9 @@ QUERY_BLOCKS, KEY_BLOCK = ((192, 32), (768, 64), (1 << 62, 256)), 512
 class KernelFootprint(NamedTuple):
     """What a kernel does while it runs.
 
-    nbytes  of the tensors that it makes, at once, with what functions of PyTorch take unseen on the CPU
-    is_recordable   whether it never looks at values nor brings any
-    trace   what it makes and drops, in order
+    nbytes         of the tensors that it makes, at once, with what functions of PyTorch take unseen on the CPU
+    is_recordable  whether it never looks at values nor brings any
+    trace          what it makes and drops, in order
     """
 
     nbytes: int

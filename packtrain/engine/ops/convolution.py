@@ -100,8 +100,8 @@ def conv_2d_back(
 ) -> Spec:
     """Gradient of conv_2d for images of this height and width; also the transposed convolution of dy.
 
-    dy  (N, O, OH, OW)  f32
-    w   (O, C, KH, KW)  f32
+    dy       (N, O, OH, OW)  f32
+    w        (O, C, KH, KW)  f32
     dx_spec  (N, C, H, W)    f32
     ggml_conv_transpose_2d_p0.
     """

@@ -38,9 +38,9 @@ class Cost:
     work    multiply-adds of products (`multiply`) and of attention (`attend`, `attend back`);
             values packed into tiles for a product (`pack`), or dequantized for it (`unpack q4_K`, …);
             values of functions (`exp`), pairs of query and key (`score`, `score back`)
-    nbytes  moved; None: what the call reads and writes
-    num_tasks   of equal size, each for one thread
-    is_causal  the work assumes a causal mask; with several samples in a row it is less
+    nbytes        moved; None: what the call reads and writes
+    num_tasks     of equal size, each for one thread
+    is_causal     the work assumes a causal mask; with several samples in a row it is less
     only_targets  the work assumes that every position has a target; those without are left out
     """
 

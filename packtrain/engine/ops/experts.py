@@ -158,10 +158,10 @@ def out_prod_id(
 ) -> Spec:
     """Sum of outer products of rows by expert: y[ids[i]] += outer(a[i], b[i]), into zeros (or acc).
 
-    a    (N, P)         f32
-    b    (N, Q)         f32
-    ids  (N,)           i32, ascending, below count
-    y_spec    (count, P, Q)  f32; the gradient of matmul_id's w
+    a       (N, P)         f32
+    b       (N, Q)         f32
+    ids     (N,)           i32, ascending, below count
+    y_spec  (count, P, Q)  f32; the gradient of matmul_id's w
     """
     is_valid = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
     require(
@@ -223,7 +223,7 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     x        (N, C)    f32
     ids      (..., k)  i32, with each of the N rows once, as `place` of group_rows
     weights  (..., k)  f32
-    y_spec        (..., C)  f32
+    y_spec   (..., C)  f32
     """
     is_valid = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
     require(

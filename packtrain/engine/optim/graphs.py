@@ -41,8 +41,8 @@ def training_graph(
              gradient as soon as it is complete, so that no two need memory at once. A step whose loss or gradient
              is not finite changes nothing; without max_norm only from the first such gradient on.
     max_value a number then clips each value of a gradient to it
-    inner    filled with gradients of forward values, see differentiate
-    two_pass    with max_norm: weights whose gradients do not wait for the norm, as a second backward pass computes them
+    inner     filled with gradients of forward values, see differentiate
+    two_pass  with max_norm: weights whose gradients do not wait for the norm, as a second backward pass computes them
              again; and the forward values behind which it begins
     """
     loss, builder = outputs["loss"], _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
@@ -141,7 +141,7 @@ def update_graph(
 ) -> Graph:
     """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss.
 
-    share    update only this process's parts of the weights, and keep moments for no others
+    share         update only this process's parts of the weights, and keep moments for no others
     is_scattered  the sums are parts, too, see `accumulating`
     """
     _check_trained(trained)

@@ -73,13 +73,13 @@ class CellMove:
 class CellPools:
     """The cells of `sequences` sequences; `parts`: each has its own equal part of them.
 
-    ring_cells    cells of the blocks with a window; 0: none
-    window  that window
-    tokens  (cells,)  i32  the token at each cell
+    ring_cells  cells of the blocks with a window; 0: none
+    window      that window
+    tokens      (cells,)  i32  the token at each cell
     learned how many positions the model has learned; 0: it computes with any
-    width   of its convolutions; 0: it has none
-    has_plain_ring   only they read the ring
-    num_states  how many there are of scans
+    width           of its convolutions; 0: it has none
+    has_plain_ring  only they read the ring
+    num_states      how many there are of scans
     is_ring_only    all blocks use the ring
     """
 

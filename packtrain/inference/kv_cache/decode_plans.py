@@ -139,8 +139,8 @@ def place_runs(
 ) -> dict[RunKey, Placed]:
     """The graphs of a context by the number of tokens of a run, and `move`.
 
-    weight_types   of weights that are not f32
-    hidden  the results are the output of the last norm instead of logits
+    weight_types  of weights that are not f32
+    hidden        the results are the output of the last norm instead of logits
     """
     placed_graphs = dict[RunKey, Placed]()
     for run_size in run_sizes.token_counts:

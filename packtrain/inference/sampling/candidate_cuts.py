@@ -18,8 +18,8 @@ SEEDS = 1 << 63
 class SamplerCut:
     """What leaves the device of a row of logits, and the settings of the graph's samplers for it.
 
-    numbers  temperature, top-p, min-p
-    int_settings   top-k, seed, index of the token in its text
+    numbers       temperature, top-p, min-p
+    int_settings  top-k, seed, index of the token in its text
     """
 
     leaves: str = LOGITS

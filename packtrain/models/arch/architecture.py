@@ -97,13 +97,13 @@ def decays_from_logs(rows: np.ndarray, first: int) -> np.ndarray:
 class ExpertLayout:
     """The experts of a checkpoint's blocks. A size is a key of its config and a default.
 
-    matrix_modules  of one expert, with {} for its number; and the tensor that stacks those of all
-    width     None: the feed-forward's
+    matrix_modules    of one expert, with {} for its number; and the tensor that stacks those of all
+    width             None: the feed-forward's
     stacked_matrices   matrices of all experts that are one tensor (E, inputs, outputs) already: the tensor that they become, the
               module, and which of its outputs: the first, and one of how many
-    is_contiguous  the outputs of each stand together in such a tensor, not in turn
-    rows      such tensors are (E, outputs, inputs)
-    shared_and_dense    width of that expert, and how many of the first blocks have no experts
+    is_contiguous     the outputs of each stand together in such a tensor, not in turn
+    rows              such tensors are (E, outputs, inputs)
+    shared_and_dense  width of that expert, and how many of the first blocks have no experts
     """
 
     matrix_modules: Mapping[str, str]
@@ -136,35 +136,35 @@ class Family:
     """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture.
 
     block_modules         modules of a block and the tensors they become, in the order of the file; {} is the number of a head
-    names         where the other tensors are
-    normalize_config         the config with the keys that most have
-    module_aliases          modules of a block that some checkpoints call otherwise, by that name
-    optional_tensors      biases, and other tensors that only some models have, by the config; None: by its usual keys
-    computed_suffixes        ends of names of tensors that are computed
-    is_transposed    matrices of blocks are stored as (inputs, outputs)
-    row_spans         rows of the tensors of checkpoints, each (from, to), in the order of the file, by part; and ...
-    column_spans       ... columns
+    names                where the other tensors are
+    normalize_config     the config with the keys that most have
+    module_aliases       modules of a block that some checkpoints call otherwise, by that name
+    optional_tensors     biases, and other tensors that only some models have, by the config; None: by its usual keys
+    computed_suffixes    ends of names of tensors that are computed
+    is_transposed        matrices of blocks are stored as (inputs, outputs)
+    row_spans            rows of the tensors of checkpoints, each (from, to), in the order of the file, by part; and ...
+    column_spans         ... columns
     fused_modules        modules whose rows several parts share out
-    rope_scaling_types      types of rope scaling that `extra_metadata` describes
-    omitted_keys      keys that llama.cpp's converter leaves out; here, too, if they have their default
-    extra_metadata          additional metadata; refuses configs that would compute something else
-    mixer_fields        which blocks attend, and sizes of what the others have; nothing: all attend
-    per_block_fields         other fields of a Config, by which blocks differ
-    factors       divisors of rope's frequencies that only the config knows
-    changes       of values, by the names of tensors within their block
-    has_scaled_matrices        by factors that only the config knows: PEFT's adapters do not fit the matrices of a file
-    tied_by_default          default of whether the embedding is also the output head
-    norm_shift    added to the weights of norms
-    default_head_width    default; 0: hidden_size / num_attention_heads
-    has_qkv_bias      queries, keys and values have biases, whatever the config says
-    interleaved_rope         rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
-    space_prefix  whether to add a space before texts; None: as the tokenizer's config says
-    merged        kind of a vocabulary that spells bytes as <0x0A> and has merges; none: scores stand for them
+    rope_scaling_types   types of rope scaling that `extra_metadata` describes
+    omitted_keys         keys that llama.cpp's converter leaves out; here, too, if they have their default
+    extra_metadata       additional metadata; refuses configs that would compute something else
+    mixer_fields         which blocks attend, and sizes of what the others have; nothing: all attend
+    per_block_fields     other fields of a Config, by which blocks differ
+    factors              divisors of rope's frequencies that only the config knows
+    changes              of values, by the names of tensors within their block
+    has_scaled_matrices  by factors that only the config knows: PEFT's adapters do not fit the matrices of a file
+    tied_by_default      default of whether the embedding is also the output head
+    norm_shift           added to the weights of norms
+    default_head_width   default; 0: hidden_size / num_attention_heads
+    has_qkv_bias         queries, keys and values have biases, whatever the config says
+    interleaved_rope     rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
+    space_prefix         whether to add a space before texts; None: as the tokenizer's config says
+    merged               kind of a vocabulary that spells bytes as <0x0A> and has merges; none: scores stand for them
     latent_module        the module of keys and values of all heads that are made from a narrow vector
-    suffix_renames          ends of names of tensors, and how they would usually end
-    more_blocks   checkpoints may have blocks after the last, which only guess more tokens
-    other_class         the class whose family fits a config instead; nothing: this one does
-    blank         what pieces begin with that stand for nothing yet
+    suffix_renames       ends of names of tensors, and how they would usually end
+    more_blocks          checkpoints may have blocks after the last, which only guess more tokens
+    other_class          the class whose family fits a config instead; nothing: this one does
+    blank                what pieces begin with that stand for nothing yet
     special       tokens that have a meaning where the vocabulary has them and the folder says no other: by GGUF's names
     """
 
@@ -208,64 +208,64 @@ class Family:
 class Architecture:
     """How the models of one architecture differ from llama, and its keys in files and checkpoints.
 
-    halves            rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
-    use_gelu              the feed-forward's activation is gelu (tanh form), not silu
-    gated             the feed-forward has a gate; else its activation is gelu or the square of relu
-    layer_norms       norms take the mean away, and may have biases
-    is_parallel          attention and feed-forward read the same norm's output, if there is no second norm
+    halves       rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
+    use_gelu     the feed-forward's activation is gelu (tanh form), not silu
+    gated        the feed-forward has a gate; else its activation is gelu or the square of relu
+    layer_norms  norms take the mean away, and may have biases
+    is_parallel  attention and feed-forward read the same norm's output, if there is no second norm
     learned_positions positions have embeddings, which are added to those of tokens; there is no rope
-    multiplies_logits      logits are multiplied by the key logit_scale, not divided
-    scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
-    head_norms        queries and keys are normalized per head, before rope
+    multiplies_logits          logits are multiplied by the key logit_scale, not divided
+    scaled_embedding           embeddings are multiplied by sqrt(embedding_length)
+    head_norms                 queries and keys are normalized per head, before rope
     qk_norms_after_rope        that is done after rope
-    unweighted_qk_norms       that is done without weights, where rope turns them and there are fewer experts than 128
-    joint_qk_norms       queries and keys are normalized before rope, too, but all heads together
-    pre_norms         what attention and feed-forward read is normalized
-    ffn_norm          the norm of what the feed-forward reads
-    last_norm         the norm of what the head reads
-    post_norms        the outputs of attention and feed-forward are normalized before they are added
-    fused_qkv             attn_qkv stacks queries, keys and values
-    fused_ffn         ffn_up stacks gate and up
-    always_tied       there is never a separate output head
-    always_untied      there always is one
-    fixed_head_width            heads are embedding_length / head_count wide, whatever the keys say
-    partial_rope      rope may rotate only a part of each head
-    rope_pause        every N-th block has no rope
-    attention_chunk             blocks with a window see the tokens of their own so many, whatever the key says
+    unweighted_qk_norms        that is done without weights, where rope turns them and there are fewer experts than 128
+    joint_qk_norms             queries and keys are normalized before rope, too, but all heads together
+    pre_norms                  what attention and feed-forward read is normalized
+    ffn_norm                   the norm of what the feed-forward reads
+    last_norm                  the norm of what the head reads
+    post_norms                 the outputs of attention and feed-forward are normalized before they are added
+    fused_qkv                  attn_qkv stacks queries, keys and values
+    fused_ffn                  ffn_up stacks gate and up
+    always_tied                there is never a separate output head
+    always_untied              there always is one
+    fixed_head_width           heads are embedding_length / head_count wide, whatever the keys say
+    partial_rope               rope may rotate only a part of each head
+    rope_pause                 every N-th block has no rope
+    attention_chunk            blocks with a window see the tokens of their own so many, whatever the key says
     chunk_temperature            blocks without rope multiply queries by 1 plus this times the logarithm of their chunk's number
-    rope_only_in_windows      in a model with windows, blocks without one have no rope
-    unscaled_window_rope     blocks with a window have rope without scaling
-    wide_score_blocks       a model with this many blocks scales scores by embedding_length / head_count
+    rope_only_in_windows       in a model with windows, blocks without one have no rope
+    unscaled_window_rope       blocks with a window have rope without scaling
+    wide_score_blocks          a model with this many blocks scales scores by embedding_length / head_count
     sigmoid_routing          an expert's weight is the sigmoid of its logit, not its part of the softmax; None: as the key says
-    weigh_expert_inputs     what experts read is multiplied by their weights, not what they give
-    shared_expert_alike      there is a shared expert, as wide as the others
-    normalized_expert_weights        the weights of the chosen experts are divided by their sum; None: as the key says
-    attention_sinks             each head has a logit that every query sees beside those of keys, without a value
-    clamped           the activation of experts is the clamped one of gpt-oss
-    gated_shared_expert       what the shared expert gives is multiplied by the sigmoid of a logit
-    parallel_scan       blocks with attention have a scan, too, which reads the same; both are added
-    value_norms       values are normalized per head, without weights
-    unscaled_scores      attention scores are not divided
-    far_factors       factors of rope are for blocks without a window only
-    parallel_dense_ffn      blocks with experts have a dense feed-forward, too; both are normalized, then added
-    unsuffixed_ffn_norm     the name of the feed-forward's norm has no ending
-    num_streams           the residual stream is so many, of which a block computes with the first; 0: there is one
+    weigh_expert_inputs        what experts read is multiplied by their weights, not what they give
+    shared_expert_alike        there is a shared expert, as wide as the others
+    normalized_expert_weights  the weights of the chosen experts are divided by their sum; None: as the key says
+    attention_sinks            each head has a logit that every query sees beside those of keys, without a value
+    clamped                    the activation of experts is the clamped one of gpt-oss
+    gated_shared_expert        what the shared expert gives is multiplied by the sigmoid of a logit
+    parallel_scan              blocks with attention have a scan, too, which reads the same; both are added
+    value_norms                values are normalized per head, without weights
+    unscaled_scores            attention scores are not divided
+    far_factors                factors of rope are for blocks without a window only
+    parallel_dense_ffn         blocks with experts have a dense feed-forward, too; both are normalized, then added
+    unsuffixed_ffn_norm        the name of the feed-forward's norm has no ending
+    num_streams                the residual stream is so many, of which a block computes with the first; 0: there is one
     laurel_rank            width of a product of two matrices beside attention, which reads the same; both are added and
                       divided by sqrt(2); 0: there is none
-    num_sparse_blocks     in so many first blocks only gates beyond their mean and 1.64 deviations are not 0
-    num_kv_blocks     later blocks have the keys and values of earlier ones, whatever keys say; 0: as they say
-    delta             scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
-    gated_heads       what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
+    num_sparse_blocks  in so many first blocks only gates beyond their mean and 1.64 deviations are not 0
+    num_kv_blocks      later blocks have the keys and values of earlier ones, whatever keys say; 0: as they say
+    delta              scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
+    gated_heads        what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
 
-    key_defaults              additional GGUF keys with their defaults; None: required
-    ignored_keys           keys without effect, as in llama.cpp
-    neutral           values that keys must have if they are there
-    zero_keys              keys that may be 0 although that is not their default
-    optional_tensors          tensors that a model may have: those of blocks by their name within one
-    merge_only_weights       matrices of a block whose adapters llama.cpp leaves out beside the base
-    window_blocks     only a model with this many blocks has windows
-    blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
-    grouped_70b       or only if it has fewer value heads than query heads
+    key_defaults        additional GGUF keys with their defaults; None: required
+    ignored_keys        keys without effect, as in llama.cpp
+    neutral             values that keys must have if they are there
+    zero_keys           keys that may be 0 although that is not their default
+    optional_tensors    tensors that a model may have: those of blocks by their name within one
+    merge_only_weights  matrices of a block whose adapters llama.cpp leaves out beside the base
+    window_blocks       only a model with this many blocks has windows
+    blocks_70b          a model with this many blocks is a 70B, to which llama-quantize gives more bits,
+    grouped_70b         or only if it has fewer value heads than query heads
     """
 
     name: str

@@ -29,8 +29,8 @@ class RopeSettings(dict[str, Any]):
 class HFConfig:
     """A config.json; a null value counts as missing.
 
-    read_keys   names of the keys that were asked for
-    notes  what the file's readers do otherwise
+    read_keys  names of the keys that were asked for
+    notes      what the file's readers do otherwise
     """
 
     path: Path

@@ -42,10 +42,10 @@ BuildGraph = Callable[[int, RecomputeChoice | None], recompute_choice.BuiltGraph
 class BlockCosts:
     """A block of a training graph with a chain of equal blocks; caches measurements.
 
-    reserved  bytes that stay after the backward pass of a block, or of the head
-    together  how many ways may be measured in one chain; 1 if not all blocks are alike
-    space     whose bytes count; by default the arena's
-    offload_mode   whether a block may keep what it keeps in the process's memory
+    reserved      bytes that stay after the backward pass of a block, or of the head
+    together      how many ways may be measured in one chain; 1 if not all blocks are alike
+    space         whose bytes count; by default the arena's
+    offload_mode  whether a block may keep what it keeps in the process's memory
     is_two_pass     the backward pass of all blocks runs twice: what they keep stays through the first time, which is measured
     """
 

@@ -62,17 +62,17 @@ class BlockChain:
     """A training graph with a chain of `count` equal blocks; caches measurements.
 
     reserved     bytes that stay after the backward pass of a block, or of the head: gradients waiting for clipping
-    call_nbytes  bytes of the process for each call of the graph, outside the arena
-    calls        number of calls of a graph that keeps everything
-    like         a chain with the same blocks, already measured
-    together     how many ways to run a block may be measured in one chain
-    target       where it runs
-    space        whose bytes count; by default the arena's
-    offload      whether blocks may keep what they keep in the process's memory
+    call_nbytes          bytes of the process for each call of the graph, outside the arena
+    calls                number of calls of a graph that keeps everything
+    like                 a chain with the same blocks, already measured
+    together             how many ways to run a block may be measured in one chain
+    target               where it runs
+    space                whose bytes count; by default the arena's
+    offload              whether blocks may keep what they keep in the process's memory
     num_two_pass_blocks        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
-    two_pass_costs        builds one in which those of all do
-    head_setters        turn a graph with its head into one with each of the heads of chains that are like this one
-    head_chunk         which of them it has
+    two_pass_costs       builds one in which those of all do
+    head_setters         turn a graph with its head into one with each of the heads of chains that are like this one
+    head_chunk           which of them it has
     """
 
     def __init__(

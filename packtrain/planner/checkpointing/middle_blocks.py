@@ -31,12 +31,12 @@ NUM_CHAIN_BLOCKS = 3  # blocks of the chain; the middle one counts
 class MiddleBlock:
     """The first part of the block, if it processes its rows in parts. `middle` makes one.
 
-    num_parts    the stream has as many values for each block
-    stream_nbytes   bytes of a value of the stream between two blocks
-    calls    of the part, as they are written
-    input_id    the number of its input, and `output_id` of its output
-    value_ids   of values that it could keep, by place, and `nbytes` of each
-    read     of values that the backward pass reads
+    num_parts      the stream has as many values for each block
+    stream_nbytes  bytes of a value of the stream between two blocks
+    calls          of the part, as they are written
+    input_id       the number of its input, and `output_id` of its output
+    value_ids      of values that it could keep, by place, and `nbytes` of each
+    read           of values that the backward pass reads
     needed_nbytes   bytes alive at each step of the backward pass whatever is kept, and in `kept_nbytes` those of each kept value
     """
 

@@ -36,10 +36,10 @@ def front(
 ) -> list[KeptSet]:
     """Sets of values of a block on the Pareto front of sets with the same cuts.
 
-    calls   of the block, from `input_id` on
-    value_ids  that could be kept, by place, and the bytes of each
+    calls        of the block, from `input_id` on
+    value_ids    that could be kept, by place, and the bytes of each
     read_values  values that the backward pass reads
-    cuts    places of values on every path through the block: keeping one makes the working set smaller, which
+    cuts         places of values on every path through the block: keeping one makes the working set smaller, which
             neither bytes nor seconds show
     """
     read_places = [i for i, t in enumerate(value_ids) if t in read_values]

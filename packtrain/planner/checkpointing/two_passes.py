@@ -24,7 +24,7 @@ class TwoPassSolver:
     """Least extra seconds for a chain, from solvers of its first blocks and of the later ones, of the same bytes.
 
     first_solver  `inner` of it: first blocks that are computed again from what is before them, for one time
-    rows   by amount of work and number of blocks, from the first later one on: seconds by slots
+    rows          by amount of work and number of blocks, from the first later one on: seconds by slots
     """
 
     def __init__(self, first_solver: ChainSolver, later: ChainSolver) -> None:

@@ -46,9 +46,9 @@ class SceneLevel:
 class PlanScene:
     """One memory space of a plan, with its surroundings; of its arenas the one without a name.
 
-    memory_rows           memory outside the arena
-    budget_nbytes  for the rows and the arena together
-    measured_memory       measured bytes of the process (rows and arena): the peak, or samples (step of the plan, bytes)
+    memory_rows      memory outside the arena
+    budget_nbytes    for the rows and the arena together
+    measured_memory  measured bytes of the process (rows and arena): the peak, or samples (step of the plan, bytes)
     """
 
     plan: Plan

@@ -47,10 +47,10 @@ class RunHistory:
     """A run in a folder: `refresh` reads what is new. Every change is marked with the version given then.
 
     train, valid  the curves
-    now           the last value of each number
-    computed      tokens, with prompts and padding
-    best_loss          the lowest loss and its step; best_valid: the same of validation
-    end_record           the record of the end, once there is one
+    now         the last value of each number
+    computed    tokens, with prompts and padding
+    best_loss   the lowest loss and its step; best_valid: the same of validation
+    end_record  the record of the end, once there is one
     """
 
     def __init__(self, folder: Path, name: str) -> None:

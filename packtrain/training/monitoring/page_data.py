@@ -20,12 +20,12 @@ MAX_MESSAGES = 50  # the newest
 class RunsPageData:
     """Runs for pages.
 
-    find_runs   the folders of runs by name
-    title  of the page
+    find_runs        the folders of runs by name
+    title            of the page
     get_peak_nbytes   peak bytes of this process so far, if it is the one that trains; then there is one run, none while it is
            planned
     current_work  the work that the run counts at this moment, such as a validation; empty: none
-    end    how that run ended: finished, stopped or failed, and a sentence
+    end           how that run ended: finished, stopped or failed, and a sentence
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 `import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
 name; the training of any model (fit, Model, Dataset, Trainer, save, load) with the optimizers; and the commands as
-functions (train, finetune, plan, evaluate, compare, choose, generate, chat, embed, quantize, merge). All is loaded on
-first use, the commands and the optimizers apart from the engine. Importing this loads neither numba nor torch.
+functions (train, finetune, plan, evaluate, compare, choose, generate, chat, embed, quantize, merge). Every name is
+loaded on first use, the commands and the optimizers apart from the engine. Importing packtrain loads neither numba nor
+torch.
 """
 
 import importlib
@@ -105,7 +106,7 @@ _LAZY_FOLDERS = {"backends": "packtrain.engine.backends", "ops": "packtrain.engi
 
 
 def _public_names() -> list[str]:
-    """All that is public, in ruff's order, and then the ops."""
+    """Return all public names in ruff's order, followed by the names of the ops."""
     names = [
         *_EAGER_EXPORTS,
         *(name for lazy_names in _LAZY_EXPORTS.values() for name in lazy_names),
@@ -119,7 +120,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """What is loaded on first use."""
+    """Load a public name, or a module of packtrain, when it is first used."""
     if name == "__all__":
         return _public_names()
     home = next((module for module, names in _LAZY_EXPORTS.items() if name in names), None)

@@ -2,8 +2,8 @@
 
     done = pt.finetune("base.gguf", "chats.jsonl", output="mine.gguf", memory="1GiB", on_step=print)
 
-What a command prints goes to `on_message`; its errors are raised as InputError, DoesNotFit or DiskFull with the same
-message. A task runs in the calling thread; `start` runs it in a new thread and returns a handle.
+Messages that a command prints go to `on_message`; its errors are raised as InputError, DoesNotFit or DiskFull with
+equal texts. A task runs in the calling thread; `start` runs it in a new thread and returns a handle.
 """
 
 import inspect
@@ -43,8 +43,8 @@ CALLBACK_NAMES = {field.name for field in fields(TaskCallbacks) if field.init}
 
 
 def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a function of settings into one of the library: its signature and docstring list those of `cls` and the
-    callbacks, and its errors name keywords."""
+    """Decorate a library function: its signature and docstring list the settings of `cls` and the callbacks, and its
+    errors name keywords instead of flags."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         call = name_keywords(function)
@@ -58,7 +58,7 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
-    """Its parameters, then settings and callbacks as keywords, with types and defaults."""
+    """Return the signature of `function` with the settings of `cls` and the callbacks as keywords."""
     signature = inspect.signature(function)
     task_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameter_names = {p.name for p in task_parameters}
@@ -72,7 +72,7 @@ def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
 
 
 def settings_doc(cls: type) -> str:
-    """The settings of a class for a docstring: by group, with type, default and help."""
+    """Return docstring text that lists the settings of a class by group, with type, default and help."""
     groups: dict[str, list[str]] = {}
     for setting in option_fields(cls):
         metadata, default = setting.metadata, setting.default
@@ -126,7 +126,7 @@ def finetune(model: File, data: File, **settings: Any) -> TrainingResult:
 
 @command(None)
 def plan(task: Callable[..., TrainingResult], *args: Any, **settings: Any) -> PlannedRun:
-    """Memory, time and choices of `train` or `finetune`, without running it.
+    """Plan `train` or `finetune` without running it: memory, time and choices.
 
         pt.plan(pt.finetune, "base.gguf", "chats.csv", memory="1GiB")
 
@@ -143,7 +143,7 @@ def plan(task: Callable[..., TrainingResult], *args: Any, **settings: Any) -> Pl
 
 @command(evaluating.EvaluateSettings)
 def evaluate(model: File, data: File, **settings: Any) -> evaluating.EvalResult:
-    """Losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
+    """Measure losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
 
         pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()
 
@@ -155,7 +155,7 @@ def evaluate(model: File, data: File, **settings: Any) -> evaluating.EvalResult:
 
 @command(comparing.CompareSettings)
 def compare(model: File, data: File, **settings: Any) -> comparing.ComparisonResult:
-    """Models (a list, the base first) side by side on conversations, as `packtrain compare`.
+    """Compare models (a list, the base first) side by side on conversations, as `packtrain compare`.
 
         pt.compare(["base.gguf", "tuned.gguf"], "test.csv")
 
@@ -193,7 +193,7 @@ def generate(model: File, prompt: str = "", **settings: Any) -> GeneratedText:
 
 @command(chatting.ChatSettings)
 def chat(model: File, **settings: Any) -> chatting.ChatSession:
-    """A conversation with a model: `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
+    """Start a conversation with a model; `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
     return chatting.ChatSession(*split_settings(chatting.ChatSettings, settings | {"model": model}))
 
 
@@ -201,7 +201,7 @@ def chat(model: File, **settings: Any) -> chatting.ChatSession:
 def embed(
     model: File, texts: Sequence[str], *, normalize: bool = True, **settings: Any
 ) -> np.ndarray:
-    """Embeddings (N, C) f32 of N texts, as `packtrain embed`; normalize=False is embd_normalize=-1.
+    """Return embeddings (N, C) f32 of N texts, as `packtrain embed`; normalize=False is embd_normalize=-1.
 
     Raises InputError, DoesNotFit; Interrupted if it is stopped.
     """
@@ -268,7 +268,7 @@ class Run(Generic[R]):
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the result. Raises what the task raised, or TimeoutError after `timeout` seconds."""
+        """Wait for the result of the task. Raises what the task raised, or TimeoutError after `timeout` seconds."""
         self._thread.join(timeout)
         if not self.done:
             raise TimeoutError(f"still running after {timeout} s")
@@ -278,7 +278,7 @@ class Run(Generic[R]):
 
 
 def start(task: Callable[..., R], *args: Any, **settings: Any) -> Run[R]:
-    """Start `train(…)`, `finetune(…)` or another task in its own thread."""
+    """Start `train(…)`, `finetune(…)` or another task in its own thread; returns its handle."""
     return Run(task, args, settings)
 
 

@@ -201,7 +201,7 @@ def test_sums_are_of_what_matrices_read(settings: QuantizeSettings, measured: Pa
 
 
 def test_groups_of_rows_add_up(settings: QuantizeSettings, measured: Path, monkeypatch):
-    monkeypatch.setattr("packtrain.workflows.importance_matrix.TOKENS_PER_PASS", 1024)
+    monkeypatch.setattr("packtrain.workflows.importance_matrix.AT_ONCE", 1024)
     parts = measured.with_name("parts.gguf")
     assert settings.calibrate is not None
     imatrix.run(ImatrixSettings(settings.model, settings.calibrate, parts, memory="4GiB"))

@@ -308,7 +308,7 @@ import sys
 import packtrain as pt
 try:
     made = pt.Context(sys.argv[1], cells=int(sys.argv[2]), memory=int(sys.argv[3]))
-    print("cells", made.cache.cells)
+    print("cells", made.cache.num_cells)
 except pt.DoesNotFit as error:
     print(error)
 """

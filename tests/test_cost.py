@@ -139,7 +139,7 @@ def test_rates_solve_for_the_times_that_were_seen():
         timing.timed_calls.append((kind, step, call_seconds(step, true_rates, step.results)))
     solved_rates = timing.solve_rates(2)
     assert solved_rates.kinds == pytest.approx(true_rates.kinds, rel=0.05)
-    for name in ("flops", "nbytes", "near", "call", "region"):
+    for name in ("flops", "nbytes", "cache_nbytes", "call", "region"):
         assert getattr(solved_rates, name) == pytest.approx(getattr(KNOWN_RATES, name), rel=0.1), (
             name
         )

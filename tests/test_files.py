@@ -20,11 +20,11 @@ from packtrain.gguf.gguf_writer import _write_pieces
 
 FULL = """
 import resource, signal, sys, numpy as np
-from packtrain.gguf import write
+from packtrain.gguf import write_gguf
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    write(sys.argv[1], {}, {"a": np.zeros(int(sys.argv[2]), np.float32)})
+    write_gguf(sys.argv[1], {}, {"a": np.zeros(int(sys.argv[2]), np.float32)})
 except OSError as error:
     print(error.filename)
 """

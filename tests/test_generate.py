@@ -154,11 +154,11 @@ class Parrot:
     def cells_left(self) -> int:
         return self.size - len(self.fed)
 
-    def resume(self, tokens: Sequence[int]) -> Sequence[int]:
+    def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
         self.fed.clear()
         return tokens
 
-    def missing(self, text: Sequence[int]) -> Sequence[int]:
+    def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
         return text[-1:]
 
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:

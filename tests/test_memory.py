@@ -38,14 +38,14 @@ def test_what_is_touched_counts() -> None:
 
 GROWN = """
 import numpy as np
-from packtrain.common.memory import private_nbytes, settle
-from packtrain.engine.ops.arrays import start_with
+from packtrain.common.memory import private_nbytes, release_memory
+from packtrain.engine.ops.arrays import copy_acc
 x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
-start_with(x, y)
-settle()
+copy_acc(x, y)
+release_memory()
 before = private_nbytes()
 for _ in range(60_000):
-    start_with(x, y)
+    copy_acc(x, y)
 assert (x == 1).all()
 print(private_nbytes() - before)
 """

@@ -332,9 +332,9 @@ FREED = """
 import sys
 import numpy as np
 from packtrain.cli.main import main
-from packtrain.common.memory import private_nbytes, settle
+from packtrain.common.memory import private_nbytes, release_memory
 assert main(sys.argv[1:]) == 0
-settle()
+release_memory()
 before = private_nbytes()
 for mib in (24, 16):  # malloc would get the first one from the system, and keep the second
     np.ones(mib << 20, np.uint8)

@@ -14,22 +14,22 @@ from tests.copied import copy_package, edit_file, python_in
 MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
 
 from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import Given
-from packtrain.models.arch.size_fields import Sizes
+from packtrain.models.arch.hf_config import HFConfig
+from packtrain.models.arch.size_fields import ModelSizes
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("no_rope_interval", 2, 2)
-    return {"final_logit_softcapping": given.real("cap", 8.0)}
+def keys(config: HFConfig, sizes: ModelSizes) -> Keys:
+    config.require_one_of("no_rope_interval", 2, 2)
+    return {"final_logit_softcapping": config.real("cap", 8.0)}
 
 
 ARCHITECTURE = Architecture(
     "toy",
     halves=True,
-    gelu=True,
+    use_gelu=True,
     head_norms=True,
     rope_pause=2,
-    keys={"final_logit_softcapping": 8.0},
+    key_defaults={"final_logit_softcapping": 8.0},
     families=(Family(("ToyForCausalLM",), BLOCK | HEAD_NORMS, keys, norm_shift=1.0),),
 )
 '''
@@ -53,7 +53,7 @@ run("finetune", "base.gguf", "--data", "text.txt", "--full", "--iters", "2", "--
 base, tuned = open_model("base.gguf"), open_model("tuned.gguf")
 assert base.config == tuned.config, (base.config, tuned.config)
 assert (base.config.architecture, base.config.final_softcap) == ("toy", 7.0)
-same = [n for n in base.names if np.array_equal(base.weight(n), tuned.weight(n))]
+same = [n for n in base.weight_names if np.array_equal(base.weight(n), tuned.weight(n))]
 assert not same, same
 np.save("base.npy", logits("base.gguf"))
 assert not np.array_equal(np.load("base.npy"), logits("tuned.gguf"))

@@ -33,7 +33,7 @@ def test_tab_shows_the_commands():
 def results(trained):
     yield trained
     yield trained.plan
-    yield trained.plan.plans.largest
+    yield trained.plan.plans.largest_plan
     yield pt.evaluate(trained.output, TEXTS[:40])
     yield pt.generate(trained.output, "the", n_predict=4, temp=0.0)
 

@@ -1,5 +1,7 @@
 """What ops and functions composed of them refuse: an error names the op, the fact with the specs, and the line."""
 
+import inspect
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -96,3 +98,21 @@ def test_rows_of_any_type_are_repeated_and_added() -> None:
     graph = pt.Graph({"many": pt.cast(pt.repeat(w, shape=(3, 4, 32))), "one": pt.cast(w)})
     outputs = pt.Session().executor(pt.place(graph))()
     np.testing.assert_array_equal(outputs["many"], np.tile(outputs["one"], (3, 2, 1)))
+
+
+def test_a_wrong_call_names_keywords_and_usage() -> None:
+    for call, sentence in (
+        (lambda: pt.reshape(X, shpae=(6,)), "reshape: got an unexpected keyword argument 'shpae'; call reshape(x, *, shape)"),
+        (lambda: pt.rms_norm(X), "rms_norm: missing 1 required keyword-only argument: 'eps'; call rms_norm(x, w=None, *, eps)"),
+        (lambda: pt.mul(X, X, X), "mul: takes 2 positional arguments but 3 were given; call mul(a, b)"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=re.escape(sentence)):
+            call()
+
+
+def test_help_shows_the_signature_of_the_rule() -> None:
+    assert [*inspect.signature(pt.rms_norm).parameters] == ["x", "w", "eps"]
+    assert repr(pt.reshape) == "<op reshape(x, *, shape)>"
+    assert (
+        pt.reshape.__name__ == "reshape" and pt.reshape.__module__ == "packtrain.engine.ops.shape"
+    )

@@ -344,7 +344,7 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
         "from packtrain.models.config import PRESETS; "
         "from packtrain.engine.optim import AdamW, training_graph; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
-        "graph = training_graph({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
+        "graph = training_graph({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.block_outputs, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print(pt.kernels.is_loaded('packing'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -362,7 +362,7 @@ def pareto_problem(seed: int, count: int) -> Problem:
 def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> None:
     module = importlib.import_module("packtrain.engine.packing.pack")
     columns = pareto_problem(seed, 50 + 150 * seed)
-    for packer, keys in module._orders(*columns):
+    for packer, keys in module._packer_orders(*columns):
         order, limits = np.lexsort(keys), np.zeros(4, np.int64)
         args = packer.__name__, np.stack(columns, 1), order, limits, SearchClock(None)
         assert np.array_equal(large.compiled(*args), packer(*columns, order))

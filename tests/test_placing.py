@@ -297,7 +297,7 @@ def test_one_backend_goes_on_after_a_call_that_it_cannot_run() -> None:
     x, other, w = pt.input("x", (6, 4)), pt.input("other", (6, 4)), pt.weight("w", (4, 4))
     y = ops.matmul(ops.mul(ops.gelu(x), other), w)
     (limited_backend,) = partial_backends([FAR], {})
-    limited_backend = replace(limited_backend, can=lambda inputs: inputs != (x,))  # type: ignore[type-var]
+    limited_backend = replace(limited_backend, can_run=lambda inputs: inputs != (x,))  # type: ignore[type-var]
     with pytest.warns(UserWarning, match=r"no kernel of \['cpu'\] for \['gelu'\]"):
         placed = place(pt.Graph({"y": y}), Target((limited_backend,)))
     on = [(s.op.name, s.backend.space) for s in placed.steps if s.source is None]

@@ -59,7 +59,7 @@ def after_steps(shape: StepShape) -> dict[str, np.ndarray]:
     ],
 )
 def test_what_is_recomputed_changes_no_bit(other):
-    graph = build_graph("apply" if other.graphs > 1 else STEP, other, AdamW()).graph
+    graph = build_graph("apply" if other.num_passes > 1 else STEP, other, AdamW()).graph
     assert any(call.phase == "recomputed" for call in graph.calls) == (other.keep is not None)
     assert same_bits(after_steps(other), after_steps(SHAPE))
 

@@ -140,9 +140,9 @@ def test_a_draft_of_blocks_that_go_back_twice_recomputes_them_twice(form, keep):
         for s in (shape, once)
     )
     count = CONFIG.block_count
-    assert num_recomputed == num_once * (count + form.twice) // count and (num_once > 0) == (
-        keep is not None
-    )
+    assert num_recomputed == num_once * (count + form.num_two_pass_blocks) // count and (
+        num_once > 0
+    ) == (keep is not None)
 
 
 def test_between_one_pass_and_two_whole_ones_some_blocks_go_back_twice():

@@ -72,7 +72,7 @@ def test_a_stream_that_is_closed_frees_its_slot(api):
         assert next(text for text in texts if text)
         assert any(slot.answer for slot in api.server.engine.slots)
     written_before = api.server.engine.totals.output_tokens
-    assert api.idle()
+    assert api.becomes_idle()
     assert api.server.engine.totals.output_tokens - written_before < 30
 
 
@@ -298,7 +298,7 @@ def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
     with pytest.raises(openai.APIError, match="nothing can come"):
         for part in api.chat(stream=True):
             received.append(part.choices[0].delta.content)
-    assert any(received) and api.idle()
+    assert any(received) and api.becomes_idle()
 
 
 def test_an_answer_that_takes_too_long_is_ended(api, monkeypatch):
@@ -310,7 +310,7 @@ def test_an_answer_that_takes_too_long_is_ended(api, monkeypatch):
     with pytest.raises(openai.APIError, match=r"more than 0\.3 s"):
         for part in api.chat(**options, stream=True):
             received.append(part.choices[0].delta.content)
-    assert any(received) and api.idle()
+    assert any(received) and api.becomes_idle()
 
 
 def test_a_task_that_is_cancelled_frees_the_slot(api):
@@ -325,14 +325,14 @@ def test_a_task_that_is_cancelled_frees_the_slot(api):
                         break
 
     asyncio.run(ask())
-    assert api.idle()
+    assert api.becomes_idle()
 
 
 def test_who_waits_no_longer_frees_the_slot(api):
     expected = api.chat().choices[0].message.content
     with openai_client(api.address, timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
         hasty.chat.completions.create(model="m", messages=ASK, extra_body={"ignore_eos": True})
-    assert api.idle()
+    assert api.becomes_idle()
     assert api.chat().choices[0].message.content == expected
 
 

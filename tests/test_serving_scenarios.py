@@ -197,7 +197,7 @@ def test_ends_are_forbidden_where_they_are_ignored(client, server):
     eos_ids = {
         bias_entry["token"] for bias_entry in settings["logit_bias"] if bias_entry["bias"] is None
     }
-    assert eos_ids == {*server.tokenizer.ends} and settings["ignore_eos"]
+    assert eos_ids == {*server.tokenizer.eog_ids} and settings["ignore_eos"]
     assert post_json(client, "/completion", TEXT)["generation_settings"]["logit_bias"] == []
 
 

@@ -91,7 +91,7 @@ def test_its_conversation(webui, api):
         assert isinstance(task_answer["choices"][0]["message"]["content"], str)
     next_answer = webui.post("/chat/completions", json=request | {"messages": messages}).json()
     assert next_answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
-    assert api.idle()
+    assert api.becomes_idle()
 
 
 def test_a_click_on_stop_frees_the_slot(webui, api):
@@ -107,11 +107,11 @@ def test_a_click_on_stop_frees_the_slot(webui, api):
         lines = (line for line in answer.iter_lines() if '"content": "' in line)
         assert next(lines)
     written = api.server.engine.totals.output_tokens
-    assert api.idle() and api.server.engine.totals.output_tokens - written < 100
+    assert api.becomes_idle() and api.server.engine.totals.output_tokens - written < 100
     long = [{"role": "user", "content": "the a " * 600}]
     with webui.stream("POST", "/chat/completions", json=request | {"messages": long}) as answer:
         assert answer.status_code == 200
-    assert api.idle() and api.server.engine.totals.output_tokens - written < 200
+    assert api.becomes_idle() and api.server.engine.totals.output_tokens - written < 200
 
 
 def test_tools_in_a_stream_as_it_asks_for_them(webui):

@@ -22,7 +22,7 @@ from packtrain.planner.device_spread import parse_spread
 from packtrain.planner.step_shape import StepShape
 
 MIB = 1 << 20
-SIZES = {"dim": 64, "layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}
+SIZES = {"dim": 64, "gpu_layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}
 SHORT = {"iters": 4, "threads": 1, "sample_every": 0, "overwrite": True, "warmup_ratio": 0.0}
 SHAPE = StepShape(Config(64, 16, 32, 8, 64, 2, 2), 2, 16)
 
@@ -79,15 +79,15 @@ def peak_nbytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("flags", "blocks", "last"),
     [
-        ({"device": "cpu:1", "layers": "3"}, "cpu " * 5 + "cpu:1 " * 3, "cpu"),
-        ({"device": "cpu:1", "layers": "8"}, "cpu:1 " * 8, "cpu"),
-        ({"device": "cpu:1", "layers": "99"}, "cpu:1 " * 8, "cpu:1"),
-        ({"device": "cpu:1", "layers": "0"}, "cpu " * 8, "cpu"),
+        ({"device": "cpu:1", "gpu_layers": "3"}, "cpu " * 5 + "cpu:1 " * 3, "cpu"),
+        ({"device": "cpu:1", "gpu_layers": "8"}, "cpu:1 " * 8, "cpu"),
+        ({"device": "cpu:1", "gpu_layers": "99"}, "cpu:1 " * 8, "cpu:1"),
+        ({"device": "cpu:1", "gpu_layers": "0"}, "cpu " * 8, "cpu"),
         ({"device": "cpu,cpu:1", "split": "3,5"}, "cpu " * 3 + "cpu:1 " * 5, "cpu:1"),
         ({"device": "cpu:1,cpu:2"}, "cpu:1 " * 4 + "cpu:2 " * 4, "cpu:2"),
         ({"device": "cpu:1,cpu:2", "memory": "1GiB,3GiB"}, "cpu:1 " * 2 + "cpu:2 " * 6, "cpu:2"),
         ({"device": "cpu:1,cpu:2", "split": "1,0"}, "cpu:1 " * 8, "cpu:2"),
-        ({"device": "cpu:1,cpu:2", "layers": "4", "split": "1,3"}, "cpu " * 4 + "cpu:1 " + "cpu:2 " * 3, "cpu"),
+        ({"device": "cpu:1,cpu:2", "gpu_layers": "4", "split": "1,3"}, "cpu " * 4 + "cpu:1 " + "cpu:2 " * 3, "cpu"),
     ],
 )  # fmt: skip
 def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last: str) -> None:
@@ -108,8 +108,8 @@ def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last:
     [
         ({"device": "fra"}, "device fra: it must be one of cpu, numpy, torch:cpu, cuda, mps, or NAME:N"),
         ({"device": "cpu,cpu"}, "each memory can be named once"),
-        ({"device": "cpu", "layers": "2"}, "--gpu-layers needs a --device with a memory of its own"),
-        ({"device": "cpu:1", "layers": "two"}, "--gpu-layers two: it must be a number of blocks, or auto"),
+        ({"device": "cpu", "gpu_layers": "2"}, "--gpu-layers needs a --device with a memory of its own"),
+        ({"device": "cpu:1", "gpu_layers": "two"}, "--gpu-layers two: it must be a number of blocks, or auto"),
         ({"device": "cpu,cpu:1", "split": "1"}, "--split 1: it must be 2 numbers such as 3,5"),
         ({"device": "cpu,cpu:1", "split": "0,0"}, "--split 0,0: it must be 2 numbers"),
         ({"device": "cpu,cpu:1", "split": "a,b"}, "--split a,b: it must be 2 numbers"),
@@ -278,9 +278,9 @@ def test_moments_that_stay_here_train_the_same(
     )
     assert list(offloaded.losses) == pytest.approx(list(on_device.losses), rel=1e-5)
     plans = on_device.plan.plans, offloaded.plan.plans
-    moved = plans[0].nbytes_of("moment", space="cpu:1")
-    assert moved and not plans[1].nbytes_of("moment", space="cpu:1")
-    assert plans[1].nbytes_of("moment", space="host") == moved
+    moved = plans[0].role_nbytes("moment", space="cpu:1")
+    assert moved and not plans[1].role_nbytes("moment", space="cpu:1")
+    assert plans[1].role_nbytes("moment", space="host") == moved
     saved_nbytes = plans[0].nbytes_in("cpu:1") - plans[1].nbytes_in("cpu:1")
     assert moved / 2 <= saved_nbytes <= 2 * moved
     assert 0 < peak_nbytes["cpu:1"] <= max(plan.nbytes_in("cpu:1") for plan in plans)

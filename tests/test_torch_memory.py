@@ -88,16 +88,16 @@ import sys
 m, k, n = map(int, sys.argv[1:])
 from packtrain import backends, kernels
 kernels.set_threads(min(kernels.COUNT, 2))
-from packtrain.common.memory import Peak, private_nbytes, settle
+from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 backends.backend("torch:cpu")
 import torch
 x, w, y = torch.ones(m, k), torch.ones(k, n), torch.ones(m, n)
-settle()
+release_memory()
 before = private_nbytes()
-with Peak() as peak:
+with MemoryPeak() as peak:
     for _ in range(3):
         y.addmm_(x, w)
-settle()
+release_memory()
 print(peak.nbytes - before, private_nbytes() - before)
 """
 

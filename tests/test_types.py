@@ -57,7 +57,7 @@ import sys
 import numpy as np
 import packtrain as pt
 from packtrain.dtypes import DTYPES
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.cli.main import main
 from packtrain.conversion.calibration.rounding_grid import codes_of, grid_of
 from packtrain.kernels.quantized_arrays import dequantize, quantize
@@ -68,10 +68,10 @@ packed = quantize(x, toy)
 values = dequantize(packed)
 np.testing.assert_array_equal(values, dequantize(quantize(x, q8_0)))
 grid = grid_of(packed)
-step, low = (np.repeat(part, 32, axis=1) for part in (grid.group_steps, grid.group_lows))
+step, low = (np.repeat(part, 32, axis=1) for part in (grid.code_steps, grid.group_lows))
 np.testing.assert_array_equal(codes_of(packed) * step + low, values)
 name = "blk.0.ffn_up.weight"
-write("m.gguf", {"general.architecture": Value("string", "llama")}, {name: x})
+write_gguf("m.gguf", {"general.architecture": MetadataValue("string", "llama")}, {name: x})
 assert main(["quantize", "m.gguf", "q.gguf", "toy"]) == 0
 made = GGUF("q.gguf")
 assert made.metadata["general.file_type"] == 999 and made.entries[name].dtype is toy

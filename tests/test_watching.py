@@ -494,7 +494,7 @@ def test_the_memory_of_the_page_is_in_the_plan(
 
 
 def test_addresses() -> None:
-    address = run_page_server.import_runs_server().address
+    address = run_page_server.import_runs_server().parse_address
     assert address("0") == ("127.0.0.1", 0) and address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert address("[::1]:8080") == ("::1", 8080)
     for wrong in ("", "x", ":80", "-1", "1e3", "localhost:", "a:b", "65536", "\u0661"):

@@ -14,7 +14,7 @@ def print_message(text: str) -> None:
 
 
 def print_row(text: str) -> None:
-    """Print a row of a task that goes on where its reader has left, as `head` does: a file is being written."""
+    """Print a row; if its reader has left, as `head` does, the task goes on: a file is being written."""
     try:
         print(text)
     except BrokenPipeError:
@@ -22,5 +22,5 @@ def print_row(text: str) -> None:
 
 
 def drop_output() -> None:
-    """From here on standard output goes nowhere."""
+    """Discard standard output from here on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -109,7 +109,7 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
 
 
 def check_settings(settings: BenchSettings) -> None:
-    """Raises InputError for what cannot be read or written, before any work."""
+    """Raise InputError for files that cannot be read or written, before any work."""
     if settings.limit is not None and "steps" not in settings.parts:
         raise InputError("--memory is for whole steps: add --part steps, or leave it out")
     for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
@@ -121,6 +121,7 @@ def check_settings(settings: BenchSettings) -> None:
 
 
 def load_verdict(wait_share: float) -> str:
+    """Say in a sentence whether the machine was quiet enough to measure."""
     if wait_share < MAX_WAIT_SHARE:
         return "The machine was quiet."
     wait_text = f"threads waited for the processor for {wait_share:.2f} s of each second"
@@ -128,7 +129,7 @@ def load_verdict(wait_share: float) -> str:
 
 
 def measured_tables(settings: BenchSettings) -> Iterator[BenchTable]:
-    """The tables of all parts that were asked for."""
+    """Measure the requested parts, and yield a table for each."""
     selected_parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*selected_parts}:
         rates = machine_rates.measure_rates()
@@ -142,7 +143,7 @@ def measured_tables(settings: BenchSettings) -> Iterator[BenchTable]:
             for i, (name, make_training) in enumerate(training_makers.items()):
                 counter(i + 1, len(training_makers), name)
                 yield bench_ops.measure_ops(make_training(), rates, rounds)[0]
-                release_memory()  # its session is gone
+                release_memory()  # the session of the training is gone
     if "products" in selected_parts:
         yield from products.tables(settings.short, rounds, progress_counter)
     if "steps" in selected_parts:

@@ -43,7 +43,7 @@ def run(settings: ChatSettings) -> int:
 
 
 def _input_lines(is_terminal: bool) -> Iterator[str]:
-    """Lines that are typed or piped in, without empty ones."""
+    """Yield lines that are typed or piped in, without empty ones."""
     while True:
         try:
             if is_terminal:
@@ -58,7 +58,7 @@ def _input_lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _handle_line(talk: ChatSession, line: str, is_terminal: bool) -> bool:
-    """Handle one line; False if a signal ended the answer and no terminal is there to continue."""
+    """Handle one line; returns False if a signal ended the answer and no terminal is there to continue."""
     text: str | None = line
     if line == "/clear":
         talk.clear()

@@ -40,7 +40,7 @@ def run(settings: CompareSettings) -> int:
 def table_columns(
     settings: CompareSettings, comparison: ComparisonResult
 ) -> dict[str, Callable[[ComparedModel], str]]:
-    """What the table shows of each model, by heading."""
+    """Return the table's columns: headings, each with a function from a model to its cell."""
 
     def wins(subject: ComparedModel) -> str:
         if subject is comparison.subjects[0]:
@@ -69,7 +69,7 @@ def table_columns(
 
 
 def comparison_json(comparison: ComparisonResult) -> str:
-    """Figures of each model, with the share of right answers, of those in the style, and the mean score."""
+    """Return questions and figures of each model as JSON, with shares of right and in-style answers and mean scores."""
     share_names = {"right": "share_right", "has": "share_has", "scores": "mean_score"}
     models = [
         asdict(subject)
@@ -102,7 +102,7 @@ def table_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iter
 
 
 def example_lines(settings: CompareSettings, comparison: ComparisonResult) -> Iterator[str]:
-    """The first answers side by side."""
+    """Yield lines that show the first answers side by side."""
     for question_index, question in enumerate(comparison.questions[: settings.show]):
         yield ""
         yield f"---- {_one_line(question.text)}"
@@ -118,7 +118,7 @@ def _one_line(text: str) -> str:
 
 
 def html_page(settings: CompareSettings, comparison: ComparisonResult) -> str:
-    """All of it as HTML that loads nothing."""
+    """Return the comparison as an HTML page that loads nothing."""
     shown = table_columns(settings, comparison)
     table_rows = [
         {name: cell(subject) for name, cell in shown.items()} for subject in comparison.subjects

@@ -12,7 +12,7 @@ from packtrain.workflows.comparison import ComparisonResult
 def comparison_page(
     data: Path, table_rows: Sequence[Mapping[str, str]], comparison: ComparisonResult
 ) -> str:
-    """The HTML; `table_rows` are the measures of each model by their headings."""
+    """Return the page as HTML; `table_rows` are the measures of each model by their headings."""
     header_cells = "".join(f"<th>{escape(name)}</th>" for name in table_rows[0])
     row_cells = (
         "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in row.items())
@@ -35,7 +35,7 @@ def comparison_page(
 
 
 def _article(comparison: ComparisonResult, model_names: Sequence[str], number: int) -> str:
-    """A question: the answer that the data has, and those of the models."""
+    """Return the HTML of a question, the data's answer, and the models' answers."""
     question = comparison.questions[number]
     columns = [_answer_column("data", "the answer in the data", "", question.answer)]
     for name, subject in zip(model_names, comparison.subjects, strict=True):

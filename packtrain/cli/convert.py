@@ -57,7 +57,7 @@ def run(settings: ConvertSettings) -> int:
 
 
 def _check_effects(settings: ConvertSettings) -> None:
-    """Refuse settings that would have no effect."""
+    """Raise InputError for settings that would have no effect."""
     if settings.base is not None and settings.type != AUTO:
         raise InputError(
             "--type has no effect with --base: adapters are f32; leave one of them out"

@@ -26,7 +26,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.training.ineffective_settings import TRAIN_ON_RULE, VAL_SPLIT_RULE, check_rules
 from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 
-CONTEXT = 2048  # at most, without --ctx
+CONTEXT = 2048  # most tokens of a sample, without --ctx
 TRAINED_COLOUR, RESET_COLOUR = "\x1b[32m", "\x1b[0m"
 
 
@@ -104,7 +104,7 @@ def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> DatasetRecipe:
 
 
 def description_lines(dataset: SampleDataset) -> Iterator[str]:
-    """The formats found, and the size of each split."""
+    """Yield lines about the data's formats, and the size of each split."""
     yield from dataset.notes
     for name, samples in (("training", dataset.train), ("validation", dataset.valid)):
         if samples is not None:
@@ -112,8 +112,8 @@ def description_lines(dataset: SampleDataset) -> Iterator[str]:
 
 
 def _size_text(samples: TokenizedSamples) -> str:
-    """Counts of samples, tokens and targets, and lengths of samples."""
-    total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
+    """Format counts of samples, tokens and targets, and quantiles of the samples' lengths."""
+    total, lengths = samples.ids.size, samples.lengths - 1  # inputs, without the last token
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
     return (
         f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} trained on"
@@ -123,7 +123,7 @@ def _size_text(samples: TokenizedSamples) -> str:
 
 
 def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, is_coloured: bool) -> str:
-    """A sample's text, special tokens by name, with trained tokens in colour or brackets."""
+    """Format a sample's text, special tokens by name, with trained tokens in colour or brackets."""
     start_mark, end_mark = (TRAINED_COLOUR, RESET_COLOUR) if is_coloured else ("[[", "]]")
     borders = np.flatnonzero(np.diff(weights)) + 1
     text = ""

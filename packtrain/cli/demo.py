@@ -58,7 +58,7 @@ def run(settings: DemoSettings) -> int:
 
 
 def library_documents(nbytes: int) -> Iterator[str]:
-    """Docstrings of the standard library with their names, file by file, about `nbytes` in total."""
+    """Yield docstrings of the standard library with their names, file by file, about `nbytes` in total."""
     root, num_chars = Path(sysconfig.get_path("stdlib")), 0
     for file in sorted(root.rglob("*.py")):
         parent_names = file.relative_to(root).parts[:-1]

@@ -66,5 +66,5 @@ def _openai_response(
 
 
 def _shortest_floats(row: np.ndarray) -> list[float]:
-    """As short as f32 allows."""
+    """Convert f32 values to floats that print as short as f32 allows."""
     return [float(str(value)) for value in row]

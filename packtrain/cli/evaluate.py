@@ -26,7 +26,7 @@ def _single_model_lines(result: EvalResult) -> Iterator[str]:
 
 
 def _table_lines(result: EvalResult) -> Iterator[str]:
-    """A line for each model, with its difference from the first if they can be compared."""
+    """Yield a line per model, with its difference from the first model if they can be compared."""
     first, width = next(iter(result.losses.values())), max(map(len, result.losses))
     diff_heading = "  difference of loss" if result.same else ""
     yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{diff_heading}"

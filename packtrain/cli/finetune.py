@@ -27,7 +27,7 @@ def run(settings: TuneSettings) -> int:
     job = result.plan.job  # a resumed run may have taken settings from its folder
     print_message(f"{result.output}: {size_text(result.output.stat().st_size)}")
     tuned = cast(TunedModel, job.model)
-    # there llama.cpp leaves an adapter's attention out
+    # beside latent attention, llama.cpp leaves out an adapter's attention
     adapter_works = not tuned.model.config.kv_lora_rank
     for command in _uses(cast(TuneSettings, job.settings), tuned, adapter_works):
         print_message(f"  {command}")
@@ -35,7 +35,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def _uses(settings: TuneSettings, tuned: TunedModel, adapter_works: bool) -> Iterator[str]:
-    """Commands that chat or generate with the result; with `adapter_works`, also with the adapter in llama.cpp."""
+    """Yield commands that use the result to chat or generate; `adapter_works`: also the adapter in llama.cpp."""
     is_chat, short_context = tuned.is_chat, tuned.model.config.short_context
     name, base_text = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained

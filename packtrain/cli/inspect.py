@@ -43,7 +43,7 @@ def run(settings: InspectSettings) -> int:
 
 
 def describe(gguf: GGUF) -> dict[str, Any]:
-    """The file as plain data: what --json prints."""
+    """Describe a file as plain data, which --json prints."""
     entries = gguf.entries.values()
     return {
         "file": str(gguf.path),
@@ -65,7 +65,7 @@ def describe(gguf: GGUF) -> dict[str, Any]:
 
 
 def description_lines(description: dict[str, Any]) -> Iterator[str]:
-    """The description as text."""
+    """Yield the description of a file as lines of text."""
     vocabulary = description["vocabulary"]
     parts_text = (
         f" and {plural(description['parts'] - 1, 'more part')}" if description["parts"] > 1 else ""
@@ -91,7 +91,7 @@ def description_lines(description: dict[str, Any]) -> Iterator[str]:
 
 
 def _type_stats(entries: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
-    """Tensors and bytes of each element type, the largest first."""
+    """Count tensors and bytes of each element type, the largest first."""
     stats_by_type: dict[str, dict[str, int]] = {}
     for e in entries:
         stats = stats_by_type.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
@@ -101,13 +101,13 @@ def _type_stats(entries: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
 
 
 def _template_names(gguf: GGUF) -> list[str]:
-    """Names of the chat templates; the one without a name is the default."""
+    """Return the names of the chat templates; a template without a name is `default`."""
     names = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
     return [name[1:] or "default" for name in names if not name or name[0] == "."]
 
 
 def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:
-    """Number of tokens, kind, and the special tokens."""
+    """Describe the vocabulary: its number of tokens, kind, and special tokens."""
     token_list = gguf.metadata.get(TOKENS_KEY)
     tokens = token_list if isinstance(token_list, list) else []
     special = {}
@@ -123,7 +123,7 @@ def _vocabulary_info(gguf: GGUF) -> dict[str, Any]:
 
 
 def _display_value(value: MetadataValue) -> Any:
-    """A metadata value to print or for JSON: long arrays as their length, long texts cut."""
+    """Convert a metadata value for print or JSON: long arrays become their length, long texts are cut."""
     content = value.value
     if isinstance(content, list | np.ndarray):
         if len(content) > MAX_ITEMS:

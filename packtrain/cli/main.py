@@ -68,7 +68,7 @@ MAX_HELP_WIDTH = 100  # most columns of a help
 
 
 def command() -> int:
-    """`main` for a process that ends with it: no garbage is looked for in modules and at the end, which takes 25 ms."""
+    """Run `main` in a process of its own, without garbage collection of modules and at the end, which takes 25 ms."""
     try:
         return main(owns_process=True)
     finally:
@@ -76,7 +76,7 @@ def command() -> int:
 
 
 def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
-    """Run one command and return its exit code. own: the process does nothing else."""
+    """Run one command and return its exit code; `owns_process`: the process does nothing else."""
     try:
         return _run_command(arguments, owns_process)
     except KeyboardInterrupt:  # also while the modules of the command are loaded
@@ -85,14 +85,14 @@ def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) 
 
 
 def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
-    # more are never used, and take time to start
+    # more threads are never used, and take time to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _open_streams()
     with gc_paused(freeze=owns_process), _defer_ctrl_c():
         options = _parse_arguments(_build_parser(_requested_commands(arguments)), arguments)
         if options is None:
             return BAD_INPUT
-        # not at the top: a version is there at once
+        # not at the top, so that --version answers at once
         runtime = import_module("packtrain.kernels.runtime")
         module, settings_class = _command_module(options.command), _settings_class(options.command)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
@@ -121,7 +121,7 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
 
 @contextmanager
 def _defer_ctrl_c() -> Iterator[None]:
-    """Ctrl-C counts at the end of the block, in which modules load: NumPy would turn it into an error of its own."""
+    """Delay Ctrl-C to the end of a block that loads modules: NumPy would turn Ctrl-C into an error of its own."""
     if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
@@ -144,14 +144,14 @@ def _settings_class(command: str) -> Any:
 
 
 def _requested_commands(arguments: Sequence[str] | None) -> Collection[str]:
-    """The commands that begin with the first word."""
+    """Return the commands that begin with the first word of the arguments."""
     words = sys.argv[1:] if arguments is None else arguments
     command_word = next((argument for argument in words if not argument.startswith("-")), "")
     return [name for name in COMMANDS if name.partition(" ")[0] == command_word]
 
 
 def _command_summary(command: str) -> str:
-    """What a command does, from the first line of its module, which is not loaded: all would take a second."""
+    """Return a command's summary, the first line of its module, without loading the module: all would take a second."""
     try:
         source_text = (get_data("packtrain.cli", f"{COMMANDS[command][0]}.py") or b"").decode()
     except OSError:  # only its compiled file is there
@@ -160,7 +160,7 @@ def _command_summary(command: str) -> str:
 
 
 def _parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
-    """The parsed command line; without a command, prints the help and returns None."""
+    """Parse the command line; without a command, prints the help and returns None."""
     options, unknown_arguments = parser.parse_known_args(arguments)
     if not hasattr(options, "command"):
         if unknown_arguments:
@@ -191,7 +191,7 @@ def _open_streams() -> None:
 
 
 def _flush_output() -> None:
-    """Drop what standard output cannot take; otherwise Python complains at exit."""
+    """Flush standard output, and drop text that it cannot take: Python would complain at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -207,7 +207,7 @@ def _exit_code(error: Exception) -> int:
 
 
 def _error_line(error: Exception) -> str:
-    """The error in one line; an unexpected one also names its type."""
+    """Format an error in one line; an unexpected error also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
     if isinstance(error, DoesNotFit):  # may have several lines, see planner.budget
@@ -218,7 +218,7 @@ def _error_line(error: Exception) -> str:
 
 
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """Settings of a resumed run: those it began with, unless new ones are given."""
+    """Set --config of a resumed run to the run.yaml in its folder, unless --config is given."""
     if getattr(options, "resume", False) and not options.config:
         run_folder = import_module("packtrain.training.train_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"
@@ -227,7 +227,7 @@ def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Name
 
 
 class _OptionHelpFormatter(argparse.HelpFormatter):
-    """Lines of at most WIDTH columns, each option with its value once, as `-c, --ctx N` or `--[no-]pack`."""
+    """Formats help in at most MAX_HELP_WIDTH columns, options with one value, as `-c, --ctx N` or `--[no-]pack`."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
@@ -288,7 +288,7 @@ class _CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _may_be_option(self, word: str) -> bool:
-        """Whether an argument may be an option of this parser, not of a subcommand's."""
+        """Return whether an argument may be an option of this parser, not of a subcommand."""
         return word != "--" and (self._subparsers is None or word.startswith("-"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -307,7 +307,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of these commands; of others it knows the names, and what they do."""
+    """Build the parser of the `selected` commands; of others it knows only names and summaries."""
     parser = _CommandParser(
         prog="packtrain",
         description="Train language models that live in GGUF files, in the memory you have.",

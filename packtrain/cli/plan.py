@@ -23,7 +23,7 @@ from packtrain.workflows.planned_run import PlannedRun, facts
 
 MAP_WIDTH = 100
 
-# of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
+# share of messages in what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
 PAYLOAD = 1448 / 1538
 
 
@@ -101,7 +101,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
 
 
 def parse_link_rate(text: str) -> float:
-    """Bytes of a message per second, of a rate in bits such as 10Gbit. Raises InputError."""
+    """Convert a link's rate in bits, such as 10Gbit, to bytes of messages per second. Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
     if match is None or not float(match[1]):
         raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
@@ -120,7 +120,7 @@ def _rank_summary(run_plan: PlannedRun, step: ExchangeTimes, ranks: int, link: s
 
 
 def _measured_peak(folder: Path) -> int | None:
-    """Measured peak memory of the finished run in the folder, if there is one."""
+    """Read the measured peak memory of a finished run in the folder; None if there is none."""
     metrics = folder / "metrics.jsonl"
     end_records = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
     return int(end_records[-1]["peak_bytes"]) if end_records else None

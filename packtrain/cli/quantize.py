@@ -9,7 +9,7 @@ from packtrain.workflows.quantization import MIB, QuantizeSettings, quantize
 
 
 class RowEvents(Events):
-    """Prints the rows. `event_output.Shown` does all that a long task needs, which takes time to load."""
+    """Prints rows only; `event_output.TerminalEvents`, for long tasks, takes time to load."""
 
     def row(self, text: str) -> None:
         print_row(text)

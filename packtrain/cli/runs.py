@@ -21,7 +21,7 @@ from packtrain.workflows.run_page_server import import_runs_server
 
 @dataclass(frozen=True)
 class RunsSettings:
-    """What to compare, and how to show it."""
+    """Settings of the comparison of runs."""
 
     folder: Path = positional("a folder that has runs in it, at any depth", Path("."))
     json: bool = option(False, "print JSON")

@@ -8,11 +8,11 @@ from packtrain.common.errors import printable
 from packtrain.workflows.behaviour_check import END_LABELS, CheckedAnswer
 
 MIN_WIDTH = 100  # characters of a terminal that shows two columns
-MAX_LINES = 12  # of a shown answer
+MAX_LINES = 12  # most lines of a shown answer
 
 
 def side_by_side(answers: Sequence[CheckedAnswer], width: int) -> Iterator[str]:
-    """Lines of at most `width` characters."""
+    """Yield lines of at most `width` characters that show held-out answers of base and tuned model."""
     for number, answer in enumerate(answers, 1):
         heading = f"held-out question {number} of {len(answers)}: {_on_one_line(answer.question)}"
         yield from wrap(heading, width, max_lines=3, placeholder=" …")
@@ -38,6 +38,6 @@ def _on_one_line(text: str) -> str:
 
 
 def _wrapped_lines(text: str, width: int) -> list[str]:
-    """The text's own lines, wrapped; the last shown one says if there are more."""
+    """Wrap the lines of a text, at most MAX_LINES; the last line is `…` if there are more."""
     lines = [part for line in text.splitlines() for part in wrap(printable(line), width)]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "…"]

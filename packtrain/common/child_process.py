@@ -1,6 +1,6 @@
 """Short-lived child processes: all their memory goes back to the system when they end.
 
-`ask` calls a function in a child; this file is also the child's main program. Children import this package from
+`run_in_child` calls a function in a child, whose main program this file is, too. Children import this package from
 wherever the parent did.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 SELDOM = 50_000  # new objects between searches for garbage: a graph becomes garbage as a whole
-DELAY_SECONDS = 2.0  # seconds to wait for an answer before `late` is called
+DELAY_SECONDS = 2.0  # seconds to wait for an answer before `on_delay` is called
 
 
 def variables() -> dict[str, str]:
@@ -29,7 +29,7 @@ def variables() -> dict[str, str]:
 def run_in_child(
     on_delay: Callable[[], None], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Call a function of this package in a child and return its result; calls `on_delay` if that takes long.
+    """Call a function of this package in a child and return its result; calls `on_delay` after DELAY_SECONDS.
 
     Raises RuntimeError with the last line of the child's stderr if the function raises.
     """
@@ -61,10 +61,10 @@ def run_in_child(
 
 
 def main() -> None:
-    """The child: reads a pickled call from standard input, writes its result to standard output."""
+    """Child's main program: reads a pickled call from standard input, writes the result to standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     function, args, kwargs = pickle.load(sys.stdin.buffer)
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported modules are never garbage
     gc.set_threshold(SELDOM)
     result: Any = function(*args, **kwargs)
     sys.stdout.buffer.write(pickle.dumps(result))

@@ -1,11 +1,11 @@
-"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,norecord,calls (any subset).
+"""Debugging by PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,norecord,calls (any subset).
 
 graph, place, plan  print that stage        time     seconds by op, after each run
 nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
 poison              fill bytes with NaN before they are written and after they are freed
 compare             run every op against its numpy kernel        noreuse  plan without reusing any byte
-norecord            run each call by itself, where stretches of them would be CUDA graphs
-calls               check the types of the arrays that kernels are given; of the environment only
+norecord            run each call by itself, instead of sequences of calls as CUDA graphs
+calls               check the types of arrays passed to kernels; read from the environment only
 """
 
 import os
@@ -23,7 +23,7 @@ _flags_override: ContextVar[frozenset[str] | None] = ContextVar("debug", default
 
 
 def flags() -> frozenset[str]:
-    """The current flags: those of the innermost `with debug(...)`, else of the environment."""
+    """Return the current debug flags: those of the innermost `with debug(...)`, else of PACKTRAIN_DEBUG."""
     override = _flags_override.get()
     return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if override is None else override
 
@@ -32,7 +32,7 @@ def flags() -> frozenset[str]:
 def debug(text: str) -> Iterator[None]:
     """`with debug("nan,poison"):` sets the flags for the block, in this thread.
 
-    They apply when an executor is created and when it runs.
+    Flags apply when an executor is created and when the executor runs.
     """
     token = _flags_override.set(_parse(text))
     try:
@@ -43,6 +43,7 @@ def debug(text: str) -> Iterator[None]:
 
 @cache
 def _parse(text: str) -> frozenset[str]:
+    """Return the flags of a comma-separated text. Raises InputError for an unknown flag."""
     flag_names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown_flags = sorted(flag_names - set(FLAGS))
     if unknown_flags:

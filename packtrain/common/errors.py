@@ -1,6 +1,6 @@
 """Errors meant for users, not programmers: one sentence, and an exit code.
 
-Sentences name flags, as the command line shows them; callers from Python get keywords, see `in_keywords`.
+Sentences name flags, as the command line shows them; callers from Python get keywords, see `with_keywords`.
 """
 
 import codecs
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
-codecs.lookup("unicode_escape")  # now, not inside a plan's memory
+codecs.lookup("unicode_escape")  # load it now, not inside a plan's memory
 LONGEST = 1200  # characters of a message
 RESUME_COMMAND = re.compile(r"packtrain (train|finetune) -o .+? --resume")
 # shell commands, which stay as they are, and flags
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 def with_keywords(text: str) -> str:
-    """A sentence of the command line with keywords for flags: `--lora-rank` is lora_rank, `--no-pack` pack=False."""
+    """Replace flags of a message by keywords: `--lora-rank` becomes lora_rank, `--no-pack` pack=False."""
 
     def to_keyword(match: re.Match[str]) -> str:
         name = (match["name"] or "").replace("-", "_")
@@ -42,7 +42,7 @@ def with_keywords(text: str) -> str:
 
 
 def name_keywords(target: T) -> T:
-    """Decorate a function, or all public methods of a class, so that errors name keywords; `flags` has the flags."""
+    """Decorate a function, or a class's public methods: errors name keywords; `error.flags` keeps the flags."""
     if isinstance(target, type):
         for name, member in [*vars(target).items()]:
             if isinstance(member, property):
@@ -65,12 +65,12 @@ def name_keywords(target: T) -> T:
 
 
 class UserError(Exception):
-    """An error whose message says all that its user needs; `flags` is the message with flags, if it has keywords."""
+    """An error whose message tells users all they need; `flags` is the message with flags, if it names keywords."""
 
     flags = ""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the line that called packtrain, and the message."""
+        """Lines that IPython prints: the line that called packtrain, and the message."""
         package = str(Path(__file__).parents[1])
         frames = traceback.extract_tb(self.__traceback__)
         caller_frames = [frame for frame in frames if not frame.filename.startswith(package)]
@@ -81,9 +81,9 @@ class InputError(UserError, ValueError):
     """Bad input. The message names the file, the field and what is expected. Exit code 2.
 
     fact    what is wrong, and where
-    advice  what is expected, or what to do; the message has both
-    It may quote untrusted text of a file: control characters and line ends are escaped, and the middle of a very
-    long message is cut out.
+    advice  what is expected, or what to do; the message joins both
+    The message may quote untrusted text of a file: control characters and line ends are escaped, and the middle of a
+    very long message is cut out.
     """
 
     def __init__(self, fact: str, advice: str = "") -> None:
@@ -99,7 +99,7 @@ class DoesNotFit(UserError, RuntimeError):
 
 
 class DiskFull(UserError, RuntimeError):
-    """A disk is full, or would be. Exit code 1."""
+    """A disk is full, or would become full. Exit code 1."""
 
 
 class RankLost(UserError, RuntimeError):
@@ -107,4 +107,4 @@ class RankLost(UserError, RuntimeError):
 
 
 class Interrupted(UserError, RuntimeError):
-    """Stopped by a signal, after saving what there was to save. Exit code 130."""
+    """A signal stopped the task, which first saved its progress. Exit code 130."""

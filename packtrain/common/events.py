@@ -1,7 +1,7 @@
-"""How a long task reports progress, and how it is asked to stop.
+"""Progress reports of a long task, and requests to stop it.
 
-`Events` ignores everything; the command line prints it (cli.event_output), `Callbacks` passes it to functions of the
-caller.
+`Events` ignores all reports; the command line prints them (cli.event_output), `TaskCallbacks` passes them to functions
+of the caller.
 """
 
 import threading
@@ -18,15 +18,15 @@ Counted = Callable[..., None]  # count(done, total, *texts)
 class StepReport:
     """A training step, with the validation after it, if there was one.
 
-    step, steps           its number from 1, and the number of the last step
-    tokens                trained on since the run began
+    step, steps           number of this step, from 1, and of the last step
+    tokens                trained tokens since the run began
     loss, grad_norm       means over the tokens of the step, before clipping
     lr                    learning rate
-    tokens_per_second     learnt tokens; `positions_per_second` counts padding and prompts, too
+    tokens_per_second     trained tokens; `positions_per_second` counts padding and prompts, too
     seconds               of all steps so far
     peak_nbytes           private memory of the process at its peak so far
     val_loss, val_error   mean and standard error in nats
-    val_accuracy          share of tokens that were the likeliest one, with its standard error
+    val_accuracy          share of tokens that the model predicted; its standard error is `val_accuracy_error`
     """
 
     step: int
@@ -49,39 +49,39 @@ class Events:
     """Reports nothing and never stops the task."""
 
     def message(self, text: str) -> None:
-        """A message for the user: what was chosen, a warning, what happens now."""
+        """Report a message to the user: a choice, a warning, the next stage."""
 
     def notice(self, text: str) -> None:
-        """A message that nobody may miss: the task was stopped, and this is how it goes on."""
+        """Report a message that nobody may miss: the task was stopped, and how to resume it."""
         self.message(text)
 
     def text(self, piece: str) -> None:
-        """A piece of generated text, as soon as it is known."""
+        """Report a piece of generated text as soon as it is known."""
 
     def row(self, text: str) -> None:
-        """A row of the printed table: a tensor that was written."""
+        """Report a row of the printed table: a tensor that was written."""
 
     def plan(self, planned_run: Any) -> None:
-        """A run is planned (`workflows.planned_run.Ready`) and starts now."""
+        """Report that a run is planned (`workflows.planned_run.PlannedRun`) and starts now."""
 
     @contextmanager
     def training(
         self, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None
     ) -> Iterator[None]:
-        """Steps are reported inside this block."""
+        """Enclose the training steps, which are reported inside this block."""
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        """A line of metrics.jsonl: a step, with `val_loss` and `val_error` where validation followed it."""
+        """Report a line of metrics.jsonl: a step, with `val_loss` and `val_error` if validation followed."""
 
     def sample(self, text: str) -> None:
-        """Text that the model generates after --sample-prompt."""
+        """Report text that the model generated after --sample-prompt."""
 
     def answers(self, answers: Sequence[Any]) -> None:
-        """Held-out questions as base and tuned model answer them (`workflows.behaviour_check.CheckedAnswer`)."""
+        """Report held-out questions with the base's and the tuned model's answers (`behaviour_check.CheckedAnswer`)."""
 
     def checkpoint_saved(self, path: Path) -> None:
-        """A checkpoint was written."""
+        """Report that a checkpoint was written."""
 
     @contextmanager
     def counting(self, label: str, unit: str) -> Iterator[Counted]:
@@ -96,8 +96,7 @@ class Events:
 
 @dataclass
 class TaskCallbacks(Events):
-    """Functions of the caller, each called in the thread of the task; once `cancel` is set, from any thread, the task
-    saves and stops."""
+    """Pass reports to the caller's functions, in the task's thread; setting `cancel` saves and stops the task."""
 
     on_message: Callable[[str], None] | None = None
     on_plan: Callable[[Any], None] | None = None

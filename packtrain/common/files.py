@@ -18,19 +18,19 @@ from typing import Any, BinaryIO
 
 from packtrain.common.errors import InputError
 
-Check = Callable[[Path], object]  # of a whole file before it gets its name; `bool` lets all pass
-NUMBERS = count()  # of temporary files: several threads may write one file, and the last one wins
+Check = Callable[[Path], object]  # checks a complete file before its renaming; `bool` accepts all
+NUMBERS = count()  # of temporary files: if several threads write one file, the last rename wins
 SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing, without waiting
-# Windows has none: no lock there
+# Windows has no fcntl, hence no lock
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """`with atomic_path(path) as part:` a temporary name for a file that replaces `path` when the block succeeds.
+    """`with atomic_path(path) as temp_path:` temp_path replaces `path` when the block succeeds.
 
-    If the block raises or the process dies, the old file stays as it was; who may read it stays the same. A symlink
-    stays a symlink: its target is replaced. The file must be synced when the block ends.
+    If the block raises or the process dies, the old file stays. The new file keeps the old one's owner and permissions.
+    A symlink stays a symlink: its target is replaced. The block must sync the file.
     """
     path = Path(path).resolve()
     temp_path, old_stat = _temp_path_of(path), path.stat() if path.exists() else None
@@ -55,7 +55,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
-    """Owner, where that is allowed, and rights of the file that it will replace."""
+    """Give the temporary file the permissions, and if allowed the owner, of the file that it will replace."""
     if os.name != "nt":
         with suppress(OSError):
             os.chown(temp_path, old_stat.st_uid, old_stat.st_gid)
@@ -64,9 +64,9 @@ def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
 
 @contextmanager
 def _freed_in_background(path: Path) -> Iterator[None]:
-    """If the block replaces this file, a thread frees the old one's blocks and pages: a gigabyte takes 0.2 s."""
+    """If the block replaces `path`, free the old file's blocks and pages in a thread: 0.2 s per gigabyte."""
     old_descriptor = None
-    if os.name != "nt":  # there no open file can be replaced
+    if os.name != "nt":  # Windows cannot replace an open file
         with suppress(OSError):
             old_descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -80,12 +80,12 @@ def _freed_in_background(path: Path) -> Iterator[None]:
 
 
 def _temp_path_of(path: Path) -> Path:
-    """A name for a temporary file beside it, from which `remove_parts` reads the process."""
+    """Return a temporary name beside `path`, from which `remove_temp_files` reads the process id."""
     return path.with_name(f".{path.name}.{next(NUMBERS)}.{os.getpid()}.part")
 
 
 def remove_temp_files(folder: Path, name: str = "*") -> None:
-    """Remove the temporary files of processes that were killed while they wrote here a file of that name."""
+    """Remove temporary files that killed processes left in `folder` while they wrote a file of this name."""
     for path in folder.glob(f".{name}.*.part"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _is_running(int(pid)):
@@ -95,14 +95,14 @@ def remove_temp_files(folder: Path, name: str = "*") -> None:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError as error:  # another's process lives, too
+    except OSError as error:  # another user's process is running, too
         return not isinstance(error, ProcessLookupError)
     return True
 
 
 @contextmanager
 def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
-    """`with atomic_file(path) as file:` a file that replaces `path` when the block and `check` succeed."""
+    """`with atomic_file(path) as file:` the open file replaces `path` when the block and `check` succeed."""
     with atomic_path(path) as temp_path:
         with io.BufferedWriter(_TempFile(temp_path, path)) as file:
             yield file
@@ -114,7 +114,7 @@ def atomic_file(path: str | Path, check: Check = bool) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _errors_named(path: str | Path) -> Iterator[None]:
-    """Name the file in errors of writing, which have no name."""
+    """Put the file's name into OSErrors of the block: those of writing have none."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def _errors_named(path: str | Path) -> Iterator[None]:
 
 
 class _TempFile(io.FileIO):
-    """The temporary file, whose errors name the file that it will be."""
+    """A temporary file whose errors name the final file."""
 
     def __init__(self, temp_path: Path, path: str | Path) -> None:
         super().__init__(temp_path, "w")
@@ -135,7 +135,7 @@ class _TempFile(io.FileIO):
 
 
 def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
-    """Have these bytes of a file written to the disk while more are made, so that syncing it has little left to do."""
+    """Start writing a range of a file to the disk while more is produced, so that syncing is quick at the end."""
     if sys.platform == "linux":
         args = file.fileno(), ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_WRITE
         getattr(ctypes.CDLL(None), "sync_file_range", lambda *args: 0)(*args)
@@ -143,7 +143,7 @@ def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that renames in it survive a crash."""
-    if os.name == "nt":  # folders cannot be opened there
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -153,7 +153,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write the whole file atomically, see atomic_file."""
+    """Write a text file atomically, see `atomic_file`."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
@@ -185,7 +185,7 @@ def check_writable(path: str | Path, field: str) -> None:
 
 
 def _can_replace(path: Path) -> bool:
-    """Whether this user may replace the file, which folders such as /tmp leave to its owner and theirs."""
+    """Whether this user may replace the file: in a folder such as /tmp only the file's or folder's owner may."""
     folder_stat = path.parent.stat()
     if os.name == "nt" or not folder_stat.st_mode & stat.S_ISVTX:
         return True
@@ -201,7 +201,7 @@ def check_not_read(path: Path, field: str, read: Iterable[Path | None]) -> None:
 
 
 def check_output(output: Path, field: str, read: Iterable[Path | None], overwrite: bool) -> None:
-    """Raise InputError if a file cannot be written there, is read, or exists without --overwrite."""
+    """Raise InputError if `output` cannot be written, is among the files `read`, or exists without --overwrite."""
     check_writable(output, field)
     check_not_read(output, field, read)
     if output.exists() and not overwrite:
@@ -219,7 +219,7 @@ def _resolve_path(path: Path, field: str) -> Path:
 
 
 def require_existing(path: str | Path, field: str) -> Path:
-    """The path of an existing file or folder. Raises InputError if it is missing or cannot be read."""
+    """Return the path of an existing file or folder. Raises InputError if it is missing or cannot be read."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{field}: {path} does not exist")
@@ -231,7 +231,7 @@ def require_existing(path: str | Path, field: str) -> Path:
 
 
 def read_text(path: Path, field: str) -> str:
-    """The text of a file. Raises InputError."""
+    """Return the text of a UTF-8 file. Raises InputError."""
     if require_existing(path, field).is_dir():
         raise InputError(f"{field}: {path} is a folder; give a text file")
     try:
@@ -242,7 +242,7 @@ def read_text(path: Path, field: str) -> str:
 
 @contextmanager
 def file_lock(path: Path, description: str) -> Iterator[None]:
-    """Lock `path` against other processes. Raises InputError if one holds it; the system frees it if this one dies."""
+    """Lock `path` against other processes while the block runs. Raises InputError if another process holds it."""
     with open(path, "wb") as file:
         if fcntl is not None:
             try:

@@ -1,8 +1,8 @@
 """Private memory: bytes that belong to one process and cannot be dropped and read again from a file.
 
-Measured for this process, for another one with its children, and as the peak during a block. On
-Linux that is RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (walking smaps takes ten times as
-long), elsewhere psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
+Measures this process, another process with its children, and the peak during a block. On Linux private memory is
+RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (walking smaps takes ten times as long), elsewhere
+psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SAMPLE_SECONDS = 0.02  # a sample takes 0.2 ms including the wake-up: 1 % of a c
 
 
 def _read_status(pid: int) -> bytes:
-    """/proc/<pid>/status of a process; empty if there is none."""
+    """Return /proc/<pid>/status; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             return file.read()
@@ -48,12 +48,12 @@ def _private_nbytes(pid: int) -> int:
 
 
 def private_nbytes() -> int:
-    """Private memory of this process, now."""
+    """Return the private memory of this process, now."""
     return _private_nbytes(os.getpid())
 
 
 def private_nbytes_of(pid: int) -> int:
-    """Private memory of a process and all its descendants, seen from outside; 0 after it has ended.
+    """Return the private memory of a process and all its descendants; 0 after the process has ended.
 
     A child between fork and exec still shares its parent's memory, which is not counted twice.
     """
@@ -77,14 +77,14 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, but for objects in cycles."""
+    """Return freed memory to the system, without collecting objects in cycles first."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:  # glibc
         trim(0)
 
 
 class MemoryPeak:
-    """`with Peak() as peak:` samples private memory in a thread; `peak.nbytes` is the maximum so far.
+    """`with MemoryPeak() as peak:` samples private memory in a thread; `peak.nbytes` is the maximum so far.
 
     baseline  private memory when the block began
     Memory held for less than SAMPLE_SECONDS may be missed.
@@ -114,7 +114,7 @@ class MemoryPeak:
 
 
 def parse_size(text: str, field: str) -> int:
-    """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80% of the memory of this machine. Raises InputError."""
+    """Return the bytes of a size: 1.5GiB, 800MiB, 65536KiB, or 80% of this machine's memory. Raises InputError."""
     match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")
@@ -131,7 +131,7 @@ def parse_size(text: str, field: str) -> int:
 
 
 def total_nbytes() -> int:
-    """Memory of this machine, or the limit of its control group."""
+    """Return the memory of this machine, or the limit of its control group."""
     machine_nbytes = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         machine_nbytes = min(machine_nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -6,8 +6,8 @@
         temp: float = option(0.8, "temperature; 0 takes the likeliest token", flags="--temperature")
 
 A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
-`X | None` is unset by default; a tuple's flag may be repeated. A class with many options names those that a short
-help shows, in its order: `COMMON = "temp top_k seed"`.
+`X | None` is unset by default; a tuple's flag may be repeated. `COMMON = "temp top_k seed"` in a class with many
+options lists, in order, the options of its short help.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def option(
     group: str = "",
     metavar: str = "",
 ) -> Any:
-    """A field with a default; `flags` are aliases, `min_value` and `max_value` bound a number.
+    """Declare a setting with a default; `flags` are aliases, `min_value` and `max_value` bound a number.
 
-    `group` is its heading in the help (one of GROUPS), `metavar` the placeholder for its value.
+    `group` is the heading in the help (one of GROUPS), `metavar` the placeholder for the value.
     """
     metadata = {
         "help": help,
@@ -59,7 +59,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# fields of one kind, under one heading
+# `option` with a heading of the help
 DATA, MODEL = partial(option, group="data"), partial(option, group="model")
 TRAINING, LORA = partial(option, group="training"), partial(option, group="LoRA")
 SAMPLING, MEMORY = partial(option, group="sampling"), partial(option, group="memory")
@@ -67,24 +67,24 @@ OUTPUT = partial(option, group="output and logging")
 
 
 def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
-    """A positional argument, required if it has no default."""
+    """Declare a positional argument, required if it has no default."""
     return dataclasses.field(default=default, metadata={"help": help, "positional": True})
 
 
 def required(help: str, *, flags: str = "", group: str = "") -> Any:
-    """A required flag or YAML key."""
+    """Declare a required flag or YAML key."""
     return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
 
 
 def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
-    """The fields of a class that are declared as options."""
+    """Return the fields of a class that are declared as options."""
     return [field for field in _fields(cls) if "help" in field.metadata]
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:
-    """Add the flags of a settings class by group, and `--config FILE`; returns the headings of the groups.
+    """Add `--config FILE` and the flags of a settings class to a parser; returns the headings of their groups.
 
-    The namespace has only the flags that are given, as text; `from_flags` checks them.
+    The parsed namespace has only the flags on the command line, as text; `from_flags` checks them.
     """
     types_, fields = _hints(cls), _fields(cls)
     parser.add_argument(
@@ -119,7 +119,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
 
 
 def positionals(cls: type) -> list[str]:
-    """The positional arguments as a usage line shows them."""
+    """Return the positional arguments as a usage line shows them: `MODEL`, `[PROMPT]`, `FILES …`."""
     field_types = _hints(cls)
     defaults = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
     shown = {n: f"{n.upper()} …" if _value_type(field_types[n])[1] else n.upper() for n in defaults}
@@ -128,7 +128,7 @@ def positionals(cls: type) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """The flag of a setting: lora_rank is --lora-rank."""
+    """Return the flag of a setting: lora_rank is --lora-rank."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -143,7 +143,7 @@ def _help(field: "dataclasses.Field[Any]") -> str:
 
 
 def _value_type(hint: Any) -> tuple[Any, bool]:
-    """The type of one value of a field, and whether it takes several."""
+    """Return the type of one value of a field, and whether the field takes several values."""
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     if isinstance(hint, types.UnionType):
@@ -152,18 +152,19 @@ def _value_type(hint: Any) -> tuple[Any, bool]:
 
 
 def from_flags(cls: type[T], namespace: argparse.Namespace) -> T:
-    """Settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
+    """Build settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
     read = read_yaml(cls, namespace.config) if namespace.config else {}
     flags = {f.name: getattr(namespace, f.name) for f in _fields(cls) if hasattr(namespace, f.name)}
     return _complete(cls, check_values(cls, read, str(namespace.config)) | check_values(cls, flags))
 
 
 def from_values(cls: type[T], values: Mapping[str, Any], source: str | None) -> T:
-    """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
+    """Build settings from plain values, each checked against its field's type, choices and bounds."""
     return _complete(cls, check_values(cls, values, source), source and "")
 
 
 def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") -> T:
+    """Build the settings. Raises InputError if a required value is missing."""
     for f in _fields(cls):
         if f.name not in values and f.default is dataclasses.MISSING:
             raise InputError(f"{_location_of(f, source)} must be given: {f.metadata['help']}")
@@ -171,7 +172,7 @@ def _complete(cls: type[T], values: Mapping[str, Any], source: str | None = "") 
 
 
 def check_values(cls: type, values: Mapping[str, Any], source: str | None = "") -> dict[str, Any]:
-    """The values converted to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
+    """Convert values to the types of their fields. Raises InputError naming the file, the flag or the keyword."""
     hints = _hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 
@@ -191,8 +192,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
 
 
 def _location_of(field: "dataclasses.Field[Any]", source: str | None) -> str:
-    """Where a value comes from: `run.yaml: batch_size`, on the command line, "", `--batch-size` or `MODEL`, and in a
-    call from Python, None, `batch_size`."""
+    """Name a setting: `run.yaml: batch_size` by file, `--batch-size` for "", batch_size for None (Python)."""
     if source or source is None:
         return f"{source}: {field.name}" if source else field.name
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)
@@ -215,7 +215,7 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
 
 def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str | None) -> Any:
     location, metadata = _location_of(field, source), field.metadata
-    if kind is Path and value == "":  # it would be the current folder
+    if kind is Path and value == "":  # Path("") would be the current folder
         raise InputError(f"{location} is empty; give a name")
     value = _convert_value(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -237,13 +237,11 @@ def _check_value(field: "dataclasses.Field[Any]", kind: Any, value: Any, source:
 
 def _convert_value(value: Any, kind: Any) -> Any:
     """Convert text to a number or path, and an int to a float or text, as the field requires."""
-    if isinstance(value, str) and kind in (
-        int,
-        float,
-    ):  # a flag, or 1e-3, which YAML 1.1 reads as text
+    # text of a flag, or 1e-3, which YAML 1.1 reads as text
+    if isinstance(value, str) and kind in (int, float):
         with suppress(ValueError):
             return kind(value)
-    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's numbers
         value = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
         with suppress(OverflowError):
@@ -260,12 +258,12 @@ def _range_text(min_value: float | None, max_value: float | None) -> str:
 
 
 def yaml() -> Any:
-    """The package, which takes long to load and is needed rarely."""
+    """Import and return the yaml package, which takes long to load and is needed rarely."""
     return importlib.import_module("yaml")
 
 
 def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
-    """Settings in a YAML file, as plain values by name. Raises InputError."""
+    """Read settings from a YAML file, as plain values by name. Raises InputError."""
     try:
         values = yaml().safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -282,7 +280,7 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 
 
 def to_yaml(settings: Any) -> str:
-    """All settings of a run, as YAML that `--config` can read."""
+    """Write all settings of a run as YAML that `--config` can read."""
 
     def to_plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -294,5 +292,5 @@ def to_yaml(settings: Any) -> str:
 
 
 def unescape(text: str) -> str:
-    r"""The text with \n and \t, as typed on a command line, as a line feed and a tab."""
+    r"""Replace \n and \t, as typed on a command line, by a line feed and a tab."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

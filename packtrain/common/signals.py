@@ -9,8 +9,10 @@ from types import FrameType
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C in a call from Python, or a notebook's stop button, as such a flag; in other threads than the main one it
-    is never set."""
+    """`with stop_on_interrupt() as should_stop:` should_stop() is true after Ctrl-C, or a notebook's stop button.
+
+    In other threads than the main one should_stop() is never true.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
@@ -20,12 +22,11 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def stop_on_signals(numbers: Sequence[int] = ()) -> Iterator[Callable[[], bool]]:
-    """`with stop_on_signals() as stopped:` yields a function that returns whether a signal has arrived.
+    """`with stop_on_signals() as should_stop:` should_stop() returns whether a signal has arrived.
 
-    numbers  of the signals; by default Ctrl-C, SIGTERM and a closed terminal
-    Training calls it between steps; generation passes it to the executor, which calls it between ops (`stop=`).
-    A second signal raises KeyboardInterrupt wherever the program is. A closed terminal (SIGHUP) counts, too, unless it
-    is ignored as under nohup. Main thread only, as Python's signals are.
+    numbers  signal numbers; default: Ctrl-C, SIGTERM and a closed terminal (SIGHUP), unless ignored as under nohup
+    Training calls should_stop between steps, the executor between ops (`stop=`). A second signal raises
+    KeyboardInterrupt wherever the program is. Main thread only, as Python's signals are.
     """
     was_signaled = False
 

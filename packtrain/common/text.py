@@ -7,20 +7,20 @@ from typing import TextIO
 
 
 def plural(num_items: int, singular: str, plural_form: str = "") -> str:
-    """1 document, 2 documents, 1,000 matrices: `plural_form` is the plural where it is not `singular` with an s."""
+    """Format a count: 1 document, 2 documents, 3 matrices; `plural_form` replaces `singular` with an s."""
     return f"{num_items:,} {singular if num_items == 1 else plural_form or f'{singular}s'}"
 
 
 def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> str:
-    """The first few names, each shortened, and how many more there are."""
+    """Join the first few names, each shortened, and say how many more there are."""
     shown = [name if len(name) <= width else f"{name[:width]}…" for name in [*names][:max_names]]
     suffix = f" and {len(names) - max_names:,} more" if len(names) > max_names else ""
     return f"{', '.join(shown)}{suffix}"
 
 
 def did_you_mean(typed: str, candidates: Collection[str]) -> str:
-    """`; did you mean --memory?` with the closest known name, or an empty text."""
-    names = {name.lstrip("-"): name for name in candidates}  # dashes make all options alike
+    """Return `; did you mean --memory?` with the closest candidate, or an empty text."""
+    names = {name.lstrip("-"): name for name in candidates}  # dashes make options alike
     stripped = typed.lstrip("-").lower()
     prefixed = sorted((name for name in names if stripped and name.startswith(stripped)), key=len)
     matches = prefixed or get_close_matches(stripped, [*names], n=1, cutoff=0.65)
@@ -36,7 +36,7 @@ def long_context_warning(ctx: int, model_ctx: int) -> str:
 
 
 def use_colour(stream: TextIO) -> bool:
-    """Whether to write colour to this stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
+    """Whether to write colour to a stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -45,12 +45,12 @@ def use_colour(stream: TextIO) -> bool:
 
 
 def clock(seconds: float) -> str:
-    """83 -> '1:23', 3683 -> '1:01:23'."""
+    """Format seconds: 83 -> '1:23', 3683 -> '1:01:23'."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
 def speed_text(tokens_per_second: float) -> str:
-    """Speed by all tokens that are computed, prompts and padding included."""
+    """Format the speed in tokens/s; callers count all computed tokens, prompts and padding included."""
     return f"{tokens_per_second:,.0f} tokens/s"

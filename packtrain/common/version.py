@@ -1,3 +1,3 @@
-"""The version, which the command line and files that are written tell."""
+"""Version of packtrain, which the command line prints and written files record."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Reads and writes PEFT adapters: a folder of adapter_config.json and adapter_model.safetensors.
 
-The base determines the names of the matrices in a checkpoint, and whose rows are permuted in GGUF files. Refuses what
-a GGUF adapter cannot hold (DoRA, biases, whole modules).
+The base determines the names of the matrices in a checkpoint, and whose rows are permuted in GGUF files. Refuses
+contents that a GGUF adapter cannot store (DoRA, biases, whole modules).
 """
 
 import json
@@ -34,8 +34,8 @@ HALF_PATTERN = re.compile(
 )
 COPY_PATTERN = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
 HEAD_MODULE = "lm_head"
-# every field of PEFT's configuration: those that count, those without effect on what a trained adapter adds, and those
-# with which a folder holds more than A and B, or uses them differently
+# Every field of PEFT's configuration: those that count, those that do not change what a trained adapter adds, and those
+# with which a folder stores more than A and B, or uses them differently.
 CONFIG_FIELDS = {
     "honoured": """peft_type bias init_lora_weights lora_alpha alpha_pattern use_rslora target_modules exclude_modules
         layers_to_transform layers_pattern""",
@@ -48,17 +48,17 @@ CONFIG_FIELDS = {
 }  # fmt: skip
 FIELD_KINDS = {name: kind for kind, names in CONFIG_FIELDS.items() for name in names.split()}
 OFF_VALUES: tuple[Any, ...] = None, False, "", [], {}
-# what A and B begin with while the base stays as it is; all others take it out of the base when an adapter is loaded
+# starts of A and B that leave the base as it is; with all others, PEFT subtracts A and B from the base it loads
 NEUTRAL_INITS = None, True, False, "true", "gaussian", "orthogonal", "eva", "lora_ga"
 SCALE_TOLERANCE, NUM_COMPARED_ROWS = 1e-9, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted.
+    """The place of a checkpoint's matrix in the base: its tensor, its expert, and its heads if rows are permuted.
 
-    row_spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order; and ...
-    column_spans  ... columns
+    row_spans     rows of the checkpoint in the order of the base, each (from, to); none: all, in their order
+    column_spans  columns of the checkpoint, likewise
     """
 
     tensor: str
@@ -68,14 +68,14 @@ class AdaptedMatrix:
     column_spans: RowSpans = ()
 
     def to_base_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
-        """A and B as the base orders its columns and rows."""
+        """Return A and B with columns and rows in the order of the base."""
         a = a[:, order(self.column_spans)] if self.column_spans else a
         if self.heads and len(b) % (2 * self.heads) == 0:
             return a, pair_halves(b, self.heads)
         return a, b[order(self.row_spans)] if self.row_spans else b
 
     def to_checkpoint_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
-        """A and B as the checkpoint orders its columns and rows."""
+        """Return A and B with columns and rows in the order of the checkpoint."""
         a = a[:, np.argsort(order(self.column_spans))] if self.column_spans else a
         if self.heads:
             return a, halved(b, self.heads)
@@ -83,7 +83,7 @@ class AdaptedMatrix:
 
 
 def places(model: ModelFile) -> dict[str, AdaptedMatrix]:
-    """The matrices that can have adapters, by the name of their module in a checkpoint of this model."""
+    """Return the matrices that can have adapters, by the name of their module in a checkpoint of this model."""
     c, tensor_entries, matrices = model.config, model.gguf.entries, dict[str, AdaptedMatrix]()
     if any(family.has_scaled_matrices for family in c.traits.families):
         raise InputError(
@@ -107,14 +107,13 @@ def places(model: ModelFile) -> dict[str, AdaptedMatrix]:
             for expert in range(c.expert_count):
                 name = f"{at}.{module.format(expert)}"
                 matrices[name] = AdaptedMatrix(f"blk.{i}.{part}.weight", expert)
-    if not c.tied:  # otherwise an adapter of one would change the other, too
+    if not c.tied:  # if tied, an adapter of the embedding would change the head, too
         matrices |= {name: AdaptedMatrix(EMBEDDING) for name in _embedding_modules(model)}
         matrices[HEAD_MODULE] = AdaptedMatrix("output.weight")
     return matrices
 
 
 def _embedding_modules(model: ModelFile) -> list[str]:
-    """The embedding's names in checkpoints of this model."""
     families = model.config.traits.families
     return [f"{family.names.prefix}{family.names.embedding}" for family in families]
 
@@ -123,7 +122,7 @@ def _embedding_modules(model: ModelFile) -> list[str]:
 
 
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
-    """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
+    """Read the adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot store."""
     config = _read_config(folder / CONFIG)
     halves = _read_halves(folder / TENSORS, config, model)
     alpha, by_tensor = 0.0, dict[str, dict[int | None, Pair]]()
@@ -142,7 +141,7 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The configuration; every field is honoured, without effect, or refused unless it is off."""
+    """Read the configuration; each field is honoured, without effect, or refused unless it is off."""
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
@@ -165,12 +164,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_any(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether the value is one of these, with 0 and 1 apart from False and True."""
+    """Whether the value is one of these, where 0 and 1 differ from False and True."""
     return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
 
 def _check_target(path: Path, config: Mapping[str, Any], module: str) -> None:
-    """Raise InputError for a module that is not among the targets: PEFT leaves its A and B out."""
+    """Raise InputError for a module that is not among the targets: PEFT would ignore its A and B."""
 
     def is_listed(key: str) -> bool:
         listed_values = config.get(key)
@@ -202,7 +201,7 @@ def _matches(path: Path, key: str, pattern: str, module: str) -> bool:
 
 
 def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """The scale of B A in this module."""
+    """Return the scale of B A in this module."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in as_object(config.get("alpha_pattern")).items():
         if _matches(path, "alpha_pattern", rf"(.*\.)?({pattern})", module):
@@ -216,7 +215,7 @@ def _lora_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
 
 
 def _read_halves(path: Path, config: Mapping[str, Any], model: ModelFile) -> dict[str, Pair]:
-    """A and B of each module, f32; a copy of the base's embedding or head may be beside them."""
+    """Read A and B of each module, f32; a copy of the base's embedding or head may stand beside them."""
     by_module = dict[str, dict[str, np.ndarray]]()
     modules = places(model)
     for name, stored_tensor in open_file(path).items():
@@ -276,7 +275,7 @@ def _unknown_module_message(module: str, model: ModelFile) -> str:
 
 
 def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_experts: int) -> Pair:
-    """The pair of a matrix, or those of all experts stacked, with zeros for experts without one."""
+    """Return the pair of a matrix, or those of all experts stacked, with zeros for experts without a pair."""
     if None in by_expert:
         return by_expert[None]
     first_pair = next(iter(by_expert.values()))
@@ -297,7 +296,7 @@ def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_ex
 
 
 def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
-    """Write an adapter of this base as a PEFT folder; returns the number of tensors.
+    """Write an adapter of this base as a PEFT folder; return the number of tensors.
 
     Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
     """
@@ -325,7 +324,7 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
 
 def _peft_config(adapter: Adapter, modules: Mapping[str, AdaptedMatrix]) -> dict[str, Any]:
-    """The adapter_config.json with which PEFT computes the same."""
+    """Return the adapter_config.json with which PEFT computes what the adapter does here."""
     ranks = {
         module: adapter.lora_pairs[place.tensor][1].shape[-1] for module, place in modules.items()
     }

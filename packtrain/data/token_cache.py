@@ -1,7 +1,7 @@
 """Cached folders, each filled once by a child process, whose memory is freed before the result is used.
 
-A module and a request go in; `python -m <module>` answers the request by filling a folder under another name, which
-is then renamed, so that a folder is complete whenever it exists.
+`python -m <module>` answers a request by filling a folder under another name, which is then renamed, so that a folder
+is complete whenever it exists. The cache is no part of common/: it bounds what the child compiles, so it needs kernels.
 """
 
 import errno
@@ -29,10 +29,10 @@ from packtrain.kernels import ahead
 DAY_SECONDS = 24 * 3600.0
 ReportProgress = Callable[[str], None]
 STACK_NBYTES = 1 << 20
-CHILD_START_NBYTES = 32 << 20  # of a child before it reads; 20 to 27 MiB were measured
-# of one that renders chats beside it: with both, 61 MiB were enough and 51 were not
+CHILD_START_NBYTES = 32 << 20  # memory of a child before it reads; 20 to 27 MiB were measured
+# memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
-TOKEN_NBYTES = 350  # of a vocabulary's token in both; 330 were measured with Gemma 3's 262,144
+TOKEN_NBYTES = 350  # per vocabulary token in both children; 330 measured with Gemma 3's 262,144
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -45,10 +45,10 @@ def build_folder(
     vocab_size: int = 0,
     renders_chats: bool = False,
 ) -> None:
-    """Let a child fill the folder. An existing one is damaged and is replaced. Raises what the child raises.
+    """Let a child fill the folder; replaces an existing folder, which is damaged. Raises what the child raises.
 
-    memory  --memory, which this process and the child stay within. Raises DoesNotFit
-    vocab_size  tokens of the vocabulary that the child reads
+    memory         --memory, which this process and the child stay within, or DoesNotFit is raised
+    vocab_size     tokens of the vocabulary that the child reads
     renders_chats  whether the child renders chats in a child of its own
     """
     budget_nbytes = None
@@ -82,10 +82,10 @@ def serve_request(
     reading_position: Mapping[str, str],
     child_share: Callable[[int], int] = lambda room: 0,
 ) -> None:
-    """The child: calls `write(request, folder, say)` for the request on stdin.
+    """Run as the child: call `write_folder(request, folder, report)` for the request on stdin.
 
-    reading_position  its `place`: file and row that were read last
-    child_share       of the room, what a child of this one takes
+    reading_position  `place` is the file and row that were read last
+    child_share       bytes that a child of this child takes of the memory limit
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
 
@@ -115,10 +115,10 @@ def _too_large(location: str, room: int | None) -> str:
 
 
 def _limit_memory(nbytes: int) -> None:
-    """Have this process take no more private memory: it raises MemoryError instead."""
+    """Limit the private memory that this process may still take, beyond which it raises MemoryError."""
     ahead.memory_budget = nbytes
     threading.stack_size(STACK_NBYTES)
-    with suppress(ImportError, OSError, ValueError):  # not everywhere is there such a limit
+    with suppress(ImportError, OSError, ValueError):  # some systems have no such limit
         status = Path("/proc/self/status").read_text(encoding="ascii")
         reserved_nbytes = sum(1024 * int(kb) for kb in DATA.findall(status)) - private_nbytes()
         limits = importlib.import_module("resource")
@@ -149,7 +149,7 @@ def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) 
         request_line = json.dumps(request).encode() + b"\n"
         try:
             for write_step in (partial(child.stdin.write, request_line), child.stdin.close):
-                with suppress(BrokenPipeError):  # a child that has ended says why below
+                with suppress(BrokenPipeError):  # why a child has ended is read below
                     write_step()
             for line in child.stdout:
                 message_type, sentence = json.loads(line)
@@ -164,9 +164,7 @@ def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) 
             raise
         if child.returncode == -signal.SIGINT:
             raise KeyboardInterrupt
-        if (
-            child.returncode < 0 and request["room"] is not None
-        ):  # LLVM ends so where it gets no memory
+        if child.returncode < 0 and request["room"] is not None:  # LLVM aborts if it gets no memory
             raise InputError(_too_large(request["data"], request["room"]))
         if child.returncode:
             errors.seek(0)

@@ -1,6 +1,6 @@
 """A vocabulary as GGUF tokenizer metadata: trained from text by SentencePiece, or taken from a model's file.
 
-Returns the `tokenizer.*` keys of a GGUF file. It knows no text files and no documents.
+Returns the `tokenizer.*` keys of a GGUF file. This module knows no text files and no documents.
 """
 
 import io
@@ -15,7 +15,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
 from packtrain.gguf import GGUF, MetadataValue
 
-SAMPLED_NBYTES = 20_000_000  # sample of a large text for SentencePiece, which uses about ten times that in memory
+SAMPLED_NBYTES = 20_000_000  # of a large text for SentencePiece, which takes ten times the memory
 STRETCH_CHARACTERS = 16_384  # texts are sampled in chunks of this length; a chunk ends a line, too
 RESERVED_TOKENS = 256 + 3  # a token for each byte; unknown, begin and end
 MIN_TOKENS = RESERVED_TOKENS + 3  # a space, a character, and the two together
@@ -28,7 +28,7 @@ def train_vocabulary(
 ) -> dict[str, MetadataValue]:
     """Train a vocabulary like Llama 2's and return its metadata: BPE with byte fallback, single digits.
 
-    auto         `size` is an upper limit; fewer if the text supports fewer, see supported_size
+    auto         `size` is an upper limit; the text may support fewer tokens, see supported_size
     text_nbytes  total size of the texts, to spread the sample over them
     Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
     """
@@ -47,12 +47,12 @@ def train_vocabulary(
 
 
 def supported_size(text_nbytes: int) -> int:
-    """Vocabulary size that a text supports: one token per 256 bytes, in multiples of 64; at least 320."""
+    """Return the vocabulary size that a text supports: one token per 256 bytes, in multiples of 64; at least 320."""
     return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // VOCAB_STEP * VOCAB_STEP)
 
 
 def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
-    """Chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
+    """Yield chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
     sample_share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
     seen_nbytes, used_nbytes = 0, 0
     for text in texts:
@@ -66,11 +66,11 @@ def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
 
 
 def _sentences(texts: list[str], size: int) -> Iterator[str]:
-    """Lines without their ends: a line break is a byte token, as in Llama 2. Rare characters end a line too."""
+    """Yield lines without line breaks, which are byte tokens, as in Llama 2; rare characters end a line, too."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
-    counts.pop(" ", None)  # it always has a token
+    counts.pop(" ", None)  # a space always has a token
     breaks = str.maketrans(
         dict.fromkeys(counts.keys() - _common_characters(counts, size) | {"\r", "\0"}, "\n")
     )
@@ -79,7 +79,7 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
 
 
 def _common_characters(counts: Counter[str], size: int) -> set[str]:
-    """The characters that get their own tokens: at most half of the vocabulary."""
+    """Return the characters that get tokens of their own: at most half of the vocabulary."""
     characters: set[str] = set()
     covered, min_covered = 0, COVERAGE * counts.total()
     for character, count in counts.most_common((size - RESERVED_TOKENS) // 2):
@@ -144,7 +144,7 @@ def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Metada
 
 
 def vocabulary_of(path: Path) -> dict[str, MetadataValue]:
-    """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer accepts."""
+    """Return the tokenizer metadata of a GGUF file. Raises InputError if Tokenizer does not accept it."""
     file = GGUF(path)
     try:
         Tokenizer(file.metadata)

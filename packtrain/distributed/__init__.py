@@ -1,8 +1,8 @@
-"""Several processes that train one model together: who takes part, what they exchange, and how they are started.
+"""Several processes train one model together: who takes part, what they exchange, and how they are started.
 
-`here()` is this process among them; alone, it is rank 0 of 1 and every exchange returns what it is given.
+`rank()` is the number of this process; a process alone is rank 0 of 1, and its exchanges return their inputs.
 PyTorch's gloo carries the bytes, NCCL between GPUs; sums are added here, in the order of the ranks, so that they have
-the same bits each time and on each rank.
+equal bits each time and on each rank.
 """
 
 from packtrain.distributed.exchange import BUCKET, rank_slice, rooms_nbytes

@@ -1,7 +1,7 @@
-"""Sums over ranks on a thread of their own, so that the work goes on while numbers travel.
+"""Adds up arrays over ranks on a thread of its own, so that computation goes on while numbers travel.
 
-Each rank adds up an equal part of a bucket, in the order of the ranks, and sends the sums to all: the same bits each
-time and on each rank, and 2 (k - 1) / k times the bucket for each of k ranks to send.
+Each rank adds up an equal part of a bucket, in the order of the ranks, and sends the sums to all: equal bits each time
+and on each rank, and 2 (k - 1) / k times the bucket for each of k ranks to send.
 """
 
 import threading
@@ -13,22 +13,21 @@ from typing import Any
 from packtrain.distributed.transport import Carrier, sends_from_device
 
 BUCKET = 1 << 20  # numbers that are exchanged at a time
-IDLE_SECONDS = 1.0
-NUM_ROOMS = 2  # of so many numbers: what is sent, and what comes
-RUN_ALIGNMENT = 16  # numbers: parts of an array begin where kernels like arrays to begin
+IDLE_SECONDS = 1.0  # seconds that closing waits for jobs to end
+NUM_ROOMS = 2  # rooms of BUCKET numbers: for numbers that leave, and for those that come
+RUN_ALIGNMENT = 16  # numbers to whose multiples kernels like arrays to be aligned
 
-SLICE = 0.5  # seconds of waiting, after which it is seen who has been lost
+SLICE = 0.5  # seconds between two checks for lost ranks while waiting
 WaitForTransfer = Callable[[Any], None]
-ArrayRun = tuple[int, int, int]  # the number of an array, and from where to where
+ArrayRun = tuple[int, int, int]  # index of an array, first and end number of the run
 
 
 class Exchange:
-    """Jobs that all ranks give in the same order. The arrays of a job, of NumPy or PyTorch, must not be touched until
-    `wait_for_jobs` returns.
+    """Runs jobs that all ranks submit in the same order; arrays must not be touched until `wait_for_jobs` returns.
 
-    wait_for_jobs     waits for a transfer, or raises RankLost
-    check_ranks       raises RankLost if another rank has ended or is silent
-    transfer_seconds  that transfers and sums took so far, and `sent_nbytes` that this rank sent
+    wait_for_transfer  waits for a transfer, or raises RankLost
+    check_ranks        raises RankLost if another rank has ended or is silent
+    transfer_seconds   seconds that transfers and sums took so far; `sent_nbytes` are the bytes that this rank sent
     """
 
     def __init__(self, by: Carrier, wait: WaitForTransfer, check_ranks: Callable[[], None]) -> None:
@@ -44,19 +43,19 @@ class Exchange:
         threading.Thread(target=self._run_jobs, daemon=True).start()
 
     def add(self, arrays: Sequence[Any]) -> None:
-        """Each array becomes its sum over all ranks."""
+        """Submit a job after which each array is its sum over all ranks."""
         self._submit(self._all_reduce, [self.by.flat(array) for array in arrays])
 
     def all_gather(self, arrays: Sequence[Any]) -> None:
-        """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
+        """Submit a job after which all ranks have every rank's run (see `rank_slice`) of each array."""
         self._submit(self._all_gather, [self.by.flat(array) for array in arrays])
 
     def reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
-        """This rank's run of the sum of a flat array becomes `local_sum`, or is added to it."""
+        """Submit a job that puts this rank's run of a flat array's sum into `local_sum`, or adds it unless `fresh`."""
         self._submit(self._reduce_scatter, self.by.flat(array), self.by.flat(local_sum), fresh)
 
     def wait_for_jobs(self) -> None:
-        """Until all jobs are done. Raises what one of them raised."""
+        """Wait until all jobs are done. Raises what one of them raised."""
         with self.condition:
             while self.done < self.num_submitted and self.error is None:
                 self.condition.wait(SLICE)
@@ -65,7 +64,7 @@ class Exchange:
             raise self.error
 
     def close(self) -> bool:
-        """End the thread, if all jobs are done, or will be in a moment."""
+        """End the thread if all jobs end within IDLE_SECONDS; return whether they did."""
         with self.condition:
             is_idle = self.condition.wait_for(lambda: self.done >= self.num_submitted, IDLE_SECONDS)
         if is_idle:
@@ -74,6 +73,7 @@ class Exchange:
         return is_idle
 
     def _submit(self, job: Callable[..., None], *arguments: Any) -> None:
+        """Queue a job that begins after the kernels started so far."""
         self.num_submitted += 1
         kernel_mark = self.by.mark_kernels()
 
@@ -89,7 +89,7 @@ class Exchange:
                 start_seconds = time.perf_counter()
                 if self.error is None:
                     job()
-                del job  # and what it holds
+                del job  # and the arrays that the job refers to
                 self.transfer_seconds += time.perf_counter() - start_seconds
                 with self.condition:
                     self.done += 1
@@ -146,14 +146,14 @@ class Exchange:
                     piece.copy_(place)
 
     def _room_views(self, count: int) -> tuple[Any, Any]:
-        """Room for so many numbers to each rank, and from each."""
+        """Return room for `count` numbers to each rank, and room for `count` numbers from each."""
         outgoing, incoming = (
             room[: count * self.world_size] for room in (self.send_room, self.theirs)
         )
         return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
     def _sum_in_order(self, incoming: Any, outgoing: Any) -> Any:
-        """What all ranks have for this one, added up in their order."""
+        """Exchange parts and return the sum of all ranks' parts for this rank, added in the order of the ranks."""
         self._exchange_parts(incoming, outgoing)
         summed = incoming[0]
         for rank_numbers in incoming[1:]:
@@ -161,7 +161,7 @@ class Exchange:
         return summed
 
     def _exchange_parts(self, incoming: Any, outgoing: Any) -> None:
-        """outgoing[i] is for rank i, and to[i] from it."""
+        """Send outgoing[i] to rank i and receive incoming[i] from it, for all ranks."""
         transfers = self.by.start_transfers(incoming, outgoing, self.rank)
         incoming[self.rank].copy_(outgoing[self.rank])
         for transfer in transfers:
@@ -170,29 +170,29 @@ class Exchange:
 
 
 def gather_function(dist: Any) -> Any:
-    """The function that gathers equal parts into one array, under its name of before or after PyTorch 2.13."""
+    """Return the function that gathers equal parts into one array, by its name before or after PyTorch 2.13."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def rooms_nbytes(ranks: int, device: str) -> int:
-    """Bytes of a device from which its process sends sums to others; those of the host are taken before planning."""
+    """Return the bytes of a device for numbers to and from other ranks; the host's are part of the baseline."""
     return 4 * NUM_ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and sends_from_device(device))
 
 
 def rank_slice(num_elements: int, rank: int, world_size: int) -> slice:
-    """The numbers of an array of `num_elements` that are this rank's: equal runs; the last may be shorter or empty."""
+    """Return a rank's run of an array of `num_elements` numbers: equal runs, but the last may be shorter or empty."""
     part = -(-num_elements // (world_size * RUN_ALIGNMENT)) * RUN_ALIGNMENT
     return slice(min(part * rank, num_elements), min(part * (rank + 1), num_elements))
 
 
 def split_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
-    """The numbers of flat arrays in order, as lists of views of at most BUCKET together."""
+    """Yield the numbers of flat arrays in order, as lists of views of at most BUCKET numbers together."""
     for runs in _runs([len(array) for array in arrays], BUCKET):
         yield [arrays[array_index][run_start:run_end] for array_index, run_start, run_end in runs]
 
 
 def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[ArrayRun]]:
-    """Arrays of these sizes one after the other, as lists of runs of at most `max_numbers` numbers together."""
+    """Yield runs of consecutive arrays in order, as lists of at most `max_numbers` numbers together."""
     runs, remaining_numbers = list[ArrayRun](), max_numbers
     for array_index, array_length in enumerate(array_lengths):
         run_start = 0
@@ -210,7 +210,7 @@ def _runs(array_lengths: Sequence[int], max_numbers: int) -> Iterator[list[Array
 def _places(
     pieces: Sequence[Any], buffer: Any, runs: Sequence[ArrayRun] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Each piece with its place in a flat array; they lie side by side, or as far apart as the runs are long."""
+    """Yield each piece with its place in a flat buffer: side by side, or as far apart as the runs are long."""
     lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     offset = 0
     for piece, length in zip(pieces, lengths, strict=True):

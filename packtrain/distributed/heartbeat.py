@@ -1,7 +1,8 @@
-"""A heartbeat: a rank that hangs, or whose connection is cut without a word, is noticed as one that was killed is.
+"""A heartbeat: notices a rank that hangs or was cut off as surely as one that was killed.
 
-Each rank counts up a number in the store that all can read, and watches that of the rank before it. The first that
-finds another silent writes down who was lost, for all.
+Each rank counts up a number in the store that all can read, and watches the number of the rank before it. The first
+rank that finds another silent writes down who was lost, for all. A timeout cannot tell a rank that hangs from rank 0
+writing a large file for minutes. Ending the process at once is safe: no file is half written under its own name.
 """
 
 import os
@@ -13,53 +14,51 @@ from contextlib import suppress
 from typing import Any
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 15.0  # without a beat: lost
-HURRY_SECONDS = 4.0  # the same when a connection has broken: who it was is all that is asked
-GRACE_SECONDS = 3.0  # for the rank's own work to see that another is lost; then the process ends
+SILENT_SECONDS = 15.0  # a rank is lost after so many seconds without a beat
+HURRY_SECONDS = 4.0  # likewise, after a connection has broken: only the lost rank is unknown
+GRACE_SECONDS = 3.0  # seconds for this rank's work to see the loss, before the process ends
 WATCH_SECONDS = 0.25
 LOST_KEY, HEARD_KEY, BEAT_PREFIX = "packtrain/lost", "packtrain/heard", "packtrain/beat/"
-PARENT_VARIABLE = "PACKTRAIN_PARENT"  # the process that started the ranks and takes them with it
+PARENT_VARIABLE = "PACKTRAIN_PARENT"  # id of the process that started the ranks; they end with it
 RESUME = "the last checkpoint is whole, go on with --resume"
 
 
 class Heartbeat:
-    """Of this rank. `lost_reason` is None, or a sentence: who was lost, and why.
+    """Beats for this rank and watches another; `lost_reason` is None, or a sentence: who was lost, and why.
 
-    connect       makes a connection of its own to the store
-    store_keeper  who keeps the store
+    store_keeper  who keeps the store, in words
     """
 
     def __init__(self, rank: int, world_size: int, store_keeper: str) -> None:
         self.rank, self.world_size, self.store_keeper = rank, world_size, store_keeper
         self.lost_reason: str | None = None
-        self.lost_seconds = self.clock = (
-            0.0  # of this process, which does not count while it is stopped itself
-        )
+        # the clock of this process, which stands still while the process itself is stopped
+        self.lost_seconds = self.clock = 0.0
         self.watched_rank = (rank - 1) % world_size
         self.patience, self.grace_seconds = SILENT_SECONDS, GRACE_SECONDS
         self.is_listening = True
         self.stop_event = threading.Event()
         self.lost_event = threading.Event()
-        self.answered: float | None = None  # when the store last did
+        self.answered: float | None = None  # when the store last answered
         self.beat_thread: threading.Thread | None = None
         self.parent_pid = int(os.environ.get(PARENT_VARIABLE, 0))
         threading.Thread(target=self._run_watch, daemon=True).start()
 
     def start_beating(self, connect: Callable[[], Any]) -> None:
-        """Begin to beat, and to hear the others."""
+        """Begin to beat and to watch; `connect` makes a new connection to the store."""
         self.answered = self.clock
         self.beat_thread = threading.Thread(target=self._run_beats, args=(connect(),), daemon=True)
         self.beat_thread.start()
 
     def wait_for_loss(self, seconds: float) -> str | None:
-        """Who was lost, as soon as it is known."""
+        """Wait until a lost rank is known, at most `seconds`; return who was lost, or None."""
         self.patience = HURRY_SECONDS
         self.lost_event.wait(seconds)
         return self.lost_reason
 
     def close(self, store: Any) -> None:
-        """This rank ends, and is not missed."""
-        self.grace_seconds += 2 * GRACE_SECONDS  # it is on its way
+        """End this rank's beats and tell the rank that watches them, so that nobody misses this rank."""
+        self.grace_seconds += 2 * GRACE_SECONDS  # this rank is already ending
         self.stop_event.set()
         if self.beat_thread is not None:
             self.beat_thread.join(GRACE_SECONDS)
@@ -67,19 +66,19 @@ class Heartbeat:
                 store.set(f"{BEAT_PREFIX}{self.rank}", "done")
 
     def report_end(self, store: Any, reason: str) -> None:
-        """Let the others know why this rank ends."""
-        self.is_listening = False  # what it says itself
+        """Tell the other ranks why this rank ends."""
+        self.is_listening = False  # it would hear its own message
         publish_loss(store, f"rank {self.rank} has ended: {reason}")
 
     def wait_for_listeners(self, store: Any) -> None:
-        """Rank 0 may keep the store: if the run has failed, it stays until the others know why."""
+        """If the run has failed, keep rank 0, which may hold the store, alive until the other ranks know why."""
         deadline_seconds = time.monotonic() + GRACE_SECONDS
         while self.rank == 0 and store.check([LOST_KEY]) and time.monotonic() < deadline_seconds:
             if store.add(HEARD_KEY, 0) == self.world_size - 1:
                 return
             time.sleep(WATCH_SECONDS)
 
-    # ---- two threads: one that may have to wait for the store, and one that never waits
+    # ---- two threads: one may have to wait for the store, the other never waits
 
     def _run_beats(self, store: Any) -> None:
         beat_count, heard_seconds, last_beat = 0, self.clock, b""
@@ -126,5 +125,5 @@ class Heartbeat:
 
 
 def publish_loss(store: Any, reason: str) -> str:
-    """Write down why the run ends, for all ranks; returns what the first rank that did wrote."""
+    """Write down for all ranks why the run ends; return what the first rank that did so wrote."""
     return bytes(store.compare_set(LOST_KEY, "", reason)).decode()

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine."""
+"""Starts the ranks of a run on this machine."""
 
 import os
 import signal
@@ -14,20 +14,20 @@ from typing import IO
 
 from packtrain.distributed.heartbeat import PARENT_VARIABLE
 
-GRACE_SECONDS = 25.0  # after a rank was ended by a signal, the others find out by themselves
-SHORT_SECONDS = 5.0  # after one that has said why; one that hangs cannot know
+GRACE_SECONDS = 25.0  # seconds in which ranks find out by themselves that a signal ended another
+SHORT_SECONDS = 5.0  # seconds after a rank has reported an error; a rank that hangs cannot know
 POLL_SECONDS = 0.05
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Run `packtrain ARGUMENTS` in `count` processes; the output and the exit code are those of rank 0.
+    """Run `packtrain ARGUMENTS` in `count` processes; show the output of rank 0 and return its exit code.
 
     Signals are passed on. When a rank has failed, the others get GRACE_SECONDS.
     """
     port = free_port()
     command = [sys.executable, "-m", "packtrain", *arguments]
-    with TemporaryFile() as output:  # of the others; they say what rank 0 does
+    with TemporaryFile() as output:  # output of the other ranks, which print what rank 0 prints
         ranks = [_start(command, _environment(rank, count, port), output) for rank in range(count)]
         exit_code = _wait_for_exit_code(ranks)
         if exit_code and ranks[0].returncode <= 0:
@@ -37,7 +37,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 
 def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit code of ranks that have been waited for."""
+    """Wait for all ranks and return the first exit code other than 0; report ranks that a signal ended."""
     try:
         with _forward_signals(processes):
             _wait_for_ranks(processes)
@@ -70,7 +70,7 @@ def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
 def _start(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A rank in a session of its own: a Ctrl-C reaches it once, from here."""
+    """Start a rank in a session of its own, so that a Ctrl-C reaches it once, through this process."""
     is_first_rank = environment["RANK"] == "0"
     return subprocess.Popen(
         command,
@@ -83,7 +83,7 @@ def _start(
 
 
 def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or the time of grace after the first failure has."""
+    """Wait until all ranks have ended, or the time of grace after the first failure is over."""
     until = float("inf")
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:
         failed = [exit_code for exit_code in codes if exit_code]
@@ -95,7 +95,7 @@ def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Signals go to the ranks."""
+    """Forward SIGINT and SIGTERM to the ranks."""
 
     def send(signal_number: int, frame: FrameType | None) -> None:
         for process in processes:

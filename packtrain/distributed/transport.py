@@ -1,6 +1,7 @@
-"""What carries numbers between ranks: gloo for those in the process's memory, NCCL for those on a GPU.
+"""Carries numbers between ranks: gloo for those in the process's memory, NCCL for those on a GPU.
 
-Both only carry: sums are made in `exchange`. NCCL and its stream are tested with a stand-in, and never ran on a GPU.
+Sums are made in `exchange`: all_reduce of NCCL and gloo chooses ring or tree by the machine, and with it the order of
+sums and their bits. NCCL and its stream are tested with a stand-in, and never ran on a GPU.
 """
 
 import os
@@ -13,11 +14,11 @@ from typing import Any
 from packtrain.common.errors import InputError
 
 SHARED_DEVICES = r"(?:torch:)?cpu(?::\d+)?|cuda"  # devices that several processes work on
-SINGLE_PROCESS_DEVICES = r"numpy|mps|.*,.*"  # those that one works on
+SINGLE_PROCESS_DEVICES = r"numpy|mps|.*,.*"  # devices that only one process works on
 
 
 def backend_name(device: str) -> str:
-    """The backend of torch.distributed for a run's device."""
+    """Return the backend of torch.distributed for a run's device."""
     return "nccl" if device == "cuda" else "gloo"
 
 
@@ -27,7 +28,7 @@ def sends_from_device(device: str) -> bool:
 
 
 def check_device(device: str, has_cpu_blocks: bool = False) -> None:
-    """Raise InputError for a device on which several processes do not work; `has_cpu_blocks`: some blocks stay on the cpu."""
+    """Raise InputError for a device that several processes cannot use, or cannot with some blocks on the cpu."""
     if has_cpu_blocks and sends_from_device(device):
         raise InputError(
             f"--gpu-layers with --device {device} works in one process: NCCL carries what is on a GPU, not sums of"
@@ -60,25 +61,26 @@ def select_device(device: str) -> None:
 
 
 class Carrier:
-    """A group of all ranks, and rooms in the memory from which it sends."""
+    """A group of all ranks in torch.distributed, and rooms in the memory from which it sends."""
 
     def __init__(self, device: str, timeout: Any) -> None:
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
         self.device = device if sends_from_device(device) else "cpu"
         self.group = self.dist.new_group(backend=backend_name(device), timeout=timeout)
         self.cuda = self.torch.cuda if self.device == "cuda" else None
-        self.stream = self.cuda and self.cuda.Stream()  # beside that of the kernels
+        self.stream = self.cuda and self.cuda.Stream()  # runs beside the stream of the kernels
 
     def room(self, num_numbers: int) -> Any:
+        """Allocate a flat f32 tensor in the memory from which numbers are sent."""
         return self.torch.zeros(num_numbers, dtype=self.torch.float32, device=self.device)
 
     def flat(self, array: Any) -> Any:
-        """The numbers of an array of NumPy or PyTorch, as a tensor of the same bytes."""
+        """Return a flat tensor on the bytes of an array of NumPy or PyTorch."""
         tensor = array if isinstance(array, self.torch.Tensor) else self.torch.from_numpy(array)
         return tensor.view(-1)
 
     def mark_kernels(self) -> Any:
-        """A mark of what kernels have been started so far: it need not be done yet."""
+        """Return an event behind all kernels started so far, which may still run; None without a GPU."""
         if self.cuda is None:
             return None
         kernel_mark = self.cuda.Event()
@@ -87,7 +89,7 @@ class Carrier:
 
     @contextmanager
     def after_kernels(self, kernel_mark: Any) -> Iterator[None]:
-        """What is started inside runs beside the kernels, after those before the mark, and is done at the end."""
+        """Run transfers of this context beside the kernels, after those before the mark; wait for them at the end."""
         if self.cuda is None or self.stream is None:
             yield
             return
@@ -97,7 +99,7 @@ class Carrier:
             self.stream.synchronize()
 
     def start_transfers(self, incoming: Any, outgoing: Any, rank: int) -> list[Any]:
-        """Begin to move outgoing[i] to rank i, and to[i] from it; returns what to wait for.
+        """Begin to send outgoing[i] to rank i and to receive incoming[i] from it; return transfers to wait for.
 
         All travel at once, each as a message: gloo's all_to_all leaves a link idle in one direction while it is busy in
         the other, and its gathers make copies.
@@ -108,4 +110,4 @@ class Carrier:
         operations = [
             self.dist.P2POp(operation, tensor, i, self.group) for operation, tensor, i in transfers
         ]
-        return [*self.dist.batch_isend_irecv(operations)]  # NCCL must be given all at once
+        return [*self.dist.batch_isend_irecv(operations)]  # NCCL requires all operations at once

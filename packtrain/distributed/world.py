@@ -19,42 +19,44 @@ from packtrain.distributed.exchange import BUCKET, SLICE, Exchange, gather_funct
 from packtrain.distributed.heartbeat import RESUME, SILENT_SECONDS, Heartbeat
 from packtrain.distributed.transport import Carrier, check_device, select_device
 
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
-# of a rank for the others, while they live: rank 0 may write a large file
+JOIN_TIMEOUT = timedelta(minutes=10)  # time for all ranks to join
+# longest wait for a rank that is alive: rank 0 may write a large file
 PATIENCE = timedelta(hours=24)
 
 
 class World:
-    """`world_size` processes, of which this is number `rank`. This one: a process alone."""
+    """The `world_size` processes of a run, of which this process is number `rank`. This class: a process alone."""
 
     rank, world_size = 0, 1
-    waited = 0.0  # seconds, so far, in which nothing was done but to wait for an exchange
+    waited = 0.0  # seconds so far in which this process only waited for an exchange
 
     @property
     def exchange_seconds(self) -> float:
-        """Of exchanging, so far, whether or not something else was done meanwhile."""
+        """Seconds of exchanges so far, whether or not the process computed meanwhile."""
         return 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in their order."""
         return [value]
 
     def add(self, arrays: Sequence[np.ndarray]) -> None:
-        """Each f32 array becomes its sum over all ranks, added in their order."""
+        """Replace each f32 array by its sum over all ranks, added in their order."""
         self.start_all_reduce(arrays)
         self.wait_for_transfers()
 
     def start_all_reduce(self, arrays: Sequence[np.ndarray]) -> None:
-        """The same, but without waiting for it: `arrived` does."""
+        """Begin to replace each f32 array by its sum over all ranks; `wait_for_transfers` waits for the end."""
 
     def start_all_gather(self, arrays: Sequence[np.ndarray]) -> None:
-        """Each rank has its own part of each f32 array, see `part_of`; all get all parts, when `arrived` returns."""
+        """Begin to fill each f32 array with every rank's part; it is complete when `wait_for_transfers` returns."""
 
     def start_reduce_scatter(
         self, array: np.ndarray, local_sum: np.ndarray, fresh: bool, rank_and_size: tuple[int, int]
     ) -> None:
-        """This rank's numbers of the sum of a flat f32 array over all ranks become `local_sum`, or are added to it, when
-        `arrived` returns."""
+        """Begin to put this rank's part of a flat f32 array's sum over all ranks into `local_sum`.
+
+        The part is added there unless `fresh`, and is complete when `wait_for_transfers` returns.
+        """
         local_part = array[rank_slice(len(array), *rank_and_size)]
         if fresh:
             local_sum[:] = local_part
@@ -62,18 +64,18 @@ class World:
             local_sum += local_part
 
     def wait_for_transfers(self) -> None:
-        """Until all that was sent is there."""
+        """Wait until all exchanges that were begun are done."""
 
     def from_first(self, value: Any) -> Any:
-        """The value of rank 0. The others wait for it."""
+        """Return the value of rank 0, for which the other ranks wait."""
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on a rank."""
+        """Whether the flag is set on any rank."""
         return any(self.gather(flag))
 
     def total(self, value: float) -> float:
-        """The sum over all ranks, added in their order."""
+        """Return the sum over all ranks, added in their order."""
         return float(sum(self.gather(value)))
 
 
@@ -94,7 +96,7 @@ class ProcessGroupWorld(World):
             self.heartbeat.start_beating(lambda: _connect_store(self.dist))
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} cannot join the others: {_first(error)}") from None
-        self.add([np.zeros(BUCKET, np.float32)])  # a plan made later counts what an exchange takes
+        self.add([np.zeros(BUCKET, np.float32)])  # later plans then count the memory of exchanges
 
     def gather(self, value: Any) -> list[Any]:
         local_bytes = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -128,7 +130,7 @@ class ProcessGroupWorld(World):
         return self.exchange.transfer_seconds
 
     def _gather_arrays(self, local_data: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, one after the other."""
+        """Return the arrays of all ranks as one array, in the order of the ranks."""
         gathered = np.empty(self.world_size * local_data.size, local_data.dtype)
         tensors = self.torch.from_numpy(gathered), self.torch.from_numpy(local_data)
         self._wait(self.gather_function(*tensors, group=self.control_group, async_op=True))
@@ -137,11 +139,11 @@ class ProcessGroupWorld(World):
     # ---- faults
 
     def _wait(self, transfer: Any) -> None:
-        """Until it is done. Raises RankLost when another rank has ended or is silent."""
+        """Wait for a transfer. Raises RankLost when another rank has ended or is silent."""
         while not transfer.is_completed():
             try:
                 transfer.wait(timedelta(seconds=SLICE))
-            except RuntimeError:  # not yet, or failed
+            except RuntimeError:  # the transfer has failed, or needs longer
                 self._check()
         self._finish_transfer(transfer)
 
@@ -150,19 +152,18 @@ class ProcessGroupWorld(World):
             raise RankLost(self.heartbeat.lost_reason)
 
     def _finish_transfer(self, transfer: Any) -> None:
-        """Until it is done or fails. A rank that is only silent does not make it fail."""
+        """Wait for a transfer to end. Raises RankLost if it fails, which a rank that is only silent does not cause."""
         try:
             transfer.wait()
         except RuntimeError as error:
             raise RankLost(self._lost_reason(_first(error))) from None
 
     def report_end(self, reason: str) -> None:
-        """Let the others know why this rank ends."""
+        """Tell the other ranks why this rank ends."""
         with suppress(RuntimeError):
             self.heartbeat.report_end(self.store, reason)
 
     def _lost_reason(self, cause: str) -> str:
-        """Who was lost, if it becomes known."""
         lost_reason = self.heartbeat.wait_for_loss(SILENT_SECONDS)
         return lost_reason or f"the connection was lost: {cause}; {RESUME}"
 
@@ -171,15 +172,16 @@ class ProcessGroupWorld(World):
             self.heartbeat.wait_for_listeners(self.store)
             self.heartbeat.close(self.store)
         if self.heartbeat.lost_reason or not self.exchange.close():
-            atexit.register(_exit_now)  # threads of gloo wait for what never comes
+            atexit.register(_exit_now)  # threads of gloo wait for messages that never come
             return
         with suppress(RuntimeError):
-            # now, not when Python ends: threads of gloo may have to wait for it to drop what they hold
+            # now, not when Python ends: threads of gloo may need Python to release their tensors
             self.control_group = None
             self.dist.destroy_process_group()
 
 
 def _exit_now() -> None:
+    """Flush the output and end the process with exit code 1, without waiting for threads."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -187,19 +189,19 @@ def _exit_now() -> None:
 
 
 def _store_keeper() -> str:
-    """Who keeps the store, in words."""
+    """Return who keeps the store, in words."""
     uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"the store at {os.environ['MASTER_ADDR']}" if uses_agent else "rank 0"
 
 
 def _connect_store(dist: Any) -> Any:
-    """A connection of its own to the store of the ranks."""
+    """Open a new connection to the store of the ranks."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*address, is_master=False)
 
 
 class AssumedWorld(World):
-    """One of so many processes that are not there, to plan for; all would say what this one does."""
+    """One of `world_size` processes that do not exist, to plan for; all would give this process's values."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -213,12 +215,12 @@ _current_world: World = SINGLE_PROCESS
 
 
 def current_world() -> World:
-    """This process among the ranks of its run."""
+    """Return this process's view of the ranks of its run."""
     return _current_world
 
 
 def rank() -> int:
-    """The number of this process by its environment; 0 if it is alone."""
+    """Return the number of this process from its environment; 0 if it is alone."""
     return int(os.environ["RANK"]) if is_distributed() else 0
 
 
@@ -229,7 +231,7 @@ def is_distributed() -> bool:
 
 @contextmanager
 def assume_world(world_size: int) -> Iterator[World]:
-    """Plan as rank 0 of a run of so many processes."""
+    """Plan as rank 0 of a run of `world_size` processes while the context is open."""
     global _current_world
     previous_world, _current_world = _current_world, AssumedWorld(world_size)
     try:
@@ -240,9 +242,9 @@ def assume_world(world_size: int) -> Iterator[World]:
 
 @contextmanager
 def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
-    """Take part in the run that the environment describes, on its device; if it describes none, alone.
+    """Take part in the run that the environment describes, on its device; if it describes none, run alone.
 
-    share_machine  is called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
+    share_machine  called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
     """
     global _current_world
     if not is_distributed():
@@ -271,6 +273,6 @@ def check_torch() -> None:
 
 
 def _first(error: Exception) -> str:
-    """The sentence of an error of gloo, without the place in its source and its advice."""
+    """Return the sentence of an error of gloo, without the place in its source and its advice."""
     text = str(error).partition("\n")[0]
     return printable(text.rpartition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]

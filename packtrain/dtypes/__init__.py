@@ -56,21 +56,17 @@ BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in DTYPES_BY_NAME.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
 PACKABLE = tuple(t for t in DTYPES.values() if not {"pack", "snap"}.isdisjoint(t.code))
-WRITABLE = tuple(
-    t for t in PACKABLE if t.column_weights_need != "always"
-)  # without weights of columns, too
-MERGEABLE = tuple(t for t in WRITABLE if "pack" in t.code)  # what tunes and merges write
+# types that are written without weights of columns, too
+WRITABLE = tuple(t for t in PACKABLE if t.column_weights_need != "always")
+MERGEABLE = tuple(t for t in WRITABLE if "pack" in t.code)  # types that tunes and merges write
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
 RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32
-PRECISIONS = (
-    "f32",
-    "bf16",
-    "bf16x3",
-)  # of the factors of products, see ops.matmul; sums are always f32
+# precisions of the factors of products, see ops.matmul; sums are always f32
+PRECISIONS = ("f32", "bf16", "bf16x3")
 DTYPES_BY_NUMPY = {t.numpy: t for t in DTYPES.values()}
 
 
 def dtype_of(array: np.ndarray) -> Dtype:
-    """The element type of a NumPy array. Raises KeyError if it is not one of DTYPES."""
+    """Return the element type of a NumPy array. Raises KeyError if it is not one of DTYPES."""
     return DTYPES_BY_NUMPY[array.dtype]

@@ -1,4 +1,4 @@
-"""The definition of an element type: its sizes, its numbers in files, and how its blocks are read and written.
+"""Define element types: their sizes, their numbers in files, and how their blocks are read and written.
 
 A type packs `block` consecutive elements of a row into `block_nbytes` bytes; scalars have block 1. In NumPy a block is
 a record of one field named after its type, so an array of blocks knows its type. Sizes and numbers are ggml's.
@@ -22,15 +22,15 @@ DTYPES_BY_NAME: dict[str, "Dtype"] = {}  # all types by name
 class CodeLayout:
     """Byte offsets of a block's codes and scales: value = code * step + low, for calibrated merging.
 
-    group_size    values that share a step and a low
-    num_codes     number of codes; above 64 a code is a signed byte
-    low           value of code 0, in steps; None if the block has its own offsets
-    half_offsets  places of its f16 values: the units of steps and of lows
-    quads   place of the low bits of each code, and number of runs: of a run, the lowest bits of its bytes come first
-    num_low_bits  how many low bits: four or two
-    high          place of the bits above, and number of runs, likewise
-    scales        the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
-    table         the values that codes stand for in the equation, rising, f32; None: the codes themselves
+    group_size       values that share a step and a low
+    num_codes        number of codes; above 64 a code is a signed byte
+    low              value of code 0, in steps; None if the block has its own offsets
+    half_offsets     places of its f16 values: the units of steps and of lows
+    quads, runs      place of codes' low bits, and number of runs: of a run, the lowest bits of its bytes come first
+    num_low_bits     number of low bits: four or two
+    high, high_runs  place of the bits above, and number of runs, likewise
+    scales           the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
+    table            the values that codes stand for in the equation, rising, f32; None: the codes themselves
     """
 
     group_size: int
@@ -50,12 +50,13 @@ class CodeLayout:
 class QuantMix:
     """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
-    attn_v                   type of the matrices of values,  shared  where four or more heads share them
-    ffn_down                 type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
-    first_layers     type of the first values and ffn_down; `has_few_first` of them: two, and a sixteenth of the blocks
+    attn_v, attn_v_grouped   type of attn_v; where four or more heads share it
+    ffn_down, attn_output, token_embd   types of these tensors
+    first_layers             type of the first attn_v and ffn_down
+    has_few_first            whether the first are two attn_v, and the ffn_down of a sixteenth of the blocks
     outer_layers             their type in the first and last eighth of the blocks, and every third between
-    first_ffn_down_weighted  type of the first ffn_down with an importance matrix,  unweighed  without one
-    attn_qk                  type of attn_q and attn_k,  head  of output.weight instead of q6_K
+    first_ffn_down_weighted, first_ffn_down_unweighted   type of the first ffn_down with, without importance matrix
+    attn_qk, output_head     type of attn_q and attn_k; of output.weight instead of q6_K
     ffn_gate_up_middle       type of ffn_gate and ffn_up but in the first and last eighth of the blocks
     ffn_down_8_experts       type of the ffn_down that `outer_layers` would be for, in models of eight experts
     is_smallest              whether the rules are those of the smallest types
@@ -83,14 +84,14 @@ class QuantMix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dtype:
-    """One element type. Each is a singleton, also when unpickled: they compare by identity.
+    """One element type. Each is a singleton, also when unpickled: types compare by identity.
 
-    number               in files: ggml.h, enum ggml_type; None if files cannot have it
+    number               in files: ggml.h, enum ggml_type; None if files cannot have the type
     smaller              llama-quantize's substitute if rows are not whole blocks
     richer               llama-quantize's choice for matrices that are used more than others
-    merge_dtype  what merges write in its place: the next larger type with the same block whose codes can be chosen
-    column_weights_need  where it is written only with weights of columns: "always", or in the "blocks" of a model
-    layout   of its codes,  points  that they name, for merges and --calibrate; types with neither are packed only
+    merge_dtype          type that merges write instead: the next larger of equal blocks whose codes can be chosen
+    column_weights_need  where the type is written only with weights of columns: "always", or in the "blocks" of a model
+    layout, points       of its codes, and points that they name, for merges and --calibrate; with neither, only packed
     mixes                mixes with this type, the usual one last
     code                 its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
     """
@@ -119,19 +120,19 @@ class Dtype:
         self.mixes.append(QuantMix(name, file_type, self, **overrides))
 
     def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, n): n blocks (scalars: n values) at x become f32 at y. x and y are addresses."""
+        """Register a function (y, x, n) that unpacks n blocks (scalars: n values) at address x to f32 at address y."""
         self.code["unpack"] = CompiledFunction(function)
         return function
 
     def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (x, w, n): dot product of n f32 at x and n packed at w; n is a multiple of 32 and of a block."""
+        """Register a function (x, w, n): dot product of n f32 at x and n packed at w; n is whole blocks and 32s."""
         self.code["dot"] = CompiledFunction(function)
         return function
 
     def codes(
         self, max_code: int, *, code_offset: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare (w, i): the i-th 64 codes, see dtypes/int8_dot; without `code_offset` they are at most `max_code` in size."""
+        """Register a function (w, i) of the i-th 64 codes, see int8_dot; max_code is their size without code_offset."""
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             self.code["codes"] = CompiledFunction(
@@ -142,45 +143,45 @@ class Dtype:
         return declare
 
     def scales(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (w): their scales, and offsets if nothing is too much."""
+        """Register a function (w) of the scales of a chunk of codes; without code_offset the offsets follow."""
         self.code["scales"] = CompiledFunction(function)
         return function
 
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
+        """Register a function (y, x, n) that packs finite f32 at x to n blocks at y; zeros if a scale is below f16."""
         self.code["pack"] = CompiledFunction(function)
         return function
 
     def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, w, n): the same for a row of n blocks whose errors count by f32 weights at w."""
+        """Register a function (y, x, w, n) that packs a row of n blocks whose errors count by f32 weights at w."""
         self.code["weigh"] = CompiledFunction(function)
         return function
 
     def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, w, t, n): packing onto a grid whose table is at t, see dtypes/neighbours; w 0: no weights."""
+        """Register a function (y, x, w, t, n) that packs onto the grid of table t, weighted by w unless w is 0."""
         self.code["snap"] = CompiledFunction(function)
         return function
 
     def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see dtypes/recode."""
+        """Register a function (y, x, n): n blocks at y get codes for f32 at x and keep scales; see dtypes/recode."""
         self.code["recode"] = CompiledFunction(function)
         return function
 
     def row_nbytes(self, width: int) -> int:
-        """Bytes of a row of `width` elements; `width` must be whole blocks."""
+        """Return the bytes of a row of `width` elements; `width` must be whole blocks."""
         return width // self.block * self.block_nbytes
 
     def array_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the NumPy array that holds a tensor of `shape`: its last axis counts blocks."""
+        """Return the shape of the NumPy array that holds a tensor of `shape`: its last axis counts blocks."""
         return (*shape[:-1], shape[-1] // self.block) if shape else ()
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The inverse of array_shape."""
+        """Return the shape of the tensor that a NumPy array of `shape` holds: the inverse of array_shape."""
         return (*shape[:-1], shape[-1] * self.block) if shape else ()
 
     @property
     def chosen(self) -> bool:
-        """Whether codes can be chosen for scales that stay: by error feedback."""
+        """Whether error feedback can choose codes for scales that stay."""
         return self.layout is not None or self.points is not None
 
     @property
@@ -200,7 +201,7 @@ class Dtype:
 
 
 def dtype_named(name: str) -> Dtype:
-    """The type of this name, in a process that may not have loaded its room. Raises KeyError."""
+    """Return the type of this name, in a process that may not have loaded its module. Raises KeyError."""
     importlib.import_module("packtrain.dtypes")
     return DTYPES_BY_NAME[name]
 

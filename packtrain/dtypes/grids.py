@@ -1,4 +1,4 @@
-"""The grids of the IQ types: which points of a cube their indices name, in order. Format: ggml-common.h.
+"""The grids of the IQ types: the points of a cube that their indices name, in order. Format: ggml-common.h.
 
 A point is a number whose digits, the lowest first, are the levels of its values; a grid is the set of its numbers, one
 bit each. Which points are in it was found by the authors of ggml from the weights of models.
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) -> np.ndarray:
-    """The points of a grid as integers (int64), one byte for each of `width` values, the first one lowest."""
+    """Return the points of a grid as integers (int64), one byte for each of `width` values, the first one lowest."""
     bits = np.unpackbits(np.frombuffer(base64.b85decode(encoded_bits), np.uint8))
     point_numbers = np.flatnonzero(bits)[:, None]
     levels = point_numbers // len(level_values) ** np.arange(width) % len(level_values)
@@ -18,7 +18,7 @@ def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) ->
     return grid_bytes.view(f"<u{width}").reshape(-1).astype(np.int64)
 
 
-# of iq1_s and iq1_m, whose values are one less
+# the grid of iq1_s and iq1_m, whose values are one less
 ONE = grid_points((0, 1, 2), 8,
     "s-!5P1wcZI5Tc9~VFXb{SP)bMD4_}{K?EYAq^O_;KtTi%7yuAK1;A7V5#3c#302SlL;z4#F+l|o0*Vl#gb@J>C_;)5Q4A0n1rPyL5Tb-Ap#%~_st"
     "}@pG(!ahQDgvABo$Rf5J&Y85EK*u1wcX+RTKmj0R&Ll5S?8W1XFd9MRiqNKG#=W-9d02L|s$Ma7jQ!07L{8QC(0$Ko9^_QU^ucL<H1D0D%I5RZ$c"

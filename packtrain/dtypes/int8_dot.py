@@ -1,6 +1,6 @@
-"""Codes and scales of types whose products with values rounded to 8 bits are summed in integers, see `kernels.rounded`.
+"""Unpack codes and scales of types whose products with rounded values are summed in integers, see `kernels.rounded`.
 
-They are taken 128 or 256 at a time, in groups of 32, or of 16 where each 16 have a scale. `codes` gives 64 of them: of
+Codes are taken 128 or 256 at a time, in groups of 32, or of 16 where each 16 have a scale. `codes` gives 64 of them: of
 each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' scales, then their offsets.
 """
 
@@ -12,13 +12,13 @@ from packtrain.dtypes.iq import NL, iq4_nl
 from packtrain.dtypes.k import q4_K, q5_K, q6_K, scales_then_mins
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
 
-# as bytes of two words, 128 added
+# the table of iq4_nl as bytes of two words, 128 added
 IQ4_LOW_WORD, IQ4_HIGH_WORD = map(int, (NL + 128).astype(np.uint8).view("<i8"))
 
 
 @part
 def fifth_bits(w: int, nbytes: int, i: int) -> U8x64:
-    """The fifth bits of codes of four blocks, where they belong."""
+    """Return the fifth bits of 64 codes of four blocks, in place."""
     at = w + 2 * i
     low_bits = short_at(at, 0) | (short_at(at + nbytes, 0) << 16)
     high_bits = short_at(at + 2 * nbytes, 0) | (short_at(at + 3 * nbytes, 0) << 16)
@@ -93,7 +93,7 @@ def scales_iq4_nl(w):
 
 @part
 def nibbles_of_eight(w: int, i: int) -> U8x64:
-    """Eight codes of each of the eight groups of a q4_K or q5_K block."""
+    """Return eight codes of each of the eight groups of a q4_K or q5_K block."""
     return intrinsics.low_and_high(intrinsics.twice_of_four(w + 8 * i)) & 15
 
 

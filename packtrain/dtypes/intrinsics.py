@@ -1,7 +1,7 @@
 """Placeholders for functions of compiled code: `from packtrain.dtypes.intrinsics import load`, or `intrinsics.half_at`.
 
 Files in dtypes/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
-numba: a Word is an empty object until kernels are compiled, and then tells numba what it means.
+numba: a Placeholder is an empty object until kernels are compiled, and then tells numba what it means.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from typing import Any
 class Placeholder:
     """A function that compiled code calls by its name."""
 
-    meaning: Callable[[], object]  # its type to numba, once kernels are compiled
+    meaning: Callable[[], object]  # numba's type of the function, once kernels are compiled
 
     @property
-    def _numba_type_(self) -> object:  # what numba asks a value for
+    def _numba_type_(self) -> object:  # the attribute that numba reads
         return self.meaning()
 
 
 class CompiledFunction(Placeholder):
-    """A function in dtypes/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
+    """A function in dtypes/, to be compiled; int is i64, np.float32 f32, I32x16 and F32x16 are vectors of 16.
 
-    is_inlined   into its callers; else it is compiled once, and called
-    code_offset  what is too much in codes that it gives
-    max_code     how large they can be without that, whatever their sign
-    is_signed    whether codes are signed bytes without that
+    is_inlined   whether it is compiled into its callers; else it is compiled once, and called
+    code_offset  what is added to the codes that the function gives
+    max_code     largest magnitude of the codes without code_offset
+    is_signed    whether the codes without code_offset are signed bytes
     """
 
     def __init__(
@@ -59,7 +59,7 @@ PLACEHOLDERS: dict[str, Placeholder] = {}  # placeholders by name
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """Mark a small function, which is inlined into its callers."""
+    """Mark a small function, which is compiled into its callers."""
     return CompiledFunction(function, is_inlined=True)
 
 

@@ -28,7 +28,7 @@ EVEN_SIGNS = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int
 
 
 def iq4_xs_scales(raw: Bytes) -> tuple[np.ndarray]:
-    """Scales of iq4_xs: the low four bits of all eight, and in front of them the other two."""
+    """Return the scales of iq4_xs: the low four bits of all eight, and the other two bits, stored before them."""
     groups = np.arange(8, dtype=np.uint8)
     low_bits, high_bits = (
         raw[..., 4 + groups // 2] >> groups % 2 * 4,
@@ -51,7 +51,7 @@ iq4_xs = block_dtype(
 def on_grid(
     name: str, number: int, nbytes: int, merge_dtype: Dtype, column_weights_need: str = ""
 ) -> Dtype:
-    """A type of 256 values whose codes name points of a grid."""
+    """Define a type of 256 values whose codes name points of a grid."""
     options: dict[str, Any] = {
         "smaller": iq4_nl,
         "richer": q5_K,
@@ -105,19 +105,19 @@ iq1_m.mix("IQ1_M", 31, attn_output=iq2_xxs, **POORER_MIX)
 
 @part
 def signed(v: F32x16, bits: int) -> F32x16:
-    """Negative in each lane whose bit is set."""
+    """Return v, negated in each lane whose bit is set."""
     return intrinsics.put_where(v, bits, intrinsics.neg(v))
 
 
 @part
 def two_signs(bits: int) -> int:
-    """The signs of two groups of eight values, of which seven each are written."""
+    """Return the signs of two groups of eight values, of which seven each are stored."""
     return EVEN_SIGNS[bits & 127] | (EVEN_SIGNS[bits >> 7 & 127] << 8)
 
 
 @part
 def level_shifts(first_bit: int, second_bit: int) -> F32x16:
-    """What iq1's levels 0 to 2 are shifted by: -7/8, or -9/8 if the bit of the first or second eight is set."""
+    """Return the shifts of iq1's levels 0 to 2: -7/8, or -9/8 if the bit of the first or second eight is set."""
     v = intrinsics.splat(f32(-0.875) - f32(0.25) * f32(first_bit & 1))
     return intrinsics.put_where(
         v, 0xFF00, intrinsics.splat(f32(-0.875) - f32(0.25) * f32(second_bit & 1))
@@ -229,7 +229,7 @@ def unpack_iq3_s(y, x, n):
 
 @part
 def eight_of(indices: int, ninth_bits: int) -> int:
-    """The eight values, as bytes, of two indices: low bytes at `indices`, their upper bits the lowest of `ninth_bits`."""
+    """Return eight values, as bytes, of two indices: low bytes at `indices`, upper bits the lowest of `ninth_bits`."""
     first_index = byte_at(indices, 0) | ((ninth_bits & 1) << 8)
     second_index = byte_at(indices, 1) | ((ninth_bits & 2) << 7)
     return IQ3_S_GRID[first_index] | (IQ3_S_GRID[second_index] << 32)

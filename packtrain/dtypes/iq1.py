@@ -1,4 +1,4 @@
-"""Packing iq1_s and iq1_m: three levels, all shifted up or down by an eighth. quantize_row_iq1_s_impl, _iq1_m_ of ggml.
+"""Pack iq1_s and iq1_m: three levels, all shifted up or down by an eighth. quantize_row_iq1_s_impl, _iq1_m_ of ggml.
 
 The sorted values of a group are split in three, by all splits in turn, sixteen at once; then its points are put on the
 grid. Sums of a split are 16 f32 of w * x * value and 16 of w * value * value for each kind: two with the shift of a
@@ -30,7 +30,7 @@ SUMS_LENGTH = 48  # f32 of running sums, read sixteen at a time
 
 @compiled_function
 def put_sort_order(order: int, x: int, n: int) -> None:
-    """Numbers of the values, the lowest first, as bytes."""
+    """Write the numbers of n values at x, the lowest value first, as bytes."""
     ranks = scratch(32)
     for i in range(0, n, 16):
         v, rank, lanes = (
@@ -51,7 +51,7 @@ def put_sort_order(order: int, x: int, n: int) -> None:
 
 @compiled_function
 def put_running_sums(running_sums: int, x: int, w: int, order: int, n: int) -> None:
-    """Sums of w * x, then of w, of the first values; of a group of 16 for each half."""
+    """Write the sums of w * x, then of w, of the first j values in order, j = 0 … n; of a group of 16 for each half."""
     for i in range(0, 4 * SUMS_LENGTH, 16):
         store(running_sums, i, splat(0.0))
     for j in range(n):
@@ -65,7 +65,7 @@ def put_running_sums(running_sums: int, x: int, w: int, order: int, n: int) -> N
 
 @compiled_function
 def put_two_sums(sums: int, at: int, first_split: int, second_split: int) -> None:
-    """Sums of splits at `first_split` and at `second_split` and those behind."""
+    """Write the sums of splits of a group of 32: at `first_split`, and at `second_split` and the fifteen after it."""
     x, w = load(at, second_split), load(at, SUMS_LENGTH + second_split)
     first_x, first_w = peek(at, first_split), peek(at, SUMS_LENGTH + first_split)
     middle_x, middle_w = x - first_x, w - first_w
@@ -80,7 +80,7 @@ def put_two_sums(sums: int, at: int, first_split: int, second_split: int) -> Non
 
 @compiled_function
 def put_four_sums(sums: int, running_sums: int, first_split: int, second_split: int) -> None:
-    """The same for two halves; a sum is that of all as the highest value, less what the others differ by."""
+    """Write the sums of splits of two halves of 16: all as the highest value, less what the others differ by."""
     part_sums = scratch(128)
     for half in range(2):
         at = running_sums + half * 8 * SUMS_LENGTH
@@ -100,7 +100,7 @@ def put_four_sums(sums: int, running_sums: int, first_split: int, second_split: 
 
 @compiled_function
 def better_split(sums: int, num_kinds: int, num_lanes: int, best_score: int) -> int:
-    """The last of these splits that is better than those before: lane * 4 + kind, or -1; `best_score`: score and scale."""
+    """Return the last split that beats best_score (score, scale), as lane * 4 + kind, or -1; updates best_score."""
     best_index, lane_bits = -1, 0
     for split_kind in range(num_kinds):
         lx, ll = load(sums, split_kind * 32), load(sums, split_kind * 32 + 16)
@@ -119,7 +119,7 @@ def better_split(sums: int, num_kinds: int, num_lanes: int, best_score: int) -> 
 
 @compiled_function
 def best_split(running_sums: int, n: int, best_score: int) -> int:
-    """Where the sorted values are split: first + 64 * second + 4096 * kind; -1 if there are no weights."""
+    """Return the best split of the sorted values: first + 64 * second + 4096 * kind; -1 if there are no weights."""
     sums, best_code = scratch(128), -1
     poke(best_score, 0, -FAR)
     for first_split in range(n + 1):
@@ -138,7 +138,7 @@ def best_split(running_sums: int, n: int, best_score: int) -> int:
 def value_sums(
     x: int, w: int, levels: int, n: int, down_bits: int, value_scale: f32, lx: f32, ll: f32
 ) -> tuple[f32, f32]:
-    """These sums, and those of w * value * x and w * value * value; bits of `down_bits`: points that are shifted down."""
+    """Return lx and ll plus the sums of w * value * x and w * value * value; down_bits: points shifted down."""
     for i in range(n):
         shift = -LEVEL_SHIFT if down_bits >> (i >> 3) & 1 else LEVEL_SHIFT
         value = (f32(byte_at(levels, i)) - f32(1) + shift) * value_scale
@@ -149,7 +149,7 @@ def value_sums(
 
 @compiled_function
 def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> int:
-    """The points (u16) and the scale of a group; returns bits of those that are shifted down."""
+    """Write the points (u16) and the scale of a group; returns bits of the points that are shifted down."""
     order, running_sums, levels, best_score = scratch(8), scratch(192), scratch(8), scratch(2)
     for k in range(n // 8):
         intrinsics.put_short(numbers, k, 0)
@@ -216,7 +216,7 @@ def snap_iq1_s(y, x, w, t, n):
 def put_scale(
     y: int, x: int, w: int, t: int, numbers: int, downs: int, levels: int, spread: f32, d: f32
 ) -> None:
-    """The last eight bytes of an iq1_m block: sixteen scales, and the best unit for them."""
+    """Write the last eight bytes of an iq1_m block: sixteen scales, and the best unit for them."""
     weights, point, lx, ll, unit_half = scratch(16), scratch(4), f32(0), f32(0), scratch(1)
     for i in range(16):
         group, level = i * 64, byte_at(levels, i)

@@ -1,4 +1,4 @@
-"""Packing iq2_xxs, iq2_xs and iq2_s: points of eight values. quantize_row_iq2_xxs_impl and its siblings of ggml."""
+"""Pack iq2_xxs, iq2_xs and iq2_s: points of eight values. quantize_row_iq2_xxs_impl and its siblings of ggml."""
 
 import numpy as np
 

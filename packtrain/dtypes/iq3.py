@@ -1,4 +1,8 @@
-"""Packing iq3_xxs and iq3_s: points of four values. quantize_row_iq3_xxs_impl and quantize_row_iq3_s_impl of ggml."""
+"""Pack iq3_xxs and iq3_s: points of four values. quantize_row_iq3_xxs_impl and quantize_row_iq3_s_impl of ggml.
+
+After a group of zeros in iq3_s, ggml 0.25 leaves the places of later groups unchanged: they are read with each other's
+codes, with errors above 100 %. packtrain writes each group where it is read.
+"""
 
 import numpy as np
 

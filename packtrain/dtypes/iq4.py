@@ -1,7 +1,7 @@
-"""Packing iq4_nl and iq4_xs, whose codes index a table of sixteen values: bit for bit as ggml.
+"""Pack iq4_nl and iq4_xs, whose codes index a table of sixteen values: bit for bit as ggml.
 
-quantize_row_iq4_nl_impl of ggml-quants.c. Its sixteen trials of a scale are made at once, one in each lane; each sums
-in ggml's order.
+quantize_row_iq4_nl_impl of ggml-quants.c. Its sixteen trials of a scale are computed at once, one in each lane; each
+sums in ggml's order.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ NUM_TRIALS = 16
 
 @part
 def nearest_codes(v: F32x16) -> I32x16:
-    """Codes of the values of the table that are nearest, of two as near the upper one: how many middles are passed."""
+    """Return the codes of the nearest table values, of two as near the upper one: how many middles are passed."""
     midpoints = load(MIDDLES, 0)
     at = intrinsics.select_less(v, peek(MIDDLES, 7), 0.0, 8.0)
     at = at + intrinsics.select_less(v, pick(midpoints, intrinsics.to_bits(at) + 3), 0.0, 4.0)
@@ -42,7 +42,7 @@ def nearest_codes(v: F32x16) -> I32x16:
 
 @compiled_function
 def put_error_weights(weights: int, x: int, w: int, spread: f32) -> None:
-    """Of 32 values: their squares, or if columns have weights, those times a size."""
+    """Write the error weights of 32 values: x * x, or with column weights w * sqrt(spread + x * x)."""
     if w != 0:
         put_value_weights(weights, x, w, 32, spread)
     else:
@@ -52,7 +52,7 @@ def put_error_weights(weights: int, x: int, w: int, spread: f32) -> None:
 
 @compiled_function
 def fit_table_scale(x: int, w: int) -> f32:
-    """The scale of 32 values with weights: the extreme is mapped to 127, then to -134 .. -120, the best is kept."""
+    """Return the scale of 32 values, weighted by w: the best that maps their extreme to 127, or to -134 … -120."""
     extreme_value, code_values, inverses = intrinsics.extreme(x, 32), load(NL, 0), scratch(16)
     if abs(extreme_value) < NOTHING:
         return f32(0)
@@ -79,7 +79,7 @@ def fit_table_scale(x: int, w: int) -> f32:
 
 @part
 def put_table_codes(y: int, x: int, scale: f32) -> None:
-    """32 codes."""
+    """Write the table codes of 32 values for a scale."""
     inverse = f32(1) / scale if scale != 0 else f32(0)
     intrinsics.put_bytes(
         y, 0, nearest_codes(load(x, 0) * inverse) | (nearest_codes(load(x, 16) * inverse) << 4)
@@ -88,7 +88,7 @@ def put_table_codes(y: int, x: int, scale: f32) -> None:
 
 @compiled_function
 def put_iq4_nl_block(y: int, x: int, w: int) -> None:
-    """A block of iq4_nl; w is 0 if columns have no weights."""
+    """Write a block of iq4_nl; w is 0 if columns have no weights."""
     weights = scratch(32)
     put_error_weights(weights, x, w, f32(2) * sum_of_squares(x, 32) / f32(32))
     scale = fit_table_scale(x, weights)
@@ -98,7 +98,7 @@ def put_iq4_nl_block(y: int, x: int, w: int) -> None:
 
 @compiled_function
 def put_iq4_xs_block(y: int, x: int, w: int) -> None:
-    """A block of iq4_xs, whose eight scales have six bits each."""
+    """Write a block of iq4_xs, whose eight scales have six bits each; w is 0 if columns have no weights."""
     weights, scales, high_bits = scratch(32), scratch(16), 0
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)
     store(scales, 0, intrinsics.splat(0.0))

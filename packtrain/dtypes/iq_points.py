@@ -1,4 +1,4 @@
-"""Where the IQ types keep the points, signs and scales of a block: what calibrated rounding reads and writes.
+"""Read and write the points, signs and scales of a block of the IQ types, for calibrated rounding.
 
 A block has 256 values; a value is scale * sign * coordinate, or scale * (coordinate + shift). Formats: ggml-common.h.
 """
@@ -13,7 +13,7 @@ from packtrain.dtypes.grids import IQ2_XS_GRID, IQ3_S_GRID, IQ3_XXS_GRID, ONE, T
 
 f32 = np.float32
 Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
-SEVEN_SIGNS = np.uint8(127)  # signs that are written of eight: their number is even
+SEVEN_SIGNS = np.uint8(127)  # seven of eight signs are stored: the number of signs is even
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class GridPoints:
 
     point_ids       numbers of the points as integers (int64), one byte for each of `width` coordinates
     group_size      values that share a scale
-    read_scales     (raw) -> (R, blocks, 256 / group) f32
-    write_points     (raw, numbers, signs): u16 (R, blocks, 256 / width), and u8 (R, blocks, 32), a bit for each negative value
+    read_scales     (raw) -> (R, blocks, 256 / group_size) f32
+    write_points    (raw, numbers, signs): u16 (R, blocks, 256 / width); u8 (R, blocks, 32), a bit set for each negative
     has_even_signs  whether each eight values have an even number of signs
     read_shifts     (raw) -> (R, blocks, 32) f32, for each eight values; None: they have signs
     """
@@ -38,12 +38,12 @@ class GridPoints:
 
     @cached_property
     def grid(self) -> np.ndarray:
-        """Coordinates, f32 (points, width)."""
+        """The points' coordinates, f32 (points, width)."""
         return self.point_ids.view(np.uint8).reshape(-1, 8)[:, : self.width].astype(f32)
 
 
 def read_words(raw: Bytes, start_byte: int, num_words: int, dtype: str) -> np.ndarray:
-    """`num_words` integers from byte `start_byte` on, a copy (R, blocks, count)."""
+    """Return `num_words` integers from byte `start_byte` of each block on, a copy (R, blocks, num_words)."""
     nbytes = num_words * np.dtype(dtype).itemsize
     return np.ascontiguousarray(raw[..., start_byte : start_byte + nbytes]).view(dtype)
 
@@ -54,7 +54,7 @@ def put_words(raw: Bytes, start_byte: int, values: np.ndarray, dtype: str) -> No
 
 
 def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
-    """Each `group_size` neighbours side by side, the first one lowest; u32."""
+    """Join each `group_size` neighbours of `bits` bits side by side, the first one lowest; u32."""
     code_groups = bit_fields.astype(np.uint32).reshape(*bit_fields.shape[:-1], -1, group_size)
     return np.bitwise_or.reduce(
         code_groups << np.arange(0, bits * group_size, bits, dtype=np.uint32), -1
@@ -62,10 +62,12 @@ def pack_bits(bit_fields: np.ndarray, group_size: int, bits: int) -> np.ndarray:
 
 
 def times_unit(by: np.ndarray, raw: Bytes, start_byte: int = 0) -> np.ndarray:
+    """Multiply by the f16 unit at byte `start_byte` of each block."""
     return read_words(raw, start_byte, 1, "<f2").astype(f32) * by
 
 
 def nibbles(raw: Bytes, start_byte: int, num_bytes: int) -> np.ndarray:
+    """Return the four-bit codes in `num_bytes` bytes of each block as f32, the low one of a byte first."""
     part = raw[..., start_byte : start_byte + num_bytes]
     return np.stack([part & 15, part >> 4], -1).reshape(*part.shape[:-1], -1).astype(f32)
 
@@ -148,7 +150,7 @@ def put_iq1_s(raw: Bytes, numbers: np.ndarray, signs: np.ndarray) -> None:
 
 
 def iq1_m_scales(raw: Bytes) -> np.ndarray:
-    """Each of four words has four scales of three bits, and above them four bits of the unit."""
+    """Return the scales of iq1_m: each of four words has four scales of three bits, then four bits of the unit."""
     scale_words = read_words(raw, 48, 4, "<u2")
     unit_scale = pack_bits(scale_words >> 12, 4, 4).astype(np.uint16).view(np.float16).astype(f32)
     scale_codes = scale_words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7

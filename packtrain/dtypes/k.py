@@ -28,7 +28,7 @@ NOTHING = 1e-15  # q6_K: a group without larger values is all zeros
 
 
 def scales_and_mins(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and lows of q4_K and q5_K: six bits each; the last four groups' upper bits are stored apart; lows <= 0."""
+    """Return scales and lows (<= 0) of q4_K and q5_K, six bits each; the last four groups' upper bits stand apart."""
     scale_bytes, min_bytes, upper_bytes = (raw[..., at : at + 4] for at in (4, 8, 12))
     d = np.concatenate((scale_bytes & 63, (upper_bytes & 15) | (scale_bytes >> 6 << 4)), axis=-1)
     m = np.concatenate((min_bytes & 63, (upper_bytes >> 4) | (min_bytes >> 6 << 4)), axis=-1)
@@ -36,7 +36,7 @@ def scales_and_mins(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def q3_K_scales(raw: Bytes) -> tuple[np.ndarray]:
-    """Scales of q3_K: see six_bit_scales."""
+    """Return the scales of q3_K: see six_bit_scales."""
     low_bits = raw[..., 96:104]
     high_bits = raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     low_bits = np.concatenate((low_bits & 15, low_bits >> 4), axis=-1)
@@ -45,7 +45,7 @@ def q3_K_scales(raw: Bytes) -> tuple[np.ndarray]:
 
 
 def four_bits(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and lows of q2_K; lows <= 0."""
+    """Return scales and lows (<= 0) of q2_K."""
     scale_min_bytes = raw[..., :16]
     return (scale_min_bytes & 15).astype(f32), -(scale_min_bytes >> 4).astype(f32)
 
@@ -137,7 +137,7 @@ def dot_q2_K(x, w, n):
 
 @intrinsics.part
 def six_bit_scales(w: int) -> intrinsics.I32x16:
-    """The sixteen scales of a q3_K block: the low four bits in eight bytes, the two above in four."""
+    """Return the sixteen scales of a q3_K block: their low four bits are in eight bytes, the two above in four."""
     low = intrinsics.word_at(w + 96, 0) | (intrinsics.word_at(w + 100, 0) << 32)
     high_bits = intrinsics.word_at(w + 104, 0)
     first = (high_bits | ((high_bits >> 2) << 32)) & LOW_2_BITS
@@ -186,7 +186,7 @@ def unpack_q3_K(y, x, n):
 
 @intrinsics.part
 def scale_and_min(block: int, i: int) -> tuple[f32, f32]:
-    """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
+    """Return scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's in two bytes."""
     d, m = half_at(block, 0), half_at(block, 1)
     if i < 4:
         scale, min_code = byte_at(block, 4 + i) & 63, byte_at(block, 8 + i) & 63
@@ -210,7 +210,7 @@ def unpack_q4_K(y, x, n):
 
 @intrinsics.part
 def scales_then_mins(w: int) -> intrinsics.F32x16:
-    """What scale_and_least gives for the eight groups of a block: eight scales, then eight offsets, negative."""
+    """Return eight scales and eight negative offsets of a q4_K or q5_K block, as scale_and_min gives them by group."""
     first, second, upper_bits = (
         intrinsics.word_at(w + 4, 0),
         intrinsics.word_at(w + 8, 0),
@@ -258,7 +258,7 @@ def unpack_q6_K(y, x, n):
 def put_scale_bits(
     y: int, i: int, scale: int, min_code: int, scale_4: int, min_code_4: int
 ) -> None:
-    """Scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
+    """Write scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
     intrinsics.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
     intrinsics.put_byte(y, 8 + i, min_code | (min_code_4 >> 4 << 6))
     intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((min_code_4 & 15) << 4))
@@ -266,7 +266,7 @@ def put_scale_bits(
 
 @intrinsics.compiled_function
 def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_trials: int) -> None:
-    """The first 16 bytes of a q4_K or q5_K block: see scale_and_least, which reads them."""
+    """Write the first 16 bytes of a q4_K or q5_K block, from which scale_and_min reads."""
     scales, mins = intrinsics.scratch(8), intrinsics.scratch(8)
     largest_scale, lowest_min = f32(0), f32(0)
     for i in range(NUM_GROUPS):
@@ -294,7 +294,7 @@ def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_tri
 
 @intrinsics.part
 def group_codes(y: int, x: int, group: int, lane: int, max_code: f32) -> intrinsics.I32x16:
-    """Codes of 16 values, from `lane` on in a group whose scale is quantized."""
+    """Return the codes of 16 values, from `lane` on in a group whose scale is stored."""
     d, offset = scale_and_min(y, group)
     d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
     return intrinsics.to_bits(
@@ -331,7 +331,7 @@ def pack_q5_K(y, x, n):
 
 @intrinsics.compiled_function
 def fit_symmetric_scale(x: int) -> f32:
-    """Scale of 16 values as codes -32 .. 31; trials map the extreme to 31.1 .. 32.9, errors weighted by squares."""
+    """Return the scale of 16 values as codes -32 … 31, by trials around 32 for the extreme; squares weight errors."""
     extreme_value, scale, best_score = intrinsics.extreme(x, 16), f32(0), f32(0)
     if abs(extreme_value) < NOTHING:
         return f32(0)
@@ -349,7 +349,7 @@ def fit_symmetric_scale(x: int) -> f32:
 
 @intrinsics.compiled_function
 def put_q6_K_scales(y: int, x: int) -> None:
-    """The last 18 bytes of a q6_K block: sixteen scales and their unit."""
+    """Write the last 18 bytes of a q6_K block: sixteen scales and their unit."""
     scales, extreme_scale = intrinsics.scratch(16), f32(0)
     for i in range(2 * NUM_GROUPS):
         intrinsics.poke(scales, i, fit_symmetric_scale(x + i * 64))
@@ -362,7 +362,7 @@ def put_q6_K_scales(y: int, x: int) -> None:
 
 @intrinsics.compiled_function
 def q6_K_codes(y: int, x: int, i: int) -> intrinsics.I32x16:
-    """Codes of the i-th 16 values, whose scale is quantized; 32 means zero."""
+    """Return the codes of the i-th 16 values, whose scale is stored; 32 means zero."""
     d = half_at(y, 104) * f32(intrinsics.char_at(y, 192 + i))
     d = d if d != 0 else f32(1)
     return intrinsics.to_bits(intrinsics.rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)

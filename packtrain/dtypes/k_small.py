@@ -1,4 +1,4 @@
-"""Packing q2_K and q3_K, by ggml's search: bit for bit as its reference."""
+"""Pack q2_K and q3_K by ggml's search: bit for bit as its reference."""
 
 import numpy as np
 
@@ -21,14 +21,14 @@ f32 = np.float32
 
 @compiled_function
 def requantize(codes: int, x: int, d: f32, offset: f32, low: f32, max_code: f32) -> None:
-    """Codes of 16 values for their stored scale, low becomes 0; with a scale of 0 those of the search stay."""
+    """Write the codes of 16 values for their stored scale, `low` as 0; with a scale of 0 the search's codes stay."""
     if d != 0:
         store(codes, 0, intrinsics.rounded((load(x, 0) + offset) / d, low, max_code) - low)
 
 
 @compiled_function
 def put_q2_K_codes(y: int, x: int, codes: int) -> None:
-    """The codes of a q2_K block, for the scales that it has."""
+    """Write the codes of a q2_K block for its stored scales."""
     for i in range(16):
         scale = intrinsics.byte_at(y, i)
         d, offset = half_at(y, 40) * f32(scale & 15), half_at(y, 41) * f32(scale >> 4)
@@ -67,7 +67,7 @@ def pack_q2_K(y, x, n):
 
 @compiled_function
 def put_q3_K_scales(y: int, scales: int) -> None:
-    """The sixteen scales of a q3_K block, 0 .. 63; see six_bit_scales, which reads them."""
+    """Write the sixteen scales of a q3_K block, 0 … 63, from which six_bit_scales reads them."""
     for i in range(8):
         low_bits, high_bits = int(peek(scales, i)), int(peek(scales, i + 8))
         put_byte(y, 96 + i, (low_bits & 15) | ((high_bits & 15) << 4))
@@ -79,7 +79,7 @@ def put_q3_K_scales(y: int, scales: int) -> None:
 
 @compiled_function
 def put_q3_K_codes(y: int, x: int, codes: int) -> None:
-    """The codes of a q3_K block, for the scales that it has."""
+    """Write the codes of a q3_K block for its stored scales."""
     scales = scratch(16)
     store(scales, 0, intrinsics.to_floats(six_bit_scales(y)) * half_at(y, 54))
     for i in range(16):

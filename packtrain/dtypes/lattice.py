@@ -1,8 +1,7 @@
-"""Fitting groups of values to points of a grid, by the searches of ggml-quants.c: bit for bit.
+"""Fit groups of values to points of a grid, by the searches of ggml-quants.c: bit for bit.
 
 A group of n values with one scale is two to eight points of `width` values each. Levels are bytes; level l stands for
-2 l + 1.
-`t` is the address of the grid's table, see neighbours.
+2 l + 1. `t` is the address of the grid's table, see neighbours.
 """
 
 import numpy as np
@@ -23,13 +22,13 @@ from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
 
 f32 = np.float32
 FAR, ROUNDING_SHIFT = f32(np.finfo(f32).max), f32(1.5 * 2**23)
-# which points are sought anew with the fitted scale: those off the grid, all if one was, all
+# points that are sought anew with the fitted scale: those off the grid, all if one was, all
 OFF, ANY, ALL = 0, 1, 2
 
 
 @part
 def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> I32x16:
-    """Levels 0 .. most of 16 values times `inverse`; too large ones lose their upper bits, as there."""
+    """Return levels 0 … max_level of 16 values times `inverse`; too large values lose their upper bits, as in ggml."""
     rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUNDING_SHIFT)
     v = intrinsics.to_floats((rounded & 0x007FFFFF) - 0x00400000)
     return intrinsics.to_bits(select_less(v, 0.0, 0.0, select_less(max_level, v, max_level, v)))
@@ -37,14 +36,14 @@ def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> I32x16:
 
 @part
 def level_key(levels: int, bits: int) -> int:
-    """The bits of four levels side by side."""
+    """Return the bits of four levels side by side."""
     level_pairs, low_mask = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
     return (level_pairs & low_mask) | (level_pairs >> (16 - 2 * bits) & (low_mask << (2 * bits)))
 
 
 @part
 def table_entry(t: int, levels: int, width: int) -> int:
-    """What the table says of these levels."""
+    """Return the table's entry for the levels of one point."""
     if width == 4:
         return word_at(t, level_key(word_at(levels, 0), 3))
     return word_at(t, level_key(word_at(levels, 0), 2) | (level_key(word_at(levels, 1), 2) << 8))
@@ -52,7 +51,7 @@ def table_entry(t: int, levels: int, width: int) -> int:
 
 @part
 def put_point(to: int, t: int, point_number: int, width: int) -> None:
-    """The levels of a point."""
+    """Write the levels of a point."""
     first_word = (4096 if width == 4 else 65536) + point_number * width // 4
     for i in range(width // 4):
         intrinsics.put_word(to, i, word_at(t, first_word + i))
@@ -62,7 +61,7 @@ def put_point(to: int, t: int, point_number: int, width: int) -> None:
 def nearest_point(
     t: int, entry: int, x: int, w: int, scale: f32, width: int, by: f32, value_shift: f32
 ) -> int:
-    """The number of the point near a place with the least weighted error; a value stands for (2 l + 1) by + more."""
+    """Return the point of a table entry with the least weighted error; level l means (2 l + 1) by + value_shift."""
     nbytes = 32 + 16 * width
     first, best, chunks = t + (entry >> 8) * nbytes, intrinsics.splat(FAR), intrinsics.splat(0.0)
     for chunk in range(entry & 255):
@@ -88,7 +87,7 @@ def nearest_point(
 def put_levels(
     to: int, x: int, w: int, n: int, width: int, inverse: f32, scale: f32, point_bits: int, t: int
 ) -> int:
-    """Levels, on the grid, of those points of a group whose bit is set; returns bits of those that were off it."""
+    """Write grid levels of a group's points whose bit is set; returns the bits of points that were off the grid."""
     all_levels, off_grid, max_level = scratch(8), 0, f32(7) if width == 4 else f32(2)
     for i in range(0, n, 16):
         intrinsics.put_bytes(all_levels, i, levels_of(x, i, inverse, max_level))
@@ -107,7 +106,7 @@ def put_levels(
 
 @compiled_function
 def level_sums(x: int, w: int, levels: int, n: int) -> tuple[f32, f32]:
-    """The sums of w * x * value and w * value * value."""
+    """Return the sums of w * x * value and w * value * value of n levels."""
     products, squares, lx, ll = scratch(32), scratch(32), f32(0), f32(0)
     for i in range(0, n, 16):
         value, weight = intrinsics.to_floats(intrinsics.bytes_at(levels, i)) * 2.0 + 1.0, load(w, i)
@@ -124,7 +123,7 @@ def fit_points(
     levels: int, x: int, w: int, n: int, width: int, scale: f32, largest_x: f32, num_trials: int, step: f32, refit: int,
     t: int,
 ) -> f32:  # fmt: skip
-    """The scale of a group of sizes x, and its levels: the best of some that map `largest_x` near the last value."""
+    """Write a group's levels and return its scale: the best of some that map `largest_x` near the last value."""
     trial, roots, top_value = scratch(8), scratch(32), f32(15) if width == 4 else f32(5)
     all_points, best_score = (1 << (n // width)) - 1, f32(0)
     off_grid = 0 if refit == OFF else all_points
@@ -151,9 +150,9 @@ def fit_points(
 
 @compiled_function
 def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
-    """Sizes of values, and the bits of those below zero; if `paired`, of each eight one may change its sign.
+    """Write magnitudes of values, return the bits of negative ones; if `paired`, of each eight one may change its sign.
 
-    Then the number of signs is even: the value whose error weighs least keeps its sign, so that it is below zero.
+    Then the number of signs is even: the value whose error weighs least changes, and its magnitude is below zero.
     """
     bits = 0
     for i in range(0, n, 16):
@@ -178,7 +177,7 @@ def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
 
 @compiled_function
 def put_point_weights(weights: int, x: int, w: int, n: int, spread: f32) -> None:
-    """Weights of a group; without columns' weights squares, of groups of 16 with a quarter of the spread."""
+    """Write the error weights of a group; without column weights squares, for n = 16 plus a quarter of the spread."""
     if w != 0:
         put_value_weights(weights, x, w, n, spread)
     else:
@@ -192,7 +191,7 @@ def fit_block(
     numbers: int, signs: int, scales: int, x: int, w: int, t: int, n: int, width: int, paired: int, min_magnitude: f32,
     num_trials: int, step: f32, refit: int,
 ) -> f32:  # fmt: skip
-    """256 values as numbers of points (u16), bits of signs and scales (f32) of groups of n; returns the largest scale.
+    """Fit 256 values: write point numbers (u16), sign bits, scales (f32) of groups of n; returns the largest scale.
 
     min_magnitude  a group of smaller values is all zeros
     num_trials     on either side of the plain scale, at distances of `step`
@@ -232,7 +231,7 @@ def fit_block(
 
 @compiled_function
 def put_scales(y: int, levels: int, scales: int, max_scale: f32, unit_factor: f32) -> None:
-    """The scale of a block in its first two bytes, times `unit_factor`, and the scales of its groups as levels 0 to 15."""
+    """Write a block's scale, times `unit_factor`, to its first two bytes, and its groups' scales as levels 0 to 15."""
     d = max_scale / f32(31)
     intrinsics.put_half(y, 0, d * unit_factor)
     intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
@@ -240,7 +239,7 @@ def put_scales(y: int, levels: int, scales: int, max_scale: f32, unit_factor: f3
 
 @compiled_function
 def put_nibbles(y: int, levels: int, n: int) -> None:
-    """The low four bits of n bytes, two in each."""
+    """Write the low four bits of n bytes, two in each byte."""
     for i in range(n // 2):
         byte_pair = intrinsics.short_at(levels, i)
         intrinsics.put_byte(y, i, (byte_pair & 15) | (byte_pair >> 4 & 240))
@@ -248,6 +247,6 @@ def put_nibbles(y: int, levels: int, n: int) -> None:
 
 @part
 def sevens(signs: int) -> int:
-    """The first seven of each eight of 32 bits, in 28."""
+    """Return the first seven of each eight of 32 bits, in 28 bits."""
     low_bits = (signs & 127) | (signs >> 1 & (127 << 7))
     return low_bits | (signs >> 2 & (127 << 14)) | (signs >> 3 & (127 << 21))

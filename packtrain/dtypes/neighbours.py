@@ -1,4 +1,4 @@
-"""Tables with which values are packed onto the grids of the IQ types: which points are near a place off the grid.
+"""Build the tables for packing onto the grids of the IQ types: which points are near a place off the grid.
 
 A place has a level for each of its 4 or 8 values; its key has three or two bits for each. In i32 words a table is
 
@@ -8,7 +8,7 @@ A place has a level for each of its 4 or 8 values; its key has three or two bits
     chunks, which count from the table's beginning: the numbers (u16) of sixteen points that are near, the nearest
         first, then for each value sixteen bytes: twice its level plus one
 
-As iq2xs_init_impl and iq3xs_init_impl of ggml-quants.c; their shells of equal distance.
+The shells of equal distance are those of iq2xs_init_impl and iq3xs_init_impl of ggml-quants.c.
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ POSITIONS_PER_CHUNK = 256  # places whose distances are computed at a time
 
 @cache
 def neighbour_table(dtype: Dtype) -> np.ndarray:
-    """The table of this type's grid, i32: made at first use."""
+    """Return the table of this type's grid, i32; the first call builds it."""
     grid, width, num_shells = GRIDS[dtype]
     grid_values = grid.view(np.uint8).reshape(-1, 8)[:, :width]
     points = np.unique(grid_values, return_inverse=True)[1].reshape(-1, width)
@@ -60,7 +60,7 @@ def _level_keys(levels: np.ndarray, bits: int) -> np.ndarray:
 def _nearest_points(
     places: np.ndarray, points: np.ndarray, num_shells: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where each place's chunks begin, and the points in each (chunks, 16): the last is filled with its first one."""
+    """Return where each place's chunks begin, and the points of chunks (chunks, 16), filled up with the nearest one."""
     near_counts, near_points = [], []
     for i in range(0, len(places), POSITIONS_PER_CHUNK):
         position_part = places[i : i + POSITIONS_PER_CHUNK].astype(np.float32)

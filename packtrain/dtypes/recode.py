@@ -1,7 +1,7 @@
-"""New codes for blocks that keep their scales: `recode`, and for the specification where the bits of codes lie.
+"""Write new codes into blocks that keep their scales (`recode`), and say where the bits of codes lie.
 
-The values (f32) are followed, APART bytes behind each, by a part of a step by which its code is moved before it is
-rounded to the nearest. A group whose scale is 0 gets the codes of scale 1, which do not matter.
+RESIDUAL_OFFSET bytes behind each value (f32) is a part of a step by which its code is moved before it is rounded to the
+nearest. A group whose scale is 0 gets the codes of scale 1, which do not matter.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ RESIDUAL_OFFSET = 1024
 
 
 def code_bit_numbers(block: int, start_byte: int, bits: int, run: int) -> np.ndarray:
-    """Numbers of the bits of each code, (block, bits): `run` neighbours lie in `run` bytes, at the same bits.
+    """Return the bit numbers of each code, (block, bits): `run` neighbours lie in `run` bytes, at the same bits.
 
     The next ones lie further up in the same bytes, then in the bytes that follow, from byte `start_byte` on.
     """
@@ -41,7 +41,7 @@ def code_bit_numbers(block: int, start_byte: int, bits: int, run: int) -> np.nda
 
 
 def join_bits(*bit_numbers: np.ndarray) -> np.ndarray:
-    """The low bits, then those above."""
+    """Return the bit numbers of the low bits, then those of the bits above."""
     return np.concatenate(bit_numbers, -1)
 
 
@@ -60,10 +60,8 @@ CODE_BIT_NUMBERS: dict[Dtype, np.ndarray] = {
     iq4_nl: code_bit_numbers(32, 2, 4, 16),
     iq4_xs: code_bit_numbers(256, 8, 4, 16),
 }
-CODE_VALUES = {
-    iq4_nl: NL,
-    iq4_xs: NL,
-}  # values of codes in steps, where they are not the codes themselves
+# values of codes in steps, where they are not the codes themselves
+CODE_VALUES = {iq4_nl: NL, iq4_xs: NL}
 UNIT_CODE = 8  # the code that stands for 1 in that table
 
 
@@ -72,7 +70,7 @@ UNIT_CODE = 8  # the code that stands for 1 in that table
 
 @part
 def nearest_codes(x: int, lane: int, d: f32, low: f32, max_code: f32) -> I32x16:
-    """Codes 0 .. most of 16 values, from `lane` on, as code * d + low."""
+    """Return codes 0 … max_code of 16 values, from `lane` on, for value = code * d + low."""
     d = d if d != 0 else f32(1)
     shifted_values = (load(x, lane) - low) / d + load(x + RESIDUAL_OFFSET, lane)
     return intrinsics.to_bits(intrinsics.rounded(shifted_values, f32(0), max_code))
@@ -80,7 +78,7 @@ def nearest_codes(x: int, lane: int, d: f32, low: f32, max_code: f32) -> I32x16:
 
 @part
 def put_32(y: int, x: int, d: f32, low: f32, max_code: f32) -> int:
-    """The low four bits of 32 codes; returns the fifth ones."""
+    """Write the low four bits of the codes of 32 values; returns the fifth bits."""
     first, second = nearest_codes(x, 0, d, low, max_code), nearest_codes(x, 16, d, low, max_code)
     put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
     return intrinsics.set_lanes(first & 16) | (intrinsics.set_lanes(second & 16) << 16)
@@ -126,7 +124,7 @@ def recode_q8_0(y, x, n):
 
 @part
 def code_2(y: int, x: int, i: int) -> I32x16:
-    """Codes of the i-th 16 values of a q2_K block."""
+    """Return the codes of the i-th 16 values of a q2_K block."""
     scale = byte_at(y, i)
     d, m = half_at(y + 80, 0) * f32(scale & 15), half_at(y + 80, 1) * f32(scale >> 4)
     return nearest_codes(x + i * 64, 0, d, -m, f32(3))
@@ -146,7 +144,7 @@ def recode_q2_K(y, x, n):
 
 @compiled_function
 def nearest_q3_K_codes(y: int, x: int, i: int) -> I32x16:
-    """Codes of the i-th 16 values of a q3_K block; 4 means zero."""
+    """Return the codes of the i-th 16 values of a q3_K block; 4 means zero."""
     low_bits, high = byte_at(y, 96 + i % 8) >> (i // 8 * 4), byte_at(y, 104 + i % 4) >> (i // 4 * 2)
     d = half_at(y + 108, 0) * f32(((low_bits & 15) | ((high & 3) << 4)) - 32)
     return nearest_codes(x + i * 64, 0, d, d * f32(-4), f32(7))
@@ -199,7 +197,7 @@ def recode_q5_K(y, x, n):
 
 @compiled_function
 def code_6(y: int, x: int, i: int) -> I32x16:
-    """Codes of the i-th 16 values of a q6_K block; 32 means zero."""
+    """Return the codes of the i-th 16 values of a q6_K block; 32 means zero."""
     d = half_at(y + 208, 0) * f32(intrinsics.char_at(y, 192 + i))
     return nearest_codes(x + i * 64, 0, d, d * f32(-32), f32(63))
 
@@ -226,7 +224,7 @@ def is_above(limit: f32, v: F32x16) -> F32x16:
 
 @compiled_function
 def nearest_iq4_codes(x: int, lane: int, d: f32) -> I32x16:
-    """Codes of 16 values in the table of iq4_nl: the lower neighbour, or the next where more than half is left."""
+    """Return the table codes of 16 values: the lower neighbour, or the next one where more than half is left."""
     code_values, v = load(NL, 0), load(x, lane) / (d if d != 0 else f32(1))
     num_below = is_above(f32(-104), v) + is_above(f32(-83), v) + is_above(f32(-65), v)
     num_below = num_below + is_above(f32(-49), v) + is_above(f32(-35), v) + is_above(f32(-22), v)

@@ -19,7 +19,7 @@ LAST_POWERS = np.repeat(np.array([1, 3, 9, 27], f32), 4)
 
 @part
 def digit(q: I32x16) -> I32x16:
-    """The first digit, -1 to 1, of a fraction of 256 in base three."""
+    """Return the first digit, -1 to 1, of a fraction of 256 in base three."""
     return ((intrinsics.spread_bits(q) & 255) * 3 >> 8) - 1
 
 
@@ -56,7 +56,7 @@ def unpack_tq2_0(y, x, n):
 
 @compiled_function
 def max_magnitude(x: int) -> f32:
-    """The largest size of 256 values."""
+    """Return the largest magnitude of 256 values."""
     magnitudes = intrinsics.splat(0.0)
     for i in range(0, 256, 16):
         magnitudes = intrinsics.maximum(magnitudes, intrinsics.absolute(intrinsics.load(x, i)))
@@ -65,7 +65,7 @@ def max_magnitude(x: int) -> f32:
 
 @part
 def ternary_codes(x: int, i: int, inverse: f32) -> I32x16:
-    """0 to 2: values times `inverse`, rounded to nearest, ties away from zero, plus one."""
+    """Return codes 0 to 2 of 16 values: times `inverse`, rounded to nearest, ties away from zero, plus one."""
     v = intrinsics.load(x, i) * inverse
     return intrinsics.to_bits(
         intrinsics.select_less(v, 0.5, intrinsics.select_less(-0.5, v, 1.0, 0.0), 2.0)
@@ -74,7 +74,7 @@ def ternary_codes(x: int, i: int, inverse: f32) -> I32x16:
 
 @part
 def ternary_fraction(q: I32x16) -> I32x16:
-    """Five digits in base three as a fraction of 256, rounded up."""
+    """Return five digits in base three as a fraction of 256, rounded up."""
     return intrinsics.to_bits(intrinsics.to_floats(intrinsics.spread_bits(q) * 256 + 242) / 243.0)
 
 

@@ -1,4 +1,4 @@
-"""Packing with a weight for each column of a matrix, as from an importance matrix: ggml's search, bit for bit.
+"""Pack with a weight for each column of a matrix, as from an importance matrix: ggml's search, bit for bit.
 
 The error of a value counts by its column's weight, more so where the value is large. `w` are the weights of the n
 blocks of a row.
@@ -23,12 +23,12 @@ from packtrain.dtypes.k_small import put_q2_K_codes, put_q3_K_codes, put_q3_K_sc
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1
 
 f32 = np.float32
-FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # of lines
+FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # trials of lines, see kernels.search.sloped
 
 
 @compiled_function
 def sum_of_squares(x: int, n: int) -> f32:
-    """One after the other, as ggml adds them."""
+    """Return the sum of squares of n values, added one after the other, as ggml does."""
     sum_squares = f32(0)
     for i in range(n):
         sum_squares += peek(x, i) * peek(x, i)
@@ -37,7 +37,7 @@ def sum_of_squares(x: int, n: int) -> f32:
 
 @compiled_function
 def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
-    """Weights of n values: w * sqrt(spread + x * x); returns their sum."""
+    """Write the error weights of n values, w * sqrt(spread + x * x); returns their sum."""
     weight_sum = f32(0)
     for i in range(0, n, 16):
         v = load(x, i)
@@ -52,7 +52,7 @@ def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
 
 @part
 def put_32_codes(y: int, codes: int) -> int:
-    """The low four bits of 32 codes; returns the fifth ones."""
+    """Write the low four bits of 32 codes; returns the fifth bits."""
     first_codes, second = intrinsics.to_bits(load(codes, 0)), intrinsics.to_bits(load(codes, 16))
     put_bytes(y, 0, (first_codes & 15) | ((second & 15) << 4))
     return intrinsics.set_lanes(first_codes & 16) | (intrinsics.set_lanes(second & 16) << 16)
@@ -146,7 +146,7 @@ def weigh_q3_K(y, x, w, n):
 
 @compiled_function
 def put_weighted_scales(y: int, x: int, w: int, max_code: int, codes: int) -> None:
-    """The first 16 bytes of a q4_K or q5_K block, and its codes to `codes`, as f32."""
+    """Write the first 16 bytes of a q4_K or q5_K block, and its codes to `codes`, as f32."""
     weights, sums, scales, mins = scratch(32), scratch(16), scratch(16), scratch(16)
     scale_codes, min_codes = scratch(16), scratch(16)
     spread = f32(2) * sum_of_squares(x, 256) / f32(256)
@@ -205,7 +205,7 @@ def weigh_q5_K(y, x, w, n):
 
 @compiled_function
 def put_q6_K_codes(y: int, codes: int) -> None:
-    """The codes of a q6_K block."""
+    """Write the codes of a q6_K block."""
     for half_index in range(2):
         for lane in range(0, 32, 16):
             i = half_index * 128 + lane

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation: from a loss to tensors that compute its gradients.
 
-Gradients are ordinary calls written after the forward ones, so they are planned and run like any other.
-Forward values that are not kept are recomputed by new calls, just before the backward pass of their segment.
+Gradients are ordinary calls written after the forward ones, so they are planned and run like any other. New calls
+recompute forward values that are not saved, just before the backward pass of their segment.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,19 +36,18 @@ def differentiate(
     sink: GradientSink | None = None,
     inner: Gradients | None = None,
 ) -> Gradients:
-    """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
+    """Return gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
 
-    keep  forward values the backward pass may read; others are recomputed from them, segment by segment
-          (activation checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
-          writing ops, values read from a leaf before a write, and everything after the last kept value are
-          always kept; so an empty `keep` recomputes nothing, and of a value that was stored in bf16 and read back
-          (cast), or of a `stored_sum`, what it is made of is kept, whatever `keep` says. A mapping gives ranks: rank 0
-          is kept from the forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when
-          that of a rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
-          A rank below 0 is kept, too.
-    sink  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
-          written: an update written here uses the gradient at once, so that not all are kept.
-    inner filled with the gradient of every forward value that has one.
+    keep   forward values to save for the backward pass; others are recomputed from them, segment by segment
+           (activation checkpointing; Chen et al. 2016, arXiv 1604.06174). None saves all. Leaves, results of writing
+           ops, values read from a leaf before a write, and everything after the last value of `keep` are always saved,
+           so an empty `keep` recomputes nothing. Values read back from bf16 (cast) and results of `stored_sum` are
+           recomputed unless `keep` names them. A mapping gives ranks: rank 0 or less is saved by the forward pass,
+           rank 1 while the segment after a saved value is recomputed, rank 2 while that of a rank 1 value is, and so
+           on; values without a rank are recomputed last, just before they are needed.
+    sink   called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
+           written: an update written there uses the gradient at once, so that few gradients live together
+    inner  filled with the gradient of every forward value that has one
 
     Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
     bf16, or an op has no gradient (all named).
@@ -62,10 +61,11 @@ def differentiate_twice(
     loss: Tensor, wrt: Sequence[Tensor], repeated_wrt: Collection[Tensor], frontier: Collection[Tensor], keep: Keep,
     first_sink: GradientSink, sink: GradientSink, inner: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """Gradients as of `differentiate`, those for `repeated_wrt`, some of `wrt`, twice: from the gradients of `frontier` on.
+    """Call two sinks with each tensor of `wrt` and its gradient; gradients for `repeated_wrt` are computed twice.
 
-    What reads `repeated_wrt` comes before `frontier`. Both sinks are called with each of `wrt` and its gradient: `first_sink`
-    with that of the first pass; `sink` after that pass, for `repeated_wrt` with that of a second pass from `frontier` back.
+    `first_sink` gets every gradient in a first backward pass. Afterwards `sink` gets all gradients once more, but for
+    `repeated_wrt` from a second pass that starts at the gradients of `frontier`, so that they need no memory in
+    between. All calls that read `repeated_wrt` come before `frontier`.
     """
     calls, active, seed = _checked(loss, wrt)
     last_serial = max(t.call.serial for t in frontier if t.call is not None)
@@ -74,7 +74,7 @@ def differentiate_twice(
     first_pass.walk(calls[len(prefix) :])
     active = _dependents(prefix, repeated_wrt)
     arrived = {t: gradient for t, gradient in first_pass.partial.items() if t in active}
-    for t, gradient in first_pass.walk(prefix).items():  # goes on; what it returns is of both parts
+    for t, gradient in first_pass.walk(prefix).items():  # continues; returns both parts
         if t not in repeated_wrt:
             sink(t, gradient)
     recompute = _Recomputation(calls, keep)
@@ -82,7 +82,7 @@ def differentiate_twice(
 
 
 def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[Tensor], Gradients]:
-    """The calls that lead to the loss, what of them depends on `wrt`, and the gradient of the loss."""
+    """Validate; return the calls that lead to the loss, the tensors that depend on `wrt`, and the loss's gradient."""
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
@@ -104,7 +104,7 @@ def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[T
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
-    """Tensors that depend on `wrt` differentiably; integer tensors do not."""
+    """Return the tensors that depend on `wrt` differentiably; integer tensors do not."""
     active = set(wrt)
     for call in calls:
         if any(t in active for t in call.inputs):
@@ -113,13 +113,14 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
 
 
 class _Recomputation:
-    """Provides forward values to the backward pass: kept ones as they are, others recomputed just before use."""
+    """Provides forward values to the backward pass: saved ones as they are, others recomputed just before use."""
 
     def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
         self.forward_calls, self.keeps_all = set(calls), keep is None
         self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
         self.max_rank = max(self.ranks.values(), default=0) + 1
         kept_tensors = (t for t, rank in self.ranks.items() if rank <= 0)
+        # values after the last saved one stay, because their backward pass begins at once
         self.last_kept_serial = max((t.call.serial for t in kept_tensors if t.call), default=-1)
         self.copies = dict[Tensor, Tensor]()
         self.newest_handles = {t.base: t for call in calls if call.op.writes for t in call.results}
@@ -150,13 +151,14 @@ class _Recomputation:
         return self.ranks.get(t, self.max_rank)
 
     def forward_values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """Return saved values or recomputed copies of these forward tensors, recomputing missing ones."""
         tensor_list = list(tensors)
         while missing_calls := self._missing_calls(t for t in tensor_list if t is not None):
             self._recompute(missing_calls)
         return [t if t is None else self.copies.get(t, t) for t in tensor_list]
 
     def _missing_calls(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
-        """The calls that must be recomputed to get these tensors."""
+        """Return the calls that must be recomputed to obtain these tensors."""
         missing_calls: dict[Call, None] = {}
         stack = list(tensors)
         while stack:
@@ -169,7 +171,7 @@ class _Recomputation:
         return missing_calls
 
     def _recompute(self, missing_calls: dict[Call, None]) -> None:
-        """Recompute the values of the lowest rank, and what they need; keeps only values of that rank."""
+        """Recompute the values of the lowest rank and their inputs; keep only values of that rank."""
         absent_tensors = [t for c in missing_calls for t in c.results if not self._is_available(t)]
         lowest_rank = min(map(self.rank, absent_tensors))
         targets = [t for t in absent_tensors if self.rank(t) == lowest_rank]
@@ -182,14 +184,14 @@ class _Recomputation:
                     (self.copies if self.rank(old) == lowest_rank else temporary_values)[old] = new
 
     def _copy_call(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """The call, written a second time on recomputed inputs."""
+        """Write the call a second time, on recomputed inputs, and return its results."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "backward" if rereads_stored_weight(call) else "recomputed"):
             return as_tuple(call.op(*inputs, **call.attrs))
 
 
 def as_tuple(op_result: Any) -> tuple[Tensor, ...]:
-    """The results of calling an op, always as a tuple."""
+    """Return the results of calling an op as a tuple, also a single one."""
     return op_result if isinstance(op_result, tuple) else (op_result,)
 
 
@@ -214,7 +216,7 @@ class _Backward:
         self._complete(None)
 
     def _first_uses(self) -> dict[Call | None, list[Tensor]]:
-        """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
+        """Map each call to the tensors of `wrt` whose gradients are complete once its backward pass is written."""
         targets, first_readers = set(self.wrt), dict[Tensor, Call]()
         for call in self.calls:
             for t in call.reads:
@@ -226,7 +228,7 @@ class _Backward:
         return complete_after
 
     def walk(self, calls: Sequence[Call]) -> Gradients:
-        """The backward pass of these calls; the gradients that are complete."""
+        """Write the backward pass of these calls; return the gradients that are complete."""
         for call in reversed(calls):
             if any(t in self.partial for t in call.results):
                 self._backward(call)
@@ -264,9 +266,9 @@ class _Backward:
                     )
 
     def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
-        """If a gradient is added to an earlier one and the op that produced it can accumulate (`acc`), let it do so.
+        """Let ops that can accumulate (`acc`) add their gradients to earlier ones; return the indices of these inputs.
 
-        Changes `gradients`: the call is replaced, so its other results must come from the new one, too.
+        Each such call is replaced, and `gradients` gets all its results from the replacement.
         """
         folded_inputs = set()
         for i, t in enumerate(call.inputs):
@@ -277,7 +279,7 @@ class _Backward:
             if producer is None or producer.serial <= newest or d.index or producer.op.acc is None:
                 continue
             if producer.inputs[producer.op.acc] is not None or sum(g is d for g in gradients) > 1:
-                continue  # it accumulates already, or is also the gradient of another input, which must not change
+                continue  # accumulates already, or is another input's gradient, too, which must not change
             inputs = [
                 self.partial[t] if k == producer.op.acc else x
                 for k, x in enumerate(producer.inputs)

@@ -1,4 +1,4 @@
-"""Where a call was written: the user's line, or for gradients and recomputation the forward call's."""
+"""Source lines of calls: where the user wrote them; gradients and recomputed calls name the forward call's line."""
 
 import sys
 from collections.abc import Iterator
@@ -21,6 +21,8 @@ INTERNAL_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class CallAuthor:
+    """The source line and phase that new calls get."""
+
     origin: SourceLine
     phase: Phase
 
@@ -31,7 +33,7 @@ _internal_files: dict[str, bool] = {}
 
 @contextmanager
 def written_for(origin: SourceLine, phase: Phase) -> Iterator[None]:
-    """Calls inside this block get this origin: gradients and recomputation name the forward line."""
+    """Give calls inside the `with` block this origin and phase: gradients name the forward line."""
     reset_token = current_author.set(CallAuthor(origin, phase))
     try:
         yield
@@ -40,7 +42,7 @@ def written_for(origin: SourceLine, phase: Phase) -> Iterator[None]:
 
 
 def caller_line() -> SourceLine:
-    """The nearest line outside the ops and what builds on them."""
+    """Return file and line of the nearest caller outside INTERNAL_MODULES."""
     frame = sys._getframe(1)
     while True:
         file = frame.f_code.co_filename

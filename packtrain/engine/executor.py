@@ -1,7 +1,7 @@
 """Session and Executor: bind a plan to memory once, then run its kernels in order.
 
-The Session owns the bytes: leaves by name, and one arena per space that all its plans share. An Executor owns
-nothing; it is a list of calls with their arrays.
+The Session owns the bytes: leaves by name, and one arena per space that all its plans share. An Executor owns no
+memory; it lists calls with their arrays.
 """
 
 import threading
@@ -32,11 +32,13 @@ Names = Container[str] | None
 
 
 class Stopped(Exception):
-    """A run was stopped between two steps."""
+    """Raised when a run is stopped between two steps."""
 
 
 @dataclass(slots=True)
 class _SessionLeaf:
+    """Where a leaf lives: a buffer of its backend and the offset there."""
+
     spec: Spec
     backend: Backend
     has_value: bool
@@ -52,7 +54,7 @@ class Session:
     """Leaves, allocated once by name, and arenas as large as the largest plan needs.
 
     Leaves of one graph, or of several `executors`, share a buffer per space. An executor that is added later may move
-    the arena; one that needs more of a space than `limits` allow is refused. Sessions may run in threads.
+    the arena; an executor that needs more of a space than `limits` allow is refused. Sessions may run in threads.
     """
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -68,7 +70,7 @@ class Session:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """`with session.alone():` nothing else runs in it; other sessions do. Raises RunError if something does."""
+        """`with session.exclusive():` keeps other runs out of this session; raises RunError if one is in progress."""
         if not self._running.acquire(blocking=False):
             raise RunError(
                 "another executor of this session is running; its arena has room for one"
@@ -79,8 +81,8 @@ class Session:
             self._running.release()
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
-        """Use these arrays as leaves, such as weights mapped from a file: copied only if they are not contiguous and
-        aligned, or if the backend cannot read them."""
+        """Use these arrays, such as weights mapped from a file, as read-only leaves. Arrays are copied only if they are
+        not contiguous and aligned, or if the backend cannot read them."""
         for name in values.keys() & self._leaves.keys():
             raise RunError(f"{name} has its memory already; call share before creating executors")
         for name, value in values.items():
@@ -88,17 +90,17 @@ class Session:
             self._shared[name].flags.writeable = False
 
     def overlay(self, parts: Mapping[str, tuple[str, int]]) -> None:
-        """Let states be parts of other leaves: the same bytes, from that element of that leaf on."""
+        """Let states share the bytes of other leaves: state -> (leaf, its element at which the state begins)."""
         self._overlays.update(parts)
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
-        """Bind a placed graph, by its plan (planned here if none is given), to this session's memory."""
+        """Bind a placed graph to this session's memory by `plan`, or by a new plan if that is None."""
         return self.executors({0: placed}, {} if plan is None else {0: plan})[0]
 
     def executors(
         self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
     ) -> dict[K, "Executor"]:
-        """Executors of several graphs, whose leaves are allocated together, and their arenas."""
+        """Bind several graphs, allocating their leaves and arenas together; return an executor for each."""
         plan_map, reuse = plans or {}, "noreuse" not in flags()
         bound = {n: (p, plan_map.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
         for graph, plan in bound.values():
@@ -114,7 +116,7 @@ class Session:
         return {name: Executor(self, *graph) for name, graph in bound.items()}
 
     def _grow_arenas(self, bound_plans: Iterable[tuple[Placed, Plan]]) -> None:
-        """Arenas as large as the largest plan needs: a small one first would be held beside it."""
+        """Make arenas as large as the largest plan needs, at once: a smaller one first would be held beside it."""
         pairs = [(arena, placed) for placed, plan in bound_plans for arena in plan.arenas]
         for arena, placed in sorted(pairs, key=lambda pair: -pair[0].nbytes):  # the largest first
             if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
@@ -123,7 +125,7 @@ class Session:
                 self.generation += 1
 
     def _allocate(self, graphs: Iterable[Placed]) -> None:
-        """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
+        """Allocate the leaves of graphs that this session lacks, in one buffer per space."""
         adopted = [self._adopt_leaf(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
         overlay_names = [name for name in self._overlays if name in self._leaves]
         overlay_ids = {id(self._leaves[name]) for name in overlay_names}
@@ -153,7 +155,7 @@ class Session:
                 constant.has_value = True
 
     def _adopt_leaf(self, leaf: Tensor, backend: Backend) -> _SessionLeaf | None:
-        """The session's leaf, without a buffer if it is new and not shared; None for an input."""
+        """Return the session's entry for a leaf, without a buffer if it is new and not shared; None for an input."""
         if leaf.kind == "constant":
             return self._constants.setdefault(leaf, _SessionLeaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
@@ -172,17 +174,17 @@ class Session:
         return session_leaf
 
     def array(self, t: Tensor) -> Any:
-        """The session's own array of a leaf, or of a view of one; it changes as the session runs."""
+        """Return the session's own array of a leaf, or of a view of a leaf; runs change its values."""
         base = t.base
         leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.label]
         return leaf.backend.view(leaf.buffer, leaf.offset + t.offset, t.spec, t.strides)
 
     def buffer(self, space: str, name: str = "") -> Any:
-        """An arena."""
+        """Return the arena of this space and name."""
         return self._arenas[space, name][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
-        """Give leaves their values by name; shapes must be the leaves' own. Setting all cleans a dirty session."""
+        """Write values to leaves by name; shapes must match. Setting all leaves cleans a dirty session."""
         for name, value in values.items():
             leaf = self._writable_leaf(name)
             leaf.backend.write(leaf.array, fitting(name, value, leaf.spec))
@@ -203,12 +205,12 @@ class Session:
         leaf.has_value = True
 
     def get(self, name: str) -> np.ndarray:
-        """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
+        """Return a copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
         leaf = self._readable_leaf(name)
         return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
-        """A read-only view of a leaf's value, for saving without a copy; a copy if the host cannot access it.
+        """Return a read-only view of a leaf's value, for saving without a copy; a copy if the host cannot access it.
 
         Raises RunError as `get` does.
         """
@@ -236,7 +238,7 @@ class Session:
         return self._leaves[name]
 
     def unset(self, placed: Placed) -> list[str]:
-        """Weights of a graph that never got a value."""
+        """Return the names of a graph's weights that never got a value."""
         weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
         return [name for name in weights if not self._leaves[name].has_value]
 
@@ -244,8 +246,8 @@ class Session:
 class Executor:
     """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`.
 
-    at    the step that runs, or ran last
-    runs  how often all steps have run
+    at    index of the step that runs, or ran last
+    runs  number of complete runs since the arrays were bound
     """
 
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
@@ -301,7 +303,7 @@ class Executor:
         )
 
     def _array(self, t: Tensor) -> Any:
-        """The array of t, or of the leaf or storage that it is a view of."""
+        """Return the array of t, or of the view that t is of a leaf or of arena bytes."""
         if t.base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
         backend = self.placed.home[t.base]
@@ -317,11 +319,11 @@ class Executor:
     def __call__(
         self, inputs: Mapping[str, Any] | None = None, *, stop: StopCheck = None, only: Names = None
     ) -> dict[str, np.ndarray]:
-        """Run once. Outputs are copies: all, or these. `stop()` is called before each step; if true, raises Stopped.
+        """Run once; return copies of all outputs, or of those in `only`. A true `stop()` before a step raises Stopped.
 
         Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after
-        updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
-        update: they can be written again.
+        updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache do not count as
+        updates, because they can be written again.
         """
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs or {})
@@ -395,7 +397,7 @@ class Executor:
             backend.write(array, fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
-        """Run again without updates; returns which step first computes a non-finite value, or None."""
+        """Run without updates; return which step first computes a non-finite value, or None."""
         with self.session.exclusive(), np.errstate(all="ignore"):
             self._write_inputs(inputs)
             try:

@@ -10,10 +10,9 @@ from packtrain.engine.tensor import Call, GraphError, Tensor
 class Graph:
     """The calls that `outputs` (values to read) and `updates` (leaf handles to compute) need, in the order written.
 
-    offloaded  values of the forward pass that wait for the backward pass in the process's memory, if they were computed
-          elsewhere; `place` copies them
+    offloaded  forward values that `place` copies to host memory until the backward pass reads them
 
-    Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
+    Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to that leaf.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Graph:
         self.check_handles(self.calls)
 
     def _unique_names(self) -> dict[Tensor, str]:
-        """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
+        """Name every tensor: weights, states and inputs keep their names, others get a suffix #2, #3 … if needed."""
         names: dict[Tensor, str] = {}
         use_counts: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
@@ -49,7 +48,7 @@ class Graph:
         return names
 
     def check_handles(self, calls: Iterable[Call]) -> None:
-        """Raise GraphError if a call in this order reads a leaf's older handle after a write to it."""
+        """Raise GraphError if a call in this order reads a leaf's older handle after a write to that leaf."""
         current_handles: dict[Tensor, Tensor] = {}
         for call in calls:
             for t in call.reads:
@@ -76,13 +75,13 @@ class Graph:
 
     @property
     def written(self) -> list[str]:
-        """The leaves that calls write, by name."""
+        """Names of the leaves that calls write."""
         handles = (t for call in self.calls for t in call.results[: len(call.op.writes)])
         return [t.base.label for t in handles]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for graphs with the same calls, specs, attributes and names, independent of source lines."""
+        """Hash of calls, specs, attributes and names, independent of source lines."""
         return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
 
     def _lines(self, *, origins: bool) -> list[str]:
@@ -97,7 +96,7 @@ class Graph:
 
 
 def unique_name(name: str, use_counts: dict[str, int]) -> str:
-    """`name`, or `name#2`, `name#3` … if that is taken; `use_counts` holds the last number used for each name."""
+    """Return `name`, or `name#2`, `name#3` … if taken; `use_counts` holds the last number used for each name."""
     candidate = name
     while candidate in use_counts:
         use_counts[name] += 1
@@ -117,6 +116,7 @@ def _named_outputs(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
+    """Return the calls that the roots need, in the order written."""
     visited: set[Call] = set()
     stack = [t.call for t in roots]
     while stack:

@@ -1,4 +1,4 @@
-"""The slow way to run a bound plan: the same kernels, with watchers and checks. See debug for the flags."""
+"""Runs a bound plan slowly: the same kernels, with watchers and checks, as the flags of `common.debug` say."""
 
 import fnmatch
 import sys
@@ -21,12 +21,10 @@ from packtrain.engine.tensor import Spec, Tensor
 
 CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
 NAN_BYTE = 255  # in each byte of a float
-TOLERANCE = (
-    1e-4  # of the largest value: how much a cpu kernel may differ from the f32 specification
-)
+TOLERANCE = 1e-4  # largest difference between kernel and specification, over the largest value
 
 See = Callable[[str, np.ndarray], None]
-Run = Callable[[], Any]  # None, or a shorter call that does the same, see ops.arrays.again
+Run = Callable[[], Any]  # returns None, or a quicker call for later runs, see run_replayable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class BoundStep:
 
 
 def print_stages(placed: Placed, plan: Plan) -> None:
-    """Print graph, placement and plan, as the flags say."""
+    """Print graph, placement and plan, as the debug flags say."""
     for flag, stage in (("graph", placed.graph), ("place", placed), ("plan", plan)):
         if flag in flags():
             print(stage, file=sys.stderr)
@@ -50,9 +48,9 @@ def print_stages(placed: Placed, plan: Plan) -> None:
 class Observer:
     """Bound steps as calls with watchers and checks.
 
-    arenas    by space and name
-    watchers  a shell pattern of tensor names, and what is called with name and value
-    on        flags of `debug`
+    arenas    buffers by space and name
+    watchers  pairs of a shell pattern of tensor names and a function of name and value
+    on        debug flags of the checks to make
     """
 
     def __init__(
@@ -71,12 +69,12 @@ class Observer:
         self.freed_arrays = self._arrays_freed_after() if "poison" in on else {}
 
     def calls(self, *, updates: bool = True) -> list[Run]:
-        """The steps as calls; without those that write leaves if not `updates`."""
+        """Return the steps as calls; `updates=False` leaves out steps that write leaves."""
         steps = enumerate(self.steps)
         return [partial(self._run_step, i, s) for i, s in steps if updates or not s.step.op.writes]
 
     def print_op_times(self) -> None:
-        """Print the time of each op, if asked."""
+        """Print the time of each op, if the flag `time` is on."""
         if "time" in self.on:
             total = sum(self.op_seconds.values())
             for name, seconds in sorted(self.op_seconds.items(), key=lambda item: -item[1]):
@@ -122,7 +120,7 @@ class Observer:
             backend.fill(array, NAN_BYTE)
 
     def _arrays_freed_after(self) -> dict[int, list[tuple[Backend, Any]]]:
-        """For each step, the arrays of buffers that are not needed after it; outputs are read after the last."""
+        """Map each step to the arrays of buffers that no later step needs; outputs are read after the last step."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
         backends = {buffer.space: buffer for buffer in self.placed.home.values()}
@@ -191,7 +189,7 @@ class Observer:
                 )
 
     def _specified(self, bound: BoundStep, saved_inputs: list[Any], real: type) -> tuple[Any, ...]:
-        """The numpy kernel's results for the original inputs, with floats computed as `real`."""
+        """Return the numpy kernel's results for the saved inputs, with f32 computed as `real`."""
 
         def widened(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype

@@ -1,6 +1,6 @@
 """Decides which backend runs each call and where each tensor lives; inserts the copies this needs.
 
-A Graph goes in, a Placed list of Steps comes out. The Graph is not changed and can be placed again.
+A Graph goes in, a Placed list of steps comes out. The Graph is not changed and can be placed again.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ BARRIER = -1  # in a sequence of calls
 class Placed:
     """A Graph with a backend for every call: steps in order without views, and a home per storage.
 
-    barriers  numbers of steps after which bytes may be used again; None: after every step
+    barriers  counts of steps after which freed bytes may be used again; None: after every step
     """
 
     graph: Graph
@@ -36,7 +36,7 @@ class Placed:
     barriers: tuple[int, ...] | None = None
 
     def released(self, step: int) -> int:
-        """The first step that may use bytes that a step was the last to need."""
+        """Return the first step that may use the bytes that `step` was the last to need."""
         if self.barriers is None:
             return step + 1
         at = bisect_right(self.barriers, step)
@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal graphs (see Graph) with the same placement."""
+        """Hash of the graph's fingerprint and of its placement."""
         lines = [f"{self.names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
         lines += [
             f"{self.names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps
@@ -55,7 +55,7 @@ class Placed:
 
     @property
     def splits(self) -> list[tuple[Backend, list[KernelStep]]]:
-        """Runs of steps on one backend; copies that begin or arrive meanwhile belong to none."""
+        """Runs of consecutive steps on one backend, without copies that begin and finish beside other steps."""
         placed_steps = (s for s in self.steps if s.op not in (BEGIN_COPY, FINISH_COPY))
         return [
             (b, list(steps)) for b, steps in itertools.groupby(placed_steps, lambda s: s.backend)
@@ -68,7 +68,7 @@ class Placed:
 
     @property
     def put_away(self) -> list[KernelStep]:
-        """Those of the graph's `away` to the process's memory, and back."""
+        """The copies of the graph's `offloaded` values to host memory, and back."""
         finished_copies = {s.inputs[0]: s.results[0] for s in self.steps if s.op is FINISH_COPY}
         copy_steps = [(s, finished_copies.get(s.results[0], s.results[0])) for s in self.copies]
         offloaded = {copy for s, copy in copy_steps if s.reads[0] in self.graph.offloaded}
@@ -82,14 +82,15 @@ class Placed:
 
 
 def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = None) -> Placed:
-    """Give every call a backend: where its weights and states live, else where the fewest bytes must be copied for
-    it, else the first that can. What several calls read in another space is copied once. The graph's `away` is copied
-    to the process's memory after the last forward call that reads it, and back before the first other one.
+    """Give every call a backend: where its weights and states live, else where the fewest bytes must be copied for the
+    call, else the first backend that can run it. A value that several calls read in another space is copied once. The
+    graph's `offloaded` values are copied to host memory after the last forward call that reads them, and back before
+    the first other call.
 
     Falls back to the `numpy` specification, with a warning, if no backend of the target has a kernel.
 
-    sequence  another order than the written one: indices of all calls, and BARRIERs between calls that could run side
-              by side; bytes are used again only after a barrier. Raises GraphError for an order that cannot run.
+    sequence  another order than the written one: indices of all calls, and BARRIERs between calls that may run in
+              parallel; bytes are used again only after a barrier. Raises GraphError for an order that cannot run.
     """
     groups = [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence)
     builder = _PlacementBuilder(graph, target, [call for group in groups for call in group])
@@ -109,7 +110,7 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
 
 
 def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
-    """The calls of a sequence, in groups between barriers. Raises GraphError if it cannot run."""
+    """Return the calls of a sequence, grouped between barriers. Raises GraphError if the order cannot run."""
     calls, groups, done_calls = graph.calls, list[list[Call]]([[]]), set[Call]()
     for index in sequence:
         if index == BARRIER:
@@ -150,7 +151,7 @@ class _PlacementBuilder:
         self.fallback_ops: set[str] = set()
 
     def add_group(self, group: list[Call]) -> None:
-        """Add calls that may run side by side; the steps of a single one run one after the other."""
+        """Add the steps of calls that may run in parallel; the steps of a single call run one after the other."""
         step_start = len(self.steps)
         for call in group:
             self._add_call(call)
@@ -191,7 +192,7 @@ class _PlacementBuilder:
 
     @cached_property
     def reader_spaces(self) -> dict[Tensor, set[str]]:
-        """The spaces where a result is read beside weights or states that live there."""
+        """For each tensor, the spaces where calls read it beside weights or states that live there."""
         spaces: dict[Tensor, set[str]] = {}
         for call in self.graph.calls:
             backend = self._leaf_backend(call)
@@ -201,7 +202,7 @@ class _PlacementBuilder:
         return spaces
 
     def _leaf_backend(self, call: Call) -> Backend | None:
-        """Where the leaf lives that the call writes, or the first weight or state that it reads, if any."""
+        """Return the home of the leaf that the call writes, else of the first weight or state that it reads."""
         leaves = [t.base for t in call.reads if t.base.kind in ("weight", "state")]
         written_leaves = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
         return self.home[(written_leaves or leaves)[0]] if leaves else None
@@ -216,7 +217,7 @@ class _PlacementBuilder:
         return numpy, require_kernel(numpy, call, call.op, call.inputs)
 
     def _nearby_backends(self, call: Call) -> list[Backend]:
-        """Where it is tied to, or its inputs are: first where the fewest bytes are copied for it and its results."""
+        """Return the backends of the call's leaf or inputs, the backend with the fewest copied bytes first."""
         if (leaf_backend := self._leaf_backend(call)) is not None:
             return [leaf_backend]
         newest_reads = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
@@ -226,7 +227,7 @@ class _PlacementBuilder:
         return sorted(homes.values(), key=lambda backend: self._copied_nbytes(call, backend.space))
 
     def _copied_nbytes(self, call: Call, space: str) -> int:
-        """Bytes that are copied if the call runs in a space: of its inputs to there, of its results from there."""
+        """Bytes that are copied if the call runs in a space: inputs to that space, results from it."""
         remote_inputs = [t for t in call.reads if self.home[t.base].space != space]
         needed = {part for t in remote_inputs if (part := self.copies.part(t, space)) is not None}
         copied_results = (

@@ -1,6 +1,9 @@
-"""What backends do for plans before and between runs: take what kernels need, see Backend.reserve, and have quicker
-calls for the times after the first, see Backend.recorded. Those of kernels with entries are made by compiled code, see
-Table."""
+"""Quicker calls for the runs after the first.
+
+Before the first run, backends reserve what kernels need; after it, they may record calls (see Backend.recorded_calls),
+and compiled code calls kernels that have entries (see CompiledCallTable). A call from Python costs about a
+microsecond, and a token makes about 190. Compiling one function per plan would take longer than many answers save.
+"""
 
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +21,7 @@ from packtrain.kernels.joined import join_calls
 
 
 def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
-    """As many calls, which do the same in the same order; those given have all been run."""
+    """Return as many calls, which do the same work in the same order; the calls passed have all run once."""
     if "norecord" in flags():
         return calls
     remaining_calls, replayable = iter(calls), list[Run]()
@@ -29,8 +32,8 @@ def replayable_calls(placed: Placed, calls: list[Run]) -> list[Run]:
 
 
 def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int, Any]]) -> None:
-    """Take what the kernels of all these need at once, before any of them runs; and lock this process's arenas where
-    copies reach them meanwhile."""
+    """Let backends allocate what the kernels of all these graphs need, before any runs, and lock host arenas that
+    copies reach beside kernels."""
     steps = [step for placed in placed_graphs for step in placed.steps]
     for backend in {step.backend for step in steps}:
         backend.reserve(s.op_call for s in steps if s.backend is backend and not s.is_host_copy)
@@ -40,13 +43,13 @@ def reserve(placed_graphs: Iterable[Placed], arenas: Mapping[ArenaKey, tuple[int
 
 
 class CompiledCallTable:
-    """Calls by the entries of their kernels (see kernels.machine), for compiled code to make one after the other."""
+    """Kernel entries (see kernels.machine) and argument words of calls, which compiled code makes in turn."""
 
     def __init__(self, placed: Placed, calls: Sequence[Run]) -> None:
         self.entry_rows, self._live_arguments = np.zeros((len(calls), 2), np.int64), list[Any]()
         self.calls, self._placed, self._counts = calls, placed, dict[tuple[str, ...], int]()
-        self._has_recorded_calls = later in calls  # what has been recorded must not be cut
-        # of updates the executor has to know which of them have begun
+        self._has_recorded_calls = later in calls  # a recorded stretch must not be cut
+        # the executor makes updates itself, as it must know which have begun
         raw_calls = [
             getattr(call, "unchecked", call) if step.op.repeatable or not step.op.writes else None
             for step, call in zip(placed.steps, calls, strict=True)
@@ -65,7 +68,7 @@ class CompiledCallTable:
             self._live_arguments += argument_words, call
 
     def num_needed_calls(self, only: Container[str] | None) -> int:
-        """How many of the calls are needed for all outputs, or for these, and for all updates."""
+        """Return how many calls from the first on compute all updates and the outputs in `only` (None: all)."""
         graph = self._placed.graph
         output_names = tuple(name for name in graph.outputs if only is None or name in only)
         if output_names not in self._counts:
@@ -81,7 +84,7 @@ class CompiledCallTable:
         return self._counts[output_names]
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
-        """Make calls 0 … count - 1, but those without an entry, or that fail: their numbers, for the caller to make."""
+        """Make the first `num_calls` calls; yield the indices of calls for the caller to make: no entry, or failed."""
         index, run_all, done_mark = (
             0,
             ahead.load("call").run_all,
@@ -96,6 +99,6 @@ class CompiledCallTable:
 
 
 def tabled(placed: Placed, calls: Sequence[Run]) -> CompiledCallTable | None:
-    """The table of calls that have all been run; None if none of them has an entry."""
+    """Return the table of calls that have all run once; None if no call has an entry."""
     call_table = None if "norecord" in flags() else CompiledCallTable(placed, calls)
     return call_table if call_table is not None and call_table.entry_rows[:, 0].any() else None

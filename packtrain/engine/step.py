@@ -1,4 +1,4 @@
-"""One kernel run of a placed graph. Copies from another memory are steps, too, whole or in two parts."""
+"""One kernel run of a placed graph. A copy between memories is one step, or two: begin and finish."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from packtrain.engine.tensor import Call, Kernel, Op, Spec, Tensor
 
 
 def _copy_op(name: str, *inplace: int) -> Op[..., Any]:
-    """An op of placed graphs alone, with the shape rule of a copy."""
+    """Make an op for placed graphs alone, with a copy's shape rule."""
     op = copy(cont)
     op.name, op.inplace = name, {0: inplace}
     return op
 
 
-BEGIN_COPY = _copy_op("begin")  # a copy that travels while other steps run
-FINISH_COPY = _copy_op("arrived", 0)  # (what travels, its source): the copy, when it is whole
+BEGIN_COPY = _copy_op("begin")  # a copy that runs beside other steps
+FINISH_COPY = _copy_op("arrived", 0)  # (copy under way, its source) -> the finished copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelStep:
     """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph.
 
-    source  of a copy from another memory, the backend there
+    source  the backend that a copy between memories reads from, else None
     """
 
     op: Op[..., Any]
@@ -37,7 +37,7 @@ class KernelStep:
 
     @property
     def is_host_copy(self) -> bool:
-        """Whether it is for the host to carry out, each time."""
+        """Whether the host carries out this step in every run: a copy between memories."""
         return self.source is not None or self.op is FINISH_COPY
 
     @property
@@ -50,15 +50,15 @@ class KernelStep:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Attributes for its kernel; an inserted copy has none."""
+        """Attributes for the kernel; empty for an inserted copy."""
         return self.call.attrs if self.op is self.call.op else {}
 
     @property
     def op_call(self) -> OpCall:
-        """What its kernel is for."""
+        """Op, inputs and attributes, as backends take them."""
         return self.op, self.inputs, self.attrs
 
     @property
     def workspaces(self) -> tuple[Spec, ...]:
-        """Scratch that its kernel needs while it runs."""
+        """Scratch arrays that the kernel needs while it runs."""
         return self.backend.workspaces(self.op, self.inputs, self.attrs)

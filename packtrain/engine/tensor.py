@@ -1,7 +1,7 @@
-"""Spec, Op, Tensor: what is computed. Read this first.
+"""Spec, Op and Tensor, the nouns of every graph. Read this file first.
 
-Calling an Op on Tensors runs its shape rule and returns new Tensors that reference the Call. Nothing here knows
-memory, backends or values.
+Calling an Op on Tensors runs its shape rule and returns new Tensors that reference the Call. This module knows
+neither memory nor backends nor runs.
 """
 
 import inspect
@@ -27,22 +27,22 @@ Role = Literal["weight", "table", "moment", "sum", "cache"]  # of a weight or st
 
 
 class GraphError(ValueError):
-    """An invalid graph; the message has op, fact, requirement, call site and inputs."""
+    """Raised for an invalid graph; the message names op, fact, requirement, call site and inputs."""
 
 
 class RequirementError(Exception):
-    """A violated requirement of a shape rule; the Op adds its name and the call site."""
+    """Raised for a violated requirement of a shape rule; the Op adds its name and the call site."""
 
 
 def require(condition: bool, fact: str) -> None:
-    """State a requirement inside a shape rule."""
+    """Raise RequirementError with this fact unless the condition holds; for shape rules."""
     if not condition:
         raise RequirementError(fact)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Logical shape in NumPy order and element type."""
+    """A tensor's logical shape in NumPy order, and its element type."""
 
     shape: Shape
     dtype: Dtype = f32
@@ -90,7 +90,7 @@ def _spec_text(shape: Shape, dtype: Dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class View(Spec):
-    """The result of a view's shape rule: where in the input's storage the elements are, in bytes."""
+    """Result of a view op's shape rule: strides (`layout`) and `offset` in the input's storage, in bytes."""
 
     layout: Shape = ()
     offset: int = 0
@@ -98,7 +98,7 @@ class View(Spec):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Call:
-    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads` omits None."""
+    """One application of an Op: `results = op(*inputs, **attrs)`, at source line `origin`; `reads` omits None."""
 
     op: "Op[..., Any]"
     inputs: tuple["Tensor | None", ...]
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def returns_tuple(self) -> bool:
-        """Whether kernels and vjps get a tuple of results, as the caller did."""
+        """Whether kernels and vjps get a tuple of results: several results, and updated leaves, come as one."""
         return len(self.results) > 1 or bool(self.op.writes)
 
     @property
@@ -123,8 +123,8 @@ class Call:
 class Tensor:
     """A symbolic value: immutable, compared by identity, named at most once (see `named`).
 
-    A leaf has a `kind`, and if it outlives a run a `role`; any other tensor is result `index` of its `call`. A view,
-    and the new handle that a writing op returns, share the bytes of `base`.
+    A leaf has a `kind`, and a `role` if its value outlives a run; any other tensor is result `index` of its `call`. A
+    view, and the new handle that a writing op returns, share the bytes of `base`.
     """
 
     spec: Spec
@@ -148,10 +148,12 @@ class Tensor:
 
     @property
     def base(self) -> "Tensor":
+        """The tensor that owns the bytes: the source of a view or handle, else this tensor."""
         return self.shared or self
 
     @property
     def dense(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
         if self.shared is None or self.spec.size <= 1:
             return True
         axis_strides = zip(self.shape, self.strides, self.spec.strides, strict=True)
@@ -159,7 +161,7 @@ class Tensor:
 
     @property
     def handle(self) -> "Tensor":
-        """The leaf, result or updated leaf that this tensor is a view of (itself if it is no view)."""
+        """The leaf, result or updated leaf that this tensor is a view of; itself if it is no view."""
         t = self
         while t.call is not None and t.call.op.view:
             t = t.call.reads[0]
@@ -167,7 +169,7 @@ class Tensor:
 
     @property
     def stem(self) -> str:
-        """The name, or the op's name, from which a Graph derives a unique name."""
+        """Base of the unique name that a Graph gives: the tensor's name, else the op's."""
         return self.name or (self.call.op.name if self.call else "leaf")
 
     @property
@@ -175,7 +177,7 @@ class Tensor:
         return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
 
     def line(self, names: Mapping["Tensor", str]) -> str:
-        """`name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
+        """The tensor as text: `name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
         typed_name = f"{names.get(self) or self.label}: {self.spec}"
         if self.call is None:
             return typed_name
@@ -194,7 +196,7 @@ class Tensor:
 
 
 def named(name: str, tensor: Tensor) -> Tensor:
-    """Name a new tensor; a tensor is named only once."""
+    """Name a tensor and return it; a tensor that already has a name raises GraphError."""
     if tensor.name is not None:
         raise GraphError(f"{tensor.name} already has a name and cannot become {name}")
     object.__setattr__(tensor, "name", name)
@@ -205,23 +207,23 @@ def named(name: str, tensor: Tensor) -> Tensor:
 
 
 def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -> Tensor:
-    """A leaf that is trained or frozen, and saved; a `table` is never trained."""
+    """Make a leaf for a weight, which is trained or frozen, and saved; a `table` is never trained."""
     return _make_leaf(name, shape, dtype, "weight", role)
 
 
 def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role | None = "moment") -> Tensor:
-    """A leaf that a run may update for the next run, initially zero; a `sum` of gradients and a `cache` are zero
-    again in each process."""
+    """Make a leaf that starts at zero and that a run may update for the next run; a `sum` of gradients and a `cache`
+    start at zero in each process."""
     return _make_leaf(name, shape, dtype, "state", role)
 
 
 def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
-    """A leaf whose value is passed to every run."""
+    """Make a leaf whose value is passed to every run."""
     return _make_leaf(name, shape, dtype, "input")
 
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
-    """A leaf whose value is part of the graph; of a block type it is an array of blocks."""
+    """Make a leaf whose value is part of the graph; for a block type, an array of blocks."""
     exact_values = np.array(value, dtype.numpy)
     if exact_values.dtype.kind in "iu" and not np.array_equal(exact_values, value):
         raise GraphError(f"{name}: its values are not all {dtype}")
@@ -253,13 +255,13 @@ StridedRule = Callable[[int, Tensor], bool]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend's `(out, *inputs, **attrs)`, which may return `ops.arrays.again`, and which inputs may be strided."""
+    """A backend's function `run(out, *inputs, **attrs)`, which may return a quicker call for later runs."""
 
     run: Callable[..., Callable[[], None] | None]
     strided: bool | StridedRule
 
     def accepts(self, index: int, t: Tensor) -> bool:
-        """Whether input `index` can be t as it is; else `place` inserts a dense copy."""
+        """Whether input `index` may be t without a copy; otherwise `place` inserts a dense copy."""
         return t.dense or (
             self.strided if isinstance(self.strided, bool) else self.strided(index, t)
         )
@@ -268,12 +270,13 @@ class Kernel:
 class Op(Generic[P, R]):
     """A named operation and every rule about it. Calling it on Tensors returns its result Tensors.
 
-    inplace   result -> inputs whose bytes it may overwrite after their last use (a tuple is for result 0)
-    view      the result shares input 0's bytes, as the rule's View says
-    writes    inputs (leaves) that are updated; result i is the new handle of the i-th of them
-    acc       an optional input that is added to result 0
-    optional  results a kernel can skip: it gets None for one that is not read
-    repeatable  its writes can be repeated, so a run that is stopped after it does no harm
+    inplace     result -> inputs whose bytes it may overwrite after their last use (a tuple is for result 0)
+    view        the result shares input 0's bytes, as the rule's View says
+    writes      inputs (leaves) that are updated; result i is the new handle of the i-th of them
+    acc         an optional input that is added to result 0
+    optional    results that a kernel can skip: it gets None for a result that nothing reads
+    repeatable  its writes can be repeated, as rows of a KV cache: a run may stop after it and resume. Any other write
+                that is not completed leaves the session dirty
     """
 
     def __init__(self, rule: Callable[..., Any], declaration: "OpDeclaration") -> None:
@@ -282,7 +285,15 @@ class Op(Generic[P, R]):
         self.optional, self.repeatable = declaration.optional, declaration.repeatable
         inplace = declaration.inplace
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
-        parameters = inspect.signature(rule).parameters.values()
+        self.__name__, self.__qualname__, self.__module__ = (
+            rule.__name__,
+            rule.__name__,
+            rule.__module__,
+        )
+        self.__signature__ = inspect.signature(
+            rule
+        )  # help() and editors show the rule's, not *args
+        parameters = self.__signature__.parameters.values()
         keyword_params = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.arity = len(parameters) - len(keyword_params)
         self.required = sum(p.default is p.empty and p not in keyword_params for p in parameters)
@@ -296,14 +307,14 @@ class Op(Generic[P, R]):
             raise GraphError(f"two ops are called {self.name}")
 
     def vjp(self, rule: RuleFunction) -> RuleFunction:
-        """Declare `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
+        """Declare the rule `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
         self.vjp_rule = rule
         return rule
 
     def kernel(
         self, backend: str, *, strided: bool | StridedRule = False
     ) -> Callable[[RuleFunction], RuleFunction]:
-        """Declare a backend's kernel. The `numpy` one is the specification and always takes strides."""
+        """Declare a backend's kernel. The `numpy` kernel is the specification and always takes strides."""
 
         def declare(run: RuleFunction) -> RuleFunction:
             self.kernels[backend] = Kernel(run, backend == "numpy" or strided)
@@ -312,7 +323,7 @@ class Op(Generic[P, R]):
         return declare
 
     def workspace(self, backend: str) -> Callable[[RuleFunction], RuleFunction]:
-        """Declare `(*inputs, **attrs) -> tuple of Spec`: what the kernel gets as `work` while it runs."""
+        """Declare `(*inputs, **attrs) -> tuple of Spec`: scratch arrays that the kernel gets as `work`."""
 
         def declare(rule: RuleFunction) -> RuleFunction:
             self.workspaces[backend] = rule
@@ -321,12 +332,12 @@ class Op(Generic[P, R]):
         return declare
 
     def cost(self, rule: RuleFunction) -> RuleFunction:
-        """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; without it, a call only moves its bytes."""
+        """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; by default, a call only moves its bytes."""
         self.cost_rule = rule
         return rule
 
     def samples(self, rule: RuleFunction) -> RuleFunction:
-        """Declare a generator of small result tensors from which tests and benchmarks draw."""
+        """Declare a generator of small result tensors, whose calls tests and benchmarks run."""
         self.sample_rule = rule
         return rule
 
@@ -339,10 +350,17 @@ class Op(Generic[P, R]):
         try:
             for i, t in enumerate(inputs):
                 if not (isinstance(t, Tensor) or (t is None and i >= self.required)):
-                    raise RequirementError(f"input {i} is {t!r}; only tensors are inputs")
+                    raise RequirementError(
+                        f"input {i} is {t!r}; only tensors are inputs: {self.usage}"
+                    )
             ruled = self.rule(*inputs, **attrs)
         except RequirementError as error:
             raise GraphError(refusal(self.name, str(error), inputs, origin)) from None
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next:  # raised inside the rule
+                raise
+            fact = f"{str(error).removeprefix(self.name + '() ')}; call {self.usage}"
+            raise TypeError(refusal(self.name, fact, inputs, origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
         reads = tuple(t for t in inputs if t is not None)
         phase = call_author.phase if call_author else "forward"
@@ -366,13 +384,19 @@ class Op(Generic[P, R]):
             return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
         return Tensor(spec, spec.strides, call=call, index=index)
 
+    @property
+    def usage(self) -> str:
+        """How to call the op, such as `rms_norm(x, *, eps)`: inputs, then keywords with their defaults."""
+        parameters = [p.replace(annotation=p.empty) for p in self.__signature__.parameters.values()]
+        return f"{self.name}{inspect.Signature(parameters)}"
+
     def __repr__(self) -> str:
-        return f"<op {self.name}>"
+        return f"<op {self.usage}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpDeclaration:
-    """The arguments of `@op(...)`; called on a shape rule, returns an Op with the same signature."""
+    """The arguments of `@op(...)`; calling the declaration on a shape rule returns an Op with its signature."""
 
     inplace: Indices | dict[int, Indices] = ()
     view: bool = False
@@ -393,7 +417,7 @@ op = OpDeclaration
 
 
 def refusal(name: str, fact: str, inputs: Iterable[Any], at: tuple[str, int] | None = None) -> str:
-    """What the error says: op, fact, call site and inputs."""
+    """Return the text of a GraphError: op, fact, call site and inputs."""
     file, line = at or caller_line()
     tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
     lines = [f"{name}: {fact}", f"  at {file.rpartition('/')[2]}:{line}"]

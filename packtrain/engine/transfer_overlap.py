@@ -1,7 +1,7 @@
-"""Copies between memories that travel while other steps run: one step begins a copy, another waits until it is there.
+"""Copies between memories that run beside other steps: one step begins a copy, another waits for its end.
 
-Both the source and the copy keep their bytes in between, as the second step reads them. Of each way from one memory to
-another one copy travels at a time, so that little more memory is needed.
+Source and copy keep their bytes in between, as the second step reads both. Each route from one memory to another
+carries one copy at a time, so that little more memory is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,14 @@ from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Kernel, Tensor
 from packtrain.engine.transfers import move_array
 
-AHEAD = 24  # steps that a copy travels before it is needed, at most, or after its source would else be free
+# Most steps between the begin of a copy and its first reader, or after its source would be free. Begun as early as
+# possible, all copies of a step would exist at once, and offloaded values would return before anything was saved.
+AHEAD = 24
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A copy that begins before one step and has arrived before another, by their numbers in the written order."""
+    """A copy that begins before step `begin_step` and has finished before `end_step`, in the written order."""
 
     step: KernelStep
     carrier: Backend
@@ -31,8 +33,8 @@ class _Transfer:
 def overlap_transfers(
     steps: Sequence[KernelStep], home: dict[Tensor, Backend], names: dict[Tensor, str]
 ) -> list[KernelStep]:
-    """The steps, with copies in two parts where a backend carries them beside its kernels. What travels gets a home and
-    a name."""
+    """Return the steps with copies in two parts where a backend carries them beside its kernels. Tensors under way
+    get a home and a name."""
     transfers = _find_transfers(steps) if any(step.source for step in steps) else {}
     begins, arrivals = dict[int, list[KernelStep]](), dict[int, list[KernelStep]]()
     used_names = dict.fromkeys(names.values(), 1) if transfers else {}
@@ -53,7 +55,7 @@ def overlap_transfers(
 
 
 def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
-    """By the number of the copy; each as early and as late as its values and the one before allow."""
+    """Return transfers by step index, each as early and as late as its values and the previous transfer allow."""
     writing_steps, read = _touched([s.results for s in steps]), _touched([s.reads for s in steps])
     updates = [index for index, s in enumerate(steps) if s.op.writes]
     transfers, last_transfers = dict[int, _Transfer](), dict[tuple[str, str], _Transfer]()
@@ -62,10 +64,7 @@ def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
         if carrier is None or step.source is None:
             continue
         source_base = step.reads[0].base
-        is_stored = source_base.kind in (
-            "weight",
-            "state",
-        )  # its bytes may have a part with another name
+        is_stored = source_base.kind in ("weight", "state")  # these may share bytes, see overlay
         source_writes = updates if is_stored else writing_steps.get(source_base, [])
         begin_bounds = [*(w + 1 for w in source_writes if w < at), at - AHEAD, 0]
         begin_bounds += [transfers[w].end_step for w in source_writes if w in transfers]
@@ -81,6 +80,7 @@ def _find_transfers(steps: Sequence[KernelStep]) -> dict[int, _Transfer]:
 
 
 def _touched(tensor_groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[int]]:
+    """Map each base tensor to the indices of the groups that contain it or a view of it."""
     indices = dict[Tensor, list[int]]()
     for index, tensors in enumerate(tensor_groups):
         for t in tensors:
@@ -89,7 +89,7 @@ def _touched(tensor_groups: Sequence[Sequence[Tensor]]) -> Mapping[Tensor, list[
 
 
 def _carrier(step: KernelStep) -> Backend | None:
-    """What carries a copy beside its kernels."""
+    """Return the backend that can copy beside its kernels, the target before the source, or None."""
     endpoints = () if step.source is None else (step.backend, step.source)
     return next((backend for backend in endpoints if backend.streams), None)
 
@@ -109,7 +109,7 @@ def _finish_step(transfer: _Transfer, under_way: Tensor) -> KernelStep:
     carrier, step = transfer.carrier, transfer.step
 
     def arrive(y: Any, in_flight: Any, x: Any) -> None:
-        carrier.wait_for_copies()
+        carrier.wait_for_copies()  # on the host: either side may be host memory, whose kernels know no stream
         if not step.backend.overlap(y, in_flight):  # planned without reuse
             move_array(step.backend, y, step.backend, in_flight)
 

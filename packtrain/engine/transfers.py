@@ -1,6 +1,6 @@
-"""What is copied from one memory to another, so that calls can read it: once for each memory.
+"""Copies values from one memory to another, once for each memory, so that calls can read them.
 
-Placing asks for inputs where a call runs, and gets tensors that are there; each copy becomes a step of its own.
+`place` asks for inputs in the memory where a call runs; each copy becomes a step of its own.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -12,15 +12,15 @@ from packtrain.engine.graph import Graph, unique_name
 from packtrain.engine.ops.shape import cont
 from packtrain.engine.tensor import Call, GraphError, Kernel, Op, Tensor
 
-# call before which it runs (or after the last forward one), backend, kernel, value, its copy, where that is from
+# (call before or after which the copy runs, backend, kernel, value, copy, backend of the value)
 CopyWriter = Callable[[Call, Backend, Kernel, Tensor, Tensor, Backend | None], None]
 
 
 class TransferCopies:
-    """Copies of a graph's values, with a name and a home for each, which are added to those given.
+    """Makes copies of a graph's values and adds a name and a home for each copy to `names` and `home`.
 
     write_copy  called for each new copy
-    order       of the graph's calls
+    order       the graph's calls in the order of the run
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class TransferCopies:
         self.leaving, self.left = _offloads_after(graph.offloaded, order), dict[Tensor, Tensor]()
 
     def part(self, t: Tensor, space: str) -> Tensor | None:
-        """What would have to be copied so that t can be read in a space; None if that was done."""
+        """Return the tensor to copy so that t can be read in a space; None if the copy exists."""
         copied_part = self._copied_part(t, space)
         return None if (copied_part, space) in self.copies else copied_part
 
     def offload_values(self, call: Call) -> None:
-        """Copy to the process's memory what waits there from this call on."""
+        """Copy to host memory the values that are offloaded after this call."""
         for t in self.leaving.get(call, ()):
             if self.home[t].space != HOST:
                 self.left[t] = self._cross(call, t, cpu)
 
     def bring_input(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
-        """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
+        """Return t, or a copy that `backend` can read: in its space, and dense unless strides are accepted."""
         if t.base in self.left and backend.space == self.home[t.base].space:
             t = self._returned_input(call, t)
         if self.home[t.base].space != backend.space:
@@ -59,13 +59,13 @@ class TransferCopies:
         return self._add_copy(call, t, backend, dense_kernel, f"{self.names[t]} dense")
 
     def _copied_part(self, t: Tensor, space: str) -> Tensor:
-        """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
+        """Return the tensor to copy so that t can be read in a space: a dense part alone, else all that t views."""
         handle = t.handle
         is_partial = t.dense and t.spec.nbytes < handle.spec.nbytes
         return t if is_partial and (handle, space) not in self.copies else handle
 
     def _moved_input(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
-        """t in the space of another backend: a copy, or the same view of a copy."""
+        """Return t in the space of another backend: a copy, or the corresponding view of a copy."""
         key = t, backend.space
         if key not in self.copies:
             copied_part = self._copied_part(t, backend.space)
@@ -74,7 +74,7 @@ class TransferCopies:
         return self.copies[key]
 
     def _returned_input(self, call: Call, t: Tensor) -> Tensor:
-        """What had been put away, or the same view of it, copied back."""
+        """Return an offloaded tensor, or the corresponding view of it, copied back to its home."""
         key, home = (t, "back"), self.home[t.base]
         if key not in self.copies:
             offloaded = self.left[t.base]
@@ -83,7 +83,7 @@ class TransferCopies:
         return self.copies[key]
 
     def _view_of_copy(self, t: Tensor, copied_part: Tensor, copy: Tensor, suffix: str) -> Tensor:
-        """Of a copy of a part, the view that t is of that part."""
+        """Return the view of `copy` that corresponds to t, which is `copied_part` or a view of it."""
         if t is copied_part:
             return copy
         assert t.call is not None
@@ -93,7 +93,7 @@ class TransferCopies:
         return view
 
     def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
-        """A copy from another memory."""
+        """Copy t to the memory of another backend and return the copy."""
         source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
         kernel = Kernel(lambda y, x: move_array(backend, y, source, x), strided=False)
         return self._add_copy(call, t, backend, kernel, name, source)
@@ -117,6 +117,7 @@ class TransferCopies:
 def require_kernel(
     backend: Backend, call: Call, op: Op[..., Any], inputs: tuple[Tensor | None, ...]
 ) -> Kernel:
+    """Return the backend's kernel for an op and its inputs; raise GraphError if there is none."""
     kernel = backend.kernel(op, inputs)
     if kernel is None:
         raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.location}")
@@ -124,7 +125,7 @@ def require_kernel(
 
 
 def _offloads_after(offloaded: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
-    """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
+    """Map calls to the values to offload after them: no later forward call touches these, a backward call does."""
     last, later = dict[Tensor, Call](), set[Tensor]()
     for call in (call for call in order if offloaded and not call.op.view):
         touched_tensors = offloaded & {t.base for t in (*call.reads, *call.results)}

@@ -1,4 +1,4 @@
-"""Values of leaves and inputs: whether they fit."""
+"""Checks of the values of leaves and inputs against their specs."""
 
 from typing import Any, Literal
 
@@ -8,13 +8,13 @@ from packtrain.engine.tensor import Spec
 
 
 class RunError(RuntimeError):
-    """A run that cannot start; the message names what is missing or wrong."""
+    """Raised if a run cannot start; the message names what is missing or wrong."""
 
 
 def fitting(
     name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
 ) -> np.ndarray:
-    """The value as an array of the spec: same shape, same kind of number, no overflow."""
+    """Return the value as an array of the spec; raise RunError if shape, kind of number or range does not fit."""
     array, dtype, shape = np.asarray(value), spec.dtype.numpy, spec.dtype.array_shape(spec.shape)
     if array.shape == shape and array.dtype == dtype:
         return array

@@ -1,7 +1,7 @@
 """GGUF files, whole or split: memory-mapped, with every count and bound checked; written atomically.
 
 Metadata and tensors are accessed by name; shapes are in NumPy order, GGUF's reversed order exists only here.
-It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
+Knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
 """
 
 from packtrain.gguf.gguf_format import (

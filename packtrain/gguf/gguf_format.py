@@ -1,4 +1,4 @@
-"""The format: its constants and limits, values and tensor entries. Nothing is read or written here."""
+"""The GGUF format: its constants and limits, values and tensor entries. Nothing is read or written here."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, Dtype
 
-QUANTIZATION_VERSION = 2  # of the block types: ggml.h, GGML_QNT_VERSION
+QUANTIZATION_VERSION = 2  # version of the quantization blocks: ggml.h, GGML_QNT_VERSION
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 NAME_NBYTES, MAX_AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
 ALIGNMENT_KEY, MAX_ALIGNMENT = "general.alignment", 1 << 20
 DTYPE_BY_NUMBER = {t.number: t for t in DTYPES.values() if t.number is not None}
-# gguf.h, enum gguf_type, by number
+# kinds of metadata values by number: gguf.h, enum gguf_type
 KINDS = (
     "u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64",
 )  # fmt: skip
@@ -31,14 +31,14 @@ class GGUFError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class MetadataValue:
-    """A metadata value with its type in the file: `Value("u32", 8)`, `Value("string", ["a", "b"])`."""
+    """A metadata value with its type in the file: `MetadataValue("u32", 8)`, `MetadataValue("string", ["a", "b"])`."""
 
     kind: str
     value: Any
 
 
 def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
-    """What offsets of tensors are multiples of, in bytes. Raises GGUFError."""
+    """Return the number of bytes of which offsets of tensors are multiples. Raises GGUFError."""
     alignment = metadata.get(ALIGNMENT_KEY, MetadataValue("u32", ALIGNMENT))
     value = alignment.value
     if alignment.kind != "u32" or not isinstance(value, int | np.integer):
@@ -50,7 +50,7 @@ def alignment_of(metadata: Mapping[str, MetadataValue]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in a file: shape in NumPy order, and where its bytes are, in which part of a split file."""
+    """A tensor in a file: its shape in NumPy order, the place of its bytes, and its part of a split file."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,5 +61,5 @@ class TensorInfo:
 
 
 def tensor_nbytes(shape: tuple[int, ...], dtype: Dtype) -> int:
-    """Bytes of a tensor in a file; its rows must be whole blocks."""
+    """Return the bytes of a tensor in a file; its rows must fill quantization blocks."""
     return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)

@@ -26,12 +26,12 @@ from packtrain.gguf.gguf_format import (
 )
 
 MIN_FILE_NBYTES = 24  # bytes of an empty file
-# keys, and tensors: real files have hundreds, and each costs more here than there
+# keys, and tensors: real files have hundreds, and each costs more memory here than in the file
 MAX_COUNT = 1 << 14
-# in arrays, all together: the largest vocabularies have 0.8 million texts and merges
+# strings in all arrays together: the largest vocabularies have 0.8 million texts and merges
 MAX_STRINGS = 1 << 21
-MAX_ARRAY_NBYTES = 2**63 - 1  # of an array, if no axis were 0: what NumPy and ggml can count
-MAX_TEXT_LENGTH = 80  # characters of a text of the file in an error
+MAX_ARRAY_NBYTES = 2**63 - 1  # bytes of an array without axes of 0 that NumPy and ggml can count
+MAX_TEXT_LENGTH = 80  # characters of the file's texts in an error
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 SCALAR_STRUCTS = {
     kind: struct.Struct(f"<{code}") for kind, code in zip(NUMPY_CODES, "BbHhIif?Qqd", strict=True)
@@ -39,12 +39,12 @@ SCALAR_STRUCTS = {
 
 
 def shorten_text(text: str) -> str:
-    """A text of the file, shortened for an error message."""
+    """Shorten a text of the file for an error message."""
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:MAX_TEXT_LENGTH]}…"
 
 
 class GGUFPart:
-    """A GGUF file: `values` by key, `entries` by tensor name, in the order of the file. Raises GGUFError."""
+    """A parsed GGUF file: `values` by key, `entries` by tensor name, in the order of the file. Raises GGUFError."""
 
     def __init__(self, path: Path, data: bytes | mmap) -> None:
         self.path, self.data, self.nbytes, self.at = path, data, len(data), 4
@@ -94,12 +94,13 @@ class GGUFPart:
             )
 
     def _read_count(self, title: str, min_nbytes: int) -> int:
-        """A count of things of at least `min_nbytes` bytes each, which must fit into the rest of the file."""
+        """Read a count of things of at least `min_nbytes` bytes each, which must fit into the rest of the file."""
         num_things: int = self._read_number(U64, title)
         self._require_nbytes(num_things * min_nbytes, f"{title} {num_things}")
         return num_things
 
     def _things(self, title: str, min_nbytes: int) -> int:
+        """Read a count of keys or tensors, at most MAX_COUNT."""
         num_things = self._read_count(title, min_nbytes)
         if num_things > MAX_COUNT:
             raise self._wrong(f"{title} {num_things}; at most {MAX_COUNT} are read")
@@ -151,7 +152,7 @@ class GGUFPart:
         return KINDS[type_number]
 
     def _read_strings(self, key: str, num_strings: int) -> list[bytes]:
-        """Strings of an array as bytes: token texts of real vocabularies are not always UTF-8."""
+        """Read the strings of an array as bytes: token texts of real vocabularies are not always UTF-8."""
         data, at, last, strings = self.data, self.at, self.nbytes - 8, []
         unpack_length = U64.unpack_from
         for i in range(num_strings):
@@ -189,7 +190,7 @@ class GGUFPart:
         self.entries[name] = TensorInfo(name, shape, dtype, offset, nbytes)
 
     def _check_offsets(self, data_start: int, alignment: int) -> None:
-        """Check the offsets of the tensors; no two may share bytes."""
+        """Check that the tensors lie within the file and share no bytes; make their offsets those of the file."""
         for e in self.entries.values():
             shown, left_nbytes = shorten_text(e.name), self.nbytes - data_start - e.offset
             if e.offset % alignment:

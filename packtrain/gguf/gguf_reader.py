@@ -1,4 +1,4 @@
-"""An open GGUF file, whole or split into `NAME-00001-of-00003.gguf` and so on; opens all parts, given any one."""
+"""Opens a GGUF file, whole or split into `NAME-00001-of-00003.gguf` and so on; opens all parts, given any of them."""
 
 import mmap
 import re
@@ -20,7 +20,7 @@ PART_INDEX_KEY, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count
 class GGUF:
     """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy.
 
-    Of a split file all parts are open, the metadata is that of the first, and `path` is the first's, too.
+    All parts of a split file are open; `metadata` and `path` are those of the first part.
     Raises GGUFError for anything invalid; nothing is allocated by a count that the file could not hold.
     """
 
@@ -41,17 +41,16 @@ class GGUF:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that were opened, in order."""
         return tuple(gguf_part.path for gguf_part in self._parts)
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor's values, read-only; of block types an array of blocks (see dtypes)."""
+        """Map a tensor's values, read-only; block types give an array of quantization blocks (see dtypes)."""
         info = self.entries[name]
         data = self._parts[info.part_index].data
         return np.ndarray(info.dtype.array_shape(info.shape), info.dtype.numpy, data, info.offset)
 
     def close(self) -> None:
-        """Let go of the file, which is unmapped when no array of it is left, those of the metadata included.
+        """Release the file, which is unmapped once no array of it is left, those of the metadata included.
 
         No tensor can be read afterwards.
         """
@@ -60,7 +59,7 @@ class GGUF:
 
 
 def _open_part(path: Path) -> GGUFPart:
-    """The file, mapped."""
+    """Map and parse one file."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise GGUFError(f"{path}: is not a regular file; a GGUF file must be one")
@@ -76,7 +75,7 @@ def _open_part(path: Path) -> GGUFPart:
 
 
 def _open_parts(path: Path) -> list[GGUFPart]:
-    """All parts in order, each checked; a file that is not split is one part."""
+    """Open all parts in order, each checked; a file that is not split is one part."""
     first_part = _open_part(path)
     num_parts = _number(first_part, COUNT, 1)
     if num_parts <= 1:

@@ -1,4 +1,4 @@
-"""Writing GGUF files atomically, tensor by tensor."""
+"""Writes GGUF files atomically, tensor by tensor."""
 
 import struct
 from _thread import start_new_thread
@@ -42,7 +42,7 @@ class DeferredTensor:
 
     @classmethod
     def from_reader(cls, read_array: Callable[[str], np.ndarray], name: str) -> "DeferredTensor":
-        """An array that is read again when its turn comes. Raises GGUFError for a type the format cannot hold."""
+        """Return a tensor whose array is read when its turn comes. Raises GGUFError for a type that GGUF lacks."""
         array = read_array(name)
         dtype = DTYPES_BY_NUMPY.get(array.dtype)
         if dtype is None or dtype.number is None:
@@ -63,10 +63,10 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file atomically.
 
-    tensors             arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
-    max_pending_nbytes  bytes of finished parts that may wait to be written; 0: only one, while the next of its tensor is made
-    check               is called with the whole file before it gets its name; where it raises, no file is left
-    Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
+    tensors             arrays of f16, f32, f64, i8, i16, i32, i64 or blocks (see dtypes); or DeferredTensors
+    max_pending_nbytes  bytes of finished parts that may wait to be written; 0: one part, while the next one is made
+    check               called with the whole file before it gets its name; if it raises, no file remains
+    Raises GGUFError for names or values the format cannot store, OSError if writing fails; an existing file then stays
     as it was.
     """
     with atomic_file(path, check) as file:
@@ -75,7 +75,7 @@ def write_gguf(
 
 
 def _as_deferred(name: str, tensor: np.ndarray | DeferredTensor) -> DeferredTensor:
-    """dtype, logical shape and values of a tensor to write."""
+    """Return a tensor to write with its type, shape and values. Raises GGUFError."""
     if len(name.encode()) >= NAME_NBYTES:
         raise gguf_format.GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
     if isinstance(tensor, DeferredTensor):
@@ -110,7 +110,7 @@ def _write_file(
 def _byte_pieces(
     tensors: Mapping[str, DeferredTensor], alignment: int, data_start: int
 ) -> Iterator[memoryview]:
-    """The bytes of all tensors part by part, each filled up to the alignment; the first follows `data_start` bytes."""
+    """Yield the bytes of all tensors part by part, each padded to the alignment; `data_start` bytes precede them."""
     yield memoryview(bytes(-data_start % alignment))
     for name, tensor in tensors.items():
         yield from _tensor_pieces(name, tensor)
@@ -127,13 +127,13 @@ def _tensor_pieces(name: str, t: DeferredTensor) -> Iterator[memoryview]:
 
 
 def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbytes: int) -> None:
-    """Write pieces while the next ones are made; where nothing may wait, a tensor is written before the next begins.
+    """Write pieces while the next ones are made; if nothing may wait, a tensor is written before the next begins.
 
     Ctrl-C can come at any moment: no lock here is taken in Python, which could be left locked.
     """
     piece_queue, written_queue = PieceQueue(), WrittenQueue()
     if max_pending_nbytes > 0:
-        # glibc keeps the memory of blocks smaller than the largest that was freed: parts are made there again
+        # glibc keeps freed memory for blocks smaller than the largest one freed: parts then reuse it
         np.empty(min(2 * max_pending_nbytes, MAX_REUSED_NBYTES), np.uint8)
     pending_nbytes, has_started = 0, False
     try:
@@ -148,7 +148,7 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbyt
         while pending_nbytes:
             pending_nbytes -= _written_nbytes(written_queue.get())
     finally:
-        with suppress(Empty):  # after an error no one needs what still waits
+        with suppress(Empty):  # after an error, nobody needs the pieces that still wait
             while True:
                 piece_queue.get_nowait()
         piece_queue.put(None)
@@ -157,21 +157,21 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[memoryview], max_pending_nbyt
 
 
 def _written_nbytes(written: int | BaseException | None) -> int:
-    """Bytes that were written; raises what writing raised."""
+    """Return the bytes that were written; raise the error that writing raised."""
     if isinstance(written, BaseException):
         raise written
     return written or 0
 
 
 def _write_queued(file: BinaryIO, piece_queue: PieceQueue, written_queue: WrittenQueue) -> None:
-    """Write what is given, in that order, until None or an error; None then says that it ended."""
+    """Write queued pieces in order until None or an error; report each piece's bytes, or the error, then None."""
     try:
         while (piece := piece_queue.get()) is not None:
             _write_piece(file, piece)
             nbytes = piece.nbytes
             del piece  # its memory is free before the next part is made
             written_queue.put(nbytes)
-    except BaseException as error:  # `_size` raises it
+    except BaseException as error:  # `_written_nbytes` raises it
         written_queue.put(error)
     written_queue.put(None)
 
@@ -184,7 +184,7 @@ def _write_piece(file: BinaryIO, piece: memoryview) -> None:
 
 
 def _encode_texts(*texts: str | bytes) -> bytes:
-    """Strings as bytes: the length of each, and then its text."""
+    """Return strings as bytes: the length of each, then its text."""
     encoded_texts = [text if isinstance(text, bytes) else text.encode() for text in texts]
     pairs = [b""] * (2 * len(encoded_texts))
     pairs[::2], pairs[1::2] = map(LENGTH_STRUCT.pack, map(len, encoded_texts)), encoded_texts
@@ -192,7 +192,7 @@ def _encode_texts(*texts: str | bytes) -> bytes:
 
 
 def _encode_value(key: str, value: MetadataValue) -> Iterator[bytes]:
-    """Type and value as bytes, in parts; lists and arrays become arrays of their kind."""
+    """Yield type and value as bytes, in parts; lists and arrays become arrays of their kind."""
     if value.kind != "string" and value.kind not in NUMPY_CODES:
         raise gguf_format.GGUFError(
             f"{key}: kind {value.kind} is none of {', '.join(NUMPY_CODES)}, string"

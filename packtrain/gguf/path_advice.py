@@ -1,6 +1,6 @@
-"""Advice for a path that is no GGUF file: where the model is that was meant, and how to get it as one.
+"""Advises on a path that is no GGUF file: where the meant model is, and how to get it as a GGUF file.
 
-Names of Hugging Face and Ollama, folders, safetensors, misspelt names, and what downloads save in place of a file.
+Knows names of Hugging Face and Ollama, folders, safetensors, misspelt names, and files that failed downloads leave.
 """
 
 import json
@@ -26,7 +26,7 @@ WEIGHTS = "application/vnd.ollama.image.model"
 
 
 def missing_model(path: Path) -> str:
-    """Advice for a path that cannot be opened, `; it is …`; empty if there is none."""
+    """Return advice for a path that cannot be opened, `; it is …`; empty if there is none."""
     if os.path.isdir(path):
         return _folder_advice(path)
     text, siblings = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
@@ -57,7 +57,7 @@ def _hugging_face_advice(repository: str, name: str, file: str | None) -> str:
 
 
 def _ollama_advice(text: str, host: str | None, owner: str | None, name: str, tag: str) -> str:
-    """The file of Ollama that a name stands for, read from its manifest, or how to find it."""
+    """Return the path of Ollama's file for a name, read from its manifest, or how to find the path."""
     for folder in map(Path, map(os.path.expanduser, map(os.path.expandvars, OLLAMA_FOLDERS))):
         manifest = folder / "manifests" / (host or "registry.ollama.ai") / (owner or "library")
         try:
@@ -86,7 +86,7 @@ def _convert(folder: Path, base_option: str = "") -> str:
 
 
 def content_advice(path: Path, first_bytes: bytes) -> str:
-    """Advice for a file that begins with these bytes, not with GGUF's."""
+    """Return advice for a file that begins with these bytes, not with GGUF's; empty if there is none."""
     text = first_bytes.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "; it is a web page about the file: download the file itself, by the page's download link"

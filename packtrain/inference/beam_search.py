@@ -1,6 +1,6 @@
-"""Beam search: the likeliest continuations of a prompt, several of which are followed at once.
+"""Beam search for the likeliest continuations of a prompt, several of which are followed at once.
 
-Beams are sequences of a context that share the cells of what they have in common; a step is one batch.
+Beams are sequences of a context that share KV cache cells of common tokens; a step is one batch.
 """
 
 import time
@@ -16,8 +16,7 @@ from packtrain.inference.kv_cache import Context
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchConfig:
-    """How many beams are followed, how many of the best are wanted, and the power of a text's length that divides its
-    sum of log-probabilities."""
+    """A search that follows `width` beams and returns `num_beams`; length ** `penalty` divides log-probabilities."""
 
     width: int
     num_beams: int = 1
@@ -27,7 +26,7 @@ class BeamSearchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Tokens after the prompt, with the one that ended it; the sum of their log-probabilities; its sequence."""
+    """A continuation: tokens after the prompt, with the end token; the sum of their log-probabilities; its sequence."""
 
     ids: tuple[int, ...] = ()
     log_prob: float = 0.0
@@ -39,12 +38,12 @@ class Beam:
 
 
 def scored(log_prob: float, length: int, penalty: float) -> float:
-    """total / length**penalty, as in transformers."""
+    """Return log_prob / length**penalty, as transformers scores beams."""
     return log_prob / float(max(length, 1) ** penalty)
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Of each token (V,), f64."""
+    """Return the log-softmax of logits (V,), in f64."""
     log_probs = logits.astype(np.float64)
     log_probs -= log_probs.max()
     log_probs -= np.log(np.exp(log_probs).sum())
@@ -52,7 +51,7 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:
-    """Places of the largest values, descending; of equal ones the first come first."""
+    """Return the indices of the largest scores, descending; equal scores stay in order."""
     if num_indices < len(scores):
         threshold = np.partition(scores, -num_indices)[-num_indices]
         indices = np.flatnonzero(scores >= threshold)
@@ -62,7 +61,7 @@ def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:
 
 
 class BeamSearch:
-    """A search in sequences 0 … of a context; `run` gives the best texts, the best first.
+    """A beam search in sequences 0 … of a context; `run` returns the best texts, the best first.
 
     reading, writing  speeds of the prompt, and of all beams together
     """
@@ -82,7 +81,7 @@ class BeamSearch:
         self._finished_beams = list[Beam]()
 
     def run(self) -> list[Beam]:
-        """The best texts: fewer than wanted only if there are no more."""
+        """Search, and return the best texts: fewer than `num_beams` only if there are no more."""
         start_time, context = time.perf_counter(), self._context
         num_reused = context.reuse(0, self.prompt)
         logits = context.decode(self.prompt[num_reused:], 0)
@@ -100,11 +99,11 @@ class BeamSearch:
         return self._finished_beams
 
     def beam_text(self, beam: Beam) -> str:
-        """The text of a beam, without what ended it."""
+        """Return the text of a beam, without the stop text or token that ended it."""
         return self._decode_beam(beam)[0]
 
     def _decode_beam(self, beam: Beam) -> tuple[str, bool]:
-        """The text, and whether a stop text ends it."""
+        """Return the text of a beam, and whether a stop text ends it."""
         text_filter, stream = StopTextFilter(self._limits.stops), StreamDecoder(self._tokenizer)
         for id in self.prompt:  # so that the space before the first word is part of the text
             stream.feed(id)
@@ -116,7 +115,7 @@ class BeamSearch:
         return text + text_filter.add(stream.flush()) + text_filter.flush(), text_filter.is_stopped
 
     def _next_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """The likeliest texts that are one token longer; those that end are kept apart."""
+        """Return the likeliest beams that are one token longer; ended ones move to the finished beams."""
         beam_width = self._search.width
         next_beams, finished_beams = list[Beam](), list[Beam]()
         for beam_rank, beam in enumerate(self._extend_beams(active_beams, logits)):
@@ -134,7 +133,7 @@ class BeamSearch:
         return next_beams
 
     def _extend_beams(self, active_beams: list[Beam], logits: np.ndarray) -> list[Beam]:
-        """So many that `width` are left when those that end are taken away, the likeliest first."""
+        """Extend beams by a token; returns the likeliest, enough that `width` are left without those that end."""
         count, candidates = (1 + len(self._tokenizer.eog_ids)) * self._search.width, list[Beam]()
         for beam, row_logits in zip(active_beams, logits, strict=True):
             biased_logits = row_logits.copy()
@@ -155,7 +154,7 @@ class BeamSearch:
         self._finished_beams = ranked_beams[: self._search.num_beams]
 
     def _assign_sequences(self, beams: list[Beam]) -> list[Beam]:
-        """The beams in sequences of their own: each text's first stays where that text is, the others share it."""
+        """Give each beam its own sequence: the first beam of a text keeps the text's sequence, others copy it."""
         live_seqs, context, placed_beams = {beam.seq for beam in beams}, self._context, list[Beam]()
         free_seqs = [seq for seq in range(self._search.width) if seq not in live_seqs]
         for seq in free_seqs:
@@ -171,7 +170,7 @@ class BeamSearch:
         return placed_beams
 
     def _stop_reason(self, active_beams: list[Beam]) -> str:
-        """Why the search is over: `found`, or what ends all texts that are left; "" if it goes on."""
+        """Return why the search is over: `found`, or what ends all beams that are left; "" if it goes on."""
         if not active_beams:
             return "found"
         length = len(active_beams[0].ids)
@@ -184,7 +183,7 @@ class BeamSearch:
         return "found" if self._is_settled(active_beams, length) else ""
 
     def _is_settled(self, active_beams: list[Beam], length: int) -> bool:
-        """Whether no text that goes on can become better than those that are wanted."""
+        """Return whether no active beam can become better than the finished ones."""
         length_penalty, num_beams = self._search.penalty, self._search.num_beams
         if len(self._finished_beams) < num_beams:
             return False

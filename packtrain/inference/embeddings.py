@@ -1,4 +1,4 @@
-"""Embeddings of texts: what the last norm gives for their tokens, pooled; several texts in one batch."""
+"""Embeddings of texts: outputs of the last norm for their tokens, pooled; several texts in one batch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from packtrain.models.model_file import ModelFile
 POOLINGS = "mean", "cls", "last"
 POOLING_BY_TYPE = {0: "mean", 1: "mean", 2: "cls", 3: "last"}  # llama_pooling_type; 0 says none
 MAX_BATCH_TOKENS = 2048  # tokens of texts that are read together
-MAX_ABS_VALUE = 32760.0  # with a norm of 0, of values that fit 16 bits
+MAX_ABS_VALUE = 32760.0  # largest value with a norm of 0, so that values fit 16 bits
 
 
 def model_pooling(model: ModelFile) -> str:
-    """How the file pools. Raises InputError for what is no pooling of tokens."""
+    """Return the pooling that the model's file names. Raises InputError for one that is not supported."""
     key = f"{model.config.architecture}.pooling_type"
     pooling_type: Any = model.gguf.metadata.get(key, 1)
     if pooling_type not in POOLING_BY_TYPE:
@@ -29,14 +29,14 @@ def model_pooling(model: ModelFile) -> str:
 
 
 def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
-    """One vector (C,) of those of a text's tokens, (T, C)."""
+    """Pool the vectors of a text's tokens, (T, C), into one vector (C,)."""
     if pooling == "mean":
         return np.asarray(hidden.mean(0, dtype=np.float64), np.float32)
     return np.asarray(hidden[0 if pooling == "cls" else -1])
 
 
 def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
-    """Divided by its norm: 1 taxicab, 2 Euclidean, p; 0: the largest value becomes 32760; -1: as it is."""
+    """Divide a vector by its norm: 1 taxicab, 2 Euclidean, p; 0: scale its largest value to 32760; -1: keep it."""
     if norm < 0:
         return vector
     magnitudes = np.abs(vector.astype(np.float64))
@@ -50,13 +50,13 @@ def normalize_vector(vector: np.ndarray, norm: int) -> np.ndarray:
 
 
 def context_dimensions(lengths: Sequence[int]) -> tuple[int, int]:
-    """Cells and sequences of a context that embeds texts of so many tokens."""
+    """Return cells and sequences of a context that embeds texts of these lengths."""
     cells = max(*lengths, min(sum(lengths), MAX_BATCH_TOKENS))
     return cells, min(len(lengths), SEQUENCES)
 
 
 def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[range]:
-    """Which texts are read together, in order."""
+    """Yield ranges of texts that are read together, in order: they fit the cells and sequences."""
     batch_start = 0
     while batch_start < len(lengths):
         end, used = batch_start + 1, lengths[batch_start]
@@ -67,7 +67,7 @@ def batches(lengths: Sequence[int], cells: int, sequences: int) -> Iterator[rang
 
 
 def check_texts(texts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raise InputError unless every text has tokens, and at most so many."""
+    """Raise InputError unless every text has at least one and at most `max_tokens` tokens."""
     for number, ids in enumerate(texts, 1):
         if not ids:
             raise InputError(f"text {number} has no tokens; an embedding needs one")
@@ -81,7 +81,7 @@ def check_texts(texts: Sequence[Sequence[int]], max_tokens: int) -> None:
 def embed_texts(
     context: Context, texts: Sequence[Sequence[int]], pooling: str
 ) -> Iterator[np.ndarray]:
-    """The vector (C,) of each text; the context is `hidden` and has `room` for them."""
+    """Yield the vector (C,) of each text; needs a `hidden` context with `context_dimensions`."""
     lengths = [len(ids) for ids in texts]
     for batch in batches(lengths, context.cache.num_cells, context.pools.sequences):
         tokens = [id for i in batch for id in texts[i]]

@@ -32,11 +32,11 @@ class Drafter(Protocol):
     """Guesses how a text goes on, see speculative."""
 
     def propose(self, text: Sequence[int], max_tokens: int) -> list[int]:
-        """At most `max_tokens` next tokens."""
+        """Return at most `max_tokens` tokens that may come next."""
 
 
 class Generator:
-    """One sequence of a context: feed it tokens, it returns the logits of the next one."""
+    """One sequence of a context: `feed` reads tokens and returns the logits of the next one."""
 
     def __init__(self, context: Context, seq: int = 0) -> None:
         self.context, self.seq = context, seq
@@ -51,10 +51,10 @@ class Generator:
         rows: int = 1,
         **options: Any,
     ) -> "Generator":
-        """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit.
+        """Create a generator with a file's mapped weights and a KV cache in its own session. Raises DoesNotFit.
 
-        rows  most tokens whose logits one run gives
-        options   more for Context
+        rows     most tokens whose logits one run gives
+        options  further arguments of Context
         """
         return cls(
             Context(model, cells=num_cells, cache=cache.name, target=target, rows=rows, **options)
@@ -62,7 +62,7 @@ class Generator:
 
     @property
     def size(self) -> int:
-        """How many tokens fit."""
+        """How many tokens fit into the context."""
         return self.context.cache.num_cells
 
     @property
@@ -72,28 +72,28 @@ class Generator:
 
     @property
     def num_free_cells(self) -> int:
-        """How many more tokens fit."""
+        """How many more tokens fit into the context."""
         return self.size - self.context.next(self.seq)
 
     def truncate(self, since: int = 0) -> None:
-        """Drop the tokens from place `since` on; the text continues from there."""
+        """Drop the cached tokens from position `since` on; the text continues from there."""
         self.context.remove(self.seq, since)
 
     def tokens_to_feed(self, text: Sequence[int]) -> Sequence[int]:
-        """What must be fed to go on with a text whose other tokens are there: its last token, or more for a state."""
+        """Return the tokens to feed to go on with a cached text: the last one, or more where a state is missing."""
         return text[-1:] if self.context.pools.is_complete(self.seq) else self.reuse_prefix(text)
 
     def reuse_prefix(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Keep the longest prefix of a text that is cached; returns the tokens still to feed, at least one."""
+        """Keep the longest cached prefix of a text; returns the tokens still to feed, at least one."""
         return tokens[self.context.reuse(self.seq, tokens) :]
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits (V,) after the last of these tokens, at least one."""
+        """Read tokens, at least one, and return the logits (V,) after the last."""
         logits: np.ndarray = self.context.decode(tokens, self.seq)[0]
         return logits
 
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[SamplerInput], Sequence[int]]:
-        """Feed as many tokens as one run takes; returns what the chain needs after the last, and those that remain."""
+        """Feed as many tokens as one run takes; returns the chain's inputs after the last, and the remaining tokens."""
         run_size = self.context.sizes.next_size(len(tokens))
         run_tokens, remaining_tokens = tokens[:run_size], tokens[run_size:]
         output_rows = [] if remaining_tokens else [len(run_tokens) - 1]
@@ -102,7 +102,7 @@ class Generator:
         ), remaining_tokens
 
     def checked(self, tokens: Sequence[int], num_drafted: int, chain: Chain) -> list[SamplerInput]:
-        """Feed tokens of which the last are guesses; what the chain needs after each, and after the one before."""
+        """Feed tokens that end in `num_drafted` guesses; returns the chain's inputs after each guess and before."""
         output_rows = range(len(tokens) - num_drafted - 1, len(tokens))
         return self.context.choices(
             tokens, [chain] * len(output_rows), self.seq, wanted=output_rows
@@ -111,7 +111,7 @@ class Generator:
 
 @dataclass(slots=True)
 class Speed:
-    """Number of tokens processed, and the time for it, including sampling."""
+    """Number of tokens processed, and the seconds for them, including sampling."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -143,10 +143,10 @@ class GenerationLimits:
 
 
 def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
-    """Whether the end of a text repeats itself.
+    """Return whether the end of a text repeats itself.
 
     A piece of text stands there at least LOOP_REPEATS times in a row, over at least `min_tokens` tokens; or nearly all
-    runs of LOOP_RUN tokens among the last LOOP_WINDOW have stood there before: a loop with a stumble now and then.
+    runs of LOOP_NGRAM tokens among the last LOOP_WINDOW have stood there before: a loop with a stumble now and then.
     Short repetitions are no loops, nor are lists and tables of which a word in each row differs.
     """
     for period in range(1, min(len(ids) // LOOP_REPEATS, LOOP_PERIOD) + 1):
@@ -177,11 +177,11 @@ def check_prompt(prompt: Sequence[int], size: int) -> None:
 
 
 class Reply:
-    """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
+    """The model's reply to a prompt; iterate over the reply for pieces of text as they are complete.
 
-    Afterwards `end_reason` is the reason: end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading`
-    and `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at
-    most `draft_max` at once, and those that were right.
+    Afterwards `end_reason` is end, stop, count, context, loop or interrupted; `ids` are its tokens, `reading` and
+    `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
+    `draft_max` at once, and those that were right.
     """
 
     def __init__(
@@ -202,6 +202,8 @@ class Reply:
         self._generator, self._tokenizer = generator, tokenizer
         self._limits = limits
         self._chain = make_chain(tokenizer, sampling, seed, prompt, grammar)
+        # A run of eight rows multiplies packed weights as they are; seventeen rows unpack them and run as 32. On
+        # repetitive text Gemma 3 270M wrote 1.7 to 1.9 × as fast with seven guesses, 1.0 to 1.3 × with sixteen.
         self._drafter, self._draft_max = drafter, draft_max
         self.drafted = self.accepted = 0
 
@@ -217,7 +219,7 @@ class Reply:
         yield text.add(token_stream.flush()) + text.flush()
 
     def _tokens(self) -> Iterator[int]:
-        """Tokens until the reply ends for any reason but a stop text, which is found in the text."""
+        """Yield tokens until the reply ends for any reason but a stop text, which `__iter__` finds in the text."""
         pending_tokens = self._generator.reuse_prefix(self.prompt)
         while not self._is_over():
             speed, start_time = self.writing if self.ids else self.reading, time.perf_counter()
@@ -247,7 +249,7 @@ class Reply:
             pending_tokens = left or self._generator.tokens_to_feed((*self.prompt, *self.ids))
 
     def _propose_draft(self) -> list[int]:
-        """Tokens that may come next: they are checked in one run."""
+        """Return tokens that the drafter guesses to come next; one run checks them."""
         max_draft = min(self._draft_max, self._num_free_tokens - 1)
         if self._limits.max_tokens >= 0:
             max_draft = min(max_draft, self._limits.max_tokens - len(self.ids) - 1)
@@ -263,7 +265,7 @@ class Reply:
         return self._generator.size - len(self.prompt) - max(len(self.ids) - 1, 0) + (not self.ids)
 
     def _is_over(self) -> bool:
-        """Whether the reply is over."""
+        """Return whether the reply is over, and set `end_reason` if so."""
         if self._limits.is_interrupted():
             self.end_reason = "interrupted"
         elif self._chain.over:
@@ -284,7 +286,7 @@ def make_chain(
     prompt: Sequence[int],
     grammar: Constraint | None = None,
 ) -> Chain:
-    """The samplers of a sequence that begins with this prompt. Raises InputError."""
+    """Create the sampler chain of a sequence that begins with `prompt`. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
     breakers = _breaker_tokens(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}
     return Chain(sampling, seed, prompt, breakers, grammar)
@@ -292,19 +294,19 @@ def make_chain(
 
 @lru_cache(maxsize=2)
 def _breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
-    """Where DRY ends repetitions, in tokens."""
+    """Return the breakers that end DRY's repetitions, as tokens."""
     pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
     return find_breakers(texts, pieces, lambda text: tokenizer.encode(text, False, False, False))
 
 
 class StopTextFilter:
-    """Releases text piece by piece, holding back an end that could become a stop text; `matched_stop` is the one that came."""
+    """Releases text piece by piece up to a stop text, `matched_stop`, and holds back an end that may become one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops, self.is_stopped, self.matched_stop, self._pending_text = stops, False, "", ""
 
     def add(self, piece: str) -> str:
-        """The text that can be released now, up to the first stop text."""
+        """Return the text that can be released now, up to the first stop text."""
         text = self._pending_text + piece
         matches = [(at, stop_text) for stop_text in self.stops if (at := text.find(stop_text)) >= 0]
         if matches:

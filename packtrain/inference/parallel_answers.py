@@ -17,7 +17,7 @@ from packtrain.inference.sampling import Chain, Constraint, SamplerInput, Sampli
 
 
 class ParallelAnswer:
-    """One of them: `ids`, and `end_reason` by end, stop, count, context, loop or interrupted."""
+    """One of several answers: its `ids`, and as `end_reason` end, stop, count, context, loop or interrupted."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], chain: Chain
@@ -29,7 +29,7 @@ class ParallelAnswer:
             self._stream.feed(id)
 
     def choose_token(self, candidates: SamplerInput) -> None:
-        """Choose the next token, out of what left the device."""
+        """Choose the next token from the results that left the device, and add its text."""
         next_token = self.chain.choose(candidates)
         if next_token in self._eos_ids:
             self.finish_answer("end")
@@ -46,8 +46,7 @@ class ParallelAnswer:
 
 
 class ParallelAnswers:
-    """Answers of sequences 0 … of a context; iterate over it until all have ended, for what is new in the first that
-    has not.
+    """Answers in sequences 0 … of a context; iterate until all have ended, for new text of the first that has not.
 
     reading, writing  speeds of the prompt, and of all answers together
     """
@@ -73,7 +72,7 @@ class ParallelAnswers:
         ]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        """Number of an answer, and a piece of its text, all of one before the next."""
+        """Yield the number of an answer and a piece of its text, all of one answer before the next."""
         shown_lengths = [0] * len(self.answers)
         for _ in self._run():
             for answer_index, answer in enumerate(self.answers):
@@ -85,7 +84,7 @@ class ParallelAnswers:
     def _run(self) -> Iterator[None]:
         start_time, context = time.perf_counter(), self._context
         num_reused = context.reuse(0, self.prompt)
-        first = context.decode(self.prompt[num_reused:], 0)[0]  # of which each chain takes its own
+        first = context.decode(self.prompt[num_reused:], 0)[0]  # one row of logits for all chains
         outputs: list[SamplerInput] = [first] * len(self.answers)
         for seq in range(1, len(self.answers)):
             context.remove(seq)
@@ -109,7 +108,7 @@ class ParallelAnswers:
             yield
 
     def _end_finished(self, active_answers: list[ParallelAnswer], room: int) -> None:
-        """End those that may not go on, with so many cells free."""
+        """End the answers that may not go on, with `room` free cells."""
         for answer in active_answers:
             if self._limits.is_interrupted():
                 answer.finish_answer("interrupted")

@@ -1,6 +1,6 @@
 """Speculative decoding: tokens are guessed ahead, by a small model or from the text itself, and checked in one run.
 
-What is written does not change: the model chooses every token as it would alone (Leviathan et al. 2022, arXiv
+The text does not change: the model chooses every token as it would alone (Leviathan et al. 2022, arXiv
 2211.17192, where the guess is always a single token; llama.cpp's speculative example).
 """
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from packtrain.inference.generator import Generator
 
-NGRAM_LENGTHS = 4, 3, 2  # lengths of the ends that are looked up, the longest first
+NGRAM_LENGTHS = 4, 3, 2  # lengths of a text's ends that are looked up, the longest first
 
 
 @dataclass(slots=True)
 class NgramDrafter:
-    """What followed the last time that the text had its last few tokens."""
+    """Guesses the tokens that followed the previous occurrence of the text's last few tokens."""
 
     ngram_ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     known_tokens: list[int] = field(default_factory=list)
@@ -25,9 +25,8 @@ class NgramDrafter:
         if [*text[: len(self.known_tokens)]] != self.known_tokens:
             self.ngram_ends.clear()
             self.known_tokens.clear()
-        for ngram_end in range(
-            len(self.known_tokens) + 1, len(text)
-        ):  # the last token has no next one yet
+        # the last token has no next token yet
+        for ngram_end in range(len(self.known_tokens) + 1, len(text)):
             for ngram_length in NGRAM_LENGTHS:
                 if ngram_length <= ngram_end:
                     self.ngram_ends[tuple(text[ngram_end - ngram_length : ngram_end])] = ngram_end
@@ -41,7 +40,7 @@ class NgramDrafter:
 
 @dataclass(slots=True)
 class ModelDrafter:
-    """The likeliest next tokens of another model, as long as each has at least the probability `min_probability`.
+    """Guesses the likeliest next tokens of another model, while each has a probability of at least `min_probability`.
 
     num_shared_ids  ids below this are the same tokens in both models
     """

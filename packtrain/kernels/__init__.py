@@ -1,7 +1,7 @@
-"""Heavy loops as plain functions on arrays; they know no graph.
+"""Compiled loops over arrays, which know no graph.
 
-`packtrain.kernels.norm` and its siblings load on first use, under the policy in `runtime`:
-importing this package loads neither numba nor torch.
+Modules such as `packtrain.kernels.norm` load on first use, under the policy in `runtime`: importing this package loads
+neither numba nor torch.
 """
 
 import importlib
@@ -36,12 +36,12 @@ __all__ = [
     "torch",
 ]  # fmt: skip
 
-# kernel modules for generation, for training, for experts, and for writing quantized files
+# kernel modules by the work that needs them
 GENERATION_KERNELS = (
     "attention_cells", "choosing", "elementwise", "matmul", "norm", "packed", "rope", "rounded",
     "rows",
 )  # fmt: skip
-# plus those of the optimizer
+# the optimizer's own modules come on top
 TRAINING_KERNELS = (
     *GENERATION_KERNELS,
     "attention",
@@ -54,16 +54,14 @@ TRAINING_KERNELS = (
 EXPERT_KERNELS = ("experts", "softmax")
 CONV_KERNELS = ("short_conv",)
 SCAN_KERNELS = ("short_conv", "scan")
-DELTA_KERNELS = ("delta",)  # of gated delta nets, beside those
-AMX_LOSS_KERNELS = ("head",)  # of the loss in bf16 with AMX
-SOFTMAX_KERNELS = ("softmax",)  # of attention that is written out
+DELTA_KERNELS = ("delta",)  # for gated delta nets, beside SCAN_KERNELS
+AMX_LOSS_KERNELS = ("head",)  # for the fused head in bf16 by AMX
+SOFTMAX_KERNELS = ("softmax",)  # for attention as separate ops
 QUANTIZE_KERNELS = ("quantize",)
-WEIGHTED_QUANTIZE_KERNELS = (
-    "weighing",
-    "snapping",
-)  # of quantizing with an importance matrix, or onto grids
-REQUANTIZE_KERNELS = ("recoding",)  # of training in the blocks of quantized matrices
-WINDOW_KERNELS = ("convolution", "windows")  # of convolutions and pools
+# for quantizing with an importance matrix, or onto grids
+WEIGHTED_QUANTIZE_KERNELS = ("weighing", "snapping")
+REQUANTIZE_KERNELS = ("recoding",)  # for training in the blocks of quantized matrices
+WINDOW_KERNELS = ("convolution", "windows")  # for convolutions and pools
 OP_KERNELS = (
     *EXPERT_KERNELS,
     *SCAN_KERNELS,
@@ -71,16 +69,16 @@ OP_KERNELS = (
     *REQUANTIZE_KERNELS,
     *WINDOW_KERNELS,
     *AMX_LOSS_KERNELS,
-)  # of graphs of any ops, in training
+)  # for training graphs of any ops
 
 
 def torch() -> ModuleType:
-    """PyTorch, loaded on first use."""
+    """Import PyTorch on first use and return the module."""
     return importlib.import_module("torch")
 
 
 def has_torch(peer_module: str) -> bool:
-    """Whether there are PyTorch and, in a checkout, this module `benchmarks.…` that compares with it."""
+    """Return whether PyTorch and `peer_module`, a module benchmarks.… that only a checkout has, can be imported."""
     try:
         return find_spec("torch") is not None and find_spec(peer_module) is not None
     except ModuleNotFoundError:  # no checkout, or another module is called benchmarks

@@ -1,4 +1,4 @@
-"""python -m packtrain.kernels FOLDER: compile the kernel modules named on standard input, each into its own folder."""
+"""Compile the kernel modules named on standard input into FOLDER: python -m packtrain.kernels FOLDER."""
 
 import sys
 

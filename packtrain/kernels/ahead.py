@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of use in child processes, which bounds and frees all the memory of compiling.
+"""Compile kernels ahead of use in child processes, which bounds and frees all the memory of compiling.
 
 Modules are distributed as they become ready, so that two children finish together. Under a memory limit there is one
 child, or one for each module, or an error that names the memory that compiling needs.
@@ -30,26 +30,25 @@ MIB = 1 << 20
 # most private memory in MiB of a child that compiles several modules, and of one that ends after one module;
 # 38 are numba and numpy
 LASTING, SINGLE_MIB = 320, 152
-LARGER = {"rounded": 330}  # modules that take more, and have a child of their own
-MAX_CHILDREN = 2  # most at a time
+LARGER = {"rounded": 330}  # MiB of modules that take more, and have a child of their own
+MAX_CHILDREN = 2  # most children at a time
 loaded_modules: dict[str, Any] = {}  # the modules of this process
-complete_modules = set[str]()  # those whose compiled code is there, and that of all they need
+complete_modules = set[str]()  # modules whose code is in the cache, with that of all they need
 load_lock = threading.RLock()
-memory_budget: int | None = (
-    None  # most private memory of this process and its children, where a call has no limit
-)
+# most private memory of this process and its children, where a call has no limit
+memory_budget: int | None = None
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
 @dataclass(frozen=True, slots=True)
 class CompileMode:
-    """How many children compile at a time, and whether each compiles several modules or one."""
+    """A strategy of compiling: how many children there are at a time, and whether each compiles several modules."""
 
     children: int
     lasting: bool
 
     def max_nbytes(self, names: Collection[str]) -> int:
-        """Most private memory of the children while they compile these modules."""
+        """Return the most private memory of the children while they compile these modules."""
         largest_module = max((LARGER.get(name, SINGLE_MIB) for name in names), default=SINGLE_MIB)
         return (
             self.children * MIB * (max(LASTING, largest_module) if self.lasting else largest_module)
@@ -65,7 +64,7 @@ COMPILE_MODES = (
 
 
 def choose_mode(limit: int | None, used: int, names: Collection[str]) -> CompileMode:
-    """The fastest way to compile these modules within the limit, beside `used` bytes. Raises DoesNotFit."""
+    """Return the fastest CompileMode for these modules within the limit, beside `used` bytes. Raises DoesNotFit."""
     max_children = min(runtime.allowed_cpus(), MAX_CHILDREN)
     for compile_mode in COMPILE_MODES:
         if compile_mode.children <= max_children and (
@@ -80,7 +79,7 @@ def choose_mode(limit: int | None, used: int, names: Collection[str]) -> Compile
 
 
 def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> int:
-    """Compile those of these modules that are missing; returns how many.
+    """Compile those of these modules that are missing; returns how many were missing.
 
     With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
     """
@@ -126,7 +125,10 @@ class CompileProgress:
     def count_module(self) -> None:
         self.num_finished += 1
         now_seconds = time.perf_counter()
-        progress_text = f"compiled {self.num_finished} of {self.count} kernel modules, {now_seconds - self.start_seconds:.0f} s"
+        progress_text = (
+            f"compiled {self.num_finished} of {self.count} kernel modules, "
+            f"{now_seconds - self.start_seconds:.0f} s"
+        )
         if sys.stderr is not None and sys.stderr.isatty():
             line_end = "\n" if self.num_finished == self.count else ""
             with contextlib.suppress(OSError):
@@ -161,7 +163,7 @@ def file_lock(lock_path: Path) -> Iterator[None]:
 
 
 class ModuleCompiler:
-    """Distributes modules to children; a module is ready once those that it needs are compiled."""
+    """Distributes modules to children; a module is ready once the modules that it needs are compiled."""
 
     def __init__(self, names: list[str], on_done: Callable[[], None]) -> None:
         self.waiting_names, self.on_done = list(names), on_done
@@ -171,7 +173,7 @@ class ModuleCompiler:
         self.state_changed = threading.Condition()
 
     def compile_all(self, compile_mode: CompileMode) -> str:
-        """Compile all of them; returns the error message, or an empty text."""
+        """Compile all modules; returns the error message, or an empty text."""
         count = min(compile_mode.children, len(self.waiting_names))
         worker_threads = [
             threading.Thread(target=self._work, args=(compile_mode.lasting,)) for _ in range(count)
@@ -188,7 +190,7 @@ class ModuleCompiler:
         return self.error_text
 
     def _take_module(self) -> str | None:
-        """The next module that is ready; None when there are no more."""
+        """Return the next module that is ready; None when there are no more."""
         with self.state_changed:
             while self.waiting_names and not self.error_text:
                 for module_name in self.waiting_names:
@@ -213,7 +215,7 @@ class ModuleCompiler:
             self.state_changed.notify_all()
 
     def _work(self, lasting: bool) -> None:
-        """A thread: gives modules to one child, or each to a new child."""
+        """Give modules to one child, or each to a new child: the life of a thread."""
         with tempfile.TemporaryFile("w+") as error_file:
             try:
                 module_name = self._take_module()
@@ -250,7 +252,7 @@ class ModuleCompiler:
 
 
 def _ask(child: "subprocess.Popen[str]", name: str) -> None:
-    """Let a child compile a module. Raises OSError, ChildProcessError."""
+    """Let a child compile a module, and wait for it. Raises OSError, ChildProcessError."""
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(f"{name}\n")
     child.stdin.flush()
@@ -259,7 +261,7 @@ def _ask(child: "subprocess.Popen[str]", name: str) -> None:
 
 
 def compile_into(cache_folder: str) -> None:
-    """The child: compiles modules named on standard input and prints each name when done."""
+    """Compile modules named on standard input into a folder, and print each name when done: the child's work."""
     store.child_folder = Path(cache_folder)
     for input_line in sys.stdin:
         name = input_line.strip()
@@ -274,7 +276,7 @@ def compile_into(cache_folder: str) -> None:
 
 
 def load(name: str) -> Any:
-    """A kernel module, and first those that it needs, under the policy; from the cache it comes without numba."""
+    """Return a kernel module, after loading those that it needs; a module in the cache loads without numba."""
     with load_lock, gc_paused():
         return loaded_modules.get(name) or _loaded(name)
 
@@ -301,7 +303,7 @@ def _loaded(name: str) -> Any:
 
 
 def _from_cache(name: str) -> Any:
-    """The module as machine code, compiled again if that is damaged; None if that does not help."""
+    """Return a module as machine code, compiled again if that is damaged; None if that does not help."""
     for _ in range(2):
         folder = store.complete(name)
         if folder is None:
@@ -322,10 +324,7 @@ def _from_cache(name: str) -> Any:
 
 @cache
 def with_numba(name: str) -> Any:
-    """Import a kernel module itself, to compile it or with it, and first those that it needs.
-
-    One whose cache cannot be read is compiled again.
-    """
+    """Import a kernel module with numba, after those that it needs; a module with an unreadable cache is recompiled."""
     runtime.prepare_numba()
     runtime.limit_blas()
     for required_name in sorted(store.needed(name) - {name}):
@@ -354,7 +353,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def set_module(name: str, module: Any) -> Any:
-    """Have `kernels.name` be this module."""
+    """Make a module the attribute `name` of packtrain.kernels."""
     setattr(sys.modules[__package__], name, module)
     loaded_modules[name] = module
     return module
@@ -367,7 +366,7 @@ def is_loaded(name: str) -> bool:
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
     """Compile and load these modules, or all, so that their memory is in use before it is measured.
 
-    That includes the stacks of all threads, where products put packed blocks.
+    The stacks of all threads, where products put packed blocks, are touched, too.
     """
     names = store.kernel_modules() if names is None else names
     prepare(names, limit, used)

@@ -1,7 +1,8 @@
-"""Products of bf16 by AMX: tiles of 16 x 16 32-bit places, two steps of k in each, multiplied into 16 x 16 sums.
+"""Matrix products in bf16 by AMX: tiles of 16 x 16 f32 sums, to which one instruction adds 32 steps of k.
 
-Both operands are packed alike: lines of 16 rows of a, or columns of b, each a tile for every 32 steps of k. With
-half = 2 a tile of what rounding left out, rounded too, is behind each. TDPBF16PS takes denormals for 0.
+Both operands are packed alike, as lines of 16 rows of a or 16 columns of b: a tile of bf16 for every 32 steps of k.
+With bf16 = 2 (bf16x3) a second tile behind each has what rounding lost, rounded too. TDPBF16PS takes denormals for 0,
+so that the second part of a factor below 2^-118 counts as 0, and the factor is as exact as bf16.
 """
 
 import itertools
@@ -16,15 +17,15 @@ from packtrain.kernels.call import kernel
 from packtrain.kernels.panels import AMX, BF16_VECTOR, beyond, emit_pair, emit_prefetch, vector_at
 from packtrain.kernels.simd import I64, LANES, VECTOR, address, load_part, scratch, store_part
 
-STEPS = 2 * LANES  # of k in a tile
-TILE = LANES * LANES  # f32 of a tile
+STEPS = 2 * LANES  # steps of k in a tile
+TILE = LANES * LANES  # f32 in a tile
 EDGE_SIZE = 4 * TILE
 I8 = ir.IntType(8)
 i64, void = types.int64, types.void
 
 
 def tile_call(builder, name, *args):
-    """One of LLVM's intrinsics of tiles; an int is the number of a tile."""
+    """Emit AMX's intrinsic `name` of LLVM; an int among `args` is the number of a tile register."""
     if not AMX:
         return
     call_args = [I8(arg) if isinstance(arg, int) else arg for arg in args]
@@ -38,7 +39,7 @@ def load_tile(builder, tile_index, base_ptr, row_stride=None):
 
 @simd.instruction(void)
 def configure_tiles(builder):
-    """Begin with tiles: eight of 16 rows of 64 bytes."""
+    """Configure eight tile registers of 16 rows of 64 bytes, in 50 ns; `by_tiles` does so for each block."""
     tile_config = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
     config_type = ir.ArrayType(I8, len(tile_config))
     config_pointer = cgutils.alloca_once_value(builder, ir.Constant(config_type, tile_config))
@@ -47,23 +48,24 @@ def configure_tiles(builder):
 
 @simd.instruction(void)
 def release_tiles(builder):
-    """End with tiles, so that switching threads saves none."""
+    """Release the tile registers, so that switching threads saves none."""
     tile_call(builder, "tilerelease")
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------
+# Sources are not prefetched: the processor sees rows coming, and prefetches took a third to half of the packing time.
 
 
 def emit_load(builder, vector_ptr, left):
-    """16 values, or the first `left` of them."""
+    """Emit a load of 16 f32, or with `left` of the first `left` of them and zeros."""
     mask = None if left is None else simd.first_lanes(builder, left)
     return simd.read_masked(builder, vector_at(builder, vector_ptr), mask)
 
 
 def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limits):
-    """What becomes one row of pairs: 32 values of line `pair_index`, or 16 values of two steps.
+    """Emit the load of two vectors for one row of pairs: 32 steps of line `pair_index`, or two steps of 16 lines.
 
-    line_limits  lines and steps there are, if not all
+    line_limits  numbers of lines and steps there are; None: a whole tile
     """
     lines, steps_left = line_limits or (None, None)
     if steps_adjacent:
@@ -87,7 +89,7 @@ def emit_source_pair(builder, steps_adjacent, source, ld, pair_index, line_limit
 
 
 def emit_bf16_pair(builder, steps_adjacent, low, high):
-    """A row of pairs of bf16."""
+    """Emit the rounding of two vectors to bf16, joined as one row of pairs."""
     if not steps_adjacent:
         return emit_pair(builder, low, high)
     bf16_pair = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
@@ -95,7 +97,7 @@ def emit_bf16_pair(builder, steps_adjacent, low, high):
 
 
 def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
-    """What rounding took from `low` and `high`."""
+    """Emit what rounding to bf16 took from `low` and `high`: the two vectors less their rounded values."""
     pair_bits = builder.bitcast(rounded_pairs, simd.BITS)
     shift_16 = ir.Constant(simd.BITS, [16] * LANES)
     if steps_adjacent:
@@ -117,7 +119,7 @@ def emit_lost(builder, steps_adjacent, rounded_pairs, low, high):
 
 
 def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line_limits):
-    """See packer; with a count of 2 what rounding lost comes behind."""
+    """Emit the packing of one tile of `source`; num_tiles = 2 adds the tile of what rounding lost."""
     tile_rows = [[] for _ in range(num_tiles)]
 
     def store_row(tile_index, r, pair_row):
@@ -138,7 +140,7 @@ def emit_pack(builder, steps_adjacent, turn, source, ld, target, num_tiles, line
 
 
 def pack_tile_intrinsic(steps_adjacent, turn):
-    """An intrinsic that packs 16 lines x 32 steps of `source`, which end at `lines` and `left`, with zeros behind.
+    """Return an intrinsic that packs 16 lines x 32 steps of `source`, with zeros beyond `lines` and `left` steps.
 
     steps_adjacent  steps lie side by side in `source`, not lines
     turn            pairs of the tile lie line by line if they did not in the source
@@ -166,7 +168,7 @@ pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intri
 
 @kernel(void(*[i64] * 8))
 def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
-    """Lines of 16 columns of op(b) (depth, n), `across` f32 from each other."""
+    """Pack op(b) (depth, n) as lines of 16 columns, `across` f32 from each other."""
     if tb:
         for j in range(0, n, LANES):
             for k in range(0, depth, STEPS):
@@ -181,7 +183,7 @@ def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
 
 @kernel(void(*[i64] * 8))
 def pack_rows(block, across, a, ta, lda, depth, m, bf16):
-    """Lines of 16 rows of op(a) (m, depth), `across` f32 from each other."""
+    """Pack op(a) (m, depth) as lines of 16 rows, `across` f32 from each other."""
     if ta:
         for k in range(0, depth, STEPS):
             for i in range(0, m, LANES):
@@ -198,7 +200,7 @@ def pack_rows(block, across, a, ta, lda, depth, m, bf16):
 
 
 def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
-    """One more tile of k: sums 0 … 3 += the tiles at left times those at right, and by their second tiles."""
+    """Emit one tile of k: sums 0 … 3 += tiles of a times tiles of b, with bf16 = 2 also a_lost b and a b_lost."""
     a, b = range(4, 4 + row_tiles), range(6, 6 + col_tiles)
     operands = {"a": (a, a_ptr), "b": (b, b_ptr)}
 
@@ -222,7 +224,7 @@ def emit_step(builder, bf16, row_tiles, col_tiles, a_ptr, b_ptr, across):
 
 
 def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
-    """Multiply lines of packed tiles, `across` f32 long."""
+    """Emit the loop over k that multiplies lines of packed tiles, each `across` f32 long."""
     step = I64(4 * TILE * bf16)
     with cgutils.for_range_slice(builder, I64(0), builder.mul(across, I64(4)), step, inc=True) as (
         k_offset,
@@ -234,7 +236,7 @@ def emit_sums(builder, bf16, row_tiles, col_tiles, a, b, across):
 
 @intrinsic(prefer_literal=True)
 def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
-    """c (16 high, 16 wide) = a @ b, + c if `add`; high and wide are literals, lines are `line_stride` f32 long."""
+    """c (16 row_tiles, 16 col_tiles) = a @ b, plus c if `add`, for literal tile counts and lines of `across` f32."""
 
     def codegen(context, builder, sig, args):
         _, _, bf16, a, b, line_stride, c, ldc, add = args
@@ -244,6 +246,7 @@ def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, 
             2 * i + j: builder.add(beyond(builder, c, builder.mul(I64(16 * i), ldc)), I64(64 * j))
             for i, j in itertools.product(range(row_tiles), range(col_tiles))
         }
+        # lines of the cache to be written take longer to come than a short product
         for i, j in itertools.product(range(STEPS if row_tiles > 1 else LANES), range(col_tiles)):
             row_ptr = beyond(builder, c, builder.mul(I64(i), ldc))
             emit_prefetch(builder, builder.add(row_ptr, I64(64 * j)), write=1)
@@ -268,7 +271,7 @@ def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
 def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
-    """Up to 2 x 2 tiles of sums."""
+    """Call multiply_tiles with literal counts for 1 or 2 tiles of rows and 1 or 2 tiles of columns."""
     if row_tiles == 2 and col_tiles == 2:
         multiply_tiles(2, 2, bf16, a, b, across, c, ldc, add)
     elif row_tiles == 2:
@@ -281,7 +284,7 @@ def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
 def copy_matrix(m, n, y, ldy, x, ldx):
-    """y (m, n) = x."""
+    """y (m, n) = x, whose rows are ldx f32 apart, those of y ldy."""
     for i in range(m):
         for j in range(0, n, LANES):
             store_part(y, i * ldy + j, load_part(x, i * ldx + j, n - j), n - j)
@@ -289,7 +292,7 @@ def copy_matrix(m, n, y, ldy, x, ldx):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
 def by_tiles(m, n, a, b, across, add, c, ldc, bf16):
-    """c (m, n) = a @ b, + c if `add`, of packed a and b. Sums are the same wherever in c they are."""
+    """c (m, n) = a @ b, plus c if `add`, of packed a and b; the sums are equal wherever in c they stand."""
     edge_ptr = scratch(EDGE_SIZE)
     configure_tiles()
     for i in range(0, m, STEPS):

@@ -1,4 +1,4 @@
-"""Attention by blocks with an online softmax.
+"""Compute attention by blocks with an online softmax.
 
 Scores are transposed, (keys, queries): a lane is a query, so maxima and sums run down the rows, positions
 compare lane by lane, and the head width is only a number of rows. Queries are packed as columns, times
@@ -24,19 +24,19 @@ from packtrain.kernels.visible import (
 
 @part(i64(i64))
 def packed_rows(head_width):
-    """The number of rows that `pack` writes."""
+    """Return the number of rows that `pack` writes for a head width."""
     return -(-head_width // LANES) * LANES
 
 
 @part(i64(i64))
 def queries_in_block(head_width):
-    """A fixed function of the head width, never 48: products of 16 columns are slower than of 32."""
+    """Return the queries of a block for a head width, never 48: products of 16 columns are slower than of 32."""
     return QUERIES if head_width <= 64 else 2 * LANES if head_width <= 256 else LANES
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, f32))
 def pack(columns, lanes, x, stride, num_rows, width, factor):
-    """columns (width, lanes) = factor * x transposed, x (rows, width); lanes beyond the rows are 0."""
+    """columns (width, lanes) = factor * x transposed, x (num_rows, width); lanes beyond the rows are 0."""
     for d in range(0, width, LANES):
         for i in range(0, lanes, LANES):
             target, source = columns + 4 * (d * lanes + i), x + 4 * (i * stride + d)
@@ -47,13 +47,13 @@ def pack(columns, lanes, x, stride, num_rows, width, factor):
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
 def soften(scores, lanes, count, sums, value_columns, width):
-    """Powers of a block of scores relative to the running maximum; rescales the sums so far.
+    """Do a step of the online softmax: scores become powers relative to the new maximum, sums so far are rescaled.
 
-    top = max(top, scores), scores = 2**(scores - top), fade = 2**(old top - top),
-    sum = fade * sum + sum(scores), columns = fade * columns
+    max = max(old max, scores), scores = 2**(scores - max), decay = 2**(old max - max),
+    sum = decay * sum + sum(scores), value_columns = decay * value_columns
 
         scores         (count, lanes)
-        sums           (2, QUERIES)    top and sum
+        sums           (2, QUERIES)    maximum and sum
         value_columns  (width, lanes)  the weighted values so far
     """
     for i in range(0, lanes, LANES):
@@ -81,7 +81,7 @@ def soften(scores, lanes, count, sums, value_columns, width):
 
 @kernel(void(i64, i64, i64, i64, in1, i64))
 def begin(sums, value_columns, lanes, width, sinks, h):
-    """Before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
+    """Start the online softmax before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
     initial_max = f32(sinks[h] * online.LOG2E) if sinks.size else f32(online.LOWEST)
     for i in range(0, lanes, LANES):
         store(sums, i, splat(initial_max))
@@ -92,10 +92,10 @@ def begin(sums, value_columns, lanes, width, sinks, h):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64))
 def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
-    """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 for a query without keys.
+    """y = value_columns transposed / sum, lse = ln(2) * max + log(sum); both 0 for a query without keys.
 
-    y              (rows, width)
-    lse            (rows,)
+    y              (num_rows, width)
+    lse            (num_rows,)
     value_columns  (width, lanes)
     """
     for i in range(0, lanes, LANES):
@@ -112,7 +112,7 @@ def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
 
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, in1, i64, online.rule, i64))
 def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
-    """One block of queries of one head."""
+    """Compute the attention of one block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = positions, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
@@ -149,7 +149,7 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
 
 @kernel(i64(i64, ids1, i64))
 def num_active_keys(count, key_length, head_width):
-    """The number of keys in use; checks that heads fit the scratch."""
+    """Return the number of keys in use; raises ValueError if heads do not fit the scratch."""
     if head_width > online.WIDEST:
         raise ValueError("attention: heads are wider than 512")
     return max(min(count, i64(key_length[0])), 0) if key_length.size else count
@@ -160,7 +160,7 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, sinks, sc
     """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
     y_i = sum_j p_ij v_j, p_ij = exp(z_ij - lse_i), lse_i = log(sum_j exp(z_ij)), z_ij = scale * q_i k_j
-    over keys j < length[0] with k_seq[j] = q_seq[i] and k_pos[j] <= q_pos[i]; without keys, y = lse = 0
+    over keys j < key_length[0] with k_seq[j] = q_seq[i] and k_pos[j] <= q_pos[i]; without keys, y = lse = 0
     window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512
@@ -168,8 +168,8 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, sinks, sc
         lse           (B, H, T)     f32
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
         k_pos, k_seq  (B, S)        i32, or (0, 0)
-        key_length  (1,)          i32, or (0,): S
-        sinks       (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
+        key_length    (1,)          i32, or (0,): S
+        sinks         (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
     """
     B, T, H, D = q.shape
     num_keys = num_active_keys(k.shape[1], key_length, D)

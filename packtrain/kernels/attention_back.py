@@ -1,7 +1,18 @@
 """The backward pass of attention, by the same blocks; recomputes probabilities from the log-sum-exp.
 
-A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics. If there are
-few of those, it is one head of the queries, with dk and dv of its own, which are added afterwards.
+A task is all of one kv head in one row of the batch, so that dk and dv are summed in a fixed order, without atomics. If
+there are few kv heads, a task is one query head with dk and dv of its own, which are added afterwards.
+
+Worked example: one query q = 1, dy = 2, keys k = [0, ln 3], values v = [4, 8], scale 1. Forward saved y = 7 and
+lse = ln(1 + 3) = ln 4; with them each block of keys can be computed alone:
+
+    scores  z = q k              [0, ln 3]
+    p       exp(z - lse)         [0.25, 0.75]
+    dv      p dy                 [0.5, 1.5]
+    delta   dy y                 14, which is the sum of p dy v: no second pass over the keys
+    ds      p (dy v - delta)     [0.25 (8 - 14), 0.75 (16 - 14)] = [-1.5, 1.5], whose sum is 0
+    dq      sum of ds k          1.5 ln 3 = 1.648
+    dk      ds q                 [-1.5, 1.5]
 """
 
 from numba import types
@@ -26,11 +37,11 @@ from packtrain.kernels.visible import (
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
 def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
-    """Compute for the rows of a block: lse in powers of two, and delta = scale * sum(dy * y).
+    """Write lse in powers of two and delta = scale * sum(dy * y) of the rows of a block to `state`.
 
     state  (2, QUERIES)   lse and delta
-    dy, y  (rows, width)
-    lse    (rows,)
+    dy, y  (num_rows, width)
+    lse    (num_rows,)
     """
     for i in range(0, lanes, LANES):
         store(state, i, load_part(lse, i, num_rows - i) * online.LOG2E)
@@ -45,7 +56,7 @@ def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
 
 @kernel(void(i64, i64, i64, i64, i64, f32))
 def softmax_back(scores, d_scores, lanes, count, state, cap):
-    """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes).
+    """Turn scores into p = 2**(scores - lse), and d_scores into p * (d_scores - delta); both (count, lanes).
 
     cap > 0: d_scores also times 1 - (scores / cap)**2, the slope of the cap.
     """
@@ -66,7 +77,7 @@ def softmax_back(scores, d_scores, lanes, count, state, cap):
     void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64, i64, i64)
 )
 def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query):
-    """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
+    """Compute the gradients of one block of queries of one head: writes its rows of dq, adds to dk and dv."""
     (dq, dk, dv), (scale, window, cap) = grads, rule
     (q_pos, k_pos, q_seq, k_seq), (T, H, D) = positions, q.shape[1:]
     (S, K), G = k.shape[1:3], dk.shape[2]
@@ -105,7 +116,7 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
 
 @kernel(void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64))
 def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
-    """All of one head of dk and dv, in one batch."""
+    """Compute dk and dv of one head in one row of the batch, and dq of the query heads that read it."""
     T, H, D = q.shape[1:]
     S, G = grads[1].shape[1:3]
     b, head, group_size = task // G, task % G, H // G
@@ -118,7 +129,7 @@ def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
 
 @kernel(void(out4, out4, i64))
 def add_heads(x, head_grads, row_index):
-    """x[row] = sum of the heads of parts[row] that share a head of x, in their order."""
+    """x[row_index] = the sum of the heads of head_grads[row_index] that share a head of x, in their order."""
     K, D = x.shape[2:]
     group_size = head_grads.shape[2] // K
     for k in range(K):
@@ -139,15 +150,15 @@ def add_heads(x, head_grads, row_index):
 def attention_back(
     outputs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, scale, window, cap
 ):
-    """Gradients of attention at (y, lse); zero for a query without keys.
+    """Write the gradients of attention at (y, lse); zero for a query without keys.
 
-    outs = (dq, dk, dv, own_dk, own_dv)
+    outputs = (dq, dk, dv, head_dk, head_dv)
     dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i), with a cap times 1 - (z_ij / cap)**2,
     dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
 
         q, y, dy, dq  (B, T, H, D)  f32
         k, v, dk, dv  (B, S, K, D)  f32, zeros if no query sees the key
-        own_dk, own_dv  (B, S, H, D)  f32, workspace for those of each head of q; or dk and dv
+        head_dk, head_dv  (B, S, H, D)  f32, workspace for dk and dv of each head of q; or dk and dv
         the rest as in attention; dq may be y
     """
     (B, T, H, D), (dq, dk, dv, head_dk, head_dv) = q.shape, outputs

@@ -1,8 +1,8 @@
 """Attention that reads a KV cache: the cells of each query's sequence by position, wherever they lie.
 
-Keys and values are gathered in blocks, counted from the first that a query sees, so that results depend neither on
-places nor on other sequences. A few queries go one at a time, a group of heads that share a kv head, lanes along the
-head width; many go in blocks, like those of `attention`.
+Keys and values are gathered in blocks, counted from the first cell that a query sees, so that results depend neither
+on places nor on other sequences. Few queries go one at a time, with the heads that share a kv head, lanes along the
+head width; many go in blocks, as in `attention`.
 """
 
 from numba import types
@@ -33,7 +33,7 @@ rule = types.Tuple((f32, i64, f32))
 
 @kernel(void(i64, bytes3_type, i64, i64, ids2, i64, i64, i64))
 def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells):
-    """Heads of cells order[row, start …] as f32 rows (count, width)."""
+    """Copy a head of cells order[cell_row, cell_start …] to f32 rows (num_cells, width) at `target`."""
     head_nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
     for j in range(num_cells):
         head_target = target + 4 * j * width
@@ -49,7 +49,7 @@ def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells)
 
 @kernel(void(bytes3_type, i64, ids2, i64, i64, i64))
 def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
-    """Prefetch what gather reads."""
+    """Prefetch the bytes that gather_heads will read."""
     head_nbytes, cell_stride = x.shape[2], x.shape[1] * x.shape[2]
     for j in range(cell_start, cell_start + num_cells):
         source = x.ctypes.data + i64(order[cell_row, j]) * cell_stride + head * head_nbytes
@@ -59,7 +59,7 @@ def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
 
 @part(i64(ids2, i64, i64, ids1, i64))
 def first_cell_at(order, cell_row, num_cells, pos, min_position):
-    """The first of a row's cells, which are ordered by position, at `min_position` or later."""
+    """Return the index of a row's first cell at `min_position` or later; its cells are ordered by position."""
     low_index, high_index = i64(0), num_cells
     while low_index < high_index:
         middle = (low_index + high_index) // 2
@@ -75,7 +75,7 @@ def first_cell_at(order, cell_row, num_cells, pos, min_position):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, f32))
 def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
-    """scores (group, KEYS) = factor * q k of a group of heads of one query that share a kv head."""
+    """scores (num_heads, KEYS) = factor * q k, for the heads of one query that share a kv head."""
     for j in range(count):
         for h in range(num_heads):
             dot = simd.splat(0.0)
@@ -88,10 +88,10 @@ def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
 def online_softmax_row(scores, count, sums, h, y, width):
-    """soften for row h of scores, whose values are mixed in place, in row h of y.
+    """Do a step of the online softmax for row h of scores; its weighted values so far are row h of y.
 
     scores  (heads, KEYS)
-    sums    (2, FEW_HEADS)  top and sum
+    sums    (2, MAX_HEADS)  maximum and sum
     y       (heads, width)
     """
     old_max = simd.peek(sums, h)
@@ -114,7 +114,7 @@ def online_softmax_row(scores, count, sums, h, y, width):
 
 @kernel(void(i64, i64, i64, i64))
 def finish_softmax_row(num_heads, sums, y, width):
-    """Divide rows y (group, width) by their sums; 0 for a query without keys."""
+    """Divide rows y (num_heads, width) by their sums; 0 for a query without keys."""
     for h in range(num_heads):
         exp_sum = simd.peek(sums, MAX_HEADS + h)
         inverse_sum = f32(1.0) / exp_sum if exp_sum != 0 else exp_sum
@@ -125,7 +125,7 @@ def finish_softmax_row(num_heads, sums, y, width):
 
 @kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
 def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
-    """One query for one kv head."""
+    """Compute the attention of one query, for the heads of one kv head."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
     t, head, heads_per_kv = task // K, task % K, H // K
@@ -165,7 +165,7 @@ def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
 
 @kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64, i64, i64))
 def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_queries):
-    """Queries of one sequence, of one head."""
+    """Compute the attention of one head for consecutive queries of one sequence."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
     lanes, cell_row, head = -(-num_queries // LANES) * LANES, i64(q_row[first_query]), h // (H // K)
@@ -194,7 +194,7 @@ def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_quer
 
 @kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
 def attend_query_block(y, q, k, v, cell_positions, sinks, rule, task):
-    """A block of queries of one head, sequence by sequence."""
+    """Compute the attention of one head for a block of queries, sequence by sequence."""
     T, D = q.shape[0], q.shape[2]
     q_row, block_size = cell_positions[1], queries_in_block(D)
     num_blocks = -(-T // block_size)
@@ -220,15 +220,15 @@ def attend_task(y, q, k, v, cell_positions, sinks, rule, task):
 def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, window, cap):
     """y_i = sum_j softmax_j(scale * q_i k_j) v_j over cells j of the query's row of `order`.
 
-    Of those, over k_pos[j] <= q_pos[i], and with a window q_pos[i] - k_pos[j] < window; cap > 0: scores are
+    Only cells with k_pos[j] <= q_pos[i] count, with a window only q_pos[i] - k_pos[j] < window; cap > 0: scores become
     cap * tanh(scores / cap). Query head h reads kv head h // (H / K).
 
         q, y          (T, H, D)      f32, D <= 512
         k, v          (S, K, bytes)  of heads in f32, f16 or Q8_0, both alike
         q_pos, q_row  (T,)           i32
         order         (R, S)         i32, cells by position
-        counts        (R,)           i32, how many of each row
-        k_pos         (S,)           i32, of cells
+        counts        (R,)           i32, number of cells of each row
+        k_pos         (S,)           i32, positions of cells
         sinks         (H,)           f32, or (0,); see attention
     """
     T, H, D = q.shape

@@ -48,7 +48,7 @@ for name, llvm_method in {
 
 
 def reading(llvm_type, numba_type, emit):
-    """An intrinsic (address, i): emit(builder, value) of element i there, or of sixteen from it on."""
+    """Return an intrinsic (address, i): emit(builder, value) of element i, or of the sixteen from i on."""
 
     def emit_read(builder, address, i):
         element_type = llvm_type.element if isinstance(llvm_type, ir.VectorType) else llvm_type
@@ -59,7 +59,7 @@ def reading(llvm_type, numba_type, emit):
 
 
 def writing_intrinsic(value_type, emit):
-    """An intrinsic (address, i, value): emit(builder, value) becomes element i there, or sixteen from it on."""
+    """Return an intrinsic (address, i, value) that writes emit(builder, value) as element i, or sixteen from i on."""
 
     def emit_write(builder, address, i, value):
         value = emit(builder, value)
@@ -75,7 +75,7 @@ def vector_of(element_type):
 
 
 def emit_half(builder, v):
-    """Of f16 bits. LLVM's own instructions wait for the last use of a register: half the speed of a dot product."""
+    """Emit f16 bits as f32. LLVM's instructions wait for the last use of a register: half the speed of dot products."""
     if not F16C:
         return builder.fpext(builder.bitcast(v, HALF), F32)
     function_type = ir.FunctionType(F32, [I32])
@@ -101,7 +101,7 @@ put_half = writing_intrinsic(types.float32, lambda builder, v: builder.fptrunc(v
 
 
 def emit_pick(builder, values, lane_indices):
-    """values[numbers] by lane; only the low four bits of a number count."""
+    """Emit values[lane_indices] by lane; only the low four bits of an index count."""
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
         return simd.call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, lane_indices)
     if AVX2:
@@ -114,7 +114,7 @@ def emit_pick(builder, values, lane_indices):
 
 
 def emit_pick_by_eight(builder, values, lane_indices):
-    """The same from the lower and the upper half of the table; the fourth bit of an index chooses."""
+    """Emit values[lane_indices] by AVX2 from both halves of the table; the fourth bit of an index chooses."""
     eight, eight_ints = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
 
     def half_lanes(v, first_lane):
@@ -137,9 +137,9 @@ pick = simd.instruction(f32x16, f32x16, i32x16)(emit_pick)
 
 
 def low_bits_intrinsic(num_bits):
-    """An intrinsic (b, d, m): the value of the low `num_bits` bits of each lane, times d, plus m.
+    """Return an intrinsic (b, d, m): the low `num_bits` bits of each lane of b, times d, plus m.
 
-    With AVX-512 a permutation of the possible results, which are the same for many b.
+    AVX-512 permutes the possible results, which are equal for many b.
     """
     code_mask = (1 << num_bits) - 1
     lane_codes = ir.Constant(VECTOR, [float(lane & code_mask) for lane in range(LANES)])
@@ -158,7 +158,7 @@ low_2 = low_bits_intrinsic(2)
 
 
 def select_intrinsic(emit):
-    """An intrinsic (v, bits, w): emit(builder, v, w) in lane i where bit i is set, elsewhere v."""
+    """Return an intrinsic (v, bits, w): emit(builder, v, w) in lane i where bit i is set, elsewhere v."""
 
     def emit_where(builder, v, lane_bits, w):
         mask = builder.bitcast(builder.trunc(lane_bits, I16), MASK)
@@ -172,7 +172,7 @@ put_where = select_intrinsic(lambda builder, v, w: w)
 
 @simd.instruction(i32x16, types.int64, types.int64)
 def bytes_of(builder, low_word, high_word):
-    """The sixteen bytes of two int64."""
+    """Return the sixteen bytes of two int64."""
     word_pair = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
     for word_index, word in enumerate((low_word, high_word)):
         word_pair = builder.insert_element(word_pair, word, I32(word_index))
@@ -181,12 +181,12 @@ def bytes_of(builder, low_word, high_word):
 
 @simd.instruction(i32x16)
 def lane_numbers(builder):
-    """0 .. 15."""
+    """Return the lane numbers 0 … 15."""
     return ir.Constant(BITS, list(range(LANES)))
 
 
 def converting(vector_type, result_type, emit):
-    """An intrinsic on one vector: emit(builder, vector)."""
+    """Return an intrinsic on one vector: emit(builder, vector)."""
     return simd.instruction(result_type, vector_type)(emit)
 
 
@@ -228,7 +228,7 @@ def zero_sums(builder):
 
 @simd.instruction(f64x16, f64x16, f32x16)
 def add_squares(builder, sums, v):
-    """sums + v * v by lane."""
+    """Return sums + v * v by lane."""
     wide_v = builder.fpext(v, DOUBLE_VECTOR)
     return simd.call(builder, "llvm.fma.v16f64", DOUBLE_VECTOR, wide_v, wide_v, sums)
 

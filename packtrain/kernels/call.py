@@ -1,7 +1,7 @@
-"""Compiling kernels, calling them from each other, and running tasks on threads.
+"""Compile kernels, let them call each other, and run tasks on threads.
 
 A kernel is compiled once, for one signature, and called by symbol name: otherwise numba would compile all that a
-function calls into it again. A `part` is small, has no symbol, and is compiled into its callers.
+function calls into it again, which took 95 of 140 s of processor time. A `part` is small and compiled into its callers.
 """
 
 import copy
@@ -24,9 +24,9 @@ COMMON_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfun
 
 
 def part(signature, **options):
-    """Compile for exactly that signature; it is compiled into each kernel that calls it.
+    """Return a decorator that compiles a function for one signature, into each kernel that calls it.
 
-    If all that could call it is in the cache, it is loaded from there once something new does.
+    If the module's code is in the cache, the part is loaded from there once something new calls it.
     """
     options = COMMON_OPTIONS | {"forceinline": True} | options
     if InFolder.complete:
@@ -35,7 +35,7 @@ def part(signature, **options):
 
 
 def compile_on_use(dispatcher, signature):
-    """Have it compiled, or loaded, when its type is first asked for."""
+    """Have a dispatcher compiled, or loaded, when numba first asks for its type."""
 
     def call_template(args, kwargs):
         ensure_compiled(dispatcher)
@@ -46,7 +46,7 @@ def compile_on_use(dispatcher, signature):
 
 
 def ensure_compiled(dispatcher):
-    """Load it if it is late."""
+    """Compile or load a dispatcher that `compile_on_use` has put off."""
     if hasattr(dispatcher, "awaited"):
         signature = dispatcher.awaited
         del dispatcher.awaited, dispatcher.get_call_template
@@ -55,13 +55,13 @@ def ensure_compiled(dispatcher):
 
 
 def kernel(signature, **options):
-    """The same, but called by its symbol, and there at once; runs without the GIL."""
+    """Return a decorator that compiles a function for one signature at once, called by symbol, without the GIL."""
     compile_kernel = njit(signature, **COMMON_OPTIONS, **options)
     return lambda function: with_symbol(compile_kernel(function))
 
 
 def with_symbol(dispatcher):
-    """Let other kernels call this one by its symbol instead of linking it into themselves."""
+    """Let other kernels call a compiled kernel by its symbol instead of linking it into themselves."""
     (overload,) = dispatcher.overloads.values()
     external_desc = copy.copy(overload.fndesc)
     external_desc.mangled_name = f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
@@ -75,7 +75,7 @@ def with_symbol(dispatcher):
 
 
 def call(context, builder, function, args):
-    """Call a kernel from LLVM IR; exceptions are lost."""
+    """Emit a call of a kernel; its exceptions are lost."""
     outside = function.outside
     callee = context.declare_function(builder.module, outside)
     context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
@@ -95,14 +95,14 @@ if crew.HAS_THREAD_POOL:
     crew.start_threads(serve)
 else:
     run_on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
-threads = pool.threads  # how many on_threads uses
-DONE_BY_EARLIER_CALL = 1  # instead of an entry: a call before does this one, too
+threads = pool.threads  # how many threads run_on_threads uses
+DONE_BY_EARLIER_CALL = 1  # instead of an entry: an earlier call does the work of this call, too
 words2 = types.Array(i64, 2, "C", readonly=True)
 
 
 @intrinsic
 def call_entry(typingctx, entry_address, args_address):
-    """Call a kernel by what `machine.entries` wrote; 0 if all is well."""
+    """Call a kernel by its entry, which `machine.entry_code` compiled; returns 0 if all is well."""
 
     def codegen(context, builder, sig, args):
         function_type = ir.FunctionType(I64, [I64])
@@ -113,7 +113,7 @@ def call_entry(typingctx, entry_address, args_address):
 
 @kernel(i64(words2, i64, i64))
 def run_all(rows, at, num_calls):
-    """Run calls at … end - 1, up to the first without an entry, or one that fails; the number of the next.
+    """Run calls at … num_calls - 1, up to the first without an entry, or that fails; returns the next call's number.
 
     rows  of each call its entry, 0 or MADE, and the address of its arguments
     """
@@ -126,7 +126,7 @@ def run_all(rows, at, num_calls):
 
 @part(i64(words2, i64))
 def tasks_of(every, step):
-    """Tasks of products that are one call, `step` columns each; a row of `products` has its N in second place."""
+    """Return how many tasks of `step` columns joined products have; column 1 of `every` is their N."""
     num_tasks = i64(0)
     for i in range(len(every)):
         num_tasks += -(-every[i, 1] // step)
@@ -135,7 +135,7 @@ def tasks_of(every, step):
 
 @part(types.UniTuple(i64, 2)(words2, i64, i64))
 def part_of(every, step, task):
-    """Which of them a task has, and the column where it begins."""
+    """Return the number of the joined product that a task belongs to, and the column where the task begins."""
     product_index = i64(0)
     while task >= -(-every[product_index, 1] // step):
         task -= -(-every[product_index, 1] // step)
@@ -144,9 +144,9 @@ def part_of(every, step, task):
 
 
 def emit_task(context, builder, function, arg_types, args_type, extra_args):
-    """A function of (address of the given values, number) that calls a kernel on them; its address.
+    """Emit a function (address of arguments, task number) that calls a kernel; returns the function's address.
 
-    places(builder, given, number) -> the arguments after the given ones
+    extra_args(builder, task_values, task_index) -> the kernel's arguments after the given ones
     """
     function_type = ir.FunctionType(ir.VoidType(), [I64, I64])
     task = ir.Function(builder.module, function_type, builder.module.get_unique_name("task"))
@@ -165,7 +165,7 @@ def emit_task(context, builder, function, arg_types, args_type, extra_args):
 
 
 def launch_codegen(extra_args):
-    """The code of an intrinsic on (kernel, given values, count, …): it runs tasks 0 … count - 1 on the threads."""
+    """Return the code of an intrinsic (kernel, args, num_tasks, …) that runs tasks 0 … num_tasks - 1 on the threads."""
 
     def codegen(context, builder, sig, args):
         task_values = cgutils.pack_struct(builder, [args[1], *args[3:]])
@@ -191,7 +191,7 @@ def span_args(builder, task_values, task_index):
 
 @intrinsic
 def each(typingctx, function, task_args, num_tasks):
-    """function(*given, number) for each number below `num_tasks`, on the threads."""
+    """Call function(*task_args, number) on the threads, for each number below `num_tasks`."""
     return void(function, task_args, i64), launch_codegen(index_args)
 
 
@@ -202,6 +202,6 @@ def span_tasks(typingctx, function, task_args, num_tasks, num_values, span_lengt
 
 @njit(inline="always")
 def spans(function, task_args, num_values, max_span_length):
-    """function(*given, start, stop) for each span of `max_span_length`, at least 1, of `num_values`; several on the threads."""
+    """Call function(*task_args, start, stop) on the threads, for spans of `num_values` of at most `max_span_length`."""
     span_length = max(1, max_span_length)
     span_tasks(function, task_args, -(-num_values // span_length), num_values, span_length)

@@ -1,4 +1,4 @@
-"""Values of f32 arrays in bf16, and back: NaN stays NaN, others are rounded to the nearest, ties to even."""
+"""Convert f32 arrays to bf16 and back: NaN stays NaN, other values round to the nearest, ties to even."""
 
 from llvmlite import ir
 from numba import types
@@ -55,11 +55,11 @@ def widen_span(y, x, span_start, span_stop):
 
 @kernel(void(out_words_type, in1))
 def narrow(y, x):
-    """y = x in bf16, as u16."""
+    """y = x rounded to bf16, stored as u16."""
     spans(narrow_span, (y, x), x.size, VALUES_PER_TASK)
 
 
 @kernel(void(out1, words_type))
 def widen(y, x):
-    """y = x, which is bf16, as u16."""
+    """y = x in f32; x is bf16, stored as u16."""
     spans(widen_span, (y, x), x.size, VALUES_PER_TASK)

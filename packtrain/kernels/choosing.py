@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits, and the draw of one, as `packtrain.inference.sampling` draws it.
+"""Find the likeliest tokens of rows of logits, and draw one of them, as `packtrain.inference.sampling` does.
 
 Rows are independent of each other: results depend on no thread and on no neighbour. Sums are in float64, in order.
 """
@@ -25,17 +25,14 @@ LOW_WORD, WORD_BITS, UNUSED_BITS = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint
 PHILOX_ROUNDS = 10
 MAX_FLOAT, INFINITY = np.float32(3.4028235e38), np.float32(np.inf)
 SPAN = 16
-PARTS_PER_CANDIDATE, MAX_SPLIT_K, MAX_CANDIDATES = (
-    2,
-    128,
-    512,
-)  # parts of a row for each of up to MOST candidates; values kept
+# parts of a row for each candidate, of up to MAX_SPLIT_K; most values that are collected
+PARTS_PER_CANDIDATE, MAX_SPLIT_K, MAX_CANDIDATES = 2, 128, 512
 ROOMS = MAX_CANDIDATES + SPAN
 
 
 @kernel(void(out_ids2, out2, i64, i64, i64))
 def sift_down(ids, values, row, at, heap_size):
-    """Restore the heap below `at`: no child is worse than its parent, smaller or, of equals, of a higher id."""
+    """Restore the heap below `at`: its root is the worst, the smallest value and of equals the highest id."""
     while True:
         worst_index = at
         for child_index in range(2 * at + 1, min(2 * at + 3, heap_size)):
@@ -51,13 +48,13 @@ def sift_down(ids, values, row, at, heap_size):
 
 @part(f32(f32))
 def finite_or_inf(x):
-    """x, or infinity where it is not finite."""
+    """Return x, or infinity if x is not finite."""
     return x if -MAX_FLOAT <= x <= MAX_FLOAT else INFINITY
 
 
 @part(f32(in2, i64, i64))
 def span_max(x, span_start, span_stop):
-    """Of the values `seen` in some spans."""
+    """Return the largest of some spans of values; a value that is not finite counts as infinity."""
     running_max = simd.splat(-INFINITY)
     for i in range(span_start, span_stop, LANES):
         v = simd.load(x, i)
@@ -69,7 +66,7 @@ def span_max(x, span_start, span_stop):
 
 @kernel(void(out_ids2, out2, in2, i64, i64, i64, i64))
 def push_larger(ids, values, x, row, span_start, span_stop, k):
-    """Put values that are greater than the worst of the heap in its place."""
+    """Replace the worst of the heap by each value of a span that is greater."""
     for e in range(span_start, span_stop):
         v = finite_or_inf(x[row, e])
         if v > values[row, 0]:
@@ -80,7 +77,7 @@ def push_larger(ids, values, x, row, span_start, span_stop, k):
 
 @part(i64(i64, i64, i64, f32))
 def count_less(v, span_start, span_stop, bound):
-    """How many of some spans of values at v are less."""
+    """Return how many of some spans of values at address v are less than `bound`."""
     lane_counts = simd.splat(0.0)
     for i in range(span_start, span_stop, LANES):
         lane_counts = lane_counts + simd.select_less(simd.load(v, i), bound, 1.0, 0.0)
@@ -89,7 +86,7 @@ def count_less(v, span_start, span_stop, bound):
 
 @kernel(f32(i64, i64, i64))
 def kth_part_max(part_maxima, count, k):
-    """The largest of `count` values that k of them reach, and room for a span behind them."""
+    """Return the largest of `count` values that k of them reach; there is room for a span behind the values."""
     simd.store(part_maxima, count, simd.splat(INFINITY))
     threshold = f32(-INFINITY)
     for i in range(count):
@@ -101,7 +98,7 @@ def kth_part_max(part_maxima, count, k):
 
 @kernel(i64(i64, i64, i64, in2, i64, i64, i64, f32))
 def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_stop, threshold):
-    """Add values of at least this, and their places, to `num_candidates` others; more than ROOM if they do not fit."""
+    """Append values of at least `threshold` and their places; returns the new count, above MAX_CANDIDATES if full."""
     for e in range(span_start, span_stop):
         if num_candidates == MAX_CANDIDATES:
             return MAX_CANDIDATES + 1
@@ -114,7 +111,7 @@ def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_s
 
 @kernel(void(out_ids2, out2, i64, i64, i64, i64))
 def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidates):
-    """Values to the places that so many greater ones, or equal ones before them, leave them."""
+    """Write candidates in order: each to the place after all greater ones, and equal ones before it."""
     simd.store(candidate_ptr, num_candidates, simd.splat(-INFINITY))
     for i in range(num_candidates):
         v, span_start = simd.peek(candidate_ptr, i), i // LANES * LANES
@@ -132,9 +129,9 @@ def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidat
 
 @kernel(types.boolean(out_ids2, out2, in2, i64))
 def find_candidates_fast(ids, top_values, x, row):
-    """Of a long row: k of its parts have a value of at least `threshold`, so that few others need be looked at.
+    """Find the k largest of a long row, of which k parts reach a threshold, so that few other values need be looked at.
 
-    False, and nothing done, if the row is short or too many values are as large.
+    Returns False, and writes nothing, if the row is short or too many values are as large.
     """
     k, size = ids.shape[1], x.shape[1]
     step = size // (PARTS_PER_CANDIDATE * max(k, 1)) // SPAN * SPAN
@@ -187,17 +184,17 @@ def candidate_rows(ids, top_values, x, row_start, row_stop):
 
 @kernel(void(out_ids2, out2, in2))
 def candidates(ids, top_values, x):
-    """The k largest of each row with their indices, the largest first; the lower index on ties.
+    """Write the k largest of each row with their indices, the largest first; on ties the lower index first.
 
-    x            (N, V)  f32; what is not finite counts as infinity
-    ids, values  (N, k)  i32, f32
+    x                (N, V)  f32; a value that is not finite counts as infinity
+    ids, top_values  (N, k)  i32, f32
     """
     spans(candidate_rows, (ids, top_values, x), x.shape[0], 1)
 
 
 @kernel(u64(u64, u64))
 def multiply_high(a, b):
-    """The upper half of a product of 128 bits."""
+    """Return the upper half of a product of 128 bits."""
     a0, a1, b0, b1 = a & LOW_WORD, a >> WORD_BITS, b & LOW_WORD, b >> WORD_BITS
     middle = a1 * b0 + ((a0 * b0) >> WORD_BITS)
     carry_word = a0 * b1 + (middle & LOW_WORD)
@@ -206,7 +203,7 @@ def multiply_high(a, b):
 
 @kernel(f64(i64, i64))
 def uniform(seed, index):
-    """The first number of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
+    """Return the first number of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
     a, b, c, d = u64(index) + u64(1), u64(0), u64(0), u64(0)
     k0, k1 = u64(seed), u64(0)
     for _ in range(PHILOX_ROUNDS):
@@ -218,7 +215,7 @@ def uniform(seed, index):
 
 @kernel(i64(in2, i64, i64, f64, f64))
 def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
-    """How many of the sorted candidates top-p and min-p leave."""
+    """Return how many of the sorted candidates top-p and min-p leave."""
     if top_p < 1.0:
         exp_sum = 0.0
         for j in range(num_candidates):
@@ -238,7 +235,7 @@ def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
 
 @kernel(void(out_ids1_type, ids2, in2, numbers2_type, counts2_type))
 def draw(y, ids, x, sampling_params, counts):
-    """One candidate of each row, see ops.choosing.draw.
+    """Draw one candidate of each row, see ops.choosing.draw.
 
     ids, x   (N, k)  i32, f32, the largest first
     sampling_params  (N, 3)  f64: temperature, top-p, min-p

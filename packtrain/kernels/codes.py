@@ -1,4 +1,4 @@
-"""Turning values into codes: functions with which dtypes/ packs blocks.
+"""Turn values into codes: functions with which dtypes/ packs blocks.
 
 A code is an integer for value = code * scale + offset. Addresses are those of f32 values.
 """
@@ -23,14 +23,14 @@ def reciprocal(d):
 
 @part(types.UniTuple(f32, 2)(i64))
 def bounds(x):
-    """The minimum and maximum of 32 values."""
+    """Return the minimum and maximum of 32 values."""
     a, b = load(x, 0), load(x, 16)
     return -largest(maximum(neg(a), neg(b))), largest(maximum(a, b))
 
 
 @kernel(i64(i64, i64, f32, f32, f32, f32))
 def put_codes(y, x, low, inverse, offset, max_code):
-    """32 values as codes, (x - low) * inverse + offset towards zero, at most `max_code`: four bits each go to y.
+    """Write 32 values to y as four-bit codes, (x - low) * inverse + offset towards zero, at most `max_code`.
 
     Returns the fifth bits.
     """
@@ -44,7 +44,7 @@ def put_codes(y, x, low, inverse, offset, max_code):
 
 @part(void(i64, i64, f32))
 def put_rounded(y, x, inverse):
-    """16 values times `inverse`, rounded to nearest, ties away from zero."""
+    """Write 16 values times `inverse` as bytes, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
     magnitude = absolute(v)
     floor_size = floor(magnitude)
@@ -59,13 +59,13 @@ def rounded(v, low, max_code):
 
 @part(i64(f32, i64))
 def rounded_int(v, max_code):
-    """The same for one value."""
+    """Round one value to the nearest integer, ties to even, at most `max_code`."""
     return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), max_code)
 
 
 @part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
 def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
-    """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
+    """Return scale and low, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
     if not determinant > 0:
         return f32(0), f32(0)
@@ -77,10 +77,10 @@ def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
 
 @kernel(types.UniTuple(f32, 2)(i64, f32, f32, i64))
 def fit(x, max_code, first_step, num_trials):
-    """Scale and least value, at most 0, of 32 values as codes 0 .. most.
+    """Return scale and low, at most 0, of 32 values as codes 0 … max_code.
 
-    The range of the values gets `max_code` codes, then in trial i most + first + i / 10; the next trial uses the least
-    value of a better one. Errors are weighted by the value plus the average of all.
+    The range of the values gets `max_code` codes, then in trial i max_code + first_step + i / 10; the next trial uses
+    the low of a better one. Errors are weighted by the value's magnitude plus the root mean square of all.
     """
     a, b = load(x, 0), load(x, 16)
     average = (total(a * a + b * b) / f32(32)) ** f32(0.5)
@@ -110,7 +110,7 @@ def fit(x, max_code, first_step, num_trials):
 
 @kernel(f32(i64, i64))
 def extreme(x, n):
-    """The value furthest from zero of 16 or 32 values; the first on ties."""
+    """Return the value furthest from zero of 16 or 32 values; the first on ties."""
     a, b = load(x, 0), load(x, n - 16)
     max_value, max_negated = largest(maximum(a, b)), largest(maximum(neg(a), neg(b)))
     if max_value != max_negated:

@@ -1,6 +1,6 @@
-"""Convolution of pictures: windows are laid out a panel at a time, in the cache, and multiplied from there.
+"""Convolve images: windows are laid out a panel at a time, in the cache, and multiplied from there.
 
-`sizes` are those of windows.py. K = C KH KW values of a window, P = OH OW windows of a picture.
+`sizes` are those of windows.py. K = C KH KW values of a window, P = OH OW windows of an image.
 """
 
 from numba import types
@@ -14,10 +14,8 @@ from packtrain.kernels.simd import LANES, address, ids1, in1, load_part, out1, p
 
 i64, f32, void, flag_type = types.int64, types.float32, types.void, types.boolean
 TASK = 1 << 20  # multiply-adds
-SIDE = (
-    256  # windows, and values of a window, of a panel for the gradient of the filters: SIDE x PANEL
-)
-FILTERS_PER_TASK = 64  # of a task of that
+SIDE = 256  # windows at a time for the gradient of the filters, by PANEL values of a window
+FILTERS_PER_TASK = 64  # filters in a task of that gradient
 BLOCK = 1 << 13
 PANEL_BUFFER = DEEP * PANEL
 BETA_ONE = f32(1.0)
@@ -44,7 +42,7 @@ def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step)
 
 @part(void(flag_type, i64, i64, i64, i64, i64, i64))
 def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
-    """`count` neighbours in a row of x (width,), from `column` on, `x_step` apart; those outside are skipped."""
+    """Copy `count` values of a row of x, from `column` on, `x_step` apart, to a panel, or add the panel's to them."""
     if x_step == 1:
         low, index_stop = max(i64(0), -column), min(count, row_width - column)
         copy_run(is_backward, address(panel_ptr, low), address(x, column + low), index_stop - low)
@@ -56,9 +54,9 @@ def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
 
 @kernel(void(flag_type, i64, i64, i64, i64, i64, i64, ids1))
 def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_start, sizes):
-    """panel (depth, wide) = values first … of the windows start …, 0 beyond edges; if `is_backward`, those added to x.
+    """panel (depth, panel_width) = values first … of windows window_start …, 0 beyond edges; backward adds it to x.
 
-    x is the address of a picture (C, H, W).
+    x is the address of an image (C, H, W).
     """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     num_windows = min(panel_width, i64(oh) * ow - window_start)
@@ -82,7 +80,7 @@ def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_sta
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
 def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
-    """PANEL windows of a picture times all filters: y (O, P) at `window_start`."""
+    """Multiply PANEL windows of an image by all filters: columns of y (O, P) from `window_start` on."""
     panel = scratch(PANEL_BUFFER)
     window_size = channels * sizes[2] * sizes[3]
     for value_start in range(0, window_size, DEEP):
@@ -109,7 +107,7 @@ def conv_panels(y, x, w, channels, filters, sizes, panel_start, panel_stop):
 
 @kernel(void(out1, in1, in1, i64, i64, i64, ids1))
 def conv(y, x, w, pictures, channels, filters, sizes):
-    """y = x convolved with w.
+    """y = x convolved with the filters w.
 
     x  (N C H W,)     f32
     w  (O C KH KW,)   f32
@@ -122,7 +120,7 @@ def conv(y, x, w, pictures, channels, filters, sizes):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
 def planes(dx, dy, w, first, depth, size, filters, sizes):
-    """Add to a picture dx what values first … of its windows were multiplied with; dy (O, P)."""
+    """Add to image dx the gradients of values first … of its windows; dy (O, P)."""
     panel, columns = scratch(PANEL_BUFFER), scratch(PANEL_BUFFER)
     windows = i64(sizes[4]) * sizes[5]
     for start in range(0, windows, PANEL):
@@ -138,7 +136,7 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
 def channel_group_grads(dx, dy, w, channels, filters, sizes, group_start, group_stop):
-    """Gradients of groups of channels, so many that their part of a window fits a panel; a larger one goes in parts."""
+    """Compute dx by groups of channels whose part of a window fits a panel; a larger channel goes in parts."""
     plane_size, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
     channels_per_group = max(1, DEEP // window)
     num_groups = -(-channels // channels_per_group)
@@ -156,7 +154,7 @@ def channel_group_grads(dx, dy, w, channels, filters, sizes, group_start, group_
 
 @kernel(void(out1, in1, in1, i64, i64, i64, ids1))
 def conv_back(dx, dy, w, pictures, channels, filters, sizes):
-    """Gradient of conv for x.
+    """Compute dx, the gradient of `conv` for x.
 
     dy  (N O OH OW,)   f32
     w   (O C KH KW,)   f32
@@ -172,7 +170,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
 
 @kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))
 def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, sizes, task_index):
-    """The gradient of some filters from a share of the pictures."""
+    """Compute the gradient of some filters from one share of the images."""
     columns_ptr = scratch(PANEL_BUFFER)
     num_windows, window_size = i64(sizes[4]) * sizes[5], channels * sizes[2] * sizes[3]
     portion, f = task_index % num_shares, task_index // num_shares * FILTERS_PER_TASK
@@ -206,12 +204,12 @@ def sum_shares(dw, partial, num_shares, span_start, span_stop):
 
 @kernel(void(out1, out1, in1, in1, i64, i64, i64, ids1))
 def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
-    """Gradient of conv for w.
+    """Compute dw, the gradient of `conv` for w.
 
     dy       (N O OH OW,)           f32
     x        (N C H W,)             f32
     dw       (O C KH KW,)           f32
-    partial  (shares O C KH KW,)    f32 workspace: sums over shares of the pictures
+    partial  (shares O C KH KW,)    f32 workspace: sums over shares of the images
     """
     num_shares = partial.size // dw.size
     task_args = (partial, dy, x, pictures, channels, filters, num_shares, sizes)

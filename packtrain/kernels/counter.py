@@ -1,6 +1,6 @@
-"""Counter-based uniform random numbers: value = f(seed, step, stream, index), in any order, on any thread.
+"""Draw uniform random numbers by counter: value = f(seed, step, stream, index), in any order, on any thread.
 
-The NumPy twin of `elementwise.dropout`; loads no numba.
+This NumPy twin of `elementwise.dropout`'s generator loads no numba.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ WORD_MASK = (1 << 64) - 1
 
 
 def mix(z: int) -> int:
-    """One step of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Scramble a 64-bit integer by one step of splitmix64 (Steele, Lea, Flood 2014)."""
     z = (z + GOLDEN) & WORD_MASK
     z = ((z ^ (z >> 30)) * MIX_FACTOR_1) & WORD_MASK
     z = ((z ^ (z >> 27)) * MIX_FACTOR_2) & WORD_MASK
@@ -21,13 +21,13 @@ def mix(z: int) -> int:
 
 
 def stream_key(seed: int, step: int, stream: int) -> int:
-    """The 64-bit key of one stream at one step, as int64."""
+    """Return the 64-bit key of one random stream at one step, as a signed integer."""
     mixed_bits = mix((mix((mix(seed & WORD_MASK) + step) & WORD_MASK) + stream) & WORD_MASK)
     return mixed_bits - (1 << 64) if mixed_bits >> 63 else mixed_bits
 
 
 def uniform_numpy(seed: int, step: int, stream: int, n: int) -> npt.NDArray[np.float32]:
-    """n uniforms in [0, 1) with 24 bits, two from each 64-bit hash, low half first."""
+    """Return n uniform numbers in [0, 1) with 24 bits: two from each 64-bit hash, the low half first."""
     z = np.arange(1, (n + 1) // 2 + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     z += np.uint64(stream_key(seed, step, stream) & WORD_MASK)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_FACTOR_1)

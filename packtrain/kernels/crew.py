@@ -17,12 +17,12 @@ REST = {"x86_64": "pause", "aarch64": "yield"}  # tells the core that a thread o
 HAS_THREAD_POOL = sys.platform == "linux" and platform.machine() in REST
 MAX_THREADS = max_threads()
 
-# words of what all threads share, each line of the cache with what changes together
+# places of the shared words; words that change together share a line of the cache
 LINE = 8
 IS_BUSY, OPEN, INSIDE, REGION_WORDS, WAITING, USED = (LINE * i for i in range(6))
 TASK, TASK_ARGS, REGION_THREADS, NUMBER, NUM_STARTED = (REGION_WORDS + i for i in range(5))
-MAIN_SEMAPHORE = WAITING + 1  # a semaphore: where the first thread sleeps
-THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # of each thread
+MAIN_SEMAPHORE = WAITING + 1  # semaphore of the first thread
+THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # per thread
 SIZE = 2 * LINE
 
 room = (ctypes.c_int64 * (THREAD_WORDS + SIZE * MAX_THREADS + LINE))()
@@ -33,12 +33,12 @@ shared_words[USED] = MAX_THREADS
 
 
 def threads() -> int:
-    """The number of threads that kernels use."""
+    """Return the number of threads that kernels use."""
     return int(shared_words[USED])
 
 
 def set_threads(count: int) -> None:
-    """Use `count` threads, at most as many as the pool has; results do not depend on it."""
+    """Let kernels use `count` threads, at most as many as the pool has; results do not depend on the number."""
     if not 1 <= count <= MAX_THREADS:
         raise ValueError(f"set_threads: count ({count}) must lie between 1 and {MAX_THREADS}")
     shared_words[USED] = count
@@ -64,7 +64,7 @@ def start_threads(serve_tasks: Callable[[int], None]) -> None:
 
 
 def reset_after_fork() -> None:
-    """A forked child has one thread."""
+    """Clear the shared words in a forked child, which has only one thread."""
     num_threads = shared_words[USED]
     ctypes.memset(WORDS_ADDRESS, 0, ctypes.sizeof(shared_words))
     shared_words[USED] = num_threads

@@ -15,7 +15,7 @@ from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, loa
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = simd.rank(4)
-CHUNK = 32  # tokens between states that are kept for the gradient
+CHUNK = 32  # tokens between states that are saved for the gradient
 
 
 @part(i64(i64, i64, i64, i64))
@@ -25,7 +25,7 @@ def head_group(h, H, G, tiled):
 
 @part(f32(i64, i64, f32))
 def inverse(x_ptr, n, eps):
-    """1 over the length of a vector."""
+    """Return 1 over the length of a vector."""
     return f32(1.0 / math.sqrt(dot(x_ptr, x_ptr, n) + f64(eps)))
 
 
@@ -36,7 +36,7 @@ def decay_factor(decay):
 
 @part(f32(i64, i64, f32, f32, f32, f32, i64))
 def error(state_row, k, k_scale, value, decay, beta, n):
-    """What a row of the state is not right by at k: beta's part of it is added there."""
+    """Return by how much the decayed row of the state, read at key k, falls short of `value`."""
     lane_sums = splat(0.0)
     for j in range(0, n, LANES):
         lane_sums = simd.fma(load_part(state_row, j, n - j), load_part(k, j, n - j), lane_sums)
@@ -45,7 +45,7 @@ def error(state_row, k, k_scale, value, decay, beta, n):
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
-    """One head and token: addresses of y and v (p,), of the state s (p, n), of q and k (n,)."""
+    """Advance a head's state s (p, n) by one token and write y; addresses of y and v (p,), of q and k (n,)."""
     q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
         state_row, dot_sums = address(s, i * n), splat(0.0)
@@ -60,6 +60,7 @@ def advance(y, s, v, q, k, decay, beta, eps, p, n):
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
 def head_task(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
+    """Run one head of one row of the batch through its tokens."""
     H, (_, p, n) = beta.shape[1], states.shape
     batch, h = task // H, task % H
     group, state = head_group(h, H, G, tiled), address(states, task * p * n)
@@ -74,14 +75,14 @@ def head_task(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
 
 @kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32))
 def delta(y, states, x, decay, beta, seq, T, G, tiled, eps):
-    """All tokens of all lines, each line and sequence from a state of zeros.
+    """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
 
     y            (N, H P)  f32, N a multiple of `T`
-    states       (lines H, P, N)  f32, scratch
+    states       (rows of the batch * H, P, N)  f32, scratch
     x            (N, W)    f32
     decay, beta  (N, H)    f32
     seq          (N,)      i32, or empty
-    tiled        heads of a group are G apart, not together
+    tiled        whether heads of a group are G apart, not together
     """
     each(head_task, (y, states, x, decay, beta, seq, T, G, tiled, eps), len(states))
 
@@ -91,7 +92,7 @@ def delta(y, states, x, decay, beta, seq, T, G, tiled, eps):
 
 @kernel(f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
 def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
-    """Advance the state; errors (p,), dq (n,) += of the query's direction. Returns dy y."""
+    """Advance the state by one token, write errors (p,), add the gradient of q's direction to dq (n,); returns dy y."""
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
     for i in range(p):
         row, dot_sums, dy_lanes = address(state, i * n), splat(0.0), splat(scale * peek(dy, i))
@@ -110,9 +111,9 @@ def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta,
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
 def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
-    """slope (p, n), of the state after a token, becomes that of the state before it; missing (p,) of what was added.
+    """Turn the gradient (p, n) of the state after a token into that of the state before the token.
 
-    dk (n,) += what the key has of it as the direction of what was added.
+    row_grads (p,) gets the gradient of what the token added along k; dk (n,) += the gradient of that direction.
     """
     scale = q_scale / f32(math.sqrt(f64(n)))
     for i in range(p):
@@ -135,9 +136,9 @@ def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, b
 
 @kernel(void(i64, i64, i64, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
 def earlier(dk, row_grads, state, x, decay, beta, seq, t, T, k_at, k_scales, errors, h, p, n):
-    """dk (n,) -= beta missing^T S of the state before token t, from what its chunk has added to the one before it.
+    """dk (n,) -= beta row_grads^T S; the state S before token t is the chunk's first one plus what the chunk has added.
 
-    key, of_k, errors  where in a row of x the key is, and addresses of those of the line
+    k_at, k_scales, errors  where in a row of x the key is, and addresses of scales and errors of the row of the batch
     """
     first_token, decay_scale = t // T * T, -beta[t, h] * decay_factor(decay[t, h])
     s = t
@@ -154,7 +155,7 @@ def earlier(dk, row_grads, state, x, decay, beta, seq, t, T, k_at, k_scales, err
 
 @part(void(i64, i64, f32, i64))
 def normalize_back(dx, x, inverse_norm, n):
-    """dx (n,), of x times `inverse_norm`, 1 over its length, becomes that of x."""
+    """Turn dx (n,), the gradient of x / |x|, into the gradient of x; `inverse_norm` is 1 / |x|."""
     projection = f32(dot(dx, x, n) * f64(inverse_norm) * f64(inverse_norm))
     add_scaled(dx, x, -projection, n)
     for j in range(0, n, LANES):
@@ -165,7 +166,7 @@ def normalize_back(dx, x, inverse_norm, n):
 def forward_head(
     dx, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
 ):
-    """A head's tokens: `errors` (time, p), the states before chunks, and dx of queries; along[2] gets dy y."""
+    """Run a head forward: write errors (T, p) and states before chunks, add to dx of queries; stats[2] gets dy y."""
     H, width, state_size, first_token = beta.shape[1], x.shape[1], p * n, batch * T
     state = address(states, -(-T // CHUNK) * state_size)
     for t in range(T):
@@ -208,7 +209,7 @@ def forward_head(
 def backward_head(
     dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
 ):  # fmt: skip
-    """The gradients of keys, values, decays and betas; of the decay it is that of the state times the state."""
+    """Write the gradients of a head's keys, values, betas and decays; a decay's is the state times its gradient."""
     H, width, state_size, first, decay_slope = beta.shape[1], x.shape[1], p * n, batch * T, f64(0.0)
     slope, missing = address(states, -(-T // CHUNK) * state_size), address(errors, T * p)
     fill(slope, state_size, f32(0.0))
@@ -244,7 +245,7 @@ def backward_head(
 def group_task(
     dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps, task
 ):  # fmt: skip
-    """The heads of a group, one after the other: they have its queries and keys together."""
+    """Compute the gradients of a group's heads, one after the other: they share the group's queries and keys."""
     H, (_, num_slots, p, n) = beta.shape[1], states.shape
     batch, group = task // G, task % G
     q_at, k_at, width = group * n, (G + group) * n, x.shape[1]
@@ -273,19 +274,19 @@ def group_task(
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32))
 def delta_back(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps):
-    """The gradients of delta: a pass forward for the queries', one back for the others.
+    """Write the gradients of delta: a pass forward for the queries', one back for the others.
 
-    What a key has of the state before its token comes from the state before the chunk and from what the chunk's tokens
-    added. No state is computed backwards, which would divide by decays.
+    The state before a token, which keys' gradients need, is the state before the chunk plus what the chunk's tokens
+    added. No state is computed backwards, which would divide by decays. Scratch, f32, with L rows of the batch:
 
-    states  (lines G, chunks + 1, P, N), errors (lines G, time + 1, P), along (lines G, 3, time): f32, scratch
+    states  (L G, chunks + 1, P, N), errors (L G, T + 1, P), stats (L G, 3, T)
     """
     outputs = dx, ddecay, dbeta, states, errors, stats
     inputs = dy, x, decay, beta, seq, T, G, tiled, eps
     each(group_task, outputs + inputs, len(states))
 
 
-# ---- with states that are kept -------------------------------------------------------------------------------
+# ---- with states in cells ------------------------------------------------------------------------------------
 
 
 @kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32, i64))
@@ -306,6 +307,6 @@ def cell_head_task(y, states, x, decay, beta, token_seqs, sources, targets, G, t
 
 @kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32))
 def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps):
-    """As delta, of tokens of several sequences in turn, from states that are kept; see scan_cells."""
+    """Compute delta for tokens of several sequences in turn, from states in cells to cells; see scan_cells."""
     task_args = (y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps)
     each(cell_head_task, task_args, states.shape[1])

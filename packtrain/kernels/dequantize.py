@@ -1,4 +1,4 @@
-"""Quantized rows to f32, with the functions of dtypes/. Kinds are ggml's type numbers."""
+"""Dequantize rows to f32, with the functions of dtypes/. `qtype` is ggml's type number."""
 
 from numba import types
 
@@ -19,7 +19,7 @@ unpack = choice(UNPACKERS, unpack_signature, count_blocks=True)
 
 @kernel(void(i64, i64, i64, i64))
 def row(qtype, target_ptr, source_ptr, count):
-    """`count` f32, whole blocks, at `target_ptr` from the packed bytes at `source_ptr`."""
+    """Write `count` f32, whole blocks, to `target_ptr` from the packed bytes at `source_ptr`."""
     unpack(qtype, target_ptr, source_ptr, count)
 
 
@@ -31,7 +31,7 @@ def dequantize_array_row(qtype, y, x, row_index):
 
 @kernel(void(i64, out2, packed2))
 def rows(qtype, y, x):
-    """Every row of an array.
+    """Dequantize every row of x to y.
 
     x  (N, row bytes)  u8
     y  (N, width)      f32

@@ -1,4 +1,4 @@
-"""Element-wise functions on flat arrays; the result may be one of the inputs."""
+"""Compute element-wise functions on flat arrays; the result may be one of the inputs."""
 
 from llvmlite import ir
 from numba import types
@@ -24,7 +24,7 @@ ADD, SUB, MUL, DIV = BINARY.values()
 
 @part(f32x16(f32x16))
 def erf(x):
-    """Off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
+    """Return erf(x), off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
     t = 1.0 / (1.0 + 0.3275911 * simd.absolute(x))
     p = fma(fma(t, 1.061405429, -1.453152027), t, 1.421413741)
     p = fma(fma(p, t, -0.284496736), t, 0.254829592) * t
@@ -51,7 +51,7 @@ def rare_unary(code, x):
 
 @part(f32x16(i64, f32x16))
 def unary_lanes(code, x):
-    """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    """Apply the function `code`, from UNARY; gelu is the tanh variant, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     if code == NEG:
         return simd.neg(x)
     if code == ABS:
@@ -81,6 +81,7 @@ def unary_lanes(code, x):
 
 @part(f32x16(i64, f32x16, f32x16))
 def two(code, a, b):
+    """Apply the operator `code`, from BINARY, to two vectors."""
     if code == ADD:
         return a + b
     if code == SUB:
@@ -193,7 +194,7 @@ def bounded_span(y, x, negative_slope, low, high, span_start, span_stop):
 
 @kernel(void(out1, in1, f32, f32, f32))
 def bounded(y, x, negative_slope, low, high):
-    """y = max(x, slope * x), at least low and at most high; y may be x.
+    """y = max(x, negative_slope * x), at least low and at most high; y may be x.
 
     x, y  (N,)  f32
     """
@@ -206,13 +207,13 @@ flag_type = types.boolean
 
 @part(f32x16(flag_type, f32x16))
 def inner(use_gelu, x):
-    """The argument of the sigmoid in silu or gelu."""
+    """Return the argument of the sigmoid in silu or gelu."""
     return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if use_gelu else x
 
 
 @part(f32x16(flag_type, f32x16, f32x16, f32x16))
 def gate_slope(use_gelu, dy, x, s):
-    """dy times the slope of x * s, s = sigmoid(inner(x))."""
+    """Return dy times the slope of x * s, s = sigmoid(inner(x))."""
     argument_slope = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if use_gelu else x
     return dy * s * fma(argument_slope, 1.0 - s, 1.0)
 
@@ -267,7 +268,7 @@ def gated_back_span(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
 
 @kernel(void(flag_type, out1, out1, in1, in1, in1))
 def gated_back(use_gelu, dgate, dup, dy, gate, up):
-    """Gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
+    """Write the gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
 
     dgate, dup, dy, gate, up  (N,)  f32
     """
@@ -284,7 +285,7 @@ def emit_mix(builder, z):
 
 @simd.instruction(f32x16, types.int64, types.int64)
 def uniform(builder, key, index):
-    """Uniforms number index .. index + 15 of a stream (see counter.py); index is even."""
+    """Return uniform numbers index … index + 15 of a stream (see counter.py); index is even."""
     wide_type = ir.VectorType(I64, LANES // 2)
     first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide_type)
     counter = builder.add(first, ir.Constant(wide_type, list(range(LANES // 2))))
@@ -305,7 +306,7 @@ def spread_wide(builder, value, vector_type):
 
 @simd.instruction(types.int64, types.int64)
 def mix(builder, z):
-    """counter.mix."""
+    """Scramble a 64-bit integer as counter.mix does."""
     wide_type = ir.VectorType(I64, 2)
     z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide_type)
     return builder.extract_element(emit_mix(builder, z), I64(0))

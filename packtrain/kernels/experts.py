@@ -1,6 +1,6 @@
-"""Mixture of experts: top-k, sorting rows by expert, products of each run of rows with its expert's matrix.
+"""Mixture of experts: top-k, sorting of rows by expert, and products of each expert's rows with its matrix.
 
-`ids` that products take are ascending. Tasks are columns of all experts, so that routing cannot starve a thread.
+`ids` of products are ascending. A task is some columns of one expert, so that routing cannot starve a thread.
 """
 
 from numba import types
@@ -18,7 +18,7 @@ out_ids1_type, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.in
 any_in3_type = simd.rank(3, "A", readonly=True)
 SERIAL = 1 << 14
 BLOCK = 1 << 13
-WIDE, OUTER_ROWS = 128, 120  # columns of a product in a task, rows of an outer product
+WIDE, OUTER_ROWS = 128, 120  # columns of a product, rows of an outer product in a task
 
 
 # ---- top-k --------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def largest_rows(ids, x, row_start, row_stop):
 
 @kernel(void(out_ids2, in2))
 def top_k(ids, x):
-    """The indices of the k largest of each row, the largest first; the lower index on ties.
+    """Write the indices of the k largest values of each row, the largest first; on ties the lower index first.
 
     x    (N, E)  f32
     ids  (N, k)  i32
@@ -50,7 +50,7 @@ def top_k(ids, x):
 
 @kernel(void(out2, in2, ids2))
 def take(y, x, ids):
-    """y[i, j] = x[i, ids[i, j]]."""
+    """Gather columns: y[i, j] = x[i, ids[i, j]]."""
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
             y[i, j] = x[i, ids[i, j]]
@@ -58,7 +58,7 @@ def take(y, x, ids):
 
 @kernel(void(out2, in2, ids2))
 def take_back(dx, dy, ids):
-    """dx[i, ids[i, j]] += dy[i, j] into zeros."""
+    """Gradient of take: dx[i, ids[i, j]] += dy[i, j], into zeros."""
     dx[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
@@ -67,7 +67,7 @@ def take_back(dx, dy, ids):
 
 @kernel(void(out_ids1_type, out_ids1_type, out_ids2, ids2, out_ids1_type))
 def group_rows(row_ids, group_ids, positions, ids, group_starts):
-    """Stable sort of all ids: see the op. starts (groups,) is scratch."""
+    """Sort all ids stably by expert: writes each place's row and expert, each id's place; group_starts is scratch."""
     group_starts[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
@@ -87,7 +87,7 @@ def group_rows(row_ids, group_ids, positions, ids, group_starts):
 
 @kernel(i64(ids1, i64))
 def expert_start(ids, expert):
-    """Where the rows of an expert begin, or would begin."""
+    """Return where the rows of an expert begin, or would begin, in the ascending `ids`."""
     low_index, high_index = 0, ids.size
     while low_index < high_index:
         middle = (low_index + high_index) // 2
@@ -100,7 +100,7 @@ def expert_start(ids, expert):
 
 @kernel(void(out2, in2, any_in3_type, ids1, types.boolean, i64))
 def matmul_id_task(y, x, w, ids, accumulate, task):
-    """WIDE columns of the rows of one expert."""
+    """Multiply the rows of one expert by WIDE rows of its matrix w[expert]."""
     expert, j = task % w.shape[0], task // w.shape[0] * WIDE
     start, stop = expert_start(ids, expert), expert_start(ids, expert + 1)
     transposed = w[expert].T
@@ -113,7 +113,7 @@ def matmul_id_task(y, x, w, ids, accumulate, task):
 
 @kernel(void(out2, in2, any_in3_type, ids1, types.boolean))
 def matmul_id(y, x, w, ids, accumulate):
-    """y[i] = x[i] @ w[ids[i]].T, or y + that.
+    """y[i] = x[i] @ w[ids[i]].T, plus y if `accumulate`.
 
     x    (N, K)     f32
     w    (E, F, K)  f32, unit stride on either of its last axes
@@ -130,7 +130,7 @@ def matmul_id(y, x, w, ids, accumulate):
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean, i64))
 def packed_matmul_id_task(y, x, qtype, w, experts, ids, accumulate, task):
-    """WIDE columns of the rows of one expert."""
+    """Multiply the rows of one expert by WIDE rows of its quantized matrix."""
     expert_rows, e, j = w.shape[0] // experts, task % experts, task // experts * WIDE
     row_start, row_stop = expert_start(ids, e), expert_start(ids, e + 1)
     if row_start < row_stop:
@@ -140,14 +140,14 @@ def packed_matmul_id_task(y, x, qtype, w, experts, ids, accumulate, task):
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id(y, x, qtype, w, experts, ids, accumulate):
-    """Like matmul_id, with w (E * F, row bytes) quantized."""
+    """y[i] = x[i] @ w[ids[i]].T, plus y if `accumulate`, as matmul_id with quantized w (E F, row bytes)."""
     num_tasks = -(-(w.shape[0] // experts) // WIDE) * experts
     each(packed_matmul_id_task, (y, x, qtype, w, experts, ids, accumulate), num_tasks)
 
 
 @kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean, i64))
 def packed_matmul_id_back_task(dx, dy, step, qtype, w, experts, ids, accumulate, task):
-    """`step` columns of the rows of one expert."""
+    """Compute `step` columns of dx for the rows of one expert."""
     high, nbytes, k = w.shape[0] // experts, w.shape[1], dx.shape[1]
     e, col_start = task % experts, task // experts * step
     row_start, row_stop = expert_start(ids, e), expert_start(ids, e + 1)
@@ -161,7 +161,7 @@ def packed_matmul_id_back_task(dx, dy, step, qtype, w, experts, ids, accumulate,
 
 @kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id_back(dx, dy, block_columns, qtype, w, experts, ids, accumulate):
-    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) quantized in blocks of `block_columns` columns."""
+    """dx[i] = dy[i] @ w[ids[i]], plus dx if `accumulate`; w (E F, row bytes) has blocks of `block_columns` columns."""
     columns_per_task = max(block_columns, WIDE)
     task_args = (dx, dy, columns_per_task, qtype, w, experts, ids, accumulate)
     each(packed_matmul_id_back_task, task_args, -(-dx.shape[1] // columns_per_task) * experts)
@@ -169,7 +169,7 @@ def packed_matmul_id_back(dx, dy, block_columns, qtype, w, experts, ids, accumul
 
 @kernel(void(out3, in2, in2, ids1, types.boolean, i64))
 def out_prod_id_task(y, a, b, ids, accumulate, task):
-    """HIGH rows of the product of one expert; zeros for one without rows."""
+    """Compute OUTER_ROWS rows of one expert's sum of outer products; zeros for an expert without rows."""
     e, row_start = task % y.shape[0], task // y.shape[0] * OUTER_ROWS
     start, stop = expert_start(ids, e), expert_start(ids, e + 1)
     block(y[e], a[start:stop].T, b[start:stop], accumulate, 0, row_start, OUTER_ROWS, 0, y.shape[2])
@@ -177,7 +177,7 @@ def out_prod_id_task(y, a, b, ids, accumulate, task):
 
 @kernel(void(out3, in2, in2, ids1, types.boolean))
 def out_prod_id(y, a, b, ids, accumulate):
-    """y[e] = sum of outer products of a[i] and b[i] over ids[i] == e, or y[e] + that.
+    """y[e] = sum of the outer products of a[i] and b[i] over ids[i] == e, plus y[e] if `accumulate`.
 
     a    (N, P)     f32
     b    (N, Q)     f32
@@ -209,7 +209,7 @@ def weighted_span(y, x, ids, weights, accumulate, token_start, token_stop):
 
 @kernel(void(out2, in2, ids2, in2, types.boolean))
 def weighted_rows(y, x, ids, weights, accumulate):
-    """y[t] = sum over j of weights[t, j] * x[ids[t, j]], or y + that.
+    """y[t] = sum over j of weights[t, j] * x[ids[t, j]], plus y if `accumulate`.
 
     x             (N, C)  f32
     ids, weights  (T, k)  i32, f32
@@ -240,7 +240,7 @@ def weighted_back_span(dx, dweights, dy, x, ids, weights, token_start, token_sto
 
 @kernel(void(out2, out2, in2, in2, ids2, in2))
 def weighted_rows_back(dx, dweights, dy, x, ids, weights):
-    """Gradients of weighted_rows, where dx and dweights are not of size 0; dx may be x.
+    """Write the gradients of weighted_rows, dx and dweights, unless their size is 0; dx may be x.
 
     dx[ids[t, j]] = weights[t, j] * dy[t], dweights[t, j] = dy[t] . x[ids[t, j]]; each row of x is in ids once
     """

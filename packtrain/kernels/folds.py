@@ -1,4 +1,4 @@
-"""Code that folds the lanes of vectors to one value each."""
+"""Emit code that folds the lanes of vectors to one value each."""
 
 from llvmlite import ir
 
@@ -6,12 +6,12 @@ I32 = ir.IntType(32)
 
 
 def fold_lanes(builder, vector, combine):
-    """All lanes folded to one by halves: a fixed order on every machine."""
+    """Fold all lanes of a vector to one value by halves: a fixed order on every machine."""
     return builder.extract_element(fold_vectors(builder, [vector], combine), I32(0))
 
 
 def fold_vectors(builder, vectors, combine):
-    """Up to 16 values folded together, each as by `fold`: the first lanes of one, in their order."""
+    """Fold up to 16 vectors together, each as by `fold_lanes`, into the first lanes of one vector, in order."""
     width = vectors[0].type.count
     while width > 1:
         width //= 2
@@ -24,7 +24,7 @@ def fold_vectors(builder, vectors, combine):
 
 
 def fold_halves(builder, vectors, width, combine):
-    """One value or two as parts of 2 * width: both halves of each part combined."""
+    """Combine the two halves of each part of 2 * `width` lanes, in one vector or two."""
     starts = range(0, len(vectors) * vectors[0].type.count, 2 * width)
     halves = (
         ir.Constant(ir.VectorType(I32, len(starts) * width), [s + i for s in starts for i in half])

@@ -1,6 +1,19 @@
-"""A single-threaded sgemm: both operands packed, register tiles of fused multiply-adds, or of bf16 dot products.
+"""Multiply f32 matrices on one thread: pack both operands, then run generated register tiles of multiply-adds.
 
 Every element of c is a sum over blocks of k, each of them in order; the blocks depend on k alone.
+
+Worked example, with tiles of 2 rows and 1 vector of 2 lanes: a = [[1, 2], [3, 4], [5, 6]], b = [[1, 0], [2, 1]].
+
+    packed a   groups of 2 rows, k by k: [1 3 | 2 4] and [5 - | 6 -]; the place of a missing row holds anything
+    packed b   panels of 2 columns, k by k: [1 0 | 2 1]
+    tile 0     two sums in registers, s0 = s1 = [0 0]
+      k = 0    load [1 0]; s0 += 1 [1 0] = [1 0]; s1 += 3 [1 0] = [3 0]
+      k = 1    load [2 1]; s0 += 2 [2 1] = [5 2]; s1 += 4 [2 1] = [11 4]
+    tile 1     s0 = 5 [1 0] + 6 [2 1] = [17 6]; its second row is not written
+    c          [[5, 2], [11, 4], [17, 6]]
+
+Loops over rows and vectors exist only while code is generated: `emit_k_step` emits one k, `emit_sums` the loop over k
+with a prefetch, `emit_write` a masked store. ROWS x WIDE sums, WIDE vectors of b and a value of a must fit registers.
 """
 
 from llvmlite import ir
@@ -15,18 +28,19 @@ from packtrain.kernels.panels import AMX, AVX512, DEEP, GROUP, IN_ROWS, PAIRED, 
 from packtrain.kernels.runtime import has_large_l2
 from packtrain.kernels.simd import F32, I64, LANES, VECTOR, ZERO, address, poke, scratch
 
-# With AVX-512 and 2 MiB of L2, which are Intel's, cores prefetch panels and sums themselves. In f32, wider blocks of b
-# lose a part of their cache to others.
+# With AVX-512 and 2 MiB of L2, which are Intel's, cores prefetch panels and sums themselves. a is packed for each block
+# of b: in bf16, twice as wide blocks take 0.97 of the time on one thread; in f32, 576 columns were 3 to 5 % slower than
+# 384 on two threads with neighbours in the cache. Deeper blocks gained nothing.
 HAS_LARGE_L2 = AVX512 and has_large_l2()
 BROAD = 288 if AVX512 and not HAS_LARGE_L2 else 384  # most columns in a block of b
-BROAD_BF16 = 576 if HAS_LARGE_L2 else BROAD  # the same in bf16; the buffer has room for it
-GROUPS_PER_CHUNK = 8  # packed at once
+BROAD_BF16 = 576 if HAS_LARGE_L2 else BROAD  # most columns in bf16; the buffer has room for them
+GROUPS_PER_CHUNK = 8  # groups of a packed at once
 CHUNK = GROUPS_PER_CHUNK * ROWS
 B_SIZE, A_SIZE = DEEP * BROAD_BF16, (DEEP * GROUP + panels.GROUP_SHIFT) * GROUPS_PER_CHUNK
-USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
+USED = B_SIZE + A_SIZE + DEEP * PANEL  # most f32 of stack of a product: with packed weights
 PAGE_FLOATS = 1024  # f32 of a page of memory
 PREFETCH_NBYTES = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
-# of packed a, by layout: bytes between its rows, and between its places of k
+# bytes between rows, and between places of k, of packed a, by layout
 ROW_STRIDES, K_STRIDES = (4, 4, 4 * panels.FLAT_STRIDE), (4 * GROUP, 4 * GROUP, 4)
 OTHER = IN_ROWS if panels.HAS_NARROW_VECTORS else PAIRED if panels.HALF and not AMX else None
 i64, f32, void = types.int64, types.float32, types.void
@@ -34,7 +48,7 @@ SGEMM_SIGNATURE = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i
 
 
 def emit_add(builder, is_bf16, a, b, sum_vector):
-    """sum_ + a * b in each lane, of f32 or of two bf16."""
+    """Emit sum_vector + a * b in each lane, of f32 or of two bf16."""
     if not is_bf16:
         return simd.call(builder, "llvm.fma.v16f32", VECTOR, a, b, sum_vector)
     a, b = (builder.bitcast(x, panels.BF16_VECTOR) for x in (a, b))
@@ -42,7 +56,7 @@ def emit_add(builder, is_bf16, a, b, sum_vector):
 
 
 def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
-    """The sums after one more place: ROWS values at `a_ptr` times `width` vectors at `b_ptr`."""
+    """Emit one place of k: ROWS values at `a_ptr` times `width` vectors at `b_ptr` are added to the sums."""
     column_ptrs = [builder.add(b_ptr, I64(64 * w)) for w in range(width)]
     for column_ptr in column_ptrs if layout == PAIRED or not HAS_LARGE_L2 else ():
         panels.emit_prefetch(builder, builder.add(column_ptr, I64(PREFETCH_NBYTES)))
@@ -58,7 +72,7 @@ def emit_k_step(builder, layout, width, a_ptr, b_ptr, sums):
 
 
 def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
-    """ROWS x width sums over the places of packed a and panel; depth is a multiple of UNROLL and above 0."""
+    """Emit the loop over k of a tile, `depth` places, a multiple of UNROLL above 0; returns the ROWS x width sums."""
     entry_block = builder.block
     loop, exit_block = (builder.append_basic_block(name) for name in ("k", "sums"))
     builder.branch(loop)
@@ -88,7 +102,7 @@ def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
 
 
 def emit_write(builder, value, beta, c, left):
-    """c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
+    """Emit c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
     pointer = panels.vector_at(builder, c)
 
     def write_masked(mask):
@@ -112,7 +126,7 @@ def emit_write(builder, value, beta, c, left):
 
 
 def emit_tile(builder, layout, width, tile_args):
-    """See tile; here layout and width are constants."""
+    """Emit the code of `tile` for one layout and width."""
     a, panel, depth, next_group, beta, c, ldc, num_rows, num_left = tile_args
     tile_cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
@@ -131,9 +145,9 @@ def emit_tile(builder, layout, width, tile_args):
 
 @intrinsic(prefer_literal=True)
 def tile(typingctx, width, layout, a, panel, depth, next_group, beta, c, ldc, num_rows, left):
-    """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
+    """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 width columns; width is a literal.
 
-    layout_value  of packed a; only those are compiled that this CPU uses: OTHER
+    layout  of packed a: IN_GROUPS, or OTHER, if this CPU uses a second layout
     """
     if not isinstance(width, types.IntegerLiteral):
         return None
@@ -157,7 +171,8 @@ def tile(typingctx, width, layout, a, panel, depth, next_group, beta, c, ldc, nu
 def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
     """c (m, n) = a @ b + beta * c, of packed a and b.
 
-    next_source  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
+    next_source  rows of a that are packed next, prefetched tile by tile: address, number, distance, length; to prefetch
+                 the next block of b gained nothing in a step
     """
     next_ptr, num_lines, line_stride, line_length = next_source
     tiles, tile_index = -(-m // ROWS) * -(-n // PANEL), 0
@@ -182,14 +197,14 @@ def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
 
 @kernel(i64(i64, i64, i64))
 def even_parts(total_size, max_length, unit):
-    """The length of parts: as equal as multiples of `unit` can be, at most `max_length`, which is at least one `unit`."""
+    """Return the length of equal parts of `total_size`: a multiple of `unit`, at most `max_length`, at least `unit`."""
     num_parts = max(-(-total_size // (max_length // unit * unit)), 1)
     return max(-(-total_size // (num_parts * unit)) * unit, unit)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64))
 def pack(block, b, tb, ldb, depth, n, bf16):
-    """op(b) (depth, n) as products take it."""
+    """Pack op(b) (depth, n) into a block, as `multiply_block` reads it."""
     if AMX and bf16:
         pack_columns(block, panels.places(depth, bf16) * LANES, b, tb, ldb, depth, n, bf16)
     else:
@@ -198,7 +213,7 @@ def pack(block, b, tb, ldb, depth, n, bf16):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
 def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
-    """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most `broad` columns."""
+    """c (m, n) = op(a) @ block + beta * c, with beta 0 or 1 and a block by `pack` of at most `broad` columns."""
     chunk, packed_k = scratch(A_SIZE), panels.places(depth, bf16)
     if AMX and bf16:
         max_rows = A_SIZE // max(packed_k, LANES) // STEPS * STEPS
@@ -219,7 +234,10 @@ def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
 
 @kernel(types.void(i64))
 def use_stack(thread_index):
-    """Touch the stack that products need, so that its memory is in use before it is measured."""
+    """Touch the stack that products need, so that its memory is in use before it is measured.
+
+    Blocks lie on each thread's stack, so that no op needs a workspace that depends on the number of threads.
+    """
     stack_ptr = scratch(USED)
     for float_index in range(0, USED, PAGE_FLOATS):
         poke(stack_ptr, float_index, f32(0.0))
@@ -227,12 +245,13 @@ def use_stack(thread_index):
 
 @kernel(i64(i64, i64))
 def broad(depth, bf16):
-    """The most columns of a block of b."""
+    """Return the most columns of a block of b with `depth` rows."""
     return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
 
 
 @kernel(types.void(i64))
 def use_stacks(num_threads):
+    """Touch the stack that products need, on all threads."""
     each(use_stack, (), num_threads)
 
 
@@ -242,7 +261,7 @@ def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, bf16):
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With half = 1, a and b are rounded to bf16 and their products summed in f32; see amx.py for half = 2.
+    With bf16 = 1, a and b are rounded to bf16 and their products summed in f32; see amx.py for bf16 = 2.
     A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
     """
     block_ptr = scratch(B_SIZE)

@@ -1,6 +1,7 @@
-"""Products of the same rows with several weights, one call after the other, as one call: q, k and v; gate and up.
+"""Join products of the same rows with several weights, such as q, k and v or gate and up, into one call.
 
-Activations are rounded once, and threads begin together once. Each sum is what it is in a call of its own.
+Activations are rounded once, and threads begin together once. Each sum is what it is in a call of its own. Calls are
+joined when they are tabled, not in the graph: graphs, gradients and plans stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from packtrain.kernels import ahead, machine
 
-# of kernels, by their symbols: the module that has `products`, and whether their last argument is room to work in
+# by symbol of a kernel: the module that has `products`, and whether the last argument is a workspace
 JOINABLE_PRODUCTS = {
     f"packtrain.kernels.{module}.product": (module, has_workspace)
     for module, has_workspace in (("rounded", True), ("packed", False))
@@ -20,7 +21,7 @@ JOINABLE_PRODUCTS = {
 
 
 def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[None]]]:
-    """Of calls that one call can do instead: the first, the end, and the one."""
+    """Yield the first, the end, and the joined call of each run of calls that one call can replace."""
     call_indices = range(len(kernel_calls))
     for join_key, index_group in groupby(call_indices, lambda at: _join_key(kernel_calls[at])):
         first_index, *later_indices = index_group
@@ -32,7 +33,7 @@ def join_calls(kernel_calls: Sequence[Any]) -> Iterator[tuple[int, int, partial[
 
 
 def _join_key(call: Any) -> tuple[Any, ...] | None:
-    """What calls have in common that can be one; None for a call that cannot be joined."""
+    """Return what calls that can be joined have in common; None for a call that cannot be joined."""
     _, kernel = machine.entered.get(getattr(call, "func", None), (0, None))
     if kernel is None or kernel.symbol not in JOINABLE_PRODUCTS:
         return None
@@ -46,11 +47,11 @@ def _join_key(call: Any) -> tuple[Any, ...] | None:
 
 
 def _merge_calls(kernel_calls: Sequence[Any]) -> partial[None] | None:
-    """One call for all, unless one writes what another reads."""
+    """Return one call for all, or None if one of them writes what another reads."""
     module, works = JOINABLE_PRODUCTS[machine.entered[kernel_calls[0].func][1].symbol]
-    rooms = [kernel_calls[-1].args[-1]] if works else []  # of the last: what it reads lives as long
+    rooms = [kernel_calls[-1].args[-1]] if works else []  # the last one's: its inputs live as long
     _, x, qtype, _, _, *options = kernel_calls[0].args
-    weights = {spans(call.args[3]) for call in kernel_calls}  # some may be the same, and computed
+    weights = {spans(call.args[3]) for call in kernel_calls}  # calls may share computed weights
     ranges = sorted([*weights, *map(spans, [x, *rooms, *(call.args[0] for call in kernel_calls)])])
     if any(end_address > start for (_, end_address), (start, _) in pairwise(ranges)):
         return None
@@ -69,5 +70,5 @@ def _merge_calls(kernel_calls: Sequence[Any]) -> partial[None] | None:
 
 
 def spans(x: np.ndarray) -> tuple[int, int]:
-    """The addresses of an array's bytes."""
+    """Return the first address of an array's bytes, and the end."""
     return x.ctypes.data, x.ctypes.data + x.nbytes

@@ -1,9 +1,9 @@
-"""Tells numba the cache folder of the module that is being loaded, independent of the location of its source.
+"""Tell numba the cache folder of the module that is being loaded, independent of the location of its source.
 
 Numba's own locators name folders after the path of the source and need write access; a folder of `store` is named by a
 hash of everything its content depends on, so that copies of the package share it, and may be read-only.
 
-Code comes from the cache without the parts of numba that only compiling needs: they take longer to import than it.
+Code comes from the cache without the parts of numba that only compiling needs, which take longer to import than code.
 """
 
 from numba.core.caching import Cache, UserProvidedCacheLocator
@@ -11,7 +11,7 @@ from numba.core.runtime import rtsys
 
 
 class InFolder(UserProvidedCacheLocator):
-    """Files in `folder`, which is set while a module is loaded; `complete` if nothing will be compiled into it."""
+    """Locator of files in `folder`, set while a module is loaded; `complete` if nothing will be compiled there."""
 
     folder, complete = "", False
 
@@ -33,7 +33,7 @@ _load_overload = Cache.load_overload
 
 
 def load_overload(cache, sig, target_context):
-    """Code from the cache, or None; numba's own method first imports all that code could be compiled with."""
+    """Return code from the cache, or None; numba's own method first imports all that code could be compiled with."""
     target_context.refresh = lambda: rtsys.initialize(target_context)
     try:
         return _load_overload(cache, sig, target_context)

@@ -1,4 +1,4 @@
-"""What rows of logits are made into: log-sum-exp, probabilities, gradients. For losses that keep logits or do not."""
+"""Turn rows of logits into log-sum-exps, probabilities or gradients, for losses that store logits or do not."""
 
 import math
 
@@ -15,7 +15,7 @@ a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 
 @kernel(f32(i64, i64))
 def max_value(row, count):
-    """The largest of `count` f32 at an address."""
+    """Return the largest of `count` f32 at address `row`."""
     top, other = splat(-INFINITY), splat(-INFINITY)
     vector_end = count // TWO_VECTORS * TWO_VECTORS
     for i in range(0, vector_end, TWO_VECTORS):
@@ -28,7 +28,7 @@ def max_value(row, count):
 
 @kernel(f32(i64, i64, f32))
 def sum_of_exp(row, count, max_logit):
-    """sum(exp(row - high)) of `count` f32 at an address, 0 if that is -inf."""
+    """Return sum(exp(row - max_logit)) of `count` f32 at address `row`; 0 if max_logit is -inf."""
     if max_logit == -INFINITY:
         return f32(0.0)
     a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
@@ -45,7 +45,7 @@ def sum_of_exp(row, count, max_logit):
 
 @kernel(f32(i64, i64))
 def log_sum_exp(row, count):
-    """log(sum(exp(row))) of `count` f32 at an address."""
+    """Return log(sum(exp(row))) of `count` f32 at address `row`."""
     max_logit = max_value(row, count)
     if abs(max_logit) == INFINITY:
         return max_logit
@@ -54,7 +54,7 @@ def log_sum_exp(row, count):
 
 @kernel(void(i64, i64, i64, f32, f32, f32))
 def probabilities(y, x, count, lse, weight, cap):
-    """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
+    """y = weight * exp(x - lse), `count` f32 at addresses; with a cap times the slope of `softcap`; y may be x."""
     vector_end = 0 if cap > 0 else count // TWO_VECTORS * TWO_VECTORS
     for i in range(0, vector_end, TWO_VECTORS):
         a, b = exp(load(x, i) - lse), exp(load(x, i + LANES) - lse)
@@ -98,7 +98,7 @@ def add_to(x, y, count):
 
 @kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i32_1d, a1))
 def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targets, weights):
-    """Of columns start : start + size of logits, at an address, the gradients in their place; db += their sums."""
+    """Overwrite columns from `start` on of logits, at an address, with their gradients; db += the gradients' sums."""
     for i in range(num_rows):
         at, row = simd.address(logits, i * ld), i64(peek(row_ids, i))
         target, weight = i64(targets[row]) - start, weights[row]
@@ -113,7 +113,7 @@ def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targ
 
 @kernel(void(a2, a3, i64, i64, i64))
 def sum_parts(dx, sums, count, row_ids, i):
-    """dx[counted[i]] = the sum of sums[:count, i]."""
+    """dx[row_ids[i]] = the sum of sums[:count, i]."""
     (chunk_rows, C), row = sums.shape[1:], i64(peek(row_ids, i))
     for j in range(0, C, LANES):
         v = load_part(sums, i * C + j, C - j)
@@ -124,7 +124,7 @@ def sum_parts(dx, sums, count, row_ids, i):
 
 @kernel(types.UniTuple(i64, 2)(i64, i32_1d, i64, i64))
 def find_targets(row_ids, targets, next_row, max_rows):
-    """Writes the next rows with a target from `next_row` on, at most so many; their number, and where to go on."""
+    """Write the next rows with a target, from `next_row` on, at most `max_rows`; returns how many, and the next row."""
     count = 0
     while next_row < targets.size and count < max_rows:
         if targets[next_row] >= 0:

@@ -1,6 +1,7 @@
-"""Cross-entropy over rows of logits, and the fused head: projection, softmax and all gradients by chunks.
+"""Compute cross-entropy of rows of logits, and the fused head: projection, softmax and all gradients by chunks.
 
-A row with a negative target is ignored. Losses are summed in float64 in the order of the rows.
+A row with a negative target is ignored. Losses are summed in float64 in the order of the rows. An online log-sum-exp by
+slice is left out: it takes 264 to 266 instead of 267 to 270 ms for the head of `15m`, products 224 ms of them.
 """
 
 from numba import types
@@ -20,7 +21,8 @@ SERIAL = 1 << 15  # elements below which a parallel region costs more than it sa
 i64, f32, void = types.int64, types.float32, types.void
 a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 bias_type = types.Array(types.float32, 1, "C", readonly=True)
-row_state_type = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted, after, half, rows
+# lse, cap, row_ids, is_later, bf16, num_rows
+row_state_type = types.Tuple((i64, f32, i64, i64, i64, i64))
 
 
 @kernel(void(a1, a2, i32_1d, i64))
@@ -31,7 +33,7 @@ def row_loss(losses, logits, targets, i):
 
 @kernel(void(a1, a1, a2, i32_1d, a1))
 def cross_entropy(loss, losses, logits, targets, weights):
-    """The loss of each row and their weighted sum.
+    """Write the loss of each row and their weighted sum.
 
     losses = logsumexp(logits) - logits[target], loss = sum(weights * losses)
 
@@ -74,7 +76,7 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
 
 @kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
 def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
-    """logits[:rows, start:stop] = x[:rows] @ w[start:stop].T."""
+    """logits[:num_rows, start:stop] = x[:num_rows] @ w[start:stop].T."""
     C, (V, row_nbytes) = x.shape[1], w.shape
     x_ptr, out = address(x, 0), address(logits, start)
     w_ptr = w.ctypes.data + start * row_nbytes
@@ -86,7 +88,7 @@ def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
 
 @kernel(void(a1, a1, i64, a2, bias_type, i32_1d, f32, i64, i64))
 def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
-    """The loss of row counted[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
+    """Write the loss of row row_ids[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
     The row gets the bias, if there is one, first.
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
@@ -112,7 +114,7 @@ def slices_in_part(num_columns, width, num_parts):
 
 @kernel(void(a2, a1, a2, a2, i32_1d, a1, row_state_type, i64, i64))
 def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop):
-    """Columns start:stop of d_logits, written over logits; from them dw (+)= d_logits.T @ x there, db += their sums."""
+    """Turn columns start:stop of logits into d_logits; dw (+)= d_logits.T @ x there, db += the sums of d_logits."""
     C, V, (lse, cap, row_ids, is_later, bf16, num_rows) = x.shape[1], logits.shape[1], row_state
     logits_ptr, num_columns = address(logits, start), stop - start
     slopes(db, logits_ptr, V, num_rows, start, num_columns, row_ids, lse, cap, targets, weights)
@@ -123,7 +125,7 @@ def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop
 
 @kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))
 def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
-    """sums[number, :rows] = d_logits[:rows, start:stop] @ w[start:stop], + itself if `add`."""
+    """sums[number, :num_rows] = d_logits[:num_rows, start:stop] @ w[start:stop], plus itself if `add`."""
     (chunk_rows, C), (V, nbytes) = sums.shape[1:], w.shape
     at, out = address(logits, start), address(sums, number * chunk_rows * C)
     w_ptr, columns = w.ctypes.data + start * nbytes, stop - start
@@ -136,7 +138,7 @@ def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
 
 @kernel(void(a2, a2, a1, a3, a2, a2, i64, packed2, i32_1d, a1, row_state_type, i64, i64))
 def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state, width, number):
-    """All that follows from one of the parts of V: its d_logits, dw, db, and its share of dx, by slices of `width`."""
+    """Compute all gradients from one part of V, by slices of `width`: d_logits, dw, db, and its share of dx."""
     V, bf16, rows = logits.shape[1], row_state[4], row_state[5]
     part_columns = slices_in_part(V, width, sums.shape[0]) * width
     first = number * part_columns
@@ -149,7 +151,7 @@ def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state
 
 @kernel(void(a2, a2, i64, i64))
 def gather_row(gathered, source_rows, row_ids, i):
-    """gathered[i] = source[counted[i]]."""
+    """gathered[i] = source_rows[row_ids[i]]."""
     C, row = gathered.shape[1], i64(peek(row_ids, i))
     for j in range(0, C, LANES):
         store_part(gathered, i * C + j, load_part(source_rows, row * C + j, C - j), C - j)
@@ -157,7 +159,7 @@ def gather_row(gathered, source_rows, row_ids, i):
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
 def vocab_parts(num_columns, max_columns, min_columns, column_unit):
-    """(count, width): split into an even number of equal parts, multiples of `column_unit`, as a function of the size."""
+    """Return (count, width) of an even number of equal parts, multiples of `column_unit`, by the size alone."""
     num_parts = max(2 * -(-num_columns // (2 * max_columns)), min(8, num_columns // min_columns), 1)
     part_columns = -(-num_columns // (num_parts * column_unit)) * column_unit
     return -(-num_columns // max(part_columns, 1)), part_columns
@@ -167,16 +169,16 @@ def vocab_parts(num_columns, max_columns, min_columns, column_unit):
 def linear_cross_entropy(
     loss, losses, right, dx, dw, db, logits, x_rows, sums, x, qtype, w, bias, targets, weights, cap, bf16,
 ):  # fmt: skip
-    """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
+    """Compute the loss of the head and, if not empty: whether each target is likeliest; gradients at d_loss = 1.
 
     losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T + bias, with a cap cap * tanh(z / cap)
-    Rows without a target are left out: the others are gathered, `chunk` at a time.
+    Rows without a target are left out: the others are gathered, `chunk` at a time. With bf16 = 1, factors of all
+    products are rounded to bf16.
 
         x, dx (N, C), w, dw (V, C), bias, db (V,) or empty, losses, right, targets int32, weights (N,), loss (1,)
         logits (chunk, V), x_rows (chunk, C), sums (parts of V, chunk, C): workspace
-        w u8 (V, row bytes), of a kind of `dequantize`
+        w u8 (V, row bytes), packed as type `qtype`
     dx is summed by parts of V, whose number does not depend on that of threads.
-    With half = 1, factors of all products are rounded to bf16.
     """
     V, N = w.shape[0], x.shape[0]
     chunk, lse, row_ids = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)

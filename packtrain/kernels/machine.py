@@ -1,5 +1,6 @@
-"""Compiled kernels as machine code, kept beside numba's cache: it runs without numba, which takes longest to import.
+"""Compiled kernels as machine code, kept beside numba's cache: code runs without numba.
 
+To import numba and unpickle its cache took half a second and 30 MiB per command; LLVM links objects in milliseconds.
 `save` writes the objects that numba compiled, in order: each refers to earlier ones by symbol. `load` makes functions
 of them, with the wrappers that numba compiled, too; they need numba's C code and none of its Python. Arguments must be
 of the declared types: PACKTRAIN_DEBUG=calls checks it. Kernels with arrays have entries, too, which take the arguments
@@ -25,12 +26,10 @@ from packtrain.kernels.runtime import package_folder
 
 CODE_FILE = "code"
 HELPER_MODULES = {"numba._helperlib": "numba_", "numba.core.runtime._nrt_python": "NRT_"}
-compiled_dispatchers: list[
-    Any
-] = []  # numba's dispatchers of kernels, in the order in which they were compiled
-functions: dict[str, Any] = {}  # by symbol, of the kernels in this process
-entered: dict[Any, tuple[int, "CompiledKernel"]] = {}  # by function, the address of its entry
-live_objects: list[Any] = []  # what compiled code points to
+compiled_dispatchers: list[Any] = []  # numba's dispatchers of kernels, in order of compilation
+functions: dict[str, Any] = {}  # this process's kernels by symbol
+entered: dict[Any, tuple[int, "CompiledKernel"]] = {}  # address of the entry by function
+live_objects: list[Any] = []  # objects that compiled code points to
 ENTRY = "enter "
 STRUCT_FORMATS = {"<i8": "<q", "<i4": "<i", "<f8": "<d", "<f4": "<f", "|b1": "?"}
 
@@ -54,24 +53,22 @@ class ArrayArgType(NamedTuple):
 
 
 class CompiledKernel(NamedTuple):
-    """The object of a kernel, and its names there."""
+    """A kernel's object code, and the names in it."""
 
     symbol: str  # by which other kernels call it
     function_symbol: str
     wrapper_symbol: str
     environment_symbol: str
-    arg_types: tuple[
-        ArrayArgType | str | None, ...
-    ]  # its arguments: a number by its dtype, None is anything else
+    arg_types: tuple[ArrayArgType | str | None, ...]  # a number by its dtype; None: anything else
     code: bytes
 
 
 class DamagedCacheError(Exception):
-    """A file is not what was written."""
+    """A file of the cache is not what was written."""
 
 
 def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
-    """Write the kernels compiled for a module, which of them are its attributes, and its constants; the checksum."""
+    """Write a module's kernels, which of them are attributes, and its constants to `folder`; returns the checksum."""
     symbols = {
         id(dispatcher): dispatcher.outside.mangled_name for dispatcher in compiled_dispatchers
     }
@@ -87,7 +84,7 @@ def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
 
 
 def is_plain_constant(value: Any) -> bool:
-    """Whether it is a number, a text, or a dictionary of these."""
+    """Return whether a value is a number, a text, or a dictionary of these."""
     if isinstance(value, dict):
         return all(map(is_plain_constant, (*value, *value.values())))
     return isinstance(value, (int, float, str))
@@ -109,7 +106,7 @@ def kernel_of(dispatcher: Any) -> CompiledKernel:
 
 
 def arg_type_of(kind: Any) -> ArrayArgType | str | None:
-    """An argument, given numba's type."""
+    """Return the type of an argument of numba's type: an ArrayArgType, a number's dtype, or None."""
     as_dtype = sys.modules["numba"].np.numpy_support.as_dtype
     if hasattr(kind, "ndim"):
         return ArrayArgType(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
@@ -117,13 +114,14 @@ def arg_type_of(kind: Any) -> ArrayArgType | str | None:
 
 
 def has_entry(arg_types: Sequence[Any]) -> bool:
+    """Return whether a kernel has an entry: it takes arrays, and otherwise only numbers."""
     return None not in arg_types and any(isinstance(kind, ArrayArgType) for kind in arg_types)
 
 
 def entry_code(compiled: Sequence[Any]) -> bytes:
-    """Object code with the entries of kernels: functions of the address of words, 0 if all is well.
+    """Compile the entries of kernels: functions of the address of argument words that return 0 if all is well.
 
-    A kernel that returns a number returns a negative one then.
+    A kernel that returns a number is well if the number is negative.
     """
     import llvmlite.binding as llvm
     from llvmlite import ir
@@ -157,7 +155,7 @@ def entry_code(compiled: Sequence[Any]) -> bytes:
 
 @cache
 def numba_module(name: str) -> Any:
-    """A module of numba's C code, loaded without those around it."""
+    """Load a module of numba's C code, without those around it."""
     if name not in sys.modules:
         folder = package_folder("numba").joinpath(*name.split(".")[1:-1])
         spec = FileFinder(str(folder), (ExtensionFileLoader, EXTENSION_SUFFIXES)).find_spec(name)
@@ -169,7 +167,7 @@ def numba_module(name: str) -> Any:
 
 @cache
 def object_loader() -> Any:
-    """LLVM's loader of objects, which knows the functions that wrappers call."""
+    """Return LLVM's loader of objects, which knows the functions that wrappers call."""
     import llvmlite.binding as llvm
 
     for module, symbol_prefix in HELPER_MODULES.items():
@@ -183,9 +181,9 @@ def object_loader() -> Any:
 
 
 def load(name: str, folder: Path, checksum: str, load_with_numba: Callable[[str], Any]) -> Any:
-    """A module of what `save` wrote; it has any other attribute from `itself(name)`, the module with numba.
+    """Load the module that `save` wrote; other attributes come from `load_with_numba(name)`, the module with numba.
 
-    Raises Damaged if it is not what was written, which LLVM does not survive.
+    Raises DamagedCacheError if the file is not what was written, which LLVM would not survive.
     """
     pickled = (folder / CODE_FILE).read_bytes()
     if sha256(pickled).hexdigest() != checksum:
@@ -207,7 +205,7 @@ def load(name: str, folder: Path, checksum: str, load_with_numba: Callable[[str]
 
 
 def bind_kernel(module: ModuleType, kernel: CompiledKernel) -> Callable[..., Any]:
-    """The kernel as a function, and known to others by its symbol."""
+    """Return a kernel as a Python function, and let other kernels find it by symbol."""
     import llvmlite.binding as llvm
 
     code_loader, dynfunc = object_loader(), numba_module("numba._dynfunc")
@@ -235,7 +233,7 @@ def load_entries(object_code: bytes, kernels: Sequence[CompiledKernel]) -> None:
 
 
 def arg_words(kernel: CompiledKernel, args: Sequence[Any]) -> list[int]:
-    """Arguments as an entry takes them."""
+    """Return arguments as the words of memory that an entry reads."""
     entry_words = list[int]()
     for arg_type, value in zip(kernel.arg_types, args, strict=True):
         if isinstance(arg_type, ArrayArgType):
@@ -249,7 +247,7 @@ def arg_words(kernel: CompiledKernel, args: Sequence[Any]) -> list[int]:
 
 
 def with_arg_checks(function: Callable[..., Any], kernel: CompiledKernel) -> Callable[..., Any]:
-    """The function, which then refuses arrays of other types."""
+    """Return a function that refuses arrays of undeclared types and calls the kernel."""
 
     def checked_call(*args: Any) -> Any:
         for arg_index, (arg, expected_type) in enumerate(zip(args, kernel.arg_types, strict=True)):

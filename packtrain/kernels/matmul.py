@@ -1,6 +1,8 @@
-"""Matrix products in f32 on arrays.
+"""Multiply f32 matrices in arrays.
 
-A product is split into one task for each thread. The sum over K is never split, so that results do not depend on it.
+A product is split into one task for each thread: smaller tasks packed equal values again and again, and products with
+256 x 256 weights had only one. The sum over K is never split, so that results do not depend on the number of threads.
+Thin products (LoRA's) are packed like others: tiles that read both sides in place gained nothing outside a cache.
 """
 
 from numba import types
@@ -10,16 +12,15 @@ from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.simd import LANES, any_in2, any_out2
 
 i32, i64, f32, void = types.int32, types.int64, types.float32, types.void
-FEW_ROWS = (
-    4  # up to this many rows a product with a transposed b uses dot products, which read b once
-)
+# up to this many rows a product with a transposed b uses dot products, which read b once
+FEW_ROWS = 4
 SMALL = 1 << 19  # below this many multiply-adds a parallel region does not pay
-PACKING = 6  # a value packed takes as long as this many multiply-adds
+PACKING = 6  # packing a value takes as long as this many multiply-adds
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64))
 def dot_rows(y, a, b, accumulate, start, stop):
-    """y[:, start:stop] = a @ b if the columns of b are contiguous: each is read once."""
+    """y[:, start:stop] = a @ b[:, start:stop] by dot products; columns of b are contiguous, and each is read once."""
     m, k = a.shape
     ldb = b.strides[1] // 4
     for j in range(start, stop):
@@ -47,10 +48,10 @@ def dot_rows(y, a, b, accumulate, start, stop):
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64))
 def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
-    """Rows and columns of each of `num_tasks` tasks of an (m, n) product, such that computing and packing take least time.
+    """Return rows and columns of each of `num_tasks` tasks of an (m, n) product that computes and packs fastest.
 
-    Columns are multiples of `column_unit`, up to `broad` of them a block; packing a value of b takes as long as `column_cost`
-    multiply-adds.
+    Columns are multiples of `column_unit`, up to `broad` of them a block; packing a value of b takes as long as
+    `column_cost` multiply-adds.
     """
     min_cost, task_rows, task_columns = i64(1) << 62, m, n
     for row_tasks in range(1, num_tasks + 1):
@@ -65,7 +66,7 @@ def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
 
 @kernel(types.UniTuple(i64, 2)(any_in2))
 def matrix_layout(x):
-    """Whether x is a row-major matrix transposed (1) or not (0), and the stride of its rows."""
+    """Return 1 if x is a row-major matrix transposed, 0 if not transposed, and the stride of the matrix's rows."""
     row_stride, column_stride = x.strides[0] // 4, x.strides[1] // 4
     if (column_stride == 1 or x.shape[1] <= 1) and (row_stride >= x.shape[1] or x.shape[0] <= 1):
         return 0, row_stride
@@ -84,7 +85,7 @@ def check_shapes(y, a, b):
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
 def block(y, a, b, accumulate, bf16, row_start, num_rows, col_start, num_columns):
-    """y[i : i + rows, j : j + columns], cut off at the edges of y."""
+    """Compute y[row_start : + num_rows, col_start : + num_columns] of y = a @ b, cut off at the edges of y."""
     m, k = a.shape
     n = b.shape[1]
     ta, lda = matrix_layout(a)
@@ -106,13 +107,13 @@ def product_block_task(y, a, b, accumulate, bf16, rows, columns, across, task):
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64))
 def product(y, a, b, accumulate, bf16):
-    """y = a @ b, or y + a @ b.
+    """y = a @ b, plus y if `accumulate`.
 
         a  (M, K)  f32, unit stride on either axis
         b  (K, N)  f32, unit stride on either axis
         y  (M, N)  f32, unit stride on the last axis
 
-    Up to 4 rows against a transposed b use dot products, bound by reading b once, unless half = 1: a and b are rounded
+    Up to 4 rows against a transposed b use dot products, bound by reading b once, unless bf16 = 1: a and b are rounded
     to bf16, and their products summed in f32.
     """
     check_shapes(y, a, b)

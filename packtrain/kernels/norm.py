@@ -1,4 +1,4 @@
-"""Root mean square normalization of rows, times a weight, and its gradients; layer norm."""
+"""Normalize rows: RMS norm with a weight, its gradients, and layer norm."""
 
 import math
 
@@ -17,7 +17,7 @@ COLUMNS = 256
 
 @kernel(f32(i64, i64, f32))
 def inverse_rms(x, width, eps):
-    """1 / sqrt(mean(x**2) + eps) of the row at that address."""
+    """Return 1 / sqrt(mean(x**2) + eps) of the row at address x."""
     s0 = simd.splat(0.0)
     s1 = simd.splat(0.0)
     for i in range(0, width, 2 * LANES):
@@ -54,7 +54,7 @@ def rms_norm(y, x, w, eps):
 
 @kernel(f32(i64, i64, i64, i64))
 def gradient_dot(dy, x, w, width):
-    """sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
+    """Return sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
     lane_sums = simd.splat(0.0)
     for i in range(0, width, LANES):
         num_left = width - i
@@ -67,9 +67,9 @@ def gradient_dot(dy, x, w, width):
 
 @kernel(void(out2, out2, in2, in2, in1, in2, f32, i64))
 def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
-    """dx of 64 rows; partial[block] = the sum of dy * x / rms over them.
+    """Write dx of 64 rows, and to partial[block] the sum of dy * x / rms over them.
 
-    All of a row's inputs are read before its dx is written, lane by lane.
+    All of a row's inputs are read before its dx is written, lane by lane, so that dx may be an input.
     """
     n, width = x.shape
     weight_ptr = simd.address(w, 0) if w.size else 0
@@ -113,7 +113,7 @@ def sum_partials(dw, partial, count, start, stop):
 
 @kernel(void(out2, out1, out2, in2, in2, in1, in2, f32))
 def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
-    """Gradients of rms_norm; dx may be dy, x or acc.
+    """Write the gradients of rms_norm; dx may be dy, x or acc.
 
     dx = acc + (g - x * mean(g * x) / rms**2) / rms, g = dy * w;  dw = sum of dy * x / rms over rows
 
@@ -138,7 +138,7 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
 
 @kernel(types.UniTuple(f32, 2)(i64, i64, f32))
 def mean_and_inverse(x, width, eps):
-    """The mean of the row at that address, and 1 / sqrt(variance + eps)."""
+    """Return the mean of the row at address x, and 1 / sqrt(variance + eps)."""
     lane_sums = simd.splat(0.0)
     for i in range(0, width, LANES):
         lane_sums += simd.load_part(x, i, width - i)

@@ -1,6 +1,6 @@
-"""Vectors of 64 codes of a byte: words for dot products in integers.
+"""Vectors of 64 one-byte codes: instructions for dot products in integers.
 
-Codes are unsigned, unless a word says otherwise; `c >> 4`, `c & 15`, `c | d` work by code. Products of 64 codes are
+Codes are unsigned, unless a function says otherwise; `c >> 4`, `c & 15`, `c | d` work by code. Products of 64 codes are
 summed by fours, to 16 sums.
 """
 
@@ -18,7 +18,7 @@ from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16, ins
 llvmlite.binding.initialize_native_asmparser()
 VNNI = runtime.has_cpu_feature("avx512vnni")
 AVX2 = runtime.has_cpu_feature("avx2")
-BY_SIGN = AVX2 and not VNNI  # whether there is by_fours_signed
+BY_SIGN = AVX2 and not VNNI  # whether dot_fours_signed serves signed codes
 I8, I16 = ir.IntType(8), ir.IntType(16)
 COUNT = 64
 CODES, HALF, SHORT_VECTOR = ir.VectorType(I8, COUNT), ir.HalfType(), ir.VectorType(I16, COUNT // 2)
@@ -74,13 +74,13 @@ def put(builder, value, address, nbytes=0):
 
 
 def gather_words(builder, llvm_type, order, address, *nbytes):
-    """Words of 4 or 8 bytes, in this order, of 64 bytes at the address and so many bytes after it."""
+    """Read 64 bytes at `address` and at each distance in `nbytes`, and pick words of 4 or 8 bytes in this order."""
     chunks = [read(builder, llvm_type, address, n) for n in (0, *nbytes)]
     return builder.bitcast(shuffle(builder, chunks[0], order, chunks[-1]), CODES)
 
 
 def shift_words(builder, codes, shift_counts):
-    """Shift words of 4 or 8 bytes right, or left, each by its own count; what comes in means nothing."""
+    """Shift words of 4 or 8 bytes right, or left, each by its own count; the bits that come in mean nothing."""
     word_bits = 8 * COUNT // len(shift_counts)
     vector_type = ir.VectorType(ir.IntType(word_bits), len(shift_counts))
     by = ir.Constant(vector_type, [n % word_bits for n in shift_counts])
@@ -96,32 +96,32 @@ EIGHTS, WORD_VECTOR = ir.VectorType(I64, 8), ir.VectorType(I32, LANES)
 
 @instruction(codes64, i64)
 def twice_of_four(builder, address):
-    """Eight bytes from each of four places, 32 bytes apart, twice; nothing beyond is read."""
+    """Read eight bytes, each twice, from each of four places 32 bytes apart; nothing beyond is read."""
     return gather_words(builder, EIGHTS, [0, 0, 4, 4, 11, 11, 15, 15], address, 40)
 
 
 @instruction(codes64, i64)
 def eight_times(builder, address):
-    """Eight bytes, eight times."""
+    """Read eight bytes and repeat them eight times."""
     first = builder.insert_element(ir.Constant(EIGHTS, ir.Undefined), read(builder, I64, address), I32(0))  # fmt: skip
     return builder.bitcast(shuffle(builder, first, [0] * 8), CODES)
 
 
 @instruction(codes64, codes64)
 def low_and_high(builder, codes):
-    """Of words of eight bytes, in turn as they are and shifted right by 4."""
+    """Shift every second word of eight bytes right by 4."""
     return shift_words(builder, codes, [0, 4] * 4)
 
 
 @instruction(codes64, codes64)
 def bit_by_eight(builder, codes):
-    """Bit i of the bytes of the i-th eight, moved to bit 4; what is around it means nothing."""
+    """Move bit i of the bytes of the i-th eight to bit 4; the bits around it mean nothing."""
     return shift_words(builder, codes, [*range(-4, 4)])
 
 
 @instruction(codes64, i64)
 def low_of_sixteen(builder, address):
-    """Four bytes of each group of a q6_K block, whose low bits are codes' low four."""
+    """Read four bytes of each group of a q6_K block, whose low four bits become the codes' low bits."""
     half = [0, 4, 8, 12] * 2
     code_bytes = gather_words(builder, WORD_VECTOR, [*half, *(16 + n for n in half)], address, 64)
     return shift_words(builder, code_bytes, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
@@ -129,14 +129,14 @@ def low_of_sixteen(builder, address):
 
 @instruction(codes64, i64)
 def high_of_sixteen(builder, address):
-    """Four bytes of each group of a q6_K block, whose bits 4 and 5 are codes' upper ones."""
+    """Read four bytes of each group of a q6_K block, whose bits 4 and 5 become the codes' upper bits."""
     half = [0, 4] * 4
     code_bytes = gather_words(builder, WORD_VECTOR, [*half, *(8 + n for n in half)], address)
     return shift_words(builder, code_bytes, [-4, -4, -2, -2, 0, 0, 2, 2] * 2)
 
 
 def emit_reorder(builder, address, vector_type, orders):
-    """Words at an address, in other orders: each of 64 bytes that come one after the other."""
+    """Emit a rewrite of the 64-byte vectors at `address`: vector i gets the words that orders[i] numbers among all."""
     word_vectors = [read(builder, vector_type, address, COUNT * i) for i in range(len(orders))]
     while len(word_vectors) > 1:
         pairs = zip(word_vectors[::2], word_vectors[1::2], strict=True)
@@ -146,7 +146,7 @@ def emit_reorder(builder, address, vector_type, orders):
 
 
 def reorder_intrinsic(vector_type, together, num_pieces):
-    """An intrinsic of an address: groups of `num_pieces` pieces become all first pieces, all second ones, and so on."""
+    """Return an intrinsic (address): groups of `num_pieces` pieces become all first pieces, then all second ones, …."""
 
     def emit(builder, address):
         num_groups = vector_type.count // together
@@ -166,7 +166,7 @@ reorder_by_4 = reorder_intrinsic(WORD_VECTOR, 1, 4)
 
 @instruction(codes64, i64, i64)
 def codes_where(builder, bits, code):
-    """A code where a bit is set, elsewhere 0."""
+    """Return `code` where a bit is set, elsewhere 0."""
     mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
     code_lanes = spread_code(builder, builder.trunc(code, I8))
     return builder.select(mask, code_lanes, ir.Constant(CODES, [0] * COUNT))
@@ -174,7 +174,7 @@ def codes_where(builder, bits, code):
 
 @instruction(codes64, codes64, i64, i64)
 def look_up(builder, codes, low_word, high_word):
-    """Codes below 16 become the bytes of two words."""
+    """Replace each code below 16 by the byte with that number in two words."""
     table = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
     for place, table_word in enumerate((low_word, high_word)):
         table = builder.insert_element(table, table_word, I32(place))
@@ -192,7 +192,7 @@ def look_up(builder, codes, low_word, high_word):
 
 
 def blocks_intrinsic(result_type):
-    """An intrinsic (address, first, nbytes), of literal numbers: what four blocks of `nbytes` have from `first_byte` on."""
+    """Return a decorator for intrinsics (address, first_byte, nbytes), of literals, on four blocks of `nbytes`."""
 
     def define_intrinsic(emit):
         def typed(typingctx, address, first_byte, nbytes):
@@ -207,7 +207,7 @@ def blocks_intrinsic(result_type):
 
 
 def words_of_blocks(builder, address, first_byte, nbytes, num_words):
-    """Some words of 2 bytes from each of four blocks, out of their first 64 bytes and the last: one permutation."""
+    """Read some words of 2 bytes from each of four blocks, out of their first and last 64 bytes, by one permutation."""
     second_offset = min(COUNT, 4 * nbytes - COUNT)
     block_words = [read(builder, SHORT_VECTOR, address, at) for at in (0, second_offset)]
     at = [first_byte // 2 + nbytes // 2 * block + i for block in range(4) for i in range(num_words)]
@@ -222,7 +222,7 @@ def words_of_blocks(builder, address, first_byte, nbytes, num_words):
 
 @blocks_intrinsic(codes64)
 def sixteens(builder, address, first_byte, nbytes):
-    """Sixteen bytes from each block; nothing beyond them is read."""
+    """Read sixteen bytes of each of four blocks; nothing beyond them is read."""
     if VNNI and nbytes <= COUNT // 2:
         block_words = words_of_blocks(builder, address, first_byte, nbytes, 8)
         return builder.bitcast(block_words, CODES)
@@ -234,7 +234,7 @@ def sixteens(builder, address, first_byte, nbytes):
 
 @blocks_intrinsic(f32x16)
 def halves(builder, address, first_byte, nbytes):
-    """An f16 of each block in the first lanes; zeros in the others."""
+    """Read an f16 of each of four blocks into the first lanes; zeros in the others."""
     if VNNI:
         block_words = words_of_blocks(builder, address, first_byte, nbytes, 1)
         values = builder.bitcast(block_words, ir.VectorType(HALF, 4))
@@ -252,7 +252,7 @@ def halves(builder, address, first_byte, nbytes):
 
 @instruction(f32x16, f32x16, f32x16)
 def fours(builder, v, w):
-    """The first four lanes of v, those of w, and zeros."""
+    """Join the first four lanes of v, those of w, and zeros."""
     return shuffle(builder, v, [*range(4), *range(16, 20), *[20] * 8], w)
 
 
@@ -260,7 +260,7 @@ def fours(builder, v, w):
 
 
 def map_halves(builder, emit, *vectors):
-    """emit(*halves) for both halves of 64 bytes."""
+    """Apply emit to the first halves of the vectors, then to the second halves, and join both results."""
     count = [v.type.count // 2 for v in vectors]
     low = emit(*(shuffle(builder, v, [*range(n)]) for v, n in zip(vectors, count, strict=True)))
     high_result = emit(
@@ -270,7 +270,7 @@ def map_halves(builder, emit, *vectors):
 
 
 def dot_fours(builder, codes, values, start, full_range=False):
-    """start + sums of four products each: codes are unsigned, above 127 only if `full_range`; `values` signed."""
+    """Return start + sums of four products each: `codes` unsigned, above 127 only if `full_range`; `values` signed."""
     if VNNI:
         int_vectors = (builder.bitcast(v, BITS) for v in (codes, values))
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", BITS, start, *int_vectors)
@@ -287,14 +287,14 @@ def dot_fours(builder, codes, values, start, full_range=False):
 
 
 def dot_fours_avx2(builder, codes, values):
-    """by_fours of 32 codes with AVX2: sums of two products must fit into 16 bits."""
+    """Compute dot_fours of 32 codes with AVX2, where sums of two products must fit into 16 bits."""
     two, ints_type = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
     pair_sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", two, codes, values)
     return call(builder, "llvm.x86.avx2.pmadd.wd", ints_type, pair_sums, ir.Constant(two, [1] * 16))
 
 
 def split_even_odd(builder, codes):
-    """The codes with even and those with odd places, zeros in the others."""
+    """Return the codes at even places and those at odd places, with zeros in the others."""
     return [
         builder.and_(codes, ir.Constant(CODES, byte_mask * (COUNT // 2)))
         for byte_mask in ([255, 0], [0, 255])
@@ -302,7 +302,7 @@ def split_even_odd(builder, codes):
 
 
 def dot_fours_signed(builder, codes, values, start):
-    """The same with signed codes, to which 128 is added, and others above -128; see BY_SIGN."""
+    """Compute dot_fours of signed codes, to which 128 is added, and values above -128; see BY_SIGN."""
     codes = builder.xor(codes, ir.Constant(CODES, [128] * COUNT))
     magnitudes = call(builder, "llvm.abs.v64i8", CODES, codes, ir.Constant(ir.IntType(1), 0))
     half_type = ir.VectorType(I8, COUNT // 2)
@@ -315,6 +315,6 @@ def dot_fours_signed(builder, codes, values, start):
 
 @instruction(i32x16, i64)
 def sum_fours_at(builder, address):
-    """Sums of four of 64 signed codes."""
+    """Return the sums of four each of the 64 signed codes at an address."""
     ones, zero_sums = ir.Constant(CODES, [1] * COUNT), ir.Constant(BITS, [0] * LANES)
     return dot_fours(builder, ones, read(builder, CODES, address), zero_sums)

@@ -1,4 +1,4 @@
-"""Shared by attention for many and for few queries: keys in blocks, powers of two, keys and values as f32."""
+"""Functions shared by attention for many and for few queries: keys in blocks, exp2, keys and values as f32."""
 
 from numba import types
 
@@ -26,7 +26,7 @@ places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
 
 
 def emit_fast_max(builder, a, b):
-    """One instruction on x86, unlike maximum; a NaN in b wins."""
+    """Emit the larger of a and b by lane: one instruction on x86, unlike maximum; a NaN in b wins."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -35,7 +35,7 @@ larger = simd.lanewise(emit_fast_max, 2)
 
 @part(f32x16(f32x16))
 def exp2(x):
-    """2**x to 1.7e-7 for x < 128, 0 below -127."""
+    """Return 2**x to 1.7e-7 for x < 128, 0 below -127."""
     x = larger(-127.0, x)
     t = x + 12582912.0
     r = x - (t - 12582912.0)
@@ -63,13 +63,13 @@ def clear_rows(x, stride, num_rows, width):
 
 @part(i64(bytes4, i64))
 def head_buffer_size(x, width):
-    """Number of f32 that `heads` needs to convert a block."""
+    """Return the number of f32 that `load_heads` needs to convert a block."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
 @kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
 def load_heads(x, at, num_heads, width, scratch_address):
-    """Address and stride of `num_heads` heads from element `at` on, as f32: in place, or converted to `scratch_address`."""
+    """Return address and stride of `num_heads` f32 heads, from element `at` on: in place, or converted to scratch."""
     base_ptr, row_stride = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base_ptr + 4 * at, row_stride

@@ -1,6 +1,9 @@
-"""Both operands of a product as register tiles read them: `pack_b` makes panels of columns, `pack_a` groups of rows.
+"""Pack both operands of a product as register tiles read them: `pack_b` panels of columns, `pack_a` groups of rows.
 
-Registers of 8 f32 (AVX2) transpose slowly: there, rows of `a` are copied as they are, and b is turned 8 by 8.
+AVX2's registers of 8 f32 transpose with three times the instructions of AVX-512, and a masked store takes a dozen
+cycles: rows of a are copied as they are (0.9 of the time on Zen 3), b is transposed 8 by 8. Row distances known only at
+run time would cost a third of the tile's rate, smaller blocks for 512 KB of L2 gained nothing. On Intel with 2 MiB of
+L2, copying takes as long as transposing, which L2 bounds, and tiles get slower: cores do not see the panel coming.
 """
 
 from llvmlite import ir
@@ -31,7 +34,7 @@ i64 = types.int64
 
 @simd.instruction(types.void, i64, i64, i64, i64)
 def transpose8(builder, source, ld, target, ld_target):
-    """8 x 8 of `source` transposed, for registers of 8: fewer steps than turn16's. Prefetches what follows."""
+    """Transpose 8 x 8 of `source` to `target` in registers of 8, in fewer steps than transpose16; prefetches more."""
     row_ptrs = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
     for row_ptr in row_ptrs:
         panels.emit_prefetch(builder, builder.add(row_ptr, I64(PREFETCH_NBYTES)))
@@ -51,7 +54,7 @@ def quartet_at(builder, quartet_ptr):
 
 
 def emit_turned_fours(builder, rows):
-    """Four vectors, each half of them 4 x 4 values, with both transposed."""
+    """Emit four vectors, each of two halves of 4 x 4 values, with both halves transposed."""
 
     def shuffle_pair(a, b, order):
         return builder.shuffle_vector(a, b, ir.Constant(ORDER, order))
@@ -68,14 +71,14 @@ def copy8(builder, *pointers):
 
 @simd.instruction(types.void, i64, f32x16)
 def store_group(builder, target, lane_values):
-    """The first 8 of 16 values."""
+    """Write the first 8 of 16 values to `target`."""
     low = builder.shuffle_vector(lane_values, lane_values, ir.Constant(ORDER, list(range(GROUP))))
     builder.store(low, builder.inttoptr(target, OCTET_VECTOR.as_pointer()), align=4)
 
 
 @simd.instruction(types.void, i64, i64, i64, i64)
 def split_rows(builder, source, ld, target, group_stride):
-    """16 columns of two rows of `source` to two groups of 8, which are `group_stride` f32 from each other."""
+    """Copy 16 columns of two rows of `source` to two groups of 8, which are `group_stride` f32 from each other."""
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
     rows = [
@@ -91,7 +94,7 @@ def split_rows(builder, source, ld, target, group_stride):
 
 @part(types.void(i64, i64, i64, i64))
 def transpose16_quarters(source, ld, target, ld_target):
-    """turn16 where all of it is there."""
+    """Transpose 16 x 16 of `source`, all of which is there, by four transpose8."""
     for r in range(0, LANES, GROUP):
         for k in range(0, LANES, GROUP):
             target_block = address(target, k * ld_target + r)
@@ -100,7 +103,7 @@ def transpose16_quarters(source, ld, target, ld_target):
 
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_b(block, b, tb, ldb, depth, n, bf16):
-    """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
+    """Pack op(b) (depth, n) as panels (places(depth), PANEL), one behind the other, with zeros beyond op(b)."""
     packed_k, k_per = panels.places(depth, bf16), 1 + bf16
     if tb == 0:
         panel_end = 0 if bf16 else n // PANEL * PANEL
@@ -137,13 +140,13 @@ def pack_b(block, b, tb, ldb, depth, n, bf16):
 
 @part(i64(i64, i64))
 def a_layout(ta, bf16):
-    """How a is packed: IN_GROUPS, PAIRED, or IN_ROWS, which is a copy."""
+    """Return the layout of packed a: IN_GROUPS, PAIRED, or IN_ROWS, which is a copy."""
     return IN_ROWS if HAS_NARROW_VECTORS and ta == 0 else bf16
 
 
 @part(types.void(i64, i64, i64, i64, i64, i64))
 def pack_narrow(block, a, ta, lda, depth, m):
-    """pack_a for registers of 8, which transpose slowly."""
+    """Pack op(a) as `pack_a` does, in registers of 8, which transpose slowly."""
     packed_k = panels.places(depth, 0)
     if ta:
         group_size, full_extent = panels.group_stride(packed_k), max((m - GROUP) // ROWS + 1, 0)
@@ -173,7 +176,7 @@ def pack_narrow(block, a, ta, lda, depth, m):
 
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_a(block, a, ta, lda, depth, m, bf16):
-    """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it; see layout_of."""
+    """Pack op(a) (m, depth) as groups (places(depth), GROUP) of ROWS rows, with zeros beyond op(a); see a_layout."""
     deep, per = panels.places(depth, bf16), 1 + bf16
     if HAS_NARROW_VECTORS:
         pack_narrow(block, a, ta, lda, depth, m)

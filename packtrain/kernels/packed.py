@@ -1,8 +1,8 @@
-"""Products with quantized weights, dequantized panel by panel into per-thread scratch, never as a whole matrix.
+"""Multiply by quantized weights, dequantized panel by panel into per-thread scratch, never as a whole matrix.
 
 `multiply` and `multiply_back` work on addresses and one thread, for other kernels; `product` and `product_back`
-on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). A product is split into one task for each thread;
-sums are never split, so that results do not depend on it.
+on arrays. `qtype` is ggml's type number; w is u8 (N, row bytes). A product is split into one task for each thread;
+sums are never split, so that results do not depend on the number of threads.
 """
 
 from numba import types
@@ -18,22 +18,22 @@ from packtrain.kernels.panels import AMX, PANEL, pair, places
 from packtrain.kernels.simd import LANES, address, fma, in2, load, out2, peek, poke, scratch, splat
 
 i64, f32, void = types.int64, types.float32, types.void
-COLUMNS = 256  # dequantized at a time: the most that a block can have
+COLUMNS = 256  # columns dequantized at a time: the largest block
 FEW_ROWS, SUMS_SIZE = 8, 128  # up to this many rows use dot products
 LINE_SIZE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
 LINES = (STEPS if AMX else 2) * LINE_SIZE
 FLAT_SIZE = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 SMALL = 1 << 21  # below this many multiply-adds a parallel region does not pay
-TASKS_PER_THREAD = 8  # of each thread, of dot products: who comes late is not waited for
-LEAST_COLUMNS = 128  # of a task of `product_back`
+TASKS_PER_THREAD = 8  # of dot products: nobody waits for a late thread
+LEAST_COLUMNS = 128  # least columns of a task of `product_back`
 
 
 @kernel(void(*[i64] * 8, types.boolean, i64, i64, i64))
 def multiply(qtype, m, n, k, x, ldx, w, row_nbytes, add, y, ldy, bf16):
-    """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `row_nbytes` are those of a row of w.
+    """y (m, n) = x (m, k) @ w (n, k).T, plus y if `add`; x, w, y are addresses, rows of w have `row_nbytes` bytes.
 
-    With half = 1, x and w are rounded to bf16; see amx.py for half = 2.
+    With bf16 = 1, x and w are rounded to bf16; see amx.py for bf16 = 2.
     """
     flat, block = scratch(FLAT_SIZE), scratch(B_SIZE)
     step, across = even_parts(k, DEEP, COLUMNS), even_parts(n, BROAD_BF16 if bf16 else BROAD, PANEL)
@@ -56,7 +56,7 @@ def multiply(qtype, m, n, k, x, ldx, w, row_nbytes, add, y, ldy, bf16):
 
 @kernel(void(*[i64] * 10, types.boolean, i64, i64, i64))
 def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ldx, bf16):
-    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks."""
+    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], plus x if `add`; start:stop are whole blocks."""
     lines, block, per = scratch(LINES), scratch(B_SIZE), 1 + bf16
     use_tiles = AMX and bf16 > 0
     depth_step = even_parts(n, DEEP, LANES)
@@ -88,7 +88,7 @@ def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ld
 
 @kernel(types.boolean(i64, i64, i64))
 def fused(m, k, qtype):
-    """Whether weights are multiplied as they are unpacked."""
+    """Return whether weights are multiplied while they are unpacked, in registers."""
     return m == 1 and k % 32 == 0 and qtype in FUSED_TYPES
 
 
@@ -127,6 +127,7 @@ def dot_columns(y, x, qtype, w, add, start, stop):
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64))
 def columns(y, x, qtype, w, add, bf16, start, stop):
+    """Compute columns start … stop - 1 of y = x @ w.T, by dot products for few rows, else by panels."""
     m, k = x.shape
     n, nbytes = y.shape[1], w.shape[1]
     if m <= FEW_ROWS and bf16 == 0:
@@ -140,13 +141,13 @@ def columns(y, x, qtype, w, add, bf16, start, stop):
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64))
 def product(y, x, qtype, w, add, bf16):
-    """y = x @ w.T, or y + x @ w.T.
+    """y = x @ w.T, plus y if `add`.
 
         x  (M, K)          f32
         w  (N, row bytes)  packed
         y  (M, N)          f32
 
-    Up to 8 rows use dot products, bound by reading w once, unless half = 1: x and w are rounded to bf16.
+    Up to 8 rows use dot products, bound by reading w once, unless bf16 = 1: x and w are rounded to bf16.
     """
     m, k = x.shape
     n = w.shape[0]
@@ -162,7 +163,7 @@ def product(y, x, qtype, w, add, bf16):
 
 @kernel(void(words2, i64, i64, i64, i64, i64))
 def product_task(every, x, k, qtype, step, task):
-    """Up to `step` columns of one of the products, fused."""
+    """Compute up to `step` columns of one of several joined products, fused."""
     i, col_start = part_of(every, step, task)
     y, n, w, ldw = every[i, 0], every[i, 1], every[i, 2], every[i, 3]
     for j in range(col_start, min(col_start + step, n)):
@@ -172,9 +173,9 @@ def product_task(every, x, k, qtype, step, task):
 
 @kernel(void(words2, in2, i64, i64))
 def products(every, x, qtype, bf16):
-    """`product` with several weights of one kind, fused.
+    """Compute `product` of one row with several weights of one type, fused.
 
-    every  of each the address of y, N, the address of w, the bytes of a row, and add
+    every  of each product the address of y, N, the address of w, the bytes of a row of w, and add
     bf16   0
     """
     columns_per_task = -(-tasks_of(every, 1) // (threads() * TASKS_PER_THREAD * LANES)) * LANES
@@ -184,7 +185,7 @@ def products(every, x, qtype, bf16):
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64, i64))
 def product_back_task(x, y, qtype, w, add, bf16, rows, task_columns, across, task):
-    """`rows` rows and `task_columns` columns of x."""
+    """Compute `rows` rows and `task_columns` columns of x for `product_back`."""
     m, k = x.shape
     n, row_nbytes = w.shape
     i, c = task // across * rows, task % across * task_columns
@@ -196,7 +197,7 @@ def product_back_task(x, y, qtype, w, add, bf16, rows, task_columns, across, tas
 
 @kernel(void(out2, in2, i64, i64, packed2, types.boolean, i64))
 def product_back(x, y, block, qtype, w, add, bf16):
-    """x = y @ w, or x + y @ w.
+    """x = y @ w, plus x if `add`.
 
     y  (M, N)          f32
     w  (N, row bytes)  packed by `block` columns

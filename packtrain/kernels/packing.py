@@ -1,9 +1,14 @@
-"""Exact search for offsets below a height: depth first, each buffer at the lowest possible offset.
+"""Search offsets below a height exactly: depth first, each buffer at the lowest possible offset.
 
 A key is the lowest offset still possible, then `bits` bits of rank and as many of number: buffers not yet placed
 form a frame of the stack, sorted by key. The next buffer is never placed lower than the previous one (canonical
 order; Moffitt 2023, doi 10.1145/3623278.3624752). Where no unplaced buffer crosses, both sides are searched
 separately. A step costs what it changes: the keys below the new buffer's top, and the sections of its life.
+
+Worked example: lives A 0..2, B 1..3, C 2..4, sizes 2, 3, 2, target 5; sections 0 to 3 hold 2, 5, 5, 2 bytes.
+    frame A0 B0 C0   place A at 0: B overlaps A and is lifted to A's top, C does not
+    frame C0 B2      place C at 0: B is at C's top already
+    frame B2         place B at 2: its top is 5, solved. With target 4, section 1 is too full for any offsets.
 """
 
 from numba import types
@@ -16,7 +21,7 @@ line_type, table_type = types.Array(types.int64, 1, "C"), types.Array(types.int6
 NONE, SOLVED, STOPPED = 0, 1, 2
 KEY = 62  # bits of a key
 FIRST, LAST, SIZE, RANK = 0, 1, 2, 3  # rows of buffers
-WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # limits
+WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # places in limits
 # rows of sections: bytes not yet placed, buffers over the left edge, scratch
 TOTAL, CROSSING, FILLED = 0, 1, 2
 
@@ -44,7 +49,7 @@ def index_of(key, bits):
 
 @part(void(table_type, table_type, i64, i64), forceinline=False)
 def count_buffer(buffers, sections, i, sign):
-    """Add buffer i to the unplaced ones, or remove it."""
+    """Add the size of buffer i to the unplaced bytes of its sections (sign 1), or remove it (sign -1)."""
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         sections[TOTAL, s] += sign * buffers[SIZE, i]
     for s in range(buffers[FIRST, i] + 1, buffers[LAST, i]):
@@ -53,9 +58,9 @@ def count_buffer(buffers, sections, i, sign):
 
 @kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, line_type))
 def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
-    """Place buffer c of the frame: the others become the frame after it, lifted if they overlap it; returns how many.
+    """Place buffer c of a frame: the others become the next frame, lifted if they overlap it; returns how many were.
 
-    Their keys before and, sorted, after go to `free`, for `take_back`. Keys above the new floor stay where they are.
+    Lifted keys before and, sorted, after go to `free`, for `undo_placement`. Keys above the new floor do not move.
     """
     key, frame_end = stack[top + c], top + count
     i, shift = index_of(key, bits), 2 * bits
@@ -90,7 +95,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
 
 @kernel(void(table_type, table_type, line_type, i64, i64, i64, i64, i64))
 def undo_placement(buffers, sections, stack, top, c, free, n, bits):
-    """Undo `lay`, which lifted n keys."""
+    """Undo `place_buffer`, which lifted n keys."""
     first_lifted, last_lifted = top + 1, top + 1
     if n > 0:
         while stack[first_lifted] < stack[free + n]:
@@ -121,7 +126,7 @@ def undo_placement(buffers, sections, stack, top, c, free, n, bits):
 
 @part(i64(table_type, table_type, i64), forceinline=False)
 def max_beside(buffers, sections, i):
-    """The most unplaced bytes of a section of buffer i, without its own."""
+    """Return the most unplaced bytes of a section of buffer i, without the buffer's own."""
     max_total = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         max_total = max(max_total, sections[TOTAL, s])
@@ -130,7 +135,7 @@ def max_beside(buffers, sections, i):
 
 @part(boolean(table_type, table_type, i64, i64, i64, i64, i64), forceinline=False)
 def add_under(buffers, sections, i, offset, left, right, target):
-    """Whether all of the sections but what lies below, FILLED, fits above `offset`; then buffer i lies below, too."""
+    """Return whether buffer i's sections fit above `offset` without their FILLED bytes; then counts i as FILLED."""
     for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
         if offset + sections[TOTAL, s] - sections[FILLED, s] > target:
             return False
@@ -140,11 +145,10 @@ def add_under(buffers, sections, i, offset, left, right, target):
 
 @kernel(boolean(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, i64))
 def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at, n):
-    """Whether a frame may still end below the target, if none of it will be placed before key `min_key`.
+    """Return whether a frame may still end below the target if nothing of it is placed before key `min_key`.
 
-    In each section, buffers that cannot be placed below h need their bytes above h, for every h. That is looked at
-    where buffers rose: the n keys that `lay` lifted, and those before `min_key`, to be lifted by one at its offset or
-    higher.
+    In each section, buffers that cannot be placed below h need their bytes above h, for every h. That is checked only
+    where buffers rose: the n keys that `place_buffer` lifted, and those before `min_key`, which rise by one or more.
     """
     frame_end, min_offset, cursor = top + count, min_key >> 2 * bits, top
     left, right = sections.shape[1], 0
@@ -181,7 +185,7 @@ def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at,
 
 @kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, line_type))
 def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, bits, offsets):
-    """A frame of the buffers between two edges, ranked by RANK, then by the fullest of their sections, then number."""
+    """Write a frame of the buffers between two edges, ranked by RANK, fullest section and number; returns its size."""
     new_end, shift = to, 2 * bits
     max_total = (1 << (KEY - shift)) - 1
     for d in range(top, top + count):
@@ -201,7 +205,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
 
 @part(i64(table_type, i64, i64), forceinline=False)
 def edge(sections, left_edge, right_edge):
-    """The next section that no buffer enters from its left; or `right_edge`."""
+    """Return the next section that no unplaced buffer enters from its left; or `right_edge`."""
     for s in range(left_edge + 1, right_edge):
         if sections[CROSSING, s] == 0:
             return s
@@ -210,7 +214,7 @@ def edge(sections, left_edge, right_edge):
 
 @part(boolean(table_type, line_type, i64, i64, i64), forceinline=False)
 def has_twin(buffers, stack, top, c, bits):
-    """Whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
+    """Return whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
     i = index_of(stack[top + c], bits)
     for d in range(top + c - 1, top - 1, -1):
         if stack[d] >> 2 * bits != stack[top + c] >> 2 * bits:
@@ -224,7 +228,7 @@ def has_twin(buffers, stack, top, c, bits):
 
 @part(i64(table_type, line_type, i64, i64, i64), forceinline=False)
 def lowest_top(buffers, stack, top, count, bits):
-    """The lowest end that a buffer of the frame can have: one that began above it would leave room for it."""
+    """Return the lowest end that a buffer of the frame can have: to begin above it would leave room for that buffer."""
     lowest = 1 << KEY
     for d in range(top, top + count):
         if stack[d] >> 2 * bits >= lowest:
@@ -235,7 +239,7 @@ def lowest_top(buffers, stack, top, count, bits):
 
 @kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, table_type, line_type))
 def search(buffers, sections, stack, top, count, free, left, right, min_key, offsets, limits):
-    """Place a frame, from key `min_key` on: FOUND with offsets[0] filled in, NONE, or STOPPED."""
+    """Place a frame, from key `min_key` on: returns SOLVED with offsets[0] filled in, NONE, or STOPPED."""
     target, bits = limits[TARGET], limits[BITS]
     max_offset = lowest_top(buffers, stack, top, count, bits)
     for c in range(count):
@@ -269,7 +273,7 @@ def search(buffers, sections, stack, top, count, free, left, right, min_key, off
             if status != NONE:
                 return status
         is_viable = possible or fits(buffers, sections, stack, top, count, key, target, bits, 0, 0)
-        # it hinders no other, or all that is left is too much
+        # the buffer hinders no other, or all that is left is too much
         if neighbor_nbytes == 0 or not is_viable:
             break
     return NONE if count else SOLVED
@@ -277,13 +281,13 @@ def search(buffers, sections, stack, top, count, free, left, right, min_key, off
 
 @kernel(i64(table_type, table_type, line_type, table_type, line_type))
 def pack(buffers, sections, stack, offsets, limits):
-    """Offsets below a target height, in units: FOUND; NONE if there are none; STOPPED: no work or stack is left.
+    """Find offsets below a target height: SOLVED; NONE if there are none; STOPPED if work or stack ran out.
 
     buffers   (4, n)  first section, one past the last, size, rank; by number
     sections  (3, S)  zeros
     stack             scratch: 5 n at least
     offsets   (2, n)  the result and scratch
-    limits    (4,)    keys and sections to look at, decremented; not 0: stop; the target; the bits of a number
+    limits    (4,)    WORK: keys and sections to look at, decremented; STOP if not 0; TARGET; BITS of a number
     """
     n, num_sections, bits = buffers.shape[1], sections.shape[1], limits[BITS]
     for i in range(n):
@@ -300,13 +304,13 @@ def pack(buffers, sections, stack, offsets, limits):
 
 START, END, NBYTES = 0, 1, 2  # columns of lives
 BOTTOM, TOP = 2, 3  # columns of placed, after START and END
-KEYS, FIRST_START, LAST_END, MIN_KEY = 0, 1, 2, 3  # columns of left
+KEYS, FIRST_START, LAST_END, MIN_KEY = 0, 1, 2, 3  # columns of blocks
 BLOCK_SIZE = 128
 
 
 @part(i64(table_type, i64, i64), forceinline=False)
 def first_above(placed, n, floor):
-    """The first of n placed buffers whose bottom is not below the floor."""
+    """Return the first of n placed buffers whose bottom is not below the floor."""
     low_index, high_index = 0, n
     while low_index < high_index:
         middle = (low_index + high_index) // 2
@@ -319,7 +323,7 @@ def first_above(placed, n, floor):
 
 @kernel(i64(table_type, line_type, line_type, table_type, line_type))
 def first_fit(lives, order, offsets, placed, limits):
-    """Offsets as those of `packing.pack.first_fit`: FOUND, or STOPPED.
+    """Write the offsets of `packing.pack.first_fit`; returns SOLVED, or STOPPED.
 
     lives   (n, 3)  start, end, bytes
     placed  (n, 4)  scratch: start, end, bottom and top of the placed buffers, by bottom
@@ -346,7 +350,7 @@ def first_fit(lives, order, offsets, placed, limits):
 
 @part(void(table_type, table_type, i64, i64), forceinline=False)
 def measure_block(lives, blocks, b, n):
-    """First start, last end and least key of a block; what has been placed does not count."""
+    """Write first start, last end and least key of a block of buffers; placed buffers do not count."""
     block_start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
     for i in range(b * BLOCK_SIZE, min(n, (b + 1) * BLOCK_SIZE)):
         if blocks[i, KEYS] < 1 << KEY:
@@ -357,7 +361,7 @@ def measure_block(lives, blocks, b, n):
 
 @part(void(table_type, table_type, i64, i64, i64, i64), forceinline=False)
 def lift_keys(lives, blocks, start, end, floor, n):
-    """Raise the keys of what is alive during an interval to a floor."""
+    """Raise to a floor the keys of buffers that are alive during an interval."""
     for b in range((n + BLOCK_SIZE - 1) // BLOCK_SIZE):
         has_overlap = blocks[b, FIRST_START] < end and start < blocks[b, LAST_END]
         if has_overlap and blocks[b, MIN_KEY] < floor * n:
@@ -369,9 +373,9 @@ def lift_keys(lives, blocks, start, end, floor, n):
 
 @kernel(i64(table_type, line_type, line_type, table_type, line_type))
 def skyline(lives, order, offsets, blocks, limits):
-    """Offsets as those of `packing.pack.skyline`, fastest if lives are sorted by start: FOUND, or STOPPED.
+    """Write the offsets of `packing.pack.skyline`, fastest if lives are sorted by start; returns SOLVED, or STOPPED.
 
-    blocks  (n, 4)  scratch: its key for each buffer, then for each BLOCK of them first start, last end and least key
+    blocks  (n, 4)  scratch: each buffer's key; for each BLOCK_SIZE buffers first start, last end and least key
     """
     n = len(order)
     for rank in range(n):

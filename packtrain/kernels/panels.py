@@ -1,6 +1,6 @@
-"""How packed operands of products are laid out: panels of columns and groups of rows, as register tiles read them.
+"""Lay out packed operands of products: panels of columns and groups of rows, as register tiles read them.
 
-With `half`, values are rounded to bf16, and two steps of k are one 32-bit place: the even one in its lower half.
+With bf16 > 0, values are rounded to bf16, and two steps of k are one 32-bit place: the even one in its lower half.
 """
 
 from llvmlite import ir
@@ -11,7 +11,7 @@ from packtrain.kernels.call import part
 from packtrain.kernels.simd import I32, I64, LANES, VECTOR
 
 AVX512 = runtime.has_cpu_feature("avx512f")
-HALF = AVX512 and runtime.has_cpu_feature("avx512bf16")  # whether bf16 can be multiplied
+HALF = AVX512 and runtime.has_cpu_feature("avx512bf16")  # whether the CPU multiplies bf16
 HAS_NARROW_VECTORS = not AVX512  # vectors are two registers or more
 AMX = HALF and runtime.has_cpu_feature(runtime.AMX)  # by tiles, see amx.py
 ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
@@ -32,7 +32,7 @@ def vector_at(builder, base_ptr):
 
 
 def beyond(builder, base_ptr, num_floats):
-    """The address `num_floats` f32 behind base."""
+    """Emit the address `num_floats` f32 behind `base_ptr`."""
     return builder.add(base_ptr, builder.mul(num_floats, I64(4)))
 
 
@@ -67,7 +67,7 @@ WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def emit_pair(builder, low, high):
-    """Two vectors rounded to bf16, side by side in each lane."""
+    """Emit the rounding of two vectors to bf16, side by side in each lane."""
     if not HALF:
         return low
     both = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_VECTOR, high, low)
@@ -82,7 +82,7 @@ pair = simd.lanewise(emit_pair, 2)
 
 
 def emit_row(builder, source, ld, row_index, last, left):
-    """16 values of a row, or of row `last` if that comes before it; the first `left` lanes. Prefetches what follows."""
+    """Emit a load of row min(row_index, last), masked to its first `left` lanes; prefetches what follows."""
     next_row = beyond(builder, source, builder.mul(I64(row_index), ld))
     emit_prefetch(builder, builder.add(next_row, I64(PREFETCH_NBYTES)))
     row = builder.select(builder.icmp_signed("<", I64(row_index), last), I64(row_index), last)
@@ -92,7 +92,7 @@ def emit_row(builder, source, ld, row_index, last, left):
 
 
 def emit_transposed(builder, rows, num_rounds):
-    """The values of `rows` with columns outermost, as if they were one long vector."""
+    """Emit the values of `rows` with columns outermost, as if the rows were one long vector."""
     low_order, high = (
         ir.Constant(simd.BITS, [first_lane + i // 2 + i % 2 * LANES for i in range(LANES)])
         for first_lane in (0, LANES // 2)
@@ -106,7 +106,7 @@ def emit_transposed(builder, rows, num_rounds):
 
 @simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
 def transpose16(builder, source, ld, last, left, target, ld_target):
-    """16 x 16 of `source` transposed; its rows stop at `last`, its columns at `left`."""
+    """Transpose 16 x 16 of `source` to `target`; its rows stop at `last`, its columns at `left`."""
     row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
     for row_index, column_vector in enumerate(emit_transposed(builder, row_vectors, 4)):
         target_row = beyond(builder, target, builder.mul(I64(row_index), ld_target))
@@ -115,7 +115,7 @@ def transpose16(builder, source, ld, last, left, target, ld_target):
 
 @simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
 def transpose16_bf16(builder, source, ld, last, left, target, ld_target):
-    """The same in bf16: 16 x 8 pairs."""
+    """Transpose 16 x 16 of `source` to 16 x 8 pairs of bf16 at `target`; rows stop at `last`, columns at `left`."""
     row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
     transposed = emit_transposed(builder, row_vectors, 4)
     for row_index in range(LANES // 2):
@@ -126,7 +126,7 @@ def transpose16_bf16(builder, source, ld, last, left, target, ld_target):
 
 @simd.instruction(types.void, i64, i64, i64, i64, i64)
 def transpose_group(builder, source, ld, last, left, target):
-    """8 x 16 of `source` transposed to 16 x 8 in a row."""
+    """Transpose 8 x 16 of `source` to 16 x 8 in a row at `target`."""
     row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
     for row_index, value in enumerate(emit_transposed(builder, row_vectors, 3)):
         builder.store(value, vector_at(builder, builder.add(target, I64(64 * row_index))), align=64)
@@ -134,7 +134,7 @@ def transpose_group(builder, source, ld, last, left, target):
 
 @simd.instruction(types.void, i64, i64, i64, i64, i64)
 def transpose_group_bf16(builder, source, ld, last, left, target):
-    """The same in bf16: 8 x 8 pairs in a row."""
+    """Transpose 8 x 16 of `source` to 8 x 8 pairs of bf16 in a row at `target`."""
     row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
     transposed = emit_transposed(builder, row_vectors, 3)
     for r in range(GROUP // 2):
@@ -144,14 +144,14 @@ def transpose_group_bf16(builder, source, ld, last, left, target):
 
 
 def halves_of(builder, rows, half_index):
-    """The lower (0) or upper (1) halves of two vectors, side by side."""
+    """Emit the lower (0) or upper (1) halves of two vectors, side by side."""
     lane_order = [LANES * (i // GROUP) + GROUP * half_index + i % GROUP for i in range(LANES)]
     return builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lane_order))
 
 
 @simd.instruction(types.void, i64, i64, i64)
 def move_panel(builder, source, ld, target):
-    """PANEL values of a row of `source`. Prefetches a row that follows."""
+    """Copy PANEL values of a row of `source` to `target`; prefetches a row that follows."""
     prefetch_row = beyond(builder, source, builder.mul(ld, I64(BELOW)))
     for vector_index in range(WIDE):
         vector_offset = I64(64 * vector_index)
@@ -162,7 +162,7 @@ def move_panel(builder, source, ld, target):
 
 @part(i64(i64, i64))
 def places(depth, bf16):
-    """Places of packed values for a depth, whole turns of the loop over them; what is added are zeros."""
+    """Return the places of packed values for a depth, whole turns of the loop over them; added places are zeros."""
     if AMX and bf16:
         return -(-depth // (2 * LANES)) * LANES * bf16
     num_places = (max(depth, 1) + bf16) // (1 + bf16)
@@ -171,5 +171,5 @@ def places(depth, bf16):
 
 @part(i64(i64))
 def group_stride(packed_k):
-    """The distance of groups in packed a: never one that puts all of them into the same places of a cache."""
+    """Return the distance of groups in packed a: never one that puts all of them into the same places of a cache."""
     return packed_k * GROUP + GROUP_SHIFT

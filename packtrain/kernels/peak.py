@@ -1,4 +1,4 @@
-"""What the processor can do at most, for `packtrain bench`: fused multiply-adds in registers, and copying."""
+"""Measure the processor's peak for `packtrain bench`: fused multiply-adds in registers, and copies."""
 
 from llvmlite import ir
 from numba import types
@@ -7,15 +7,14 @@ from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import F32, I64, LANES, VECTOR, f32x16, in1, out1
 
-CHAINS = (
-    12 if runtime.has_cpu_feature("avx512f") else 6
-)  # independent sums: enough to hide the latency
+# independent sums: enough to hide the latency
+CHAINS = 12 if runtime.has_cpu_feature("avx512f") else 6
 i64, f32, void = types.int64, types.float32, types.void
 
 
 @simd.instruction(f32x16, i64, f32)
 def fma_chains(builder, num_rounds, factor):
-    """The sum of CHAINS vectors after `num_rounds` rounds of v = v * factor + factor, all at once."""
+    """Return the sum of CHAINS vectors after `num_rounds` rounds of v = v * factor + factor."""
     entry_block, factor_lanes = builder.block, simd.spread(builder, factor, VECTOR)
     loop_block, exit_block = (builder.append_basic_block(name) for name in ("round", "after"))
     builder.branch(loop_block)
@@ -46,7 +45,7 @@ def multiply_chains(y, factor, num_rounds, number):
 
 @kernel(void(out1, f32, i64))
 def multiply_adds(y, factor, num_rounds):
-    """`num_rounds` rounds of CHAINS vectors for each vector of y, one task each; y keeps what comes of it."""
+    """Run `num_rounds` rounds of fma_chains for each vector of y, one task each, and write the sums to y."""
     each(multiply_chains, (y, factor, num_rounds), y.size // LANES)
 
 
@@ -58,5 +57,5 @@ def copy_span(y, x, span_start, span_stop):
 
 @kernel(void(out1, in1, i64))
 def copied(y, x, num_tasks):
-    """y = x, of whole vectors, in equal parts on the threads."""
+    """y = x, whole vectors, in `num_tasks` equal spans on the threads."""
     spans(copy_span, (y, x), y.size, -(-y.size // (num_tasks * LANES)) * LANES)

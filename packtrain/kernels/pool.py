@@ -1,7 +1,7 @@
-"""Threads that run the tasks of a region: `share_out` opens one, `serve` is the life of each thread but the first.
+"""Run the tasks of a region on threads: `run_region` opens a region, `serve` is the life of each thread but the first.
 
-Each thread has a share of the tasks, and then takes those that others have not begun: who comes late is not waited for.
-After a region threads wait actively for a moment, then sleep. A region within a region, or beside one, has one thread.
+Each thread has a share of the tasks, and then takes those that others have not begun: nobody waits for a late thread.
+After a region threads spin for a moment, then sleep. A region within a region, or beside one, has one thread.
 """
 
 import platform
@@ -34,8 +34,10 @@ THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP = (
     crew.IS_ASLEEP,
 )
 BED, MAIN_SEMAPHORE, SIZE = crew.BED, crew.MAIN_SEMAPHORE, crew.SIZE
-SPIN_NANOSECONDS = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
-# bytes of its stack that a thread touches first, to be measured with the kernels
+# Threads spin longer than the serial work between two products of a token: waking a thread takes as long as a 768 x 768
+# product. Threads that only spin, as libgomp's can, stop a step for time slices where another program has a core.
+SPIN_NANOSECONDS = 100_000
+# bytes of stack that each thread touches first, so that they are measured with the kernels
 STACK = 3 << 19 if has_large_l2() else 1 << 20
 
 llvmlite.binding.add_symbol("packtrain_pool", crew.WORDS_ADDRESS)
@@ -45,14 +47,14 @@ clock_gettime = types.ExternalFunction("clock_gettime", i32(i32, i64))
 
 
 def shared_word(builder, word_index):
-    """The pointer to a shared word."""
+    """Emit the pointer to word `word_index` of the words that threads share."""
     symbol = "packtrain_pool"
     first = builder.module.globals.get(symbol) or ir.GlobalVariable(builder.module, I64, symbol)
     return builder.gep(first, [word_index])
 
 
 def atomic_intrinsic(emit, has_value):
-    """An intrinsic (index, …): emit(builder, pointer, …) on a shared word, in one order for all threads."""
+    """Return an intrinsic (word_index[, value]) of emit(builder, pointer[, value]), in one order for all threads."""
 
     def codegen(context, builder, sig, args):
         return emit(builder, shared_word(builder, args[0]), *args[1:])
@@ -70,7 +72,7 @@ word_address = atomic_intrinsic(lambda builder, p: builder.ptrtoint(p, I64), 0)
 
 @intrinsic
 def spin_pause(typingctx):
-    """Wait for some nanoseconds."""
+    """Pause the core for some nanoseconds."""
 
     def codegen(context, builder, sig, args):
         function_type = ir.FunctionType(ir.VoidType(), [])
@@ -82,7 +84,7 @@ def spin_pause(typingctx):
 
 @intrinsic
 def call_task(typingctx, task, task_args, task_index):
-    """Call a function that `call.task_code` wrote."""
+    """Call the function at address `task`, which `call.emit_task` wrote, with its arguments and a task number."""
 
     def codegen(context, builder, sig, args):
         function_type = ir.FunctionType(ir.VoidType(), [I64, I64])
@@ -94,7 +96,7 @@ def call_task(typingctx, task, task_args, task_index):
 
 @intrinsic
 def touch_stack(typingctx):
-    """Use the part of its stack that a thread may need."""
+    """Write to the part of the stack that a thread may need, so that its memory is in use."""
 
     def codegen(context, builder, sig, args):
         room = builder.alloca(ir.ArrayType(ir.IntType(8), STACK))
@@ -112,7 +114,7 @@ INLINE_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "forcein
 
 @njit(i64(), **INLINE_OPTIONS)
 def threads():
-    """How many threads a region uses."""
+    """Return the number of threads that a region uses."""
     return load_word(USED)
 
 
@@ -124,7 +126,7 @@ def nanoseconds(thread_slot):
 
 @njit(void(i64, i64), **INLINE_OPTIONS)
 def run_tasks(first_thread, num_threads):
-    """Run the tasks of this thread, then what others have not begun."""
+    """Run the tasks of thread `first_thread`, then those that other threads have not begun."""
     for thread_step in range(num_threads):
         thread_slot = THREAD_WORDS + (first_thread + thread_step) % num_threads * SIZE
         while load_word(thread_slot + NEXT) < load_word(thread_slot + END):
@@ -135,13 +137,14 @@ def run_tasks(first_thread, num_threads):
 
 @njit(i64(i64, i64), **INLINE_OPTIONS)
 def called(thread_index, last_region):
-    """The number of the open region if this thread has work there and has not seen it, or 0."""
+    """Return the number of the open region if this thread has work there and has not seen it, or 0."""
     region = load_word(OPEN)
     return region if region != last_region and thread_index < load_word(REGION_THREADS) else 0
 
 
 @njit(void(i64, i64), **INLINE_OPTIONS)
 def await_region(thread_index, last_region):
+    """Wait until a region other than `last_region` is open for this thread: spin, then sleep."""
     thread_slot = THREAD_WORDS + thread_index * SIZE
     deadline = nanoseconds(thread_slot) + SPIN_NANOSECONDS
     while called(thread_index, last_region) == 0:
@@ -154,7 +157,7 @@ def await_region(thread_index, last_region):
 
 @njit(void(), **INLINE_OPTIONS)
 def await_region_end():
-    """Until no thread is in the region."""
+    """Wait until no thread is in the region."""
     deadline = nanoseconds(THREAD_WORDS) + SPIN_NANOSECONDS
     while load_word(INSIDE) > 0:
         spin_pause()
@@ -165,7 +168,7 @@ def await_region_end():
 
 
 def serve(thread_index):
-    """Never returns."""
+    """Run tasks of one region after the other, forever."""
     touch_stack()
     last_region = i64(0)
     while True:
@@ -180,7 +183,7 @@ def serve(thread_index):
 
 
 def run_region(task, task_args, num_tasks):
-    """Run tasks 0 … count - 1."""
+    """Run tasks 0 … num_tasks - 1 on the threads; here alone if the pool is busy or one thread suffices."""
     num_workers = min(threads(), load_word(NUM_STARTED) + 1, num_tasks)
     if num_workers <= 1 or swap_word(IS_BUSY, 1) == 1:
         for task_index in range(num_tasks):

@@ -17,7 +17,7 @@ from packtrain.dtypes.neighbours import neighbour_table
 
 
 class QuantizedBlocks(NamedTuple):
-    """Values that are quantized already: blocks, and what they stand for."""
+    """Blocks that are quantized already, and the values that they stand for."""
 
     blocks: np.ndarray
     values: np.ndarray
@@ -31,7 +31,7 @@ class WeightedValues(NamedTuple):
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
-    """The values as f32, (..., width): bit for bit as ggml's reference.
+    """Return the values of an array as f32, (..., width): bit for bit as ggml's reference.
 
     Raises ValueError for an element type that is none of READABLE.
     """
@@ -53,7 +53,7 @@ def unpack_into(values: np.ndarray, array: np.ndarray) -> None:
 
 
 def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None) -> np.ndarray:
-    """f32 values (..., width) as an array of `dtype`, one of WRITABLE, or of PACKED with weights.
+    """Return f32 values (..., width) as an array of `dtype`, one of WRITABLE, or of PACKABLE with weights.
 
     Rows are whole blocks, values finite: else ValueError, but for types of single values.
     weights  (width,) by which errors of each column count, if the type can weigh them; finite, not below zero
@@ -68,7 +68,7 @@ def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None
 def quantize_measured(
     values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None
 ) -> tuple[np.ndarray, float, float]:
-    """The same, with the sums of squares of the values and of the errors.
+    """Return the array that `quantize` returns, and the sums of squares of the values and of the rounding errors.
 
     Rows that are not finite are not packed: the first sum shows them.
     """
@@ -104,7 +104,7 @@ def packed(
     dtype: Dtype,
     report_error: Callable[[float], None],
 ) -> Iterator[np.ndarray]:
-    """Convert parts of a tensor from f32; calls `report_error` with the rounding error. Raises InputError for bad values."""
+    """Yield parts of a tensor as `dtype`; `report_error` gets the rounding error. Raises InputError for bad values."""
     error_sum = square_sum = 0.0
     for part_values in tensor_parts:
         if isinstance(part_values, QuantizedBlocks):
@@ -125,6 +125,6 @@ def packed(
 
 
 def sum_of_squares(x: np.ndarray) -> float:
-    """The sum of squares in f64, without a copy in f64."""
+    """Return the sum of squares in f64, without a copy in f64."""
     flat_values = x.reshape(-1)
     return float(np.einsum("i,i->", flat_values, flat_values, dtype=np.float64))

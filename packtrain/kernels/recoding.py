@@ -1,4 +1,4 @@
-"""Quantized matrices plus low-rank ones, in the blocks and scales that they have. Kinds are ggml's type numbers."""
+"""Add low-rank matrices to quantized ones in the blocks and scales that these have. `qtype` is ggml's type number."""
 
 from numba import types
 
@@ -9,10 +9,10 @@ from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
 from packtrain.kernels.simd import LANES, address, fma, in1, in2, load, peek, scratch, store
 
 i64, f32, void = types.int64, types.float32, types.void
-CHUNK_COLUMNS = 256  # at a time: whole blocks of every type
-CHUNK_BUFFER = 512  # their values, and by how much their codes are moved
-NOISE_PERIOD = 1 << 12  # by which codes are moved, in turn; COLUMNS more repeat the first ones
-ROW_HASH = 2654435761  # from row to row
+CHUNK_COLUMNS = 256  # columns at a time: whole blocks of every type
+CHUNK_BUFFER = 512  # f32 of their values and of the noise on their codes
+NOISE_PERIOD = 1 << 12  # noise values, used in turn; CHUNK_COLUMNS more repeat the first ones
+ROW_HASH = 2654435761  # moves the noise from row to row
 bytes2_type = types.Array(types.uint8, 2, "C")
 bind_placeholders(simd, bits, codes)
 form = void(i64, i64, i64)
@@ -21,13 +21,13 @@ recode = choice(compile_role("recode", part(form, forceinline=False)), form, cou
 
 @part(i64(i64, i64))
 def noise_offset(i, j):
-    """Where the parts of row i lie, from column j on."""
+    """Return where in `noise` the values for row i begin, from column j on."""
     return ((i * ROW_HASH >> 8) + j) & (NOISE_PERIOD - 1)
 
 
 @kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64, i64, i64))
 def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
-    """Rows start … stop."""
+    """Compute rows row_start … row_stop - 1 of `add`."""
     (rank, k), row_nbytes = a.shape, w.shape[1]
     chunk_ptr = scratch(CHUNK_BUFFER)
     for c in range(0, k, CHUNK_COLUMNS):
@@ -53,13 +53,13 @@ def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
 
 @kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64))
 def add(y, w, qtype, a, b, by, noise, first):
-    """y = w + by * b @ a in the blocks of w: its scales, and the nearest codes.
+    """y = w + by * b @ a in the blocks of w: scales stay, each value gets the nearest code.
 
-    w, y   (N, row bytes)      packed
-    a      (R, K)              f32
-    b      (N, R)              f32
-    noise  (PARTS + COLUMNS,)  f32, by which part of a step codes are moved, see `place`
-    first  the number of the first row of a larger matrix, of which w has some rows
+    w, y   (N, row bytes)                    packed
+    a      (R, K)                            f32
+    b      (N, R)                            f32
+    noise  (NOISE_PERIOD + CHUNK_COLUMNS,)   f32, parts of a step added to codes before rounding, see `noise_offset`
+    first  the number of w's first row in the matrix of which w has some rows
     """
     n = len(w)
     spans(add_rows, (y, w, qtype, a, b, by, noise, first), n, -(-n // (threads() * LANES)) * LANES)

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: short runs in f32 lanes, everything longer in f64."""
+"""Sum arrays in a fixed order: short runs in f32 lanes, everything longer in f64."""
 
 from numba import types
 
@@ -16,7 +16,7 @@ ROWS_PER_RUN = 64  # rows added in f32 before they go to the sum over all rows
 
 @kernel(f64(in1, i64, i64, types.boolean))
 def span_sum(x, span_start, span_stop, use_squares):
-    """The sum of x[start:stop], or of its squares."""
+    """Return the sum of x[span_start:span_stop], or of its squares, in f64."""
     run_sum = f64(0.0)
     for run_start in range(span_start, span_stop, VALUES_PER_RUN):
         lane_sums = simd.splat(0.0)
@@ -29,7 +29,7 @@ def span_sum(x, span_start, span_stop, use_squares):
 
 @kernel(void(i64, in1, i64, types.boolean, i64))
 def reduce_part(parts_ptr, x, part_length, use_squares, t):
-    """Part t of a sum, as a pair of f32 (head and rest of an f64)."""
+    """Write part t of a sum as a pair of f32: the head and the rest of an f64."""
     part_sum = span_sum(x, t * part_length, min(x.size, (t + 1) * part_length), use_squares)
     simd.poke(parts_ptr, 2 * t, f32(part_sum))
     simd.poke(parts_ptr, 2 * t + 1, f32(part_sum - f64(f32(part_sum))))
@@ -37,7 +37,7 @@ def reduce_part(parts_ptr, x, part_length, use_squares, t):
 
 @kernel(void(out1, in1, types.boolean))
 def reduce_sum(y, x, use_squares):
-    """y[0] = the sum."""
+    """y[0] = sum(x), or sum(x**2) if `use_squares`."""
     n = x.size
     if n <= SERIAL:
         y[0] = f32(span_sum(x, 0, n, use_squares))
@@ -73,7 +73,7 @@ def sum_squares(y, x):
 
 @kernel(f64(i64, i64))
 def row_sum(x, width):
-    """The sum of the row at that address."""
+    """Return the sum of the row at address x, in f64."""
     run_sum = f64(0.0)
     for run_start in range(0, width, VALUES_PER_RUN):
         lane_sums = simd.splat(0.0)
@@ -138,7 +138,7 @@ def running_rows(y, x, reverse, row_start, row_stop):
 
 @kernel(void(out2, in2, types.boolean))
 def running(y, x, reverse):
-    """Running sums of each row, from its end if `reverse`; y may be x.
+    """Write the running sums of each row of x, from its end if `reverse`; y may be x.
 
     x, y  (N, C)  f32
     """

@@ -1,4 +1,4 @@
-"""Compiles the functions of dtypes/, and dispatches between them by type number.
+"""Compile the functions of dtypes/, and dispatch between them by type number.
 
 The placeholders in dtypes/intrinsics.py get their meaning here.
 """
@@ -46,13 +46,13 @@ def numba_type(function):
 
 
 def compile_role(role, decorator):
-    """The functions of a role by type, compiled for the calling module, with all that they call."""
+    """Compile the functions of a role, such as `unpack`, and all that they call; returns them by element type."""
     done = {}
     return {t: compiled(t.code[role], decorator, done) for t in DTYPES.values() if role in t.code}
 
 
 def compiled(code, decorator, done):
-    """Compile a function of dtypes/, and first those that it calls."""
+    """Compile a function of dtypes/, after the functions that it calls; returns the compiled function."""
     if code not in done:
         for callee in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(callee, CompiledFunction):
@@ -64,9 +64,9 @@ def compiled(code, decorator, done):
 
 
 def choice(functions, signature, *, count_blocks):
-    """An intrinsic (kind, given values, n): the function of the type of that number, for (given values, n).
+    """Return an intrinsic (qtype, *args, n) that calls the function of the type with that number with (*args, n).
 
-    count_blocks  whether they count in blocks; n counts elements
+    count_blocks  whether the functions count in blocks; n counts elements
     """
 
     def codegen(context, builder, sig, args):

@@ -1,4 +1,4 @@
-"""Rotary positions: a table of cosines and sines, and the rotation by it, forward and back."""
+"""Rotary position embedding: a table of cosines and sines, and the rotation by it, forward and back."""
 
 import math
 
@@ -16,7 +16,7 @@ frequencies_type = types.Array(f64, 1, "C", readonly=True)
 
 
 def pick_lanes(lane_order, num_vectors):
-    """An intrinsic that picks lanes of one vector, or of two (the second counts from 16)."""
+    """Return an intrinsic that picks lanes of one vector, or of two (the second counts from 16)."""
 
     def emit(builder, *vectors):
         return builder.shuffle_vector(vectors[0], vectors[-1], ir.Constant(BITS, lane_order))
@@ -45,7 +45,7 @@ def table_row(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_i
 
 @kernel(void(out3, simd.ids1, frequencies_type, f64, f64, i64, i64))
 def table(angle_table, pos, inv_freq, magnitude, rate, length, offset):
-    """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
+    """angle_table[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
     scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
 
@@ -62,7 +62,7 @@ def table(angle_table, pos, inv_freq, magnitude, rate, length, offset):
 
 @part(void(i64, i64, i64, i64, types.boolean))
 def rotate_pairs(y, x, angles, width, inverse):
-    """One head, pairs (2i, 2i + 1); addresses."""
+    """Rotate the pairs (2i, 2i + 1) of one head at address x by its angles, or back; y is an address, too."""
     for i in range(0, width, LANES):
         num_left = width - i
         v = load_part(x, i, num_left)
@@ -75,7 +75,7 @@ def rotate_pairs(y, x, angles, width, inverse):
 
 @part(void(i64, i64, i64, i64, types.boolean))
 def rotate_halves(y, x, angles, width, inverse):
-    """One head, pairs (i, i + width / 2); addresses."""
+    """Rotate the pairs (i, i + width / 2) of one head at address x by its angles, or back; y is an address, too."""
     half_width = width // 2
     for i in range(0, half_width, LANES):
         num_left = half_width - i
@@ -111,10 +111,10 @@ def rope_rows(y, x, angle_table, is_neox, inverse, row_start, row_stop):
 def rope(y, x, angle_table, is_neox, inverse):
     """Rotate the first R of every head's D by the angles of its row; `inverse` by minus the angles.
 
-    x, y  (N, H, D)    f32; y may be x
-    angle_table     (N, R/2, 2)  f32 cosines and sines, R <= D
+    x, y         (N, H, D)    f32; y may be x
+    angle_table  (N, R/2, 2)  f32 cosines and sines, R <= D
 
-    Pairs are (2i, 2i + 1), or (i, i + R/2) if neox. The inverse is the gradient.
+    Pairs are (2i, 2i + 1), or (i, i + R/2) if `is_neox`. The inverse is the gradient.
     """
     n = x.shape[0]
     rows_per_task = BLOCK // (x.shape[1] * x.shape[2]) if x.size > SERIAL else n

@@ -1,7 +1,6 @@
-"""Rows by index: gather, scatter, add back. Indices below zero are skipped.
+"""Gather, scatter and add rows by index. Indices below zero are skipped.
 
-Each function returns -1, or the position of the first index that is too large, and then writes
-nothing.
+Each function returns -1, or the position of the first index that is too large, and then writes nothing.
 """
 
 from numba import types
@@ -58,7 +57,7 @@ def gather_rows(y, qtype, w, ids, row_start, row_stop):
 
 @kernel(i64(out2, i64, packed2, ids1))
 def get_rows(y, qtype, w, ids):
-    """y[i] = w[ids[i]], zeros where ids[i] < 0; see dequantize for kinds.
+    """y[i] = w[ids[i]] as f32, zeros where ids[i] < 0; `qtype` is ggml's type number.
 
     w    (V, row bytes)  packed
     ids  (N,)            i32
@@ -78,7 +77,7 @@ def get_rows(y, qtype, w, ids):
 
 @kernel(void(out2, in2, ids1, types.boolean, i64, i64))
 def scatter_columns(w, x, ids, add, start, stop):
-    """Columns start .. stop of w[ids[i]] = x[i], or += x[i], in the order of i."""
+    """w[ids[i]] = x[i], or += x[i] if `add`, in columns start … stop - 1, in the order of i."""
     width = x.shape[1]
     for i in range(ids.size):
         if ids[i] < 0:
@@ -153,7 +152,7 @@ def pack_span(use_f16, w, x, ids, row_start, row_stop):
 
 @kernel(i64(types.boolean, bytes2_type, in2, ids1))
 def pack_rows(use_f16, w, x, ids):
-    """w[ids[i]] = x[i], as f16 or Q8_0; indices are distinct.
+    """w[ids[i]] = x[i] packed as f16 or Q8_0; indices are distinct.
 
     x    (N, C)          f32
     ids  (N,)            i32

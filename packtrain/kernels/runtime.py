@@ -1,7 +1,7 @@
-"""The policy of compiled code, set once, before the first kernel module loads.
+"""Set the policy of compiled code once, before the first kernel module loads.
 
-Number of threads from environment variables, affinity and cgroup quota; one BLAS
-thread; a cache folder for kernels, filled by a short-lived child. Importing this loads neither numba nor numpy.
+The number of threads comes from environment variables, affinity and cgroup quota; BLAS has one thread; a short-lived
+child fills the cache folder of kernels. Importing this module loads neither numba nor numpy.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ CPUS = {
         ",+avx512cd,+avx512dq,+avx512vl,+avx512vnni,+avx512bf16",
     },
 }
-ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, what it is asked, and for what
+ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, its request, and AMX's tiles
 
 
 AMX = "amx-bf16"
-PRECISION_FEATURES = {"bf16": "avx512bf16", "bf16x3": AMX}  # by products of these precisions
+PRECISION_FEATURES = {"bf16": "avx512bf16", "bf16x3": AMX}  # CPU feature by precision of products
 THREAD_VARIABLES = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
 
 
 def max_threads() -> int:
-    """The number of threads that the environment gives, else a thread for each core."""
+    """Return the number of threads that the environment gives, else one for each core."""
     env_values = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
     return next(
         (int(text) for text in env_values if text.isdecimal() and int(text)), allowed_cpus()
@@ -48,7 +48,7 @@ def max_threads() -> int:
 
 
 def allowed_cpus() -> int:
-    """The number of cores that affinity and the cgroup quota (v2, v1) allow this process."""
+    """Return the number of cores that affinity and the cgroup quota (v2, v1) allow this process."""
     affinity_cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     num_cpus = len(affinity_cpus) or os.cpu_count() or 1
     cgroup_root = Path("/sys/fs/cgroup")
@@ -69,7 +69,7 @@ def allowed_cpus() -> int:
 
 @cache
 def prepare_numba() -> None:
-    """Let numba compile for the chosen CPU, with our number of threads: OpenMP's, else those of its workqueue."""
+    """Let numba compile for the chosen CPU and use max_threads() threads, OpenMP's or else its workqueue's."""
     with gc_paused():
         import numba
 
@@ -88,7 +88,7 @@ def prepare_numba() -> None:
 
 @cache
 def limit_blas() -> None:
-    """Let NumPy's own products use one thread: more would compete with ours, and change results."""
+    """Limit NumPy's BLAS to one thread: more would compete with kernels' threads, and change results."""
     import numpy  # noqa: F401  loads the library
     import threadpoolctl
 
@@ -96,7 +96,7 @@ def limit_blas() -> None:
 
 
 def chosen_cpu() -> dict[str, str]:
-    """What numba is told of the CPU: nothing to compile for this one. Raises InputError for a wrong PACKTRAIN_CPU."""
+    """Return numba's CPU options; none mean this CPU. Raises InputError for a wrong PACKTRAIN_CPU."""
     cpu_name = os.environ.get("PACKTRAIN_CPU", "")
     chosen = _override_config(cpu_name) if cpu_name else {}
     names = ("CPU_NAME", "CPU_FEATURES")
@@ -106,7 +106,7 @@ def chosen_cpu() -> dict[str, str]:
 
 @cache
 def _override_config(cpu_name: str) -> dict[str, str]:
-    """What numba is told for a value of PACKTRAIN_CPU; code for features that are not here would end the process."""
+    """Return numba's CPU options for a PACKTRAIN_CPU; code for features that this CPU lacks would end the process."""
     import llvmlite.binding
 
     if cpu_name not in CPUS:
@@ -125,11 +125,11 @@ def _override_config(cpu_name: str) -> dict[str, str]:
 
 @cache
 def platform_identity() -> tuple[str, ...]:
-    """What all compiled code depends on in addition to its source."""
+    """Return all that compiled code depends on in addition to its source."""
     import llvmlite.binding
 
     return (
-        "with entries",  # of what is kept, see machine.py
+        "with entries",  # the format of saved code, see machine.py
         *map(package_version, ("numba", "llvmlite")),
         sys.version,
         llvmlite.binding.get_host_cpu_name(),
@@ -141,7 +141,7 @@ def platform_identity() -> tuple[str, ...]:
 
 
 def package_version(package: str) -> str:
-    """What says a package's version, read without importing it."""
+    """Return the text that defines a package's version, read without importing the package."""
     return (package_folder(package) / "_version.py").read_text(encoding="utf-8")
 
 
@@ -152,7 +152,7 @@ def package_folder(package: str) -> Path:
 
 
 def has_cpu_feature(feature: str) -> bool:
-    """Whether code is compiled for a CPU with this feature, as LLVM calls it: `avx512f`."""
+    """Return whether code is compiled for a CPU with this feature, as LLVM names it: `avx512f`."""
     import llvmlite.binding
 
     chosen = chosen_cpu().get("CPU_FEATURES")
@@ -161,13 +161,13 @@ def has_cpu_feature(feature: str) -> bool:
 
 
 def supports_precision(precision: str) -> bool:
-    """Whether our products on this CPU have this precision."""
+    """Return whether products on this CPU can have this precision."""
     return precision not in PRECISION_FEATURES or has_cpu_feature(PRECISION_FEATURES[precision])
 
 
 @cache
 def has_large_l2() -> bool:
-    """Whether the L2 cache of a core has 2 MiB, which products make use of."""
+    """Return whether a core's L2 cache has 2 MiB, which products make use of."""
     with contextlib.suppress(OSError, ValueError):
         size_text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
         return int(size_text.removesuffix("K")) >= 2048
@@ -176,7 +176,7 @@ def has_large_l2() -> bool:
 
 @cache
 def has_tile_permission() -> bool:
-    """Whether Linux lets this process use AMX's tiles, which it wants to be asked."""
+    """Ask Linux whether this process may use AMX's tiles; if not, kernels are those of a CPU without AMX."""
     if sys.platform != "linux":
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -184,7 +184,7 @@ def has_tile_permission() -> bool:
 
 
 def cache_root() -> Path:
-    """The user's cache folder, by the platform's convention."""
+    """Return the user's cache folder, by the platform's convention."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "packtrain"
     if platform.system() == "Windows" and os.environ.get("LOCALAPPDATA"):
@@ -202,7 +202,7 @@ def print_message(text: str) -> None:
 
 
 def write_error(folder: Path) -> str | None:
-    """Why no files can be created in this folder (created if missing); None if they can."""
+    """Return why no files can be created in this folder (created if missing), or None if they can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -212,7 +212,7 @@ def write_error(folder: Path) -> str | None:
 
 
 def writable(folder: Path) -> Path:
-    """`folder`, or with a message a temporary folder that is deleted at exit."""
+    """Return `folder`, or with a message a temporary folder that is deleted at exit."""
     error_text = write_error(folder)
     if error_text is None:
         return folder

@@ -1,4 +1,4 @@
-"""Scans of states (Mamba-2): each head's state of P x N values goes through the tokens in the fast cache.
+"""Scan states as Mamba-2 does: each head's state of P x N values goes through the tokens in the fast cache.
 
 x (N, W) has the heads' values (H P), then B and C of the groups (G N each). S = exp(delta a) S + delta x B^T and
 y = S C + skip x, for each head.
@@ -16,12 +16,12 @@ from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, loa
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = simd.rank(4)
 SHARES = 8  # tasks among which the heads of a group are divided in the gradient
-CHANNELS = 64  # of a task of convolutions
+CHANNELS = 64  # channels of a task of convolutions
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
 def advance(y, s, x, b, c, delta, a, skip, p, n):
-    """One head and token: addresses of y and x (p,), of the state s (p, n), of b and c (n,)."""
+    """Advance a head's state s (p, n) by one token and write y; addresses of y and x (p,), of b and c (n,)."""
     decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
     for i in range(p):
         value = peek(x, i)
@@ -36,6 +36,7 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64, i64))
 def head_task(y, states, x, delta, a, skip, seq, T, G, task):
+    """Run one head of one row of the batch through its tokens."""
     H, (_, p, n) = len(a), states.shape
     batch, h = task // H, task % H
     group, state = h // (H // G), address(states, task * p * n)
@@ -52,10 +53,10 @@ def head_task(y, states, x, delta, a, skip, seq, T, G, task):
 
 @kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64))
 def scan(y, states, x, delta, a, skip, seq, T, G):
-    """All tokens of all lines, each line and sequence from a state of zeros.
+    """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
 
     y        (N, H P)  f32, N a multiple of `T`
-    states   (lines H, P, N)  f32, scratch
+    states   (rows of the batch * H, P, N)  f32, scratch
     x        (N, W)    f32
     delta    (N, H)    f32
     a, skip  (H,)      f32
@@ -69,7 +70,7 @@ def scan(y, states, x, delta, a, skip, seq, T, G):
 
 @kernel(void(i64, i64, i64, i64, f32, f32, i64, i64))
 def forward(state, dc_row, dy, x, delta, decay, p, n):
-    """Advance the state; seen (n,) = sum over p of dy S. `dc_row` has b, which is replaced."""
+    """Advance a head's state by one token; dc_row (n,), which has b, becomes the sum over p of dy S."""
     for k in range(0, n, LANES):
         left = n - k
         b, dot_sums = load_part(dc_row, k, left), simd.splat(0.0)
@@ -85,7 +86,7 @@ def forward(state, dc_row, dy, x, delta, decay, p, n):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64))
 def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
-    """slope = decay slope + dy c; dx (p,) = slope b, and seen (n,) = sum over p of x slope."""
+    """Step the state's gradient back: decay state_grad + dy c; writes dx = state_grad b and db_row = x state_grad."""
     fill(db_row, n, f32(0.0))
     for i in range(p):
         row, dot_sums = address(state_grad, i * n), simd.splat(0.0)
@@ -101,7 +102,7 @@ def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
 
 @kernel(void(out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ids1, i64, i64, i64))
 def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
-    """The heads of a group that this task has, one after the other."""
+    """Compute the gradients of the heads of a group that belong to this task, one after the other."""
     H, (_, p, n) = len(a), states.shape
     group_heads = H // G
     num_shares = min(group_heads, SHARES)
@@ -143,7 +144,7 @@ def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq,
 
 @kernel(void(out2, out4, i64, i64, i64, i64))
 def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
-    """B's and C's gradients of a token: the sums of all tasks."""
+    """Write B's and C's gradients of a token: the sums of all tasks."""
     _, _, T, n = bc_grads.shape
     batch, t = token // T, token % T
     for is_c in range(2):
@@ -162,12 +163,13 @@ def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
 def scan_back(
     dx, ddelta, da, dskip, states, bc_grads, stats, sums, dy, x, delta, a, skip, seq, T, G
 ):
-    """The gradients of scan: a pass forward for C's, one back for the others.
+    """Write the gradients of scan: a pass forward for C's, one back for the others.
 
-    What delta and a have of it is that of the state's decay, u: with S' the gradient of S, S' S = u + delta S' x B^T at
-    a token, and also y' y + u of the next token. So u needs no state of the past.
+    delta and a enter through the state's decay. Its gradient u needs no past state, so none is saved: with S' the
+    gradient of S, S' S = u + delta S' x B^T at a token, and y' y + u of the next token, too. To save states at chunk
+    ends would cost memory and another pass. Scratch, f32:
 
-    states  (tasks, P, N), parts (tasks, 2, time, N), along (tasks, time + N), sums (lines H, 2): f32, scratch
+    states  (tasks, P, N), bc_grads (tasks, 2, T, N), stats (tasks, T + N), sums (rows of the batch * H, 2)
     """
     H = len(a)
     num_shares = min(H // G, SHARES)
@@ -181,7 +183,7 @@ def scan_back(
             dskip[h] += sums[batch * H + h, 1]
 
 
-# ---- with states that are kept -------------------------------------------------------------------------------
+# ---- with states in cells ------------------------------------------------------------------------------------
 
 
 @kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64, i64))
@@ -202,11 +204,11 @@ def cell_head_task(y, states, x, delta, a, skip, token_seqs, sources, targets, G
 
 @kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64))
 def scan_cells(y, states, x, delta, a, skip, token_seqs, sources, targets, G):
-    """As scan, of tokens of several sequences in turn, from states that are kept, which stay as they are.
+    """Compute scan for tokens of several sequences in turn, from states in source cells, which stay, to target cells.
 
-    states      (S, H, P, N)  f32
-    token_seqs  (N,)  i32: a token is of the sequence whose state is source[line], negative for zeros, ...
-    source, target  (R,)  i32: ... and becomes target[line]; a negative target is padding, whose y is 0
+    states            (S, H, P, N)  f32
+    token_seqs        (N,)  i32: the entry of sources and targets that a token belongs to
+    sources, targets  (R,)  i32: cells; a negative source means zeros, a negative target padding, whose y is 0
     """
     task_args = (y, states, x, delta, a, skip, token_seqs, sources, targets, G)
     each(cell_head_task, task_args, states.shape[1])
@@ -248,10 +250,10 @@ def conv_channels(y, inputs, x, w, token_seqs, sources, targets, task):
 
 @kernel(void(out2, out3, in2, in2, ids1, ids1, ids1))
 def conv_states(y, inputs, x, w, token_seqs, sources, targets):
-    """A short convolution of such tokens.
+    """Compute a short convolution of tokens of several sequences, with their last inputs in cells; see scan_cells.
 
     inputs  (S, K - 1, C)  f32: the last inputs of sequences
-    x, y  (N, C)         f32
-    w     (K, C)         f32
+    x, y    (N, C)         f32
+    w       (K, C)         f32
     """
     each(conv_channels, (y, inputs, x, w, token_seqs, sources, targets), -(-w.shape[1] // CHANNELS))

@@ -1,8 +1,8 @@
-"""The searches for scales of ggml-quants.c, in its order of sums: the same bits as llama-quantize.
+"""Search the scale of a group of values as ggml-quants.c does, in its order of sums: llama-quantize's bits.
 
 A group is n values at the address x with weights at w (f32); its codes are written to `codes`, as f32, too. `even`,
-`even_by_turns`: value = code * scale, codes -most .. most - 1 written with `most` added; `above`: value = code * scale,
-codes 0 .. most; `sloped`: value = code * scale + low, codes 0 .. most.
+`even_by_turns`: value = code * scale, codes -max_code … max_code - 1 written with `max_code` added; `above`: value =
+code * scale, codes 0 … max_code; `sloped`: value = code * scale + low, codes 0 … max_code.
 """
 
 import numpy as np
@@ -16,13 +16,13 @@ i64, f32, void = types.int64, types.float32, types.void
 MIN_MAGNITUDE = np.float32(1e-15)  # a group without larger values is all zeros
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits
 MAX_CODE = 1 << 22
-MAX_PASSES = 5  # at most, each through all codes of a group
-group_types = (i64, i64, i64, i64, i64)  # x, w, n, most, codes
+MAX_PASSES = 5  # most passes through all codes of a group
+group_types = (i64, i64, i64, i64, i64)  # x, w, n, max_code, codes
 
 
 @part(f32x16())
 def lanes():
-    """0 .. 15."""
+    """Return the lane numbers 0 … 15 as f32."""
     lane_indices = scratch(16)
     for lane in range(LANES):
         poke(lane_indices, lane, f32(lane))
@@ -31,7 +31,7 @@ def lanes():
 
 @part(i64(f32))
 def round_nearest(v):
-    """Round to the nearest integer, ties to even; numbers beyond 22 bits lose their upper bits, as there."""
+    """Round to the nearest integer, ties to even; numbers beyond 22 bits lose their upper bits, as in ggml."""
     float_bits = np.float32(v + f32(ROUND)).view(np.int32)
     return (i64(float_bits) & 0x007FFFFF) - 0x00400000
 
@@ -43,13 +43,13 @@ def clamped_code(v, low, max_code):
 
 @part(f32(f32))
 def wrapped_byte(code):
-    """A code as ggml keeps it: below zero it wraps around."""
+    """Return a code as ggml stores it: below zero it wraps around to a byte."""
     return code + f32(256) if code < 0 else code
 
 
 @kernel(f32(i64, i64))
 def extreme_value(x, n):
-    """The value furthest from zero, the first on ties; 0 if all are next to nothing."""
+    """Return the value furthest from zero, the first on ties; 0 if all are below MIN_MAGNITUDE."""
     extreme = f32(0)
     for i in range(n):
         if abs(peek(x, i)) > abs(extreme):
@@ -65,7 +65,7 @@ def put_zeros(codes, n):
 
 @kernel(types.UniTuple(f32, 2)(*group_types, f32))
 def code_products(x, w, n, max_code, codes, inverse):
-    """Codes for one scale, written with `max_code` added, and the sums of w * x * code and w * code * code."""
+    """Write the codes for one scale, `max_code` added; returns the sums of w * x * code and of w * code * code."""
     sum_lx, sum_ll, code_offset = f32(0), f32(0), f32(max_code)
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
@@ -83,7 +83,7 @@ def clamped_codes(v, low, max_code):
 
 @part(void(i64, i64, i64, i64, i64, f32x16))
 def lane_products(x, w, n, max_code, result_sums, inverses):
-    """`products` of a scale in each lane, without the codes."""
+    """Write the two sums of `code_products` for a scale in each lane; codes are not written."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
     for i in range(n):
         code = clamped_codes(inverses * peek(x, i), f32(-max_code), f32(max_code - 1))
@@ -95,7 +95,7 @@ def lane_products(x, w, n, max_code, result_sums, inverses):
 
 @kernel(f32(*group_types))
 def even(x, w, n, max_code, codes):
-    """The scale of a group; eighteen trials map its extreme to most - 0.9 .. most + 0.9. make_qx_quants."""
+    """Return the scale of a group: the best that maps its extreme to max_code ± 0.9 at most. make_qx_quants."""
     extreme, trial_sums = extreme_value(x, n), scratch(32)
     if extreme == 0:
         put_zeros(codes, n)
@@ -120,7 +120,7 @@ def even(x, w, n, max_code, codes):
 
 @kernel(f32(*group_types))
 def even_by_turns(x, w, n, max_code, codes):
-    """The scale of a group; from the extreme on -most, codes change one by one while that helps. make_q3_quants."""
+    """Return the scale of a group: the extreme gets -max_code, then codes change while that helps. make_q3_quants."""
     extreme, code_offset = extreme_value(x, n), f32(max_code)
     if extreme == 0:
         put_zeros(codes, n)
@@ -147,10 +147,10 @@ def even_by_turns(x, w, n, max_code, codes):
 
 @kernel(f32(i64, i64, i64, i64, f32))
 def best_inverse(x, w, n, max_code, max_value):
-    """The factor for values that makes the least errors as codes, of those that map the highest near `max_code`."""
+    """Return the factor from values to codes with the least error, of nine that map `max_value` near `max_code`."""
     inverse, best_error = f32(max_code) / max_value, f32(0)
     for trial in range(-5, 5):
-        if trial != 0:  # the first one is that of the plain scale
+        if trial != 0:  # trial -5 takes the factor of trial 0
             trial_inverse = (f32(0.1) * f32(trial) + f32(max_code)) / max_value
             if trial == -5:
                 trial_inverse = inverse
@@ -166,7 +166,7 @@ def best_inverse(x, w, n, max_code, max_value):
 
 @kernel(f32(*group_types))
 def above(x, w, n, max_code, codes):
-    """The scale of a group of values above zero (hardly below), from nine trials, then by turns. make_qp_quants."""
+    """Return the scale of a group of values above zero, by nine trials, then code by code. make_qp_quants."""
     max_value, min_code = f32(0), -MAX_CODE
     for i in range(n):
         max_value = max(max_value, peek(x, i))
@@ -201,7 +201,7 @@ def above(x, w, n, max_code, codes):
 
 @kernel(f32(i64, i64, i64, i64, f32, f32, i64))
 def weighted_error(x, w, n, codes, scale, low, sizes):
-    """The weighted sum of squared differences, or of their sizes."""
+    """Return the weighted sum of squared errors of codes * scale + low, or if `sizes` of the errors' magnitudes."""
     error = f32(0)
     for i in range(n):
         residual = scale * peek(codes, i) + low - peek(x, i)
@@ -211,7 +211,7 @@ def weighted_error(x, w, n, codes, scale, low, sizes):
 
 @part(f32x16(i64, i64, i64, i64, f32x16, f32x16, i64))
 def weighted_errors(x, w, n, codes, scales, min_values, sizes):
-    """`misfit` of a trial in each lane."""
+    """Return the weighted_error of a trial in each lane."""
     errors = splat(0.0)
     for i in range(n):
         residual = scales * simd.load(codes, i * LANES) + min_values - peek(x, i)
@@ -221,7 +221,7 @@ def weighted_errors(x, w, n, codes, scales, min_values, sizes):
 
 @part(void(*group_types, f32, f32x16, f32, f32, i64))
 def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
-    """A trial in each lane: writes errors, scales and lows, and then the codes of each value, to `trial_results`."""
+    """Fit a line in each lane: writes errors, scales and lows, then the codes of each value, to `trial_results`."""
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
     codes = trial_results + 3 * LANES * 4
     for i in range(n):
@@ -244,10 +244,10 @@ def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, si
 
 @kernel(types.UniTuple(f32, 2)(*group_types, f32, f32, i64, i64))
 def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
-    """Scale and least value, at most 0. make_qkx2_quants and make_qkx3_quants.
+    """Return scale and low, at most 0, of a group. make_qkx2_quants and make_qkx3_quants.
 
-    The range of the values gets `max_code` codes, then in trial i most + first + i * step; of these lines through codes and
-    values the one with the least weighted errors, or their sizes, is kept.
+    The range of the values gets `max_code` codes, then in trial i max_code + first_step + i * step. Of the lines fitted
+    to these codes the best is taken: it has the least weighted squared errors, or if `sizes` magnitudes of errors.
     """
     low, high, weight, sum_x, trial_results = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(560)
     for i in range(n):

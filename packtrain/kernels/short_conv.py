@@ -1,4 +1,4 @@
-"""Short convolutions along time, one filter for each channel; rows of other sequences count as zeros."""
+"""Convolve along time with one short filter for each channel; rows of other sequences count as zeros."""
 
 from numba import types
 
@@ -8,13 +8,13 @@ from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, s
 
 i64, void, flag_type = types.int64, types.void, types.boolean
 BLOCK = 1 << 14  # values of a task
-CHANNELS = 64  # of a task of the gradient of filters
+CHANNELS = 64  # channels of a task of the gradient of filters
 ROWS_PER_SUM = 128  # rows that are summed before they are added to the others
 
 
 @part(flag_type(ids1, i64, i64, i64))
 def in_same_sequence(seq, row, other_row, T):
-    """Whether another row is in the same line of `T` rows, and of the same sequence."""
+    """Return whether two rows are in the same row of the batch, `T` tokens long, and of the same sequence."""
     if other_row < 0 or other_row // T != row // T:
         return False
     return seq.size == 0 or seq[other_row] == seq[row]
@@ -36,9 +36,9 @@ def conv_rows(y, x, w, seq, T, row_step, row_start, row_stop):
 
 @kernel(void(out2, in2, in2, ids1, i64, i64))
 def conv(y, x, w, seq, T, row_step):
-    """y[i] = sum over k of w[k] x[i + step (K - 1 - k)], of rows of the same line and sequence; each by channel.
+    """y[i] = sum over k of w[k] x[i + row_step (K - 1 - k)], of rows of the same sequence; each by channel.
 
-    x, y  (N, C)     f32, N a multiple of `T`
+    x, y      (N, C)     f32, N a multiple of `T`, the length of a row of the batch
     w         (K, C)     f32
     seq       (N,)       i32, or empty
     row_step  -1: of rows before, 1: of rows after
@@ -74,7 +74,7 @@ def filter_grads(dw, partial_sums, dy, x, seq, T, task):
 
 @kernel(void(out2, out2, in2, in2, ids1, i64))
 def conv_back_w(dw, partial_sums, dy, x, seq, T):
-    """The gradient of conv, of rows before, for w: dw and `partial_sums` (K, C), dy as y."""
+    """Compute dw, the gradient of conv over rows before, for w: dw and `partial_sums` (K, C), dy as y."""
     each(filter_grads, (dw, partial_sums, dy, x, seq, T), -(-dw.shape[1] // CHANNELS))
 
 
@@ -94,7 +94,7 @@ def cell_rows(y, x, w, cells, row_start, row_stop):
 
 @kernel(void(out2, in2, in2, ids1))
 def conv_cells(y, x, w, cells):
-    """y[i] = sum over k of w[k] x[cells[i, k]], those of negative cells left out.
+    """y[i] = sum over k of w[k] x[cells[i, k]]; negative cells are left out.
 
     x      (S, C)  f32
     y      (N, C)  f32

@@ -45,13 +45,13 @@ class FloatVectorModel(models.PrimitiveModel):
 
 
 def spread(builder, value, vector_type):
-    """One scalar in every lane."""
+    """Emit a vector with `value` in every lane."""
     first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I32(0))
     return builder.shuffle_vector(first_lane, first_lane, ir.Constant(BITS, [0] * LANES))
 
 
 def call(builder, name, result_type, *args):
-    """An LLVM intrinsic of that name."""
+    """Emit a call of LLVM's intrinsic `name`."""
     function_type = ir.FunctionType(result_type, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
@@ -62,7 +62,7 @@ def number_to_vector(context, builder, fromty, toty, value):
 
 
 def binary_operator(vector, scalar, python_operator, llvm_name):
-    """Define an operator on two vectors, or a vector and a scalar, by LLVM's instruction."""
+    """Define a Python operator on two vectors, or a vector and a scalar, by an instruction of LLVM."""
 
     @infer_global(python_operator)
     class VectorOperator(AbstractTemplate):
@@ -82,7 +82,7 @@ for name, llvm_method in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv"
 
 
 def instruction(result_type, *arg_types):
-    """An intrinsic of these types, from emit(builder, *values) -> value; without a value its result is void."""
+    """Return a decorator that makes an intrinsic of these types from emit(builder, *values) -> value or None."""
 
     def define_intrinsic(emit):
         def codegen(context, builder, sig, args):
@@ -103,7 +103,7 @@ def instruction(result_type, *arg_types):
 
 
 def lanewise(emit, num_vectors):
-    """An intrinsic on `num_vectors` vectors (numbers are spread); emit(builder, *values) -> value."""
+    """Return an intrinsic on `num_vectors` vectors (numbers are spread) from emit(builder, *values) -> value."""
     return instruction(f32x16, *[f32x16] * num_vectors)(emit)
 
 
@@ -112,7 +112,7 @@ def llvm_op(function_name):
 
 
 def emit_max(builder, a, b):
-    """A NaN in `a` wins: in a running maximum keep the new value first."""
+    """Emit the larger of a and b by lane; a NaN in `a` wins: a running maximum passes the new value as `a`."""
     return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
@@ -150,7 +150,7 @@ mantissa = lanewise(emit_mantissa, 1)
 
 
 def element(context, builder, kind, value, index):
-    """The pointer to element `index` of an f32 array, counted flat, or of the address `value`."""
+    """Emit the pointer to element `index` of an f32 array, counted flat, or of the address `value`."""
     if isinstance(kind, types.Array):
         base_pointer = context.make_array(kind)(context, builder, value).data
     else:
@@ -168,7 +168,7 @@ def first_lanes(builder, left):
 
 
 def read_masked(builder, pointer, mask=None):
-    """16 f32 in memory; zeros outside the mask, where there is one."""
+    """Emit a load of 16 f32, zeros outside the mask if there is one."""
     if mask is None:
         return builder.load(pointer, typ=VECTOR, align=4)
     return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
@@ -182,7 +182,7 @@ def write_masked(builder, value, pointer, mask=None):
 
 
 def branch_on_full(builder, left, emit):
-    """Branch: done(None) where left >= 16, else done(mask of the first lanes); the value of either, if any."""
+    """Emit a branch: emit(None) where left >= 16, else emit(mask of the first lanes); returns their value, if any."""
     with builder.if_else(builder.icmp_signed(">=", left, I64(LANES)), likely=True) as (then, other):
         with then:
             a, a_block = emit(None), builder.block
@@ -197,7 +197,7 @@ def branch_on_full(builder, left, emit):
 
 
 def array_or_address(kind):
-    """The type of a place in memory: an f32 array, or an address."""
+    """Return numba's type of a place in memory: an f32 array or an address; raises TypingError for others."""
     if isinstance(kind, types.Array) and kind.dtype == types.float32:
         return kind
     if isinstance(kind, types.Integer):
@@ -207,7 +207,7 @@ def array_or_address(kind):
 
 @intrinsic
 def load(typingctx, x, i):
-    """Elements i .. i + 15."""
+    """Return elements i … i + 15."""
 
     def codegen(context, builder, sig, args):
         return builder.load(lanes_at(context, builder, sig.args[0], *args), align=4)
@@ -217,7 +217,7 @@ def load(typingctx, x, i):
 
 @intrinsic
 def load_part(typingctx, x, i, left):
-    """Elements i .. i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
+    """Return elements i … i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
@@ -228,7 +228,7 @@ def load_part(typingctx, x, i, left):
 
 @intrinsic
 def store(typingctx, y, i, v):
-    """Write elements i .. i + 15."""
+    """Write v to elements i … i + 15."""
 
     def codegen(context, builder, sig, args):
         builder.store(args[2], lanes_at(context, builder, sig.args[0], *args[:2]), align=4)
@@ -239,7 +239,7 @@ def store(typingctx, y, i, v):
 
 @intrinsic
 def store_part(typingctx, y, i, v, left):
-    """Write elements i .. i + min(left, 16) - 1."""
+    """Write v to elements i … i + min(left, 16) - 1."""
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
@@ -251,7 +251,7 @@ def store_part(typingctx, y, i, v, left):
 
 @instruction(f32x16, f32x16, types.int64, f32x16)
 def keep_first(builder, v, left, fill):
-    """The first `left` lanes of v, `fill` in the others."""
+    """Return the first `left` lanes of v, `fill` in the others."""
     return builder.select(first_lanes(builder, left), v, fill)
 
 
@@ -265,7 +265,7 @@ largest = fold_intrinsic(emit_max)
 
 @intrinsic
 def address(typingctx, x, i):
-    """The address (int64) of element i of an f32 array, counted flat; the caller keeps it alive."""
+    """Return the address (int64) of element i of an f32 array, counted flat; the caller keeps the array alive."""
 
     def codegen(context, builder, sig, args):
         return builder.ptrtoint(element(context, builder, sig.args[0], *args), I64)
@@ -275,7 +275,7 @@ def address(typingctx, x, i):
 
 @intrinsic(prefer_literal=True)
 def scratch(typingctx, num_values):
-    """The address of `num_values` (a literal) f32 on the caller's stack, 64-byte aligned."""
+    """Return the address of `num_values` (a literal) f32 on the caller's stack, 64-byte aligned."""
     if not isinstance(num_values, types.IntegerLiteral):
         raise errors.TypingError("scratch takes a literal size")
 
@@ -291,7 +291,7 @@ def scratch(typingctx, num_values):
 
 @intrinsic
 def peek(typingctx, x, i):
-    """Element i of an f32 array, counted flat, or of an address."""
+    """Return element i of an f32 array, counted flat, or of an address."""
 
     def codegen(context, builder, sig, args):
         return builder.load(element(context, builder, sig.args[0], *args))
@@ -326,7 +326,7 @@ lanewise_function = njit(f32x16(f32x16), cache=True, forceinline=True)
 
 @lanewise_function
 def exp(x):
-    """e**x to 1.2e-7: 0 below -87.3 (no denormals), inf above 88.72, NaN stays NaN."""
+    """Return e**x to 1.2e-7: 0 below -87.3 (no denormals), inf above 88.72, NaN stays NaN."""
     t = fma(x, 1.4426950408889634, 12582912.0)
     n = t - 12582912.0
     r = fma(n, -0.693359375, x)
@@ -342,13 +342,13 @@ def exp(x):
 
 @lanewise_function
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return 1.0 / (exp(neg(x)) + 1.0)
 
 
 @lanewise_function
 def tanh(x):
-    """A polynomial below 0.625, so that small x keep their digits."""
+    """Return tanh(x), by a polynomial below 0.625, so that small x keep their digits."""
     z = x * x
     p = fma(z, -0.005717044684987945, 0.02065058695433056)
     p = fma(p, z, -0.05374349797385402)
@@ -362,7 +362,7 @@ def tanh(x):
 
 @lanewise_function
 def log(x):
-    """The natural logarithm to 1.5e-7: -inf at 0, NaN below."""
+    """Return the natural logarithm to 1.5e-7: -inf at 0, NaN below."""
     min_normal = splat(1.1754943508222875e-38)
     normal_x = select_less(x, min_normal, x * 8388608.0, x)
     m = mantissa(normal_x)

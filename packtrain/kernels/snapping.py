@@ -1,4 +1,4 @@
-"""Quantizes rows of f32 to types whose codes name points of a grid, with or without a weight for each column."""
+"""Quantize rows of f32 to types whose codes name points of a grid, with or without a weight for each column."""
 
 import math
 
@@ -29,7 +29,7 @@ def quantize_row(qtype, y, sums, x, w, t, row_index):
 
 @kernel(void(i64, bytes2_type, types.Array(f64, 2, "C"), in2, in1, table_type))
 def rows(qtype, y, sums, x, w, t):
-    """Every row of an array whose values are finite, with the squares of values and errors.
+    """Quantize every finite row of x; writes the sums of squares of its values and rounding errors.
 
     x     (N, width)      f32
     w     (width,)        f32, finite and not below zero; or (0,)

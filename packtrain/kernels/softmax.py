@@ -1,4 +1,4 @@
-"""Softmax of rows with a scale and an additive mask, and its gradient."""
+"""Compute softmax and log-softmax of rows, with a scale and an additive mask, and softmax's gradient."""
 
 import math
 
@@ -16,7 +16,7 @@ VALUES_PER_RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 @part(f32x16(i64, i64, i64, i64, f32))
 def masked(x_ptr, mask_ptr, i, left, scale):
-    """scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
+    """Return scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
     v = load_part(x_ptr, i, left) * scale
     if mask_ptr:
         v += load_part(mask_ptr, i, left)

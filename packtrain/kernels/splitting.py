@@ -1,4 +1,4 @@
-"""Words of a UTF-8 text: by an automaton over classes of characters, or between characters that no token joins.
+"""Split UTF-8 text into words: by an automaton over classes of characters, or between characters that no token joins.
 
 Ends of parts go in, ends of words come out. Hash tables have -1 for a free slot, and a power of two of slots.
 """
@@ -24,14 +24,14 @@ GOLDEN = -7046029254386353131  # 2**64 over the golden ratio
 
 @part(i64(u8_type, i64))
 def char_nbytes(raw, byte_index):
-    """Bytes of the character that begins here."""
+    """Return the number of bytes of the character that begins at `byte_index`."""
     first_byte = raw[byte_index]
     return 1 if first_byte < 0x80 else 2 if first_byte < 0xE0 else 3 if first_byte < 0xF0 else 4
 
 
 @part(i64(u8_type, i64))
 def code_point_at(raw, byte_index):
-    """The code point of the character that begins here."""
+    """Return the code point of the character that begins at `byte_index`."""
     first_byte = i64(raw[byte_index])
     if first_byte < 0x80:
         return first_byte
@@ -67,7 +67,7 @@ def equal_bytes(a, i, b, j, num_bytes):
 
 @kernel(i64(u8_type, i64, u8_type, u8_out_type))
 def classify(raw, byte_index, classes, class_out):
-    """Write the class of each byte from `byte_index` on; returns where a character has none, or the length."""
+    """Write the class of each byte from `byte_index` on; returns where a character has no class yet, or the length."""
     while byte_index < len(raw):
         code_point = code_point_at(raw, byte_index)
         char_class = classes[code_point]
@@ -83,14 +83,14 @@ def classify(raw, byte_index, classes, class_out):
 
 @kernel(i64(u8_type, int_rows_type, i64, ints_type, i64, ints_type))
 def split(symbols, transitions, first_state, part_ends, count, word_ends):
-    """Divide each part into the words that an automaton finds, and what lies between them; returns their number.
+    """Divide each part into the words that an automaton finds and the gaps between them; returns how many there are.
 
-    steps[state, class]  the next state times 2, plus MATCHED if a word ends before this character
+    transitions[state, class]  the next state times 2, plus MATCHED_FLAG if a word ends before this character
     """
     word_start, num_words = 0, 0
     for part_index in range(count):
         part_stop = i64(part_ends[part_index])
-        gap_start = word_start  # of what lies between words
+        gap_start = word_start
         while word_start < part_stop:
             state, at, match_end = first_state, word_start, word_start
             while True:
@@ -120,9 +120,9 @@ def split(symbols, transitions, first_state, part_ends, count, word_ends):
 
 @kernel(i64(u8_type, u8_type, boolean, ints_type, i64, ints_type))
 def threes(symbols, is_in_run, after, part_ends, count, new_ends):
-    """Divide runs of characters whose class is inside into threes from their end; returns how many parts there are.
+    """Divide runs of characters of the classes `is_in_run` into threes from their end; returns how many parts result.
 
-    after  a run stays together with what is before it, and its end is cut; else a cut is before each three
+    after  whether a run stays with what is before it and its end is cut; else a cut is before each three
     """
     part_begin, num_ends = 0, 0
     for part_index in range(count):
@@ -155,7 +155,7 @@ def threes(symbols, is_in_run, after, part_ends, count, new_ends):
 
 @kernel(i64(u8_type, longs, ints_type, i64, ints_type))
 def cut(raw, join_table, part_ends, count, new_ends):
-    """Divide each part between characters that no token has side by side; returns how many there are."""
+    """Divide each part between characters that no token has side by side; returns how many parts result."""
     byte_index, num_ends, mask = 0, 0, len(join_table) - 1
     for part_index in range(count):
         part_stop = i64(part_ends[part_index])
@@ -190,9 +190,9 @@ def fill_joins(pair_keys, join_table):
 
 @kernel(void(u8_type, u8_type, ints_type, ints_type, ints_type, u8_out_type))
 def spot(raw, names_text, name_starts, pair_heads, name_ids, is_present):
-    """Mark the strings that occur in a text, by number; they have two bytes at least.
+    """Mark the names, of two bytes at least, that occur in a text, by number.
 
-    items from heads[pair] up to heads[pair + 1] begin with a pair of bytes
+    name_ids from pair_heads[pair] up to pair_heads[pair + 1] begin with a pair of bytes
     """
     for i in range(len(raw) - 1):
         pair_key = i64(raw[i]) << 8 | raw[i + 1]

@@ -1,6 +1,6 @@
 """The cache of compiled kernels: a folder for each module, named by a hash of everything that its code depends on.
 
-A folder with the file COMPLETE is only read: a cache from a container image or another user may be read-only.
+A folder with the file CHECKSUM_FILE is only read: a cache from a container image or another user may be read-only.
 Missing modules are compiled into the user's own folder.
 """
 
@@ -98,7 +98,7 @@ distrusted_folders: set[Path] = set()  # damaged folders that cannot be written
 
 @cache
 def kernel_modules() -> list[str]:
-    """The kernel modules, those that most others import first, then the largest."""
+    """Return the kernel modules, those that most others import first, then the largest."""
     num_users = {name: sum(name in needed(user) for user in MADE_OF) for name in MADE_OF}
     sizes = {
         module_name: (KERNELS_FOLDER / f"{module_name}.py").stat().st_size
@@ -109,12 +109,12 @@ def kernel_modules() -> list[str]:
 
 @cache
 def needed(name: str) -> frozenset[str]:
-    """This kernel module and all that it imports."""
+    """Return the names of a kernel module and of all that it imports."""
     return frozenset([name]).union(*map(needed, MADE_OF[name].split()))
 
 
 def fingerprint(name: str) -> str:
-    """Hash of everything a module's code depends on: the platform and the sources, not their location."""
+    """Return a hash of everything a module's code depends on: the platform and the sources, not their location."""
     hashed_parts = list(platform_identity())
     for module_name in sorted(needed(name)):
         hashed_parts += [
@@ -136,7 +136,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 @cache
 def role_source(source: str, role: str) -> str:
-    """The part of the files in dtypes/ that some roles depend on: all but functions used only by others."""
+    """Return the source in dtypes/ that some roles depend on: all but functions that only other roles use."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     role_functions = [f for f in functions if not decorator_names(f).isdisjoint(role.split())]
@@ -149,13 +149,13 @@ def role_source(source: str, role: str) -> str:
 
 
 def decorator_names(function: ast.FunctionDef) -> set[str]:
-    """The last names of a function's decorators."""
+    """Return the last names of a function's decorators."""
     decorator_calls = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
     return {d.attr for d in decorator_calls if isinstance(d, ast.Attribute)}
 
 
 def first_line(node: ast.stmt) -> int:
-    """The line, from 0, where a statement begins with its decorators."""
+    """Return the line, from 0, where a statement begins with its decorators."""
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
 
 
@@ -165,7 +165,7 @@ def folder_name(name: str) -> str:
 
 
 def fingerprints_file() -> str:
-    """The name of the file with all fingerprints, a hash of all that they depend on: parsing it takes longer."""
+    """Return the name of the file of all fingerprints: a hash of all sources, faster than parsing them."""
     files = [
         *(KERNELS_FOLDER / f"{name}.py" for name in MADE_OF),
         *sorted(DTYPES_FOLDER.glob("*.py")),
@@ -180,7 +180,7 @@ def fingerprints_file() -> str:
 
 @cache
 def saved_fingerprints() -> dict[str, str]:
-    """The fingerprints of all modules, if they have been kept."""
+    """Return the fingerprints of all modules, if they have been saved."""
     for root in cache_roots():
         with contextlib.suppress(OSError, ValueError, RecursionError):
             fingerprints = json.loads((root / fingerprints_file()).read_text())
@@ -192,7 +192,7 @@ def saved_fingerprints() -> dict[str, str]:
 
 
 def save_fingerprints() -> None:
-    """Keep the fingerprints of all modules for other processes, where that is possible and has not been done."""
+    """Save the fingerprints of all modules for other processes, where that is possible and has not been done."""
     writable_root = next((root for root in cache_roots() if os.access(root, os.W_OK)), None)
     if writable_root is None or saved_fingerprints():
         return
@@ -206,7 +206,7 @@ def save_fingerprints() -> None:
 
 
 def private_folder(create: bool = False) -> list[Path]:
-    """A temporary folder for this user's kernels that nobody else can write; empty if there is none."""
+    """Return [a temporary folder for this user's kernels that nobody else can write], or [] if there is none."""
     if not hasattr(os, "getuid"):
         return []
     folder = Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
@@ -225,13 +225,13 @@ def private_folder(create: bool = False) -> list[Path]:
 
 @cache
 def cache_roots() -> list[Path]:
-    """Folders that may have compiled modules, the usual one first."""
+    """Return the folders that may have compiled modules, the usual one first."""
     return [child_folder] if child_folder else [cache_root() / "kernels", *private_folder()]
 
 
 @cache
 def target_folder() -> Path:
-    """Where to compile missing modules to: the usual folder, one that later commands find, or a temporary one."""
+    """Return the folder for missing modules: the usual one, one that later commands find, or a temporary one."""
     if child_folder:
         return child_folder
     default_folder = cache_root() / "kernels"
@@ -250,14 +250,14 @@ def target_folder() -> Path:
 
 
 def complete(name: str) -> Path | None:
-    """The folder with a module's complete compiled code, or None."""
+    """Return the folder with a module's complete compiled code, or None."""
     module_folders = (root / folder_name(name) for root in cache_roots())
     trusted_folders = (folder for folder in module_folders if folder not in distrusted_folders)
     return next((folder for folder in trusted_folders if (folder / CHECKSUM_FILE).exists()), None)
 
 
 def distrust(folder: Path) -> None:
-    """Have a damaged folder compiled again."""
+    """Mark a damaged folder, so that its module is compiled again."""
     try:
         (folder / CHECKSUM_FILE).unlink(missing_ok=True)
     except OSError:
@@ -265,12 +265,12 @@ def distrust(folder: Path) -> None:
 
 
 def module_folder(name: str) -> Path:
-    """Where a module's compiled code is, or will be."""
+    """Return the folder where a module's compiled code is, or will be."""
     return complete(name) or target_folder() / folder_name(name)
 
 
 def missing_modules(names: Collection[str]) -> list[str]:
-    """Those of these modules, and of the modules that they need, that are not compiled."""
+    """Return those of these modules, and of the modules that they need, that are not compiled."""
     all_required = frozenset[str]().union(*(needed(module_name) for module_name in names))
     return [name for name in kernel_modules() if name in all_required and complete(name) is None]
 
@@ -288,7 +288,7 @@ def remove_old_kernels(root: Path) -> None:
 
 @contextlib.contextmanager
 def numba_cache(folder: Path) -> Iterator[None]:
-    """Inside the block numba caches in `folder`; the user's own numba code keeps its cache."""
+    """Let numba cache in `folder` inside the block; the user's own numba code keeps its cache."""
     caching = importlib.import_module("numba.core.caching")
     locator = importlib.import_module(f"{__package__}.locator")
     original_hooks = caching.CacheImpl._locator_classes, caching.Cache.load_overload

@@ -1,4 +1,4 @@
-"""Register tiles written as LLVM IR: small products and a transpose, on addresses.
+"""Emit register tiles as LLVM IR: small products and a transpose, on addresses.
 
 Rows are `ld` floats apart; columns after the last full vector are read and written under a mask.
 """
@@ -21,13 +21,13 @@ TILE_HEIGHTS, MAX_VECTORS = (
 
 
 def at(builder, base_pointer, row, stride, column):
-    """The pointer to base[row * stride + column]."""
+    """Return the pointer to base_pointer[row * stride + column]."""
     index = builder.add(builder.mul(row, stride), column)
     return builder.gep(base_pointer, [index], source_etype=F32)
 
 
 def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):
-    """c (height, width * 16) = a b, + c where `add`, with the sums in registers."""
+    """Emit c (height, width * 16) = a b, plus c where `add`, with the sums in registers."""
     tile_cells = [(i, j) for i in range(height) for j in range(width)]
     c_ptrs = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in tile_cells}
     sums = {tile_cell: cgutils.alloca_once_value(builder, ZERO) for tile_cell in tile_cells}
@@ -63,7 +63,7 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """c (m, n) = a b, + c where `add`: WIDEST vectors of columns at a time, then one or what is left of it."""
+    """Emit c (m, n) = a b, plus c where `add`: MAX_VECTORS vectors of columns at a time, then one or a part of one."""
     wide = builder.and_(n, I64(-MAX_VECTORS * LANES))
     for col_start, col_stop, num_vectors in ((I64(0), wide, MAX_VECTORS), (wide, n, 1)):
         column_step = I64(num_vectors * LANES)
@@ -83,7 +83,7 @@ def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
 
 
 def emit_transpose(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
-    """y = x transposed, both (16, 16): only y_rows, y_columns are written; x is 0 outside its own."""
+    """Emit y = x transposed, 16 x 16: writes only y_rows x y_columns; x counts as 0 outside x_rows x x_columns."""
     no_lanes = ir.Constant(MASK, [0] * LANES)
 
     def inside(num_rows, num_columns, i):
@@ -108,9 +108,9 @@ def emit_transpose(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns
 
 
 def shared_function(function_name, emit, arg_kinds):
-    """An intrinsic that calls emit(builder, *args) as one function.
+    """Return an intrinsic that calls emit(builder, *args) as one function.
 
-    kinds, a letter for each argument: p address, i int, b bool
+    arg_kinds  a letter for each argument: p address, i int, b bool
     """
     llvm_types = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
@@ -150,25 +150,25 @@ transpose_call = shared_function("packtrain_turn", emit_transpose, "piiipiii")
 
 @kernel(PRODUCT_SIGNATURE)
 def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """c (m, n) = a b, + c where `add`; a (m, depth), b (depth, n), each with its rows' distance."""
+    """c (m, n) = a (m, depth) @ b (depth, n), plus c where `add`; rows are ldc, lda and ldb f32 apart."""
     product_by_rows(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
 @kernel(PRODUCT_SIGNATURE)
 def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """The same with a stored by columns: a[i, k] at a + k * lda + i."""
+    """c (m, n) = a @ b, plus c where `add`, with a stored by columns: a[i, k] at a + k * lda + i."""
     product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 
 @kernel(TRANSPOSE_SIGNATURE)
 def transpose_tile(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
-    """See emit_turn."""
+    """y = x transposed, 16 x 16: writes only y_rows x y_columns; x counts as 0 outside x_rows x x_columns."""
     transpose_call(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
 @simd.instruction(types.int64, types.int64)
 def on_stack(builder, num_values):
-    """The address of `num_values` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
+    """Return the address of `num_values` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
     buffer = builder.alloca(F32, size=num_values)
     buffer.align = 64
     return builder.ptrtoint(buffer, I64)

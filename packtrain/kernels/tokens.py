@@ -1,7 +1,7 @@
-"""Words to token ids: merges in their order, and a cache of words of fixed size. Ids depend on the text alone.
+"""Encode words as token ids: merges in their order, and a cache of words of fixed size. Ids depend on the text alone.
 
-A table of strings is all of them joined, their starts, and a hash table of their numbers. A vocabulary is its strings,
-pairs that merge, the order of its tokens if they have scores, and the token of each byte.
+A string table is all strings joined, their starts, and a hash table of their numbers. A vocabulary is its string
+table, the pairs that merge, the order of its tokens if they have scores, and the token of each byte.
 """
 
 from numba import types
@@ -15,19 +15,19 @@ u8_rows = types.Array(types.uint8, 2, "C")
 ints_type, int_rows_type = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
 longs, long_rows_type = types.Array(i64, 1, "C"), types.Array(i64, 2, "C")
 table = types.Tuple((u8_type, ints_type, ints_type))
-vocabulary_type = types.Tuple((table, long_rows_type, ints_type, ints_type))  # a vocabulary
-rooms = types.Tuple((int_rows_type, longs, longs))  # for the longest word: parts, pairs found, heap
+vocabulary_type = types.Tuple((table, long_rows_type, ints_type, ints_type))
+rooms = types.Tuple((int_rows_type, longs, longs))  # for the longest word: parts, pair prices, heap
 
-LENGTH, COUNT, IDS = 0, 1, 2  # columns of a word that is kept
-PART_ID, NEXT_PART, PREVIOUS_PART, AT = 0, 1, 2, 3  # rows of the room for a word
+LENGTH, COUNT, IDS = 0, 1, 2  # columns of a cached word
+PART_ID, NEXT_PART, PREVIOUS_PART, AT = 0, 1, 2, 3  # rows of the parts of a word
 LOW_WORD = 0xFFFFFFFF
 NEWLINE = 0x0A
-LOOK_UP_WORDS, LINES = 1, 2  # what is looked up before it is merged
+LOOK_UP_WORDS, LINES = 1, 2  # words, or only those after a newline, are looked up before merging
 
 
 @kernel(void(u8_type, ints_type, ints_type))
 def fill_strings(joined_text, string_starts, slots):
-    """Enter all strings that are not empty; they must differ."""
+    """Enter all strings that are not empty into the hash table `slots`; they must differ."""
     mask = len(slots) - 1
     for n in range(len(string_starts) - 1):
         if string_starts[n] < string_starts[n + 1]:
@@ -39,7 +39,7 @@ def fill_strings(joined_text, string_starts, slots):
 
 @kernel(void(ints_type, ints_type, ints_type, long_rows_type))
 def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
-    """Enter merges in their order: row (pair, order << 32 | what it makes); of equal ones the first counts."""
+    """Enter merges in their order: row (pair, order << 32 | merged id); of equal pairs the first counts."""
     mask = len(pair_table) - 1
     for n in range(len(left_ids)):
         pair_key = i64(left_ids[n]) << 32 | i64(right_ids[n])
@@ -53,7 +53,7 @@ def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
 
 @part(i64(u8_type, i64, i64, table), forceinline=False)
 def find_string(raw, start, stop, strings):
-    """The number of a string, or NONE."""
+    """Return the number of raw[start:stop] in a string table, or NONE."""
     text, starts, slots = strings
     mask, count = len(slots) - 1, stop - start
     slot = hash_bytes(raw, start, stop) & mask
@@ -68,7 +68,7 @@ def find_string(raw, start, stop, strings):
 
 @part(i64(i64, i64, long_rows_type), forceinline=False)
 def find_pair(left_id, right_id, pair_table):
-    """order << 32 | what a pair makes, or NONE."""
+    """Return order << 32 | merged id of two ids, or NONE if they do not merge."""
     pair_key, mask = left_id << 32 | right_id, len(pair_table) - 1
     slot = mix_key(pair_key) & mask
     while pair_table[slot, 0] != NONE:
@@ -93,7 +93,7 @@ def push_heap(heap, heap_size, key):
 
 @part(i64(longs, i64))
 def pop_heap(heap, heap_size):
-    """Remove the first key, which the caller has read."""
+    """Remove the first key, which the caller has read, from the heap; returns the new size."""
     heap_size -= 1
     key, heap_index = heap[heap_size], 0
     while True:
@@ -112,7 +112,7 @@ def pop_heap(heap, heap_size):
 
 @part(i64(i64, u8_type, vocabulary_type, int_rows_type), forceinline=False)
 def pair_price(i, raw, vocabulary, room):
-    """order << 32 | what part i makes with the part after it, or NONE."""
+    """Return order << 32 | merged id of part i and the next part, or NONE if they do not merge."""
     strings, pair_table, token_order, _ = vocabulary
     j = room[NEXT_PART, i]
     if len(token_order) == 0:
@@ -123,9 +123,9 @@ def pair_price(i, raw, vocabulary, room):
 
 @kernel(void(i64, u8_type, vocabulary_type, rooms))
 def merge_parts(count, raw, vocabulary, buffers):
-    """Join adjacent parts, the first in the order first (leftmost of equals), until no pair is in the tables.
+    """Join adjacent parts of a word, lowest order first (leftmost of equals), until no pair merges.
 
-    An entry of the heap, order << 32 | part, is stale if the pair that begins there now has another order.
+    A heap entry, order << 32 | part, is stale if the pair that begins at the part now has another order.
     """
     part_rows, pair_prices, heap = buffers
     heap_size = 0
@@ -158,8 +158,7 @@ def merge_parts(count, raw, vocabulary, buffers):
 
 @part(i64(u8_type, i64, i64, vocabulary_type, boolean, int_rows_type), forceinline=False)
 def split_word(raw, start, stop, vocabulary, by_char, room):
-    """Lay out a word as parts: bytes, or characters (letters), which have a number if they merge in pairs; returns
-    how many."""
+    """Write a word's parts to `room`: bytes, or characters, which have a number if pairs merge; returns how many."""
     strings, _, token_order, singles = vocabulary
     num_parts, at = 0, start
     while at < stop:
@@ -176,7 +175,7 @@ def split_word(raw, start, stop, vocabulary, by_char, room):
 
 @part(i64(u8_type, i64, i64, ints_type, i64, ints_type, i64), forceinline=False)
 def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
-    """The tokens of the bytes of a character, a space being U+2581; else the unknown token; NONE without one."""
+    """Write the tokens of a character's bytes (U+2581 for a space), or `unknown`; returns the new count, or NONE."""
     first_id = num_ids
     for i in range(start, stop):
         num_bytes = 3 if raw[i] == 0x20 else 1
@@ -194,7 +193,7 @@ def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
 
 @kernel(i64(u8_type, i64, i64, vocabulary_type, i64, i64, boolean, rooms, ints_type, i64))
 def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buffers, ids, num_ids):
-    """Write the ids of a word that is merged; returns the new total, or NONE if it has none."""
+    """Merge a word and write its ids; returns the new number of ids, or NONE if the word has none."""
     strings, _, token_order, singles = vocabulary
     room, has_scores = buffers[0], len(token_order) > 0
     num_parts = split_word(raw, start, stop, vocabulary, by_char, room)
@@ -222,7 +221,7 @@ def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buff
 
 @part(void(u8_type, i64, i64, ints_type, i64, i64, u8_rows, int_rows_type, i64), forceinline=False)
 def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_words, slot):
-    """Enter a word and its ids in the cache if they fit."""
+    """Write a word and its ids to a slot of the cache if they fit."""
     if stop - start <= cached_text.shape[1] and num_ids - first_id <= cached_words.shape[1] - IDS:
         cached_words[slot, LENGTH], cached_words[slot, COUNT] = stop - start, num_ids - first_id
         for k in range(stop - start):
@@ -250,9 +249,10 @@ def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_wor
     )
 )
 def encode(
-    raw, word_ends, num_words, part_ends, vocabulary, tokens, unknown, look_up_mode, by_char, cached_text, cached_words, buffers, ids, part_totals
+    raw, word_ends, num_words, part_ends, vocabulary, tokens, unknown, look_up_mode, by_char,
+    cached_text, cached_words, buffers, ids, part_totals
 ):  # fmt: skip
-    """Write the ids of all words, and how many there are up to the end of each part; NONE if a word has none.
+    """Encode all words and count the ids up to each part's end in `part_totals`; returns NONE if a word has none.
 
     look_up_mode  WORDS or LINES that are one of the strings become that token, whatever the merges
     by_char       what merges are characters, not bytes

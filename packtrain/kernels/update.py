@@ -1,4 +1,4 @@
-"""Optimizer steps in one pass over weight, gradient and state.
+"""Run optimizer steps in one pass over weight, gradient and state.
 
 A weight is passed as bytes: f32, or bf16, of which a part at a time is converted, updated and rounded stochastically.
 """
@@ -27,7 +27,7 @@ put_shorts = bits.writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, 
 
 @kernel(void(i64, i64, i64, i64, i64))
 def round_at_random(w, part_ptr, key, first_element, n):
-    """n f32 at the address `part_ptr`, elements `first_element` and on of a tensor, to bf16 at `w`; overwrites `part_ptr`.
+    """Round n f32 at `part_ptr`, elements `first_element` … of a tensor, to bf16 at `w`; overwrites `part_ptr`.
 
     Stochastic rounding: 16 random bits are added to the 16 that are dropped, and the carry is kept. Vectors of bits
     have no addition, so the random ones are negated.
@@ -77,14 +77,14 @@ def adamw_part(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop
 
 @kernel(void(i64, bytes1_type, in1, out1, out1, in1, f32, in1, i64))
 def adamw(qtype, w, g, m, v, hyper, decay, gate, key):
-    """AdamW with decoupled decay, as torch.optim.AdamW, in place.
+    """Update w, m and v in place by AdamW with decoupled decay, as torch.optim.AdamW.
 
     g = gate * g
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g**2
     w = w * (1 - lr * wd * decay) - lr * (m / c1) / (sqrt(v / c2) + eps)
 
-    kind, w           F32 or BF16, and the bytes of N of them
+    qtype, w          F32 or BF16, and the bytes of N of them
     g, m, v     (N,)  f32
     hyper       (7,)  f32: lr, b1, b2, eps, wd, c1 = 1 - b1**t, c2 = 1 - b2**t
     decay             f32: 0 or 1
@@ -123,9 +123,9 @@ def sgd_part(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
 
 @kernel(void(i64, bytes1_type, in1, in1, f32, in1, i64))
 def sgd(qtype, w, g, hyper, decay, gate, key):
-    """w = w * (1 - lr * wd * decay) - lr * gate * g, in place.
+    """Update w in place by SGD: w = w * (1 - lr * wd * decay) - lr * gate * g.
 
-    kind, w      F32 or BF16, and the bytes of N of them
+    qtype, w     F32 or BF16, and the bytes of N of them
     g      (N,)  f32
     hyper  (2,)  f32: lr, wd
     decay        f32: 0 or 1
@@ -185,7 +185,7 @@ def combine(p, g, s, y, c):
 
 @kernel(f64(i64, i64, i64))
 def dot_runs(a, b, n):
-    """Of n f32 at two addresses: short runs in f32 lanes, everything longer in f64."""
+    """Return the dot product of n f32 at two addresses: short runs in f32 lanes, everything longer in f64."""
     total_sum = f64(0.0)
     for run_start in range(0, n, VALUES_PER_RUN):
         lane_sums = splat(0.0)

@@ -1,4 +1,4 @@
-"""Vectors of f32 at addresses, and where sequences begin, for kernels that go through states."""
+"""Vector functions on f32 at addresses, and where sequences begin, for kernels that carry states."""
 
 from numba import types
 
@@ -39,13 +39,13 @@ def dot(a, b, num_values):
 
 @part(i64(ids1, i64, i64))
 def is_start(seq, t, T):
-    """1 for the first token of a line, or of a sequence within it."""
+    """Return 1 for the first token of a row of the batch, or of a sequence within the row, else 0."""
     return i64(1) if t % T == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
 
 
 @part(void(out4, ids1, ids1, i64))
 def load_states(states, sources, targets, h):
-    """Put the states of a head that are read, (P, N) each, where they will be written; zeros for a negative source."""
+    """Copy a head's states (P, N) from source cells to target cells; a negative source gives zeros."""
     _, H, p, n = states.shape
     for r in range(len(targets)):
         if targets[r] >= 0:

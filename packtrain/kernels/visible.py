@@ -1,6 +1,6 @@
-"""The attention mask: which keys the queries of a block see, by position and sequence, for blocks and single keys.
+"""Attention masks: find the keys that a block of queries, or one query, sees, by position and sequence.
 
-A query sees keys of its own sequence up to its own position, within the window (0: no window; -n: the same n).
+A query sees keys of its sequence up to its position, within the window (0: all; -n: in the same chunk of n positions).
 Positions and sequences are int32 (batch, index); of size 0, positions are the indices and sequences are all equal.
 """
 
@@ -12,7 +12,7 @@ from packtrain.kernels.call import kernel, part
 from packtrain.kernels.simd import BITS, I32, I64, INFINITY, LANES, VECTOR, f32x16, ids1
 from packtrain.kernels.tile import POINTER, at
 
-QUERIES = 64  # queries in a block, at most
+QUERIES = 64  # most queries in a block
 PLACES = 3 * QUERIES
 MIN_POSITION, BEYOND = -(1 << 31), 1 << 31
 NONE_VISIBLE, SOME_VISIBLE, ALL = 0, 1, 2  # how much of a block of keys the queries of a block see
@@ -24,14 +24,14 @@ span_type = types.UniTuple(i64, 5)
 
 @simd.instruction(types.void, types.int64, types.int64, types.int64)
 def poke_int(builder, y, i, value):
-    """Write int32 number i of the address y."""
+    """Write int32 number i at the address y."""
     pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
     builder.store(builder.trunc(value, I32), pointer)
 
 
 @simd.instruction(f32x16, f32x16, types.int64, types.int64, types.int64, types.int64)
 def shown(builder, score, places, i, *key):
-    """Scores of queries i .. i + 15, -inf where masked, of a key's position and sequence."""
+    """Return the scores of queries i … i + 15 for one key, -inf where its position or sequence is masked."""
     base = builder.inttoptr(places, POINTER)
     position, sequence = (simd.spread(builder, builder.trunc(k, I32), BITS) for k in key)
     is_visible = None
@@ -45,7 +45,7 @@ def shown(builder, score, places, i, *key):
 
 @part(i64(i64, i64))
 def earliest(position, window):
-    """The first position visible from `position`: within a window, or with one of -n in the same n."""
+    """Return the first position visible from `position`: within the window, or for -n in the same chunk of n."""
     if window < 0:
         return max(position // -window * -window, MIN_POSITION)
     return max(position - window + 1, MIN_POSITION) if window else MIN_POSITION
@@ -53,11 +53,11 @@ def earliest(position, window):
 
 @kernel(span_type(i64, ids2, ids2, i64, i64, i64, i64))
 def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window):
-    """Write positions, sequences and earliest positions of a block of queries; returns their span.
+    """Write each query's position, sequence and first visible position to `places`; returns the span of the block.
 
-    places  (3, QUERIES)  i32; lanes beyond the rows see no key
+    places  (3, QUERIES)  i32; lanes beyond the queries see no key
 
-    The span: the least and largest position, the least and largest sequence, and the window.
+    The span is the least and largest position, the least and largest sequence, and the window.
     """
     min_pos, max_pos, min_seq, max_seq = BEYOND, MIN_POSITION, BEYOND, MIN_POSITION
     for i in range(QUERIES):
@@ -75,7 +75,7 @@ def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window
 
 @kernel(types.UniTuple(i64, 2)(i64, ids1, i64, i64, i64))
 def write_cell_ranges(places, q_pos, first_query, num_queries, window):
-    """place_queries for a sequence of a cache; returns the least and largest position."""
+    """Write `places` as write_query_ranges does, for one sequence of a KV cache; returns least and largest position."""
     min_pos, max_pos = BEYOND, MIN_POSITION
     for i in range(QUERIES):
         position = MIN_POSITION
@@ -90,7 +90,7 @@ def write_cell_ranges(places, q_pos, first_query, num_queries, window):
 
 @kernel(types.void(i64, i64, i64, ids1, ids2, i64, i64, i64))
 def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
-    """Set scores (count, lanes) of cells order[row, first …] to -inf where masked."""
+    """Set scores (count, lanes) of cells order[row, first_cell …] to -inf where the queries do not see them."""
     for j in range(count):
         position = i64(k_pos[order[row, first_cell + j]])
         for i in range(0, lanes, LANES):
@@ -100,7 +100,7 @@ def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
 
 @kernel(i64(span_type, ids2, ids2, i64, i64, i64))
 def sight(query_span, k_pos, k_seq, b, first_key, count):
-    """How much of a block of keys the queries of that span can see."""
+    """Return how much of a block of keys the queries of a span see: NONE_VISIBLE, SOME_VISIBLE or ALL."""
     min_pos, max_pos, min_seq, max_seq, window = query_span
     low, high, min_key_seq, stop = first_key, first_key + count - 1, 0, 0
     if k_pos.size:
@@ -119,7 +119,7 @@ def sight(query_span, k_pos, k_seq, b, first_key, count):
 
 @kernel(types.void(i64, i64, i64, ids2, ids2, i64, i64, i64))
 def mask_scores(scores, lanes, places, k_pos, k_seq, b, first_key, count):
-    """Set scores (count, lanes) to -inf where masked."""
+    """Set scores (count, lanes) of a block of keys to -inf where the queries do not see them."""
     for j in range(count):
         position = i64(k_pos[b, first_key + j]) if k_pos.size else first_key + j
         sequence = i64(k_seq[b, first_key + j]) if k_seq.size else 0

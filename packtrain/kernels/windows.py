@@ -1,4 +1,4 @@
-"""Windows that slide over images: laid out as rows for a product, added back, and pooled.
+"""Slide windows over images: lay them out as rows for a product, add them back, and pool them.
 
 `sizes` are int32: height and width of the image, of the window and of the result; steps down and across, zeros
 before the first row and column, and distances between neighbours of a window, down and across.
@@ -36,7 +36,7 @@ def unfold_span(y, x, channels, sizes, line_start, line_stop):
 
 @kernel(void(out1, in1, i64, i64, ids1))
 def unfold(y, x, num_images, channels, sizes):
-    """y = the windows of each image as rows of channels x window.
+    """Write the windows of each image as rows of y, each channels x window.
 
     x  (N C H W,)            f32
     y  (N OH OW C KH KW,)    f32
@@ -69,7 +69,7 @@ def fold_span(dx, dy, channels, sizes, plane_start, plane_stop):
 
 @kernel(void(out1, in1, i64, i64, ids1))
 def fold(dx, dy, num_images, channels, sizes):
-    """The adjoint of unfold: each value of dy added where it came from.
+    """Add each value of dy to the place in dx that `unfold` read it from: the adjoint of unfold.
 
     dx  (N C H W,)           f32
     dy  (N OH OW C KH KW,)   f32
@@ -94,7 +94,7 @@ def pool_span(use_max, y, x, sizes, plane_start, plane_stop):
 
 @kernel(void(flag_type, out1, in1, i64, ids1))
 def pool(use_max, y, x, planes, sizes):
-    """The largest value of each window, or its sum over its size.
+    """Write the largest value of each window, or its sum divided by the window's size.
 
     x  (N C H W,)    f32
     y  (N C OH OW,)  f32
@@ -126,7 +126,7 @@ def pool_back_span(use_max, dx, dy, x, sizes, plane_start, plane_stop):
 
 @kernel(void(flag_type, out1, in1, in1, i64, ids1))
 def pool_back(use_max, dx, dy, x, planes, sizes):
-    """Gradient of pool: to the first of the largest values, or to all of a window alike.
+    """Gradient of pool: dy goes to the first of a window's largest values, or to all its values alike.
 
     dx, x  (N C H W,)    f32
     dy     (N C OH OW,)  f32

@@ -1,4 +1,4 @@
-"""Products with weights, exact or with activations rounded to 8 bits, as a run asks for."""
+"""Products with weights, exact or with activations rounded to 8 bits, as the config's `activations` says."""
 
 from packtrain.dtypes import ROUNDABLE
 from packtrain.engine import ops
@@ -19,16 +19,16 @@ PRECISION_HELP = (
 
 
 def rounded(config: Config, x: Tensor, w: Tensor) -> Tensor:
-    """x as a product with w has it."""
+    """Round x to 8 bits if the config and w's element type ask for it; else return x."""
     return ops.rounded(x) if config.activations == Q8 and w.dtype in ROUNDABLE else x
 
 
 def matmul_weight(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> Tensor:
-    """x @ w.T (+ acc)."""
+    """Compute x @ w.T (+ acc), with x rounded to 8 bits where the config asks for it."""
     if config.activations == Q8 and w.dtype in ROUNDABLE:
         is_small = x.spec.size <= MAX_DOT_ROWS * x.shape[-1]
-        # where products in integers are not faster, more are rounded and multiplied in f32; this is asked
-        # last: what the CPU has is LLVM's to say, which takes megabytes to load
+        # many rows are rounded and multiplied in f32 unless integer products are faster; has_fast_integer_products
+        # stands last because it loads LLVM, which takes megabytes
         if is_small or (config.precision == F32 and has_fast_integer_products()):
             return ops.matmul_rounded(x, w, acc)
     return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

@@ -1,8 +1,8 @@
 """LoRA adapters in llama.cpp's GGUF format (src/llama-adapter.cpp): read, checked against a base, written.
 
-An Adapter holds the pairs A, B for matrices of a base by name: y = W x + scale * B (A x). It knows no graph.
-Where a base multiplies what an expert gives by a factor s of its own (Gemma 4), llama.cpp adds the adapter behind it,
-s W x + B' A x: in a file of such a base B' is s B.
+An Adapter holds the pairs A, B for matrices of a base by name: y = W x + scale * B (A x). Adapters know no graph.
+Where a base multiplies an expert's output by a factor s (Gemma 4), llama.cpp adds the adapter after the factor,
+s W x + B' A x: files for such a base hold B' = s B.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,11 +32,11 @@ Pair = tuple[np.ndarray, np.ndarray]
 class Adapter:
     """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor.
 
-    lora_pairs    A (R, in) and B (out, R) for a matrix (out, in); with a leading axis of experts for each if it has one;
-             for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
-    alpha    0 stands for a scale of 1, as in llama.cpp
-    ignored  vectors in the file that are not used, as in llama.cpp
-    aware    it was trained in the blocks of the base: see ops.stored_sum, by which it is merged
+    lora_pairs  A (R, in) and B (out, R) for a matrix (out, in), with a leading axis of experts if the matrix has one;
+                for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
+    alpha       0 stands for a scale of 1, as in llama.cpp
+    ignored     vectors in the file that are not used, as in llama.cpp
+    aware       trained with W + scale * B A rounded to the base's quantization blocks, as ops.stored_sum merges it
     """
 
     architecture: str
@@ -49,7 +49,7 @@ class Adapter:
         return lora_scale(self.alpha, self.lora_pairs[name][1].shape[-1])
 
     def delta_rows(self, name: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Rows start:stop of scale * B A, f32 (stop - start, in); rows of experts follow each other."""
+        """Return rows row_start:row_stop of scale * B A in f32; rows of experts follow each other."""
         a, b = self.lora_pairs[name]
         adapter_scale = np.float32(self.scale_of(name))
         if name == EMBEDDING:
@@ -68,7 +68,7 @@ class Adapter:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The adapter in a GGUF file. Raises InputError for what llama.cpp would refuse or silently ignore."""
+    """Read the adapter in a GGUF file. Raises InputError for what llama.cpp would refuse or silently ignore."""
     gguf = GGUF(path)
     metadata = gguf.metadata
     for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
@@ -95,6 +95,7 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def _base_name(gguf: GGUF, name: str) -> str:
+    """Return the name of the base's tensor to which lora_a or lora_b belongs. Raises InputError."""
     base_name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     if base_name == name:
         raise InputError(
@@ -132,7 +133,7 @@ def _read_half(gguf: GGUF, name: str) -> np.ndarray:
 
 
 class _DividedPairs(Mapping[str, Pair]):
-    """The pairs of a file whose B are to be divided by factors, made when they are asked for."""
+    """Pairs A, B of a file, with B divided by the experts' factors when a pair is read."""
 
     def __init__(self, pairs: Mapping[str, Pair], divisors: Mapping[str, np.ndarray]) -> None:
         self.pairs, self.divisors = pairs, divisors
@@ -152,13 +153,13 @@ class _DividedPairs(Mapping[str, Pair]):
 
 
 def _expert_factors(names: Iterable[str], base: GGUF) -> dict[str, np.ndarray]:
-    """Of what experts give (E,), by the names of their matrices."""
+    """Return the factors (E,) by which the base multiplies experts' outputs, by the names of the experts' matrices."""
     scale_names = {name: f"{name.removesuffix('weight')}scale" for name in names if "_exps" in name}
     return {name: base.array(scale) for name, scale in scale_names.items() if scale in base.entries}
 
 
 def fit_adapter(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
-    """The adapter of a file as it adds to the matrices of this model. Raises InputError if it does not fit."""
+    """Return a file's adapter as a change of this base's matrices. Raises InputError if it does not fit."""
     check_fits(adapter, path, base)
     expert_factors = _expert_factors(adapter.lora_pairs, base)
     return (
@@ -169,7 +170,7 @@ def fit_adapter(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
 
 
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
-    """Raise InputError unless the adapter, read from `path`, fits this model."""
+    """Raise InputError unless the adapter, read from `path`, fits the base."""
     architecture = base.metadata.get(ARCHITECTURE_KEY)
     if adapter.architecture != architecture:
         raise InputError(
@@ -194,7 +195,7 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 def write_adapter(
     path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None, check: Check = bool
 ) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors."""
+    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed if its experts may have factors."""
     expert_factors = _expert_factors(adapter.lora_pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE_KEY: MetadataValue("string", adapter.architecture),
@@ -215,7 +216,7 @@ def write_adapter(
 
 
 def _times(b: np.ndarray, by: np.ndarray) -> DeferredTensor:
-    """B of each expert times its factor, made one after the other."""
+    """Multiply B of each expert by the expert's factor, one expert at a time while writing."""
     return DeferredTensor(
         f32, b.shape, lambda: (expert_b * factor for expert_b, factor in zip(b, by, strict=True))
     )

@@ -1,7 +1,8 @@
 """Several residual streams, of which a block computes with the first and guesses the others: AltUp, as in Gemma 3n.
 
-Streams are one tensor (..., S, C). A block predicts them from each other, by coefficients for each token, computes with
-the first prediction, and corrects all by how far that was off. Baykal et al. 2023, arXiv 2301.13310; gemma3n.cpp.
+Streams are one tensor (..., S, C), so that a plan saves or recomputes them together. A block predicts streams from each
+other, by coefficients per token, computes with the first prediction, and corrects all by that prediction's error.
+Coefficients are few numbers: full tunes train them, adapters leave them out. Baykal et al. 2023, arXiv 2301.13310.
 """
 
 from packtrain.engine import ops
@@ -11,11 +12,11 @@ from packtrain.models.arch.architecture import STREAMS_IN, STREAMS_OUT
 from packtrain.models.block_weights import BlockBuilder, Weights
 from packtrain.models.config import Config
 
-NORM_EPS = 1e-20  # added to mean squares, whose roots have slopes everywhere then
+NORM_EPS = 1e-20  # added to mean squares, so that their roots have a slope at 0
 
 
 def spread(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """The streams of embeddings h (..., C): h, and products with h that are as long as it."""
+    """Make streams (..., S, C) from embeddings h (..., C): h, and projections of h with the norm of h."""
     projections = [
         match_norm(_project_stream(config, w, STREAMS_IN, n, h), h)
         for n in range(config.traits.num_streams - 1)
@@ -24,7 +25,7 @@ def spread(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """One stream (..., C): the mean of the first and of products with the others that are as long as it."""
+    """Merge streams to one (..., C): the mean of the first and of the others' projections with the first's norm."""
     summed_streams = first_stream = one(h)
     for n in range(config.traits.num_streams - 1):
         summed_streams = ops.add(
@@ -35,7 +36,7 @@ def merge_streams(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
-    """h (..., S, C), plus for each stream a mix of all of them."""
+    """Predict streams: h (..., S, C), plus for each stream a mix of all streams."""
     num_streams = block.config.traits.num_streams
     rates = block.linear("altup_predict_coef", route_stream(block, one(h)))
     rates = ops.reshape(rates, shape=(*rates.shape[:-1], num_streams, num_streams))
@@ -43,7 +44,7 @@ def predict_streams(block: BlockBuilder, h: Tensor) -> Tensor:
 
 
 def corrected(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
-    """The guess (..., S, C), moved towards y (..., C) from what it has in the first place, each stream at its rate."""
+    """Move predicted streams (..., S, C) by y - predicted stream 0, each stream at its own rate; y is (..., C)."""
     correction_rates = block.linear("altup_correct_coef", route_stream(block, y))
     correction_rates = ops.scale(correction_rates, by=1.0, bias=1.0)
     short = block.saved(ops.sub(y, one(predicted)))
@@ -52,32 +53,32 @@ def corrected(block: BlockBuilder, predicted: Tensor, y: Tensor) -> Tensor:
 
 
 def route_stream(block: BlockBuilder, x: Tensor) -> Tensor:
-    """What rates are made from, (..., S), of one stream."""
+    """Return the router's activations (..., S) of one stream x (..., C), from which rates are computed."""
     router_input = ops.scale(block.norm("altup_router_norm", x), by=1 / x.shape[-1])
     return block.saved(ops.tanh(block.linear("altup_router", block.saved(router_input))))
 
 
 def added(h: Tensor, y: Tensor) -> Tensor:
-    """h (..., S, C) with y (..., C) added to all streams but the first."""
+    """Add y (..., C) to all streams of h (..., S, C) but the first."""
     axis = len(h.shape) - 2
     other_streams = ops.narrow(h, axis=axis, start=1, length=h.shape[axis] - 1)
     return stack_streams([one(h), ops.add(other_streams, _row(y))])
 
 
 def one(h: Tensor, stream_index: int = 0) -> Tensor:
-    """A stream (..., C) of h (..., S, C)."""
+    """Return one stream (..., C) of h (..., S, C)."""
     stream = ops.cont(ops.narrow(h, axis=len(h.shape) - 2, start=stream_index, length=1))
     return ops.reshape(stream, shape=(*h.shape[:-2], h.shape[-1]))
 
 
 def stack_streams(streams: list[Tensor]) -> Tensor:
-    """Streams one after the other: each (..., C), or several (..., N, C)."""
+    """Concatenate streams along axis -2: each (..., C), or several (..., N, C)."""
     num_axes = len(streams[0].shape)
     return ops.concat([_row(x) if len(x.shape) == num_axes else x for x in streams], axis=-2)
 
 
 def match_norm(y: Tensor, x: Tensor) -> Tensor:
-    """y (..., C), as long as x."""
+    """Scale y (..., C) to the root mean square of x."""
     rms_length = ops.sqrt(ops.scale(ops.mean_rows(ops.sqr(x)), by=1.0, bias=NORM_EPS))
     return ops.mul(ops.rms_norm(y, eps=NORM_EPS), rms_length)
 
@@ -87,6 +88,6 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _project_stream(config: Config, w: Weights, name: str, stream_index: int, x: Tensor) -> Tensor:
-    """x (..., C) times one of the matrices (S - 1, C, C)."""
+    """Multiply x (..., C) by one of the matrices (S - 1, C, C) of a weight."""
     matrix = ops.narrow(w[f"{name}.weight"], axis=0, start=stream_index, length=1)
     return matmul_weight(config, x, ops.reshape(matrix, shape=matrix.shape[1:]))

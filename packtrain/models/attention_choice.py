@@ -1,4 +1,4 @@
-"""Which attention a run uses: one op, where a backend has it, or products and a softmax."""
+"""Chooses a run's attention: one flash op, if a backend has it, or products and a softmax."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ FLASH_HELP = (
 def with_flash(
     config: Config, mode: str, target: Target, report: Callable[[str], None], cache: Dtype | None
 ) -> Config:
-    """The config with the attention that is asked for, of a cache of this type, or of a batch. Raises InputError."""
+    """Set config.flash by --flash-attn and the backends' ops; `cache` is the KV cache's element type, or None."""
     missing_ops = "" if mode == OFF else missing_attention_ops(config, target, cache)
     if missing_ops and mode == ON:
         raise InputError(f"--flash-attn on: {missing_ops}")
@@ -30,7 +30,7 @@ def with_flash(
 
 
 def missing_attention_ops(config: Config, target: Target, cache: Dtype | None) -> str:
-    """What the backends of keys and values have not of the ops for these; "" if they have all."""
+    """Name an attention op that the backends of keys and values lack; "" if they have all."""
     for y in attention_calls(config, cache):
         call = y.call
         for backend in kv_backends(config, target, cache):
@@ -41,7 +41,7 @@ def missing_attention_ops(config: Config, target: Target, cache: Dtype | None) -
 
 
 def kv_backends(config: Config, target: Target, cache: Dtype | None) -> list[Backend]:
-    """Where keys and values live: elsewhere the op would need copies of all cells in every block."""
+    """Return the backends that hold keys and values: on another one, attention would copy all cells in every block."""
     if cache is None:
         return [target.backends[0]]
     cache_leaves = (state(f"cache.k.{i}", (1,), role="cache") for i in range(config.block_count))
@@ -49,7 +49,7 @@ def kv_backends(config: Config, target: Target, cache: Dtype | None) -> list[Bac
 
 
 def attention_calls(config: Config, cache: Dtype | None) -> list[Tensor]:
-    """Calls of one token that attends to one; nothing is allocated."""
+    """Return attention calls of one query and one key, to ask backends for kernels; nothing is allocated."""
     heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
     index = input("one", (1,), i32)
     sinks = input("sinks", (heads,)) if config.traits.attention_sinks else None

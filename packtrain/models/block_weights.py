@@ -1,4 +1,4 @@
-"""The weights of one block with their LoRA adapters: products with them, norms and sums, by name."""
+"""The weights of one block with their LoRA adapters: products, norms and residual sums, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ def _no_mixer(*_args: object) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """How tokens of a batch, or of a cache, see those before them: in attention, short convolutions and scans.
+    """Functions by which tokens of a batch, or of a cache, see earlier tokens: (block index, inputs) -> output.
 
-    attend           of queries, keys and values; without both, those of the block that has them for this one
-    convolve_states  the convolution before a scan
-    scan             of x, steps, decays and skips
-    delta_rule       a gated delta rule of x, decays and betas
+    attend           attention of queries, keys, values and sinks; keys and values None: another block's are used
+    convolve         short convolution of x with filters; `convolve_states` is the convolution before a scan
+    scan             scan of x, steps, decays and skips
+    delta_rule       gated delta rule of x, decays and betas
     """
 
     attend: Attend
@@ -41,14 +41,14 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """The weights of a block by their names within it."""
+    """The weights of a block by their names within the block, and products with them."""
 
     config: Config
     w: Weights
     block_index: int
 
     def weight(self, name: str, suffix: str = "weight") -> Tensor:
-        """A weight, or its rows in a fused one."""
+        """Return a weight, or its rows in a fused one."""
         full_name, start, num_rows = self.config.fused_slices.get(name, (name, 0, None))
         leaf = self.w[f"blk.{self.block_index}.{full_name}.{suffix}"]
         return leaf if num_rows is None else ops.narrow(leaf, axis=0, start=start, length=num_rows)
@@ -57,7 +57,7 @@ class BlockWeights:
         return self.config.fused_slices.get(name, (name,))[0]
 
     def project(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ acc), with the weight's LoRA adapter if it has one."""
+        """Compute x @ weight.T (+ bias) (+ acc), with the weight's LoRA adapter if there is one."""
         stored = self._project_aware(name, x, acc)
         y = matmul_weight(self.config, x, self.weight(name), acc) if stored is None else stored
         if f"{self._fused_name(name)}.bias" in self.config.optional:
@@ -65,7 +65,7 @@ class BlockWeights:
         return self._add_lora(name, x, y) if stored is None else y
 
     def _add_lora(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """y plus the output of the weight's LoRA adapter for x, if it has one."""
+        """Add to y the output of the weight's LoRA adapter for x, if there is one."""
         adapter, lora = self.lora_of(name), self.config.lora
         if adapter is None or lora is None:
             return y
@@ -76,7 +76,7 @@ class BlockWeights:
         return ops.matmul(lora_output, b, y, precision=precision)
 
     def _project_aware(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
-        """The product with weight and adapter as one matrix in the weight's blocks; None if it is not wanted so."""
+        """Multiply by weight plus adapter, rounded to the weight's blocks; None if training is not aware."""
         adapter, lora, w = self.lora_of(name), self.config.lora, self.weight(name)
         if adapter is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None
@@ -85,11 +85,11 @@ class BlockWeights:
         return ops.matmul_stored(x, both, a, b, acc, by=by, precision=self.config.precision)
 
     def tensor_name(self, name: str) -> str:
-        """The tensor that a weight is, or is part of."""
+        """Return the full name of the tensor that a weight is, or is part of."""
         return f"blk.{self.block_index}.{self._fused_name(name)}.weight"
 
     def lora_of(self, name: str) -> Low | None:
-        """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
+        """Return A, B, scale and dropout function of a weight's LoRA adapter; None if there is none."""
         full_name = self.tensor_name(name)
         a, lora = self.w.get(full_name + A), self.config.lora
         if a is None or lora is None:
@@ -103,7 +103,7 @@ class BlockWeights:
 
 
 def apply_norm(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
-    """x (..., C) normalized with these weights, (C,) or, of heads, (H, C)."""
+    """Normalize x (..., C) with the weights of a norm: (C,), or (H, C) per head."""
     weight, eps = w.get(f"{name}.weight", w.get(name)), config.rms_eps
     assert weight is not None, name
     if not config.traits.layer_norms:
@@ -117,17 +117,17 @@ def apply_norm(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockBuilder(BlockWeights):
-    """Builds one block, and names its activations."""
+    """Builds the tensors of one block, and names its activations."""
 
     def named(self, name: str, tensor: Tensor) -> Tensor:
         return named(f"blk.{self.block_index}.{name}", tensor)
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ acc)."""
+        """Compute x @ weight.T (+ bias) (+ acc), named after the weight."""
         return self.named(name, self.project(name, x, acc))
 
     def saved(self, x: Tensor) -> Tensor:
-        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
+        """Round x as saved for the backward pass; forward reads the rounded x, so that recompute changes no bit."""
         return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -135,18 +135,19 @@ class BlockBuilder(BlockWeights):
         return self.named(name, y)
 
     def project_heads(self, name: str, x: Tensor, num_heads: int) -> Tensor:
-        """x @ weight.T by heads, (..., count, D)."""
+        """Compute x @ weight.T split into heads, (..., num_heads, D)."""
         y = self.linear(name, x)
         if self.config.traits.joint_qk_norms and name != "attn_v":
             y = self.norm(f"{name}_norm", self.saved(y))
         return ops.reshape(y, shape=(*y.shape[:-1], num_heads, y.shape[-1] // num_heads))
 
     def norm_heads(self, qk: list[Tensor]) -> list[Tensor]:
+        """Normalize queries, and keys if there are any, per head."""
         norm_names = ("attn_q_norm", "attn_k_norm")
         return [self.norm(name, self.saved(x)) for name, x in zip(norm_names, qk, strict=False)]
 
     def add_to_residual(self, name: str, x: Tensor, norm_name: str, h: Tensor) -> Tensor:
-        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
+        """Add x @ weight.T to h, normalized or scaled before the sum if the model does so."""
         if self.config.residual_scale:
             return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
         if not self.config.traits.post_norms:

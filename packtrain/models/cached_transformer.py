@@ -1,4 +1,4 @@
-"""Generation with a KV cache as graph functions: new tokens of any sequences, and cells that move."""
+"""Generation with a KV cache as graph functions: new tokens of any sequences, and moves of cells."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,21 +14,20 @@ from packtrain.models.kv_cell_table import count_lines
 from packtrain.models.tensor_shapes import HEAD_BIAS
 from packtrain.models.transformer import delta_rule, head, head_input, logits, output_norm, rule_of
 
-STATES = 2  # of a sequence: the one that a run reads, and the one that it writes
-MAX_EXACT_TOKENS = (
-    64  # up to this many tokens products stay in f32: guesses are checked as they would be written
-)
+STATES = 2  # per sequence: a run reads one and writes the other
+# up to this many tokens products are in f32, so that checked drafts have the bits of written tokens
+MAX_EXACT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The cells of a KV cache.
 
-    num_cells            of blocks that attend to all earlier tokens
-    ring                 of blocks with a window, used again once no window has them; 0: these use `num_cells`, too
-    dtype                of keys and values: f32, f16 or q8_0
-    max_sequences        most of a run
-    max_sequence_tokens  tokens of one sequence; 0: all cells
+    num_cells            cells of blocks that attend to all earlier tokens
+    ring                 cells of blocks with a window, reused once no window sees them; 0: the blocks use `num_cells`
+    dtype                element type of keys and values: f32, f16 or q8_0
+    max_sequences        most sequences of a run
+    max_sequence_tokens  most tokens of one sequence; 0: all cells
     """
 
     num_cells: int
@@ -39,11 +38,11 @@ class CacheLayout:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest possible text."""
+        """Return the number of tokens of the longest possible sequence."""
         return self.max_sequence_tokens or self.num_cells
 
     def pool(self, config: Config, i: int) -> str:
-        """Which of both block i uses: the prefix of its inputs' names."""
+        """Return the pool of cells that block i uses, "ring_" or "cell_": the prefix of its inputs' names."""
         return "ring_" if self.ring and config.visible_tokens_of(i) else "cell_"
 
     def num_cells_of(self, pool: str) -> int:
@@ -54,7 +53,7 @@ class CacheLayout:
         return tuple(dict.fromkeys(self.pool(config, i) for i in every if self.leaves(config, i)))
 
     def scan_states(self, config: Config) -> dict[str, Tensor]:
-        """The states of scans: each sequence has one of each block, and there is room to write the next."""
+        """Return the state leaves of scans: for each sequence and block, one to read and one to write."""
         leaves, scan_sizes, num_states = {}, config.scan, STATES * self.max_sequences
         for i in range(config.block_count):
             if scan_sizes is not None and config.has_scan(i):
@@ -65,7 +64,7 @@ class CacheLayout:
         return leaves
 
     def cache_leaf(self, config: Config, name: str, i: int) -> Tensor:
-        """The keys (name k), the values (v) or the inputs of the convolution (x) of block i."""
+        """Return the state leaf of block i that holds keys (`name` k), values (v) or inputs of the convolution (x)."""
         num_cells = self.num_cells_of(self.pool(config, i))
         if name == "x":
             return state(f"cache.x.{i}", (num_cells, config.embedding_length), f32, "cache")
@@ -73,7 +72,7 @@ class CacheLayout:
         return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
 
     def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
-        """What is kept of each token for block i."""
+        """Return the state leaves of block i, by name: k and v, or x; none if it uses another block's."""
         parts = config.cached_tensors if config.attends(i) else "x" if config.conv_width else ""
         parts = parts if config.source_of(i) == i else ""
         return {name: self.cache_leaf(config, name, i) for name in parts}
@@ -88,19 +87,17 @@ def generation(
     *,
     return_hidden: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits (num_logits, V) for `time` new tokens of any sequences, and the updated cache handles.
+    """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache handles.
 
-    Inputs, i32: `tokens`, `pos`, `token_lines` (time,); `rows` (num_logits,), the tokens whose logits are returned.
-    For `cells`: `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each
-    sequence of the run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts`
-    (lines,) says; where attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a
-    line, else 0. For convolutions `cell_before` (time, their width): the cells of the last tokens, the token's own
-    last. Likewise `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix
-    of sequences.
+    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned.
+    `cell` (time,) is the cell of each token, `cell_pos` (cells,) the position of each cell. Each sequence of the run
+    has a line of `cell_order` (lines, cells): its cells by position, `cell_counts` (lines,) of them. Attention that is
+    written out reads `cell_seen` (lines, cells) f32 instead: 1 for the cells of a line, else 0. Convolutions read
+    `cell_before` (time, width): the cells of the last tokens, the token's own last. Pools with a ring have `ring`,
+    `ring_pos` … All are inputs, so that one plan serves every position and every mix of sequences. LoRA adapters with
+    a scale for each token add inputs, see Lora.
 
-    LoRA adapters whose scale each token has add their inputs, see Lora.
-
-    return_hidden  the output of the last norm instead of logits, (num_logits, C)
+    return_hidden  return the output of the last norm, (num_logits, C), instead of logits
     """
     exact = replace(config, precision="f32")
     config = config if time > MAX_EXACT_TOKENS else exact
@@ -118,7 +115,7 @@ def generation(
 def cell_mixer(
     config: Config, cache: CacheLayout, pos: Tensor, line: Tensor, cache_handles: list[Tensor]
 ) -> Mixer:
-    """New tokens see the cells of their sequence; adds the handles of the cache with them."""
+    """Return a Mixer in which new tokens see their sequence's cells; appends updated handles to `cache_handles`."""
     (time,) = pos.shape
     places = {pool: pool_inputs(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
@@ -161,7 +158,7 @@ def _attend_cells(
     config: Config, cache: CacheLayout, at: tuple[Tensor, Tensor], inputs_by_pool: Mapping[str, tuple[Tensor, ...]],
     cache_handles: list[Tensor],
 ) -> Attend:  # fmt: skip
-    """Attention of new tokens, at their positions and lines."""
+    """Return the attention of new tokens, with positions and lines `at`, over the cells of their sequences."""
     pos, line = at
     kv_handles = dict[int, list[Tensor]]()
 
@@ -188,7 +185,7 @@ def _attend_cells(
 
 
 def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:
-    """Losses (count,) of `targets` (count,) after `x` (count, C), what the last norm gives; `weights` are not used."""
+    """Return losses (count,) of `targets` after hidden states `x` (count, C), the output of the last norm."""
     x = rounded(config, head_input(config, input("x", (count, config.embedding_length))), head(w))
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
     softcap, precision = config.final_softcap, config.precision
@@ -206,9 +203,9 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:
-    """Inputs: the cells of new tokens, positions of all cells, the lines of cells by position, and their lengths.
+    """Return a pool's inputs: cells of new tokens, positions of all cells, cells of each line by position, and counts.
 
-    flash  else, instead of those two, which line has which cells
+    flash  if False, an input that says which line has which cells replaces the last two
     """
     num_cells, rows = cache.num_cells_of(pool), count_lines(time, cache.max_sequences)
     new = input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (num_cells,), i32)
@@ -218,10 +215,10 @@ def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) ->
 
 
 def move_cells(config: Config, w: Weights, max_moves: int, cache: CacheLayout) -> list[Tensor]:
-    """Handles of a cache in which `max_moves` cells at most of each pool move to others, with new positions.
+    """Move up to `max_moves` cells of each pool to other cells and positions; returns the updated cache handles.
 
-    Inputs, i32 (count,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of the
-    position; `ring_from` … Keys were rotated by their positions; they are rotated on.
+    Inputs, i32 (max_moves,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of
+    the position; `ring_from` … Keys are already rotated by their old positions, so rope rotates them by the change.
     """
     cache_handles = list[Tensor]()
     suffixes = "from", "to", "by"

@@ -1,6 +1,6 @@
 """The configuration of a model: architecture, sizes and settings, and values derived from them for each block.
 
-Plain data and arithmetic. `metadata` reads it from GGUF keys, `transformer` builds graphs from it.
+Plain data and arithmetic. `model_metadata` reads a Config from GGUF keys, `transformer` builds graphs from it.
 """
 
 import math
@@ -18,7 +18,7 @@ from packtrain.models.lora import Lora
 
 ScalingType = Literal["none", "linear", "yarn", "longrope"]
 UNNORMED_EXPERT_COUNT = 128  # experts of the llama4 whose queries and keys are not normalized
-SIGMOID_GATING = 2  # of expert_gating_func
+SIGMOID_GATING = 2  # value of expert_gating_func
 MIN_BLEND_LENGTH = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 
@@ -39,13 +39,13 @@ class RopeScaling:
 
     @property
     def divisor(self) -> float:
-        """What rope frequencies are divided by; with yarn only the low ones."""
+        """Return the divisor of rope's frequencies; yarn divides only the low ones."""
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float, is_latent: bool = False) -> float:
-        """What cosines and sines are multiplied by if frequencies are divided by `divisor`: llama-context.cpp.
+        """Return the factor of cosines and sines if frequencies are divided by `divisor`: llama-context.cpp.
 
-        is_latent  heads are made from narrow vectors: the scale of scores has the growth instead, if there is a multiplier
+        is_latent  heads are made from narrow vectors; with a multiplier, the scale of scores grows instead
         """
         if self.type != "yarn":
             return self.attn_factor
@@ -56,7 +56,7 @@ class RopeScaling:
 
     @property
     def attention_growth(self) -> float:
-        """What queries and keys from narrow vectors are multiplied by in scores: deepseek2.cpp."""
+        """Return the factor of queries and keys from narrow vectors in scores: deepseek2.cpp."""
         log_growth = _log_growth(self.divisor) if self.type != "yarn" else 1.0
         # the key has a tenth of the multiplier
         length_growth = 1.0 + self.log_multiplier * math.log(self.divisor)
@@ -65,7 +65,7 @@ class RopeScaling:
     def blend(
         self, rotated_width: int, base: float, trained_context: int, truncate: bool = True
     ) -> tuple[float, float] | None:
-        """YaRN's ramp: pairs up to the first number keep their frequency, those from the second on are divided."""
+        """Return YaRN's ramp: pairs before its start keep their frequency, pairs after its end are divided."""
         if self.type != "yarn":
             return None
 
@@ -80,6 +80,7 @@ class RopeScaling:
 
 
 def _log_growth(factor: float) -> float:
+    """Compute YaRN's growth of the scale: 1 + 0.1 log(factor)."""
     return 1.0 + 0.1 * math.log(factor)
 
 
@@ -89,9 +90,9 @@ def _growth(factor: float, multiplier: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a block rotates queries and keys: see ops.rope_table.
+    """Rotation of a block's queries and keys: see ops.rope_table.
 
-    use_factors  frequencies are divided by those of the file, if it has any
+    use_factors  frequencies are divided by the file's rope factors, if there are any
     """
 
     base: float
@@ -106,31 +107,31 @@ class Rope:
 class Config(ModelSizes):
     """A model's sizes and settings; names follow the GGUF metadata keys.
 
-    window             sliding window: how many tokens, itself included, a token attends to; 0: all
-    window_pattern     every N-th block has no window; or for each block whether it has one
-    key_length_swa, head_count_kv_swa  width of heads, and number of heads of keys, of blocks with a window; 0: the same
-    own_kv             only so many first blocks have keys and values; later ones have those of the last block like
-                       them, with a window or without; 0: all blocks have their own
-    keys_are_values    blocks without a window have no matrix for values: they are what keys are before their norm
-    embedding_length_per_layer  width of an embedding of tokens that each block has for itself; 0: none has
-    feed_forward_lengths  of each block; empty: all are alike
+    window             sliding window: tokens, itself included, that a token attends to; 0: all
+    window_pattern     every N-th block has no window; or for each block whether it has a window
+    key_length_swa     width of heads of blocks with a window; 0: key_length
+    head_count_kv_swa  key and value heads of blocks with a window; 0: head_count_kv
+    own_kv             only the first N blocks have keys and values; later ones use those of the last block that is
+                       like them, with or without a window; 0: all blocks have their own
+    keys_are_values    blocks without a window have no value matrix: values are the keys before their norm
+    embedding_length_per_layer  width of the embedding that each block has for itself; 0: there is none
+    feed_forward_lengths  width of each block's feed-forward; empty: all have feed_forward_length
     temperature_scale  queries are scaled by this factor times the logarithm of their position
-    score_scale        attention scores are multiplied by it; 0: by 1 / sqrt(width)
-    embedding_scale    embeddings are multiplied by it; 0: they are not
-    residual_scale     outputs of attention and feed-forward are multiplied by it; 0: they are not
-    logit_scale        logits are divided by it; 0: they are not
-    expert_weights_scale  what the chosen experts give is multiplied by it; 0: it is not
+    score_scale        factor of attention scores; 0: 1 / sqrt(width)
+    embedding_scale    factor of embeddings; 0: none
+    residual_scale     factor of the outputs of attention and feed-forward; 0: none
+    logit_scale        divisor of logits; 0: none
+    expert_weights_scale  factor of the chosen experts' output; 0: none
     expert_gating_func    2: an expert's weight is the sigmoid of its logit, if the architecture leaves that to models
-    expert_group_count, expert_group_used_count  experts are chosen from so many groups of them; 0: there is but one
-    expert_weights_norm   their weights are divided by their sum, if the architecture leaves that to models
-    turned             queries and keys are rotated by rope
-    optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
-                       "rope_freqs.weight"
-    lora               LoRA adapters of its matrices
-    precision          of the products of a training step, see ops.matmul; not part of a file
-    saved              of activations that the backward pass reads: f32, or bf16, in which they are stored
-    activations        f32, or q8: rounded for products with quantized weights; of a run, not of a file
-    flash              attention is one op, else written out, see unfused_attention; of a run, not of a file
+    expert_group_count, expert_group_used_count  groups of experts, and groups in which experts are chosen; 0: one
+    expert_weights_norm   experts' weights are divided by their sum, if the architecture leaves that to models
+    turned             rope rotates queries and keys
+    optional           optional tensors of this model, such as "attn_q.bias" (in all blocks) or "rope_freqs.weight"
+    lora               LoRA adapters of the model's matrices
+    precision          precision of a training step's products, see ops.matmul; not part of a file
+    saved              element type in which activations are saved for the backward pass: f32 or bf16
+    activations        f32, or q8: rounded for products with quantized weights; not part of a file
+    flash              attention is one op, else written out, see unfused_attention; not part of a file
     """
 
     rope_freq_base: float = 10_000.0
@@ -172,7 +173,7 @@ class Config(ModelSizes):
         return ARCHITECTURES[self.architecture]
 
     def has_weight(self, name: str) -> bool:
-        """Whether the blocks have this weight, which other models of the architecture may lack."""
+        """Whether blocks have this weight, which other models of the architecture may lack."""
         return f"{name}.weight" in self.optional
 
     @property
@@ -182,18 +183,18 @@ class Config(ModelSizes):
 
     @property
     def stream_shape(self) -> tuple[int, ...]:
-        """Of the residual stream of a token: its width, behind the number of streams if there are several."""
+        """Return a token's shape in the residual stream: (C,), or (streams, C) if there are several."""
         num_streams = self.traits.num_streams
         return (num_streams, self.embedding_length) if num_streams else (self.embedding_length,)
 
     @property
     def is_parallel(self) -> bool:
-        """Whether attention and feed-forward read the same, and both are added to it."""
+        """Whether attention and feed-forward read the same input, to which both outputs are added."""
         return self.traits.is_parallel and not self.has_weight(self.traits.ffn_norm)
 
     @property
     def has_unweighted_qk_norms(self) -> bool:
-        """Whether queries and keys that rope has turned are normalized without weights."""
+        """Whether rotated queries and keys are normalized without weights."""
         return self.traits.unweighted_qk_norms and self.expert_count != UNNORMED_EXPERT_COUNT
 
     @property
@@ -210,38 +211,38 @@ class Config(ModelSizes):
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """How many groups of experts there are, and in how many of them some are chosen."""
+        """Return the number of groups of experts, and of groups in which experts are chosen."""
         return self.expert_group_count or 1, self.expert_group_used_count
 
     @property
     def has_latent_cache(self) -> bool:
-        """Whether a cache keeps the narrow vectors that keys and values are made from."""
+        """Whether a KV cache holds the narrow vectors from which keys and values are made."""
         return self.kv_lora_rank > 0 and not self.has_weight("attn_kv_b")
 
     @property
     def cached_tensors(self) -> str:
-        """What a cache keeps: keys (k) and values (v), or keys that have the values in them."""
+        """Return which tensors a KV cache holds: keys and values ("kv"), or keys that contain the values ("k")."""
         return "k" if self.has_latent_cache else "kv"
 
     def cached_heads(self, block: int) -> tuple[int, int]:
-        """How many heads each of them has in that block, and how wide these are."""
+        """Return the number of heads, and their width, of a block's tensors in the KV cache."""
         if self.has_latent_cache:
             return 1, self.rope_width + self.kv_lora_rank
         return self.kv_heads_of(block), self.width_of(block)
 
     @property
     def rope_width(self) -> int:
-        """How many elements of a head are rotated."""
+        """Return the number of elements of a head that rope rotates."""
         return self.rope_dims or self.head_width
 
     @property
     def original_context(self) -> int:
-        """The context length of pretraining."""
+        """Return the context length of pretraining."""
         return self.rope_scaling.original_context or self.context_length
 
     @property
     def short_context(self) -> int:
-        """The longest context whose positions are rotated by the short factors; 0: there is one set of factors."""
+        """Return the longest context that uses the short rope factors; 0: there is one set of factors."""
         return self.original_context if LONG in self.optional else 0
 
     @property
@@ -252,43 +253,43 @@ class Config(ModelSizes):
         return self.score_scale or 1.0 / math.sqrt(score_width)
 
     def has_window(self, block: int) -> bool:
-        """Whether that block has a window, in a model with windows."""
+        """Whether a block has a window, in a model with windows."""
         if isinstance(self.window_pattern, tuple):
             return self.window_pattern[block]
         window_interval = self.window_pattern
         return not window_interval or block % window_interval < window_interval - 1
 
     def window_of(self, block: int) -> int:
-        """How many tokens a token attends to in that block; 0: all."""
+        """Return how many tokens a token attends to in a block; 0: all."""
         return self.window if self.has_window(block) else 0
 
     def width_of(self, block: int) -> int:
-        """Width of the heads of that block."""
+        """Return the width of a block's heads."""
         return (self.has_window(block) and self.key_length_swa) or self.head_width
 
     def kv_heads_of(self, block: int) -> int:
-        """How many heads its keys and values have."""
+        """Return the number of a block's key and value heads."""
         return (self.has_window(block) and self.head_count_kv_swa) or self.head_count_kv
 
     def feed_forward_of(self, block: int) -> int:
-        """Width of its feed-forward."""
+        """Return the width of a block's feed-forward."""
         ffn_widths = self.feed_forward_lengths
         return ffn_widths[block] if ffn_widths else self.feed_forward_length
 
     def source_of(self, block: int) -> int:
-        """The block whose keys and values it has."""
+        """Return the block whose keys and values a block uses."""
         if not self.own_kv or block < self.own_kv:
             return block
         return max(i for i in range(self.own_kv) if self.has_window(i) == self.has_window(block))
 
     @property
     def differing(self) -> bool:
-        """Whether sizes of blocks differ."""
+        """Whether the sizes of blocks differ."""
         sparse = 0 < self.traits.num_sparse_blocks < self.block_count
         return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
     def has_scan(self, block: int) -> bool:
-        """Whether that block has a scan."""
+        """Whether a block has a scan."""
         return self.scan is not None and (self.traits.parallel_scan or not self.attends(block))
 
     @property
@@ -297,11 +298,11 @@ class Config(ModelSizes):
         return any(self.attends(i) and self.window_of(i) for i in range(self.block_count))
 
     def visible_tokens_of(self, block: int) -> int:
-        """How many tokens a token sees in that block, in attention or a convolution; 0: all."""
+        """Return how many tokens a token sees in a block, in attention or a convolution; 0: all."""
         return self.window_of(block) if self.attends(block) else self.conv_width
 
     def rope_of(self, block: int) -> Rope | None:
-        """How that block rotates queries and keys, or None if it does not."""
+        """Return the rotation of a block's queries and keys, or None if there is none."""
         traits, rope_scaling, window = self.traits, self.rope_scaling, self.window_of(block)
         dims = self.key_length_swa if window and self.key_length_swa else self.rope_width
         if not self.attends(block) or not self.turned:
@@ -324,12 +325,12 @@ class Config(ModelSizes):
 
     @property
     def still(self) -> "Config":
-        """The same without what is only for training: dropout, and rounding activations to save them."""
+        """Return the config without what is only for training: dropout, and rounding of saved activations."""
         return replace(self, lora=self.lora and replace(self.lora, dropout=0.0), saved="f32")
 
     @property
     def fused_slices(self) -> Mapping[str, tuple[str, int, int]]:
-        """Parts of fused tensors: the tensor, the first row and the number of rows of each."""
+        """Return for each part of a fused tensor: the tensor, the part's first row and number of rows."""
         q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
         f = self.feed_forward_length
         attention_slices = {
@@ -348,12 +349,12 @@ class Config(ModelSizes):
 
 
 def linear_scaling(freq_scale: float) -> RopeScaling:
-    """The scaling that multiplies all rope frequencies by `freq_scale`."""
+    """Return the rope scaling that multiplies all frequencies by `freq_scale`."""
     return RopeScaling() if freq_scale == 1 else RopeScaling("linear", 1 / freq_scale)
 
 
 def check_context(config: Config, ctx: int, report: Callable[[str], None]) -> None:
-    """Say what a context means to the model. Raises InputError if it has learned fewer positions."""
+    """Report what a context means to the model. Raises InputError if its learned positions are fewer."""
     trained_context, short = config.context_length, config.short_context
     if ctx > trained_context and config.traits.learned_positions:
         raise InputError(

@@ -1,12 +1,12 @@
 """Distillation: learning what a larger model with the same vocabulary finds likely, token by token.
 
-With q the model's and p the teacher's probabilities at temperature T, p among its likeliest tokens alone, of a target y
+With q the model's and p the teacher's probabilities at temperature T, p over its likeliest tokens only, and a target y
 
     loss = (1 - weight) * -log q(y) + weight * T² * -(sum over these tokens of p log q_T)
 
 Hinton et al. 2015, arXiv 1503.02531. The sum differs from the loss of one target by a product: with z = x @ head.T,
 -(sum p log q) = -log q(y) + x · (head[y] - sum of p head), so that logits are computed once, in chunks, by the head.
-A bias of the head adds the same of its own.
+A bias of the head adds bias[y] - sum of p bias. Capped logits are not linear in x, so such models are refused.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ TEACHER_IDS, TEACHER_PARTS = "teacher_ids", "teacher_parts"  # inputs
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """The settings of the loss.
+    """Settings of the distillation loss.
 
-    weight       the teacher's share, up to 1; the rest is the data's
-    temperature  both models' logits are divided by it; more than 1 counts unlikely tokens more
+    weight       share of the teacher, up to 1; the data has the rest
+    temperature  divisor of both models' logits; more than 1 counts unlikely tokens more
     top          how many of the teacher's likeliest tokens count
     """
 
@@ -39,11 +39,11 @@ class DistillationLoss:
     top: int = 16
 
     def numbers(self, time: int) -> int:
-        """How many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
+        """Return how many numbers of 4 bytes the inputs of a row of `time` tokens hold."""
         return 2 * (self.top + 1) * time
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """The loss (). Adds inputs `teacher_ids` i32 and `teacher_parts`, (B, top + 1, T), see `parts`."""
+        """Compute the loss (); adds inputs teacher_ids i32 and teacher_parts, (B, top + 1, T), see row_weights."""
         (rows, time, _), head, head_bias = base_loss.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
         teacher_inputs = input(TEACHER_IDS, shape, i32), input(TEACHER_PARTS, shape)
@@ -68,9 +68,9 @@ class DistillationLoss:
         )
 
     def row_weights(self, logits: np.ndarray) -> np.ndarray:
-        """How much rows of the head count, (N, top + 1) f32: 1 of the target, then -p of the teacher's tokens.
+        """Return the weights of the head's rows, (N, top + 1) f32: 1 for the target, -p for the teacher's tokens.
 
-        logits  (N, top)  the teacher's, the largest first
+        logits  (N, top)  logits of the teacher, the largest first
         """
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
@@ -78,7 +78,7 @@ class DistillationLoss:
 
 
 def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
-    """Of each target, the sum of rows of a table (V, N), as much as each counts: (B, T, N)."""
+    """Sum for each target the rows `ids` of a table (V, N), weighted by `parts`: (B, T, N)."""
     (batch_rows, num_rows, num_tokens), mixed_rows = ids.shape, None
     for at in range(num_rows):
         row_ids, part = (ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts))
@@ -92,10 +92,10 @@ def _mix_rows(row_table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
 def reading(
     config: Config, w: Weights, time: int, num_rows: int, top: int, shared_vocab_size: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Outputs of a teacher: `read` gives the `hidden` states (1, time, C) of tokens, `likely` the likeliest tokens.
+    """Return a teacher's graphs: `read` computes `hidden` states (1, time, C), `likely` the likeliest next tokens.
 
-    num_rows  tokens whose likeliest are computed in one run
-    top       how many of each: `ids` and `logits` (num_rows, top), of the first `shared_vocab_size` of its vocabulary
+    num_rows  hidden states per run of `likely`
+    top       likeliest tokens of each: `ids` and `logits` (num_rows, top), among the first `shared_vocab_size`
     """
     tokens, pos, seq = (input(name, (1, time), i32) for name in ("tokens", "pos", "seq"))
     *_, (hidden,) = transformer.residual_stream_in_parts(config, w, (tokens, pos, seq), 1)

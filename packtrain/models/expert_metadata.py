@@ -1,4 +1,4 @@
-"""The metadata of experts: GGUF keys to the fields of a Config and back."""
+"""The metadata of experts: from GGUF keys to fields of a Config and back."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WEIGHTS_SCALE, WEIGHTS_NORM = "expert_weights_scale", "expert_weights_norm"
 
 
 def feed_forward_length(keys: MetadataReader) -> int:
-    """Of files that have only experts, their width."""
+    """Return the feed-forward's width; files that have only experts give their width."""
     return keys.size("feed_forward_length", keys.get(EXPERT_WIDTH))
 
 
@@ -42,7 +42,7 @@ def read_expert_fields(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _shared_expert_fields(keys: MetadataReader, expert_width: int) -> dict[str, Any]:
-    """The width of the shared expert, and the number of blocks without experts."""
+    """Read the width of the shared expert, and which blocks have experts."""
     key_defaults, shared_fields = keys.architecture.key_defaults, {}
     if SHARED_WIDTH in key_defaults:
         default_width = feed_forward_length(keys) if keys.architecture.gated_shared_expert else 0
@@ -57,7 +57,7 @@ def _shared_expert_fields(keys: MetadataReader, expert_width: int) -> dict[str, 
 
 
 def _routing_fields(keys: MetadataReader) -> dict[str, Any]:
-    """What happens to the weights of the chosen experts."""
+    """Read how experts are chosen and weighed. Raises InputError."""
     is_normalized = keys.get(WEIGHTS_NORM, False)
     if not isinstance(is_normalized, bool):
         raise keys.wrong(WEIGHTS_NORM, is_normalized, "true or false")
@@ -92,7 +92,7 @@ def expert_sizes(config: Config) -> dict[str, int]:
 
 
 def weight_keys(config: Config) -> dict[str, MetadataValue]:
-    """Keys of what happens to the weights of the chosen experts."""
+    """Return the keys of how experts are chosen and weighed."""
     weights_scale, is_normalized = config.expert_weights_scale, config.expert_weights_norm
     keys = {WEIGHTS_SCALE: MetadataValue("f32", weights_scale)} if weights_scale else {}
     keys |= {k: MetadataValue("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}

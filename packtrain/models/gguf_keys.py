@@ -1,4 +1,4 @@
-"""The GGUF keys of one architecture: values that are checked when they are read, and keys that are refused."""
+"""Reads the GGUF keys of one architecture with checks, and refuses keys that packtrain does not support."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from packtrain.models.arch.architecture import YARN_BETAS, Architecture
 from packtrain.models.arch.refused_architectures import NEEDED
 
 MAX_SIZE = 2**31 - 1  # ids, positions and sizes are i32
-ROPE_FREQ_BASE = 10_000.0  # the default
+ROPE_FREQ_BASE = 10_000.0  # llama.cpp's default
 RMS_EPS_KEY, EPS_KEY = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 SHARED_KEYS = [
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
@@ -46,7 +46,7 @@ CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_s
 
 
 class MetadataReader:
-    """The keys of one architecture in a file; values are checked when they are read."""
+    """Reads one architecture's keys of a file; each value is checked when it is read."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.path, self.metadata = gguf.path, gguf.metadata
@@ -59,7 +59,7 @@ class MetadataReader:
         self.architecture = ARCHITECTURES[name]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value in the file, else `default`, else the architecture's default."""
+        """Return the value in the file, else `default`, else the architecture's default."""
         default = self.architecture.key_defaults.get(key) if default is None else default
         return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
@@ -70,6 +70,7 @@ class MetadataReader:
         )
 
     def size(self, key: str, default: int | None = None, min_size: int = 1) -> int:
+        """Return a whole number from `min_size`. Raises InputError."""
         value = self.get(key, default)
         if key in PER_BLOCK_KEYS and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             value = int(value[0]) if len({*value.tolist()}) == 1 else value
@@ -88,7 +89,7 @@ class MetadataReader:
         return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
     def read_optional_float(self, key: str) -> float:
-        """A key of some architectures, 0 for the others; must be positive unless its default is 0, or it may be."""
+        """Return a number above 0, or 0 if the architecture lacks the key; 0 is allowed where it is the default."""
         key_defaults, zero = self.architecture.key_defaults, key in self.architecture.zero_keys
         return self.real(key, zero=zero or key_defaults[key] == 0) if key in key_defaults else 0.0
 
@@ -112,5 +113,5 @@ class MetadataReader:
 
 
 def eps_key(architecture: Architecture) -> str:
-    """The key of what norms add to a mean of squares."""
+    """Return the key of the eps that norms add to a mean of squares."""
     return EPS_KEY if architecture.layer_norms else RMS_EPS_KEY

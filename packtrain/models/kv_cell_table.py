@@ -1,30 +1,24 @@
 """Bookkeeping of a KV cache on the host: which position of which sequences each cell holds.
 
-It builds the index inputs of `transformer.generation`; the session holds the keys and values.
+A CellTable builds the index inputs of `cached_transformer.generation`; the session holds the keys and values.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-BEYOND = 1 << 31  # every position
-SEQUENCES = 63  # at most: bits of a set
-PADDING_VALUES = {
-    "tokens": 0,
-    "pos": 0,
-    "line": -1,
-    "cell": -1,
-    "ring": -1,
-    "rows": -1,
-}  # line -1 is the last one, empty
+BEYOND = 1 << 31  # beyond every position
+SEQUENCES = 63  # most sequences: bits of a set
+# line -1 is the last line, which is empty
+PADDING_VALUES = {"tokens": 0, "pos": 0, "line": -1, "cell": -1, "ring": -1, "rows": -1}
 
 
 class CacheFull(RuntimeError):
-    """More cells are needed than are free."""
+    """A run needs more cells than are free."""
 
 
 def bit(seq: int) -> int:
-    """The set of one sequence."""
+    """Return the set, as bits, that holds one sequence."""
     return 1 << seq
 
 
@@ -32,9 +26,9 @@ class CellTable:
     """A position and a set of sequences for each cell; a cell without a sequence is free.
 
     pos        (cells,)  i32
-    sets       (cells,)  i64  bit s: sequence s has that position here; several may share a cell
+    sets       (cells,)  i64  bit s: sequence s has this position here; several sequences may share a cell
     num_parts  equal parts of the cells, one for each sequence; with 1, all sequences share all cells
-    width      of the model's convolutions; 0: there are none
+    width      width of the model's convolutions; 0: there are none
     """
 
     def __init__(self, num_cells: int, num_parts: int = 1, width: int = 0) -> None:
@@ -45,33 +39,33 @@ class CellTable:
         return len(self.pos)
 
     def ordered_cells(self, seq: int) -> np.ndarray:
-        """The cells of a sequence, by position."""
+        """Return the cells of a sequence, by position."""
         if seq not in self._ordered_cells:
             cells = np.flatnonzero(self.sets & bit(seq)).astype(np.int32)
             self._ordered_cells[seq] = cells[np.argsort(self.pos[cells], kind="stable")]
         return self._ordered_cells[seq]
 
     def of(self, seq: int, since: int = 0, until: int | None = None) -> np.ndarray:
-        """The same from position `since` on, below `until`."""
+        """Return the cells of a sequence with positions from `since` on, below `until`, by position."""
         cells = self.ordered_cells(seq)
         pos = self.pos[cells]
         selected: np.ndarray = cells[(pos >= since) & (pos < (BEYOND if until is None else until))]
         return selected
 
     def next(self, seq: int) -> int:
-        """The position after the last one of a sequence."""
+        """Return the position after the last one of a sequence."""
         cells = self.ordered_cells(seq)
         return int(self.pos[cells[-1]]) + 1 if cells.size else 0
 
     def free_cells(self, seq: int, gone: int = 0) -> np.ndarray:
-        """Cells that the sequence may take: those that are free once the set `gone` of sequences is."""
+        """Return cells that a sequence may take: those that are free once the set `gone` of sequences is dropped."""
         if self.num_parts == 1:
             return np.flatnonzero(self.sets & ~gone == 0)
         size = len(self) // self.num_parts
         return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~gone == 0)
 
     def find_free_cells(self, seqs: np.ndarray, gone: int = 0) -> np.ndarray:
-        """A cell for each of these sequences, i32, free once the set `gone` is; takes none. Raises CacheFull."""
+        """Return a free cell for each of `seqs`, i32, as if the set `gone` were dropped. Raises CacheFull."""
         if self.num_parts == 1:
             return self._first_free_cells(len(seqs), 0, gone)
         cells = np.empty(len(seqs), np.int32)
@@ -88,12 +82,12 @@ class CellTable:
         return free[:num_wanted].astype(np.int32)
 
     def assign_cells(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
-        """Give cells positions and sets."""
+        """Set the positions and sets of cells."""
         self.pos[cells], self.sets[cells] = pos, sets
         self._ordered_cells.clear()
 
     def append(self, cells: np.ndarray, pos: np.ndarray, owners: Sequence[Sequence[int]]) -> None:
-        """Give free cells the next positions of sequences, which own them."""
+        """Give free cells the next positions of the sequences that own them."""
         new_cells = dict[int, list[int]]()
         for new_cell, cell_seqs in zip(cells.tolist(), owners, strict=True):
             for seq in cell_seqs:
@@ -108,13 +102,13 @@ class CellTable:
         self._ordered_cells |= new_orders
 
     def take_cells(self, seq: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cells and positions for the next `num_tokens` tokens of a sequence, i32 (count,) each."""
+        """Take cells for the next `num_tokens` tokens of a sequence; returns cells and positions, i32 (num_tokens,)."""
         cells = self.find_free_cells(np.full(num_tokens, seq))
         self.append(cells, self.next(seq) + np.arange(num_tokens), [(seq,)] * num_tokens)
         return cells, self.pos[cells]
 
     def release_cells(self, cells: np.ndarray) -> None:
-        """No sequence has these any more."""
+        """Free cells of all sequences."""
         self.sets[cells] = 0
         self._ordered_cells.clear()
 
@@ -126,14 +120,14 @@ class CellTable:
             del self._ordered_cells[seq]
 
     def share_cells(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
-        """Let another sequence have those positions, too, in the same cells."""
+        """Add sequence `to` to the cells of `seq` with positions from `since` on, below `until`."""
         self.sets[self.of(seq, since, until)] |= bit(to)
         self._ordered_cells.pop(to, None)
 
     def line_inputs(
         self, seqs: Sequence[int], lines: int, prefix: str, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """What a run of tokens of these sequences reads: positions of cells, and a line of cells for each sequence."""
+        """Return inputs of a run: positions of all cells, and a line of cells for each sequence."""
         if not flash:
             visible_cells = np.zeros((lines, len(self)), np.float32)
             for line, seq in enumerate(seqs):
@@ -146,9 +140,9 @@ class CellTable:
         return {f"{prefix}pos": self.pos, f"{prefix}order": cell_order, f"{prefix}counts": counts}
 
     def before(self, seqs: Sequence[int], new_cells: np.ndarray, lines: np.ndarray) -> np.ndarray:
-        """The cells (T, width) of the last tokens up to each of `new_cells`, its own last; -1 where there are no more.
+        """Return the cells (T, width) of the last tokens up to each of `new_cells`, its own last; -1: there is none.
 
-        new, line  cells of a run's tokens, and which of `seqs` each is of; others, as padding, see none
+        lines  index into `seqs` for each new cell; other values, as of padding, see no cells
         """
         last_cells = np.full((len(new_cells), self.width), -1, np.int32)
         index_of_cell = np.empty(len(self), np.int64)
@@ -163,10 +157,10 @@ class CellTable:
         self, seqs: Sequence[int], start_positions: Sequence[int], last: Sequence[int],
         state_owners: Sequence[tuple[int, ...]],
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Of cells with states: that of each of these sequences, and one for what it is after position `last`.
+        """Take a cell for each sequence's state after position `last`; returns the cells to read, and those to write.
 
-        start_positions  the first positions without a state; what is older than that is freed
-        owners the sequences that will have each of the new states
+        start_positions  first position of each sequence without a state; 0: there is no state to read
+        state_owners     sequences that will have each new state
         """
         source_cells = np.full(len(seqs), -1, np.int32)
         for i, (seq, start_pos) in enumerate(zip(seqs, start_positions, strict=True)):
@@ -180,12 +174,12 @@ class CellTable:
         self, tokens: np.ndarray, seqs: np.ndarray, logit_rows: np.ndarray | Sequence[int], *, size: int = 0,
         max_sequences: int = 1, flash: bool = True, state_table: "CellTable | None" = None,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """All inputs of a generation step for the next tokens of sequences, with results for some of them.
+        """Take cells for the next tokens of sequences and return all inputs of a generation step.
 
+        logit_rows     tokens whose logits are computed
         size           tokens of the step, the last of which are padding; 0: no padding
-        max_sequences  those of the Cache
-        flash          as in the config
-        state_table    of scans
+        max_sequences  those of the CacheLayout; `flash` is that of the config
+        state_table    cells that hold the states of scans
         """
         new_cells, run_seqs = self.find_free_cells(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)
@@ -212,7 +206,7 @@ class CellTable:
 
 
 def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
-    """Inputs of a run: the states that lines begin with, and leave; the last line is padding."""
+    """Return inputs of a run: the state cells that lines read and write; the last line is padding."""
     padding = (0, lines - len(source))
     return {
         f"state_{name}": np.pad(cells, padding, constant_values=-1).astype(np.int32)
@@ -221,12 +215,12 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
 
 
 def count_lines(time: int, max_sequences: int) -> int:
-    """Lines of cells that a run of `time` tokens reads: one for each of its sequences, and an empty one for padding."""
+    """Return the lines of cells that a run of `time` tokens reads: one per sequence, and an empty one for padding."""
     return min(time, max_sequences) + 1
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
-    """Inputs of a run of `size` tokens, i32: the last ones see nothing and write nothing."""
+    """Pad inputs to a run of `size` tokens, i32: the added tokens see nothing and write nothing."""
     padding_values = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
     every = dict[str, np.ndarray]()
     for name, value in inputs.items():

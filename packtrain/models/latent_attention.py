@@ -1,8 +1,8 @@
-"""Attention whose keys and values all heads make from one narrow vector of a token, which is what a cache keeps.
+"""Attention whose heads make keys and values from one narrow vector per token, which is what a KV cache holds.
 
-DeepSeek-V2 (arXiv 2405.04434). A batch has keys and values of each head. With a cache, queries are multiplied by the
-matrix of keys instead, and what they mix by that of values: the same sums in another order. Parts of heads that rope
-turns come first.
+DeepSeek-V2 (arXiv 2405.04434). A batch expands keys and values of each head: attention on narrow vectors would take
+four times their products. With a cache, queries are multiplied by the matrix of keys instead, and outputs by that of
+values: the same sums in another order. Parts of heads that rope rotates come first, as rope and moving cells expect.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables
 
 
 def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mixer) -> Tensor:
-    """The heads' mixed values, side by side: x (..., C) -> (..., H V)."""
+    """Compute attention: x (..., C) -> the heads' outputs side by side, (..., H V)."""
     config, i = block.config, block.block_index
     num_heads, rope_width, rank = config.head_count, config.rope_width, config.kv_lora_rank
     q_table, k_table = rope_tables[config.rope_of(i)]
@@ -44,7 +44,7 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
 
 
 def project_queries(block: BlockBuilder, x: Tensor) -> Tensor:
-    """x (..., C) -> (..., H, D), by way of a narrow vector if the model has one."""
+    """Compute queries: x (..., C) -> (..., H, D), through a narrow vector if the model has one."""
     name, heads = "attn_q", block.config.head_count
     if block.config.q_lora_rank:
         x = block.saved(block.linear("attn_q_a", x))
@@ -53,7 +53,7 @@ def project_queries(block: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain parts of keys (..., H, D - R) and the values (..., H, V) of narrow vectors."""
+    """Expand narrow vectors to the unrotated parts of keys (..., H, D - R), and to values (..., H, V)."""
     config, lead = block.config, latent.shape[:-1]
     nope_width, value_width = config.head_width - config.rope_width, config.value_width
     if not config.has_latent_cache:
@@ -73,9 +73,9 @@ def expand_latent(block: BlockBuilder, latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None]:
-    """The matrices of each head, and what their LoRA adapter, which has no dropout here, adds: (H, N, K).
+    """Return the matrices of each head, and the sum that their LoRA adapter adds to them, (H, N, K) each.
 
-    Those of keys are turned, from (H, K, N).
+    attn_k_b is transposed, from (H, K, N): read from its other side, it has no dropout and no calibration.
     """
     w, adapter, is_transposed = block.weight(name), block.lora_of(name), name == "attn_k_b"
     if is_transposed:
@@ -88,7 +88,7 @@ def head_matrices(block: BlockBuilder, name: str) -> tuple[Tensor, Tensor | None
 
 
 def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
-    """x (T, H, K) times a matrix of each head (H, N, K), with its LoRA adapter: (T, H, N)."""
+    """Multiply x (T, H, K) by a matrix of each head (H, N, K), with its LoRA adapter: (T, H, N)."""
     t, h, k = x.shape
     head_rows = ops.reshape(ops.cont(ops.permute(x, axes=(1, 0, 2))), shape=(h * t, k))
     head_ids = constant(
@@ -100,4 +100,5 @@ def by_head(block: BlockBuilder, name: str, x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, start: int, length: int) -> Tensor:
+    """Narrow the last axis of x."""
     return ops.narrow(x, axis=len(x.shape) - 1, start=start, length=length)

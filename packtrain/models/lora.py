@@ -11,20 +11,22 @@ from fnmatch import fnmatchcase
 from packtrain.models.arch.architecture import is_matrix
 
 A, B = SUFFIXES = (".lora_a", ".lora_b")
+# an embedding that is also the head has no adapter: PEFT means one of its two uses, llama.cpp stops, and the chunked
+# head reads one matrix, so that adding to it would need a copy
 EMBEDDING = "token_embd.weight"
-KEY = "dropout"  # the input that random numbers depend on: seed and step
+KEY = "dropout"  # input that seeds dropout: seed and step
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which matrices of the blocks, and whether the embedding, have a LoRA adapter.
+    """LoRA adapters of a model: which matrices of the blocks have one, and whether the embedding has one.
 
-    ranks    by tensor name: the first matching pattern counts; a tensor that matches none has no adapter
-    last     only in the last N blocks; 0: in all
+    ranks    (pattern of tensor names, rank): the first match counts; a tensor without a match has no adapter
+    last     only the last N blocks have adapters; 0: all
     alpha    the scale is alpha / rank; 0 means a scale of 1
     dropout  dropout probability of A's input in training
-    aware    matrices in blocks are computed with as they will be stored with their adapter: see ops.stored_sum
-    owners   by tensor name, which adapter each row of A belongs to, where each token has its own scale for each adapter
+    aware    quantized matrices compute as they will be stored after merging: see ops.stored_sum
+    owners   by tensor name, the adapter of each row of A, where each token has its own scale for each adapter
     """
 
     ranks: tuple[tuple[str, int], ...]
@@ -35,26 +37,26 @@ class Lora:
     aware: bool = False
 
     def rank_of(self, name: str) -> int:
-        """The rank of a tensor's adapter; 0 for none."""
+        """Return the rank of a tensor's adapter; 0 for none."""
         return next((rank for pattern, rank in self.ranks if fnmatchcase(name, pattern)), 0)
 
     def scale(self, rank: int) -> float:
         return lora_scale(self.alpha, rank)
 
     def scale_inputs(self) -> dict[tuple[int, ...], str]:
-        """Inputs (T, rank) with the scales of tokens for rows of A, by the adapters that these rows belong to."""
+        """Return names of inputs (T, rank), the scales of tokens for rows of A, by the adapters that own these rows."""
         distinct_owners = dict.fromkeys(owners for _, owners in self.owners)
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
     def input_of(self, name: str) -> str:
-        """The input of a tensor; empty if its scale is one number."""
+        """Return the name of a tensor's input of scales; empty if its scale is one number."""
         owners = dict(self.owners).get(name)
         return "" if owners is None else self.scale_inputs()[owners]
 
     def adapter_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of A and B for a model with these shapes."""
+        """Yield names and shapes of A and B for a model's matrices, by the shapes of its tensors."""
         first_block = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first_block
@@ -65,12 +67,12 @@ class Lora:
 
 
 def lora_scale(alpha: float, rank: int) -> float:
-    """The factor of B A: alpha / rank, or 1 if alpha is 0, as in llama.cpp."""
+    """Return the factor of B A: alpha / rank, or 1 if alpha is 0, as in llama.cpp."""
     return alpha / rank if alpha else 1.0
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of A and B of this rank for a tensor of the base."""
+    """Return the shapes of A and B of this rank for a tensor of the base."""
     *experts, num_rows, row_width = shape
     if name == EMBEDDING:
         return (num_rows, rank), (row_width, rank)

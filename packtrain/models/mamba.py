@@ -1,6 +1,6 @@
 """Mamba-2: a convolution, a scan of states, and a gate. Dao & Gu 2024, arXiv 2405.21060.
 
-Gated delta nets, likewise, with the gated delta rule. Yang et al. 2024, arXiv 2412.06464.
+Gated delta nets replace the scan by the gated delta rule. Yang et al. 2024, arXiv 2412.06464.
 """
 
 from packtrain.engine import ops
@@ -16,7 +16,7 @@ from packtrain.models.block_weights import BlockBuilder, Mixer
 
 
 def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
-    """What a scan gives for x: (..., C) -> (..., inner)."""
+    """Compute a Mamba-2 scan of x: (..., C) -> (..., inner)."""
     gate, x, step = (block.saved(block.linear(name, x)) for name in SCAN_IN)
     scan_sizes, i = block.config.scan, block.block_index
     assert scan_sizes is not None
@@ -41,7 +41,7 @@ def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
 
 
 def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
-    """What a gated delta net gives for x: (..., C) -> (..., inner)."""
+    """Compute a gated delta net of x: (..., C) -> (..., inner)."""
     scan_sizes, i, leading_shape = block.config.scan, block.block_index, x.shape[:-1]
     assert scan_sizes is not None
     beta, time_step = _head_betas_and_steps(block, x)
@@ -60,7 +60,7 @@ def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
 
 
 def _head_betas_and_steps(block: BlockBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Betas and steps (..., H) before their activations; joined, each group has its betas, then its steps."""
+    """Return betas and steps (..., H) before their activations; a fused matrix has both of a group together."""
     if block.config.traits.delta == "tiled":
         beta, time_step = (block.saved(block.linear(name, x)) for name in DELTA_EACH)
         return beta, time_step

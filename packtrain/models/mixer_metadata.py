@@ -1,4 +1,4 @@
-"""The metadata of what mixes the tokens of each block: GGUF keys to the fields of a Config and back."""
+"""The metadata of attention heads, convolutions and scans: from GGUF keys to fields of a Config and back."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ SCAN = (
 ROPE_FINETUNED = "rope.scaling.finetuned"  # false: there is no rope
 RECURRENT_LAYERS, ATTENTION_INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 SECTIONS = "rope.dimension_sections"
-MAX_SCAN_RATIO = 16  # times the embedding's width
+MAX_SCAN_RATIO = 16  # most values of a scan, times the embedding's width
 MAX_CONV_TAPS = 16  # a small hostile file must not take much memory
 
 
 def mixing(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
-    """Heads of keys and values: of hybrids for each block, where blocks without any have a short convolution."""
+    """Read Config fields of key and value heads, convolutions and scans; blocks with 0 heads do not attend."""
     if KV_LORA_RANK in keys.architecture.key_defaults:
         return _read_latent_fields(keys, heads)
     if keys.architecture.has_uneven_blocks:
@@ -65,7 +65,7 @@ def _read_taps(keys: MetadataReader, key: str) -> int:
 
 
 def _read_scan(keys: MetadataReader) -> dict[str, Any]:
-    """The sizes of scans, which must fit each other."""
+    """Read the sizes of scans. Raises InputError if they do not fit each other."""
     if SCAN[0] not in keys.architecture.key_defaults:
         return {}
     inner, state_width, heads, num_groups = (keys.size(key) for key in SCAN[:4])
@@ -85,7 +85,7 @@ def _read_scan(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _read_attending(keys: MetadataReader, blocks: int) -> tuple[bool, ...]:
-    """Which blocks have attention: every N-th, or those that are not listed as recurrent."""
+    """Read which blocks attend: every N-th, or those that are not listed as recurrent."""
     recurrent_layers, attention_interval = keys.get(RECURRENT_LAYERS), keys.size(ATTENTION_INTERVAL)
     is_listed = recurrent_layers is not None and np.size(recurrent_layers) > 0
     attending_blocks = tuple((i + 1) % attention_interval == 0 for i in range(blocks))
@@ -106,7 +106,7 @@ def _read_attending(keys: MetadataReader, blocks: int) -> tuple[bool, ...]:
 
 
 def _check_rope_sections(keys: MetadataReader) -> None:
-    """Parts of rope for positions in time, height and width, in turn; those of text are equal."""
+    """Check rope's sections for time, height and width, which must cover all pairs; text has equal positions."""
     if SECTIONS not in keys.architecture.key_defaults:
         return
     rope_sections = keys.get(SECTIONS)
@@ -118,7 +118,7 @@ def _check_rope_sections(keys: MetadataReader) -> None:
         else []
     )
     total = sum(section_pairs) if len(section_pairs) == 4 and min(section_pairs) >= 0 else 0
-    # the first three have pairs in turn, and all begins again after `whole` pairs
+    # the first three sections take pairs in turn, and start again after `turn` pairs
     turn = min(pairs, total)
     if not turn or any((turn + 2 - n) // 3 > section_pairs[n] for n in range(3)):
         expected = f"four numbers of which the first three share out {pairs} pairs"
@@ -126,7 +126,7 @@ def _check_rope_sections(keys: MetadataReader) -> None:
 
 
 def _turns(config: Config) -> dict[str, MetadataValue]:
-    """Keys of blocks in turn, and of rope's parts."""
+    """Return the keys of which blocks attend, and of rope's sections."""
     metadata = {
         RECURRENT_LAYERS: MetadataValue("bool", [not attends for attends in config.attending]),
         ATTENTION_INTERVAL: MetadataValue("u32", config.attending.index(True) + 1),
@@ -155,7 +155,7 @@ def mixer_metadata(config: Config) -> dict[str, MetadataValue]:
 
 
 def _read_latent_fields(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Heads that are made from narrow vectors; files with attn_kv_b have no keys of the widths by heads."""
+    """Read the sizes of heads made from narrow vectors; files with attn_kv_b lack the keys of widths per head."""
     rank, dims = keys.size(KV_LORA_RANK), keys.size("rope.dimension_count")
     of_heads = keys.get(MLA_WIDTHS[0]) is not None
     width_keys = MLA_WIDTHS if of_heads else ("attention.key_length", "attention.value_length")

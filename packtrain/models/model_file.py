@@ -1,7 +1,7 @@
 """A model in a GGUF file: config, vocabulary and weights, checked against each other; memory-mapped; and saving one.
 
 open_model(path) returns a ModelFile or raises a one-line error; save_model writes a file that llama.cpp loads.
-It knows no sessions: weights are arrays by name.
+A ModelFile knows no sessions: weights are arrays by name.
 """
 
 import hashlib
@@ -27,16 +27,14 @@ from packtrain.models.tensor_shapes import unused_weights
 CHUNK_ELEMENTS = 1 << 18  # elements converted at a time
 TOKENS_KEY = "tokenizer.ggml.tokens"
 EDGE_NBYTES = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
-MAX_VOCAB_DIFFERENCE = (
-    128  # by how many tokens the sizes of two vocabularies may differ, as in llama.cpp
-)
+MAX_VOCAB_DIFFERENCE = 128  # tokens by which two vocabularies may differ in size: llama.cpp's
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """An open, validated model file; weights stay in the file until they are read.
 
-    adapter_values  values of LoRA adapters that are in the config but not in the file, see adapted
+    adapter_values  values of LoRA adapters in the config that are not in the file, see model_with_adapters.adapted
     """
 
     gguf: GGUF
@@ -45,23 +43,23 @@ class ModelFile:
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """The names of all weights, in the order of the model."""
+        """Return the names of all weights, in the order of the model."""
         return tuple(transformer.weights(self.config))
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the file. Raises InputError, with the file's name, if it cannot be used."""
+        """Build the file's tokenizer. Raises InputError, with the file's name, if it cannot be used."""
         try:
             return Tokenizer(self.gguf.metadata)
         except TokenizerError as error:
             raise InputError(f"{self.gguf.path}: {error}") from None
 
     def weight(self, name: str) -> np.ndarray:
-        """A weight as f32: mapped and read-only if the file has f32, else dequantized."""
+        """Return a weight as f32: mapped and read-only if the file has f32, else dequantized."""
         array = self.gguf.array(name)
         return array if array.dtype == np.float32 else dequantize(array)
 
     def stored(self) -> dict[str, np.ndarray]:
-        """All weights by name as graphs read them: matrices mapped in the file's type; vectors as f32."""
+        """Return all weights by name as graphs read them: matrices mapped in the file's type, vectors as f32."""
         entries = self.gguf.entries.items()
         return {
             **{n: self.gguf.array(n) if len(e.shape) > 1 else self.weight(n) for n, e in entries},
@@ -69,7 +67,7 @@ class ModelFile:
         }
 
     def matrix_dtypes(self) -> dict[str, Dtype]:
-        """The element types of the matrices."""
+        """Return the element types of the matrices."""
         return {name: info.dtype for name, info in self.gguf.entries.items() if len(info.shape) > 1}
 
 
@@ -77,7 +75,7 @@ class ModelFile:
 
 
 def open_model(path: str | Path) -> ModelFile:
-    """The model in a GGUF file. Raises InputError if packtrain cannot compute it as the file describes."""
+    """Open a model's GGUF file. Raises InputError if packtrain cannot compute the model as the file describes."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
@@ -90,7 +88,7 @@ def open_model(path: str | Path) -> ModelFile:
 
 
 def fingerprint(model: ModelFile) -> str:
-    """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
+    """Return a hash of the names, types and shapes of a model's tensors, and the first and last bytes of each."""
     digest = hashlib.sha256()
     for name, info in model.gguf.entries.items():
         digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
@@ -115,7 +113,7 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
 
 
 def _check_tensors(gguf: GGUF, config: Config) -> None:
-    """Check that the file has exactly the model's tensors, in their shapes and in readable types."""
+    """Raise InputError unless the file has exactly the model's tensors, in their shapes and in readable types."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
     unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unused_weights(config))
@@ -154,9 +152,9 @@ def save_model(
     name: str,
     extra: Mapping[str, MetadataValue] = MappingProxyType({}),
 ) -> None:
-    """Write a model that llama.cpp loads; weights(name) returns f32 arrays, called one by one.
+    """Write a model that llama.cpp loads; read_weight(name) returns f32 arrays, called for one after another.
 
-    dtype       of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
+    dtype       element type of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
     """
     num_tokens = len(vocabulary[TOKENS_KEY].value)
@@ -181,7 +179,7 @@ def save_model(
 def _stored_chunks(
     path: str | Path, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: Dtype
 ) -> Iterator[np.ndarray]:
-    """A weight as stored in the file, some rows at a time."""
+    """Yield a weight as stored in the file, some elements at a time."""
     if array.shape != shape or array.dtype != np.float32:
         raise ValueError(f"{name}: {array.dtype}{[*array.shape]} was given for f32{[*shape]}")
     flat = array.reshape(-1)
@@ -203,7 +201,7 @@ def _convert_array(path: str | Path, name: str, array: np.ndarray, dtype: Dtype)
 
 
 def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
-    """f32 as bf16, rounded to nearest, ties to even; NaN stays NaN."""
+    """Convert f32 to bf16, rounded to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -216,7 +214,7 @@ def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
 
 
 def check_vocabularies(model: ModelFile, draft: ModelFile, subject: str = "a draft") -> None:
-    """Raise InputError unless both have the same tokens."""
+    """Raise InputError unless both models have the same tokens."""
     model_tokens, draft_tokens = (file.gguf.metadata[TOKENS_KEY] for file in (model, draft))
     if abs(len(model_tokens) - len(draft_tokens)) > MAX_VOCAB_DIFFERENCE:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The metadata of a model file: GGUF keys to a Config and back, for every architecture.
+"""The metadata of a model file: from GGUF keys to a Config and back, for every architecture.
 
 A key that changes the computation is supported or refused; keys that llama.cpp ignores for an architecture are
 ignored here, too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
@@ -32,7 +32,7 @@ WINDOWS, NEXT = "attention.sliding_window_pattern", "nextn_predict_layers"
 
 
 def read_config(gguf: GGUF) -> Config:
-    """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
+    """Read the Config of a model file, from its metadata and its optional tensors. Raises InputError."""
     reader = MetadataReader(gguf)
     reader.check_supported()
     vocabulary_size, num_blocks = _read_vocabulary_size(gguf), _read_block_count(gguf, reader)
@@ -67,7 +67,7 @@ def read_config(gguf: GGUF) -> Config:
 
 
 def num_unused_blocks(keys: MetadataReader) -> int:
-    """How many of the last blocks are there to guess more tokens, which nothing here uses."""
+    """Return the number of last blocks that guess more tokens, which nothing here uses."""
     if NEXT not in keys.architecture.key_defaults:
         return 0
     count, blocks = keys.size(NEXT, min_size=0), keys.size("block_count")
@@ -77,7 +77,7 @@ def num_unused_blocks(keys: MetadataReader) -> int:
 
 
 def _read_block_count(gguf: GGUF, keys: MetadataReader) -> int:
-    """The blocks that are used; each has tensors, so that no list of blocks is longer than the file allows."""
+    """Return the number of used blocks, each with tensors: no list of blocks is longer than the file allows."""
     num_blocks = keys.size("block_count") - num_unused_blocks(keys)
     if num_blocks > len(gguf.entries):
         expected = f"less than the number of tensors, {len(gguf.entries)}"
@@ -104,14 +104,14 @@ def _is_tied(gguf: GGUF, architecture: Architecture) -> bool:
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:
-    """Optional tensors that the file has; the first blocks may lack those of experts, the last has them."""
+    """Return the optional tensors of the file; only the last block surely has those of experts."""
     names = architecture.optional_tensors
     at = "", "blk.0.", f"blk.{last_block}."
     return tuple(name for name in names if any(f"{prefix}{name}" in gguf.entries for prefix in at))
 
 
 def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
-    """Rope scaling; as in llama.cpp, a factor alone means linear scaling."""
+    """Read rope scaling; as in llama.cpp, a factor alone means linear scaling."""
     scaling_type = keys.get("rope.scaling.type", "linear")
     if not isinstance(scaling_type, str) or scaling_type not in get_args(ScalingType):
         raise keys.wrong("rope.scaling.type", scaling_type, " or ".join(get_args(ScalingType)))
@@ -137,7 +137,7 @@ def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
 
 
 def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
-    """Head widths that do not follow from embedding_length."""
+    """Read head widths that do not follow from embedding_length."""
     default_width = keys.size("embedding_length") // heads
     head_width = keys.size("attention.key_length", default_width or 1)
     rotated_width = keys.size("rope.dimension_count", head_width)
@@ -148,7 +148,7 @@ def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
 
 
 def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
-    """Sliding windows, for architectures that have them."""
+    """Read sliding windows, for architectures that have them."""
     if not keys.architecture.has_windows(keys.size("block_count")):
         return {}
     window_pattern = keys.get(WINDOWS)
@@ -197,6 +197,7 @@ def _check_heads(keys: MetadataReader, config: Config) -> None:
 
 
 def _check_widths(keys: MetadataReader, config: Config) -> None:
+    """Raise InputError for widths so large that a small file would take much memory."""
     max_width, num_used_experts = WIDEST * config.embedding_length, config.expert_used_count or 1
     width_key = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
     for key, size, multiplier in (
@@ -220,7 +221,7 @@ def _check_widths(keys: MetadataReader, config: Config) -> None:
 
 
 def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, MetadataValue]:
-    """The general.* keys and those of the architecture, for a model file whose matrices are of `dtype`."""
+    """Return the general.* keys and those of the architecture, for a model file whose matrices are of `dtype`."""
     arch, rope_scaling = config.architecture, config.rope_scaling
     sizes = {
         "vocab_size": config.vocab_size,
@@ -303,7 +304,7 @@ def _window_metadata(config: Config) -> dict[str, MetadataValue]:
 
 
 def _factor_metadata(config: Config) -> dict[str, MetadataValue]:
-    """Caps and scales."""
+    """Return the keys of softcaps and scales."""
     factors = {
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,

@@ -36,7 +36,7 @@ def split_scale(text: str) -> tuple[Path, float]:
 
 
 def read_scaled(specs: Iterable[str], base: GGUF) -> list[Scaled]:
-    """Adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
+    """Read adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
     adapters = []
     for path, scale in map(split_scale, specs):
         adapters.append((fit_adapter(read_adapter(path), path, base), scale))
@@ -44,7 +44,7 @@ def read_scaled(specs: Iterable[str], base: GGUF) -> list[Scaled]:
 
 
 def merge_only_weights(adapter: Adapter) -> list[str]:
-    """Names within blocks of the matrices whose parts of an adapter llama.cpp leaves out beside the base."""
+    """Return the adapter's matrices, by their names within blocks, that llama.cpp only applies when merged."""
     merge_only_names = ARCHITECTURES[adapter.architecture].merge_only_weights
     adapted_names = dict.fromkeys(name.split(".")[-2] for name in adapter.lora_pairs)
     return [name for name in merge_only_names if name in adapted_names]
@@ -54,10 +54,10 @@ def merge_only_weights(adapter: Adapter) -> list[str]:
 def adapted(
     model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = False, aware: bool = False
 ) -> ModelFile:
-    """The model with these adapters in its graphs. Raises InputError for adapters that only work merged.
+    """Return the model with these adapters in its graphs. Raises InputError for adapters that only work merged.
 
-    aware     an adapter of aware training as its merge will store it, not exactly
-    by_token  each token has its own scale for each adapter, instead of those given: see kv_cache.adapters
+    aware     compute with an aware-trained adapter as its merge will store it, not exactly
+    by_token  each token has its own scale for each adapter, instead of the given scales: see kv_cache.adapters
     """
     adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
     ranks, adapter_values, owners = [], {}, []
@@ -86,7 +86,7 @@ def adapted(
 
 
 def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
-    """Unmerged adapters work for matrices of the blocks, and for an embedding that is not also the output head."""
+    """Raise InputError unless a tensor's adapter works unmerged: matrices of blocks, and an untied embedding."""
     config, num_axes = model.config, len(model.gguf.entries[name].shape)
     in_block = name.startswith("blk.") and num_axes > 1
     if not in_block and (name != EMBEDDING or config.tied):
@@ -101,12 +101,12 @@ def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
 
 
 def has_roundable_weights(model: ModelFile) -> bool:
-    """Whether rounded activations change anything."""
+    """Whether rounding activations changes anything: whether the model has quantized matrices that allow it."""
     return bool(set(model.matrix_dtypes().values()) & set(ROUNDABLE))
 
 
 def with_activations(model: ModelFile, activations: str) -> ModelFile:
-    """The model with f32 or q8 activations. Raises InputError if that changes nothing."""
+    """Return the model with f32 or q8 activations. Raises InputError if q8 changes nothing."""
     if activations == Q8 and not has_roundable_weights(model):
         roundable_names = ", ".join(dtype.name for dtype in ROUNDABLE)
         raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {roundable_names}")

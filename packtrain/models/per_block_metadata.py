@@ -1,4 +1,4 @@
-"""The metadata of sizes by which blocks differ: GGUF keys to the fields of a Config and back.
+"""The metadata of sizes by which blocks differ: from GGUF keys to fields of a Config and back.
 
 For architectures whose later blocks may share keys and values: head_count_kv and feed_forward_length may be arrays.
 """
@@ -22,7 +22,7 @@ WINDOW_WIDTHS = "attention.key_length_swa", "attention.value_length_swa", "rope.
 def kinds(
     keys: MetadataReader, gguf: GGUF, blocks: int, window_fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Those fields of a Config; `window_fields` are those of its windows."""
+    """Read the Config fields by which blocks differ; `window_fields` are those of windows."""
     if not keys.architecture.has_uneven_blocks:
         return {}
     pattern, every = window_fields["window_pattern"], keys.architecture.key_defaults[WINDOW_PATTERN]
@@ -62,7 +62,7 @@ def kinds(
 
 
 def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
-    """A size of each block, from one number or an array."""
+    """Return a size for each block, from one number or an array."""
     value = keys.get(key)
     if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks
@@ -73,9 +73,9 @@ def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
 
 
 def _read_num_kv_blocks(keys: MetadataReader, blocks: int, pattern: Sequence[bool]) -> int:
-    """How many first blocks have keys and values of their own; 0: all.
+    """Return how many first blocks have keys and values of their own; 0: all.
 
-    llama.cpp gives later ones those of the last of them without a window, or of the one before it.
+    llama.cpp gives later blocks the keys and values of the last of these, if they have no window, or of the one before.
     """
     max_owning = keys.architecture.num_kv_blocks
     num_shared = max(blocks - max_owning, 0) if max_owning else keys.size(SHARED_KV, min_size=0)

@@ -1,11 +1,13 @@
 """Losses of pairs of answers to the same prompt, the chosen and the rejected one: DPO and its relatives.
 
-One loss with settings. With s an answer's log-probability, of which `measure` says how it is counted, and r the same of
-the reference model (the weights before training; 0 without `reference`), for a pair
+One loss with settings. With s an answer's log-probability, counted by `measure`, and r that of the reference model
+(the weights before training; 0 without `reference`), the loss of a pair is
 
     z = beta * ((s - r)_chosen - (s - r)_rejected) - gamma
     loss = by * judge(z) + nll * (negative log-likelihood of the chosen answer, mean of its tokens)
 
+Losses by token come from the chunked head. A frozen head computes logits once, because its gradient per row times the
+preference's slope is exact; a trained head computes them again.
 Sources: DPO, Rafailov et al. 2023, arXiv 2305.18290; label smoothing, Mitchell 2023; IPO, Azar et al. 2023,
 arXiv 2310.12036; `nll` beside DPO (RPO), Pang et al. 2024, arXiv 2404.19733; SimPO, Meng et al. 2024, arXiv 2405.14734;
 ORPO, Hong et al. 2024, arXiv 2403.07691. Names and defaults are those of TRL.
@@ -20,17 +22,17 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 
 SIDES_INPUT, REFERENCE, PAIRS, SHARES = "sides", "reference", "pairs", "shares"  # inputs
-MIN_COMPLEMENT = 1e-6  # of 1 - p, under the logarithm of odds
+MIN_COMPLEMENT = 1e-6  # least 1 - p under the logarithm of odds
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """The settings of the loss.
+    """Settings of a preference loss.
 
-    measure    sum: of the log-probabilities of an answer's tokens; mean; odds: log(p / (1 - p)) of the mean
-    judge      sigmoid: -log sigmoid(z), with smoothing; square: (s' - 1 / (2 beta))² of the margin without beta
+    measure    sum or mean of the log-probabilities of an answer's tokens; odds: log(p / (1 - p)) of the mean
+    judge      sigmoid: -log sigmoid(z), with smoothing; square: (margin - 1 / (2 beta))², with the margin before beta
     reference  whether the reference model's log-probabilities are subtracted
-    smoothing  the share of pairs expected to be the wrong way round
+    smoothing  share of pairs expected to have chosen and rejected answers swapped
     """
 
     name: str
@@ -50,16 +52,15 @@ class PreferenceLoss:
 
     @property
     def needs_shares(self) -> bool:
-        """Whether the log-probability of a chosen answer, a sum, is also needed as the mean of its tokens."""
+        """Whether the loss needs the mean of a chosen answer's log-probabilities beside their sum."""
         return self.nll > 0 and not self.uses_mean
 
     # ---- in the graph
 
     def loss(self, losses: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """The loss () of losses by token (B, T), and log-probabilities (B, 2 `num_pairs`): chosen ones, then rejected.
+        """Compute the loss () from losses by token (B, T); returns also log-probabilities (B, 2P), chosen ones first.
 
-        Adds the inputs of `PairBatches`: `answer_sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `num_pairs` (B, P),
-        their weights.
+        Adds the inputs `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P), weights of pairs.
         """
         rows, num_tokens = losses.shape
         answer_sides = input(SIDES_INPUT, (rows, 2 * num_pairs, num_tokens))
@@ -79,6 +80,7 @@ class PreferenceLoss:
         return named("loss", ops.sum(ops.mul(pair_losses, input(PAIRS, (rows, num_pairs))))), logps
 
     def _judge_margin(self, margin: Tensor) -> Tensor:
+        """Compute the loss of each pair from the margin between chosen and rejected score."""
         if self.judge == "square":
             return ops.sqr(ops.scale(margin, by=1.0, bias=-1 / (2 * self.beta)))
         z = ops.scale(margin, by=self.beta, bias=-self.gamma)
@@ -93,10 +95,10 @@ class PreferenceLoss:
     def judged(
         self, logps: np.ndarray, reference: np.ndarray, token_shares: np.ndarray | float = 1.0
     ) -> dict[str, np.ndarray]:
-        """What the graph computes, of log-probabilities (N, 2) as it counts them, in f64, for each pair.
+        """Compute for each pair, in f64 on the host: `loss`, and the rewards beta * (s - r), `chosen` and `rejected`.
 
-        token_shares (N,): 1 / tokens of the chosen answer, where these are sums.
-        loss; chosen and rejected, the rewards of the answers: beta * (s - r).
+        logps         (N, 2)  log-probabilities as the graph counts them
+        token_shares  (N,)    1 / tokens of the chosen answer, if log-probabilities are sums
         """
         s = logps.astype(np.float64)
         answer_scores = (
@@ -119,7 +121,7 @@ class PreferenceLoss:
 
 
 def _log_odds(logps: Tensor) -> Tensor:
-    """log(p / (1 - p))."""
+    """Compute log(p / (1 - p)) from log p."""
     complement = ops.scale(ops.exp(logps), by=-1.0, bias=1.0)
     return ops.sub(logps, ops.log(ops.clamp(complement, low=MIN_COMPLEMENT)))
 
@@ -136,7 +138,7 @@ KINDS = {
 
 
 def make_preference(name: str, **settings: Any) -> PreferenceLoss:
-    """The loss of this name, with these settings; None leaves a setting as the loss has it."""
+    """Return the loss of this name with these settings; None keeps the loss's own setting."""
     return replace(
         KINDS[name], **{key: value for key, value in settings.items() if value is not None}
     )

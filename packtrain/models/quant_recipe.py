@@ -1,6 +1,6 @@
-"""Quantization mixes by llama-quantize's names (Q4_K_M …), and which type each tensor gets in a mix.
+"""Quantization mixes by llama-quantize's names (Q4_K_M …), and the element type of each tensor in a mix.
 
-types_of(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without the rules for
+tensor_dtypes(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without the rules for
 unsupported architectures. Nothing is converted here.
 """
 
@@ -20,10 +20,10 @@ from packtrain.gguf import GGUF
 OUTPUT, EMBEDDING_NAMES = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
 VALUE_NAMES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 NUM_RICH_EXPERTS = 8  # models with this many experts get more bits for shared tensors
-# tensors at the beginning that some mixes treat differently, and which share of the blocks; `few` of them
+# first tensors that some mixes treat differently: their number, and their divisor of the blocks; and fewer of them
 NUM_FIRST_VALUES, FIRST_SHARE = 4, 8
 NUM_FEW_VALUES, FEW_BLOCK_DIVISOR = 2, 16
-MIN_SHARING_HEADS = 4  # heads that share values, from which on some mixes give them more bits
+MIN_SHARING_HEADS = 4  # query heads per value head from which some mixes give values more bits
 # tensors of two or more axes that keep their type: norms, routers, small or special matrices
 UNCHANGED_NAMES = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
@@ -51,11 +51,11 @@ def tensor_dtypes(
     embedding: Dtype | None = None,
     weighed: bool = False,
 ) -> dict[str, Dtype]:
-    """The type of each tensor. Raises InputError for invalid sizes in the metadata.
+    """Return the element type of each tensor in a mix. Raises InputError for invalid sizes in the metadata.
 
-    pure       the mix's own type for all
-    output     type of output.weight, and of tied embeddings
-    embedding  type of token embeddings
+    pure       use the mix's main type for all
+    output     element type of output.weight, and of tied embeddings
+    embedding  element type of token embeddings
     weighed    whether there is an importance matrix, which changes two mixes
     """
     is_falcon = gguf.metadata.get("general.architecture") == "falcon"
@@ -78,20 +78,20 @@ def tensor_dtypes(
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor's type changes at all."""
+    """Whether quantizing a model changes the type of this tensor."""
     rows = any(size != 1 for size in shape[:-1])
     return rows and name.endswith("weight") and not any(part in name for part in UNCHANGED_NAMES)
 
 
 def fit_block_width(dtype: Dtype, row_width: int) -> Dtype:
-    """The type, or the next one whose blocks divide rows of `row_width`; f16 if there is none."""
+    """Return the type, or the next one whose blocks divide rows of `row_width`; f16 if there is none."""
     if row_width % dtype.block:
         dtype = dtype.smaller or dtype
     return f16 if row_width % dtype.block else dtype
 
 
 def _tensor_order(name: str) -> tuple[int, bytes]:
-    """The order in which llama-quantize counts tensors: by block, then by name."""
+    """Return the sort key of llama-quantize's order of tensors: by block, then by name."""
     block_index = _block_index(name)
     return -1 if block_index is None else block_index, name.encode()
 
@@ -101,7 +101,7 @@ def _block_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# ffn_down of a falcon: in the first sixteenth of the blocks, where others get more bits, elsewhere
+# ffn_down of a falcon: in the first 1/16 of the blocks; in other blocks that get more bits; in the rest
 FALCON_DOWN_DTYPES = {
     "Q3_K_M": (q5_K, q4_K, q3_K), "Q3_K_L": (q4_K, q4_K, q4_K), "Q4_K_S": (q4_K, q4_K, q4_K),
     "Q4_K_M": (q6_K, q5_K, q4_K),
@@ -109,7 +109,7 @@ FALCON_DOWN_DTYPES = {
 
 
 class _DtypeRules:
-    """The rules of a mix for single tensors; counts the tensors of each kind."""
+    """Rules of a mix that choose a tensor's element type; counts the tensors of each kind."""
 
     key_dtype = q8_0  # type of attn_k with eight experts
 
@@ -125,7 +125,7 @@ class _DtypeRules:
     def _number(self, key: str, default: int = 0) -> int:
         key = f"{self.architecture}.{key}"
         value = self.gguf.metadata.get(key, default)
-        if isinstance(value, np.ndarray) and value.size:  # of the first block, as llama-quantize
+        if isinstance(value, np.ndarray) and value.size:  # the first block's, as in llama-quantize
             value = value.item(0)
         if not isinstance(value, int):
             raise InputError(f"{self.gguf.path}: {key} is {value!r}; it must be a whole number")
@@ -172,8 +172,8 @@ class _DtypeRules:
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 
     def _is_70b(self) -> bool:
-        """Whether this is a 70B with few value heads, which get more bits."""
-        # all architectures take long to load beside what quantizing does, and few types ask
+        """Whether the model is a 70B with few value heads, which get more bits."""
+        # loading all architectures takes long beside quantizing, and few types need them
         architectures = import_module("packtrain.models.arch").ARCHITECTURES
         architecture = architectures.get(str(self.architecture))
         if architecture is None or not self.blocks or self.blocks != architecture.blocks_70b:
@@ -184,7 +184,7 @@ class _DtypeRules:
         )
 
     def _next_index(self, pattern: str, name: str) -> int:
-        """Of how many such tensors this is the next."""
+        """Count a tensor of this kind and return its index; with experts, the index of its block."""
         index = self.tensor_counts[pattern]
         self.tensor_counts[pattern] += 1
         return (_block_index(name) or 0) if self.experts > 1 else index  # a block has several
@@ -212,18 +212,18 @@ class _DtypeRules:
 
     def _attention_output_dtype(self) -> Dtype:
         richer, attended_dtype = self.mix.dtype.richer, self.mix.attn_output
-        if self.experts == NUM_RICH_EXPERTS:  # a mix that gives it these bits anyway does not here
+        if self.experts == NUM_RICH_EXPERTS:  # not if the mix uses `richer` anyway
             return richer if richer and richer is not attended_dtype else self.mix.dtype
         return attended_dtype or self.mix.dtype
 
     def _sharing(self) -> bool:
-        """Whether so many heads share values that these get more bits."""
+        """Whether so many query heads share a value head that values get more bits."""
         num_heads = self._number("attention.head_count")
         num_kv_heads = self._number("attention.head_count_kv", num_heads)
         return num_kv_heads > 0 and num_heads // num_kv_heads >= MIN_SHARING_HEADS
 
     def _instead(self, i: int, num_first: int, count: int, default_dtype: Dtype | None) -> Dtype:
-        """The mix's type for the i-th of `count` such tensors."""
+        """Return the mix's type for the i-th of `count` tensors of a kind."""
         if self.mix.first_layers and i < num_first:
             return self.mix.first_layers
         spread_dtype = self.mix.outer_layers if _gets_more_bits(i, count) else None
@@ -231,7 +231,7 @@ class _DtypeRules:
 
 
 class _FalconDtypeRules(_DtypeRules):
-    """A falcon's: more bits for the head, fewer for the feed-forward and attention's output."""
+    """Rules for a falcon: more bits for the head, fewer for the feed-forward and attention's output."""
 
     def _output(self, width: int) -> Dtype:
         return self.output or q8_0
@@ -255,7 +255,7 @@ class _FalconDtypeRules(_DtypeRules):
 
 
 class _SmallDtypeRules(_DtypeRules):
-    """Those of the types of about two bits, whatever the architecture: see llama_tensor_get_type_impl."""
+    """Rules of types of about two bits, for any architecture: see llama_tensor_get_type_impl."""
 
     key_dtype = q4_K
 

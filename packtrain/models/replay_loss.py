@@ -1,4 +1,4 @@
-"""The loss of replay: a tuned model stays near the base in texts that the base wrote. Robins 1995, Catastrophic
+"""The replay loss keeps a tuned model near the base on texts that the base wrote. Robins 1995, Catastrophic
 forgetting, rehearsal and pseudorehearsal.
 
 With p the base's and q the tuned model's probabilities of the next token,
@@ -9,7 +9,7 @@ The head is frozen, so that the sum over the vocabulary needs only the mean of i
 
     sum p log(p / q) = -log q(y) + x · (head[y] - mean) - entropy of p + (head's bias: a constant)
 
-for any y; logits are computed once, in chunks, by the head. Its gradient is 0 where q = p.
+for any y; logits are computed once, in chunks, by the head. The divergence's gradient is 0 where q = p.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inpu
 
 @dataclass(frozen=True, slots=True)
 class ReplayLoss:
-    """The settings of the loss.
+    """Settings of the replay loss.
 
     length      tokens of a text at the end of every row
-    weight      of the texts, where the data counts 1
-    num_texts   how many there are
-    head_width  of the rows of the head
+    weight      weight of the texts, where the data counts 1
+    num_texts   number of texts
+    head_width  width of the head's rows
     """
 
     length: int
@@ -41,16 +41,16 @@ class ReplayLoss:
     head_width: int
 
     def numbers(self, time: int) -> int:
-        """How many numbers of 4 bytes the inputs of a row hold."""
+        """Return how many numbers of 4 bytes the inputs of a row hold."""
         return (self.head_width + 2) * self.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all texts, with their means in f16."""
+        """Return the bytes of all texts, with their means in f16."""
         return self.num_texts * self.length * (2 * self.head_width + 8)
 
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
-        """The loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
+        """Compute the loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
         batch_rows, time, width = base_loss.x.shape
 
         def last(x: Tensor) -> Tensor:

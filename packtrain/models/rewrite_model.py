@@ -1,7 +1,7 @@
-"""Rewriting a model file with some matrices changed; all other tensors are copied byte for byte.
+"""Rewrites a model file with some matrices changed; all other tensors are copied byte for byte.
 
 Takes the base, its changed rows in f32, and the output path; a changed matrix is stored in its own type, or in
-another requested one. Only a few rows are in memory at a time.
+another requested type. Only a few rows are in memory at a time.
 """
 
 import math
@@ -30,9 +30,9 @@ TensorDone = Callable[[TensorInfo, Dtype, float], None]
 
 @dataclass(frozen=True, slots=True)
 class AwareMergedRows:
-    """Merged rows in the blocks of the base, with their scales: bit for bit what aware training saw.
+    """Reads merged rows stored in the base's quantization blocks and scales: bit for bit what aware training saw.
 
-    exact_rows  the same rows before rounding
+    exact_rows  function that reads merged rows before rounding
     """
 
     array: np.ndarray
@@ -50,13 +50,13 @@ class AwareMergedRows:
 
 
 def is_recodable(base: GGUF, name: str) -> bool:
-    """Whether aware training keeps this matrix in its blocks."""
+    """Whether aware training stores this matrix in the base's quantization blocks."""
     entry = base.entries[name]
     return name.startswith("blk.") and entry.dtype in RECODABLE and len(entry.shape) == 2
 
 
 def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
-    """The same for an adapter of aware training, whose matrices stay in their blocks."""
+    """Return readers of merged rows for an aware-trained adapter, whose matrices stay in their blocks."""
     return {
         name: AwareMergedRows(base.array(name), adapter, name, read_rows)
         if is_recodable(base, name)
@@ -66,7 +66,7 @@ def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | Awar
 
 
 def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, ReadRows]:
-    """Merged rows of every matrix that the adapters change. Raises InputError for types that cannot be read."""
+    """Return readers of merged rows for every matrix that the adapters change. Raises InputError."""
     adapted_names = dict.fromkeys(name for adapter, _ in adapters for name in adapter.lora_pairs)
 
     def read_merged(name: str) -> ReadRows:
@@ -81,9 +81,8 @@ def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[s
 
         def read_rows(row_start: int, row_stop: int) -> np.ndarray:
             values = read_base(row_start, row_stop)
-            with np.errstate(
-                over="ignore", invalid="ignore"
-            ):  # `packed` finds values that are not finite
+            # `packed` finds values that are not finite
+            with np.errstate(over="ignore", invalid="ignore"):
                 for adapter, by in tensor_adapters:
                     values = values + np.float32(by) * adapter.delta_rows(name, row_start, row_stop)
             return values
@@ -94,14 +93,14 @@ def merged_rows(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[s
 
 
 def unpacked(base: GGUF, name: str) -> ReadRows:
-    """The rows of a matrix, or of all matrices of a stack, as f32."""
+    """Return a function that reads rows of a matrix, or of all matrices of a stack, as f32."""
     array = base.array(name)
     matrix_rows = array.reshape(-1, array.shape[-1])
     return lambda row_start, row_stop: dequantize(matrix_rows[row_start:row_stop])
 
 
 def stored_dtype(entry: TensorInfo, dtype: Dtype | None) -> Dtype:
-    """The stored type of a changed tensor: `dtype` if its blocks divide the rows of the matrix, else its own."""
+    """Return a changed tensor's stored type: `dtype` if its blocks divide the matrix's rows, else its own."""
     has_matrix = is_matrix(entry.name, entry.shape)
     if dtype is not None and has_matrix and entry.shape[-1] % dtype.block == 0:
         return dtype
@@ -119,11 +118,10 @@ def write_changed(
     extra_metadata: Mapping[str, MetadataValue] = MappingProxyType({}),
     on_tensor: TensorDone = lambda entry, stored, error: None,
 ) -> None:
-    """Write the base with changed tensors; rows(start, stop) returns f32 (stop - start, width).
+    """Write the base with changed tensors, whose rows `changes` reads as f32 (row_stop - row_start, width).
 
-    dtype, types  stored type of changed tensors (see stored_type), and exceptions by name
-    extra_metadata  additional metadata
-    on_tensor       called for each changed tensor: its entry in the base, its new type, and the relative rounding error
+    dtype, types  stored type of changed tensors (see stored_dtype), and exceptions by name
+    on_tensor     called for each changed tensor: its entry in the base, its new type, and the relative rounding error
     Raises InputError for values that the type cannot hold, or a name that the base does not have.
     """
     unknown_names = [tensor for tensor in changes if tensor not in base.entries]

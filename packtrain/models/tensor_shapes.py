@@ -16,7 +16,7 @@ POSITIONS, HEAD_BIAS = "position_embd.weight", "output.bias"
 
 
 def weight_shapes(config: Config) -> Shapes:
-    """Shapes of all weights by name, those of LoRA adapters last."""
+    """Return the shapes of all weights by name, those of LoRA adapters last."""
     c, optional = config.embedding_length, config.optional
     shapes_by_name: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     if config.traits.learned_positions:
@@ -44,7 +44,7 @@ def weight_shapes(config: Config) -> Shapes:
 
 
 def block_shapes(config: Config, i: int) -> Shapes:
-    """Shapes of the weights of block i by their names within it, each followed by its bias if there is one."""
+    """Return the shapes of block i's weights by name within the block, each followed by its bias if there is one."""
     mixer_shapes = _attention_shapes(config, i) if config.attends(i) else {}
     if config.conv_width and not config.attends(i):
         mixer_shapes = _conv_shapes(config)
@@ -76,7 +76,7 @@ def block_shapes(config: Config, i: int) -> Shapes:
 
 
 def _layer_shapes(config: Config) -> Shapes:
-    """Of embeddings that blocks have for themselves."""
+    """Return the shapes of the embeddings that each block has for itself."""
     p, c = config.embedding_length_per_layer, config.embedding_length
     total_width = config.block_count * p
     parts: tuple[tuple[int, ...], ...] = ((config.vocab_size, total_width), (total_width, c), (p,))
@@ -84,22 +84,23 @@ def _layer_shapes(config: Config) -> Shapes:
 
 
 def _stream_shapes(config: Config) -> Shapes:
-    """Of a block with several residual streams."""
+    """Return the shapes of a block's weights for several residual streams."""
     s, c = config.traits.num_streams, config.embedding_length
     rates: Shapes = {"altup_correct_coef": (s, s), "altup_predict_coef": (s * s, s)}
     return rates | {"altup_correct_scale": (c,), "altup_router": (s, c), "altup_router_norm": (c,)}
 
 
 def unused_weights(config: Config) -> list[str]:
-    """Tensors that files may have and nothing reads: those of keys and values of blocks that share others'.
+    """Return tensors that files may have and nothing reads: keys and values of blocks that use other blocks'.
 
-    llama.cpp demands them where the number of blocks that have their own is fixed: then they are weights, too.
+    llama.cpp demands them if the number of blocks with their own is fixed: then they are weights, too.
     """
     sharing_blocks = (i for i in range(config.block_count) if config.source_of(i) != i)
     return [f"blk.{i}.{name}.weight" for i in sharing_blocks for name in KV_WEIGHTS]
 
 
 def _with_biases(config: Config, named_shapes: Shapes) -> Shapes:
+    """Add ".weight" to names, and the biases that the model has."""
     shapes_by_name: Shapes = {}
     for name, shape in named_shapes.items():
         is_bare = config.traits.unsuffixed_ffn_norm and name == config.traits.ffn_norm

@@ -1,6 +1,6 @@
 """Transformers as graph functions: one definition for every architecture, for training and cached generation.
 
-Builds tensors from a Config and leaves. Weights have their GGUF names; `attend` is the difference between training
+Builds tensors from a Config and leaves. Weights have their GGUF names; the Mixer is the difference between training
 (keys and values of the batch) and generation (keys and values of the cache).
 """
 
@@ -30,7 +30,7 @@ KeysAndValues = dict[int, tuple[Tensor, Tensor]]
 
 
 class AttentionAttrs(TypedDict):
-    """Attributes of an attention."""
+    """Attributes of the attention op."""
 
     scale: float
     window: int
@@ -38,7 +38,7 @@ class AttentionAttrs(TypedDict):
 
 
 def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """The model's weight leaves by GGUF name; `dtypes` has those not stored as f32.
+    """Return the model's weight leaves by GGUF name; `dtypes` has the element types that are not f32.
 
     LoRA adapters come last.
     """
@@ -55,12 +55,12 @@ def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str,
 
 
 def has_no_gradient(name: str) -> bool:
-    """Whether a tensor has no gradient: divisors of rope's frequencies, scales of blocks, what chooses experts."""
+    """Whether a tensor has no gradient: divisors of rope's frequencies, scales of blocks, biases of routers."""
     return name.startswith("rope_") or name.endswith((CHOICE, LAYER_SCALE))
 
 
 def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Initial values of all weights, see initialise."""
+    """Return initial values of all weights, see `initialize_weights`."""
     values = {name: np.empty(leaf.shape, np.float32) for name, leaf in weights(config).items()}
     initialize_weights(config, seed, lambda name, fill: fill(values[name]))
     return values
@@ -69,7 +69,7 @@ def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
 def initialize_weights(
     config: Config, seed: int, visit_weight: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
-    """Initialize weights in place: at(name, fill) calls fill(array) for each weight in turn.
+    """Initialize weights in place: visit_weight(name, fill) must call fill(array), for each weight in turn.
 
     Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms are 1,
     biases 0.
@@ -95,10 +95,10 @@ def initialize_weights(
 def make_rope_tables(
     config: Config, w: Weights, pos: Tensor, context: int, *, is_shift: bool = False
 ) -> RopeTables:
-    """The rope tables of all blocks for queries and keys, computed once for each kind of rotation.
+    """Return the rope tables of all blocks for queries and keys, one pair for each kind of rotation.
 
-    context   the longest possible text: beyond the context of pretraining, the long rope factors apply
-    is_shift  keys that have been rotated are rotated on by `pos`: their lengths stay
+    context   longest possible text: beyond the context of pretraining, the long rope factors apply
+    is_shift  the tables rotate keys further by `pos`, without changing their length
     """
     original_context, rate = config.original_context, config.temperature_scale
     factor_set = "long" if context > original_context else "short"
@@ -121,6 +121,7 @@ def make_rope_tables(
 def make_rope_table(
     rope: Rope, pos: Tensor, factors: Tensor | None, growth: tuple[float, int, int] = (0.0, 1, 0)
 ) -> Tensor:
+    """Return the table of cosines and sines of a rotation for these positions."""
     rope_values = ops.rope_table(
         pos, factors if rope.use_factors else None, dims=rope.rotated_width, base=rope.base, divisor=rope.divisor,
         blend=rope.blend, magnitude=rope.magnitude, growth=growth,
@@ -129,7 +130,7 @@ def make_rope_table(
 
 
 def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor:
-    """The embeddings of tokens (...), with their LoRA adapter if there is one, and of their positions, (..., C)."""
+    """Return the embeddings (..., C) of tokens (...), with their LoRA adapter, and of positions if they have some."""
     h = ops.get_rows(w[EMBEDDING], tokens)
     a, lora = w.get(EMBEDDING + A), config.lora
     if a is not None and lora is not None:
@@ -148,15 +149,12 @@ def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor
 def residual_stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, mixer: Mixer, context: int
 ) -> Iterator[Tensor]:
-    """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each.
-
-    Of several streams (..., S, C).
-    """
+    """Yield the embedding of tokens (...), then the output of each block: (..., C), or (..., S, C) with S streams."""
     rope_tables = make_rope_tables(config, w, pos, context)
     h, layer_inputs = embedding(config, w, tokens, pos), None
     if config.embedding_length_per_layer:
         layer_inputs = layer_embeddings(config, w, tokens, h)
-        h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
+        h = ops.scale(h, by=1.0)  # written after layer_inputs, which are saved with it
     h = altup.spread(config, w, h) if config.traits.num_streams else h
     yield h
     for i in range(config.block_count):
@@ -165,7 +163,7 @@ def residual_stream(
 
 
 def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
-    """What each block has of the tokens (...) for itself, (..., L, P), and of their embedding h (..., C)."""
+    """Return each block's own embedding (..., L, P) of the tokens (...), from a table and the embedding h (..., C)."""
     p, width = config.embedding_length_per_layer, config.embedding_length
     table_name, projection_name, norm_name = LAYER_INPUTS
     shape = (*tokens.shape, config.block_count, p)
@@ -185,7 +183,7 @@ def mixed(
     sinks: Tensor | None,
     *token_positions: Tensor,
 ) -> Tensor:
-    """The attention output of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
+    """Compute the attention of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
     block_attrs, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
     attention_positions = q_pos, k_pos, q_seq, k_seq
     if config.flash:
@@ -198,9 +196,9 @@ def mixed(
 def batch_mixer(
     config: Config, pos: Tensor, seq: Tensor, keys_values: KeysAndValues | None = None
 ) -> Mixer:
-    """Tokens see those before them in their line, of the same sequence.
+    """Return a Mixer in which tokens see earlier tokens of their row and sequence.
 
-    keys_values  keys and values by block; filled
+    keys_values  filled with keys and values by block
     """
     keys_values = {} if keys_values is None else keys_values
 
@@ -225,13 +223,13 @@ def batch_mixer(
 
 
 def scan_attrs(config: Config) -> dict[str, int]:
-    """Attributes of scans."""
+    """Return the attributes of scan ops."""
     assert config.scan is not None
     return {"groups": config.scan.groups, "width": config.scan.state}
 
 
 class DeltaRuleAttrs(TypedDict):
-    """Attributes of a gated delta rule."""
+    """Attributes of the gated delta rule op."""
 
     groups: int
     tiled: bool
@@ -244,7 +242,7 @@ def delta_rule(config: Config) -> DeltaRuleAttrs:
 
 
 def rule_of(config: Config, i: int) -> AttentionAttrs:
-    """Attributes of the attention of block i."""
+    """Return the attributes of block i's attention op; a negative window means chunks."""
     return {
         "scale": config.attention_scale,
         "window": -config.window_of(i) if config.traits.attention_chunk else config.window_of(i),
@@ -253,17 +251,18 @@ def rule_of(config: Config, i: int) -> AttentionAttrs:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
+    """Normalize the last block's output, with several streams merged first."""
     h = altup.merge_streams(config, w, h) if config.traits.num_streams else h
     return named("output_norm", apply_norm(config, w, config.traits.last_norm, h))
 
 
 def head(w: Weights) -> Tensor:
-    """The output head: its own matrix, or the embedding if the two are tied."""
+    """Return the output head: its own matrix, or the embedding if the two are tied."""
     return w.get("output.weight", w["token_embd.weight"])
 
 
 def head_input(config: Config, x: Tensor) -> Tensor:
-    """What the head multiplies: the output of the last norm, scaled where logits are."""
+    """Scale the last norm's output x by the factor of logits, which the head then multiplies."""
     logit_scale = config.logit_scale
     if not logit_scale:
         return x
@@ -271,7 +270,7 @@ def head_input(config: Config, x: Tensor) -> Tensor:
 
 
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """Logits (..., V) from the output of the last block, (..., C)."""
+    """Compute logits (..., V) from the last block's output (..., C)."""
     x, softcap = head_input(config, output_norm(config, w, h)), config.final_softcap
     y = matmul_weight(config, x, head(w))
     if HEAD_BIAS in w:
@@ -288,8 +287,8 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 class LossOutputs:
     """loss () is sum of weights * losses; losses (B, T); right (B, T) is 1 where the target is the likeliest token.
 
-    x, targets, weights  what the head takes
-    block_outputs  the residual stream, to keep when recomputing: one tensor for each part of the batch, in the order written
+    x, targets, weights  inputs of the head
+    block_outputs        residual stream, saved when blocks are recomputed: a tensor per part of the batch, as written
     """
 
     loss: Tensor
@@ -305,16 +304,16 @@ def loss(
     config: Config, w: Weights, batch_size: int, time: int, *, chunk: int = 256, num_parts: int = 1,
     skipped: int = 0, even: bool = False,
 ) -> LossOutputs:  # fmt: skip
-    """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
+    """Compute the next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
     `seq`: several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the step's number.
 
-    num_parts    each block processes the batch in this many parts: it then needs memory for one of them, and its weights'
-             gradients are complete before those of the block below begin. The last part goes first, so that these
-             gradients are summed in the order of the rows.
-    skipped  positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
-    even     every target counts 1, without `weights`: for the gradient of a function of `losses`
+    num_parts  each block processes the batch in this many parts: it then needs memory for one part, and its weights'
+               gradients are complete before those of the block below begin. The last part goes first, so that
+               gradients are summed in the order of the rows.
+    skipped    positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
+    even       every target counts 1, without `weights`: for the gradient of a function of `losses`
     """
     shape, counted = (batch_size, time), (batch_size, time - skipped)
     if config.lora is not None and config.lora.dropout:
@@ -345,7 +344,7 @@ def loss(
 def residual_stream_in_parts(
     config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], num_parts: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The residual stream of `tokens`, `pos` and `seq` (B, T), block by block; in each, the last part first."""
+    """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, as parts, the last part first."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
     def part_stream(part_index: int) -> Iterator[Tensor]:

@@ -8,14 +8,14 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
 
 CHUNK_TOLERANCE = 1e-5
-MASK_VALUE = 1e30  # what is taken from the scores of keys that a query does not see
+MASK_VALUE = 1e30  # subtracted from the scores of keys that a query does not see
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, q_seq: Tensor, k_seq: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The first result of ops.attention. A query that sees nothing gives the mean of all values."""
+    """Compute the first result of ops.attention; a query that sees no key gets the mean of all values."""
     is_other_seq = ops.step(ops.abs(_position_differences(q_seq, k_seq)))
     visible = ops.mul(_visible_keys(q_pos, k_pos, window), ops.scale(is_other_seq, by=-1, bias=1))
     return _softmax_mix(q, k, v, sinks, visible, scale, softcap)
@@ -25,7 +25,7 @@ def attention_cells(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_lines: Tensor, seen: Tensor, k_pos: Tensor,
     sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """ops.attention_cells; seen (R, S) f32 is 1 where a row has a cell, else 0."""
+    """Compute ops.attention_cells; `seen` (R, S) f32 is 1 where a line has a cell, else 0."""
     visible_by_position = _visible_keys(q_pos, k_pos, window)
     seen = ops.mul(visible_by_position, ops.get_rows(seen, q_lines))
     q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _as_f32(k), _as_f32(v), seen))
@@ -38,7 +38,7 @@ def _as_f32(x: Tensor) -> Tensor:
 
 
 def _position_differences(q: Tensor, k: Tensor) -> Tensor:
-    """q - k of each pair: (..., T) and (..., S) i32 -> (..., T, S) f32."""
+    """Subtract all pairs: q (..., T) and k (..., S) i32 -> q - k (..., T, S) f32."""
     q, k = ops.cast(q), ops.cast(k)
     return ops.sub(
         ops.reshape(q, shape=(*q.shape, 1)), ops.reshape(k, shape=(*k.shape[:-1], 1, k.shape[-1]))
@@ -46,10 +46,10 @@ def _position_differences(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
-    """1 for keys that are not later than the query and within its window, else 0."""
+    """Return 1 for keys that are not later than the query and within its window (or chunk, if negative), else 0."""
     since = _position_differences(q_pos, k_pos)
     seen = ops.step(ops.scale(since, by=1, bias=0.5))
-    if window < 0:  # numbers that grow from chunk to chunk are equal within one
+    if window < 0:  # `grown` values are equal within a chunk and differ between chunks
         q, k = (ops.grown(pos, rate=1.0, length=-window) for pos in (q_pos, k_pos))
         k = ops.reshape(k, shape=(*k_pos.shape[:-1], 1, k_pos.shape[-1]))
         is_other_chunk = ops.step(ops.scale(ops.abs(ops.sub(q, k)), by=1, bias=-CHUNK_TOLERANCE))
@@ -66,7 +66,7 @@ def _softmax_mix(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Mean of the values by softmax of the scores; seen (B, T, S)."""
+    """Return the mean of the values, weighted by the softmax of the visible scores; `seen` is (B, T, S)."""
     (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
     x = ops.cont(ops.permute(grouped, axes=(0, 2, 3, 1, 4)))  # (B, K, H / K, T, D)

@@ -1,6 +1,6 @@
-"""The same run with fewer blocks, to estimate the whole one from shorter graphs.
+"""Shortens a run's model to a few blocks, to estimate the whole run from shorter graphs.
 
-Returns for a StepShape one with fewer blocks, in which the same tensors are trained, the same in every block.
+with_num_blocks returns a StepShape with fewer blocks, in which every block trains the tensors trained in the long one.
 """
 
 from dataclasses import replace
@@ -16,12 +16,12 @@ TensorKinds = frozenset[str]  # names of tensors within a block
 
 
 def num_reached_blocks(shape: StepShape) -> int:
-    """Number of blocks that the backward pass reaches."""
+    """Return the number of blocks that the backward pass reaches."""
     return shape.config.block_count - passed_over(shape.config, shape.base)
 
 
 def even(shape: StepShape) -> bool:
-    """Whether the same tensors are trained in every block that the backward pass reaches.
+    """Whether every block that the backward pass reaches trains equal tensors.
 
     The first of a mixture's blocks may be dense: a shorter model has it as well.
     """
@@ -33,11 +33,11 @@ def even(shape: StepShape) -> bool:
 
 
 def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
-    """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
+    """Return the shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
-    mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts and without
-    take turns, all have them. All have keys and values of their own, or none does, and two below have those of all.
+    mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts alternate
+    with others, all have experts. Either all blocks have their own keys and values, or none does and two below do.
     """
     config, base = shape.config, shape.base
     first = 0 if base is None else passed_over(config, base)
@@ -67,18 +67,18 @@ def with_num_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
 
 
 def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
-    """Which of so many blocks have windows."""
+    """Return which of `count` blocks have windows."""
     pattern = config.window_pattern
     if isinstance(pattern, tuple) and count > len(pattern):
         return (pattern * count)[:count]
     if isinstance(pattern, int) and 1 < count < pattern <= config.block_count:
-        return False, *(True,) * (count - 1)  # one without, which may have a rope of its own
+        return False, *(True,) * (count - 1)  # a block without a window may have another rope
     return pattern
 
 
 @cache
 def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> BaseModel:
-    """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
+    """Return the base of the shorter model, with the types and frozen tensors of the longer model, block by block."""
     first, types = passed_over(config, base), dict(base.types)
     trained_kinds = frozenset[str]().union(*_trained(config, base))
     source_blocks, matching_types, frozen = _source_blocks(config, short, first, below), [], []
@@ -97,7 +97,7 @@ def _short_base(config: Config, base: BaseModel, short: Config, below: int) -> B
 
 
 def _source_blocks(config: Config, short: Config, first: int, below: int) -> list[int]:
-    """For each block of the shorter model the one of the longer that it is like."""
+    """Return, for each block of the shorter model, the block of the longer model that it stands for."""
     num_dropped = _dense(config, first) - _dense(short, below)
     dense, last = short.leading_dense_block_count, config.block_count - 1
     if config.interleave_moe_layer_step > 1 and (mixture_blocks := _mixture_blocks(config, first)):
@@ -114,13 +114,13 @@ def _mixture_blocks(config: Config, first_block: int) -> list[int]:
 
 
 def _dense(config: Config, first_block: int) -> int:
-    """Blocks from `first_block` on that a mixture has without experts."""
+    """Return how many blocks from `first_block` on a mixture has without experts."""
     return max(0, config.leading_dense_block_count - first_block)
 
 
 @cache
 def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
-    """The trained tensors of each block."""
+    """Return the names of the trained tensors of each block."""
     block_kinds: list[set[str]] = [set() for _ in range(config.block_count)]
     for name, leaf in transformer.weights(config).items():
         block_index, tensor_kind = _block_and_kind(name)
@@ -130,7 +130,7 @@ def _trained(config: Config, base: BaseModel | None) -> tuple[TensorKinds, ...]:
 
 
 def _block_and_kind(name: str) -> tuple[int | None, str]:
-    """The block number of a tensor (None outside of blocks), and its name within the block."""
+    """Return the block number of a tensor (None outside of blocks) and its name within the block."""
     if not name.startswith("blk."):
         return None, name
     _, block_text, tensor_kind = name.split(".", 2)

@@ -1,7 +1,7 @@
 """Keeps to `--memory` and the limits of devices: finds the fastest plan that fits, or a refusal with advice.
 
-Returns Plans for a requested StepShape and a Request. The choice changes results only by the
-order of floating-point additions, which is printed. The search runs in a child, so that its memory is freed.
+plan_within_limits returns TrainingPlans for a StepShape and a PlanRequest. The search changes results only by the
+order of floating-point additions, which is printed. It runs in a child process, so that its memory is freed.
 """
 
 import math
@@ -23,26 +23,28 @@ ReportFunction = Callable[[str], None]
 NUM_PEAK_BUFFERS = 10
 MIB = 1 << 20
 KERNEL_MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
-ASIDE_NBYTES = 1 << 21  # by how much estimate and process differ, so that a second search is rare
-SPARE_NBYTES = 4 << 20  # by how much a process differs from the next one
+# By how much estimate and process differ, so that a second search is rare. With 1.5 MiB, a glm4moe run was refused a
+# budget that a refusal had just named; Python's arenas of 1 MiB may be a part of the difference.
+ASIDE_NBYTES = 1 << 21
+SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 REUSABLE_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
-SEARCH_CHILD_NBYTES = 40 << 20  # of a searching child that loads kernels; 27 MiB before it searches
-SEARCH_BLOCK_NBYTES = 900_000  # in addition for each block
-SEARCH_GROWTH_NBYTES = 1 << 19  # by which a search leaves this process larger, at most
+SEARCH_CHILD_NBYTES = 40 << 20  # a searching child that loads kernels; 27 MiB before it searches
+SEARCH_BLOCK_NBYTES = 900_000  # added to the searching child by each block
+SEARCH_GROWTH_NBYTES = 1 << 19  # most bytes by which a search leaves this process larger
 MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the process
 
 
 def plan_within_limits(
     shape: StepShape, request: PlanRequest, report: ReportFunction = print
 ) -> TrainingPlans:
-    """Plans within the limits, or a refusal with advice. The search runs before the kernels are loaded."""
+    """Return plans within the limits, or the smallest plans with a refusal; searches before the kernels are loaded."""
     kernels, host_limit, change = request.kernels, request.limits.get(HOST, math.inf), ""
     if not request.limits:
         if request.loads_kernels:
             kernels.load()
         plans = plan_in_process(unlimited(shape, request), request)
     else:
-        unsearched_plans = None  # plans without a search, where that would need most
+        unsearched_plans = None  # plans without a search, where a search would exceed the limit
         if private_nbytes() + search_child_nbytes(shape) > host_limit:
             unsearched_plans = plan_in_process(unlimited(shape, request), request)
         if (
@@ -67,7 +69,7 @@ def plan_within_limits(
             kernels.load()
             plans = with_process_baseline(plans, plans.search_nbytes)
             replan_nbytes = private_nbytes() + search_child_nbytes(shape)
-            if plans.needed_nbytes > host_limit >= replan_nbytes:  # they took more than expected
+            if plans.needed_nbytes > host_limit >= replan_nbytes:  # kernels took more than expected
                 updated_request = replace(request, baseline_nbytes=plans.baseline_nbytes)
                 del plans
                 plans, change = search_plans(shape, updated_request, report)
@@ -78,7 +80,7 @@ def plan_within_limits(
 
 
 def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
-    """Plans of a shape that was decided elsewhere, or a refusal."""
+    """Return plans of a shape that another rank has decided, with a refusal if they exceed this process's limit."""
     request.kernels.load()
     plans, host_limit = plan_in_process(shape, request), request.limits.get(HOST)
     if host_limit is None or plans.needed_nbytes <= host_limit:
@@ -89,7 +91,7 @@ def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
 def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Search plans within the limits; if none fit, also returns a change that would."""
+    """Search plans within the limits in a child; also return a change of settings that would fit if none do."""
     space_limits = dict(request.limits)
     if HOST in space_limits:
         space_limits |= {s: space_limits.get(s, space_limits[HOST]) for s in request.target.aside}
@@ -114,26 +116,26 @@ def search_plans(
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
         if not answer.is_within_limits or not any(excess.values()):
             return plans, answer.suggested_change
-        # twice what was missed: each search leaves the process a little larger
+        # reserve twice the excess: each search leaves the process a little larger
         reserves = {
             space: nbytes + 2 * excess[space] + SEARCH_GROWTH_NBYTES * (excess[space] > 0)
             for space, nbytes in reserves.items()
         }
-        del answer, plans  # the next ones take their place: a process that had both would be larger
+        del answer, plans  # the process would grow if the next plans were made beside these
         release_memory()
     smallest_shape = run_in_child(report_start, smallest, shape, request)
     return plan_in_process(smallest_shape, request, search_nbytes), ""
 
 
 def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
-    """Bytes of a space, with a margin for kernels if it is the process."""
+    """Return the bytes of a memory space, with a margin for kernels if the space is the process's own."""
     return plans.total_nbytes + KERNEL_MARGIN_NBYTES if space == HOST else plans.nbytes_in(space)
 
 
 def plan_in_process(
     shape: StepShape, request: PlanRequest, search_nbytes: int = 0
 ) -> TrainingPlans:
-    """Plans computed in this process. If packing loads kernels, loads the others, too."""
+    """Make plans in this process; if packing loads some kernels, load the others, too."""
     plans = request.make_plans(shape)
     request.kernels.load_remaining()
     return with_process_baseline(plans, search_nbytes, request.kernels.pending_nbytes)
@@ -142,7 +144,7 @@ def plan_in_process(
 def with_process_baseline(
     plans: TrainingPlans, search_nbytes: int = 0, extra_nbytes: int = 0
 ) -> TrainingPlans:
-    """The plans in this process as it is now, which will grow by `extra_nbytes` bytes before the run."""
+    """Return the plans with the memory of this process now, plus `extra_nbytes` that it will take before the run."""
     release_memory()
     return replace(
         plans, baseline_nbytes=private_nbytes() + extra_nbytes, search_nbytes=search_nbytes
@@ -150,12 +152,11 @@ def with_process_baseline(
 
 
 def search_child_nbytes(shape: StepShape) -> int:
-    """Bytes of a searching child."""
     return SEARCH_CHILD_NBYTES + SEARCH_BLOCK_NBYTES * shape.config.block_count
 
 
 def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
-    """The smallest budget that fits."""
+    """Return the smallest budget, in bytes, within which a plan fits."""
 
     def report_start() -> None:
         report("searching the smallest plan …")
@@ -164,7 +165,7 @@ def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunctio
 
 
 def enough(plans: TrainingPlans) -> int:
-    """A budget that is enough for these plans in any process."""
+    """Return a budget that is enough for these plans in any process."""
     return plans.needed_nbytes + SPARE_NBYTES
 
 
@@ -172,7 +173,7 @@ def enough(plans: TrainingPlans) -> int:
 
 
 def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str) -> str | None:
-    """A refusal if a memory other than the process's own would exceed its capacity."""
+    """Return a refusal if a memory space other than the process's own would exceed its limit, else None."""
     for space in plans.device_spaces:
         nbytes = plans.nbytes_in(space)
         if nbytes > limits.get(space, nbytes):
@@ -189,7 +190,7 @@ def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str)
 
 
 def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str:
-    """The message: the limit, the smallest one that fits, the largest buffers at its peak, and the cheapest change."""
+    """Return the refusal text: the limit, the smallest limit that fits, the largest buffers, the cheapest change."""
     min_nbytes = enough(plans)
     lines = [
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(min_nbytes)}, or up to"
@@ -202,7 +203,7 @@ def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str
 
 
 def _owners(plans: TrainingPlans, space: str) -> list[str]:
-    """The largest buffers at the peak of an arena."""
+    """Return lines with the largest buffers at the peak of an arena."""
     plan = plans.largest_plan_in(space)
     if not plan.arena(space).nbytes:
         return []
@@ -216,7 +217,7 @@ def _owners(plans: TrainingPlans, space: str) -> list[str]:
 
 
 def mib(nbytes: int) -> str:
-    """A number of bytes in the format of --memory, rounded up."""
+    """Return a number of bytes in the format of --memory, rounded up to MiB."""
     return f"{-(-nbytes // MIB)}MiB"
 
 

@@ -1,4 +1,4 @@
-"""How long a plan will take: the work that its ops declare, over rates measured on this machine."""
+"""Predicts the seconds of a plan: the work that its ops declare, divided by rates measured on this machine."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ SHARES = {
     "attend back": 0.4,
     "pack": 0.03,
 }
-SHARE = 0.02  # of all others
+SHARE = 0.02  # share of every other kind of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,16 @@ class BackendRates:
     """Work per second of a backend, on this machine with all threads together.
 
     flops           floating-point operations of a large matrix product
-    nbytes          bytes moved from memory; `cache_nbytes`: from a cache (0: the same)
+    nbytes          bytes moved from memory
+    cache_nbytes    bytes moved from a cache; 0: as fast as from memory
     kinds           other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
     threads         number of threads; a single task gets one thread's share of a rate
-    call            overhead of a call in seconds, plus `region` for a parallel region
+    call            overhead of a call in seconds
+    region          seconds that a parallel region adds to a call
     link            bytes copied between its memory and the process's; 0: as fast as a copy there
-    attended_share  share of the causally visible blocks that attention computes, which depends on data, see
-    planner.expected_pace
-    target_share   share of the positions that have a target, likewise
-    backend_rates  rates of other backends by name; those without any have the same
+    attended_share  share of causally visible blocks of positions that attention computes, see planner.expected_pace
+    target_share    share of the positions that have a target, see planner.expected_pace
+    backend_rates   rates of other backends by name; backends without an entry have these rates
     """
 
     flops: float
@@ -54,17 +55,15 @@ class BackendRates:
     backend_rates: Mapping[str, "BackendRates"] = field(default_factory=dict)
 
     def rate_of(self, work_kind: str) -> float:
-        """The rate of a kind of work, per second."""
+        """Return the rate of a kind of work, per second."""
         measured_rate = self.kinds.get(work_kind)
         return SHARES.get(work_kind, SHARE) * self.flops if measured_rate is None else measured_rate
 
     def on(self, backend: str) -> "BackendRates":
-        """The rates of a backend."""
         return self.backend_rates.get(backend, self)
 
     def with_data_shares(self, attended_share: float, target_share: float = 1.0) -> "BackendRates":
-        """The rates, of all backends, if attention computes this share of the visible blocks, and this one of positions
-        has a target."""
+        """Return the rates of all backends for data with these shares of attended blocks and of target positions."""
         other_rates = {
             name: rates.with_data_shares(attended_share, target_share)
             for name, rates in self.backend_rates.items()
@@ -77,11 +76,11 @@ class BackendRates:
         )
 
     def for_threads(self, threads: int) -> "BackendRates":
-        """The rates of this many threads, if each is as fast as all are now."""
+        """Return the rates of `threads` times as many threads, each as fast as now."""
         return replace(self._scaled(threads), threads=threads * self.threads)
 
     def slower(self, by: float) -> "BackendRates":
-        """The rates if everything takes `by` times as long."""
+        """Return the rates if everything takes `by` times as long."""
         return replace(self._scaled(1 / by), call=by * self.call, region=by * self.region)
 
     def _scaled(self, by: float) -> "BackendRates":
@@ -92,14 +91,14 @@ class BackendRates:
         return replace(self, kinds=kind_rates, **scaled)
 
     def moving(self, nbytes: float) -> float:
-        """Seconds to move bytes."""
+        """Return the seconds to move bytes."""
         return nbytes / (
             self.cache_nbytes if self.cache_nbytes and nbytes <= CACHE_NBYTES else self.nbytes
         )
 
 
 def graph_seconds(placed: Placed, rates: BackendRates) -> float:
-    """Expected time of one run. Copies that travel beside other steps are waited for where they arrive."""
+    """Return the expected seconds of a run of the graph. Copies overlap other steps until they are needed."""
     read_tensors = {t for step in placed.steps for t in step.reads}
     elapsed, arrivals = 0.0, dict[Tensor | None, float]()
     for step in placed.steps:
@@ -114,14 +113,14 @@ def graph_seconds(placed: Placed, rates: BackendRates) -> float:
 
 
 def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:
-    """Seconds to copy bytes from one memory to another, by the slower of the two ends."""
+    """Return the seconds to copy bytes from one memory to another, by the slower of the two ends."""
     return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in endpoints)
 
 
 def call_seconds(
     call: Call | KernelStep, rates: BackendRates, read: Collection[Tensor] = ()
 ) -> float:
-    """Expected time of one call on its backend: the longer of arithmetic and memory traffic, plus overhead.
+    """Return the expected seconds of a call: the longer of arithmetic and memory traffic, plus overhead.
 
     read  tensors that some step reads: optional results are only computed if they are among them
     """
@@ -143,12 +142,12 @@ def call_seconds(
 
 
 def idle_factor(tasks: float, threads: int) -> float:
-    """How much longer equal tasks take than if they kept all threads busy to the end."""
+    """Return how much longer equal tasks take than if they kept all threads busy to the end."""
     return 1.0 if tasks >= NUM_BALANCED_TASKS else math.ceil(tasks / threads) * threads / tasks
 
 
 def call_cost(call: Call | KernelStep, read: Collection[Tensor] = ()) -> Cost:
-    """The cost that the call's op declares; by default only its memory traffic."""
+    """Return the cost that the call's op declares; by default only its memory traffic."""
     op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
     if op.cost_rule is None:
         return Cost(num_tasks=math.inf if traffic_nbytes(call, Cost()) > MIN_PARALLEL_NBYTES else 1)
@@ -159,7 +158,7 @@ def call_cost(call: Call | KernelStep, read: Collection[Tensor] = ()) -> Cost:
 
 
 def traffic_nbytes(call: Call | KernelStep, cost: Cost) -> float:
-    """Bytes that a call reads and writes, or those of its cost."""
+    """Return the bytes that a call moves: those of its cost, else those that it reads and writes."""
     if cost.nbytes is not None:
         return cost.nbytes
     return float(sum(t.spec.nbytes for t in (*call.results, *call.reads)))

@@ -1,6 +1,6 @@
-"""Over which memories a model is spread: --device, --gpu-layers, --split and --device-memory.
+"""Spreads a model over memories: --device, --gpu-layers, --split and --device-memory.
 
-Blocks go to the devices in order, as many to each as its share says; moments and gradients go with their weights.
+Blocks go to the devices in order, in proportion to the shares; moments and gradients go with their weights.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import leaves
 
 AUTO = "auto"
-OUTPUT_PREFIXES = "output", "cls"  # beginnings of the names of what follows the blocks
+OUTPUT_PREFIXES = "output", "cls"  # beginnings of the names of tensors that follow the blocks
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpread:
-    """Devices for the last blocks of a model; the rest is on the first, or on the cpu if `gpu_layers` says how many.
+    """Devices for the last blocks of a model, and the limits of their memories by space.
 
-    gpu_layers  blocks on devices: a number, AUTO for as many as fit, or None for all, with what is before and after them
-    block_shares  of those blocks by device
+    gpu_layers    blocks on devices: a number, AUTO for as many as fit, or None for all blocks and all other tensors
+    block_shares  share of the devices' blocks by device
     """
 
     devices: tuple[Backend, ...]
@@ -33,16 +33,16 @@ class DeviceSpread:
 
     @property
     def target(self) -> Target:
-        """Its backends and limits, with nothing spread yet."""
+        """The backends and limits, before any block is assigned to them."""
         host_backends = (cpu,) if self.gpu_layers is not None else ()
         return Target((*host_backends, *self.devices), limits=self.limits)
 
     def place_leaves(self, shape: StepShape, request: PlanRequest) -> Target:
-        """Where the leaves of a model live. Raises InputError for more devices than blocks."""
+        """Return a target with a home for each leaf. Raises InputError for more devices than blocks."""
         if self.gpu_layers != AUTO:
             return self.spread_blocks(shape, self.num_device_blocks(shape))
         low, high = 0, shape.config.block_count + 1
-        while low < high:  # the largest number with which everything is kept within the limits
+        while low < high:  # the largest number of blocks that fits without recomputation
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._fits(shape, request, middle) else (low, middle - 1)
         return self.spread_blocks(shape, low)
@@ -59,11 +59,11 @@ class DeviceSpread:
         )
 
     def num_device_blocks(self, shape: StepShape) -> int:
-        """Blocks on devices, and one more if what follows them is there, too."""
+        """Return the number of blocks on devices, plus one if the tensors behind the blocks are there, too."""
         return shape.config.block_count + 1 if self.gpu_layers is None else int(self.gpu_layers)
 
     def spread_blocks(self, shape: StepShape, num_device_blocks: int) -> Target:
-        """The target with the last `num_device_blocks` blocks on the devices."""
+        """Return the target with the last `num_device_blocks` blocks on the devices."""
         num_blocks = shape.config.block_count
         first = max(num_blocks - num_device_blocks, 0)
         assigned = [*zip(range(first, num_blocks), self._dealt(num_blocks - first), strict=True)]
@@ -78,7 +78,7 @@ class DeviceSpread:
         return replace(self.target, homes=leaf_homes) if len(self.target.every) > 1 else self.target
 
     def _dealt(self, count: int) -> list[Backend]:
-        """A device for each of so many blocks, in order, by the shares."""
+        """Return a device for each of `count` blocks, in order, in proportion to the shares."""
         share_sum, end_offsets, running_share = sum(self.block_shares), list[int](), 0.0
         for block_share in self.block_shares:
             running_share += block_share
@@ -92,7 +92,7 @@ class DeviceSpread:
 def parse_spread(
     device: str, gpu_layers: str | None = None, split: str | None = None, memory: str | None = None
 ) -> DeviceSpread:
-    """What the flags ask for. Raises InputError."""
+    """Parse the flags --device, --gpu-layers, --split and --device-memory. Raises InputError."""
     devices = tuple(backend(name.strip()) for name in device.split(","))
     spaces = [b.space for b in devices]
     if len({*spaces}) < len(spaces):
@@ -115,7 +115,7 @@ def _check_gpu_layers(gpu_layers: str, device: str, spaces: Sequence[str]) -> No
 
 
 def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> dict[str, int]:
-    """The limits of --device-memory by space. Raises InputError."""
+    """Parse --device-memory into limits by memory space. Raises InputError."""
     if memory is None:
         return {}
     if "%" in memory:
@@ -137,7 +137,7 @@ def _memory_limits(memory: str | None, device: str, spaces: Sequence[str]) -> di
 
 
 def _shares(split: str | None, spaces: Sequence[str], limits: dict[str, int]) -> tuple[float, ...]:
-    """Those of --split, or by the memory of the devices, or equal ones. Raises InputError."""
+    """Parse --split; without it, shares follow the memory of the devices, or are equal. Raises InputError."""
     if split is None:
         has_limits = all(space in limits for space in spaces)
         return tuple(float(limits[space]) if has_limits else 1.0 for space in spaces)

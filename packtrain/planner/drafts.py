@@ -1,6 +1,6 @@
 """Estimates bytes and seconds of shapes from graphs of a few blocks, without packing anything.
 
-Returns for Shapes under one Request their StepEstimates, Chains (for choosing recomputation), and Drafts.
+DraftEstimator returns StepEstimates, BlockChains (for choosing recomputation) and PlanDrafts of StepShapes.
 """
 
 import gc
@@ -29,7 +29,7 @@ from packtrain.planner.training_plans import (
     runs,
 )
 
-SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
+SAMPLED = 3  # blocks of the longest chain from which estimates are extrapolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PlanDraft:
 
 
 class DraftEstimator:
-    """Estimates of shapes under one request, in the bytes of one space (by default the arena's); caches them."""
+    """Estimates shapes of one request in the bytes of one memory space, by default the arena's; caches estimates."""
 
     def __init__(self, request: PlanRequest, space: str | None = None) -> None:
         self.request, self.space = request, space or request.target.space
@@ -50,11 +50,11 @@ class DraftEstimator:
         self._sample_estimates: dict[Config, list[GraphEstimate]] = {}
         self._step_estimates: dict[StepShape, StepEstimate] = {}
         self._block_chains: dict[StepShape, BlockChain] = {}
-        self._before: dict[StepShape, BlockChain] = {}  # whose short chains have been measured
-        self._short_graphs: dict[tuple[str, StepShape], BuiltGraph] = {}  # the last one
+        self._before: dict[StepShape, BlockChain] = {}  # chains whose short graphs were measured
+        self._short_graphs: dict[tuple[str, StepShape], BuiltGraph] = {}  # the last short graph
 
     def with_fresh_chains(self) -> Self:
-        """The same, whose chains have measured nothing but short ones."""
+        """Return a copy whose chains forget measurements on all but short chains."""
         fresh = type(self)(self.request, self.space)
         fresh._graphs, fresh._sample_estimates, fresh._step_estimates = (
             self._graphs,
@@ -83,9 +83,9 @@ class DraftEstimator:
         return StepEstimate(*(b + extra_blocks * (b - a) + below * (c - b) for a, b, c in triples))
 
     def _two_pass_estimate(self, shape: StepShape) -> StepEstimate:
-        """From a chain of three blocks, of which none, one and all go back twice.
+        """Extrapolate from a chain of three blocks, of which none, one and all run backward twice.
 
-        With everything kept, a block of them gives back the bytes of its gradients and takes those that it keeps.
+        With everything saved, each such block frees the bytes of its gradients and takes those of its saved values.
         """
         sampled_shape, full_sizes = with_num_blocks(shape, SAMPLED), self.sizes(shape.once)
         no_blocks, one_block, all_blocks = (
@@ -100,10 +100,11 @@ class DraftEstimator:
         return StepEstimate(totals.leaves, max(arena, full_sizes.other_arena_nbytes), *totals[2:])
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
+        """Estimate the shape from its own graphs, without extrapolating."""
         parts = {name: self._graph(name, shape) for name in training_plans.graph_names(shape)}
         samples, inner_names = self._estimate_samples(shape), (blocks_in(shape), MEASURE)
         estimates = [*parts.values(), *samples]
-        # a first pass recomputes as the second does, and needs no more
+        # the first of two passes recomputes what the second does, and needs no more bytes
         outer_parts = [*(part for name, part in parts.items() if name not in inner_names), *samples]
         unique_leaves = {
             name: leaf for estimate in estimates for name, leaf in estimate.leaves.items()
@@ -135,9 +136,9 @@ class DraftEstimator:
         return self._graphs[cache_key][shape.chunk]
 
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
-        """A graph; the short one of a chain is also used as a part."""
+        """Build a graph; the last short graph is cached, because chains and estimates both need it."""
         config, cache_key = shape.config, (name, _cache_key_shape(name, shape))
-        # the graph before is large, and garbage only as a whole: it is freed first
+        # the last graph is large, and garbage only as a whole: collect it before the next one is built
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             gc.collect(1)
             return build_graph(name, shape, optimizer)
@@ -157,7 +158,7 @@ class DraftEstimator:
         return self._sample_estimates[config]
 
     def chain(self, shape: StepShape) -> BlockChain:
-        """The blocks of the training graph that determines memory, for choosing recomputation."""
+        """Return the chain of blocks in the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
         if shape not in self._block_chains:
             chunk = DEFAULT_CHUNK if shape.chunk in CHUNK_SIZES else shape.chunk
@@ -174,7 +175,7 @@ class DraftEstimator:
         return self._block_chains[shape]
 
     def inside(self, shape: StepShape) -> bool:
-        """Whether blocks compute in this space."""
+        """Whether blocks compute in this memory space."""
         target = self.request.target
         if target.is_uniform:
             return self.space == target.space
@@ -186,18 +187,18 @@ class DraftEstimator:
         return any(target.home(leaf).space == self.space for leaf in block_leaves)
 
     def may_recompute(self, shape: StepShape) -> bool:
-        """Whether recomputation may be chosen, and saves bytes of this space."""
+        """Whether the search may choose recomputation, and recomputation saves bytes of this memory space."""
         return self.request.recompute == "auto" and self.inside(shape)
 
     def rough(self, shape: StepShape) -> PlanDraft:
-        """The shape with everything kept, without building it."""
+        """Return a draft without recomputation, from estimates alone."""
         estimate = self.sizes(shape)
         arena = max(estimate.arena, estimate.other_arena_nbytes)
         nbytes = self._nbytes(shape, estimate, 0) + self._allocated_nbytes(estimate, int(arena))
         return PlanDraft(shape, nbytes, estimate.seconds)
 
     def draft(self, shape: StepShape) -> PlanDraft:
-        """The shape with its recomputation, its blocks built."""
+        """Return a draft with the shape's recomputation, whose graph of all blocks is built and measured."""
         estimate, planned_choice = self.sizes(shape), self.chain(shape).plan_choice(shape.keep)
         seconds = estimate.seconds + repeats(shape) * planned_choice.seconds
         arena_nbytes = max(planned_choice.arena, int(estimate.other_arena_nbytes))
@@ -210,11 +211,11 @@ class DraftEstimator:
         )
 
     def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
-        """Bytes of the arena, and by how much it and the leaves get more than they need."""
+        """Return the bytes that an allocator takes for the arena, and beyond the leaves' own bytes."""
         return arena + self.request.target.extra_nbytes(self.space, (int(sizes.leaves), arena))
 
     def _nbytes(self, shape: StepShape, sizes: StepEstimate, num_recomputed: int) -> int:
-        """Bytes of everything but the arena, with `num_recomputed` recomputed calls."""
+        """Return the bytes of everything but the arena, with `num_recomputed` recomputed calls."""
         num_calls = int(sizes.calls) + num_recomputed
         leaf_nbytes = self.request.baseline_in(self.space) + int(sizes.leaves) + int(sizes.pool)
         if self.space != HOST:
@@ -223,12 +224,12 @@ class DraftEstimator:
 
 
 def repeats(shape: StepShape) -> int:
-    """How often a step recomputes what its blocks do not keep."""
+    """Return how often a step recomputes the values that its blocks do not save."""
     return runs(shape)[MICRO] if blocks_in(shape) == MICRO else shape.num_passes
 
 
 def _cache_key_shape(name: str, shape: StepShape) -> StepShape:
-    """The shape without what does not affect a graph that keeps everything, as a cache key."""
+    """Return the shape without fields that do not affect a graph without recomputation, as a cache key."""
     if name == UPDATE:
         key_shape = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)
         return replace(

@@ -1,7 +1,4 @@
-"""Measures the graphs of a run without packing: bytes, seconds, calls, leaves.
-
-Numbers of bytes are those of one memory space.
-"""
+"""Estimates the graphs of a run without packing: bytes in one memory space, seconds, calls, leaves."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -40,13 +37,16 @@ from packtrain.planner.training_plans import (
     leaves,
 )
 
-TOGETHER = 32  # ways to run a block measured in one graph
+TOGETHER = 32  # strategies of a block measured in one graph
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEstimate:
-    """Measurements of a graph: lower bound of its arena, seconds of a run, its calls, its weights and states, and what
-    its kernels take beside."""
+    """Measurements of a graph: its calls, its weights and states by name, the seconds of a run.
+
+    arena  lower bound of the arena's bytes
+    pool   bytes that kernels take beside their workspaces
+    """
 
     arena: int
     seconds: float
@@ -56,11 +56,11 @@ class GraphEstimate:
 
 
 class StepEstimate(NamedTuple):
-    """Measurements of a shape that keeps everything: leaves, the arena of the graph with its blocks, calls, step time.
+    """Measurements of a step without recomputation: bytes of leaves, arenas and kernels, calls, seconds.
 
-    other_arena_nbytes  the largest arena of its other graphs
-    calls               of all graphs; `inside`: of the one with its blocks
-    pool                what kernels take beside their workspaces
+    arena   the arena of the graph with the blocks; `other_arena_nbytes`: the largest of the other graphs
+    calls   calls of all graphs; `inside`: of the graph with the blocks
+    pool    bytes that kernels take beside their workspaces
     """
 
     leaves: float
@@ -73,14 +73,14 @@ class StepEstimate(NamedTuple):
 
 
 def estimate_graph(placed: Placed, rates: BackendRates, space: str) -> GraphEstimate:
-    """The estimate of a graph without a loss head."""
+    """Return the estimate of a graph without a loss head."""
     return by_chunk(placed, rates, space, (0,))[0]
 
 
 def by_chunk(
     placed: Placed, rates: BackendRates, space: str, chunks: Iterable[int]
 ) -> dict[int, GraphEstimate]:
-    """Estimates of the graph for several chunk sizes of its loss head."""
+    """Return estimates of the graph for several chunk sizes of its loss head, by chunk."""
     stored_tensors = storage_lifetimes(placed, space)
     read = {t for step in placed.steps for t in step.reads}
     start_steps, end_steps, size = lifetime_columns(stored_tensors, ALIGNMENT)
@@ -107,7 +107,7 @@ def by_chunk(
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
-    """The graph with another chunk of its loss head, on which no tensor depends: only for measuring."""
+    """Return the graph with another chunk of its loss head, only for measuring: no tensor depends on the chunk."""
     steps = [_with_chunk(step, chunk) if step.op is HEAD else step for step in placed.steps]
     return replace(placed, steps=tuple(steps))
 
@@ -124,10 +124,12 @@ def chain(
     calls: int | None = None,
     build: Callable[[str, StepShape, Optimizer], BuiltGraph] = build_graph,
 ) -> BlockChain:
-    """The blocks of the training graph that determines memory; `like` has the same blocks, measured.
+    """Return the chain of blocks in the training graph that determines memory.
 
-    space  whose bytes count; by default the arena's
-    calls  of that graph if it keeps everything, if known
+    space  memory space whose bytes count; by default the arena's
+    like   a measured chain with equal blocks
+    calls  calls of that graph without recomputation, if known
+    build  builds a graph by its name
     """
     name, num_blocks = blocks_in(shape), num_reached_blocks(shape)
     space = space or request.target.space
@@ -162,7 +164,7 @@ def chain(
 
 
 def _gradient_nbytes(shape: StepShape) -> tuple[int, int]:
-    """Bytes of the gradients of a block, and of everything outside of blocks."""
+    """Return the bytes of the gradients of a block, and of all tensors outside of blocks."""
     block_nbytes = outer_nbytes = 0
     for leaf in leaves(with_num_blocks(shape, 1))[1]:
         nbytes = aligned_nbytes(Spec(leaf.shape))  # f32, whatever the type of the leaf

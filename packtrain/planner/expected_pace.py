@@ -1,4 +1,4 @@
-"""How data affects the time of a run, and whether its steps take as long as expected."""
+"""Measures how data affects the time of a run, and checks whether its steps take as long as expected."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,14 +9,14 @@ from packtrain.common.text import clock
 from packtrain.planner.speed_probe import processor_wait_seconds
 
 ATTENTION_BLOCK = 64  # positions per block of queries and of keys in attention
-NUM_COMPARED_STEPS = 5  # steps compared; not the first of a run, which touches its memory first
-# share of the expected time, and seconds until the end, below which no message is printed
+NUM_COMPARED_STEPS = 5  # compared steps after a run's first, which touches its memory first
+# share of the expected time, and seconds until the run's end, below which a deviation is not reported
 MIN_DEVIATION, MIN_DEVIATION_SECONDS = 0.2, 10.0
-MAX_WAIT_SHARE = 0.2  # share of the time for which other programs had the processor
+MAX_WAIT_SHARE = 0.2  # if other programs had the processor for more of the time, they are the cause
 
 
 def attended_share(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
-    """The share of causally visible blocks that attention must compute: document borders mask the rest."""
+    """Return the share of causally visible blocks that attention must compute: document borders mask the rest."""
     num_attended, num_causal = 0, 0
     for batch in batches:
         (min_seq, max_seq), (low, high) = _block_ranges(batch["seq"]), _block_ranges(batch["pos"])
@@ -30,24 +30,23 @@ def attended_share(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
 
 
 def _block_ranges(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Minimum and maximum of each block of a row, (rows, blocks)."""
+    """Return the minimum and maximum of each block of ATTENTION_BLOCK positions, (rows, blocks) each."""
     starts = np.arange(0, ids.shape[1], ATTENTION_BLOCK)
     return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
 
 
 def num_trained_tokens(batches: Sequence[Mapping[str, np.ndarray]], num_positions: int) -> int:
-    """Tokens that a step of `num_positions` positions trains on, if all its batches are like these."""
+    """Return how many tokens a step of `num_positions` positions trains on, if its data are like these batches."""
     num_weights = sum(batch["weights"].size for batch in batches)
     num_weighted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
     return round(num_positions * num_weighted / num_weights) if num_weights else num_positions
 
 
 def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, int], str | None]:
-    """A function to call with the seconds of each step, and the steps left.
+    """Return a callback that compares each step's seconds with the expected seconds; it also takes the steps left.
 
-    After STEPS of them it returns a message if they take longer or shorter than expected.
-
-    correct  called with measured over expected if they differ and no other program is the cause
+    After NUM_COMPARED_STEPS steps the callback returns a message if their median is longer or shorter than expected.
+    correct  called with measured / expected seconds if they differ and no other program is the cause
     """
     step_times, initial_wait = list[float](), 0.0
 

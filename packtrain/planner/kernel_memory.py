@@ -1,6 +1,6 @@
-"""The memory of kernels, known before they are loaded: measured once by a child, kept in the user's cache.
+"""Predicts the memory of kernels before they are loaded: a child measures it once, and the user's cache saves it.
 
-So a run is planned while its process is still small, which leaves memory for the search.
+A run is thus planned while its process is still small, which leaves memory for the search.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from packtrain.kernels import store
 from packtrain.kernels.runtime import cache_root, write_error
 from packtrain.models.config import Config
 
-GUESSED_NBYTES = 17 << 20  # if there is no memory for the child; 11 to 16 MiB were measured
+GUESSED_NBYTES = 17 << 20  # bytes of kernels if the child has no memory; 11 to 16 MiB were measured
 UNSURE_NBYTES = 7 << 20  # by how much the guess may be too high
-MEASURED = 4  # times
-CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
+MEASURED = 4  # children that measure
+CHILD_NBYTES = 44 << 20  # bytes of a child; 34 to 36 MiB were measured
 
 
 class KernelMemory(NamedTuple):
-    """Bytes of the kernels, by how much that may be too high, and their modules."""
+    """Bytes by which loading kernels enlarges a process, how much of that is uncertain, and the kernels' modules."""
 
     nbytes: int
     uncertain_nbytes: int = 0
@@ -41,13 +41,13 @@ class KernelMemory(NamedTuple):
         kernels.load_all(self.names)
 
     def load_remaining(self) -> None:
-        """Load all if some are loaded, because the memory of the rest alone is unknown."""
+        """Load all kernels if some are loaded, because the memory of the rest alone is unknown."""
         if any(map(kernels.is_loaded, self.names)):
             self.load()
 
 
 def model_kernel_modules(config: Config) -> tuple[str, ...]:
-    """The kernel modules that a model calls beyond those of all."""
+    """Return the kernel modules that a model calls beyond those that every model calls."""
     return (
         *(kernels.EXPERT_KERNELS if config.expert_count else ()),
         *(kernels.CONV_KERNELS if config.conv_width else ()),
@@ -61,9 +61,9 @@ def model_kernel_modules(config: Config) -> tuple[str, ...]:
 def required_kernel_modules(
     config: Config, is_packed: bool, optimizer: type[Optimizer], *, is_aware: bool = False
 ) -> tuple[str, ...]:
-    """The kernel modules that a run calls for such a model, which may be written with quantized matrices.
+    """Return the kernel modules that a run calls to train a model.
 
-    is_aware  as in the config of LoRA adapters
+    is_packed  the run may write quantized matrices;  is_aware  adapters are trained for quantization blocks of the base
     """
     return (
         *kernels.TRAINING_KERNELS,
@@ -75,9 +75,9 @@ def required_kernel_modules(
 
 
 def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
-    """Bytes by which a process grows when it loads these compiled kernel modules.
+    """Return the memory that these kernel modules take when loaded, from the cache or measured by children.
 
-    free  bytes that a child may take; without any, the run is refused, but its minimum should be right
+    free  bytes that a child may take; if too few, a guess, so that the minimum in a refusal is about right
     """
     path = _cache_path(names)
     try:
@@ -85,7 +85,7 @@ def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
     except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= free < CHILD_NBYTES:
             return KernelMemory(GUESSED_NBYTES, UNSURE_NBYTES, names)
-        # one child in five takes 1 MiB less, by chance, and what is found is kept
+        # one child in five takes 1 MiB less by chance, and the result is cached
         measured_nbytes = max(
             run_in_child(lambda: None, _load_in_child, kernels.threads(), names)
             for _ in range(MEASURED)
@@ -102,8 +102,9 @@ def _cache_path(names: Sequence[str]) -> Path:
 
 
 def _load_in_child(num_threads: int, names: Sequence[str]) -> int:
+    """Return the bytes by which this child grows when it loads the kernel modules."""
     kernels.set_threads(num_threads)
-    kernels.prepare(names)  # loads what the asking process has loaded, too
+    kernels.prepare(names)  # loads everything that the parent process has loaded, too
     release_memory()
     baseline = private_nbytes()
     kernels.load_all(names)

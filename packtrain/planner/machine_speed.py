@@ -1,4 +1,4 @@
-"""The rates of this machine: measured once and kept in the user's cache, so that runs make the same choices."""
+"""Rates of this machine, measured once and saved in the user's cache, so that runs make the same choices."""
 
 import hashlib
 import json
@@ -18,15 +18,16 @@ from packtrain.kernels.runtime import cache_root, platform_identity, write_error
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.speed_probe import DEFAULT_RATES, measure_rates
 
-PROBE_CHILD_NBYTES = 136 << 20  # of a measuring child
-FILE_FORMAT = 3  # of the file; with another format, rates are measured again
+PROBE_CHILD_NBYTES = 136 << 20  # bytes of a measuring child
+FILE_FORMAT = 3  # of the cache file; rates in another format are measured again
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRates:
-    """Rates in a file. Rates of a busy machine (`is_quiet` is false) are used for one run, then measured again.
+    """Rates in a file. Rates of a busy machine serve one run and are then measured again.
 
-    time_factor  correction factor of step times, from the last run whose steps took longer or shorter than expected
+    is_quiet     no other program used the processor during the measurement
+    time_factor  factor on step times, from the last run whose steps took longer or shorter than expected
     """
 
     rates: BackendRates
@@ -45,9 +46,9 @@ class CachedRates:
 def load_rates(
     force: bool, report: Callable[[str], None], types: Collection[Dtype] = (), target: Target = CPU
 ) -> BackendRates:
-    """The cached rates of this backend and number of threads; measured if missing, or if `force`.
+    """Return the cached rates of the target's backend; measure them if they are missing, or if `force`.
 
-    types  of quantized matrices that a run reads; each has its own rate
+    types  types of quantized matrices that a run reads; each has a rate of its own
     """
     path = rates_path(kernels.threads(), target)
     cached = None if force else read_rates(path)
@@ -80,7 +81,7 @@ def measure_rates_in_children(
     free: float = math.inf,
     target: Target = CPU,
 ) -> BackendRates:
-    """The same of all backends of the target, measured by children, so that this process loads no kernels for it.
+    """Return the rates of all backends of the target, measured by children, so that this process loads no kernels.
 
     free  bytes that a child may take; if too few, uses the rates known so far
     """
@@ -115,7 +116,7 @@ def _load_rates_in_child(
 
 
 def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
-    """The faster of each rate: other programs can only slow it down."""
+    """Return the faster of each rate: other programs can only slow a measurement down."""
     kind_rates = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
     best_throughput = {
         name: max(getattr(a, name), getattr(b, name))
@@ -126,7 +127,7 @@ def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
 
 
 def rates_path(num_threads: int, target: Target = CPU) -> Path:
-    """The file of the rates."""
+    """Return the path of the cached rates of this version, machine, backend and number of threads."""
     name = target.backends[0].name
     key_parts = (
         __version__,
@@ -139,7 +140,7 @@ def rates_path(num_threads: int, target: Target = CPU) -> Path:
 
 
 def read_rates(path: Path) -> CachedRates | None:
-    """The cached rates; None if missing or incomplete."""
+    """Return the cached rates; None if the file is missing or incomplete."""
     try:
         file_data = json.loads(path.read_text())
         if file_data["format"] != FILE_FORMAT:
@@ -152,7 +153,7 @@ def read_rates(path: Path) -> CachedRates | None:
 
 
 def correct_step_times(by: float, target: Target = CPU) -> None:
-    """Correct the expected times of the next run by a factor."""
+    """Multiply the step times that the next run expects by a factor, in the cached rates."""
     for backend in target.every:
         path = rates_path(kernels.threads(), Target.for_backend(backend))
         cached_rates = read_rates(path)
@@ -161,7 +162,7 @@ def correct_step_times(by: float, target: Target = CPU) -> None:
 
 
 def write_rates(path: Path, cached_rates: CachedRates) -> str:
-    """Write the rates if possible; returns where, for a message."""
+    """Write the rates if possible; return where they are, for a message."""
     if write_error(path.parent) is not None:
         return "not kept"
     file_data = {

@@ -1,4 +1,4 @@
-"""What is asked of a plan: how to train, on what, and within how many bytes of each memory space."""
+"""PlanRequest: how to train, on which backends, and within how many bytes of each memory space."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import Name, TrainingPlans, leaves, make_plans
 
 SAMPLED = (64,)  # tokens of a sample's prompt per run
-# of activations, by --offload
+# how activations are offloaded, by --offload
 OFFLOAD_MODES = {
     "auto": MAY_OFFLOAD,
     "none": NEVER_OFFLOAD,
@@ -23,22 +23,22 @@ OFFLOAD_MODES = {
     "all": ALWAYS_OFFLOAD,
 }
 NO_KERNELS = KernelMemory(0)
-CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
+CALL_NBYTES = 2_000  # bytes of this process for each call of a planned graph, measured
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What plans depend on in addition to the shape of a step.
+    """The conditions of a plan beside the shape of a step.
 
     baseline_nbytes   bytes of the process before planning, with its kernels
-    num_cells         of a KV cache for samples during the run; 0 for none
+    num_cells         cells of a KV cache for samples during the run; 0: no samples
     recompute         the setting --recompute
     limits            most bytes by memory space; others are not limited
-    fixed             the order of additions must not change: the run is resumed
-    kernels           of the run
-    loads_kernels     load them; otherwise their expected memory is trusted
-    offloads_moments  see `offloaded`
-    offload_mode      whether values that the backward pass needs may, or must, wait in the process's memory for it
+    fixed             the order of additions must not change, because the run is resumed
+    kernels           memory of the run's kernels
+    loads_kernels     load the kernels; otherwise their expected memory is trusted
+    offloads_moments  moments are in the process's memory, see `offloaded`
+    offload_mode      whether saved values may, or must, wait in the process's memory for the backward pass
     """
 
     optimizer: Optimizer
@@ -55,14 +55,14 @@ class PlanRequest:
     offload_mode: int = NEVER_OFFLOAD
 
     def with_limit(self, nbytes: int) -> "PlanRequest":
-        """The same with a limit of the arena's space."""
+        """Return the request with a limit of the arena's memory space."""
         return replace(self, limits={**self.limits, self.target.space: nbytes})
 
     def offloaded(self, shape: StepShape) -> "PlanRequest":
-        """The same with the moments in the process's own memory, of weights that live in another."""
+        """Return the request with moments in the process's memory where their weights live in another memory."""
         weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
         local_weights = weights
-        if shape.moment_share is not None:  # moments of this process's parts
+        if shape.moment_share is not None:  # this process has only moments of its share
             local_weights = [
                 part for w in weights if (part := part_of_weight(w, shape.moment_share)) is not None
             ]
@@ -79,12 +79,12 @@ class PlanRequest:
         )
 
     def with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanRequest":
-        """The same with another optimizer."""
+        """Return the request with another optimizer, whose moments are offloaded as before."""
         changed_request = replace(self, optimizer=optimizer)
         return changed_request.offloaded(shape) if self.offloads_moments else changed_request
 
     def sample_graphs(self, shape: StepShape) -> dict[Name, Placed]:
-        """The graphs that generate samples, by number of tokens per run."""
+        """Return the placed graphs that generate samples, by number of tokens per run."""
         if not self.num_cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
@@ -95,11 +95,11 @@ class PlanRequest:
         return make_plans(shape, self.optimizer, self.sample_graphs(shape), self.target)
 
     def baseline_in(self, space: str) -> int:
-        """Bytes of a space before planning."""
+        """Return the bytes of a memory space before planning."""
         return self.baseline_nbytes if space == HOST else 0
 
     def peak_nbytes(self, plans: TrainingPlans, space: str | None = None) -> int:
-        """Estimated peak bytes of a space; by default of the arena's."""
+        """Return the estimated peak bytes of a memory space; by default of the arena's."""
         space = space or self.target.space
         num_calls = plans.calls if space == HOST else 0
         return self.baseline_in(space) + CALL_NBYTES * num_calls + plans.nbytes_in(space)

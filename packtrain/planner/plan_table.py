@@ -1,4 +1,4 @@
-"""Plans as a printed table, as rows of a picture, and as plain data."""
+"""Shows plans as a printed table, as rows for a picture, and as plain data."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from packtrain.planner.block_extrapolation import num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK
 from packtrain.planner.training_plans import TrainingPlans, buffer_nbytes, counted, leaves, runs
 
-NEARLY_ALL = 0.95  # share of learnt tokens from which they are not counted apart
+NEARLY_ALL = 0.95  # share of trained tokens above which their number is not printed
 
 
 def plan_data(
@@ -23,7 +23,7 @@ def plan_data(
     min_budget: int | None = None,
     before: float = 0.0,
 ) -> dict[str, Any]:
-    """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
+    """Return the plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
@@ -57,7 +57,6 @@ def plan_data(
 
 
 def _parameters_text(plans: TrainingPlans) -> str:
-    """Number and types of trained parameters."""
     counts = Counter[str]()
     for leaf in leaves(plans.shape)[1]:
         counts[str(leaf.dtype)] += leaf.spec.size
@@ -68,7 +67,7 @@ def _parameters_text(plans: TrainingPlans) -> str:
 
 
 def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int, str]]:
-    """Memory of a space outside the arena: what, bytes, why."""
+    """Return rows (name, bytes, reason) of a memory space outside the arena."""
     local_leaves = (
         leaf for leaf in plans.resident_leaves.values() if plans.target.home(leaf).space == space
     )
@@ -103,7 +102,7 @@ def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int,
 
 
 def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
-    """The table of bytes; with `spare_nbytes`, its total is a sufficient budget."""
+    """Return the lines of the table of bytes; with `spare_nbytes`, its total is a sufficient budget."""
     device_lines = [line for space in plans.device_spaces for line in _device_lines(plans, space)]
     *entries, loop_row, process_row = memory_rows(plans)
     entries += [*_arena_row(plans, HOST), loop_row, process_row]
@@ -121,7 +120,6 @@ def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
 
 
 def _device_lines(plans: TrainingPlans, space: str) -> Iterator[str]:
-    """The table of a memory other than the process's."""
     limit = plans.target.limits.get(space)
     yield f"in the memory of {space}" + ("" if limit is None else f", which has {size_text(limit)}")
     yield from map(_row_line, [*memory_rows(plans, space), *_arena_row(plans, space)])
@@ -129,7 +127,7 @@ def _device_lines(plans: TrainingPlans, space: str) -> Iterator[str]:
 
 
 def _arena_row(plans: TrainingPlans, space: str) -> Iterator[tuple[str, int, str]]:
-    """The row of the arena, if there is one."""
+    """Yield the row of the arena, if the space has one."""
     arena = plans.largest_plan_in(space).arena(space)
     bound_text = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
     if arena.nbytes or space == plans.target.space:
@@ -142,7 +140,7 @@ def _row_line(memory_row: tuple[str, int, str]) -> str:
 
 
 def choice_texts(plans: TrainingPlans) -> list[str]:
-    """The choices that save memory, as texts."""
+    """Return texts of the choices that save memory."""
     shape = plans.shape
     num_recomputed = sum(
         call.phase == "recomputed" and not call.op.view
@@ -157,7 +155,10 @@ def choice_texts(plans: TrainingPlans) -> list[str]:
         else []
     )
     lines += ["a first pass measures the gradient norm"] if shape.two_passes else []
-    note = f"gradients of {shape.num_two_pass_blocks} of {num_reached_blocks(shape)} blocks are computed twice, first for their norm"
+    note = (
+        f"gradients of {shape.num_two_pass_blocks} of {num_reached_blocks(shape)} blocks are computed twice,"
+        " first for their norm"
+    )
     lines += [note] if shape.num_two_pass_blocks else []
     lines += ["micro-batches go through each block in turn"] if shape.layered else []
     lines += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != DEFAULT_CHUNK else []
@@ -165,14 +166,14 @@ def choice_texts(plans: TrainingPlans) -> list[str]:
 
 
 def offloaded_activation_nbytes(plans: TrainingPlans) -> int:
-    """Bytes of activations that wait in the process's memory for the backward pass."""
+    """Return the bytes of activations that wait in the process's memory for the backward pass."""
     copy_steps = (s for name in runs(plans.shape) for s in plans.placed_graphs[name].put_away)
     host_sizes = [s.results[0].spec.nbytes for s in copy_steps if s.backend.space == HOST]
     return sum(host_sizes) // plans.shape.num_passes
 
 
 def copy_lines(plans: TrainingPlans) -> list[str]:
-    """Of a step over several memories: its splits, and what is copied between them."""
+    """Return lines about a step over several memories: its splits, and the copies between memories."""
     placed = [(plans.placed_graphs[name], num_runs) for name, num_runs in runs(plans.shape).items()]
     if len({step.backend.space for p, _ in placed for step in p.steps}) < 2:
         return []
@@ -188,8 +189,7 @@ def copy_lines(plans: TrainingPlans) -> list[str]:
 def plan_text(
     plans: TrainingPlans, seconds: float, num_steps: int, num_trained: int, before: float = 0.0
 ) -> str:
-    """The plan as a printed table; `num_trained` is the number of tokens that a step trains on, `before` the seconds in
-    which the base writes texts before step 1."""
+    """Return the plan as a printed table; a step trains on `num_trained` tokens, `before` seconds precede step 1."""
     shape, num_positions = plans.shape, plans.shape.num_positions
     times = f" × {shape.num_micro_batches} micro-batches" if shape.num_micro_batches > 1 else ""
     counts = "" if num_trained > NEARLY_ALL * num_positions else f", {num_trained:,} of them learnt"

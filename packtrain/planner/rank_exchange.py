@@ -1,4 +1,8 @@
-"""What several processes exchange in a step, when each part of it can leave, and how long the step takes with it."""
+"""Predicts how long a step of several processes takes: what they exchange, and when each part of it can leave.
+
+An exchange has two rounds, not the 2 (k - 1) of a ring, whose latencies would be five times as long at 1,024 ranks.
+Ranks that wait for each other's busy cores are not in the model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +13,17 @@ from packtrain.engine.tensor import Tensor
 from packtrain.planner import cost_model
 from packtrain.planner.training_plans import MICRO, UPDATE, TrainingPlans, runs
 
-LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines of a room
-MESSAGE = 4e-5  # that a process is busy with one that leaves and one that comes, measured: of several they add up
-NUM_STEP_MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
-PAYLOAD = 0.94  # of a link's bytes: 1,448 of the 1,538 of an Ethernet frame; the rest are headers, TCP's among them
-MEMORY_PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
+LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines in a room
+MESSAGE = 4e-5  # seconds that a message out and one in keep a process busy; several add up
+NUM_STEP_MESSAGES = 6  # small messages of a step: the trained tokens, whether to stop, the loss
+PAYLOAD = 0.94  # share of a link's bytes: 1,448 of an Ethernet frame's 1,538, without headers
+MEMORY_PASSES = 6  # passes over a bucket's bytes in memory: packed, added up, unpacked
 
-Bucket = tuple[int, list[Tensor]]  # sums, and the step of the graph that completes the last of them
+Bucket = tuple[int, list[Tensor]]  # the step that completes the last of these sums, and the sums
 
 
 def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
-    """The sums that a micro-batch adds to, in the order in which they are complete, at least BUCKET numbers each."""
+    """Return buckets of at least BUCKET numbers: a micro-batch's gradient sums, in the order of their completion."""
     buckets, pending_sums, num_pending = list[Bucket](), list[Tensor](), 0
     for step_index, step in enumerate(micro_graph.steps):
         if step.op.name == "accumulate":
@@ -34,12 +38,7 @@ def gradient_buckets(micro_graph: Placed) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """Seconds of a step of one of several processes.
-
-    compute_seconds   what it computes
-    exchange_seconds  what its link is busy
-    waiting           what it does nothing but wait for the link
-    """
+    """Seconds of a step on one rank: computing, using the link, and only waiting for the link."""
 
     compute_seconds: float
     exchange_seconds: float
@@ -51,8 +50,10 @@ class ExchangeTimes:
 
 
 def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float) -> ExchangeTimes:
-    """The model of a step: its ops by their costs; each bucket leaves when it is complete and the link, of so many
-    bytes per second, is free; an update, of which each evaluation has one, waits for the last of them."""
+    """Predict the seconds of a step over several processes, linked by `link_rate` bytes per second.
+
+    Each bucket leaves when it is complete and the link is free; an update per evaluation waits for the last bucket.
+    """
     ranks, micro_graph = plans.shape.world_size, plans.placed_graphs[MICRO]
     num_runs = runs(plans.shape)
     micro_seconds = cost_model.graph_seconds(micro_graph, rates)
@@ -81,7 +82,7 @@ def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: floa
 def _scatter_times(
     plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float
 ) -> tuple[float, float]:
-    """Seconds that the link is busy, and that a micro-batch waits for it, where its sums are shared out."""
+    """Return the seconds of a busy link, and those that a micro-batch waits for it, if ranks share out gradients."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     elapsed = free_time = busy = stalled_seconds = 0.0
@@ -98,8 +99,10 @@ def _scatter_times(
 def transfer_seconds(
     num_values: int, ranks: int, rates: cost_model.BackendRates, link_rate: float
 ) -> float:
-    """To add up f32 numbers over ranks: each sends 2 (k - 1) / k of them, in as many exchanges as they need. In one,
-    k - 1 messages leave and come at once: they share the way, and are handled one by one."""
+    """Return the seconds to add up f32 numbers over ranks, in as many exchanges as they need.
+
+    Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages one by one.
+    """
     num_exchanges = 2 * -(-num_values // BUCKET)
     sent_share = 2 * (ranks - 1) / ranks
     return num_exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * num_values * (
@@ -108,12 +111,12 @@ def transfer_seconds(
 
 
 def round_seconds(ranks: int) -> float:
-    """For all to know what each says, a few bytes: gloo passes them around a ring, k - 1 times one message."""
+    """Return the seconds until all ranks know a few bytes of each: gloo passes them around a ring in k - 1 messages."""
     return (ranks - 1) * LATENCY
 
 
 def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) -> float:
-    """When the last of some transfers is done, which go one after the other, each once it is ready."""
+    """Return the time at which the last of some transfers ends: one after the other, each once it is ready."""
     free_time = 0.0
     for start_time, seconds in zip(start_times, durations, strict=True):
         free_time = max(free_time, start_time) + seconds
@@ -123,7 +126,7 @@ def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) 
 def _ready_times(
     micro_graph: Placed, rates: cost_model.BackendRates, step_indices: Sequence[int]
 ) -> list[float]:
-    """When these steps of a graph are done."""
+    """Return the times at which these steps of a graph are done."""
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     done_times, elapsed = list[float](), 0.0
     for step in micro_graph.steps:

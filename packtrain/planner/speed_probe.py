@@ -1,8 +1,8 @@
-"""Measures the speed of this machine: each kind of work, by a small call that does mostly that.
+"""Measures the speed of this machine: each kind of work, by a small call that does mostly that work.
 
 Other work of a call is subtracted at the rates known so far. The fastest of several rounds counts.
-A call that is repeated alone finds its inputs in a cache and the other threads awake. In a step it does not:
-all rates are lowered by how much longer two layers take than the sum of their calls.
+A call that is repeated alone finds its inputs in a cache and the other threads awake, so it is 1.2 to 1.5 times as
+fast as in a step: all rates are lowered by how much longer two layers take than the sum of their calls.
 On a busy machine, rates come from one thread's processor time, by the median of rounds.
 """
 
@@ -34,20 +34,19 @@ from packtrain.planner.cost_model import (
     traffic_nbytes,
 )
 
-# rounds of a call, and seconds after which there are no more
+# rounds of a call, and seconds after which no further round begins
 MIN_ROUNDS, MAX_ROUNDS, SPENT = 3, 30, 0.04
-MAX_WAIT_SHARE = (
-    0.15  # share of the time for which another program delayed a thread: then the machine is busy
-)
+# share of the time for which other programs delayed a thread, above which the machine is busy
+MAX_WAIT_SHARE = 0.15
 DEFAULT_RATES = BackendRates(1e11, 1e10)
-SOLVE_PASSES = 8  # over the calls: each subtracts with the rates of the last pass
+SOLVE_PASSES = 8  # passes over the calls; each subtracts other work at the rates of the last pass
 MIN_TIME_SHARE = 0.1  # least share of a call's time that counts for the kind it measures
 MEMORY_KINDS = "near", "far"
-COPY_NBYTES = 16 << 20  # bytes between two memories
+COPY_NBYTES = 16 << 20  # bytes of a timed copy between two memories
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
-    """A call for each kind of work, with at most 48 MiB in use, more than caches hold."""
+    """Yield a kind of work and a call's result for each kind; a call uses at most 48 MiB, more than caches hold."""
     yield "call", ops.scale(input("x", (1,)), by=2.0)
     yield "region", ops.scale(input("x", ((1 << 15) + 1,)), by=2.0)
     yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
@@ -70,7 +69,7 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
 
 
 def probe_layers() -> Tensor:
-    """Two layers in sequence, as in a step: 13 MiB."""
+    """Build two layers in sequence, as in a step: 13 MiB."""
     x = input("x", (256, 512))
     for i in range(2):
         gate, up_weight = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
@@ -82,12 +81,12 @@ def probe_layers() -> Tensor:
 
 @dataclass
 class ProbeTimings:
-    """Timed calls, and how long other programs used the processor.
+    """Times calls, and how long other programs used the processor meanwhile.
 
     clock        wall or processor time: other programs only add to the first, but change the second both ways
-    choose_time  which of several rounds counts
-    target       where the calls run
-    step         all calls of `layers`, and their total time
+    choose_time  picks one of several rounds' times
+    timed_calls  kind of work, step and seconds of each call
+    step         the placed graph of `probe_layers`, and its seconds
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -109,7 +108,7 @@ class ProbeTimings:
         self.step = run.placed, statistics.median(self.time_rounds([*run.calls, *run.syncs]))
 
     def time_rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
-        """The total time of all calls, for each of several rounds."""
+        """Return the seconds of all calls together, for each of several rounds."""
         times, waited_before, wall_start = (
             list[float](),
             processor_wait_seconds(),
@@ -126,11 +125,10 @@ class ProbeTimings:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no other program used the processor."""
         return self.waited < MAX_WAIT_SHARE * self.wall_seconds
 
     def solve_rates(self, num_threads: int, fallback: BackendRates = DEFAULT_RATES) -> BackendRates:
-        """The rates that explain the times of all calls; rates without a call are taken from `fallback`."""
+        """Return rates that explain the times of all calls; rates without a call come from `fallback`."""
         rates = replace(fallback, threads=num_threads)
         for _ in range(SOLVE_PASSES):
             for work_kind, step, measured_seconds in self.timed_calls:
@@ -142,7 +140,7 @@ class ProbeTimings:
 
 
 def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
-    """An executor that computes y from zeros, after one warm-up run."""
+    """Return an executor that computes y from zeros, after one warm-up run."""
     session = Session()
     run = session.executor(place(Graph([y]), target))
     for leaf in run.placed.graph.leaves:
@@ -153,7 +151,7 @@ def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
 
 
 def solve_rate(rates: BackendRates, rate_kind: str, step: KernelStep, took: float) -> BackendRates:
-    """The rates with a new one for `rate_kind` that explains the time of the call."""
+    """Return the rates with a new rate of `rate_kind` that explains the seconds that the call took."""
     cost = call_cost(step, step.results)
     if rate_kind == "call":
         return replace(rates, call=took)
@@ -181,9 +179,9 @@ def solve_rate(rates: BackendRates, rate_kind: str, step: KernelStep, took: floa
 def measure_rates(
     types: Collection[Dtype] = (), fallback: BackendRates = DEFAULT_RATES, target: Target = CPU
 ) -> tuple[BackendRates, bool]:
-    """Measure the rates in about a second; also returns whether the machine was quiet.
+    """Measure the rates in about a second; also return whether the machine was quiet.
 
-    On a busy machine, one thread's processor time, times the threads; a backend apart from the processor has none.
+    On a busy machine, one thread's processor time counts, times the threads; a device has no processor time.
     """
     num_threads = kernels.threads()
     timing = time_probes(ProbeTimings(target=target), types)
@@ -201,7 +199,7 @@ def measure_rates(
 
 
 def copying(timing: ProbeTimings) -> float:
-    """Bytes per second between the memory of the target and the process's, there and back."""
+    """Return the bytes per second between the memory of the target and the process's, there and back."""
     host, (backend, *_) = np.ones(COPY_NBYTES, np.uint8), timing.target.backends
     spec = Spec((COPY_NBYTES // f32.block_nbytes,))
     device_array = backend.view(backend.alloc(COPY_NBYTES), 0, spec, spec.strides)
@@ -223,9 +221,9 @@ def time_probes(timing: ProbeTimings, types: Collection[Dtype]) -> ProbeTimings:
 
 
 def processor_wait_seconds() -> float:
-    """Seconds so far in which threads of this process waited for the processor.
+    """Return the seconds so far in which threads of this process waited for the processor.
 
-    Linux counts that; elsewhere it is the time in which this thread did not run.
+    Linux counts them; elsewhere they are the time in which this thread did not run.
     """
     try:
         counts = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]

@@ -1,4 +1,4 @@
-"""What a step computes, on which model: the shape that plans are made for."""
+"""StepShape: the computation of a training step and its model, for which plans are made."""
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,18 +14,20 @@ from packtrain.models.preference_loss import PreferenceLoss
 from packtrain.models.replay_loss import ReplayLoss
 from packtrain.planner.checkpointing import RecomputeChoice
 
-DEFAULT_CHUNK = 256  # default number of tokens of the loss head at a time
+# Tokens of the loss head at a time, by default. Chunks of 512 gain 2 to 3 % of the head of `15m`, nothing for `110m`,
+# and take 32 MiB more.
+DEFAULT_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
     """The model file that a run starts from. Frozen tensors are read in place from the file.
 
-    types   of the file's matrices by name, for frozen ones
-    masters type of trained matrices; vectors and LoRA adapters are f32
+    types               types of the file's matrices by name, used by frozen ones
     frozen              name patterns of frozen tensors; with LoRA, only the adapters are trained
     num_trained_blocks  train only the last N blocks and nothing else; 0: no limit
     strict              --memory also counts bytes mapped from the file
+    masters             type of trained matrices; vectors and LoRA adapters are f32
     """
 
     types: tuple[tuple[str, Dtype], ...]
@@ -52,22 +54,22 @@ class BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step computes: rows × time tokens in each of `num_micro_batches` micro-batches.
+    """The computation of a step: micro_batch_size × seq_len tokens in each of `num_micro_batches` micro-batches.
 
+    max_norm             clip gradients to this global norm, and then each of their values to `max_value`
     chunk                tokens of the loss head at a time
-    keep                 activations kept for the backward pass; None: everything
-    two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
-    num_two_pass_blocks       the same for so many of the first blocks that are trained: their part of the backward pass runs twice,
-                and what the forward pass keeps in them waits for both; gradients of the others are stored
-    layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
-    evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
-    world_size          processes that do the same on other rows and add their gradients before the update
-    moment_share        number of this process among those that share out the moments; None: it has all
-    scatters_gradients  and the sums of gradients, too
-    base                the model file that is tuned; None: train a new model
-    max_norm            clip gradients to this global norm, and then each of their values to `max_value`
-    distill             what a teacher has to say counts, too; or texts of the base
-    preference          the loss of pairs of answers, of which a row has at most `max_pairs`; None: of the next token
+    keep                 forward values saved for the backward pass; None: everything
+    two_passes           a first pass only measures the gradients' norm, so that no two gradients are stored
+    num_two_pass_blocks  number of first trained blocks that run backward twice, first for the norm: only gradients of
+                         the other blocks are stored
+    layered              all micro-batches go through each block in turn, so that no gradient is stored between blocks
+    num_evaluations      evaluations of the gradient per step by the optimizer; from two on, the update is a graph
+    world_size           processes that compute on other rows and add up their gradients before the update
+    moment_share         the share of moments that this process has; None: all moments
+    scatters_gradients   processes share out sums of gradients, too
+    base                 the model file that is tuned; None: train a new model
+    preference           loss of pairs of answers, at most `max_pairs` in a row; None: loss of the next token
+    distill              loss of a teacher's distribution, or of the base's own texts, that is added
     """
 
     config: Config
@@ -97,17 +99,17 @@ class StepShape:
 
     @property
     def num_passes(self) -> int:
-        """Graphs of a step with the blocks and their gradients."""
+        """Number of graphs in a step that run the blocks and their gradients."""
         return 1 + self.two_passes
 
     @property
     def once(self) -> "StepShape":
-        """The same in one pass."""
+        """The shape in which no block runs backward twice."""
         return replace(self, two_passes=False, num_two_pass_blocks=0)
 
     @property
     def has_separate_update(self) -> bool:
-        """Whether the update is a graph of its own, whatever the number of micro-batches."""
+        """Whether the update is always a graph of its own, whatever the number of micro-batches."""
         return self.num_evaluations > 1 or self.world_size > 1
 
     @property

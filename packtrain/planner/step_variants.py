@@ -1,4 +1,4 @@
-"""Forms of a training step: shapes that compute the same as the requested one, except for the order of additions."""
+"""Variants of a training step: shapes that compute the requested result, except for the order of additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,14 +7,14 @@ from packtrain.planner.block_extrapolation import even, num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 
 CHUNK_SIZES = (DEFAULT_CHUNK, 64, 16)
-# most micro-batches of a graph, and blocks counted for each: building it takes time
+# most micro-batches of a graph, and most blocks over all of them: building a graph takes time
 PARTS, MAX_GRAPH_BLOCKS = 8, 256
-NUM_TWO_PASS_COUNTS = 16  # numbers of blocks that go back twice
-NUM_UNEVEN_COUNTS = 2  # the same where blocks are uneven: then all are built for each
+NUM_TWO_PASS_COUNTS = 16  # how many numbers of blocks that run backward twice are tried
+NUM_UNEVEN_COUNTS = 2  # how many if blocks differ: each number then needs a graph of all blocks
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
-    """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
+    """Yield shapes that compute the shape's result, except for its chunk; with `fixed`, bit for bit the same result."""
     is_one_pass, num_blocks = not shape.has_separate_update, shape.config.block_count
     clips_norm = shape.max_norm is not None and is_one_pass
     for rows in [shape.micro_batch_size] if fixed else divisors(shape.micro_batch_size):
@@ -40,18 +40,18 @@ def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
 
 
 def spaced_counts(max_count: int, num_counts: int) -> list[int]:
-    """Numbers up to `max_count`, at most so many, evenly spaced."""
+    """Return at most `num_counts` evenly spaced numbers from 1 to `max_count`, the last of which is `max_count`."""
     num_counts = min(max_count, num_counts)
     return [-(-max_count * n // num_counts) for n in range(1, num_counts + 1)]
 
 
 def divisors(dividend: int) -> list[int]:
-    """Divisors of count, the largest first."""
+    """Return the divisors of `dividend`, the largest first."""
     return [n for n in range(dividend, 0, -1) if dividend % n == 0]
 
 
 def extreme_shapes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
-    """Candidates for the least memory: all rows at once, or as few as possible."""
+    """Return candidates for the least memory: all rows of a step in one micro-batch, or as few as possible."""
     all_shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1]), fixed))
     extreme_rows = all_shapes[0].micro_batch_size, all_shapes[-1].micro_batch_size
     return [

@@ -1,6 +1,8 @@
 """The plans of a training run: its graphs, and an offset for every byte.
 
 Nothing is allocated here. All plans share the leaves, by name, and one arena.
+The heap keeps a part of made plans, and a printed budget must do for the next process: so a child measures what plans
+add to `baseline_nbytes`, and the run's process makes plans once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,27 +34,25 @@ from packtrain.planner import cost_model
 from packtrain.planner.checkpointing import OFFLOADED, BuiltGraph
 from packtrain.planner.step_shape import BaseModel, StepShape
 
-LOOP_NBYTES = (
-    1 << 22
-)  # progress line, metrics and files of the loop, stacks of threads; up to 3.2 MiB were measured
-REPLAY_NBYTES = (
-    8 << 20
-)  # what stays of writing texts, before step 1: code, and heaps with free room
-THREADS_NBYTES = 1 << 20  # of the threads that exchange with other processes: stacks and heaps
-NUM_PASSING_LEAVES = 2  # such leaves at a time
+# progress line, metrics and files of the loop, stacks of threads; up to 3.2 MiB were measured
+LOOP_NBYTES = 1 << 22
+# code, and heaps with free room, that remain of writing texts for replay before step 1
+REPLAY_NBYTES = 8 << 20
+THREADS_NBYTES = 1 << 20  # stacks and heaps of the threads that exchange with other processes
+NUM_PASSING_LEAVES = 2  # leaves of another memory that are on their way into a file at a time
 BOUND_NBYTES = 1_100  # bytes of an executor for each call, measured in a heap without free room
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
-Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run
+Name = str | int  # name of a graph; graphs that generate samples are named by their tokens per run
 
 
 @dataclass(frozen=True)
 class TrainingPlans:
-    """A placed graph and a plan for each thing that a run does, by name.
+    """The placed graphs of a run and a plan for each, by name.
 
-    baseline_nbytes  bytes of the process before any of it is reserved
+    baseline_nbytes  bytes of the process before any planned byte is allocated
     search_nbytes    peak bytes of this process and the searching child together
-    refusal          why these plans, the smallest possible, do not fit
+    refusal          the reason why these plans, the smallest possible, do not fit
     """
 
     shape: StepShape
@@ -65,14 +65,14 @@ class TrainingPlans:
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
-        """Every weight and state by name, over all graphs."""
+        """All weights and states of all graphs, by name."""
         return {
             n: leaf for placed in self.placed_graphs.values() for n, leaf in lasting(placed).items()
         }
 
     @cached_property
     def resident_leaves(self) -> dict[str, Tensor]:
-        """The same without those that are mapped from a file."""
+        """The leaves that are not mapped from a file, by name."""
         return {name: leaf for name, leaf in self.leaves.items() if not is_mapped(self.shape, leaf)}
 
     @property
@@ -81,7 +81,7 @@ class TrainingPlans:
 
     @property
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Those that a checkpoint holds: trained weights and moments. Sums and caches start from zero."""
+        """Leaves that a checkpoint stores: trained weights and moments. Sums and KV caches start from zero."""
         return {
             name: leaf
             for name, leaf in self.resident_leaves.items()
@@ -94,11 +94,11 @@ class TrainingPlans:
 
     @property
     def largest_plan(self) -> Plan:
-        """The plan that needs the largest arena, which all share."""
+        """The plan of the largest arena, which all plans share."""
         return self.largest_plan_in(self.target.space)
 
     def largest_plan_in(self, space: str) -> Plan:
-        """The same by the arena of another space."""
+        """Return the plan of the largest arena in a memory space."""
         return max(self.plans.values(), key=lambda plan: plan.arena(space).nbytes)
 
     @property
@@ -107,7 +107,7 @@ class TrainingPlans:
         return sorted({a.space for plan in self.plans.values() for a in plan.arenas} - {HOST})
 
     def role_nbytes(self, *roles: Role, space: str | None = None) -> int:
-        """Bytes of allocated leaves with these roles, in one space or in all."""
+        """Return the bytes of allocated leaves with these roles, in one memory space or in all."""
         matching_leaves = (leaf for leaf in self.resident_leaves.values() if leaf.role in roles)
         return leaves_nbytes(
             leaf for leaf in matching_leaves if space in (None, self.target.home(leaf).space)
@@ -115,12 +115,12 @@ class TrainingPlans:
 
     @property
     def state_nbytes(self) -> int:
-        """Moments of the optimizer, and the KV cache for samples."""
+        """Bytes of the optimizer's moments and of the KV cache for samples."""
         return self.role_nbytes("moment", "cache")
 
     @property
     def gradient_nbytes(self) -> int:
-        """Running sums over micro-batches. Gradients of a single batch live in the arena."""
+        """Bytes of gradient sums over micro-batches; gradients of a single micro-batch live in the arena."""
         return self.role_nbytes("sum")
 
     @property
@@ -133,7 +133,7 @@ class TrainingPlans:
 
     @property
     def calls(self) -> int:
-        """Calls of all graphs together."""
+        """Number of calls of all graphs together."""
         return sum(len(placed.graph.calls) for placed in self.placed_graphs.values())
 
     @property
@@ -143,7 +143,7 @@ class TrainingPlans:
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes for the moments of a weight from all processes, on their way into a file, beside the arena."""
+        """Bytes for a weight's moments from all processes, on their way into a file, beyond those of the arena."""
         if self.shape.moment_share is None:
             return 0
         largest = max((self.leaves[name].spec.nbytes for name in self.trained_names), default=0)
@@ -156,16 +156,16 @@ class TrainingPlans:
 
     @property
     def total_nbytes(self) -> int:
-        """The most bytes that the process takes, in all of its memories."""
+        """Peak bytes of the process, in all of its memories."""
         return self.baseline_nbytes + self.nbytes + sum(map(self.nbytes_in, self.target.aside))
 
     @property
     def needed_nbytes(self) -> int:
-        """The same, or the bytes of the search if that needed more."""
+        """Peak bytes of the process, during the search or during the run."""
         return max(self.total_nbytes, self.search_nbytes)
 
     def nbytes_in(self, space: str) -> int:
-        """Bytes that a run takes of a memory space."""
+        """Return the bytes that a run takes of a memory space."""
         leaf_nbytes = counted(self.shape, self.leaves.values(), self.target, space)
         constant_nbytes = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         overhead_nbytes = self.loop_nbytes if space == HOST else constant_nbytes
@@ -176,12 +176,12 @@ class TrainingPlans:
         return leaf_nbytes + arena.nbytes + overhead_nbytes + rooms + self.pool_nbytes(space)
 
     def pool_nbytes(self, space: str) -> int:
-        """What kernels take of a space beside their workspaces, and buffers beside what they hold."""
+        """Return the bytes that kernels take of a space beside workspaces, and buffers beside their contents."""
         kernel_nbytes = max(plan.arena(space).pool_nbytes for plan in self.plans.values())
         return kernel_nbytes + self.target.extra_nbytes(space, self._buffer_nbytes(space))
 
     def _buffer_nbytes(self, space: str) -> list[int]:
-        """Sizes of what a session has there: what was copied from a file, other leaves and constants, the arena."""
+        """Return sizes of a session's buffers in a space: copies from a file, other leaves and constants, the arena."""
         local_leaves = [
             leaf for leaf in self.leaves.values() if self.target.home(leaf).space == space
         ]
@@ -197,20 +197,19 @@ class TrainingPlans:
         ]
 
     def step_seconds(self, rates: cost_model.BackendRates) -> float:
-        """Expected time of one training step."""
+        """Return the expected seconds of a training step."""
         return sum(
             num_runs * cost_model.graph_seconds(self.placed_graphs[name], rates)
             for name, num_runs in runs(self.shape).items()
         )
 
     def op_names(self, plan: Plan) -> list[str]:
-        """Names of the ops of a plan's steps."""
         name = next(name for name, candidate in self.plans.items() if candidate is plan)
         return [step.op.name for step in self.placed_graphs[name].steps]
 
 
 def lasting(placed: Placed) -> dict[str, Tensor]:
-    """Weights and states of a graph by name."""
+    """Return the weights and states of a graph by name."""
     return {leaf.label: leaf for leaf in placed.graph.leaves if leaf.role}
 
 
@@ -219,7 +218,7 @@ def leaves_nbytes(leaves: Iterable[Tensor]) -> int:
 
 
 def buffer_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
-    """The same in a session's buffer: each begins at a multiple of its backend's alignment."""
+    """Return the bytes of leaves in a session's buffer, where each begins at its backend's alignment."""
     return sum(aligned(leaf.spec.nbytes, target.home(leaf).alignment) for leaf in leaves)
 
 
@@ -230,14 +229,14 @@ def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
 
 
 def packed_weight_types(shape: StepShape) -> set[Dtype]:
-    """The types of its weights that are not f32."""
+    """Return the types other than f32 that the model's weights have."""
     return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
 def counted(
     shape: StepShape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST
 ) -> int:
-    """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
+    """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied, or if `strict`."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
     local_leaves = [leaf for leaf in leaves if target.home(leaf).space == space]
     resident_nbytes = buffer_nbytes(
@@ -250,19 +249,19 @@ def counted(
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
-    """Bytes of this process for leaves of a memory that it cannot see, on their way into a file or out of one."""
+    """Return the bytes of this process for leaves of another memory on their way into a file or out of one."""
     remote_sizes = (leaf.spec.nbytes for leaf in leaves if target.home(leaf).space != HOST)
     return NUM_PASSING_LEAVES * max(remote_sizes, default=0)
 
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
-    """Bytes of the training loop outside the session: executors, batches, files."""
-    # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher or the base says
+    """Return the bytes of the training loop outside the session: executors, batches, files."""
+    # tokens, targets, weights, pos, seq; the answer of each target; values of a teacher or the base
     num_targets = 0 if shape.distill is None else shape.distill.numbers(shape.seq_len)
     batch_nbytes = (
         4 * shape.micro_batch_size * ((5 + 2 * shape.max_pairs) * shape.seq_len + num_targets)
     )
-    # as they come, with their share of the loss, and together or those before
+    # batches as read, with their share of the loss, and either joined for the graph or those of earlier evaluations
     num_copies = 3 if shape.layered or shape.num_evaluations > 1 else 2
     fixed_nbytes = LOOP_NBYTES + THREADS_NBYTES * (shape.world_size > 1)
     if isinstance(shape.distill, ReplayLoss):
@@ -276,7 +275,7 @@ def make_plans(
     extra_graphs: Mapping[Name, Placed] | None = None,
     target: Target = CPU,
 ) -> TrainingPlans:
-    """Plans for training, optionally for evaluation, and for other graphs on the same leaves."""
+    """Make plans for training, for evaluation if the shape has it, and for `extra_graphs` on the same leaves."""
     graphs = ((name, build_graph(name, shape, optimizer).graph) for name in graph_names(shape))
     placed = dict[Name, Placed]((name, place(graph, target)) for name, graph in graphs) | dict(
         extra_graphs or {}
@@ -290,12 +289,12 @@ def make_plans(
 
 
 def graph_names(shape: StepShape) -> tuple[str, ...]:
-    """Names of a run's graphs, first those of a step in order."""
+    """Return the names of a run's graphs: those of a step in order, then evaluation."""
     return (*_step_graph_names(shape), EVALUATE) if shape.evaluate else _step_graph_names(shape)
 
 
 def runs(shape: StepShape) -> dict[str, int]:
-    """How often each graph runs in a step."""
+    """Return how often each graph runs in a step, by name."""
     runs_by_name = {
         MICRO: shape.num_micro_batches * shape.num_evaluations,
         UPDATE: shape.num_evaluations,
@@ -310,12 +309,12 @@ def _step_graph_names(shape: StepShape) -> tuple[str, ...]:
 
 
 def blocks_in(shape: StepShape) -> str:
-    """The graph of a step whose blocks are recomputed to save memory; the first pass does the same."""
+    """Return the name of a step's graph whose blocks are recomputed to save memory; a first pass recomputes as much."""
     return next(name for name in (MICRO, APPLY, STEP) if name in _step_graph_names(shape))
 
 
 def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
-    """A graph of a run, with the stream through the blocks that its backward pass reaches."""
+    """Build a graph of a run, with the stream of values between the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
         kind = shape.moment_share, shape.scatters_gradients
@@ -358,7 +357,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
 
 
 def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
-    """The weights of blocks whose gradients are computed twice."""
+    """Return the weights of the blocks that run backward twice."""
     end_block = passed_over(shape.config, shape.base) + shape.num_two_pass_blocks
     prefixes = tuple(f"blk.{block_index}." for block_index in range(end_block))
     return [leaf for leaf in trained if leaf.label.startswith(prefixes)]
@@ -366,7 +365,7 @@ def _of_twice(shape: StepShape, trained: Iterable[Tensor]) -> list[Tensor]:
 
 @cache
 def passed_over(config: Config, base: BaseModel | None) -> int:
-    """Number of blocks before the first one that the backward pass reaches."""
+    """Return the number of blocks before the first block that the backward pass reaches."""
     all_weights = transformer.weights(config).items()
     names = (name for name, leaf in all_weights if base is None or base.trains(config, leaf))
     reached_names = [n for n in names if n.startswith(("blk.", EMBEDDING, *LAYER_INPUTS))]
@@ -376,7 +375,7 @@ def passed_over(config: Config, base: BaseModel | None) -> int:
 
 
 def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The weights of the model by name, and those that are trained."""
+    """Return all weights of the model by name, and the list of those that are trained."""
     if shape.base is None:
         weights = transformer.weights(shape.config)
         return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]

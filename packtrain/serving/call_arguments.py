@@ -1,4 +1,4 @@
-"""Arguments of calls in a text: JSON, Python, or objects with bare keys, and where they end."""
+"""Parsing arguments of tool calls in a text: JSON, Python, or objects with bare keys, and where they end."""
 
 import ast
 import json
@@ -7,11 +7,11 @@ from typing import Any
 
 JSON_DECODER = json.JSONDecoder()
 LONGEST, PYTHON_CONSTANTS = 4096, ("True", "False", "None")  # most characters of a value in Python
-ParsedCall = tuple[str, Any, int]  # of a call: name, arguments, and where it ends
+ParsedCall = tuple[str, Any, int]  # name, arguments, and where the call ends
 
 
 def read_document(text: str, at: int) -> tuple[Any, int]:
-    """The JSON document there, and where it ends; None if there is none."""
+    """Parse the JSON document at position `at`; returns it and its end, or None and `at`."""
     try:
         return JSON_DECODER.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
@@ -19,7 +19,7 @@ def read_document(text: str, at: int) -> tuple[Any, int]:
 
 
 def read_value(text: str) -> Any:
-    """An argument that is written alone: JSON or Python where it is that, but no string."""
+    """Parse a lone argument: JSON or Python, but strings stay as they are written."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -28,7 +28,7 @@ def read_value(text: str) -> Any:
 
 
 def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
-    """The object there, with bare keys and such quotes, and where it ends; None if there is none."""
+    """Parse the object at `pos`, with bare keys and strings between `quote`; returns it, or None, and its end."""
     quote_pattern, depth, json_parts = re.escape(quote), 0, list[str]()
     token_pattern = re.compile(
         rf"\s*(?:{quote_pattern}(?P<text>.*?){quote_pattern}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
@@ -45,7 +45,7 @@ def read_bare(text: str, pos: int, quote: str) -> tuple[Any, int]:
 
 
 def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
-    """A call in Python, from its first argument on, and where its arguments end; None if it cannot be read.
+    """Parse a Python call from its first argument on; returns the call and its end, None if it cannot be read.
 
     Strings end where a comma or the end follows: quotes within them are as they are.
     """
@@ -67,7 +67,7 @@ def read_keywords(text: str, function_name: str, pos: int) -> ParsedCall | None:
 
 
 def _read_python_value(text: str, at: int) -> tuple[Any, int]:
-    """The value there, JSON or Python, and where it ends."""
+    """Parse the value at `at`, JSON or Python; returns the value and its end."""
     document, end_pos = read_document(text, at)
     if end_pos > at:
         return document, end_pos
@@ -79,7 +79,7 @@ def _read_python_value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _parse_literal(text: str) -> Any:
-    """A value of Python, or the text itself where it is none."""
+    """Parse a Python literal; returns the text itself if it is none."""
     try:
         return ast.literal_eval(text) if len(text) <= LONGEST else text
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -18,7 +18,7 @@ SCRIPT_NAMES = "servers", "columns", "talks", "ask", "tokens", "turns"
 
 
 def page_route() -> Route:
-    """The route of the page. It asks models of any address that its user names."""
+    """Create the route of the chat page, which may ask models at any address that its user names."""
     page_html = page_text()
     headers = {
         "Content-Security-Policy": security_policy(page_html),
@@ -35,7 +35,7 @@ def page_route() -> Route:
 
 @cache
 def page_text() -> str:
-    """The page with its style and all of its scripts."""
+    """Return the page's HTML with its style and all of its scripts."""
     scripts = [*(f"page_{name}.js" for name in SCRIPT_NAMES), "page.js"]
     page_html = _read_asset("page.html").replace("<!--style-->", _read_asset("page.css"))
     return page_html.replace("<!--script-->", "\n".join(map(_read_asset, scripts)))
@@ -46,7 +46,7 @@ def _read_asset(name: str) -> str:
 
 
 def security_policy(page_html: str) -> str:
-    """What a browser may do with the page: its script and style are known by their hashes."""
+    """Return the page's Content-Security-Policy, which knows its script and style by their hashes."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for element_name, element_text in INLINE_ELEMENT.findall(page_html):
         digest = base64.b64encode(hashlib.sha256(element_text.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""Answers over HTTP: as they are written (server-sent events), or whole. Who goes away stops them."""
+"""Answers over HTTP, as they are written (server-sent events) or whole. A client that goes away stops them."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ KEEPALIVE_SECONDS = 15.0  # seconds without an event after which a comment keeps
 
 
 class ResponseFormat(Protocol):
-    """How a kind of answers looks; see native and completions."""
+    """The JSON shape of a kind of answers, see llama_completion and openai_completions."""
 
     ends_with_done: bool
 
@@ -44,13 +44,13 @@ class ResponseFormat(Protocol):
 
 
 class AnswerFailure(RuntimeError):
-    """An answer that could not be written, by a fault of the request or of ours."""
+    """An answer failed by a fault of the request or of the server."""
 
 
 def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:
-    """The response to a request. Raises InputError."""
+    """Create the response to a request, a stream or a document. Raises InputError."""
     for job in jobs:
         server.check_job(job)
     return (
@@ -91,7 +91,7 @@ class _JobResponse(Response):
         raise NotImplementedError
 
     async def send_timeout(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say that time is over."""
+        """Send the error of an answer that took too long."""
         raise NotImplementedError
 
 
@@ -128,7 +128,7 @@ class FullResponse(_JobResponse):
 
 
 def failure_body(end: AnswerEnd) -> tuple[dict[str, Any], int]:
-    """Body and status of an answer that failed."""
+    """Return the HTTP body and status of an answer that failed."""
     if end.reason == CANCELLED:
         return error(503, "the server is shutting down"), 503
     status_code = 500 if end.error_message.startswith("internal") else 400
@@ -136,7 +136,7 @@ def failure_body(end: AnswerEnd) -> tuple[dict[str, Any], int]:
 
 
 class EventStreamResponse(_JobResponse):
-    """A stream of events. One that cannot be sent in time ends it."""
+    """A stream of server-sent events, which ends if an event cannot be sent in time."""
 
     async def send_answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
@@ -150,7 +150,7 @@ class EventStreamResponse(_JobResponse):
             aclosing(self._server.job_events(self._jobs, tick_seconds)) as event_stream,
             asyncio.timeout(2 * timeout_seconds) as deadline,
         ):
-            await anext(event_stream)  # who is refused has a status for it
+            await anext(event_stream)  # before this event, a refusal still has its own status
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for event in self._encoded_events(event_stream):
                 if (deadline.when() or 0.0) < loop.time() + timeout_seconds:
@@ -171,9 +171,8 @@ class EventStreamResponse(_JobResponse):
         counts, heard = dict[int, TokenCounts](), time.monotonic()
         async for batch in batches:
             event = b"".join(self._encode_batch(batch, counts))
-            if (
-                not event and time.monotonic() - heard >= KEEPALIVE_SECONDS
-            ):  # also while a call is written
+            # also while a tool call is written
+            if not event and time.monotonic() - heard >= KEEPALIVE_SECONDS:
                 event = b": still working\n\n"
             heard = time.monotonic() if event else heard
             yield event
@@ -187,7 +186,7 @@ class EventStreamResponse(_JobResponse):
     def _encode_batch(
         self, batch: Sequence[tuple[int, JobEvent]], counts_by_answer: dict[int, TokenCounts]
     ) -> Iterator[bytes]:
-        """The events of what was told. Counts of answers that end are added."""
+        """Yield the encoded events of a batch, and add the token counts of answers that end."""
         for answer_index, event in batch:
             if isinstance(event, TextDelta):
                 yield from map(_sse_data, self._shape.delta_events(answer_index, event))

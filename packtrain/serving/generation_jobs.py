@@ -1,4 +1,4 @@
-"""What a slot is asked to write, and what it tells while it does."""
+"""Jobs for slots, and the events that report their progress and results."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from packtrain.inference.grammar import Grammar
 from packtrain.inference.sampling import Sampling
 
-CANCELLED, FAILED = "cancelled", "failed"  # beside the ends of `generation`
+CANCELLED, FAILED = "cancelled", "failed"  # besides the end reasons of `generator.Reply`
 
 
 class ServerBusy(RuntimeError):
@@ -21,16 +21,16 @@ class GenerationJob:
     prompt              token ids, at least one
     max_tokens          most tokens to write; -1: until it ends or the context is full
     stops               texts before which it ends
-    num_top_logprobs    how many of the likeliest tokens are told with each token; 0: none, nor its own probability
-    is_post_sampling    these probabilities are those after the samplers, else before them
-    slot                which slot to take; -1: the one that knows most of the prompt
+    num_top_logprobs    likeliest tokens returned with each token; 0: none, nor its own probability
+    is_post_sampling    return probabilities after the samplers, else before them
+    slot                slot to take; -1: the slot that knows most of the prompt
     use_cache           whether a beginning of the prompt that is in the cache is used
     adapter_scales      scale of each adapter
-    ignore_eos          end tokens do not end it
+    ignore_eos          end tokens do not end the answer
     has_special_tokens  control tokens are part of the text
-    report_progress     it is told how much of the prompt has been read
-    max_seconds         of writing after which it ends, once it has a line; 0: no limit
-    min_indent          it ends at a line that begins with fewer spaces
+    report_progress     report how much of the prompt has been read
+    max_seconds         seconds of writing after which the answer ends, once it has a line; 0: no limit
+    min_indent          the answer ends at a line that begins with fewer spaces
     num_keep            first tokens of the text that stay where a full context is shifted; -1: the prompt
     num_discard         tokens after these that are then forgotten; 0: half of them
     """
@@ -57,7 +57,7 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token that was written, its logarithmic probability and the likeliest tokens."""
+    """A token that was written, its log-probability, and the likeliest tokens with theirs."""
 
     token_id: int
     logprob: float = 0.0
@@ -66,7 +66,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Of one answer: tokens of the prompt, how many of them were in the cache, tokens written, and seconds of both.
+    """Counts of one answer: tokens of the prompt, cached tokens of it, tokens written, and seconds of each.
 
     forgotten_tokens  tokens that left a full context, so that the answer could go on
     """
@@ -81,7 +81,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that is complete, the tokens since the last part, and the counts so far."""
+    """A piece of complete text, the tokens since the last piece, and the counts so far."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
@@ -90,7 +90,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt has been read: tokens of all, of the cache, of both this and what was read; seconds."""
+    """Progress in a prompt: tokens in total, cached tokens, tokens read so far including cached ones, and seconds."""
 
     total_tokens: int
     cached: int
@@ -104,7 +104,7 @@ class AnswerEnd:
 
     reason         end, stop, count, context, cancelled or failed
     error_message  a sentence, if it failed
-    stop_text      the stop text
+    stop_text      the stop text that ended it
     """
 
     reason: str
@@ -119,7 +119,7 @@ JobEvent = TextDelta | PromptProgress | AnswerEnd
 
 @dataclass(slots=True)
 class JobTicket:
-    """A job in the queue or in a slot. `tell` is called in the engine's thread, last with an End."""
+    """A job in the queue or in a slot. `tell` is called in the engine's thread, last with an AnswerEnd."""
 
     job: GenerationJob
     tell: Callable[[JobEvent], None]
@@ -127,7 +127,7 @@ class JobTicket:
     _cancel_event: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more; from any thread."""
+        """Cancel the job; any thread may call this."""
         self._cancel_event.set()
 
     @property

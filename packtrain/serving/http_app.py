@@ -30,7 +30,7 @@ PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key,
 
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
-    """The application. With keys, requests need one of them; with `ui` there is a page at /."""
+    """Create the application. With keys, requests need one of them; with `ui` there is a page at /."""
     body_reader = BodyReader()
     api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
@@ -55,7 +55,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
 
 
 class PrivateNetworkCors(CORSMiddleware):
-    """Starlette's, but a browser that also asks about private networks is not refused: that is for it to decide."""
+    """CORS of Starlette that ignores questions about private networks instead of refusing: browsers decide that."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         headers = {key: value for key, value in request_headers.items() if key != PRIVATE}
@@ -80,13 +80,13 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _knows(self, api_key: str) -> bool:
-        """Takes as long for every key of a length."""
+        """Return whether a key is valid, in a time that depends only on the key's length."""
         matches = [secrets.compare_digest(api_key.encode("latin-1"), key) for key in self._api_keys]
         return any(matches)
 
 
 def _make_route(server: Server, bodies: BodyReader, path: str, method: str, handler: Any) -> Route:
-    """A route whose function gets the server and, for POST, the body."""
+    """Create a route whose handler gets the server and, for POST, the body."""
 
     def call_handler(*args: Any) -> Response:
         result = handler(server, *args)

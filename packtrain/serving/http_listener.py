@@ -14,19 +14,17 @@ from packtrain.common.errors import InputError
 from packtrain.serving.engine_thread import ServingEngine
 
 MAX_HEADER_NBYTES = 64 << 10  # most bytes of a request's headers
-MAX_CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
-LINGER_SECONDS = 30.0  # seconds that running answers have once a signal came
-TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
-IDLE_SECONDS = (
-    30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
-)
+MAX_CONNECTIONS = 128  # open at once; beyond them, idle connections are closed
+LINGER_SECONDS = 30.0  # seconds that running answers have after a signal
+TELLING = 1.0  # seconds in which clients can receive the ends of answers
+IDLE_SECONDS = 30.0  # seconds that a connection may ask nothing, or take nothing that is sent
 # most bytes of answers that clients have not taken; beyond them, the slowest are cut
 MAX_UNSENT_NBYTES = 16 << 20
 BACKLOG = 128
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there and gives up clients that take nothing. Raises InputError."""
+    """Open a socket that listens at an address and gives up clients that take nothing. Raises InputError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -41,14 +39,14 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 class _Connection(H11Protocol):
-    """A connection that is cut if no request of it comes in time, or if there are too many."""
+    """A connection that is cut if no request comes in time, or if there are too many connections."""
 
-    since = 0.0  # when it was last of use
+    since = 0.0  # when the connection was last used
     _idle_timer: asyncio.TimerHandle | None = None
 
     @property
     def asks(self) -> bool:
-        """Whether there is a request that is not answered."""
+        """Whether a request of this connection is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,7 +71,7 @@ class _Connection(H11Protocol):
         self._abort_slow()
 
     def _abort_slow(self) -> None:
-        """Cut connections that have not taken their answers, the oldest first, until few enough bytes wait."""
+        """Cut connections that have not taken their answers, the oldest first, until at most MAX_UNSENT_NBYTES wait."""
         unsent_nbytes = {
             connection: connection.transport.get_write_buffer_size()
             for connection in sorted(self._all(), key=lambda connection: connection.since)
@@ -101,7 +99,7 @@ class _Connection(H11Protocol):
 
 
 class _Listener(uvicorn.Server):
-    """Ends running answers before it stops."""
+    """A uvicorn server that ends running answers before it stops."""
 
     def __init__(
         self, config: uvicorn.Config, engine: ServingEngine, report: Callable[[str], None]
@@ -134,7 +132,7 @@ class _Listener(uvicorn.Server):
 def make_listener(
     app: Starlette, engine: ServingEngine, report: Callable[[str], None]
 ) -> uvicorn.Server:
-    """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
+    """Create a server that runs until a signal or `should_exit`; running answers then have LINGER_SECONDS."""
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
         loop="asyncio", date_header=True, h11_max_incomplete_event_size=MAX_HEADER_NBYTES,
@@ -146,6 +144,6 @@ def make_listener(
 def listen(
     app: Starlette, engine: ServingEngine, sock: socket.socket, report: Callable[[str], None]
 ) -> None:
-    """Serve until a signal."""
+    """Serve an application on a socket until a signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
         make_listener(app, engine, report).run(sockets=[sock])

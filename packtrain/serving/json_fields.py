@@ -1,4 +1,4 @@
-"""Reading the JSON of a request. What clients may say is llama-server's and OpenAI's; unknown fields are ignored."""
+"""Reading the JSON of a request. Fields are llama-server's and OpenAI's; unknown fields are ignored."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.sampling import Sampling
 
-# fields of a request that are not called like the sampler's setting
+# fields of a request whose names differ from the sampler's settings
 FIELD_ALIASES = {
     "temperature": "temp",
     "dynatemp_exponent": "dynatemp_exp",
@@ -19,11 +19,7 @@ FIELD_ALIASES = {
     "mirostat_eta": "mirostat_lr",
     "dry_sequence_breakers": "dry_sequence_breaker",
 }
-CUSTOM_SETTINGS = {
-    "samplers",
-    "logit_bias",
-    "dry_sequence_breaker",
-}  # which are read in another way
+CUSTOM_SETTINGS = {"samplers", "logit_bias", "dry_sequence_breaker"}  # parsed by code of their own
 SETTING_FIELDS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {
     name: name for name in SETTING_FIELDS if name not in (*FIELD_ALIASES.values(), *CUSTOM_SETTINGS)
@@ -32,11 +28,11 @@ TYPE_NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true
 MAX_BIASES, MAX_STOP_TEXTS, MOST_TOP, MAX_ANSWERS = 10_000, 64, 20, 32
 MAX_GRAMMAR_CHARS, MAX_SAMPLERS_CHARS = 1 << 16, 1 << 10  # characters
 MAX_SEED = 2**63 - 1
-MAX_NUMBER = 1e300  # what is larger is no number that anyone means
+MAX_NUMBER = 1e300  # larger numbers are refused
 
 
 class JsonBody:
-    """The JSON object of a request; null is as if a field were not there. All raise InputError that names the field."""
+    """The JSON object of a request; null counts as missing. Methods raise InputError, which names the field."""
 
     def __init__(self, json_object: Any, field_path: str = "") -> None:
         if not isinstance(json_object, dict):
@@ -62,7 +58,7 @@ class JsonBody:
     def number(
         self, name: str, default: Any, min_value: float = -math.inf, max_value: float = math.inf
     ) -> Any:
-        """A number of the type of the default."""
+        """Return a number of the default's type, or the default. Raises InputError outside the bounds."""
         if not self.has(name):
             return default
         value = self._typed_value(name, type(default))
@@ -91,14 +87,14 @@ class JsonBody:
         return bool(self._typed_value(name, bool)) if self.has(name) else default
 
     def get_object(self, name: str) -> dict[str, Any]:
-        """A JSON object; empty if there is none."""
+        """Return a field's JSON object; {} if the field is missing."""
         value = self.get(name) if self.has(name) else {}
         if not isinstance(value, dict):
             raise InputError(f"{self._path_prefix}{name} must be a JSON object")
         return value
 
     def get_list(self, name: str, max_length: int) -> list[Any]:
-        """A list of at most so many values; empty if there is none."""
+        """Return a field's list of at most `max_length` values; [] if the field is missing."""
         value = self.get(name) if self.has(name) else []
         if not isinstance(value, list):
             raise InputError(f"{self._path_prefix}{name} must be a list")
@@ -109,7 +105,7 @@ class JsonBody:
         return value
 
     def get_texts(self, name: str, max_length: int) -> tuple[str, ...]:
-        """One text, or a list of them."""
+        """Return a field's texts, given as one text or a list; () if the field is missing."""
         if isinstance(self.get(name), str):
             return (self.text(name),)
         text_list = self.get_list(name, max_length)
@@ -123,13 +119,13 @@ def parse_stop_texts(body: JsonBody) -> tuple[str, ...]:
 
 
 def parse_seed(body: JsonBody, default: int) -> int:
-    """Seed of the samplers; -1: a new one each time."""
+    """Return the seed of the samplers; -1 draws a new seed."""
     seed: int = body.number("seed", default, -MAX_SEED, MAX_SEED)
     return secrets.randbits(32) if seed == -1 else abs(seed)
 
 
 def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> Sampling:
-    """How tokens are chosen: what a request says, over the server's settings."""
+    """Return the server's sampling settings with those of a request. Raises InputError."""
     changed = dict[str, Any]()
     for name, setting in FIELDS.items():
         if setting not in CUSTOM_SETTINGS and body.has(name):
@@ -158,7 +154,7 @@ def parse_sampling(body: JsonBody, defaults: Sampling, tokenizer: Tokenizer) -> 
 
 
 def parse_biases(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
-    """`{"id": bias}`, or `[[id or text, bias]]`; false forbids a token. As the setting has them: 15043+1."""
+    """Convert `{"id": bias}` or `[[id or text, bias]]`, where false forbids a token, to texts such as 15043+1."""
     bias_pairs = [*logit_bias.items()] if isinstance(logit_bias, dict) else logit_bias
     if not isinstance(bias_pairs, list) or len(bias_pairs) > MAX_BIASES:
         raise InputError(f"logit_bias must be an object or a list of at most {MAX_BIASES:,} pairs")
@@ -177,7 +173,7 @@ def parse_biases(logit_bias: Any, tokenizer: Tokenizer) -> list[str]:
 
 
 def parse_token_ids(token: Any, tokenizer: Tokenizer) -> list[int]:
-    """A token's id, as a number or in text, or the ids of a text."""
+    """Return a token's id, given as a number or digits, or the ids of a text. Raises InputError."""
     if isinstance(token, str) and token.isdecimal() and len(token) < 10:
         token = int(token)
     if isinstance(token, str):
@@ -194,7 +190,7 @@ def parse_token_ids(token: Any, tokenizer: Tokenizer) -> list[int]:
 def parse_prompts(
     value: Any, tokenizer: Tokenizer, max_prompts: int, name: str = "prompt"
 ) -> list[list[int]]:
-    """Token ids of one prompt or several: each a text, or a list of ids and texts; `name` is the field's."""
+    """Tokenize the prompts of the field `name`: each is a text, or a list of ids and texts. Raises InputError."""
     if value is None:
         raise InputError(f"'{name}' is required")
     prompt_parts = value if isinstance(value, list) else []
@@ -207,7 +203,7 @@ def parse_prompts(
 
 
 def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
-    """Token ids of a text, of a list of ids and texts, or of {"prompt_string": text}."""
+    """Tokenize a text, a list of ids and texts, or {"prompt_string": text}. Raises InputError."""
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
         if prompt.get("multimodal_data"):
             raise InputError("multimodal_data: this model reads text only")
@@ -234,7 +230,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
 
 
 def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:
-    """The scale of each adapter: [{"id": 0, "scale": 0.5}]; those not named have 0, as in llama-server."""
+    """Parse each adapter's scale of [{"id": 0, "scale": 0.5}]; others have 0, as in llama-server."""
     if adapter_entries is None:
         return tuple(defaults)
     if not isinstance(adapter_entries, list):

@@ -20,7 +20,7 @@ from packtrain.serving.response_shapes import progress_fields, timing_fields, to
 STOP_TYPES = {"end": "eos", "stop": "word", "count": "limit", "context": "limit"}
 
 
-# what is always off here, as llama-server says it
+# llama-server's settings that are always off here
 OFF = {
     "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "grammar_lazy": False,
     "grammar_triggers": [], "preserved_tokens": [], "chat_format": "Content-only", "reasoning_format": "none",
@@ -32,7 +32,7 @@ TEXT_SETTINGS = {
 
 
 def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, Any]:
-    """How a job was sampled, by llama-server's names; without a body without what it said in its own words."""
+    """Return a job's settings by llama-server's names; without a request's `body`, no texts of the client."""
     sampling_values, request_body = dataclasses.asdict(job.sampling), body or JsonBody({})
     biases = job.sampling.biases.items()
     settings = {name: sampling_values[field] for name, field in FIELDS.items()} | {
@@ -57,7 +57,7 @@ def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, A
 
 
 class LlamaCompletionFormat:
-    """Answers to one prompt or several."""
+    """The JSON shape of answers of /completion, to one prompt or several."""
 
     ends_with_done = False  # no [DONE] at the end of a stream
 
@@ -74,7 +74,7 @@ class LlamaCompletionFormat:
         return []
 
     def delta_events(self, number: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """What a stream sends for a part."""
+        """Return the events of a stream for a piece of text."""
         self._texts[number] += delta.text
         token_ids = [token.token_id for token in delta.tokens]
         event = self._piece(number, delta.text, token_ids, delta.counts.output_tokens)
@@ -83,7 +83,7 @@ class LlamaCompletionFormat:
         return [event | self._probabilities(number, delta.tokens)]
 
     def progress_events(self, number: int, update: PromptProgress) -> list[dict[str, Any]]:
-        """What a stream sends while a prompt is read."""
+        """Return the events of a stream while a prompt is read."""
         return [self._piece(number, "", [], 0) | progress_fields(update)]
 
     def _piece(self, number: int, text: str, ids: list[int], output_tokens: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class LlamaCompletionFormat:
         }
 
     def end_events(self, number: int, end: AnswerEnd) -> list[dict[str, Any]]:
-        """What a stream sends at the end of an answer."""
+        """Return the events of a stream at the end of an answer."""
         return [self.last(number, "", (), end)]
 
     def close_events(self, counts: Sequence[TokenCounts]) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class LlamaCompletionFormat:
     def full_response(
         self, answer_results: Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
     ) -> Any:
-        """The answers at once; one is no list."""
+        """Return all answers as one document; a single answer is no list."""
         answers = []
         for number, (text, tokens, end) in enumerate(answer_results):
             self._texts[number] = text
@@ -126,6 +126,7 @@ class LlamaCompletionFormat:
     def last(
         self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
     ) -> dict[str, Any]:
+        """Return the JSON of an answer that has ended, with its settings and counts."""
         job, token_counts = self._jobs[number], end.counts
         return {
             "index": number,
@@ -148,14 +149,14 @@ class LlamaCompletionFormat:
 
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:
-    """A token whose probabilities are not logarithms."""
+    """Convert a token's entry from log-probabilities to probabilities."""
     token_fields = {name: token[name] for name in ("id", "token", "bytes")}
     top = {"top_probs": [*map(linear, token["top_logprobs"])]} if "top_logprobs" in token else {}
     return token_fields | {"prob": math.exp(token["logprob"])} | top
 
 
 def select_fields(answer_fields: dict[str, Any], field_paths: Sequence[str]) -> dict[str, Any]:
-    """Only some fields of an answer, by path: `generation_settings/n_predict`."""
+    """Select fields of an answer by path, such as `generation_settings/n_predict`."""
     selected_fields = dict[str, Any]()
     for field_path in field_paths:
         value: Any = answer_fields

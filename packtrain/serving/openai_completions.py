@@ -32,9 +32,9 @@ BYTES_PREFIX = "bytes:"
 
 
 class TextCompletionFormat:
-    """Answers of /v1/completions.
+    """The JSON shape of answers of /v1/completions.
 
-    verbose  /completion's shape, if its fields are wanted, too
+    verbose_format  /completion's shape, if its fields are requested, too
     """
 
     id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
@@ -90,18 +90,18 @@ class TextCompletionFormat:
         return [self._chunk_event(number, {"text": ""}, finish(end)) | extra]
 
     def _verbose_fields(self, number: int, text: str, end: AnswerEnd) -> JsonObject:
-        """What `verbose` asks for."""
+        """Return /completion's fields of an answer if the request is verbose."""
         return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
     def close_events(self, counts: Sequence[TokenCounts]) -> list[JsonObject]:
-        """After all answers."""
+        """Return the last events of a stream: the token counts, if they are requested."""
         if not self._request.has_usage:
             return []
         totals = {"usage": usage(counts, self._request.count), "timings": timing_fields(counts[-1])}
         return [self._response_head(self.chunk_type) | {"choices": []} | totals]
 
     def full_response(self, answers: AnswerResults) -> JsonObject:
-        """All answers at once."""
+        """Return all answers as one document."""
         choices = [self._answer_choice(number, *answer) for number, answer in enumerate(answers)]
         counts = [answer_end.counts for _, _, answer_end in answers]
         totals = {"usage": usage(counts, self._request.count), "timings": timing_fields(counts[0])}
@@ -119,7 +119,7 @@ class TextCompletionFormat:
         return [token_entry(token, self._tokenizer, self._request.shown) for token in tokens]
 
     def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
-        """As /v1/completions has always had them, and by token, as chats have them."""
+        """Return log-probabilities in the lists of /v1/completions, and by token, as in chats."""
         content = self._token_entries(tokens)
         names = [_name(token_entry) for token_entry in content]
         offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
@@ -134,14 +134,14 @@ class TextCompletionFormat:
         }
 
     def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
-        """Where in the text of an answer the next token begins."""
+        """Return the offset in an answer's text at which the next token begins."""
         before = self._text_lengths[number]
         self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         return before if name.startswith(BYTES_PREFIX) else self._text_lengths[number] - len(name)
 
 
 def _name(token: JsonObject) -> str:
-    """The text of a token, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
+    """Return a token's text, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
     piece = bytes(token["bytes"])
     try:
         return piece.decode()
@@ -150,7 +150,7 @@ def _name(token: JsonObject) -> str:
 
 
 class ChatCompletionFormat(TextCompletionFormat):
-    """Answers of /v1/chat/completions. Calls of tools are told when they are whole."""
+    """The JSON shape of answers of /v1/chat/completions. Tool calls are sent when they are complete."""
 
     id_prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -215,7 +215,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return self._thoughts[number].add_piece(text) if self._thoughts else ("", text)
 
     def _next_text(self, number: int, content: str) -> str:
-        """What can be told of the content so far: what may become a call, or stand before words, waits."""
+        """Return new content that can be sent: text that may become a tool call, or stand before words, waits."""
         previous_text, text_filter = self._texts[number], self._shown[number]
         text = self._texts[number] = previous_text + content
         if self._leading.startswith(text):
@@ -234,7 +234,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         if self._leading.startswith(self._texts[number]) and self._leading != self._texts[number]:
             rest_text = self._texts[number]
         answer_words, tool_calls = self._parse_calls(self._texts[number])
-        if text_filter.is_stopped:  # words that began like a call, and were none
+        if text_filter.is_stopped:  # text that began like a tool call, but was none
             at = self._texts[number].removeprefix(self._leading).index(text_filter.matched_stop)
             rest_text = answer_words[at - len(rest_text) :]
         if rest_text:

@@ -6,7 +6,7 @@ PREFIX = "llamacpp:"
 
 
 def metrics_text(engine: ServingEngine) -> str:
-    """A line of help, of type and of value for each."""
+    """Format the engine's counts for Prometheus: a line of help, of type and of value for each."""
     t = engine.totals
     num_busy_slots = sum(slot.answer is not None for slot in engine.slots)
     metric_rows = (

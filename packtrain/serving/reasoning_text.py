@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer (llama-server: --reasoning-format deepseek)."""
+"""Separation of a model's thoughts from its answer (llama-server: --reasoning-format deepseek)."""
 
 THINK_OPEN, CLOSE = "<think>", "</think>"
 AUTO, NONE, DEEPSEEK = "auto", "none", "deepseek"
@@ -7,13 +7,13 @@ MARKS = THINK_OPEN, CLOSE
 
 
 def thinking_marks(template: str, template_marks: tuple[str, str]) -> tuple[str, str] | None:
-    """What stands around thoughts: <think>, or the template's own, as Gemma 4's channel; None: there are none."""
+    """Return the marks around thoughts: <think>, or the template's own, as Gemma 4's channel; None: no thoughts."""
     open_mark, closed = template_marks[0].strip(), template_marks[1].strip()
     return MARKS if CLOSE in template else (open_mark, closed) if open_mark and closed else None
 
 
 def is_thinking(prompt: str, partial_answer: str | None, marks: tuple[str, str] = MARKS) -> bool:
-    """Whether the text that an answer goes on from, a prompt or the answer that has begun, ends within thoughts."""
+    """Return whether the text before an answer, the prompt or a partial answer, ends within thoughts."""
     if partial_answer is not None:
         return partial_answer.rfind(marks[0]) > partial_answer.rfind(marks[1])
     return prompt.rstrip().endswith(marks[0])
@@ -23,16 +23,16 @@ class ReasoningSplitter:
     """Splits an answer into thoughts and content, piece by piece. Space around thoughts belongs to neither.
 
     thinking  the answer begins within thoughts: its prompt has opened them
-    marks     what stands before and behind thoughts
+    marks     texts before and behind thoughts
     """
 
     def __init__(self, thinking: bool, marks: tuple[str, str] = MARKS) -> None:
         self._open_mark, self._close_mark = marks
         self._is_thinking, self._has_started, self._pending_text = thinking, thinking, ""
-        self._trims_space = thinking  # what comes next has no space before it
+        self._trims_space = thinking  # whether space before the next text is dropped
 
     def add_piece(self, piece: str) -> tuple[str, str]:
-        """The thoughts and the content that are certain now."""
+        """Add a piece of the answer; returns the thoughts and the content that are certain now."""
         text = self._pending_text + piece
         self._pending_text = ""
         if not self._has_started:
@@ -55,7 +55,7 @@ class ReasoningSplitter:
         return thought, self._trim_start(content)
 
     def flush(self) -> tuple[str, str]:
-        """What was held back, at the end of an answer."""
+        """Return the thoughts and the content that were held back, at the end of an answer."""
         pending, self._pending_text = self._pending_text, ""
         return (self._trim_start(pending).rstrip(), "") if self._is_thinking else ("", pending)
 
@@ -67,13 +67,13 @@ class ReasoningSplitter:
 
 
 def _uncertain_start(text: str, close_mark: str) -> int:
-    """From where on a text could be the end of thoughts: space, or a beginning of their closing tag."""
+    """Return the index from which on a text may be the end of thoughts: space, or a prefix of the closing mark."""
     end_lengths = (n for n in range(len(close_mark) - 1, 0, -1) if text.endswith(close_mark[:n]))
     return len(text[: len(text) - next(end_lengths, 0)].rstrip())
 
 
 def split_reasoning(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """Thoughts and content of a whole answer."""
+    """Split a complete answer into thoughts and content."""
     splitter = ReasoningSplitter(thinking, marks)
     split_parts = splitter.add_piece(text), splitter.flush()
     return split_parts[0][0] + split_parts[1][0], split_parts[0][1] + split_parts[1][1]

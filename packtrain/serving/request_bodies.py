@@ -1,4 +1,4 @@
-"""Bodies of requests, from clients that may be slow or send too much. What all need together is bounded."""
+"""Bodies of requests, from clients that may be slow or send too much. The memory of all bodies is bounded."""
 
 import asyncio
 import json
@@ -17,16 +17,16 @@ from packtrain.common.errors import InputError
 from packtrain.common.memory import trim_heap
 from packtrain.serving.server_state import RequestLimits
 
-NUM_READERS = 1  # requests of a kind that are parsed and worked on at once
-LARGE = 1 << 16  # bytes of bodies after which memory is given back; longer ones wait for their turn
+NUM_READERS = 1  # requests of a kind of route that are parsed and worked on at once
+LARGE = 1 << 16  # bytes of bodies after which memory is released; longer bodies wait for their turn
 MAX_LARGE_BODIES = 7  # large bodies that are read or worked on at once
 REFUSED, DRAIN_SECONDS = 64 << 20, 30.0  # most bytes and seconds that a refused request is read
-MAX_VALUES = 1 << 17  # in a body: each takes much more memory than its text
+MAX_VALUES = 1 << 17  # values in a body: each takes much more memory than its text
 STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*+"', re.S)
 
 
 class BodyReader:
-    """Reads bodies. Those of a kind of routes take turns: some wait for the engine, others must not wait for them."""
+    """Reads bodies. Requests take turns per kind of route, so that quick ones need not wait for those on the engine."""
 
     def __init__(self) -> None:
         self._num_parsed_nbytes, self._semaphores = 0, dict[str, asyncio.Semaphore]()
@@ -36,7 +36,7 @@ class BodyReader:
     async def parse_body(
         self, request: Request, limits: RequestLimits, route_kind: str
     ) -> AsyncIterator[Any]:
-        """The JSON of a body, while it is worked on. Raises HTTPException, InputError."""
+        """Yield a body's parsed JSON, and take a turn until the block ends. Raises HTTPException, InputError."""
         body_bytes = bytearray()
         async with AsyncExitStack() as turn_stack:
             try:
@@ -50,7 +50,7 @@ class BodyReader:
                 self._num_parsed_nbytes += len(body_bytes)
                 if self._num_parsed_nbytes > LARGE:
                     self._num_parsed_nbytes = 0
-                    re.purge()  # of patterns with the names of clients' tools
+                    re.purge()  # drop patterns with the names of clients' tools
                     await run_in_threadpool(trim_heap)
 
     async def _read_stream(
@@ -77,7 +77,7 @@ class BodyReader:
 
 
 def parse_json(json_bytes: bytes) -> Any:
-    """JSON in UTF-8; nothing is an empty object. Raises InputError."""
+    """Parse JSON in UTF-8; an empty body is an empty object. Raises InputError."""
     try:
         words = json_bytes.decode("utf-8-sig")
         if len(words) > MAX_VALUES:
@@ -98,7 +98,7 @@ def parse_json(json_bytes: bytes) -> Any:
 
 
 def check_num_values(json_text: str) -> None:
-    """Raises InputError if there are too many values."""
+    """Raise InputError if JSON has more than MAX_VALUES values."""
     json_structure = STRING_PATTERN.sub("", json_text)
     if sum(map(json_structure.count, ",[{:")) > MAX_VALUES:
         raise InputError(f"the body has more than {MAX_VALUES:,} values")
@@ -111,13 +111,13 @@ def _finite(number_text: str) -> float:
 
 
 class DrainRequest:
-    """Reads what a request still sends before it is answered: a client that is cut while it sends may not read why."""
+    """Reads the rest of a request before answering: a client that is cut while it sends may not read the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # a client that asks before it sends is told not to
+        # a client that asks before it sends does not send on
         is_complete = any(name == b"expect" for name, _ in scope.get("headers", ()))
 
         async def receive_message() -> Message:
@@ -128,9 +128,8 @@ class DrainRequest:
 
         async def send_message(message: Message) -> None:
             nonlocal is_complete
-            is_complete = (
-                is_complete or message.get("status") == 408
-            )  # who sends too slowly is not waited for
+            # a client that sends too slowly is not waited for
+            is_complete = is_complete or message.get("status") == 408
             num_drained_nbytes = 0
             with suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_SECONDS):

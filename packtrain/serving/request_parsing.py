@@ -1,4 +1,4 @@
-"""Requests become jobs: prompts, settings and grammars. Runs in threads of its own, since texts may be long."""
+"""Parsing requests into jobs: prompts, settings and grammars. Runs in threads of its own, since texts may be long."""
 
 import json
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from packtrain.serving.reasoning_text import FORMATS, MARKS, NONE, is_thinking
 from packtrain.serving.server_state import Server
 from packtrain.serving.tool_calls import RequestTools, with_tools_prompt
 
-BIAS_NBYTES, ID_NBYTES = 72, 36  # of one in a job that waits
-MOST_TOLD = 1 << 15  # probabilities of all answers of a request
+BIAS_NBYTES, ID_NBYTES = 72, 36  # bytes of a bias and of an id in a waiting job
+MOST_TOLD = 1 << 15  # most probabilities in all answers of a request
 
 
 def parse_job(
     server: Server, body: JsonBody, prompt_ids: list[int], grammar: Grammar | None
 ) -> GenerationJob:
-    """What an answer needs, but for probabilities. Raises InputError."""
+    """Parse a request into the job of an answer, without probabilities. Raises InputError."""
     count = -1
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(field_name, count, -1, 1 << 30)
@@ -61,7 +61,7 @@ def parse_job(
 
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:
-    """The job with so many probabilities for each token: as many tokens as can be told, if the request does not say.
+    """Return the job with `shown` probabilities per token; MOST_TOLD limits the tokens of a job without a limit.
 
     Raises InputError if these are too many to keep.
     """
@@ -82,14 +82,14 @@ def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int
 
 
 def seeded_jobs(job: GenerationJob, count: int) -> list[GenerationJob]:
-    """Answers to the same prompt, each with the seed after that of the one before; any slot may take them."""
+    """Return jobs of `count` answers to one prompt, with consecutive seeds; any slot may take them."""
     if count == 1:
         return [job]
     return [replace(job, seed=job.seed + n, slot=-1) for n in range(count)]
 
 
 def parse_grammar(server: Server, body: JsonBody) -> Grammar | None:
-    """The grammar that a request asks for in any of the ways there are. Raises InputError."""
+    """Return the grammar of a request's grammar, json_schema or response_format; None: none. Raises InputError."""
     grammar_text, schema_text = body.text("grammar", "", MAX_GRAMMAR_CHARS), schema_of(body)
     if grammar_text and schema_text:
         raise InputError("grammar and json_schema exclude each other")
@@ -101,7 +101,7 @@ def parse_grammar(server: Server, body: JsonBody) -> Grammar | None:
 
 
 def schema_of(body: JsonBody) -> str:
-    """The schema that a request asks for, as JSON; "" without one. Raises InputError."""
+    """Return the JSON schema that a request asks for, as text; "" without one. Raises InputError."""
     schema, response_format = body.get("json_schema"), body.get("response_format")
     if response_format is not None:
         format_schema = parse_response_format(JsonBody(response_format, "response_format"))
@@ -115,7 +115,7 @@ def schema_of(body: JsonBody) -> str:
 
 
 def parse_response_format(response_format: JsonBody) -> Any:
-    """The schema of a response_format, if it has one. Raises InputError."""
+    """Return the schema of a response_format; None for text. Raises InputError."""
     format_type = response_format.text("type")
     if format_type == "text":
         return None
@@ -141,7 +141,7 @@ def parse_response_format(response_format: JsonBody) -> Any:
 
 
 def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob]:
-    """Jobs of /completion. Raises InputError."""
+    """Parse a request of /completion into jobs. Raises InputError."""
     prompts = parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     num_top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
@@ -155,17 +155,17 @@ def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRequest:
-    """What a request of OpenAI's kind asks for.
+    """A parsed request of OpenAI's API.
 
-    count            answers to each prompt
-    shown            how many likely tokens are told with each token; None: not even its own probability
+    count            number of answers to each prompt
+    shown            likeliest tokens returned with each token; None: not even its own probability
     echoed_texts     text with which each answer begins
-    tools            those that answers may call
-    starts_thinking  whether answers begin within thoughts; None: thoughts are not told apart
-    think_marks      what stands before and behind thoughts
-    words_prefix     what may stand before an answer's words, see Style
-    counted whether a stream ends with the counts of tokens
-    has_timings   whether each event of a stream has the counts so far
+    tools            tools that answers may call
+    starts_thinking  whether answers begin within thoughts; None: thoughts are not separated
+    think_marks      texts before and behind thoughts
+    words_prefix     text that may stand before an answer's words, see ToolCallStyle
+    has_usage        whether a stream ends with the counts of tokens
+    has_timings      whether each event of a stream has the counts so far
     """
 
     jobs: list[GenerationJob]
@@ -181,14 +181,14 @@ class OpenAIRequest:
 
 
 def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
-    """Which counts a stream has."""
+    """Return which counts a stream has, as fields of OpenAIRequest. Raises InputError."""
     name = "stream_options"
     has_usage = body.has(name) and JsonBody(body.get(name), name).get_flag("include_usage")
     return {"has_usage": has_usage, "has_timings": body.get_flag("timings_per_token")}
 
 
 def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
-    """What /v1/completions is asked for. Raises InputError."""
+    """Parse a request of /v1/completions. Raises InputError."""
     prompts = parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     logprobs = body.get("logprobs")
@@ -217,13 +217,13 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 
 
 def parse_num_logprobs(body: JsonBody, has_logprobs: bool, num_top: int) -> int | None:
-    """How many likely tokens are told; `n_probs` asks for them, too. Raises InputError."""
+    """Return how many likely tokens to return, by `num_top` or `n_probs`; None without either. Raises InputError."""
     n_probs = body.number("n_probs", 0, 0, MOST_TOP)
     return max(num_top, n_probs) if has_logprobs or n_probs else None
 
 
 def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
-    """What /v1/chat/completions is asked for. Raises InputError."""
+    """Parse a request of /v1/chat/completions. Raises InputError."""
     conversation = parse_conversation(body)
     tools = RequestTools.from_request(body, conversation, server.style)
     text = prompt_text(server, body, conversation, tools)
@@ -261,7 +261,7 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
-    """Whether an answer begins within thoughts; None: they are not told apart. Raises InputError."""
+    """Return whether an answer begins within thoughts; None: thoughts are not separated. Raises InputError."""
     reasoning_format = body.text("reasoning_format", server.reasoning_format)
     if reasoning_format not in FORMATS:
         raise InputError(
@@ -278,7 +278,7 @@ def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversat
 
 
 def parse_conversation(body: JsonBody) -> Conversation:
-    """The messages and tools of a chat. Raises InputError."""
+    """Parse the messages and tools of a chat. Raises InputError."""
     if not isinstance(body.get("messages"), list) or not body.get("messages"):
         raise InputError("'messages' is required; it must be a list of at least one message")
     if body.has("functions", "function_call"):
@@ -298,7 +298,7 @@ def parse_conversation(body: JsonBody) -> Conversation:
 
 
 def template_variables(body: JsonBody) -> dict[str, Any]:
-    """Variables for the chat template: chat_template_kwargs, and how much is thought. Raises InputError."""
+    """Return variables for the chat template: chat_template_kwargs and reasoning_effort. Raises InputError."""
     variables = body.get_object("chat_template_kwargs")
     effort = body.text("reasoning_effort")
     if effort == "none":
@@ -307,7 +307,7 @@ def template_variables(body: JsonBody) -> dict[str, Any]:
 
 
 def has_answer_start(body: JsonBody, has_partial_answer: bool) -> bool:
-    """Whether the text ends with the beginning of an answer; `continue_final_message` asks for that, too."""
+    """Return whether the prompt ends with an answer's beginning; `continue_final_message` asks for it, too."""
     has_start = body.get_flag("add_generation_prompt", True)
     if body.get_flag("continue_final_message"):
         if body.has("add_generation_prompt") and has_start:
@@ -320,7 +320,7 @@ def has_answer_start(body: JsonBody, has_partial_answer: bool) -> bool:
 def prompt_text(
     server: Server, body: JsonBody, conversation: Conversation, tools: RequestTools | None = None
 ) -> str:
-    """What the model reads: an answer that has begun is continued. Raises InputError."""
+    """Render the prompt of a conversation, which continues a partial answer at its end. Raises InputError."""
     messages = conversation.messages
     partial_answer: Message | None = messages[-1] if messages[-1]["role"] == "assistant" else None
     prompt = replace(conversation, messages=messages[:-1] if partial_answer else messages)

@@ -1,4 +1,4 @@
-"""What all kinds of answers have in common: tokens with probabilities, speeds, counts, errors."""
+"""JSON that all kinds of answers share: tokens with probabilities, speeds, counts, errors."""
 
 import time
 import uuid
@@ -10,12 +10,12 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, PromptProgress, TokenCounts
 
 FINGERPRINT = f"b-packtrain-{__version__}"
-LONGEST = 2000  # characters of a message, which may repeat what was asked
+LONGEST = 2000  # most characters of an error's message, which may repeat the request
 FINISH_WORDS = {"end": "stop", "stop": "stop", "count": "length", "context": "length"}
 
 
 def finish(end: AnswerEnd) -> str:
-    """OpenAI's word for how an answer ended."""
+    """Return OpenAI's finish_reason of an answer."""
     return FINISH_WORDS.get(end.reason, "stop")
 
 
@@ -24,7 +24,7 @@ def new_id(id_prefix: str) -> str:
 
 
 def response_head(object_type: str, response_id: str, model_name: str) -> dict[str, Any]:
-    """What every answer of OpenAI's kind begins with."""
+    """Return the fields with which every answer of OpenAI's API begins."""
     return {
         "id": response_id,
         "object": object_type,
@@ -35,7 +35,7 @@ def response_head(object_type: str, response_id: str, model_name: str) -> dict[s
 
 
 def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
-    """Tokens of a request with so many answers to each of its prompts, which count once."""
+    """Sum the tokens of a request with `answers` answers to each prompt; prompts count once."""
     prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.output_tokens for c in counts)
     prompt_starts = range(0, len(counts), answers)
     cached_tokens = sum(min(c.cached for c in counts[at : at + answers]) for at in prompt_starts)
@@ -48,7 +48,7 @@ def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
 
 
 def timing_fields(counts: TokenCounts) -> dict[str, Any]:
-    """Speeds as llama-server names them."""
+    """Return tokens, times and speeds of an answer, by llama-server's names."""
     read_tokens = counts.prompt - counts.cached
 
     def speed_fields(field_prefix: str, tokens: int, seconds: float) -> dict[str, float]:
@@ -67,7 +67,7 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
 
 
 def progress_fields(update: PromptProgress) -> dict[str, Any]:
-    """How much of a prompt has been read, as llama-server names it."""
+    """Return the progress in a prompt, by llama-server's names."""
     time_ms = int(1e3 * update.seconds)
     progress_values = {
         "total": update.total_tokens,
@@ -81,7 +81,7 @@ def progress_fields(update: PromptProgress) -> dict[str, Any]:
 def token_entry(
     token: GeneratedToken, tokenizer: Tokenizer, max_top: int | None = None
 ) -> dict[str, Any]:
-    """A token, its probability, and the likeliest ones, at most so many."""
+    """Return a token's JSON: text, bytes, log-probability, and at most `max_top` likeliest tokens."""
 
     def describe_token(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.piece(token_id)
@@ -101,7 +101,7 @@ class HttpRefusal(RuntimeError):
 
 
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
-    """The body of an error."""
+    """Return the JSON body of an error."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
     return {"error": {"code": code, "message": message, "type": error_type} | details}
 

@@ -1,4 +1,4 @@
-"""What each route does. Functions of POST run in a thread, and get the body."""
+"""The handlers of all routes. Handlers of POST run in a thread, and get the body."""
 
 import base64
 import math
@@ -26,7 +26,7 @@ from packtrain.serving.tool_calls import RequestTools
 VOCAB_TYPES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MAX_TEXTS = 2048
 MAX_PIECES = 1 << 15
-MAX_EMBEDDING_NUMBERS = 1 << 19  # of all embeddings of a request
+MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 OLLAMA = {
     "modified_at": "", "size": "", "digest": "", "description": "", "tags": [""], "parameters": "",
     "details": {
@@ -65,7 +65,7 @@ def chat_completion(server: Server, body: JsonBody, request: Request) -> Respons
 def verbose_format(
     server: Server, body: JsonBody, openai_request: request_parsing.OpenAIRequest
 ) -> LlamaCompletionFormat | None:
-    """/completion's shape, if its fields are wanted beside OpenAI's."""
+    """Return /completion's shape if the request wants its fields besides OpenAI's; else None."""
     if not body.get_flag("verbose"):
         return None
     return LlamaCompletionFormat(body, openai_request.jobs, server.name, server.tokenizer)
@@ -94,7 +94,7 @@ def parse_content_ids(server: Server, body: JsonBody) -> list[int]:
 
 
 def token_piece(server: Server, id: int) -> str | list[int]:
-    """The text of a token, or its bytes where they are no text."""
+    """Return a token's text, or its bytes where they are no text."""
     piece = server.tokenizer.piece(id)
     try:
         return piece.decode()
@@ -128,7 +128,7 @@ def requested_prompt(server: Server, body: JsonBody) -> str:
 
 
 def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
-    """OpenAI's shape: `input` is a text or tokens, or several."""
+    """Answer embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
     encoding_format = body.text("encoding_format", "float")
     if encoding_format not in ("float", "base64"):
         raise InputError(f"encoding_format is {encoding_format!r}; it must be float or base64")
@@ -145,21 +145,21 @@ def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
 
 
 def embed_content(server: Server, content: Any) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Tokens and embedding of each text. Raises Refused, InputError."""
+    """Return tokens and embedding of each text. Raises HttpRefusal, InputError."""
     max_texts = min(MAX_TEXTS, MAX_EMBEDDING_NUMBERS // server.model.config.embedding_length)
     texts = parse_prompts(content, server.tokenizer, max_texts, "input")
     return texts, server.embed(texts)
 
 
 def encoded(vector: np.ndarray, encoding_format: str) -> Any:
-    """Numbers, or the bytes of f32 as base64."""
+    """Encode a vector as a list of numbers, or its f32 bytes as base64."""
     if encoding_format == "float":
         return [float(x) for x in vector]
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
-    """llama-server's own shape."""
+    """Answer embeddings in llama-server's own shape."""
     content = body.get("content") if body.has("content") else body.get("input")
     _, vectors = embed_content(server, content)
     return [
@@ -192,7 +192,7 @@ def get_model(server: Server, request: Request) -> Any:
 
 
 def describe_model(server: Server) -> dict[str, Any]:
-    """The model, as lists of models have it."""
+    """Describe the model for lists of models."""
     config, gguf = server.model.config, server.model.gguf
     model_meta = {
         "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
@@ -214,7 +214,7 @@ def describe_model(server: Server) -> dict[str, Any]:
 
 
 def file_type(server: Server) -> str:
-    """The type that most of the weights have."""
+    """Return the element type that most of the weights have."""
     sizes = dict[str, int]()
     for tensor_entry in server.model.gguf.entries.values():
         type_name = str(tensor_entry.dtype).upper()
@@ -263,14 +263,14 @@ def get_slots(server: Server, request: Request) -> Any:
     slot_entries = []
     for slot in server_slots:
         slot_entry = {"id": slot.index, "n_ctx": server.engine.max_seq_tokens, "speculative": False}
-        slot_answer = slot.answer  # which another thread may end
+        slot_answer = slot.answer  # another thread may end the answer
         activity = {} if slot_answer is None else slot_activity(slot_answer)
         slot_entries.append(slot_entry | {"is_processing": slot_answer is not None} | activity)
     return slot_entries
 
 
 def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
-    """What a slot does, without any text."""
+    """Describe what a slot does, without any text."""
     job, num_written = slot_answer.job, len(slot_answer.output_ids)
     left = -1 if job.max_tokens < 0 else job.max_tokens - num_written
     num_prompt_tokens = len(job.prompt)

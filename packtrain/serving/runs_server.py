@@ -1,6 +1,6 @@
 """The page of runs over HTTP, read-only: in a thread beside training, or as a command of its own.
 
-Whoever reads slowly or goes away costs the process one connection for STALLED seconds, and nothing else.
+A client that reads slowly or goes away costs the process one connection for STALLED seconds, and nothing else.
 """
 
 import asyncio
@@ -25,18 +25,13 @@ from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.monitoring.runs_page import live_page
 
 LOOPBACK_HOST = "127.0.0.1"
-LOCAL = [
-    "127.0.0.1",
-    "localhost",
-    "[::1]",
-    "::1",
-]  # names under which a browser on this machine asks
-CONNECTIONS = 16  # at once; more are refused
+LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]  # host names that a browser on this machine uses
+CONNECTIONS = 16  # open at once; more are refused
 STALLED = 20  # seconds for which a client may take nothing
 CLOSE_SECONDS = 3.0  # seconds that closing may take
 MAX_WAIT_SECONDS = 20.0  # seconds for which an answer may wait for the end of the run
 LOOK = 0.05  # seconds between two looks whether the run has ended
-REPEAT_SECONDS = 2.0  # seconds in which a page that waits asks again after an answer
+REPEAT_SECONDS = 2.0  # seconds in which a waiting page asks again after an answer
 PIECE_NBYTES = 1 << 16
 PLAN_FILE = "plan.html"
 RESPONSE_HEADERS = {
@@ -47,7 +42,7 @@ RESPONSE_HEADERS = {
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """The host and port of PORT or HOST:PORT. Raises InputError."""
+    """Parse PORT or HOST:PORT into host and port. Raises InputError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if ":" in text else LOOPBACK_HOST
     if not (port.isascii() and port.isdecimal()) or int(port) > 65535 or not host:
@@ -58,11 +53,11 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class RunsPageServer:
-    """A page that listens at `address` once it is made; `url` is where. Raises InputError.
+    """Serves the runs page at the address `watch`, bound at creation; `url` is the page's. Raises InputError.
 
-    board  what it shows
-    Pages ask with `wait`: they are answered when so many seconds have passed, or at once when the run has ended. So
-    each of them has the end, hidden ones included, whose timers a browser slows down.
+    board  the data that the page shows
+    A page asks with `wait` seconds; the answer comes after them, or at once when the run has ended. So every page gets
+    the end, also hidden pages, whose timers a browser slows down.
     """
 
     def __init__(self, watch: str, board: RunsPageData) -> None:
@@ -79,15 +74,13 @@ class RunsPageServer:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL + 1)
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
-        self._num_waiting, self._last_answer_time = (
-            0,
-            -REPEAT_SECONDS,
-        )  # pages, and when one was told that the run goes on
+        # waiting pages, and when one last heard that the run goes on
+        self._num_waiting, self._last_answer_time = 0, -REPEAT_SECONDS
 
     def _make_app(self, is_local: bool) -> Starlette:
         routes = [Route("/", self._page), Route("/data", self._data), Route("/plan", self._plan)]
         host_guard = Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
-        # a page elsewhere whose name was made to point here has another name than these
+        # refuses pages of other hosts whose names were made to point here
         return Starlette(routes=routes, middleware=[host_guard] if is_local else [])
 
     # ---- answers
@@ -108,7 +101,7 @@ class RunsPageServer:
         return Response(data_json, media_type="application/json", headers=RESPONSE_HEADERS)
 
     async def _wait_for_end(self, request: Request, seconds: float) -> None:
-        """Return after so many seconds, or when the run has ended, or whoever asked or the server goes away."""
+        """Return after `seconds`, or when the run has ended, or when the client or the server goes away."""
         deadline = time.monotonic() + seconds
         self._num_waiting += 1
         try:
@@ -122,7 +115,7 @@ class RunsPageServer:
             self._num_waiting -= 1
 
     async def _plan(self, request: Request) -> Response:
-        """The plan's picture of a run; its own policy allows its own script."""
+        """Answer the picture of a run's plan; its policy allows only its own script."""
         run = self.board.runs.get(request.query_params.get("run", ""))
         plan_path = run and run.folder / PLAN_FILE
         if not plan_path or not plan_path.is_file():
@@ -135,7 +128,7 @@ class RunsPageServer:
     # ---- running
 
     def start(self) -> None:
-        """Serve in a thread of its own; returns once it has answered each kind of request."""
+        """Serve in a thread; returns once the server has answered each kind of request."""
         args = ([self._socket],)
         self._thread = threading.Thread(target=self._server.run, args=args, daemon=True)
         self._thread.start()
@@ -143,7 +136,7 @@ class RunsPageServer:
             self._request_page(path)
 
     def _request_page(self, path: str) -> None:
-        """Have the page answer, so that its memory is taken now."""
+        """Request a path of the page, so that the memory of its answers is taken now."""
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": LOOPBACK_HOST, "::": "::1"}.get(host, host)
         with (
@@ -155,7 +148,7 @@ class RunsPageServer:
                 pass
 
     def close(self) -> None:
-        """End the thread once all pages have the end of the run; connections that do not end in time are cut."""
+        """End the thread once all pages know the end of the run; connections that do not end in time are cut."""
         deadline = time.monotonic() + CLOSE_SECONDS
         while (self.board.end and time.monotonic() < deadline) and (
             self._num_waiting or time.monotonic() < self._last_answer_time + REPEAT_SECONDS
@@ -179,7 +172,7 @@ async def _file_pieces(path: Path) -> AsyncIterator[bytes]:
 
 
 def _bind_socket(watch: str, host: str, port: int) -> socket.socket:
-    """A socket that listens there and gives up clients that take nothing. Raises InputError."""
+    """Open a socket that listens at an address and gives up clients that take nothing. Raises InputError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=CONNECTIONS)

@@ -1,4 +1,4 @@
-"""What all routes share: the model, its engine, and how answers travel from the engine's thread to a request."""
+"""State that all routes share: the model, its engine, and how events travel from the engine's thread to a request."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ T = TypeVar("T")
 QueueItem = tuple[int, JobEvent] | None
 EventQueue = asyncio.Queue[QueueItem]
 Loop = asyncio.AbstractEventLoop
-# of all requests together: characters of their grammars, and bytes of their prompts and settings
+# for all requests together: characters of grammars, and bytes of prompts and settings
 RESOURCE_LIMITS = {"grammars": 1 << 17, "settings": 40 << 20}
 
 
@@ -50,11 +50,11 @@ class PromptTooLong(InputError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What requests may ask for.
+    """Limits of requests.
 
     body               most bytes of a request
     max_answer_tokens  most tokens of an answer; -1: as many as fit
-    max_seconds        for an answer
+    max_seconds        most seconds of an answer
     patience           seconds in which a client must send a request, and take each piece of an answer
     """
 
@@ -66,7 +66,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A LoRA adapter as clients are told of it.
+    """A LoRA adapter's names and hash, as clients see them.
 
     run_name  NAME of NAME.run/adapter.gguf, where `finetune` writes it; else the stem of the file
     sha256    the first 16 digits of the file's SHA-256
@@ -81,18 +81,17 @@ class AdapterFile:
 class Server:
     """A model being served.
 
-    model_hash       the fingerprint of the base's tensors
-    template_source  the chat template
-    bos_text         text of the BOS token, with which a template may begin
-    name             of the model, as clients see it
-    aliases          its other names
-    reasoning how thoughts are told, where a request does not say
-    scales        of the adapters, where a request does not say
-    embedder      a context for embeddings, and how they are pooled; None: they are off
-    slots_folder  where slots are saved; None: nowhere
-    has_metrics   whether /metrics answers
-    has_slots     whether /slots answers
-    has_page      whether there is a page at /
+    model_hash        fingerprint of the base's tensors
+    template_source   source of the chat template
+    bos_text          text of the BOS token, with which a template may begin
+    name, aliases     the model's names for clients
+    reasoning_format  how answers return thoughts, where a request does not say
+    scales            scales of the adapters, where a request does not say
+    embedder          a context for embeddings; None: /v1/embeddings is off
+    slots_folder      folder of saved slots; None: slots cannot be saved
+    has_metrics       whether /metrics answers
+    has_slots         whether /slots answers
+    has_page          whether there is a page at /
     """
 
     model: ModelFile
@@ -118,9 +117,8 @@ class Server:
     reasoning_format: str = AUTO
     start_time: float = field(default_factory=time.time)
     _render_lock: Lock = field(default_factory=Lock)
-    _resource_lock: Any = field(
-        default_factory=RLock
-    )  # again within itself: what is collected is forgotten
+    # reentrant: garbage collection inside `keep` may release another resource
+    _resource_lock: Any = field(default_factory=RLock)
     _resource_sizes: Counter[str] = field(default_factory=Counter)
     _pending_events: dict[Loop, list[tuple[EventQueue, QueueItem]]] = field(default_factory=dict)
 
@@ -131,13 +129,13 @@ class Server:
 
     @cached_property
     def style(self) -> ToolCallStyle:
-        """How the chat template writes calls of tools."""
+        """The style in which the chat template writes tool calls."""
         with self._render_lock:
             return detect_style(self.renderer, self.template_source)
 
     @cached_property
     def think_marks(self) -> tuple[str, str] | None:
-        """What stands before and behind thoughts; None if the template has none."""
+        """Texts before and behind thoughts; None if the template has no thoughts."""
         return thinking_marks(self.template_source, self.renderer.marks)
 
     @property
@@ -148,22 +146,21 @@ class Server:
     def render_prompt(
         self, conversation: Conversation, variables: Mapping[str, Any], has_start: bool = True
     ) -> str:
-        """The text of a conversation; more: variables of its template; begins: with that of an answer.
-
+        """Render a conversation with `variables` of its template, and the beginning of an answer if `has_start`.
         Raises InputError.
         """
         with self._render_lock:  # one child renders
             return self.renderer.prompt(conversation, variables, has_start)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a rendered conversation, with at most one BOS."""
+        """Tokenize a rendered conversation, with at most one BOS."""
         has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         return self.tokenizer.encode(text, bos=False if has_bos else None, eos=False)
 
     # ---- jobs
 
     def keep(self, resource: T, resource_size: int, resource_kind: str = "grammars") -> T:
-        """Count what a request has, of such a size, as long as it is in use. Raises Busy if all are too large."""
+        """Count a request's resource while it is in use, and return it. Raises ServerBusy if all are too large."""
         with self._resource_lock:
             if self._resource_sizes[resource_kind] + resource_size > RESOURCE_LIMITS[resource_kind]:
                 raise ServerBusy(f"too many large {resource_kind} are in use; try again later")
@@ -176,7 +173,7 @@ class Server:
             self._resource_sizes[resource_kind] -= resource_size
 
     def check_job(self, job: GenerationJob) -> None:
-        """Raises InputError unless the prompt has tokens, and room for one more."""
+        """Raise InputError unless the prompt has tokens and room for one more, and the slot exists."""
         if not job.prompt:
             raise InputError(
                 "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
@@ -189,7 +186,7 @@ class Server:
             )
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The vector of each text. Raises Refused, InputError."""
+        """Return the normalized embedding of each text. Raises HttpRefusal, InputError."""
         embedder = self.embedder
         if embedder is None:
             raise HttpRefusal(
@@ -213,7 +210,7 @@ class Server:
     # ---- slots as files
 
     def save_slot(self, number: int, path: Path) -> int:
-        """Save a slot's state to a file; how many tokens it has. Raises Refused, InputError."""
+        """Save a slot's state to a file; returns its number of tokens. Raises HttpRefusal, InputError."""
         context = self.engine.context
 
         def save_in_engine() -> int:
@@ -228,7 +225,7 @@ class Server:
         return self.engine.call(save_in_engine).result()
 
     def restore(self, number: int, path: Path) -> int:
-        """Restore a slot's state from a file; how many tokens it has. Raises Refused, InputError."""
+        """Restore a slot's state from a file; returns its number of tokens. Raises HttpRefusal, InputError."""
         context = self.engine.context
 
         def restore_in_engine() -> int:
@@ -249,7 +246,7 @@ class Server:
         return self.engine.call(restore_in_engine).result()
 
     def erase_slot(self, number: int) -> int:
-        """Forget a slot's tokens; how many it had. Raises Refused."""
+        """Remove a slot's tokens; returns how many there were. Raises HttpRefusal."""
         context = self.engine.context
 
         def erase_in_engine() -> int:
@@ -269,13 +266,13 @@ class Server:
     async def job_events(
         self, jobs: Sequence[GenerationJob], quiet_seconds: float | None = None
     ) -> AsyncGenerator[list[tuple[int, JobEvent]]]:
-        """What the engine tells of jobs, as much as there is: numbers of jobs, each with a Part or its End.
+        """Yield lists of the engine's events so far, each with the number of its job; a job's last is AnswerEnd.
 
-        quiet  seconds after which an empty list comes, whether or not there was something
+        quiet_seconds  interval of additional empty lists; None: none come
 
-        The first list is empty and says that all jobs were taken; Busy is raised before it.
+        The first list is empty and says that all jobs were taken; ServerBusy is raised before it.
 
-        Who stops listening cancels them. Raises Busy, InputError.
+        Closing the generator cancels the jobs. Raises ServerBusy, InputError.
         """
         for job in jobs:
             self.check_job(job)
@@ -300,13 +297,14 @@ class Server:
                 ticket.cancel()
 
     def _add_event(self, loop: Loop, queue: EventQueue, job_index: int, event: JobEvent) -> None:
-        """In the engine's thread, which wakes a loop only once a run."""
+        """Collect an event in the engine's thread, which wakes a request's loop only once a run."""
         self._pending_events.setdefault(loop, []).append((queue, (job_index, event)))
 
     def _deliver_events(self) -> None:
+        """Hand the events of a run to the loops of their requests."""
         pending_events, self._pending_events = self._pending_events, {}
         for loop, loop_events in pending_events.items():
-            with suppress(RuntimeError):  # its loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(_put_events, loop_events)
 
 
@@ -316,7 +314,7 @@ def _put_events(loop_events: Sequence[tuple[EventQueue, QueueItem]]) -> None:
 
 
 async def _send_ticks(queue: EventQueue, seconds: float | None) -> None:
-    """Nothing, now and then."""
+    """Put None into the queue every `seconds`; None: never."""
     while seconds is not None:
         await asyncio.sleep(seconds)
         queue.put_nowait(None)

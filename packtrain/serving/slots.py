@@ -1,4 +1,4 @@
-"""A slot, which is a sequence of the context, and the answer that is being written in it."""
+"""Slots, which are sequences of the context, and the answers that are written in them."""
 
 import time
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from packtrain.serving.generation_jobs import (
 class Slot:
     """A sequence of the context.
 
-    answer  the answer; None: it is idle
-    scales  of the adapters with which its cells were computed
-    used    when it was last taken
+    answer  the answer being written; None: the slot is idle
+    scales  adapter scales with which its cells were computed
+    used    when the slot was last taken
     """
 
     index: int
@@ -37,16 +37,16 @@ class Slot:
 class SlotAnswer:
     """The answer to a ticket, as its tokens come.
 
-    left             tokens still to read: of the prompt, then the last one written
+    left             tokens still to read: of the prompt, then the last token written
     output_ids       tokens written
     text_ids         all tokens that count: the prompt and those written, less what was forgotten
     num_cached       tokens of the prompt that were in the cache
-    num_waited_runs  runs since it read something
-    is_paused        it waits until there is room in the context
+    num_waited_runs  runs since the answer last read tokens
+    is_paused        whether the answer waits until there is room in the context
     """
 
     def __init__(self, ticket: JobTicket, tokenizer: Tokenizer, slot_index: int) -> None:
-        """Raises InputError."""
+        """Prepare an answer to the ticket's job. Raises InputError."""
         job = self.job = ticket.job
         self.ticket, self._tokenizer, self._slot = ticket, tokenizer, slot_index
         self.left, self.text_ids, self.output_ids = [*job.prompt], [*job.prompt], list[int]()
@@ -66,11 +66,11 @@ class SlotAnswer:
 
     @property
     def reading(self) -> bool:
-        """Whether the last token of `left` is not one that was just written."""
+        """Whether the answer reads its prompt, or reads a text again, instead of writing."""
         return not self.output_ids or len(self.left) > 1
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
-        """Forget a part of the text in the middle; from which token to which. The last one is not in the cache yet."""
+        """Forget the middle of the text; returns its bounds. The text's last token is not in the KV cache yet."""
         job, num_cached = self.job, len(self.text_ids) - 1
         num_keep = len(job.prompt) if job.num_keep < 0 else job.num_keep + has_bos
         num_keep = min(num_keep, num_cached - 1)
@@ -80,7 +80,7 @@ class SlotAnswer:
         return num_keep, num_keep + num_forgotten
 
     def choose_token(self, candidates: SamplerInput) -> None:
-        """Choose the next token, and tell what text it completes. Raises InputError."""
+        """Choose the next token, and report the text that it completes. Raises InputError."""
         if not self.output_ids:
             self._first = time.perf_counter()
         if self.job.max_tokens == 0:
@@ -116,7 +116,7 @@ class SlotAnswer:
             self.finish("count")
 
     def _is_cut_off(self) -> bool:
-        """Whether it has written for long enough, or a line begins with too few spaces."""
+        """Return whether the answer has written for long enough, or a line begins with too few spaces."""
         job, is_timed_out = self.job, 0 < self.job.max_seconds < time.perf_counter() - self._first
         words = self._line.lstrip(" \t")
         return self._has_line and (
@@ -124,7 +124,7 @@ class SlotAnswer:
         )
 
     def finish(self, reason: str, message: str = "") -> None:
-        """Tell the rest of the text, and why it ended."""
+        """End the answer: report the rest of its text, and why it ended."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -144,7 +144,7 @@ class SlotAnswer:
         )
 
     def tell_progress(self) -> None:
-        """How much of the prompt has been read, if the job asks for that."""
+        """Report how much of the prompt has been read, if the job asks for that."""
         if self.job.report_progress and not self.output_ids:
             total_tokens = len(self.job.prompt)
             read, seconds = total_tokens - len(self.left), time.perf_counter() - self._start_time
@@ -157,7 +157,7 @@ class SlotAnswer:
 
 
 def describe_token(candidates: SamplerInput, token_id: int, num_top: int) -> GeneratedToken:
-    """A token; with its probability and the `num_top` likeliest ones where they are asked for."""
+    """Return a generated token; if `num_top`, with its log-probability and the `num_top` likeliest tokens."""
     if not num_top or isinstance(candidates, int):
         return GeneratedToken(token_id)
     c = candidates

@@ -1,8 +1,9 @@
-"""How a chat template writes calls of tools: found by rendering one, and comparing it with an answer in words.
+"""The style in which a chat template writes tool calls: found by rendering a call, and comparing it with plain words.
 
 A call is a document between texts: an object with the function's name and its arguments (Hermes, Mistral, Llama,
 Granite …), or the name, a text, and the arguments as an object (functionary, DeepSeek, Kimi, gpt-oss …) or one by one
-(Qwen3-Coder, GLM …), or as keywords of Python (LFM2).
+(Qwen3-Coder, GLM …), or as keywords of Python (LFM2). A list of families would be out of date with the next model.
+Among 69 templates of llama.cpp, those that write calls show their style, except LFM 2.5's and four others.
 """
 
 import json
@@ -25,7 +26,7 @@ from packtrain.serving.call_arguments import (
 NAME, PROBE_LAST, PROBE_WORDS = "probename", "probelast", "probewords"
 KEYS, PROBE_VALUES = ("probekey", "otherkey"), ("probevalue", "othervalue")
 PROBE_IDS = "call00001", "call00002"
-ID_MARK, COUNT = "\0", "\1"  # in texts: the id of a call, and a number
+ID_MARK, COUNT = "\0", "\1"  # characters that stand for the id of a call, and for a number
 WILD = {ID_MARK: r"[A-Za-z0-9_-]{1,40}", COUNT: r"[0-9]{1,3}"}
 FAR = 100  # most characters between a name and its arguments
 CallObject = dict[str, Any]
@@ -33,21 +34,20 @@ CallObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStyle:
-    """How calls are written. White space between the parts does not count.
+    """A style of tool calls. White space between the parts does not count.
 
-    opening, again, closing  texts before the first call, between two, and behind the last; without `separator` an answer
-                             has one call; ID and COUNT in them stand for what differs from call to call
-    name, arguments          keys of the object
-    is_list  a list of objects is one document
-    keys     all keys of the object, as they stand in it; others than these two have texts, and may be
-                             missing
-    middle                   stands between the name and the arguments, where the name is not in an object
-    pair                     what stands before a key, between key and value, and behind the value, where arguments are
-                             written one by one: strings as they are, others as JSON
-    typed_separators  what stands between key and value where the value is no string, by its kind, if it differs
-    quote             stands around strings where the object's keys are bare, as in Gemma 4's calls
-    python            stands around strings where arguments are keywords, as in LFM2's calls
-    words_prefix      stands before words, as functionary's `all` in a line of its own
+    opening, separator, closing  texts before the first call, between two, and behind the last; without `separator` an
+                                 answer has one call; ID_MARK and COUNT in them stand for what differs between calls
+    name, arguments              keys of the object
+    is_list                      a list of objects is one document
+    keys                         all keys of the object, in order; others than these two have texts, and may be missing
+    middle                       text between the name and the arguments, where the name is not in an object
+    pair                         texts before a key, between key and value, and behind the value, where arguments are
+                                 written one by one: strings as they are, others as JSON
+    typed_separators             text between key and a value that is no string, by its kind, if it differs
+    quote                        text around strings where the object's keys are bare, as in Gemma 4's calls
+    python                       text around strings where arguments are keywords, as in LFM2's calls
+    words_prefix                 text before words, as functionary's `all` in a line of its own
     """
 
     opening: str
@@ -65,14 +65,14 @@ class ToolCallStyle:
     words_prefix: str = ""
 
     def value_separator(self, kind: str) -> str:
-        """What stands between key and value, for a value of this kind of JSON Schema."""
+        """Return the text between key and value, for a value of this type of JSON Schema."""
         assert self.pair is not None
         return dict(self.typed_separators).get(
             kind if kind != "number" else "integer", self.pair[1]
         )
 
     def example(self) -> str:
-        """A call as it is written, for a model that has to be told."""
+        """Return an example of a call, for a model that has to be told the style."""
         if self.middle is None:
             call = f'{{"{self.name}": NAME, "{self.arguments}": {{…}}}}'
             call = f"[{call}]" if self.is_list else call
@@ -82,7 +82,7 @@ class ToolCallStyle:
         return re.sub(f"[{ID_MARK}{COUNT}]", "1", f"{self.opening}{call}{self.closing}").strip()
 
     def call_openings(self, names: Collection[str]) -> tuple[str, ...]:
-        """Texts with which a call begins, if an answer has them."""
+        """Return the texts with which a call in an answer begins."""
         if self.opening.strip():
             return (re.split(f"[{ID_MARK}{COUNT}]", self.opening)[0].strip(),)
         if self.middle is None:
@@ -91,14 +91,14 @@ class ToolCallStyle:
         return tuple(f"{name}{self.middle}{brace}" for name in names)
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
-        """The words before the calls, and the calls (name, arguments), up to one that cannot be read."""
+        """Split an answer into words and the calls (name, arguments) after them, up to a call that cannot be read."""
         text = text.removeprefix(self.words_prefix)
         opening_match = self._opening_pattern(names).search(text)
         if opening_match and self.middle is not None and not self.opening.strip():
             opening_match = self._earlier_call(text, opening_match.start(), names) or opening_match
         parsed_calls, pos = list[tuple[str, Any]](), opening_match.end() if opening_match else -1
         call_gap = f"{_spaced(self.closing)}{_spaced(self.opening)}"
-        separator = _spaced(self.separator)  # which may be a new line
+        separator = _spaced(self.separator)  # the separator may be a new line
         between = re.compile(
             f"{separator}|{call_gap}" if self.separator.strip() else f"{call_gap}|{separator}"
         )
@@ -116,7 +116,7 @@ class ToolCallStyle:
         )
 
     def _earlier_call(self, text: str, at: int, names: Collection[str]) -> re.Match[str] | None:
-        """A call right behind words, which only the next one, there, tells from them."""
+        """Find a call right behind words, recognized only by the call at `at` that follows it."""
         name_pattern = re.compile(rf"(?=(?:{_any(names)}){_spaced(self.middle or '')})")
         for match in name_pattern.finditer(text, 0, at):
             earlier_calls, end_pos = self._read_calls(text, match.start(), names)
@@ -125,7 +125,7 @@ class ToolCallStyle:
         return None
 
     def _has_ended(self, text: str, end_pos: int) -> bool:
-        """Whether a call ends there: it may have been cut off."""
+        """Return whether a call is complete at `end_pos`, and not cut off."""
         closing_texts = [rest for rest in (self.separator, self.closing) if rest.strip()]
         has_ended = any(re.compile(_spaced(rest)).match(text, end_pos) for rest in closing_texts)
         if self.separator.isspace():  # the next call stands on the next line
@@ -137,15 +137,13 @@ class ToolCallStyle:
             return re.compile(_spaced(self.opening).removeprefix(r"\s*"))
         if self.middle is None:
             return re.compile(rf'(?=\{{\s*"{re.escape(self.name)}"\s*:)')
-        line_prefix = (
-            f"^|{re.escape(self.separator.strip())}" if self.separator.strip() else "^"
-        )  # of words
+        line_prefix = f"^|{re.escape(self.separator.strip())}" if self.separator.strip() else "^"
         return re.compile(rf"(?m)(?:{line_prefix})(?=(?:{_any(names)}){_spaced(self.middle)})")
 
     def _read_calls(
         self, text: str, at: int, names: Collection[str]
     ) -> tuple[list[tuple[str, Any]], int]:
-        """The calls of a document, none if it cannot be read; and where it ends."""
+        """Read the calls of the document at `at`, [] if it cannot be read; returns them and the document's end."""
         if self.middle is not None:
             named_call = self._read_named_call(text, at, names)
             return ([], at) if named_call is None else ([named_call[:2]], named_call[2])
@@ -156,13 +154,13 @@ class ToolCallStyle:
         return [(call[self.name], call.get(self.arguments, {})) for call in calls], end_pos
 
     def _read_named_call(self, text: str, at: int, names: Collection[str]) -> ParsedCall | None:
-        """A call whose name stands before its arguments."""
+        """Read the call at `at` whose name stands before its arguments; None if there is none."""
         if self.python:
             call_match = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(
                 text, at
             )
             return call_match and read_keywords(text, call_match[1], call_match.end())
-        if self.pair is None:  # what stands between varies
+        if self.pair is None:  # the text between name and arguments varies
             name_match = re.compile(rf"\s*({_any(names)})(?![\w-])[^{{]{{0,{FAR}}}").match(text, at)
             if name_match is None:
                 return None
@@ -188,7 +186,7 @@ class ToolCallStyle:
 
 HERMES = ToolCallStyle("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 MISTRAL = ToolCallStyle("[TOOL_CALLS]", "", "", is_list=True)
-LLAMA = ToolCallStyle("", "", "", arguments="parameters")  # nothing stands around it
+LLAMA = ToolCallStyle("", "", "", arguments="parameters")  # no text around the object
 GRANITE = ToolCallStyle("<|tool_call|>", "", "", is_list=True)
 LFM2 = ToolCallStyle("<|tool_call_start|>[", "), ", ")]<|tool_call_end|>", middle="(", python='"')
 KIMI = ToolCallStyle(
@@ -196,7 +194,7 @@ KIMI = ToolCallStyle(
     "<|tool_call_end|><|tool_call_begin|>functions.",
     "<|tool_call_end|><|tool_calls_section_end|>",
     middle=f":{COUNT}<|tool_call_argument_begin|>",
-)  # some of whose templates write ids only, which have the names in them
+)  # some templates write only ids, which contain names
 TAUGHT_STYLES = {
     "[TOOL_CALLS]": MISTRAL,
     "<|tool_call|>": GRANITE,
@@ -207,7 +205,7 @@ EXAMPLE_VALUES = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a":
 
 
 def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle:
-    """The style that a chat template writes, or teaches if it writes none; Hermes's if it does neither."""
+    """Return the style that a chat template writes, or teaches if it writes no calls; else Hermes's."""
     written_style = _rendered_style(renderer) if renderer.takes_calls else None
     if written_style is not None:
         return written_style
@@ -221,7 +219,7 @@ def detect_style(renderer: ConversationRenderer, template: str) -> ToolCallStyle
 
 
 def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
-    """From what the template makes of a call, and of two; None if that is no form known here."""
+    """Derive the style from a rendered call, and from two; None if they show no known style."""
     try:
         words_prefix = _render_reply(renderer, {"content": PROBE_WORDS}).partition(PROBE_WORDS)[0]
         one_call = _render_reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0)]})
@@ -243,7 +241,7 @@ def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
 
 
 def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[str, str], ...]:
-    """What stands between a key and values of other kinds than texts, where that differs."""
+    """Return the text between a key and a value for each kind of value for which the text differs."""
     assert style.pair is not None
     separators, (_, default_separator, after_value) = [], style.pair
     for kind, value in EXAMPLE_VALUES.items():
@@ -265,7 +263,7 @@ def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[
 
 
 def _render_reply(renderer: ConversationRenderer, message: dict[str, Any]) -> str:
-    """The text of an answer, without the token that ends it."""
+    """Render an answer, and return its text without the token that ends it."""
     user_message = {"role": "user", "content": "a"}
     about = {"name": NAME, "description": "b", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": about}] if renderer.takes_tools else None
@@ -282,7 +280,7 @@ def _call(name: str, call_index: int) -> CallObject:
 
 
 def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """Name and arguments are in one object, or in one of a list."""
+    """Derive a style with name and arguments in one object, or in a list of objects; None if it is not that."""
     for start in (match.start() for match in re.finditer(r"[{\[]", one_call)):
         document, end = read_document(one_call, start)
         call_object = document[0] if isinstance(document, list) and document else document
@@ -300,6 +298,7 @@ def _object_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _value_kind(value: Any) -> str:
+    """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
     if value == NAME:
         return "name"
     is_arguments = isinstance(value, dict) and tuple(value.items()) == tuple(
@@ -309,7 +308,7 @@ def _value_kind(value: Any) -> str:
 
 
 def _call_separator(two_calls: str, opening: str, closing: str) -> str:
-    """What stands between two calls."""
+    """Return the text between two calls; "" if there is none."""
     value_start = two_calls.find(PROBE_VALUES[1])
     end_offsets = [
         match.end()
@@ -326,7 +325,7 @@ def _call_separator(two_calls: str, opening: str, closing: str) -> str:
 
 
 def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
-    """The arguments come after the name, as an object or one by one."""
+    """Derive a style with arguments after the name, as an object or one by one; None if it is not that."""
     opening, _, rest = one_call.partition(NAME)
     if not rest or NAME in rest:
         return None
@@ -372,14 +371,14 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
-    """The arguments as keywords of a call in Python."""
+    """Match the probe's arguments as keywords of a call in Python."""
     (first_key, x), (b, y) = zip(KEYS, PROBE_VALUES, strict=True)
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
-    """The arguments as an object with bare keys, in either order."""
+    """Match the probe's arguments as an object with bare keys, in either order."""
     probe_pairs = [*zip(KEYS, PROBE_VALUES, strict=True)]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"
@@ -395,7 +394,7 @@ def _probe_words() -> Iterator[str]:
 
 
 def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
-    """What stands between the arguments of a call, which end so, and the name of the next."""
+    """Return the text between a call's arguments, which end with `arguments_end`, and the next name."""
     _, last_value, text_after_value = two_calls.partition(PROBE_VALUES[1])
     call_gap, probe_last, _ = text_after_value.partition(PROBE_LAST)
     at = call_gap.find(arguments_end)
@@ -403,10 +402,11 @@ def _text_after_arguments(two_calls: str, arguments_end: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """A pattern of the text with any white space between its words, and around it."""
+    """Return a pattern of a text with any white space between its words, and around it."""
     word_patterns = ("".join(WILD.get(c) or re.escape(c) for c in word) for word in text.split())
     return r"\s*".join(["", *word_patterns, ""]) if text.strip() else r"\s*"
 
 
 def _any(names: Collection[str]) -> str:
+    """Return a pattern of any of the names, the longest first."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

@@ -1,4 +1,4 @@
-"""Tools: which an answer may call, the grammar of calls, and the calls in a text."""
+"""Tools that an answer may call, the grammar of calls, and the calls in a text."""
 
 import json
 import uuid
@@ -28,9 +28,11 @@ class RequestTools:
     """The tools of a request.
 
     functions       each with name, description and parameters
-    choice          auto, required, or the name of one
+    choice          auto, required, or the name of a tool
     allow_parallel  whether an answer may have several calls
-    warnings        what answers are not held to
+    warnings        keywords of schemas to which answers are not held; a strict, named or required tool is refused.
+                    With choice auto, such a tool may never be called: refusing would be wrong, and so would silence.
+                    Clients ignore fields that they do not know
     """
 
     functions: tuple[Call, ...]
@@ -43,7 +45,7 @@ class RequestTools:
     def from_request(
         cls, body: JsonBody, conversation: Conversation, style: ToolCallStyle
     ) -> "RequestTools | None":
-        """Those that an answer may call. Raises InputError."""
+        """Parse the tools that an answer may call; None without any. Raises InputError."""
         choice = body.get("tool_choice") if body.has("tool_choice") else "auto"
         functions = tuple(tool["function"] for tool in conversation.tools or ())
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -86,7 +88,7 @@ class RequestTools:
         return [function["name"] for function in self.functions]
 
     def grammar(self, tokenizer: Tokenizer, otherwise: str = "") -> Grammar:
-        """Calls that fit the functions' parameters: from the first token on, or once one begins.
+        """Create the grammar of calls that fit the functions' parameters: from the first token on, or once one begins.
 
         otherwise  schema of a document that an answer is where it need not call. Raises InputError.
         """
@@ -130,7 +132,7 @@ class RequestTools:
         return Grammar(tokenizer, builder.build_grammar(start_rule, otherwise), **triggers)
 
     def _call_rule(self, builder: ToolCallRules, chosen: Sequence[Call]) -> str:
-        """The grammar of one call of these functions."""
+        """Return the rule of one call of these functions."""
         style = self.style
         if style.middle is None:
             return builder.document(self._calls_schema(chosen))
@@ -140,7 +142,7 @@ class RequestTools:
         )
 
     def _arguments_rule(self, builder: ToolCallRules, function: Call) -> str:
-        """What stands behind a name: an object, or its parts one by one."""
+        """Return the rule of the arguments behind a name: an object, or its parts one by one."""
         schema = function["parameters"] or {"type": "object"}
         if self.style.quote:
             return builder.bare_object_rule(self.style.quote)
@@ -169,7 +171,7 @@ class RequestTools:
         return " ".join(argument_rules)
 
     def _keywords_rule(self, builder: ToolCallRules, schema: Call) -> str:
-        """The arguments as keywords of Python, in the order of the schema."""
+        """Return the rule of arguments as keywords of Python, in the order of the schema."""
         quote, argument_rules = self.style.python, []
         shared_definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         for key, property_schema in schema.get("properties", {}).items():
@@ -188,7 +190,7 @@ class RequestTools:
         return " ".join(argument_rules)
 
     def _calls_schema(self, chosen: Sequence[Call]) -> Call:
-        """Of the object, or the list of objects, that calls one of these functions."""
+        """Return the JSON schema of the object, or the list of objects, that calls these functions."""
         style = self.style
         call_schemas = [_call_schema(f, style, f"#/$defs/{i}") for i, f in enumerate(chosen)]
         schema: Call = call_schemas[0] if len(call_schemas) == 1 else {"anyOf": call_schemas}
@@ -203,18 +205,18 @@ class RequestTools:
 
     @property
     def call_openings(self) -> tuple[str, ...]:
-        """Texts with which an answer begins to call."""
+        """Texts with which a call in an answer begins."""
         return self.style.call_openings(self.names)
 
     @property
     def stream_openings(self) -> tuple[str, ...]:
-        """The same, and with what may stand between words and a call, which is no part of them."""
+        """Texts with which a call begins, also with a separator between words and the call before them."""
         openings, style = self.call_openings, self.style
         separator = "" if style.opening.strip() or style.middle is None else style.separator.strip()
         return (*openings, *(f"{separator}{text}" for text in openings)) if separator else openings
 
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Whether control tokens are part of calls: the text of an answer must show them then."""
+        """Return whether control tokens are part of calls: the text of an answer must then show them."""
         builder, style = ToolCallRules(tokenizer, WILD), self.style
         texts = (
             style.opening,
@@ -226,13 +228,13 @@ class RequestTools:
         return any(isinstance(part, int) for text in texts for part in builder.split_tokens(text))
 
     def parse(self, text: str) -> tuple[str, list[Call]]:
-        """The content of an answer, and its calls, as OpenAI's API has them, up to one that cannot be read."""
+        """Split an answer into content and calls in OpenAI's shape, up to a call that cannot be read."""
         answer_words, parsed_calls = self.style.parse(text, self.names)
         return answer_words, [_openai_call(name, arguments) for name, arguments in parsed_calls]
 
 
 def _allowed_functions(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
-    """The mode of allowed_tools, and those of the functions that it lists. Raises InputError."""
+    """Return the mode of allowed_tools, and the functions that it lists. Raises InputError."""
     options = JsonBody(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
     allowed = [_named(item, "tool_choice.tools") for item in options.get_list("tools", MAX_TOOLS)]
     if not allowed:
@@ -249,7 +251,7 @@ def _named(choice: Any, field_path: str) -> str:
 
 
 def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
-    """What is wrong with a schema, and with which of its properties; empty if nothing is."""
+    """Return what is wrong with a schema or one of its properties; "" if nothing is."""
     try:
         Grammar.from_schema(tokenizer, json.dumps(schema or {"type": "object"}))
         return ""
@@ -263,7 +265,7 @@ def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
 
 
 def with_tools_prompt(conversation: Conversation, style: ToolCallStyle) -> Conversation:
-    """Tools as a system message, where the template has no place for them."""
+    """Return the conversation with its tools as a system message, where the template has no place for them."""
     functions = (tool["function"] for tool in conversation.tools or ())
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     words, messages = EXPLAINED.format(tools=lines, example=style.example()), conversation.messages

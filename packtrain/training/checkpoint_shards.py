@@ -1,4 +1,4 @@
-"""Checkpoints of moments that are shared out over ranks: written whole by rank 0, read part by part."""
+"""Checkpoints of runs whose ranks share out the moments: rank 0 writes whole tensors, each rank reads its part."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,7 +13,7 @@ from packtrain.training.checkpoints import TrainingCheckpoint
 
 
 def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
-    """For Session.overlay: the weight that each part is of, and where it begins."""
+    """Map the part of each weight that this rank updates to the weight and the part's first element; {} if unshared."""
     rank_share = plans.shape.moment_share
     if rank_share is None:
         return {}
@@ -27,7 +27,7 @@ def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
 def restored(
     session: Session, plans: TrainingPlans, checkpoint: TrainingCheckpoint, moments: bool = True
 ) -> None:
-    """Give the saved leaves of a session the values of a checkpoint; without `moments`, these begin at zero."""
+    """Set the leaves of a session to the values of a checkpoint; without `moments`, moments begin at zero."""
     for name, leaf in plans.checkpoint_tensors.items():
         if leaf.role == "moment" and not moments:
             session.fill(name, lambda array: array.fill(0))
@@ -40,7 +40,7 @@ def restored(
 
 
 class SessionArrays(Mapping[str, np.ndarray]):
-    """Leaves by name, each read on access, see Session.view."""
+    """Mapping from leaf names to arrays of a session, each read on access by Session.view."""
 
     def __init__(self, session: "Session", leaf_names: Iterable[str]) -> None:
         self._session, self._leaf_names = session, tuple(leaf_names)
@@ -56,7 +56,7 @@ class SessionArrays(Mapping[str, np.ndarray]):
 
 
 class GatheredArrays(Mapping[str, np.ndarray]):
-    """The saved leaves of all ranks by name, on rank 0; the others `serve_shards`. An array lives until the next is read."""
+    """Leaves of all ranks by name, for rank 0; the others run `serve_shards`. Reading one ends the previous array."""
 
     def __init__(self, session: Session, plans: TrainingPlans, rank_share: RankShare) -> None:
         self.session, self.plans, self.rank_share = session, plans, rank_share
@@ -77,15 +77,16 @@ class GatheredArrays(Mapping[str, np.ndarray]):
         return len(self.plans.checkpoint_tensors)
 
     def serve_shards(self) -> None:
-        """Give rank 0 what it asks for, until it has all."""
+        """Send this rank's part of each leaf that rank 0 reads, until rank 0 calls `finish`."""
         while (name := current_world().from_first(None)) is not None:
             self._gather(name)
 
     def finish(self) -> None:
-        """Rank 0 has all."""
+        """Tell the other ranks that rank 0 has read all leaves."""
         current_world().from_first(None)
 
     def _gather(self, name: str) -> np.ndarray:
+        """Gather a moment from all ranks into one array; every rank must call this."""
         state_kind, _, weight = name.partition("/")
         leaf = self.plans.leaves[weight]
         flat_array, run = self._buffer(leaf.spec.size), rank_slice(leaf.spec.size, *self.rank_share)
@@ -96,7 +97,7 @@ class GatheredArrays(Mapping[str, np.ndarray]):
         return flat_array.reshape(leaf.shape)
 
     def _buffer(self, count: int) -> np.ndarray:
-        """Room for so many numbers: the arena, which nothing uses between two steps, if that is large enough."""
+        """Return an f32 buffer of `count` numbers: the arena, idle between steps, if large enough, else new memory."""
         if self.plans.largest_plan_in(HOST).arena(HOST).nbytes < 4 * count:
             return np.empty(count, np.float32)
         arena: np.ndarray = self.session.buffer(HOST)
@@ -104,7 +105,7 @@ class GatheredArrays(Mapping[str, np.ndarray]):
 
 
 def checkpoint_arrays(session: Session, plans: TrainingPlans) -> Mapping[str, np.ndarray]:
-    """All leaves that a checkpoint holds, by the names that one process has for them."""
+    """Map the names of all checkpoint leaves to whole arrays, also where ranks share out the moments."""
     rank_share = plans.shape.moment_share
     return (
         SessionArrays(session, plans.checkpoint_tensors)

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to resume bit for bit, in one GGUF file with a checksum.
 
-Progress and leaves are stored by name. The previous file is kept as `.previous`, and the newest valid one is loaded,
-so that a kill at any moment leaves one.
+Progress and leaves are stored by name. The previous checkpoint is kept as `.previous`, and loading takes the newest
+valid one, so that a kill at any moment leaves a valid checkpoint.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class TrainingProgress:
     lowest    lowest training loss, and `unimproved`, steps since then
     shuffled  key of the order of the data: the step at which it was shuffled again, or 0
     last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
-    ends      of the validation of the result, see Evaluated.ends
+    ends      answer ends in the result's validation, see ValidationResult.eog_counts
     since     the step after which the optimizer began, with zero moments
     """
 
@@ -61,7 +61,7 @@ class TrainingProgress:
         )
 
     def with_train_loss(self, loss: float, norm: float, num_past: int) -> "TrainingProgress":
-        """After a good step; `num_past` more losses are kept."""
+        """Return the progress after a good step; the last `num_past` + 1 training losses are saved."""
         recent = (*self.recent, loss)[-1 - num_past :]
         is_better = loss < self.lowest
         lowest, unimproved = (loss, 0) if is_better else (self.lowest, self.unimproved + 1)
@@ -70,7 +70,7 @@ class TrainingProgress:
     def validated(
         self, loss: float, eog_counts: tuple[int, int] = (0, 0), best: bool = False
     ) -> "TrainingProgress":
-        """After a validation; `best`: the result will be the best step, not the last."""
+        """Return the progress after a validation; `best`: the result is the best step, not the last."""
         if loss < self.best:
             return replace(
                 self, best=loss, stale=0, best_step=self.step, last=loss, ends=eog_counts
@@ -81,7 +81,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCheckpoint:
-    """A loaded checkpoint: `about` describes the run, `array(name)` is a leaf, mapped."""
+    """A loaded checkpoint: `about` describes the run, `array(name)` returns a leaf mapped from the file."""
 
     path: Path
     progress: TrainingProgress
@@ -102,7 +102,7 @@ def save(
     about: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Write a checkpoint of leaves by name, keeping the previous one. `about` is any JSON. Raises OSError."""
+    """Write a checkpoint of leaves by name and keep the previous one. `about` is any JSON. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {
         "general.architecture": MetadataValue("string", "packtrain-checkpoint"),
@@ -121,7 +121,7 @@ def save(
 
 
 def link_file(path: Path, target: Path) -> None:
-    """Give the file a second name; the next write replaces only the first one."""
+    """Give a file the second name `target`; the next write to `path` replaces only the first name."""
     temporary_path = path.with_suffix(".keep.part")
     temporary_path.unlink(missing_ok=True)
     try:
@@ -132,14 +132,14 @@ def link_file(path: Path, target: Path) -> None:
 
 
 def copy(path: Path, target: Path) -> None:
-    """A file of its own with the same content."""
+    """Copy a file to `target`, which appears only once it is complete."""
     temporary_path = target.with_name(f".{target.name}.part")
     shutil.copyfile(path, temporary_path)
     os.replace(temporary_path, target)
 
 
 def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the progress, the description of the run, and all leaves."""
+    """Return the SHA-256 of a run's progress, its description and all its leaves."""
     digest = hashlib.sha256()
     for key, text in json_texts.items():
         digest.update(f"{key}={text}\n".encode())
@@ -150,7 +150,7 @@ def _digest(json_texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> 
 
 
 def load_checkpoint(path: Path, report: Callable[[str], None]) -> TrainingCheckpoint | None:
-    """The newest valid checkpoint at `path`: itself, or the previous one, with a message; None if there is none.
+    """Load the newest valid checkpoint at `path`: the file, or with a message the previous one; None if there is none.
 
     Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
     """
@@ -172,7 +172,7 @@ def load_checkpoint(path: Path, report: Callable[[str], None]) -> TrainingCheckp
 
 
 def saved_step(path: Path) -> int:
-    """The step of the newest checkpoint at `path`, from its metadata; 0 if there is none."""
+    """Return the step of the newest checkpoint at `path` from its metadata; 0 if there is none."""
     for checkpoint_path in (path, previous_path(path)):
         with suppress(InputError, ValueError, KeyError, TypeError):
             return int(json.loads(GGUF(checkpoint_path).metadata[KEY + "progress"])["step"])
@@ -206,7 +206,7 @@ def _read_checkpoint(path: Path) -> TrainingCheckpoint:
 
 
 def _is_progress(value: Any) -> bool:
-    """Whether plain data has the fields of Progress, of the right types and not negative; old files lack `later`."""
+    """Return whether plain data has valid fields of TrainingProgress; checkpoints of older versions lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
     later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}

@@ -23,7 +23,7 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def check_space(
     job: TrainingJob, plans: TrainingPlans, extra_files: Iterable[tuple[Path, str, int]] = ()
 ) -> None:
-    """Raise DiskFull, with the bytes needed in each folder, if a disk has less."""
+    """Raise DiskFull, which lists the bytes of each file, if a disk has too little room for a run."""
     files_by_disk: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
     for path, description, nbytes in chain(run_files(job, plans), extra_files):
         folder = path.parent if path.parent.exists() else path.parent.parent
@@ -42,7 +42,7 @@ def check_space(
 
 
 def run_files(job: TrainingJob, plans: TrainingPlans) -> Iterator[tuple[Path, str, int]]:
-    """Files of a run: path, description, and an upper bound of the additional bytes."""
+    """Yield the files that a run will write: path, description, and an upper bound of their additional bytes."""
     folder = job.settings.folder
     checkpoint, best_path = folder / CHECKPOINT, folder / BEST_FILE
     saved_nbytes = leaves_nbytes(plans.checkpoint_tensors.values())
@@ -70,7 +70,7 @@ def _file_nbytes(path: Path) -> int:
 
 @contextmanager
 def resumable(checkpoint: Path, command: str) -> Iterator[None]:
-    """Turn a full disk into DiskFull, which names the last saved step and the command to resume."""
+    """Turn the error of a full disk into DiskFull, which names the last saved step and the command to resume."""
     try:
         yield
     except OSError as error:

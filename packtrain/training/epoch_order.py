@@ -8,16 +8,17 @@ import numpy as np
 
 ROUNDS = 8
 UINT64_MASK = (1 << 64) - 1
-RoundKeys = tuple[int, ...]  # of an epoch: they permute any number of items
+RoundKeys = tuple[int, ...]  # keys of an epoch, which permute any number of items
 
 
 def round_keys(seed: int, epoch: int, key: int = 0) -> RoundKeys:
+    """Draw the keys of an epoch's order; another `key`, such as the step of a reshuffle, gives another order."""
     seed_sequence = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
     return tuple(seed_sequence.generate_state(ROUNDS, np.uint64).tolist())
 
 
 def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
-    """Which of `num_items` items comes at a place, 0 ≤ place < count; each `salt` gives another order."""
+    """Return the item at position `index` of a keyed order of `num_items` items; each `salt` gives another order."""
     half_bits = (num_items - 1).bit_length() + 1 >> 1
     mask = (1 << half_bits) - 1
     while True:

@@ -3,7 +3,7 @@
     82 examples in 17 rows, width 640  ->  lr 4.4e-4, 1 row a step, 11 epochs: 187 updates
     9,000 examples in 4,000 rows       ->  4 rows a step, 1 epoch: 1,000 updates
 
-Rates: LoRA Without Regret (Schulman et al. 2025) finds that the best one falls with the width, does not depend on the
+Rates: LoRA Without Regret (Schulman et al. 2025) finds that the best rate falls with the width, does not depend on the
 rank at a fixed alpha / rank, and is ten times that of full fine-tuning; docs/figures.md has the sweep behind RATE.
 """
 
@@ -20,34 +20,34 @@ from packtrain.models.config import Config
 from packtrain.training.finetune_settings import NEXT_TOKEN, TuneSettings
 
 RATE, WIDTH, POWER = 1e-4, 4096, 0.8  # LoRA's rate at a width, and how it grows for smaller ones
-FULL, PAIR_RATE_SHARE = 0.1, 0.1  # parts of it for all weights, and for losses of pairs
+FULL, PAIR_RATE_SHARE = 0.1, 0.1  # shares of LoRA's rate for all weights, and for losses of pairs
 LORA_SCALE, RSLORA_ALPHA = 2.0, 32.0  # alpha / rank; alpha / sqrt(rank) has no usual value
-MIN_UPDATES = 30  # a run with fewer is called too short
-GOOD_UPDATES = 180  # of small data: steps take fewer rows, and the data is passed over more often, to make as many
-EPOCHS = ((500, 3), (2000, 2))  # (most examples, epochs); 1 epoch for more examples
+MIN_UPDATES = 30  # a run with fewer is reported as too short
+GOOD_UPDATES = 180  # updates for small data, made by smaller batches and more epochs
+EPOCHS = ((500, 3), (2000, 2))  # (max_examples, epochs); 1 epoch for more examples
 MAX_EPOCHS = 12
 BATCH_SIZES = (4, 2, 1)
-LEGACY_DEFAULTS = {"batch_size": 4, "epochs": 1.0}  # of runs from before these rules
+LEGACY_DEFAULTS = {"batch_size": 4, "epochs": 1.0}  # settings of runs that began before these rules
 OPEN = ("lr", "batch_size", "epochs", "lora_alpha", "replay")
-REPLAY_TEXTS, REPLAY_TOKENS = 64, 128  # texts of the base, and tokens of each
+REPLAY_TEXTS, REPLAY_TOKENS = 64, 128  # texts that the base writes, and tokens of each
 
 
 def default_rate(settings: TuneSettings, width: int) -> float:
-    """Peak learning rate for a model of this width, to two digits."""
+    """Return the default peak learning rate for a model of `width`, rounded to two digits."""
     rate = RATE * (WIDTH / width) ** POWER
     rate *= (FULL if settings.full else 1) * (PAIR_RATE_SHARE if settings.loss != NEXT_TOKEN else 1)
     return float(f"{rate:.1e}")
 
 
 def default_alpha(rslora: bool, rank: int) -> float:
-    """LoRA's alpha for this rank: the scale, alpha / rank, is the same at all ranks."""
+    """Return LoRA's default alpha for a rank: the scale, alpha / rank, is equal at all ranks."""
     return RSLORA_ALPHA if rslora else LORA_SCALE * rank
 
 
 def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: int) -> TuneSettings:
-    """The settings with learning rate, rows a step and epochs.
+    """Return the settings with defaults for learning rate, batch size and epochs.
 
-    examples, rows  in the training data; several short examples share a row
+    examples, num_rows  of the training data; several short examples share a row
     """
     if settings.lr is None and settings.optimizer != "lbfgs" and not is_legacy_run(settings):
         settings = replace(settings, lr=default_rate(settings, width))
@@ -63,12 +63,12 @@ def with_defaults(settings: TuneSettings, width: int, examples: int, num_rows: i
 
 
 def is_legacy_run(settings: TuneSettings) -> bool:
-    """Whether a resumed run leaves open what later runs have in their folder; its rate is `settings.usual_rate`."""
+    """Return whether a run resumes a folder, where `settings.default_rate` replaces a rate that the folder lacks."""
     return settings.resume and not settings.overwrite and (settings.folder / "run.yaml").exists()
 
 
 def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedSamples) -> int:
-    """Texts of the base that rows end in, see training.replay_texts. Raises InputError where there can be none."""
+    """Return the number of replayed texts, see training.replay_texts. Raises InputError where --replay cannot act."""
     model_name = "" if settings.model is None else settings.model.name
     reasons = {
         "--teacher says what all texts should be like": settings.teacher is not None,
@@ -87,7 +87,7 @@ def num_replay_texts(settings: TuneSettings, config: Config, samples: TokenizedS
 
 
 def with_saved_choices(settings: TuneSettings) -> TuneSettings:
-    """The settings of a resumed run, with the choices in its folder where none is made anew. Raises InputError."""
+    """Return the settings of a resumed run, with open ones taken from its run.yaml. Raises InputError."""
     path = settings.folder / "run.yaml"
     if not settings.resume or settings.overwrite or not path.exists():
         return settings
@@ -100,15 +100,14 @@ def with_saved_choices(settings: TuneSettings) -> TuneSettings:
 
 
 def _default_epochs(settings: TuneSettings, examples: int) -> float:
-    """Passes over the data: those asked for, or those that are usual for so many examples."""
+    """Return --epochs, or the usual number of passes over so many examples."""
     if settings.epochs is not None and settings.iters is None:
         return settings.epochs
     return next((epochs for max_examples, epochs in EPOCHS if examples <= max_examples), 1)
 
 
 def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
-    """The largest number of rows that makes enough updates, or whose --iters pass over the data no more than `num_epochs`
-    times."""
+    """Return the largest batch size that makes enough updates, or lets --iters make at most `num_epochs` passes."""
     num_ranks = max(current_world().world_size, settings.nproc)
     batch_sizes = [size for size in BATCH_SIZES if size % num_ranks == 0] or [num_ranks]
     for batch_size in batch_sizes:
@@ -123,13 +122,13 @@ def _batch_size(settings: TuneSettings, num_rows: int, num_epochs: float) -> int
 
 
 def count_updates(settings: TuneSettings, num_rows: int, num_epochs: float) -> int:
-    """Steps of so many passes over the rows."""
+    """Return the number of steps that `num_epochs` passes over the rows make."""
     num_batches = -(-num_rows // settings.batch_size)
     return max(math.ceil(num_batches * num_epochs / settings.grad_accumulation_steps), 1)
 
 
 def prospect_text(examples: int, num_updates: int, num_rows: int, settings: TuneSettings) -> str:
-    """What a run of so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
+    """Describe what so many updates can teach: `82 examples, 187 updates …: enough for a style, not for facts`."""
     epoch_share = settings.batch_size * settings.grad_accumulation_steps / num_rows
     num_passes = num_updates * epoch_share
     epochs = "1 epoch" if f"{num_passes:.2g}" == "1" else f"{num_passes:.2g} epochs"

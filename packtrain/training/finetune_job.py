@@ -1,4 +1,4 @@
-"""Fine-tuning the model of a file: settings in, a Job out, like `training.training_job` for a new model.
+"""Fine-tuning the model of a file: settings in, a TrainingJob out, like `training.training_job` for a new model.
 
 Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
 """
@@ -58,7 +58,7 @@ from packtrain.training.training_job import (
     shape_of,
 )
 
-CONTEXT = 2048  # at most, without --ctx
+CONTEXT = 2048  # most tokens of a row, without --ctx
 UNPACK_CHUNK = 1 << 16  # values unpacked at a time, while the run holds all its memory
 MODULE_GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
 TEMPLATE = "tokenizer.chat_template"
@@ -73,13 +73,13 @@ class TunedModel:
     model: ModelFile
     config: Config
     base: BaseModel
-    chat_template: str | None = None  # chat template, if the file has none
+    chat_template: str | None = None  # chat template to add, if the file has none
     is_chat: bool = False  # whether the data is conversations, not running text
     eog_ids: tuple[int, ...] = ()
 
     @property
     def extra_metadata(self) -> Mapping[str, MetadataValue]:
-        """Metadata that a tuned model has in addition to that of its base."""
+        """Metadata that the tuned model adds to that of its base."""
         return (
             {}
             if self.chat_template is None
@@ -96,7 +96,7 @@ class TunedModel:
         return {name: array for name, array in self.model.stored().items() if name not in trained}
 
     def init_weights(self, session: Session) -> None:
-        """Values of the file; LoRA A is initialized as in PEFT, uniform up to 1 / sqrt(width), and B is 0."""
+        """Set trained weights to the file's values, LoRA's A as in PEFT to uniform ± 1 / sqrt(width), and B to 0."""
         for name in self.trained_names:
             if name.endswith(B):
                 session.fill(name, lambda array: array.fill(0))
@@ -118,7 +118,7 @@ class TunedModel:
             )
 
     def write_result(self, view: WeightReader) -> None:
-        """Write the adapter, which is merged later, when the memory of the run is free; or the tuned model."""
+        """Write the adapter, which is merged once the run's memory is free; or with --full the tuned model."""
         s = self.settings
         if self.config.lora is not None:
             adapter = self._adapter(view, self.config.lora)
@@ -127,7 +127,7 @@ class TunedModel:
                 write_adapter(path, adapter, name_of(s.output), self.model.gguf)
             return
 
-        latest = lru_cache(1)(view)  # of a memory that only copies can be seen of, one at a time
+        latest = lru_cache(1)(view)  # a view of device memory is a copy: keep one at a time
 
         def row_reader(name: str) -> ReadRows:
             def read_rows(row_start: int, row_stop: int) -> np.ndarray:
@@ -179,7 +179,7 @@ class TunedModel:
         return self.model.tokenizer()
 
     def with_data(self, dataset: SampleDataset) -> "TunedModel":
-        """The same, with what the data says: its chat template and, if only answers are learned, how they end."""
+        """Return the model with the data's chat template and, if only answers are learned, the ids that end them."""
         is_chat = _is_chat(self.settings, self.model, dataset)
         # where prompts are learned, too, these tokens also end turns of users, whose length nothing tells
         eog_ids = tuple(sorted(dataset.eog_ids)) if is_chat and self.settings.mask_prompt else ()
@@ -187,7 +187,7 @@ class TunedModel:
 
 
 def name_of(output: Path) -> str:
-    """The model's name in the metadata of the output file."""
+    """Return the model's name for the metadata of the output file."""
     return output.stem.encode(errors="replace").decode()
 
 
@@ -199,7 +199,7 @@ def _init_uniform(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _unpack_into(array: np.ndarray, stored: np.ndarray) -> None:
-    """Convert values of the file to the type of the array, PART at a time."""
+    """Convert stored values to the type of `array` and copy them into it, UNPACK_CHUNK values at a time."""
     rows, packed_rows = array.reshape(-1, array.shape[-1]), stored.reshape(-1, stored.shape[-1])
     chunk_rows, dtype = max(1, UNPACK_CHUNK // rows.shape[1]), dtype_of(array)
     for at in range(0, len(rows), chunk_rows):
@@ -210,7 +210,7 @@ def _unpack_into(array: np.ndarray, stored: np.ndarray) -> None:
 
 
 def build_job(settings: TuneSettings, report: Callable[[str], None]) -> TrainingJob:
-    """Open the model, tokenize the data, and fill in what the settings leave open. Raises InputError."""
+    """Open the model, tokenize the data, fill in open settings, and return the job. Raises InputError."""
     for name, value in (("the model", settings.model), ("--data", settings.data)):
         if value is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
@@ -254,7 +254,7 @@ def build_job(settings: TuneSettings, report: Callable[[str], None]) -> Training
 def _make_batches(
     settings: TuneSettings, model: ModelFile, config: Config, report: Callable[[str], None]
 ) -> tuple[SampleBatches, SampleBatches | None, SampleDataset]:
-    """Batches for training and validation, as long as the longest sample needs, and their data set."""
+    """Return training and validation batches, whose rows fit the longest sample, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     check_context(config, length, report)
     cache_folder = writable(cache_root() / "tokens")
@@ -300,7 +300,7 @@ def _check_blocks(last: int, model: ModelFile) -> None:
 
 
 def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> None:
-    """Raise InputError if --aware could not be kept."""
+    """Raise InputError if --aware cannot train the model's matrices as they are stored."""
     if not settings.aware or config.lora is None:
         return
     if config.expert_count:
@@ -323,7 +323,7 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
 
 
 def _is_chat(settings: TuneSettings, model: ModelFile, dataset: SampleDataset) -> bool:
-    """Whether the data is conversations; with --no-mask-prompt, whether the model has a chat template."""
+    """Return whether the data is conversations; with --no-mask-prompt, whether there is a chat template."""
     if settings.mask_prompt:
         return not dataset.train.weights.all()
     return dataset.template is not None or TEMPLATE in model.gguf.metadata
@@ -352,7 +352,7 @@ def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:
 
 
 def lora_of(settings: TuneSettings, config: Config) -> Lora:
-    """The LoRA adapters that the settings ask for. Raises InputError."""
+    """Return the LoRA configuration that the settings ask for. Raises InputError."""
     matrix_kinds = list(_lora_matrix_kinds(config))
     module_names = settings.lora_modules.split(",")
     patterns = [MODULE_GROUPS.get(name, name) for name in module_names]
@@ -388,7 +388,7 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
 
 
 def _lora_matrix_kinds(config: Config) -> Iterator[str]:
-    """Names, within a block, of the matrices that can have a LoRA adapter: in some blocks, if not in all."""
+    """Yield the names, within a block, of matrices that can have a LoRA adapter in at least one block."""
     matrix_kinds = dict[str, None]()
     for name, leaf in transformer.weights(config).items():
         block, _, kind = name.removeprefix("blk.").removesuffix(".weight").partition(".")
@@ -398,7 +398,7 @@ def _lora_matrix_kinds(config: Config) -> Iterator[str]:
 
 
 def _rank(text: str) -> tuple[str, int]:
-    """Name and rank of NAME=RANK, or of RANK alone for all names."""
+    """Parse NAME=RANK into name and rank; RANK alone is for all names, `*`. Raises InputError."""
     name, _, rank_text = text.rpartition("=")
     if not rank_text.isdecimal() or not 0 < int(rank_text) <= 4096:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Every setting of finetune that train does not have, or has otherwise."""
+"""Settings of finetune that train lacks, or has with another default."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,20 +194,20 @@ class TuneSettings(RunSettings):
 
     @property
     def default_rate(self) -> float:
-        """The rate of runs from before it followed from the width; see training.finetune_defaults for later ones."""
+        """Learning rate of runs of old versions; training.finetune_defaults computes newer ones from the width."""
         default_rate = FULL_RATE if self.full else LORA_RATE
         return default_rate if self.loss == NEXT_TOKEN else default_rate / 10
 
     @property
     def distill(self) -> DistillationLoss | None:
-        """What a teacher's part in the loss is."""
+        """The distillation loss of --teacher; None without a teacher."""
         if self.teacher is None:
             return None
         return DistillationLoss(self.distill_weight, self.distill_temperature, self.distill_top)
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
+        """The preference loss of --loss; None for next-token. Raises InputError for settings that the loss lacks."""
         losses_by_setting = {
             "beta": (*KINDS,),
             "sft_weight": (*KINDS,),

@@ -17,7 +17,7 @@ from packtrain.training.training_job import TrainingJob
 
 PROBE_RATE = 1e3
 B_DEVIATION = np.float32(0.01)
-NAMED = 8  # tensors named in a message; others are counted
+NAMED = 8  # most tensors named in a message; others are counted
 
 
 class NoGradient(ArithmeticError):
@@ -27,7 +27,7 @@ class NoGradient(ArithmeticError):
 def check_gradients(
     job: TrainingJob, engine: TrainingEngine, report: Callable[[str], None]
 ) -> None:
-    """Raise NoGradient for tensors without a gradient; reports experts that no token has reached."""
+    """Run a probe step and raise NoGradient for tensors without a gradient; reports experts that no token reaches."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained_names
     for name in (name for name in names if name.endswith(B)):
@@ -61,13 +61,14 @@ def _init_small(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _part_digests(array: np.ndarray) -> list[int]:
-    """Digest of the whole array, or of each expert's part."""
+    """Return the checksum of an array, or of each expert's part of a 3-D array."""
     return [zlib.crc32(part.data) for part in (array if array.ndim == 3 else array[None])]
 
 
 def _report_unreached(
     still: dict[str, list[int]], part_digests: dict[str, list[int]], report: Callable[[str], None]
 ) -> None:
+    """Raise NoGradient for tensors of which no part has changed; report experts that have not."""
     dead = [name for name, unchanged in still.items() if len(unchanged) == len(part_digests[name])]
     if dead:
         suffix = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""

@@ -1,4 +1,8 @@
-"""Sums of gradients over ranks, which travel while the backward pass goes on."""
+"""Sums of gradients over ranks, exchanged while the backward pass goes on.
+
+A hook between graph steps, not an op: an `all_reduce` op would have to know which micro-batch is the last, and would
+need a kernel per backend for no computation.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +17,7 @@ from packtrain.planner.training_plans import TrainingPlans
 
 
 class GradientExchange:
-    """Of a run of several ranks, for its graph of a micro-batch."""
+    """Exchanges gradients of several ranks in buckets, while the last micro-batch's backward pass still runs."""
 
     def __init__(self, session: Session, plans: TrainingPlans, micro: Executor) -> None:
         self.session, self.micro_executor = session, micro
@@ -23,11 +27,11 @@ class GradientExchange:
         self.num_sent, self.start_seconds = 0, (0.0, 0.0)
 
     def begin_step(self) -> None:
-        """A step begins, with one evaluation or several."""
+        """Begin a step: note the seconds exchanged so far."""
         self.start_seconds = current_world().exchange_seconds, current_world().waited
 
     def make_sender(self) -> Callable[[], bool]:
-        """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
+        """Return a stop callback for the last micro-batch that sends each complete bucket and never stops the run."""
         self.num_sent, micro = 0, self.micro_executor
 
         def send() -> bool:
@@ -41,14 +45,14 @@ class GradientExchange:
         return send
 
     def finish_step(self, loss: np.ndarray) -> None:
-        """After the last micro-batch; the loss () becomes the sum of all, too."""
+        """Send the remaining buckets and the loss (), and wait until each is the sum over all ranks."""
         for _, sums in self.buckets[self.num_sent :]:
             current_world().start_all_reduce(self._arrays(sums))
         current_world().start_all_reduce([loss.reshape(1)])
         current_world().wait_for_transfers()
 
     def spread_weights(self) -> None:
-        """After an update of parts of the weights: all ranks get all parts."""
+        """Give all ranks the parts of the weights that each has updated, if ranks share out the moments."""
         if self.is_sharded:
             current_world().start_all_gather(self._arrays(self.trained_leaves))
             current_world().wait_for_transfers()
@@ -57,7 +61,7 @@ class GradientExchange:
         return [self.session.array(leaf) for leaf in leaves]
 
     def exchange_seconds(self) -> dict[str, float]:
-        """Of the last step: of exchanging, and of doing nothing but wait for it."""
+        """Return the seconds that the last step's exchange took, and those spent only waiting for it."""
         exchanged_before, waited_before = self.start_seconds
         return {
             "exchange_seconds": current_world().exchange_seconds - exchanged_before,
@@ -68,7 +72,7 @@ class GradientExchange:
 def make_gradient_exchange(
     session: Session, plans: TrainingPlans, micro: Executor | None
 ) -> GradientExchange | None:
-    """None for a process alone."""
+    """Create the gradient exchange of several ranks; None for a single process."""
     world: World = current_world()
     return (
         GradientExchange(session, plans, micro)

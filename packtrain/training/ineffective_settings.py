@@ -11,11 +11,11 @@ from packtrain.engine.optim import OPTIMIZERS
 from packtrain.training.finetune_settings import NEXT_TOKEN, TuneSettings
 from packtrain.training.train_settings import RunSettings, TrainSettings
 
-EffectRule = tuple[str, Callable[[Any], bool], str]
+EffectRule = tuple[str, Callable[[Any], bool], str]  # names, whether without effect, reason
 
 
 def optimizer_rules() -> Iterator[EffectRule]:
-    """For each optimizer, the settings that only other optimizers have."""
+    """Yield a rule per optimizer, for the settings that only other optimizers have."""
     of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
     all_options = {field.name for field in fields(RunSettings)} & set().union(*of.values())
     for name, local_options in of.items():
@@ -161,13 +161,13 @@ def check_effects(settings: RunSettings) -> None:
 
 
 def check_validation(settings: RunSettings, validates: bool) -> None:
-    """The same for settings that only affect validation."""
+    """Raise InputError for validation settings of a run without validation data."""
     if not validates and not settings.resume:
         check_rules(settings, VALIDATION_RULES)
 
 
 def check_rules(settings: Any, rules: tuple[EffectRule, ...]) -> None:
-    """Raise InputError for a setting that a rule finds without effect; for any command."""
+    """Raise InputError for a changed setting that one of the rules finds without effect."""
     defaults = {field.name: field.default for field in fields(settings)}
     for names, has_no_effect, reason in rules:
         for name in names.split():

@@ -14,8 +14,8 @@ class LrSchedule:
 
     decay          cosine (Loshchilov & Hutter 2017, arXiv 1608.03983), linear, halving, or constant
     warmup_steps   steps of warm-up
-    num_cycles  parts of the decay, each from `lr`, and each `cycle_growth` times as long as the one before; not for halving
-    halving_steps  halving: steps at one rate, before half of it
+    num_cycles     parts of the decay, each from `lr`, `cycle_growth` times as long as the one before; not for halving
+    halving_steps  halving: steps until the rate is halved
     """
 
     decay: str
@@ -36,7 +36,7 @@ class LrSchedule:
                 )
 
     def rate(self, step: int) -> float:
-        """The rate of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1."""
         if step <= self.warmup_steps:
             return self.start_lr + (self.lr - self.start_lr) * step / self.warmup_steps
         decay_step = step - self.warmup_steps - 1
@@ -49,7 +49,7 @@ class LrSchedule:
         return self.lr_min + (self.lr - self.lr_min) * max(decay_factor, 0.0)
 
     def _cycle_share(self, decay_share: float) -> float:
-        """How much of its cycle is done where this much of the decay is."""
+        """Return the share of the current cycle that is done, given the share of the whole decay."""
         cycle_lengths = [self.cycle_growth**i for i in range(self.num_cycles)]
         remaining_share = decay_share * sum(cycle_lengths)
         while remaining_share >= cycle_lengths[0] and len(cycle_lengths) > 1:
@@ -58,5 +58,5 @@ class LrSchedule:
 
 
 def steps_per_eval(requested: int | None, steps: int) -> int:
-    """Steps between two validations: as asked, or about eight in a run, from 5 to 200 steps apart."""
+    """Return the steps between validations: `requested`, or about an eighth of the run, from 5 to 200."""
     return min(max(-(-steps // 8), 5), 200) if requested is None else requested

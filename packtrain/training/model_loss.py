@@ -23,7 +23,7 @@ MAX_EXPONENT = 700.0  # e to a larger power overflows a float
 def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> Executor:
-    """An executor that returns `losses` of batches, see transformer.loss, with the mapped weights."""
+    """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss."""
     leaves, session = (
         transformer.weights(model.config, model.matrix_dtypes()),
         Session(target.limits),
@@ -41,7 +41,7 @@ def loss_executor(
 
 
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
+    """Yield for each batch the losses (N,) f32 of the targets that have a weight, in order."""
     for batch in batches:
         yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 
@@ -61,7 +61,7 @@ class MeanEstimate:
 
     @property
     def exponential(self) -> "MeanEstimate":
-        """Perplexity, if this is a loss."""
+        """The exponential of the mean with its error: the perplexity, if the mean is a loss."""
         value = math.exp(self.value) if self.value < MAX_EXPONENT else math.inf
         return MeanEstimate(value, value * self.error)
 

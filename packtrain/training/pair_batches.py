@@ -15,7 +15,7 @@ TIE_MARGIN = 1e-5
 
 
 class PairBatches(SampleBatches):
-    """Like SampleBatches, of pairs; a batch has inputs for the loss in addition.
+    """SampleBatches of answer pairs, whose batches also have inputs for a preference loss.
 
     sides      (rows, 2P, time)  f32, which targets are the answers': P chosen ones, then P rejected; divided by their
                                  number where the loss wants means
@@ -24,7 +24,7 @@ class PairBatches(SampleBatches):
     pairs      (rows, P)         f32, 1 for each pair
     P is the most pairs of a row.
 
-    known_logps      (samples,)        f64, NaN where nothing is known yet
+    known_logps  (samples,)      f64, log-probabilities by the reference model, NaN where not computed yet
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class PairBatches(SampleBatches):
 
 
 def answer_logps(losses: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Log-probabilities (rows, 2P) of the answers of a batch, from the losses (rows, time) of its targets."""
+    """Return log-probabilities (rows, 2P) of a batch's answers from the losses (rows, time) of its targets."""
     products = batch[SIDES_INPUT].astype(np.float64) * losses[:, None]
     return np.asarray(-products.sum(-1))
 
 
 def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The pairs (N, 2) among the log-probabilities of a batch."""
+    """Select the log-probabilities (N, 2) of a batch's N pairs: chosen, then rejected."""
     by_pair = logps.reshape(len(logps), 2, -1).transpose(0, 2, 1)
     return np.asarray(by_pair[batch[PAIRS] > 0])
 
@@ -80,14 +80,14 @@ def pair_logps(logps: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray
 def pair_measures(
     preference: PreferenceLoss, logps: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Preference.judged for the pairs of a batch."""
+    """Return the loss and the rewards of a batch's pairs, see PreferenceLoss.judged."""
     reference_logps = batch.get(REFERENCE, np.zeros_like(logps))
     shares = batch[SHARES][batch[PAIRS] > 0] if preference.needs_shares else 1.0
     return preference.judged(pair_logps(logps, batch), pair_logps(reference_logps, batch), shares)
 
 
 def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Means over pairs, under TRL's names: rewards of both, their margin, and how often the chosen one's is higher."""
+    """Average over pairs, under TRL's names: both rewards, their margin, and the share with a higher chosen reward."""
     measures = [*step_measures]
     chosen, rejected = (
         np.concatenate([p[side] for p in measures]) for side in ("chosen", "rejected")
@@ -101,5 +101,5 @@ def pair_summary(step_measures: Iterable[dict[str, np.ndarray]]) -> dict[str, fl
 
 
 def chosen_wins(margins: np.ndarray) -> np.ndarray:
-    """1 where the chosen answer's reward is higher, 1/2 where both are equal but for rounding."""
+    """Return 1 where the chosen answer's reward is higher, 1/2 where both are equal but for rounding, else 0."""
     return np.where(np.abs(margins) < TIE_MARGIN, 0.5, margins > 0)

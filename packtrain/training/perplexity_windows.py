@@ -20,7 +20,7 @@ from packtrain.data.tokenizer import Tokenizer
 class PerplexityWindows:
     """`rows` windows of `context` tokens to a batch, in order; the last batch is padded with empty rows.
 
-    ids  (N,) i32, of the whole text
+    ids  (N,) i32, tokens of the whole text
     bos  replaces a window's first token; None keeps that token
     """
 
@@ -47,7 +47,7 @@ class PerplexityWindows:
         return -(-self.windows // self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`tokens`, `pos`, `seq` i32 (rows, time); `targets` i32, `weights` f32 (rows, time - skipped)."""
+        """Return `tokens`, `pos`, `seq` i32 (rows, time); `targets` i32, `weights` f32 (rows, time - skipped)."""
         window_numbers = range(index * self.rows, min((index + 1) * self.rows, self.windows))
         ids = np.zeros((self.rows, self.context), np.int32)
         weights = np.zeros((self.rows, self.time - self.skipped), np.float32)
@@ -66,10 +66,11 @@ class PerplexityWindows:
 
 
 def read_single_text(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
-    """The ids (N,) i32 of a file as one text, or None if it holds several documents.
+    """Tokenize a file as one text, (N,) i32; None if it holds several documents.
 
-    As llama-perplexity reads it: BOS if the model's file asks for it, text that spells a control token stays text,
-    line ends stay as they are, but the last line feed is dropped.
+    Reads as llama-perplexity does: BOS if the model's file asks for it, control tokens stay text, line ends stay, and
+    the last line feed is dropped. In documents shorter than a window, the window's second half would say nothing
+    about context, and the separator would be scored as text.
     """
     sources, reading_report = [SourceFile(path)], ReadingReport(path, keep_line_ends=True)
     if sum(piece.is_last for piece in read_documents(sources, separator, [reading_report])) > 1:

@@ -1,6 +1,6 @@
-"""What another model says of samples: told once, before step 1, and kept in the run folder for a resumed run.
+"""Outputs of another model on samples: computed once, before step 1, and saved in the run folder for a resumed run.
 
-Several ranks share out what is to be told; all know all of it, and rank 0 keeps it.
+Ranks share out the computation; each rank gets all results, and rank 0 saves them.
 """
 
 import time
@@ -21,15 +21,15 @@ from packtrain.distributed import current_world
 from packtrain.training.sample_batches import SampleBatches
 from packtrain.training.training_job import TrainingJob
 
-SEND_NBYTES = 1 << 18  # bytes that are sent at a time
-SAVE_SECONDS = 60.0  # between writes of what is known so far
+SEND_NBYTES = 1 << 18  # bytes sent at a time
+SAVE_SECONDS = 60.0  # between writes of the results so far
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSubset:
-    """Some of the samples."""
+    """A subset of the samples, with the interface of TokenizedSamples."""
 
     samples: TokenizedSamples
     sample_ids: list[int]
@@ -46,7 +46,7 @@ class SampleSubset:
 
 
 def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarray) -> list[int]:
-    """The samples of a part that the run will see, of those that are unknown: (samples,) bool."""
+    """Return the samples of `batches` that the run will see, among the `unknown` ones, (samples,) bool."""
     num_batches = job.steps * job.settings.grad_accumulation_steps
     if batches is job.train and num_batches < len(batches):
         is_seen = np.zeros(len(unknown), bool)
@@ -58,7 +58,7 @@ def missing_samples(job: TrainingJob, batches: SampleBatches, unknown: np.ndarra
 
 
 def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterator[list[T]]:
-    """What `read_item` says of each number below `num_items`, in their order; each rank reads every k-th of them."""
+    """Yield the results of `read_item(i)` for i < num_items in order, one list per round of all ranks."""
     world = current_world()
     for first_index in range(world.rank, num_items + world.rank, world.world_size):
         gathered = world.gather(read_item(first_index) if first_index < num_items else [])
@@ -69,8 +69,8 @@ def follow(
     progress: Iterator[int], num_total: int, events: Events, label: str, unit: str, stopped: Callable[[], bool],
     save: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Go through `progress`, which yields how many parts of `num_total` are done; save now and then, at a stop, and at the
-    end. Raises Interrupted if `stopped()` on any rank."""
+    """Run `progress`, which yields how many of `num_total` parts are done, and report it; save now and then and at the
+    end. Raises Interrupted, after saving, if `stopped()` on any rank."""
     last_save_time = time.monotonic()
     with events.counting(label, unit) as counter:
         for num_done in progress:
@@ -81,12 +81,12 @@ def follow(
                 last_save_time = time.monotonic()
             if stop_requested:
                 raise Interrupted("stopped before step 1")
-    release_memory()  # what read the texts is gone
+    release_memory()  # the model that read the texts is gone
     save()
 
 
 def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays with what rank 0 finds in its file, see `read`."""
+    """Fill the arrays of all ranks from the file of rank 0, see `read_arrays`."""
     world = current_world()
     if world.rank == 0:
         read_arrays(path, mark, arrays)
@@ -98,7 +98,7 @@ def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> N
 
 
 def write_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """mark  identifies the data, the model and the settings that these arrays are of"""
+    """Write the arrays on rank 0; `mark` identifies the data, the model and the settings that they belong to."""
     if current_world().rank:
         return
     named_arrays: dict[str, Any] = {"mark": np.array(mark), **arrays}
@@ -107,9 +107,9 @@ def write_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> Non
 
 
 def read_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays from the file if it is whole and has this mark; else they are computed again."""
+    """Fill the arrays from a file if it is complete and has this mark; otherwise leave them as they are."""
     try:
-        with path.open("rb") as raw, np.load(raw) as file:  # which has checksums
+        with path.open("rb") as raw, np.load(raw) as file:  # npz has checksums
             if str(file["mark"]) != mark:
                 return
             stored_arrays = {name: file[name] for name in arrays}

@@ -1,7 +1,7 @@
 """Log-probabilities of answers by the reference model: the base as training finds it, before step 1.
 
 An adapter adds nothing then, so that the evaluation plan of the run computes them and no second model is needed. Each
-answer is read once, by one of the ranks; rank 0 keeps the numbers in the run folder, where a resumed run reads them.
+answer is read once, by one of the ranks; rank 0 saves the numbers in the run folder, where a resumed run reads them.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def compute_reference_logps(
     events: Events,
     stopped: Callable[[], bool],
 ) -> None:
-    """Fill in what the reference model says of the pairs that the run will see. Leaves get their initial values.
+    """Compute the reference log-probabilities of the pairs that the run will see. Resets leaves to initial values.
 
     Raises Interrupted if `stopped()`.
     """
@@ -65,7 +65,7 @@ def compute_reference_logps(
 def _fill(
     job: TrainingJob, engine: TrainingEngine, part: PairBatches, sample_ids: list[int]
 ) -> Iterator[int]:
-    """Compute them, a batch on each rank at a time; yields how many."""
+    """Compute log-probabilities of samples, a batch per rank at a time; yields the number of each round."""
     if not sample_ids:
         return
     subset, executor = precomputed.SampleSubset(part.samples, sample_ids), engine.run[EVALUATE]

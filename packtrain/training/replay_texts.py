@@ -1,7 +1,8 @@
 """Texts that the base writes before step 1; every row of a batch ends in one of them: see models.replay_loss.
 
-The base writes them from nothing, at temperature 1; rank 0 keeps them in the run folder with what the base finds likely
-in them, where a resumed run reads them.
+The base writes them from nothing, at temperature 1; rank 0 saves them in the run folder with what the base finds likely
+in them, where a resumed run reads them. Own texts of the base need no download. The divergence takes the whole
+vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were learned by heart within three passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,22 +33,19 @@ from packtrain.training.sample_batches import SampleBatches
 from packtrain.training.training_job import TrainingJob
 
 FILE = "replay.npz"  # in the run folder
-TEXTS_AT_ONCE = 16, 4, 1  # texts written at once: the most that fit
-LOGIT_SECONDS = 5e-9  # on one core, to draw a token, for each of the vocabulary: NumPy's
-LOGIT_NBYTES = (
-    12  # beside the context, of a text and a token of the vocabulary: logit, p, and p in the arena
-)
+TEXTS_AT_ONCE = 16, 4, 1  # texts written at once: the first number that fits
+LOGIT_SECONDS = 5e-9  # per token of the vocabulary, to draw one token with NumPy on one core
+# per text and token of the vocabulary, besides the context: logit, p, and p in the arena
+LOGIT_NBYTES = 12
 
 
 class ReplayBatches(SampleBatches):
-    """Like SampleBatches; `how.length` tokens of a text end each row, and a batch has inputs for the loss in addition.
+    """SampleBatches whose rows end in `loss_settings.length` tokens of a text, with inputs for the replay loss.
 
     time         tokens of a row that are left for samples
-    num_texts    how many; rows take them in turn
-    text_arrays  of each text its `tokens` (texts, length + 1), and of each but the first `means` (texts, length, C) f16 of
-           the head's rows by the base's probabilities and `constants` (texts, length), see models.replay_loss;
-           a first token
-           of -1: it is not written yet
+    num_texts    number of texts; rows take them in turn
+    text_arrays  `tokens` (texts, length + 1) of each text, -1 where it is not written yet; `means` (texts, length, C)
+                 f16 of the head's rows by the base's probabilities, `constants` (texts, length), see models.replay_loss
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class ReplayBatches(SampleBatches):
 def write_texts(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Let the base write the texts of a run.
+    """Let the base write the texts of a run that are not saved yet.
 
     limit  most private bytes of the process
     Raises DoesNotFit, and Interrupted if `stopped()`.
@@ -104,7 +102,7 @@ def write_texts(
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
-    """Expected time of writing all texts of a run."""
+    """Return the expected seconds of writing all texts of a run."""
     train, target = job.train, job.settings.target
     if not isinstance(train, ReplayBatches) or not train.loss_settings.num_texts:
         return 0.0
@@ -125,7 +123,7 @@ def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
 def _write_missing(
     train: ReplayBatches, job: TrainingJob, missing: np.ndarray, limit: int | None
 ) -> Iterator[int]:
-    """Write the missing texts; yields how many are done."""
+    """Write the missing texts; yields how many are done after each round of all ranks."""
     writer = _ReplayWriter(train, limit, job)
     groups = [missing[at : at + writer.together] for at in range(0, len(missing), writer.together)]
 
@@ -142,7 +140,7 @@ def _write_missing(
 
 
 class _ReplayWriter:
-    """The base with a cache for as many texts at once as fit: `together`."""
+    """The base with a KV cache for `together` texts at once, the most that fit."""
 
     def __init__(self, train: ReplayBatches, limit: int | None, job: TrainingJob) -> None:
         self._batches, self._seed, base = train, job.settings.seed, train.base
@@ -160,7 +158,7 @@ class _ReplayWriter:
         self._mean, self._head_bias = _head_mean_executor(base, job.settings.target, self.together)
 
     def generate(self, text_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Some of the texts, see ReplayBatches.known; none ends early. As many as fit, or fewer."""
+        """Write at most `together` texts; returns arrays as in ReplayBatches.text_arrays. No text ends early."""
         draws = [np.random.default_rng([self._seed, text_id]) for text_id in text_ids.tolist()]
         outputs = {
             name: np.zeros_like(array[text_ids])
@@ -178,7 +176,7 @@ class _ReplayWriter:
             sums = probs.sum(-1, keepdims=True, dtype=np.float64)
             probs /= sums.astype(np.float32)
             outputs["means"][:, position] = self._mean({"p": p})["mean"][: len(text_ids)]
-            # less entropy and bias
+            # minus the entropy and the mean bias
             constants = np.vecdot(probs, logits) - np.log(sums[:, 0]) - probs @ self._head_bias
             probs[:, [*tokenizer.eog_ids]] = 0
             for seq, row in enumerate(probs):
@@ -191,7 +189,7 @@ class _ReplayWriter:
 
 
 def _head_mean_executor(base: ModelFile, target: Target, rows: int) -> tuple[Executor, np.ndarray]:
-    """What gives the `mean` (rows, C) of the head's rows by probabilities `p` (rows, V); and the head's bias (V,)."""
+    """Create an executor of the `mean` (rows, C) of the head's rows by `p` (rows, V); returns the bias (V,), too."""
     session, bias = Session(target.limits), np.zeros(base.config.vocab_size)
     session.share(base.stored())
     if HEAD_BIAS in base.gguf.entries:

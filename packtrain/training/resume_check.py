@@ -1,4 +1,4 @@
-"""Whether a run can resume from a checkpoint, and if not, which flag or file has changed."""
+"""Check that a run can resume from a checkpoint; if not, name the flags or files that have changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -15,7 +15,7 @@ from packtrain.training.training_job import SOURCES, TrainingJob
 
 # settings that determine how the data is tokenized
 READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
-ORDER_FIELDS = ("rows", "chunk", "layered")
+ORDER_FIELDS = ("rows", "chunk", "layered")  # they fix the order of floating-point additions
 # settings that may change together with the optimizer
 RATES = """lr lr_min lr_scheduler lr_cycles lr_cycle_growth lr_half_every warmup_ratio warmup_lr
 optimizer max_grad_norm max_grad_value"""
@@ -47,7 +47,7 @@ def check_compatible(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
-    """The differences between a checkpoint and the job, as flags and file names."""
+    """Return messages about differences between a checkpoint and the job, as flags and file names."""
     changed_settings = [*_changed_settings(saved, current, settings)]
     names = [name for name, _ in changed_settings]
     messages = [line for _, line in changed_settings]
@@ -73,12 +73,11 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: 
 def _changed_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], settings: type
 ) -> Iterator[tuple[str, str]]:
-    """Changed settings, each with a message; settings unknown to an old checkpoint had their defaults."""
+    """Yield each changed setting with a message; settings unknown to an old checkpoint had their defaults."""
     resumable_names = RESUMABLE | (UPDATE_SETTINGS if _changed_optimizer(saved, current) else set())
     for field in fields(settings):
-        if (
-            field.name not in current or field.name in resumable_names
-        ):  # `data` is a checksum in the checkpoint
+        # `data` is a checksum in the checkpoint
+        if field.name not in current or field.name in resumable_names:
             continue
         default = [*field.default] if isinstance(field.default, tuple) else field.default
         old_value, is_ = saved.get(field.name, default), current[field.name]
@@ -87,7 +86,7 @@ def _changed_settings(
 
 
 def _files(saved: Mapping[str, Any], current: Mapping[str, Any], read_otherwise: bool) -> list[str]:
-    """Messages about changed files: `data` holds the checksum of the data and, when fine-tuning, that of the base."""
+    """Return messages about changed files: `data` has the checksum of the data and, in finetune, of the base."""
     (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
     was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:
@@ -108,7 +107,7 @@ def _changed_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def _shown(value: Any) -> str:
-    """A setting as written on the command line."""
+    """Format a setting as on the command line."""
     if value is None:
         return "not given"
     if isinstance(value, bool):

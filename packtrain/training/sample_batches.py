@@ -18,10 +18,11 @@ SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 class SampleBatches:
     """Rows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
 
-    pack     best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
-             otherwise a row is one sample and padding
+    pack       best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
+               otherwise a row is one sample and padding
     shuffle    each epoch has its rows in a new random order, and fills them with other samples of the same lengths
-    num_texts  of the base in which rows end, see training.replay_texts
+    num_texts  number of replayed texts, see training.replay_texts; None: no texts. Every row ends in a text: each step
+               sees data and base, and the texts' weight means the same at any batch size
     """
 
     num_texts: int | None = None
@@ -55,7 +56,7 @@ class SampleBatches:
 
     @staticmethod
     def item_lengths(samples: TokenizedSamples) -> np.ndarray:
-        """Targets of each item that a row holds as a whole."""
+        """Return the targets of each item, which a row holds as a whole."""
         return samples.lengths - 1
 
     @property
@@ -73,18 +74,18 @@ class SampleBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def row_items(self, index: int) -> list[list[int]]:
-        """The items of each row of a batch."""
+        """Return the items of each row of batch `index`."""
         epoch, batch = divmod(index, len(self))
         keys = round_keys(self.seed, epoch, self.shuffle_key)
         row_positions = range(batch * self.rows, (batch + 1) * self.rows)
         return [self._items_at(row_position, keys) for row_position in row_positions]
 
     def row_samples(self, index: int) -> list[list[int]]:
-        """The samples of each row of a batch, in the order of `seq`."""
+        """Return the samples of each row of batch `index`, in the order of `seq`."""
         return self.row_items(index)
 
     def _items_at(self, row_position: int, keys: RoundKeys) -> list[int]:
-        """The samples of the row at a place in the epoch."""
+        """Return the items of the row at a position of the epoch; none after the last row."""
         if row_position >= self.windows:
             return []
         row = item_at(row_position, self.windows, keys) if self.shuffle else row_position
@@ -92,7 +93,7 @@ class SampleBatches:
         return [int(self._order[self._swapped_rank(rank, keys)]) for rank in item_ranks]
 
     def _swapped_rank(self, rank: int, keys: RoundKeys) -> int:
-        """The rank of the sample that takes this place in this epoch: one of the same length."""
+        """Return the rank of the item that takes the place of `rank` in this epoch, an item of equal length."""
         if not (self.pack and self.shuffle):
             return rank
         shortness = self._shortness[rank]
@@ -100,8 +101,8 @@ class SampleBatches:
         return start_rank + item_at(rank - start_rank, end - start_rank, keys, -int(shortness))
 
     def _make_row(self, items: list[int]) -> dict[str, np.ndarray]:
-        """The samples one after the other; the rest of the row is padding, as samples no longer than the longest: a
-        model may have learned so many positions only."""
+        """Build a row of samples, one after the other; the rest is padding, as samples no longer than the longest: a
+        model may have learned only so many positions."""
         names = ("tokens", "targets", "pos", "seq")
         row = {name: np.zeros(self.time, np.int32) for name in names}
         row["weights"] = np.zeros(self.time, np.float32)
@@ -123,16 +124,16 @@ class SampleBatches:
 
 
 def row_length(max_length: int, *lengths: np.ndarray) -> int:
-    """Row length that holds the longest item, in targets, and at least SHORTEST."""
+    """Return the row length that holds the longest item, from MIN_ROW_LENGTH to `max_length` targets."""
     longest = max(int(item_lengths.max()) for item_lengths in lengths)
     return min(max_length, max(longest, MIN_ROW_LENGTH))
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
-    """The row of each sample, by best fit: the fullest row with room for it, else a new one."""
+    """Assign each sample to a row by best fit: the fullest row with room for it, else a new row."""
     rows = np.empty(len(lengths), np.int64)
     rows_by_room: list[list[int]] = [[] for _ in range(time + 1)]
-    room_bits, num_rows = 0, 0  # bit r of `there`: some row has room for r more
+    room_bits, num_rows = 0, 0  # bit r of `room_bits`: some row has room for r more
     for i, length in enumerate(lengths.tolist()):
         fitting_rooms = room_bits >> length
         if fitting_rooms:

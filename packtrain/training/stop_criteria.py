@@ -1,4 +1,4 @@
-"""Tests that end a run before its last step, from its settings and its progress alone."""
+"""Criteria that end a run before its last step, from its settings and its progress alone."""
 
 from packtrain.common.text import plural
 from packtrain.training.checkpoints import TrainingProgress
@@ -6,7 +6,7 @@ from packtrain.training.train_settings import RunSettings
 
 
 def stop_reason(settings: RunSettings, progress: TrainingProgress) -> str | None:
-    """Which test ends the run, as a sentence; None if none does."""
+    """Return the criterion that ends the run, as a sentence; None if the run goes on."""
     s, recent_losses = settings, progress.recent
     if s.patience and progress.stale >= s.patience:
         return f"no better validation loss than {progress.best:.4f} in {plural(s.patience, 'validation')}"

@@ -1,7 +1,7 @@
-"""What a teacher finds likely: its logits of the likeliest tokens at every target that a run will see.
+"""Teacher logits: a teacher's likeliest tokens, with their logits, at every target that a run will see.
 
-Computed once, before the memory of the run is taken, each sample by one of several ranks; rank 0 keeps it in the run
-folder, where a resumed run reads it.
+Computed once, before the memory of the run is taken, each sample by one of several ranks; rank 0 saves them in the run
+folder, where a resumed run reads them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,22 +28,22 @@ from packtrain.training.sample_batches import SampleBatches
 from packtrain.training.training_job import TrainingJob
 
 TEACHER_FILE = "teacher.npz"  # in the run folder
-CHUNK_TOKENS = 32  # whose logits are computed at a time
+CHUNK_TOKENS = 32  # tokens whose logits are computed at a time
 
 
 class TeacherBatches(SampleBatches):
-    """Like SampleBatches; a batch has inputs for the loss of `models.distillation_loss` in addition.
+    """SampleBatches whose batches also have inputs for the loss of `models.distillation_loss`.
 
     teacher_ids    (rows, top + 1, time)  i32, the target, then the teacher's tokens
-    teacher_parts  (rows, top + 1, time)  f32, see Distill.parts
+    teacher_parts  (rows, top + 1, time)  f32, see DistillationLoss.row_weights
 
-    known_logits  (targets,)  records of ids and logits of the teacher; an id of -1: nothing is known yet
-    mark          identifies the teacher, and what is known of it
+    known_logits  (targets,)  records of the teacher's ids and logits; an id of -1: not computed yet
+    mark          identifies the teacher and the number of its top tokens
     """
 
     def __init__(
-        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: DistillationLoss, teacher: ModelFile, mark: str, *,
-        seed: int = 0, pack: bool = True,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: DistillationLoss, teacher: ModelFile,
+        mark: str, *, seed: int = 0, pack: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, pack=pack)
         self.loss_settings, self.teacher, self.mark = (
@@ -73,7 +73,7 @@ class TeacherBatches(SampleBatches):
 
     @property
     def is_unknown(self) -> np.ndarray:
-        """Of which samples the teacher has not read a target, (samples,) bool."""
+        """(samples,) bool: whether the teacher has not read all targets of a sample."""
         missing_counts = np.append(0, np.cumsum(self.known_logits["ids"][:, 0] < 0))
         return np.asarray(np.diff(missing_counts[self.target_starts]) > 0)
 
@@ -94,6 +94,7 @@ class TeacherBatches(SampleBatches):
 
 
 def unknown_records(count: int, num_top: int) -> np.ndarray:
+    """Create `count` records of a teacher's ids and logits that are not computed yet."""
     records = np.zeros(count, [("ids", "<i4", (num_top,)), ("logits", "<f4", (num_top,))])
     records["ids"] = -1
     return records
@@ -110,7 +111,7 @@ class TeacherReader:
         limit: int | None,
         target: Target,
     ) -> None:
-        """how: Distill.top, and how many tokens both vocabularies have; limit: most private bytes of the process.
+        """logit_sizes: numbers of top tokens, and of tokens in both vocabularies; limit: most bytes of the process.
 
         Raises DoesNotFit.
         """
@@ -129,7 +130,7 @@ class TeacherReader:
         self._run = self._session.executors(placed, plans)
 
     def read_targets(self, batch: Mapping[str, np.ndarray], num_top: int) -> np.ndarray:
-        """Records of the targets of a batch of one row that count, in order."""
+        """Return records of ids and logits for the weighted targets of a batch of one row, in order."""
         inputs = {name: batch[name] for name in ("tokens", "pos", "seq")}
         hidden = self._run["read"](inputs)["hidden"][0]
         positions = np.flatnonzero(batch["weights"][0])
@@ -148,7 +149,7 @@ class TeacherReader:
 def compute_teacher_logits(
     job: TrainingJob, folder: Path, limit: int | None, events: Events, stopped: Callable[[], bool]
 ) -> None:
-    """Fill in what the teacher finds likely in the batches that the run will see.
+    """Compute the teacher's logits for the batches that the run will see, unless they are saved.
 
     limit  most private bytes of the process
     Raises DoesNotFit, and Interrupted if `stopped()`.
@@ -173,7 +174,7 @@ def compute_teacher_logits(
 
 
 def _fill(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -> Iterator[int]:
-    """Compute them; yields how many are done."""
+    """Compute the teacher's logits of samples; yields how many samples are done."""
     subset: Any = precomputed.SampleSubset(train.samples, sample_ids)
     batches = SampleBatches(subset, 1, train.time, shuffle=False)
     num_done = 0

@@ -62,7 +62,7 @@ class TextBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _window_at(self, window_position: int, keys: RoundKeys, offset: int) -> tuple[int, int]:
-        """Start in the stream, and number of targets, of the window at a place in the epoch."""
+        """Return the start in the stream and the number of targets of the window at a position of the epoch."""
         if window_position >= self.windows:
             return 0, 0
         window = item_at(window_position, self.windows, keys) if self.shuffle else window_position
@@ -72,7 +72,7 @@ class TextBatches:
         return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
     def _make_row(self, token_start: int, count: int) -> dict[str, np.ndarray]:
-        """The row of `count` targets after `token_start`; the rest is padding, as a separate document."""
+        """Build the row of `count` targets after `token_start`; the rest is padding, as a separate document."""
         positions = (token_start + np.arange(count + 1)) % self.size
         document_indices = np.searchsorted(self.tokens.starts, positions, side="right") - 1
         is_document_start = self.tokens.starts[document_indices] == positions

@@ -271,11 +271,12 @@ class RunSettings:
 
     @property
     def spread(self) -> DeviceSpread:
+        """How the model is spread over --device. Raises InputError."""
         return parse_spread(self.device, self.gpu_layers, self.split, self.device_memory)
 
     @property
     def target(self) -> Target:
-        """Where a run computes. Raises InputError."""
+        """Devices and memory spaces of the run. Raises InputError."""
         return self.spread.target
 
     @property
@@ -290,7 +291,7 @@ class RunSettings:
 
     @property
     def default_rate(self) -> float:
-        """The learning rate without --lr of optimizers with a schedule."""
+        """Learning rate without --lr, for optimizers that follow a schedule."""
         raise NotImplementedError
 
 
@@ -347,7 +348,7 @@ class TrainSettings(RunSettings):
         return PRESET_RATES[self.preset]
 
     def config(self, vocab_size: int) -> Config:
-        """The model's sizes for a vocabulary. Raises InputError if they do not go together."""
+        """Return the model's configuration for a vocabulary size. Raises InputError if its sizes do not match."""
         preset_config = PRESETS[self.preset]
         heads = self.heads or preset_config.head_count
         model_config = Config(
@@ -374,7 +375,7 @@ class TrainSettings(RunSettings):
 
 
 def run_folder(output: Path) -> Path:
-    """Folder of everything but the model: model.run for model.gguf."""
+    """Return the folder for all files of a run but its model: model.run for model.gguf."""
     return output.with_name(f"{output.stem or 'model'}.run") if output.name else output
 
 

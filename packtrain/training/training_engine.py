@@ -32,7 +32,7 @@ T = TypeVar("T")
 Batch = Mapping[str, np.ndarray]
 EogCounts = tuple[int, int]
 BatchSums = tuple[list[float], list[float], float, EogCounts]
-MAX_BAD_STEPS = 3  # bad steps that end a run
+MAX_BAD_STEPS = 3  # bad steps in a row that end a run
 
 
 class NotFinite(ArithmeticError):
@@ -44,7 +44,7 @@ class TrainStepResult:
     """Result of a step: mean loss of its tokens, gradient norm before clipping; `skip_reason` is why it was skipped.
 
     note           what the optimizer reports
-    extra_metrics  of a loss of pairs: what `pair_batches.summary` says
+    extra_metrics  `pair_batches.pair_summary` of a loss of pairs, and seconds of exchange between ranks
     """
 
     loss: float
@@ -61,7 +61,7 @@ class ValidationResult:
 
     accuracy    share of them that were the likeliest token, NaN if unknown
     eog_counts  of tokens that end an answer: how many were the likeliest token, and how many there were
-    Of a loss of pairs all of it is of pairs: `accuracy` is the share in which the chosen answer has the higher reward.
+    A loss of pairs counts pairs instead: `accuracy` is the share in which the chosen answer has the higher reward.
     """
 
     loss: float
@@ -77,9 +77,9 @@ class ValidationResult:
 
 
 class EngineStep:
-    """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`.
+    """One step of the engine, which an optimizer drives, see `optim.optimizer.StepRunner`.
 
-    sums  of several ranks, which make the loss and the gradients of this rank the sums of all
+    sums  exchange of several ranks, which turns this rank's loss and gradients into the sums of all ranks
     """
 
     def __init__(
@@ -99,11 +99,12 @@ class EngineStep:
         )
         self.last: Batch | None = {"loss": before.loss} if before and is_same_data else None
         self.evaluations, self.note = 0, ""
-        # of the first evaluation, and of the latest one
+        # outputs of the latest evaluation, and of the first one
         self.latest_outputs: list[Batch] = before.latest_outputs if before and is_same_data else []
         self.outputs = self.latest_outputs
 
     def evaluate_and_update(self, hyper: Batch) -> Batch:
+        """Evaluate the batch and update the weights; returns `loss` and `squares`."""
         if STEP in self.run:
             return self._run_graph(STEP, [{**self.batch_shares[0], **hyper, **self.rounding}])[0]
         if MEASURE not in self.run:
@@ -114,6 +115,7 @@ class EngineStep:
         return measured_outputs
 
     def evaluate(self) -> Batch:
+        """Sum the gradients of all micro-batches, without an update; returns `loss`."""
         fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.batch_shares)))
         inputs = [{**s, "fresh": new} for s, new in zip(self.batch_shares, fresh, strict=True)]
         losses = [output["loss"] for output in self._run_graph(MICRO, inputs)]
@@ -123,6 +125,7 @@ class EngineStep:
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
+        """Update the weights by the summed gradients; returns the outputs of the update graph."""
         executor, values = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
         updated = executor({name: values[name] for name in values.keys() & executor.inputs.keys()})
         if self.sums is not None:
@@ -176,7 +179,7 @@ class TrainingEngine:
         self.sums = make_gradient_exchange(self.session, plans, self.run.get(MICRO))
 
     def step(self, batches: Sequence[Batch], step_number: int, lr: float) -> TrainStepResult:
-        """Train on the micro-batches of step `step_number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
+        """Train on the micro-batches of a step, counted from 1. Raises NotFinite after MAX_BAD_STEPS bad steps."""
         tokens = current_world().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, step_number)
         turn = EngineStep(self.run, shares, self._rounding(step_number), self.before, self.sums)
@@ -200,7 +203,7 @@ class TrainingEngine:
     def _pair_measures(
         self, preference: PreferenceLoss, batches: Sequence[Batch], engine_step: EngineStep
     ) -> Iterator[dict[str, np.ndarray]]:
-        """What the step measured of its pairs."""
+        """Yield the measures of each micro-batch's pairs from the outputs of the step."""
         logps = np.concatenate([output["logps"] for output in engine_step.outputs])
         for batch in batches:
             rows = len(batch[PAIRS])
@@ -208,7 +211,7 @@ class TrainingEngine:
             logps = logps[rows:]
 
     def _shares(self, batches: Sequence[Batch], tokens: float, step_number: int) -> list[Batch]:
-        """The inputs of each run of a graph, with weights that add up to 1 over the step."""
+        """Return the inputs of each micro-batch, with weights that add up to 1 over the step and all ranks."""
         if self.plans.shape.preference:
             local_pairs = float(sum(batch[PAIRS].sum() for batch in batches))
             num_pairs = np.float32(current_world().total(local_pairs) or 1)
@@ -232,12 +235,12 @@ class TrainingEngine:
         return [*shares]
 
     def _rounding(self, step_number: int) -> Batch:
-        """Seed and step, if weights are rounded stochastically."""
+        """Return the seed and step as input of stochastic rounding; {} if weights are rounded to nearest."""
         is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
         return {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
 
     def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:
-        """See evaluate: of this engine's plan, with the batches shared out over all ranks."""
+        """Evaluate batches with this engine's plan, shared out over all ranks, see the function `evaluate`."""
         return evaluate(
             self.run[EVALUATE], batches, self.plans.shape.preference, current_world(), eog_ids
         )
@@ -250,12 +253,11 @@ def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> b
 
 
 def diagnose_step(result: Batch, engine_step: EngineStep, num_bad: int) -> tuple[int, str | None]:
-    """Bad steps in a row, of which there were so many `num_bad`; and the op, tensor and source line that made this one
-    bad, or None.
+    """Return the bad steps in a row after this step, and the op, tensor and source line that made it bad, or None.
 
     The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed nothing,
     and repeating it gives the same values; without, it may have changed tensors before the first bad gradient, and the
-    repetition can differ. Raises NotFinite for IN_A_ROW bad steps.
+    repetition can differ. Raises NotFinite for MAX_BAD_STEPS bad steps; before this step, `num_bad` were bad.
     """
     if np.isfinite(result["loss"]) and np.isfinite(result["squares"]):
         return 0, None
@@ -268,7 +270,7 @@ def diagnose_step(result: Batch, engine_step: EngineStep, num_bad: int) -> tuple
 
 
 def with_targets(batch: Batch) -> Batch:
-    """The targets of a batch, none where the weight is 0: the head then leaves the position out."""
+    """Return the targets of a batch, -1 where the weight is 0, so that the head leaves the position out."""
     return {"targets": np.where(batch["weights"] > 0, batch["targets"], np.int32(-1))}
 
 
@@ -279,11 +281,10 @@ def evaluate(
     world: World = SINGLE_PROCESS,
     eog_ids: Sequence[int] = (),
 ) -> ValidationResult:
-    """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
+    """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`.
 
-    Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn; the result
-    has the same
-    bits as that of one.
+    Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn, and the result has
+    the bits of one process.
     """
     if preference is not None:
         return _evaluate_pairs(run, batches, preference, world)
@@ -301,7 +302,7 @@ def evaluate(
 
 
 def _in_turn(batches: Iterable[Batch], world: World, measure: Callable[[Batch], T]) -> list[T]:
-    """What `measure` says of each batch, in their order."""
+    """Return `measure(batch)` for each batch in order; the ranks of the world measure batches in turn."""
     local_results = [
         measure(batch) for i, batch in enumerate(batches) if i % world.world_size == world.rank
     ]
@@ -310,8 +311,8 @@ def _in_turn(batches: Iterable[Batch], world: World, measure: Callable[[Batch], 
 
 
 def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSums:
-    """Of each row the sum of its losses and its weight; the weight of tokens that were the likeliest; and counts, as
-    Evaluated.ends."""
+    """Return each row's sum of losses and its weight, the weight of tokens that were the likeliest, and counts as
+    in ValidationResult.eog_counts."""
     outputs, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = outputs["losses"].astype(np.float64)
     hits = outputs.get("right", np.float64(math.nan))
@@ -325,6 +326,8 @@ def _batch_sums(run: Executor, batch: Batch, eog_ids: Sequence[int]) -> BatchSum
 def _evaluate_pairs(
     run: Executor, batches: Iterable[Batch], preference: PreferenceLoss, world: World
 ) -> ValidationResult:
+    """Return the mean loss over pairs, and the share of pairs whose chosen answer wins."""
+
     def measure(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         inputs = {**batch, **with_targets(batch)}
         outputs = run({name: inputs[name] for name in run.inputs})

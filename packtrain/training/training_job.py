@@ -30,7 +30,7 @@ from packtrain.training.text_batches import TextBatches
 from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
 
 MAX_VOCABULARY, MIN_SPLIT = 1_000_000, 1e-4
-GLIMPSE_POSITIONS = 1 << 17  # positions of the data that are examined before planning
+GLIMPSE_POSITIONS = 1 << 17  # most positions of the data that are examined before planning
 HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
 SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
 
@@ -51,7 +51,7 @@ class IndexedBatches(Protocol):
 
 
 class TrainableModel(Protocol):
-    """What is trained: where the values of its leaves come from, and where they go.
+    """The model of a training job: sets initial values of leaves, and writes trained ones.
 
     eog_ids  ids that end an answer, if the data is conversations
     """
@@ -60,7 +60,7 @@ class TrainableModel(Protocol):
     def eog_ids(self) -> tuple[int, ...]: ...
 
     def shared(self) -> Mapping[str, np.ndarray]:
-        """Frozen leaves, which are read in place."""
+        """Return the frozen leaves by name, which are read in place."""
 
     def init_weights(self, session: Session) -> None:
         """Set the initial values of all other leaves."""
@@ -72,16 +72,16 @@ class TrainableModel(Protocol):
         """Write the result, in the format that the settings ask for."""
 
     def output_files(self) -> Mapping[Path, int]:
-        """The files of the result, with an upper bound of their sizes."""
+        """Return the files of the result, each with an upper bound of its bytes."""
 
     def tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
+    """A training run: model, data, optimizer and number of steps. `fingerprint` identifies the data.
 
-    offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
+    offloaded  whether moments of weights on a device live in the process's memory; None: not decided
     """
 
     settings: RunSettings
@@ -104,16 +104,16 @@ class TrainingJob:
         return self.shape.config
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, counted from 1; the windows of a step do not depend on their size."""
+        """Return this rank's micro-batches of a step, counted from 1; their size does not change a step's windows."""
         num_accumulated = self.settings.grad_accumulation_steps
-        # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
+        # if a step is an epoch, its order stays, so that optimizers can compare evaluations
         is_fixed = self.shape.num_evaluations > 1 and len(self.train) <= num_accumulated
         first_index = 0 if is_fixed else (step - 1) * num_accumulated
         size, num_rows = (
             self.settings.batch_size,
             self.shape.micro_batch_size * self.shape.num_micro_batches,
         )
-        # of the rows of the step, in their order, each rank takes as many
+        # each rank takes an equal run of the step's rows
         row_start = current_world().rank * num_rows
         micro_batches = list[Batch]()
         for i in range(row_start // size, -(-(row_start + num_rows) // size)):
@@ -122,20 +122,20 @@ class TrainingJob:
         return micro_batches
 
     def first_batches(self) -> list[Batch]:
-        """The first micro-batches of step 1, limited to GLIMPSE positions: the requested batch may be too large."""
+        """Return the first micro-batches of step 1, at most GLIMPSE_POSITIONS: the requested batch may be too large."""
         num_rows = GLIMPSE_POSITIONS // self.shape.seq_len
         count = min(num_rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
         return [micro_batch for i in range(count) for micro_batch in self._parts(self.train[i])]
 
     def validation_batches(self) -> Iterator[Batch]:
-        """The batches of one validation: all or --val-batches of them, always the same."""
+        """Yield the batches of one validation: all or --val-batches of them, always the same."""
         assert self.valid is not None
         num_valid, num_batches = len(self.valid), self.num_eval_batches
         for i in range(num_batches):
             yield from self._parts(self.valid[i * num_valid // num_batches])
 
     def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
-        """The same; reports progress after each."""
+        """Yield the batches of one validation, and report progress after each."""
         num_parts = self.num_eval_batches * -(
             -self.settings.batch_size // self.shape.micro_batch_size
         )
@@ -156,13 +156,13 @@ class TrainingJob:
     def _parts(
         self, batch: Mapping[str, Any], row_start: int = 0, row_end: int | None = None
     ) -> list[Batch]:
+        """Cut rows of a batch into micro-batches."""
         rows = self.shape.micro_batch_size
         starts = range(row_start, self.settings.batch_size if row_end is None else row_end, rows)
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
-        """What must be equal to resume from a checkpoint, as plain data; except `sources`, which name the files that
-        `data` is a checksum of.
+        """Return what must be equal to resume, as plain data; `sources` only name the files of the checksum `data`.
 
         Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
         """
@@ -180,7 +180,7 @@ class TrainingJob:
             "ranks": shape.world_size,
             "offloaded": bool(self.offloaded),
         }
-        # the form in which a checkpoint returns it
+        # values as a checkpoint returns them
         return dict(json.loads(json.dumps(info, default=lambda path: str(path.absolute()))))
 
 
@@ -225,7 +225,7 @@ class NewModel:
 
 
 def build_job(settings: TrainSettings, report: Callable[[str], None]) -> TrainingJob:
-    """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
+    """Read and tokenize the data, fill in open settings, and return the job. Raises InputError."""
     if settings.data is None:
         if settings.resume:
             raise InputError(
@@ -263,7 +263,7 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
 
 
 def _context_warning(preset: str, ctx: int) -> Iterator[str]:
-    """Warning about a context that is longer than the preset's."""
+    """Yield a warning about a context that is longer than the preset's."""
     preset_ctx = PRESETS[preset].context_length
     if ctx > preset_ctx:
         yield (
@@ -281,7 +281,7 @@ def shape_of(
     base: BaseModel | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> StepShape:
-    """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
+    """Return the shape of a step for the settings. Raises InputError for a precision that this CPU lacks."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, report, None)
@@ -307,7 +307,7 @@ def shape_of(
 
 
 def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:
-    """The number of ranks, and the rows of a step for each. Raises InputError."""
+    """Return the number of ranks, and the rows of a step per rank. Raises InputError."""
     num_ranks, total_rows = current_world().world_size, rows * settings.grad_accumulation_steps
     if num_ranks > 1:
         check_device(settings.device, settings.gpu_layers is not None)
@@ -324,7 +324,7 @@ def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:
 def _moment_share(
     settings: RunSettings, optimizer: type[Optimizer], base: BaseModel | None
 ) -> RankShare | None:
-    """Whose part of the moments this process has. Raises InputError where they cannot be shared out."""
+    """Return (rank, ranks) if --zero shares out the moments, else None. Raises InputError where it cannot."""
     if current_world().world_size == 1 and settings.zero and not settings.resume:
         raise InputError(
             f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
@@ -344,7 +344,7 @@ def _moment_share(
 
 
 def make_optimizer(settings: RunSettings) -> Optimizer:
-    """The optimizer of the settings, with its options."""
+    """Create the optimizer of the settings, with its options."""
     optimizer_class = OPTIMIZERS[settings.optimizer]
     names = [field.name for field in fields(optimizer_class) if hasattr(settings, field.name)]
     options = {name: getattr(settings, name) for name in names}
@@ -380,12 +380,13 @@ def _text_request(settings: TrainSettings) -> CorpusRecipe:
 
 
 def check_split(val_split: float) -> None:
+    """Raise InputError for a --val-split between 0 and MIN_SPLIT."""
     if 0 < val_split < MIN_SPLIT:
         raise InputError(f"--val-split {val_split}: it must be 0 or at least {MIN_SPLIT}")
 
 
 def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
-    """The schedule for --iters steps, or for the steps of --epochs."""
+    """Create the learning-rate schedule for --iters steps, or for the steps of --epochs."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
     steps = steps if settings.iters is None else settings.iters
@@ -407,7 +408,7 @@ def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raise InputError for a precision that the device has not, or without gain."""
+    """Raise InputError for a precision that the device lacks, or that gains nothing there."""
     if precision == "bf16x3" and device != "cpu" and not device.startswith("cuda"):
         raise InputError(
             f"--precision bf16x3: not faster than f32 on {device}, but on CPUs with AMX and on cuda; leave it out"

@@ -19,7 +19,7 @@ from packtrain.training.training_engine import TrainingEngine
 from packtrain.training.training_job import TrainingJob
 
 BEST_FILE, CHECKPOINT = "best.gguf", "checkpoint.gguf"
-SAMPLE_PREFIX = "sample: "  # begins the message of one
+SAMPLE_PREFIX = "sample: "  # begins the message of a sample
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class TrainingLoop:
         self.save(monitor)
 
     def _train_step(self) -> dict[str, Any]:
-        """One step, and the validation if it is due, as a metrics record."""
+        """Train one step, validate if that is due, and return the metrics record."""
         start_time, step = time.perf_counter(), self.progress.step + 1
         rate = self.job.schedule.rate(step)
         result = self.engine.step(self.job.batches(step), step, rate)
@@ -149,7 +149,7 @@ class TrainingLoop:
         }
 
     def _is_due(self, interval: int, at_last_step: bool) -> bool:
-        """Whether something done `interval` steps (0: never) is due; with `at_last_step`, also at the last step."""
+        """Return whether work of every `interval` steps (0: never) is due; `at_last_step`: also at the last step."""
         at_end = at_last_step and self.progress.step == self.job.steps
         return at_end or bool(interval and self.progress.step % interval == 0)
 
@@ -162,7 +162,7 @@ class TrainingLoop:
     # ---- saving
 
     def save(self, monitor: RunMonitor) -> None:
-        """Write a checkpoint of the current state; rank 0 does."""
+        """Write a checkpoint of the current state, and the numbered files of the settings; rank 0 writes."""
         arrays = checkpoint_shards.checkpoint_arrays(self.engine.session, self.engine.plans)
         if current_world().rank:
             if isinstance(arrays, checkpoint_shards.GatheredArrays):
@@ -178,7 +178,7 @@ class TrainingLoop:
         self.events.checkpoint_saved(self.checkpoint)
 
     def _keep(self, pattern: str, write_file: Callable[[Path], object]) -> None:
-        """Write a file under the number of the step, and link it as the latest."""
+        """Write a file whose name has the number of the step, and link it as the latest."""
         if not pattern:
             return
         numbered_path, latest_path = (

@@ -58,7 +58,7 @@ class MergeSettings:
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
-    """Write the file. Raises InputError and leaves an existing file as it was."""
+    """Merge adapters into the base and write the file. Raises InputError and leaves an existing file as it was."""
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)
     base = GGUF(settings.model)
@@ -106,7 +106,7 @@ def _write_calibrated(
     done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:
-    """Write the file, calibrated on data or as it was trained. Raises DoesNotFit if --memory is too small."""
+    """Write the merged file, calibrated on data or as it was trained. Raises DoesNotFit if --memory is too small."""
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)
         merge_job.write_file(settings.output, name, done=done)

@@ -35,10 +35,10 @@ from packtrain.training.training_job import TrainingJob
 from packtrain.workflows.generation_settings import check_cache
 
 ANSWERS_FILE = "answers.json"
-MAX_TOKENS = 200  # of an answer
+MAX_TOKENS = 200  # most tokens of an answer
 LOOP_TOKENS = 64  # an answer is so short that fewer repeated tokens than in `chat` make a loop
 PROMPT_ROWS = 64  # tokens of a prompt that are read at once
-TOKEN_NBYTES = 400  # of a token in a vocabulary that is read; 200 were measured
+TOKEN_NBYTES = 400  # per token of a vocabulary that is read; 200 were measured
 MARK = "\x00"
 END_LABELS = {
     "end": "ended by itself",
@@ -68,21 +68,21 @@ class CheckedAnswer:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the tuned model should have ended its answer and did not."""
+        """Whether the tuned model should have ended its answer but did not."""
         return self.tuned_ended == "loop" or (
             self.tuned_ended != "end" and self.reference_tokens < MAX_TOKENS
         )
 
 
 def read_answers(folder: Path) -> tuple[CheckedAnswer, ...]:
-    """Answers that the check of a run wrote; none if there was no check."""
+    """Read the answers that the check of a run wrote; () if there was no check."""
     answers_path = folder / ANSWERS_FILE
     answers_json = answers_path.read_text(encoding="utf-8") if answers_path.exists() else "[]"
     return tuple(CheckedAnswer(**answer) for answer in json.loads(answers_json))
 
 
 def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
-    """Answer held-out questions, report the answers and keep them in the run folder; a stop ends only the check."""
+    """Answer held-out questions, report the answers and save them in the run folder; a stop ends only the check."""
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     (settings.folder / ANSWERS_FILE).unlink(missing_ok=True)
     questions = held_out_questions(job, settings.check_answers)
@@ -120,7 +120,7 @@ def check_answers(job: TrainingJob, budget: int | None, events: Events) -> None:
 
 
 def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
-    """Whether the budget leaves room for the vocabulary; said if not."""
+    """Return whether the budget leaves room for the vocabulary, and report if not."""
     release_memory()
     if budget is None or budget - private_nbytes() >= TOKEN_NBYTES * job.config.vocab_size:
         return True
@@ -129,7 +129,7 @@ def _has_room(job: TrainingJob, budget: int | None, events: Events) -> bool:
 
 
 def held_out_questions(job: TrainingJob, num_questions: int) -> list[tuple[list[int], list[int]]]:
-    """Token ids of up to `num_questions` questions of the validation data, and of their answers; short answers come first."""
+    """Return token ids of up to `num_questions` validation questions and their answers, short answers first."""
     questions = dict[tuple[int, ...], list[int]]()
     valid_batches = job.valid
     if (
@@ -152,7 +152,7 @@ def held_out_questions(job: TrainingJob, num_questions: int) -> list[tuple[list[
 
 
 def _tuned_model(job: TrainingJob) -> ModelFile:
-    """The result of the run: its file, or the base with the adapter where nothing was merged."""
+    """Open the result of the run: its file, or the base with the adapter where nothing was merged."""
     settings, base_model = cast(TuneSettings, job.settings), cast(TunedModel, job.model).model
     if settings.full or settings.merge != "none":
         return open_model(settings.output)
@@ -168,7 +168,7 @@ def _generate_replies(
     budget: int | None,
     stopped: Callable[[], bool],
 ) -> Iterator[tuple[str, str]]:
-    """The answer to each prompt, and why it ended. Raises DoesNotFit, InputError, and Interrupted on a stop."""
+    """Yield the answer to each prompt, and why it ended. Raises DoesNotFit, InputError, and Interrupted on a stop."""
     target, tokenizer = job.settings.target, model.tokenizer()
     num_cells = min(max(map(len, prompts)) + MAX_TOKENS, model.config.context_length)
     check_cache(model, num_cells, "f16")
@@ -188,7 +188,7 @@ def _generate_replies(
 
 
 def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """The user's last message of each prompt, without what the chat template puts around it."""
+    """Return the user's last message of each prompt, without the chat template's text around it."""
     tokenizer, metadata = subject.model.tokenizer(), subject.model.gguf.metadata
     prompt_texts = [tokenizer.decode(prompt, special=True) for prompt in prompts]
     turns = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
@@ -212,12 +212,12 @@ def question_texts(subject: TunedModel, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def _spaced(text: str) -> str:
-    """A regular expression of the text with any white space, which some vocabularies add beside control tokens."""
+    """Return a pattern of the text with any white space, which some vocabularies add beside control tokens."""
     return r"\s*".join(map(re.escape, text.split()))
 
 
 def answer_findings(answers: Sequence[CheckedAnswer]) -> Iterator[str]:
-    """Sentences about tuned answers that do not end, and about answers that are the base's."""
+    """Yield findings: tuned answers that do not end, or that all equal the base's."""
     endless = sum(answer.is_endless for answer in answers)
     num_loops = sum(answer.tuned_ended == "loop" for answer in answers)
     if all(answer.tuned == answer.base for answer in answers):

@@ -20,7 +20,7 @@ from packtrain.models.rewrite_model import unpacked
 from packtrain.workflows.calibration_data import calibration, enough, fitting_reading
 from packtrain.workflows.quantization import QuantizeSettings, line
 
-TOKENS = 1 << 14  # most that are read to calibrate
+TOKENS = 1 << 14  # most tokens that are read to calibrate
 NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
 ALREADY = (
     "has its matrices in these types already, and they would be copied; give its F32 or F16 file"
@@ -34,7 +34,7 @@ def write(
     tensors: Mapping[str, DeferredTensor],
     events: Events,
 ) -> None:
-    """Write the file, its blocks rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
+    """Write the quantized file, rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
     assert settings.calibrate is not None
     model = open_model(settings.model)
     tensor_entries = model.gguf.entries
@@ -47,7 +47,7 @@ def write(
         settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
     )
     data = enough(settings.calibrate, calibration_rows)
-    # loads kernels and tables, which count then
+    # load kernels and tables now, so that the measured memory counts them
     for dtype in set(changed.values()) & set(PACKABLE):
         zero_row = np.zeros((1, dtype.block), np.float32)
         quantize_measured(zero_row, dtype, zero_row[0] if dtype.column_weights_need else None)

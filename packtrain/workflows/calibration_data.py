@@ -27,7 +27,7 @@ def calibration(
     columns: str | None = None,
     memory: str | None = None,
 ) -> SampleBatches:
-    """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
+    """Read the rows of calibration data, the same ones in each run. Raises InputError for unusable data."""
     require_existing(data, flag_name)
     max_length = min(model.config.context_length, max_row_tokens)
     recipe = DatasetRecipe(data, model.gguf.path, max_length, pairs=None, columns=columns)
@@ -37,7 +37,7 @@ def calibration(
 
 
 def enough(data: Path, rows: SampleBatches) -> SampleBatches:
-    """The rows, if there are enough of them to quantize by. Raises InputError."""
+    """Return the rows if they have enough tokens to quantize by. Raises InputError."""
     num_tokens = int((rows.samples.lengths - 1).sum())
     if num_tokens < MIN_TOKENS:
         raise InputError(
@@ -47,7 +47,7 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
 
 
 def fitting_reading(memory: str | None, readings: Iterable[ReadingPlan], work: str) -> ReadingPlan:
-    """The first of these that --memory has room for. Raises DoesNotFit, which names the least that would do.
+    """Return the first reading plan that fits --memory. Raises DoesNotFit, which names the least that would do.
 
     work  what is done with the data, in words
     """

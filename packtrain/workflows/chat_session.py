@@ -94,7 +94,7 @@ class ChatSession:
         return None
 
     def answer(self, text: str) -> GeneratedText:
-        """The model's answer to a message, reported as it is generated. A message that fails is removed."""
+        """Answer a message, reporting text as it is generated. A message that fails is removed again."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompt_ids = self._prompt_ids()
@@ -109,7 +109,7 @@ class ChatSession:
         return generated
 
     def _prompt_ids(self) -> list[int]:
-        """Token ids of the conversation up to the model's next answer, with at most one BOS."""
+        """Return token ids of the conversation up to the model's next answer, with at most one BOS."""
         prompt_text = self._template.render(self.messages, add_generation_prompt=True)
         has_bos = bool(self._bos) and prompt_text.startswith(self._bos)
         prompt_ids = self._tokenizer.encode(prompt_text, bos=False if has_bos else None, eos=False)

@@ -1,4 +1,4 @@
-"""Whether all ranks of a run have been given the same, before step 1."""
+"""Check before step 1 that all ranks of a run have equal settings, data and checkpoints."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from packtrain.workflows.planned_run import PlannedRun
 
 
 def check_ranks_agree(run_plan: PlannedRun) -> None:
-    """Raise InputError, which names the rank and what is different there; DoesNotFit if a plan does not fit a rank."""
+    """Raise InputError, which names a rank that differs from rank 0; DoesNotFit if a plan does not fit a rank."""
     facts_by_rank = current_world().gather((run_plan.refusal, _rank_facts(run_plan)))
     if run_plan.refusal is None:  # otherwise it is reported later, as in one process
         for rank, (refusal, _) in enumerate(facts_by_rank):
@@ -27,7 +27,7 @@ def check_ranks_agree(run_plan: PlannedRun) -> None:
 
 
 def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
-    """What must be equal: versions, settings, the data, and the checkpoint that the run goes on from."""
+    """Return what must be equal on all ranks: version, settings, data, and the checkpoint to resume from."""
     job_facts = {name: value for name, value in run_plan.job.about().items() if name != "sources"}
     checkpoint = run_plan.found
     checkpoint_hash = (

@@ -26,7 +26,7 @@ UNMATCHED_MESSAGE = (
     " --has REGEX counts answers that have a style"
 )
 FINAL = r"####\s*(.+)"
-IGNORED_CHARS = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
+IGNORED_CHARS = re.compile(r"[\s,$]+|\.$")  # characters that do not count when answers are compared
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation up to an answer, and the answer that the data has, of a pair the chosen one."""
+    """A conversation up to an answer, and the data's answer, the chosen one of a pair."""
 
     messages: list[Message]
     answer: str
@@ -92,7 +92,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class ComparedModel:
-    """What was measured of a model.
+    """Measurements of a model.
 
     loss     nats per token of the assistant's words; None for pairs of answers
     answers  to each question
@@ -121,7 +121,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ComparisonResult:
-    """same  whether all models tokenize the data alike, so that losses can be compared"""
+    """Measurements of all models; `same`: they tokenize the data alike, so that losses can be compared."""
 
     questions: list[Question]
     subjects: list[ComparedModel]
@@ -133,7 +133,7 @@ class ComparisonResult:
 
 
 def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
-    """Measure and answer. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
+    """Measure the models and let them answer questions. Raises InputError, DoesNotFit, Interrupted."""
     final = _compile_pattern("--pattern", settings.pattern)
     style = None if settings.has is None else _compile_pattern("--has", settings.has)
     judge_command = None if settings.judge is None else parse_command(settings.judge)
@@ -192,7 +192,7 @@ def _judge_scores(
     questions: Sequence[Question],
     answers_by_model: Sequence[Sequence[str]],
 ) -> list[list[float]]:
-    """The judge's score of each answer, by model; it is called once. Raises InputError."""
+    """Return the judge's score of each answer by model, from one call of the judge. Raises InputError."""
     if judge_command is None:
         return [[] for _ in answers_by_model]
     rows = [
@@ -205,7 +205,7 @@ def _judge_scores(
 
 
 def final_answer(pattern: re.Pattern[str], answer: str) -> str:
-    """The last match, or the whole answer without one; spaces, commas, $ and a last full stop do not count."""
+    """Return the last match or else the whole answer, without spaces, commas, $ and a last full stop."""
     matches = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
     return IGNORED_CHARS.sub("", (matches[-1] if matches else answer).strip().casefold())
 
@@ -213,7 +213,7 @@ def final_answer(pattern: re.Pattern[str], answer: str) -> str:
 def _win_signs(
     win_rule: str, base_model: ComparedModel, answers: Sequence[str], is_right: Sequence[bool]
 ) -> list[int]:
-    """1 where the answer wins against the first model's, -1 where it loses, else 0."""
+    """Return 1 where the answer wins against the first model's, -1 where it loses, else 0."""
     if win_rule == MATCH:
         return [int(a) - int(b) for a, b in zip(is_right, base_model.right, strict=True)]
     length_signs = [
@@ -249,7 +249,7 @@ def _make_question(data_record: Conversation | AnswerPair | PlainText) -> Questi
 
 
 def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events: Events) -> None:
-    """Say how many questions are too long for a model. Raises InputError if all are."""
+    """Report how many questions are too long for a model. Raises InputError if all are."""
     count = has_room.count(False)
     if count == len(has_room):
         raise InputError(
@@ -265,7 +265,7 @@ def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events:
 def _answers(
     settings: CompareSettings, path: Path, questions: Sequence[Question], events: Events
 ) -> Iterator[str | None]:
-    """The answers of a model; None to what is too long for it."""
+    """Yield the model's answer to each question; None where the conversation is too long for it."""
     chat_settings = ChatSettings(
         path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,

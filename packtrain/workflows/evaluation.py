@@ -40,10 +40,10 @@ from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, 
 from packtrain.workflows.kv_cache_loss import CachedLoss
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
-TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, without --ctx
+TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ctx
 BATCH_TOKENS = 2048
 TEST = "test"
-SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
+SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
 
 SWA_RULE: EffectRule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
 SPLIT_RULE: EffectRule = "val_split", lambda s: s.split is None, "without --split"
@@ -124,7 +124,7 @@ class EvalData:
 class EvalResult:
     """Losses of models on the same data.
 
-    losses  of each token that is scored, (N,) f32 in nats, by the name of the model: its path, with its adapters
+    losses  loss of each scored token, (N,) f32 in nats, by the name of the model: its path, with its adapters
     method  what was scored, as a sentence
     same    whether all models tokenize the data alike, so that their losses can be compared
     """
@@ -134,7 +134,7 @@ class EvalResult:
     same: bool
 
     def loss(self, name: str | None = None) -> MeanEstimate:
-        """Mean and standard error of a model, by default the first; `loss().exponential` is the perplexity."""
+        """Return a model's mean loss, by default the first's, with its error; `.exponential` is the perplexity."""
         return MeanEstimate.of(self.losses[name or next(iter(self.losses))])
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class EvalResult:
 
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
-    """Losses and perplexities. Raises InputError, and Interrupted if it is stopped."""
+    """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
     check_rules(settings, (SPLIT_RULE, VAL_SPLIT_RULE, SWA_RULE))
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
@@ -171,7 +171,7 @@ def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) 
 
 
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
-    """The models to measure, by their printed names."""
+    """Open the models to measure; returns them with their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
     (base_path, base_model), *other_models = [
@@ -216,7 +216,7 @@ def _text_separator(settings: EvaluateSettings) -> str | None:
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """The file or folder of texts to measure, and which split of it, as finetune splits it; "" is all."""
+    """Find the file or folder to measure, and which split of it, as finetune splits it; "" is all."""
     require_existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
@@ -243,7 +243,7 @@ def _window_data(
     length: int,
     report: ReportFunction,
 ) -> EvalData:
-    """A text in windows, as llama-perplexity reads it."""
+    """Cut a text into windows, as llama-perplexity does."""
     if len(ids) < 3:
         raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
     if len(ids) < length:
@@ -270,7 +270,7 @@ def _sample_data(
     length: int,
     report: ReportFunction,
 ) -> EvalData:
-    """Documents or conversations, in rows as in finetune's validation."""
+    """Read documents or conversations in rows, as finetune's validation does."""
     recipe = DatasetRecipe(
         path,
         model.gguf.path,
@@ -306,7 +306,7 @@ def _rows(settings: EvaluateSettings, row_tokens: int, windows: int) -> int:
 
 
 def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device: Target) -> Losses:
-    """What gives the losses of batches, with its kernels loaded."""
+    """Create the function that yields the losses of batches, and load its kernels."""
     batches, cache = data.batches, settings.cache_type
     kernels.prepare((*kernels.GENERATION_KERNELS, "loss", *model_kernel_modules(model.config)))
     if cache is None:
@@ -320,7 +320,7 @@ def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device
 def _measured(
     model_name: str, loss_function: Losses, data: EvalData, is_multiple: bool, events: Events
 ) -> np.ndarray:
-    """The losses (N,) f32 of all scored tokens."""
+    """Measure the losses (N,) f32 of all scored tokens, and report progress. Raises InputError, Interrupted."""
     batches = data.batches
     batch_losses, loss_sum, count, start_time = list[np.ndarray](), 0.0, 0, time.monotonic()
     data_label = f"{plural(batches.windows, 'window')}{f' of {model_name}' if is_multiple else ''}"

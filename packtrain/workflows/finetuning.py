@@ -35,7 +35,7 @@ def finetune(settings: TuneSettings, events: Events) -> TrainingResult:
 
 
 def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
-    """The run with its plan, see `ready`, and with what its merge needs. Raises InputError."""
+    """Return the run with its plan, see `plan_run`, and with what its merge needs. Raises InputError."""
     run_plan = plan_run("finetune", settings, build_job, report, runs)
     if run_plan.refusal is not None:
         return run_plan
@@ -43,7 +43,7 @@ def prepare(settings: TuneSettings, report: ReportFunction, runs: bool = True) -
 
 
 def _check_outputs(settings: TuneSettings) -> None:
-    """Raise InputError if an output would overwrite an input, or a file of something else."""
+    """Raise InputError if an output would overwrite an input or another file."""
     base_gguf = None if settings.model is None else GGUF(settings.model)
     _check_trainable(settings, base_gguf)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
@@ -61,7 +61,7 @@ def _check_outputs(settings: TuneSettings) -> None:
 
 
 def _check_trainable(settings: TuneSettings, base: GGUF | None) -> None:
-    """Refuse settings that would train nothing."""
+    """Raise InputError for settings that would train nothing."""
     if settings.num_layers == 0:
         raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
     for pattern in settings.freeze:
@@ -103,7 +103,7 @@ def _after_steps(run_plan: PlannedRun, progress: TrainingProgress, events: Event
 
 
 def _write_modelfile(settings: TuneSettings, base_model: ModelFile) -> None:
-    """The Modelfile for `ollama create`. Ollama takes the chat template from the GGUF file, so none is written here."""
+    """Write the Modelfile for `ollama create`, without a chat template: Ollama takes it from the GGUF file."""
     tokenizer = base_model.tokenizer()
     eos_texts = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.eog_ids)]
     stop_lines = [f'PARAMETER stop "{end}"' for end in eos_texts if end and '"' not in end]

@@ -1,4 +1,4 @@
-"""What generate and chat have in common: sampling settings, and loading a model to generate with."""
+"""Settings that generate and chat share, and loading a model to generate with."""
 
 import secrets
 from dataclasses import dataclass, fields, replace
@@ -31,7 +31,7 @@ from packtrain.training.train_settings import DEVICE_HELP
 from packtrain.training.training_job import check_precision
 from packtrain.workflows.warmup import WARMUP_HELP
 
-CONTEXT = 4096  # at most, without --ctx
+CONTEXT = 4096  # most tokens, without --ctx
 MAX_SEED = 2**63 - 1
 CTX_HELP = "context length in tokens (default: as needed, up to the model's)"
 LORA_HELP = "LoRA adapter, FILE or FILE:SCALE; repeatable"
@@ -60,7 +60,7 @@ class ModelOptions(Protocol):
 
 @dataclass(frozen=True)
 class ModelArgument:
-    """What text is generated with."""
+    """The model argument of commands that generate."""
 
     model: Path = positional("the model, a GGUF file")
 
@@ -118,9 +118,11 @@ class GenerationSettings(Sampling, ModelArgument):
         return LOOP_TOKENS if self.stop_loops else 0
 
     def drawn_seed(self) -> int:
+        """Return --seed, or a random seed if there is none."""
         return secrets.randbits(32) if self.seed in (None, -1) else self.seed
 
     def check(self) -> None:
+        """Raise InputError for settings that are out of range or exclude each other."""
         self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
@@ -134,7 +136,7 @@ class GenerationSettings(Sampling, ModelArgument):
 
 
 def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = False) -> ModelFile:
-    """The model with the requested adapters; by_token: with scales that each token has. Raises InputError."""
+    """Open the model with the requested adapters; `by_token`: each token has its own scales. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     check_precision(settings.precision, settings.device)
@@ -145,7 +147,7 @@ def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = F
 
 
 def load_grammar(settings: GenerationSettings, tokenizer: Tokenizer) -> Grammar | None:
-    """The grammar that texts follow, if any. Raises InputError."""
+    """Load the grammar that texts must follow; None without one. Raises InputError."""
     schema_text = settings.json_schema
     if settings.json_schema_file is not None:
         schema_text = read_text(settings.json_schema_file, "--json-schema-file")
@@ -161,7 +163,7 @@ def load_grammar(settings: GenerationSettings, tokenizer: Tokenizer) -> Grammar 
 class GeneratedText:
     """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`.
 
-    score  of a beam, whose ids have the one that ended it
+    score  score of a beam, whose ids include the end token
     """
 
     text: str
@@ -180,7 +182,7 @@ class GeneratedText:
 
 
 def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
-    """Generate the reply, reporting each piece of text as it comes."""
+    """Generate the reply, reporting each piece of text as it comes, and return the result."""
     text_pieces = []
     for piece in reply:
         text_pieces.append(piece)
@@ -193,14 +195,14 @@ def generate_reply(reply: Reply, seed: int, events: Events) -> GeneratedText:
 
 
 def cells(settings: GenerationSettings, config: Config, num_tokens: int, events: Events) -> int:
-    """The context length: --ctx, else `num_tokens` up to the model's own. Raises InputError."""
+    """Return the context length: --ctx, else `num_tokens` up to the model's own. Raises InputError."""
     context_size = settings.ctx or max(min(config.context_length, num_tokens), 1)
     check_context(config, context_size, events.message)
     return context_size
 
 
 def make_drafter(settings: GenerationSettings, model: ModelFile, num_cells: int) -> Drafter | None:
-    """What guesses tokens, if anything does. Raises InputError, DoesNotFit."""
+    """Create the drafter that guesses tokens; None without one. Raises InputError, DoesNotFit."""
     if settings.draft_lookup:
         return NgramDrafter()
     if settings.model_draft is None:
@@ -212,7 +214,7 @@ def make_drafter(settings: GenerationSettings, model: ModelFile, num_cells: int)
 
 
 def cache_dtype(config: Config, type: str) -> Dtype:
-    """The element type of a cache. Raises InputError if heads do not fit its blocks."""
+    """Return the element type of a KV cache. Raises InputError if heads do not fit its blocks."""
     dtype = DTYPES[type]
     head_widths = (config.cached_heads(i)[1] for i in range(config.block_count))
     unaligned_width = next((width for width in head_widths if width % dtype.block), 0)
@@ -224,7 +226,7 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 
 
 def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
-    """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
+    """Raise DoesNotFit or InputError if the model can have no such KV cache; loads the kernels for it."""
     c, available_nbytes, dtype = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache_blocks = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
     each = (heads * dtype.row_nbytes(width) for heads, width in map(c.cached_heads, cache_blocks))
@@ -245,7 +247,7 @@ def load_generator(
     num_sequences: int = 1,
     longest: int = 0,
 ) -> Generator:
-    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit.
+    """Create a generator with the model's weights, and load its kernels. Raises DoesNotFit.
 
     longest  tokens of one sequence; 0: all cells
     """

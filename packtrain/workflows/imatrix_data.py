@@ -1,4 +1,4 @@
-"""Quantizing with an importance matrix (--imatrix): errors count by it."""
+"""Quantizing with an importance matrix (--imatrix), which weights the errors."""
 
 import math
 
@@ -18,7 +18,7 @@ IMATRIX_KEY = "quantize.imatrix"
 def weights(
     settings: QuantizeSettings, gguf: GGUF, events: Events
 ) -> tuple[dict[str, np.ndarray], dict[str, MetadataValue]]:
-    """Weights by matrix, and what the file says of them. Raises InputError."""
+    """Load the column weights of each matrix, and metadata about their origin. Raises InputError."""
     assert settings.imatrix is not None
     importance = load_importance(settings.imatrix)
     return _weights_by_matrix(settings, gguf, importance, events), _origin(settings, importance)
@@ -27,7 +27,7 @@ def weights(
 def _weights_by_matrix(
     settings: QuantizeSettings, gguf: GGUF, importance: ImportanceMatrix, events: Events
 ) -> dict[str, np.ndarray]:
-    """Weights by matrix, (experts, columns). Raises InputError if they are another model's."""
+    """Return weights (experts, columns) by matrix. Raises InputError if they are another model's."""
     weights_by_name = dict[str, np.ndarray]()
     for name, tensor_entry in gguf.entries.items():
         matrix_weights = importance.weights(name)
@@ -59,7 +59,7 @@ def _weights_by_matrix(
 
 
 def _origin(settings: QuantizeSettings, importance: ImportanceMatrix) -> dict[str, MetadataValue]:
-    """The metadata that llama-quantize adds for an importance matrix."""
+    """Return the metadata that llama-quantize adds for an importance matrix."""
     return {
         f"{IMATRIX_KEY}.file": MetadataValue("string", str(settings.imatrix)),
         f"{IMATRIX_KEY}.dataset": MetadataValue("string", importance.source_text),

@@ -13,8 +13,8 @@ from packtrain.data.text.text_streams import data_files
 from packtrain.models.model_file import open_model
 from packtrain.workflows.calibration_data import CONTEXT, calibration, enough, fitting_reading
 
-AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
-MIN_ROW_TOKENS = 64  # tokens of a row, for which --tokens is not kept
+AT_ONCE = 1 << 13  # tokens whose activations are saved at a time
+MIN_ROW_TOKENS = 64  # tokens that a row may have even if --tokens is less
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ImatrixSettings:
 
 @dataclass(frozen=True, slots=True)
 class ImatrixResult:
-    """An importance matrix: how many matrices it is of, and how many tokens were read."""
+    """A written importance matrix: its number of matrices, and of the tokens that were read."""
 
     output: Path
     matrices: int
@@ -41,7 +41,7 @@ class ImatrixResult:
 
 
 def imatrix(settings: ImatrixSettings, events: Events) -> ImatrixResult:
-    """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
+    """Measure the importance matrix and write the file. Raises InputError, and DoesNotFit if --memory is too small."""
     start_time = time.perf_counter()
     model = open_model(settings.model)
     input_paths = [*model.gguf.paths, *data_files(settings.data)]

@@ -18,7 +18,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class CachedLoss:
-    """A context of one sequence, and the loss head behind it; rows have `time` tokens, `counted` targets at most."""
+    """A context of one sequence with a loss head; rows have `row_tokens` tokens and at most `max_targets` targets."""
 
     def __init__(
         self, model: ModelFile, row_tokens: int, max_targets: int, cache_type: str, *, swa_full: bool, target: Target
@@ -30,12 +30,12 @@ class CachedLoss:
         self._loss_head = loss_head(model, max_targets, target)
 
     def losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
-        """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
+        """Yield for each batch the losses (N,) f32 of the targets that have a weight, in order."""
         for batch in batches:
             yield np.concatenate([self._row_losses(batch_row) for batch_row in batch_rows(batch)])
 
     def _row_losses(self, row: Batch) -> np.ndarray:
-        """Of one row, whose samples are read one after the other."""
+        """Return the losses of one row, whose samples are read one after the other."""
         is_scored, hidden_values = row["weights"] > 0, list[np.ndarray]()
         num_skipped = len(row["tokens"]) - len(is_scored)
         scored_positions = np.flatnonzero(is_scored) + num_skipped
@@ -64,7 +64,7 @@ def batch_rows(batch: Batch) -> Iterator[Batch]:
 
 
 def loss_head(model: ModelFile, max_targets: int, target: Target) -> Executor:
-    """`losses` of the rows of hidden values, with the mapped weights."""
+    """Create an executor of the `losses` of rows of hidden values, with the mapped weights."""
     session = Session(target.limits)
     session.share(model.stored())
     losses = hidden_losses(model.config, weights(model.config, model.matrix_dtypes()), max_targets)

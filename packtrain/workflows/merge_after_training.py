@@ -110,7 +110,7 @@ class FinishedFinetune:
     # ---- merging
 
     def _write_merged(self, merge: AdapterMerge, output_path: Path) -> Mapping[str, float] | None:
-        """Write the file; returns the relative output error of each calibrated matrix, or None without calibration."""
+        """Write the merged file; returns each matrix's relative output error, or None without calibration."""
         reading = None
         if is_calibrated(self.settings) and merge.calibrated:
             release_memory()
@@ -212,7 +212,8 @@ class FinishedFinetune:
         finally:
             trial.unlink(missing_ok=True)
         self.events.message(
-            f"warning: no merge keeps {MIN_KEPT_SHARE:.0%} of what the adapter gains; use the adapter with the base, unmerged"
+            f"warning: no merge keeps {MIN_KEPT_SHARE:.0%} of what the adapter gains; use the adapter with the base,"
+            " unmerged"
         )
 
 
@@ -220,7 +221,7 @@ class FinishedFinetune:
 
 
 def note(run_plan: PlannedRun) -> Iterator[str]:
-    """Lines about the merge, for the printed plan."""
+    """Yield lines about the merge for the printed plan."""
     adapter = _placeholder_adapter(run_plan.job)
     if adapter is None:
         return
@@ -238,7 +239,7 @@ def note(run_plan: PlannedRun) -> Iterator[str]:
 
 
 def merge_files(job: TrainingJob) -> Iterator[tuple[Path, str, int]]:
-    """Files that a merge writes in addition to those of the subject: path, description, most bytes."""
+    """Yield the files that a merge writes besides those of the model: path, description, most bytes."""
     adapter = _placeholder_adapter(job)
     if adapter is None:
         return
@@ -257,7 +258,7 @@ def merge_files(job: TrainingJob) -> Iterator[tuple[Path, str, int]]:
 
 
 def _placeholder_adapter(job: TrainingJob) -> Adapter | None:
-    """A stand-in for the adapter that a run will merge, of zeros that take no memory; None if it merges none."""
+    """Return a stand-in for the adapter that a run will merge, zeros that take no memory; None without a merge."""
     config = job.config.still
     if not isinstance(job.model, TunedModel) or config.lora is None:
         return None
@@ -273,7 +274,7 @@ def _placeholder_adapter(job: TrainingJob) -> Adapter | None:
 
 
 def flags_of(dtype_by_kind: Mapping[str, Dtype]) -> list[str]:
-    """Types by kind of matrix, as --tensor-type takes them."""
+    """Format types by kind of matrix as --tensor-type takes them."""
     return [f"{matrix_kind}={dtype}" for matrix_kind, dtype in dtype_by_kind.items()]
 
 
@@ -282,7 +283,7 @@ def is_calibrated(settings: TuneSettings) -> bool:
 
 
 def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> ReadingPlan | None:
-    """How much of the run's data a calibrated merge can read within a number of bytes."""
+    """Return how a calibrated merge reads the run's data within `limit` bytes; None if it cannot."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
     return reading(merge.sizing_model, merge.calibrated, data.time, data.windows, limit, target)
@@ -291,7 +292,7 @@ def reading_of(job: TrainingJob, merge: AdapterMerge, limit: int | None) -> Read
 def make_merge(
     subject: TunedModel, adapter: Adapter, tensor_types: tuple[str, ...] = ()
 ) -> AdapterMerge:
-    """The merge that the settings of a run ask for."""
+    """Create the merge that the settings of a run ask for."""
     dtype = DTYPES[subject.settings.type] if subject.settings.type else None
     types = parse_tensor_types(tensor_types, adapter.lora_pairs, subject.model.gguf.entries)
     data = is_calibrated(subject.settings)

@@ -45,8 +45,8 @@ from packtrain.workflows.generation_settings import (
     opened,
 )
 
-CONTEXT = 8192  # at most, without --ctx
-MAX_EMBEDDING_TOKENS = 2048  # tokens of texts to embed, at once
+CONTEXT = 8192  # most tokens, without --ctx
+MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
 RENDERED = 40 << 20  # most bytes that the template takes for a request
 REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and answered
 
@@ -127,7 +127,7 @@ class ServeSettings(Sampling, ModelArgument):
 
     @property
     def names(self) -> list[str]:
-        """Those of the model that are given."""
+        """Names of the model from --alias, each once."""
         aliases = (name.strip() for name in (self.alias or "").split(","))
         return [name for name in dict.fromkeys(aliases) if name]
 
@@ -136,7 +136,7 @@ class ServeSettings(Sampling, ModelArgument):
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     def keys(self) -> list[str]:
-        """The API keys. Raises InputError."""
+        """Return the API keys of --api-key and of the key file. Raises InputError."""
         api_keys = [*self.api_key]
         if self.api_key_file is not None:
             lines = read_text(self.api_key_file, "--api-key-file").splitlines()
@@ -151,7 +151,7 @@ class ServeSettings(Sampling, ModelArgument):
 
 
 def load_server(settings: ServeSettings, events: Events) -> Server:
-    """The model, all its memory planned and reserved, and its engine running. Raises InputError, DoesNotFit."""
+    """Load the model, reserve all planned memory, and start the engine. Raises InputError, DoesNotFit."""
     settings.check_sampling()
     folder = settings.slot_save_path
     if folder is not None:
@@ -175,8 +175,8 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         limits=RequestLimits(max_answer_tokens=settings.n_predict, max_seconds=settings.timeout),
         model_hash=fingerprint(model), adapters=tuple(adapter_file(path) for path, _ in adapters),
         scales=tuple(scale for _, scale in adapters),
-        embedder=embedder, slots_folder=folder, has_slots=settings.slots, has_page=settings.ui, has_metrics=settings.metrics,
-        reasoning_format=settings.reasoning_format,
+        embedder=embedder, slots_folder=folder, has_slots=settings.slots, has_page=settings.ui,
+        has_metrics=settings.metrics, reasoning_format=settings.reasoning_format,
     )  # fmt: skip
     if embedder is not None:
         server.pooling = settings.pooling or model_pooling(model)
@@ -184,7 +184,10 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
 
 
 def adapter_file(path: Path) -> AdapterFile:
-    """The names and the hash by which clients tell adapters apart."""
+    """Return the names and the hash by which clients tell adapters apart.
+
+    A base is known by the fingerprint of runs: hashing its gigabytes at each start is too slow.
+    """
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     folder = path.absolute().parent
@@ -194,7 +197,7 @@ def adapter_file(path: Path) -> AdapterFile:
 def make_contexts(
     settings: ServeSettings, model: ModelFile, events: Events
 ) -> tuple[Context, Context | None]:
-    """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
+    """Create the context of answers, and with --embeddings that of embeddings. Raises InputError, DoesNotFit."""
     context_length = settings.ctx or min(model.config.context_length, CONTEXT)
     check_context(model.config, context_length, events.message)
     check_cache(model, context_length, settings.cache_type)
@@ -237,7 +240,7 @@ def make_contexts(
 def load_renderer(
     settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, events: Events
 ) -> tuple[ConversationRenderer, str, str]:
-    """What renders conversations, the template's text, and the text of BOS. Raises InputError."""
+    """Load the conversation renderer, the template's source, and the text of BOS. Raises InputError."""
     metadata = model.gguf.metadata
     template_choice = settings.chat_template and load_template(settings.chat_template)
     template = choose_template(metadata, template_source(metadata), template_choice)

@@ -1,4 +1,4 @@
-"""The extra `server` of the package: whether it is installed."""
+"""Check that the package's extra `server` is installed."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,7 @@ SERVER_PACKAGES = "starlette", "uvicorn"
 
 
 def check_server(feature: str) -> None:
-    """Raises InputError, which says what needs it, unless the extra `server` is installed."""
+    """Raise InputError, which names `feature`, unless the extra `server` is installed."""
     missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         raise InputError(

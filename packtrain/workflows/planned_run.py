@@ -46,7 +46,7 @@ from packtrain.training.training_job import TrainingJob
 from packtrain.training.training_loop import CHECKPOINT
 from packtrain.workflows.run_page_server import reserve_page_memory
 
-MAX_RECTANGLES = 400  # of the plan's picture in a notebook, some 40 kB
+MAX_RECTANGLES = 400  # rectangles of the plan's picture in a notebook, some 40 kB
 PrepareRun = Callable[[Any, ReportFunction], "PlannedRun"]  # settings, and where messages go
 
 
@@ -56,28 +56,27 @@ class PlannedRun:
 
     job: TrainingJob
     plans: TrainingPlans
-    replay_seconds: Callable[[], float]  # in which the base writes texts
+    replay_seconds: Callable[[], float]  # seconds in which the base writes texts
     seconds: float
     learnt: int  # tokens that the first step trains on
     budget: int | None
     tokenizer: Tokenizer | None  # for samples; created before the baseline is measured
-    found: TrainingCheckpoint | None  # to resume from
+    found: TrainingCheckpoint | None  # checkpoint to resume from
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
-    shared: Callable[
-        [float], ExchangeTimes
-    ]  # the time of a step over a link of so many bytes per second
+    # times of a step over a link of so many bytes per second
+    shared: Callable[[float], ExchangeTimes]
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
-    files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
+    files: tuple[tuple[Path, str, int], ...] = ()  # besides the job's: path, description, bytes
 
     def json(self, minimum: int | None = None) -> str:
-        """The plan as plain data."""
+        """Return the plan as JSON."""
         return json.dumps(
             plan_data(self.plans, self.seconds, self.budget, minimum, self.seconds_before_step_1)
         )
 
     def about(self) -> str:
-        """What a page shows of the run besides its settings and curves, as JSON."""
+        """Return the run's figures that a page shows besides settings and curves, as JSON."""
         plans = self.plans
         arena = plans.largest_plan_in(HOST).arena(HOST)
         rows = [*memory_rows(plans), ("arena", arena.nbytes, "activations, gradients, workspaces")]
@@ -114,12 +113,12 @@ class PlannedRun:
 
     @property
     def refusal(self) -> str | None:
-        """Why the plans, the smallest possible, do not fit."""
+        """Why the plans, the smallest possible ones, do not fit; None if they fit."""
         return self.plans.refusal
 
     @property
     def planned_nbytes(self) -> int:
-        """Private memory of the process at its peak."""
+        """Planned peak of the process's private memory, in bytes."""
         return self.plans.total_nbytes
 
     def __repr__(self) -> str:
@@ -153,13 +152,13 @@ def plan_run(
     report: ReportFunction,
     will_run: bool = True,
 ) -> PlannedRun:
-    """Build the job and plan it, or explain why it is refused; loads its kernels if it `will_run`. Raises InputError.
+    """Build and plan a job, or explain why it is refused; loads its kernels if it `will_run`. Raises InputError.
 
-    command  of the command line that does the same
+    command  the command of the command line
     """
     world = current_world()
     with reserve_page_memory(settings, will_run):
-        if world.rank == 0:  # it fills the caches and searches the plan, which all use
+        if world.rank == 0:  # rank 0 fills the caches and searches the plan that all ranks use
             run_plan = _plan_on_rank(command, settings, build_job, report, will_run, None)
             world.from_first((run_plan.plans.shape, run_plan.job.offloaded))
             return run_plan
@@ -178,6 +177,7 @@ def _plan_on_rank(
     will_run: bool,
     shared_decision: tuple[StepShape, bool] | None,
 ) -> PlannedRun:
+    """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     job = _build_checked_job(settings, build_job, report)
     is_packed, optimizer_type = job.shape.base is not None, type(job.optimizer)
@@ -198,9 +198,8 @@ def _plan_on_rank(
     job, plans, request = _plan_job(job, request, shared_decision, report)
     min_budget = partial(_min_budget, plans, job.shape, request, report)
     job, seconds = replace(job, shape=plans.shape), plans.step_seconds(speed)
-    threads_per_core = (
-        settings.nproc * kernels.threads() / kernels.MAX_THREADS
-    )  # threads of them all on a core
+    # threads of all processes on a core
+    threads_per_core = settings.nproc * kernels.threads() / kernels.MAX_THREADS
     time_over_link = partial(shared, plans, speed.slower(max(threads_per_core, 1.0)))
     replay_seconds = partial(writing_seconds, job, speed)
     run_fields = job, plans, replay_seconds, seconds, tokens, limit, tokenizer, checkpoint
@@ -216,7 +215,7 @@ def _request(
     is_resumed: bool,
     will_run: bool,
 ) -> PlanRequest:
-    """What a plan of the job must keep to, in this process as it is now."""
+    """Return the request for a plan of the job, with this process's memory as it is now."""
     return PlanRequest(
         job.optimizer,
         machine_rates,
@@ -237,9 +236,9 @@ def _plan_job(
     shared_decision: tuple[StepShape, bool] | None,
     report: ReportFunction,
 ) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:
-    """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster.
+    """Plan the job with moments on the device or offloaded to this process: as requested, or what fits and is faster.
 
-    shared_decision  elsewhere: the shape, and whether they are in the process's memory
+    shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
     """
     if shared_decision is not None:
         shape, moments_offloaded = shared_decision
@@ -283,7 +282,7 @@ def _plan_job(
 def _spread_target(
     settings: RunSettings, shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> Target:
-    """Where the leaves of the model live. Raises InputError."""
+    """Return the target that places the leaves of the model. Raises InputError."""
     target = settings.spread.place_leaves(shape, request)
     if settings.gpu_layers == AUTO:
         num_blocks = sum(name.startswith("cache.") for name in target.homes)
@@ -302,7 +301,7 @@ def _build_checked_job(
     build_job: Callable[[Any, ReportFunction], TrainingJob],
     report: ReportFunction,
 ) -> TrainingJob:
-    """The checked job of the settings. Raises InputError."""
+    """Build the job of the settings, and check both. Raises InputError."""
     check_effects(settings)
     _ = settings.spread  # raises InputError before data is read
     if settings.threads:
@@ -319,7 +318,7 @@ def _build_checked_job(
 
 
 def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[BackendRates, int]:
-    """The rates of this machine for the job's data, and the tokens that its first step trains on."""
+    """Return the rates of this machine for the job's data, and the tokens that its first step trains on."""
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})
@@ -333,12 +332,12 @@ def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[Backe
 
 
 def _load_checkpoint(settings: RunSettings, report: ReportFunction) -> TrainingCheckpoint | None:
-    """The checkpoint to resume from; None if there is none yet."""
+    """Load the checkpoint to resume from; None if there is none yet."""
     return load_checkpoint(settings.folder / CHECKPOINT, report) if settings.resume else None
 
 
 def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJob:
-    """The job with the order of the data and the micro-batches of its checkpoint."""
+    """Return the job with the data order and the micro-batches of its checkpoint."""
     is_reshuffled, progress = job.settings.force_reshuffle, checkpoint.progress
     job.train.shuffle_key = progress.step if is_reshuffled else progress.shuffled
     is_offloaded = bool(checkpoint.about.get("offloaded"))
@@ -346,7 +345,7 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
 
 
 def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepShape:
-    """The shape with the micro-batch and chunk of the checkpoint, which fix the order of floating-point additions."""
+    """Return the shape with the checkpoint's micro-batch and chunk, which fix the order of floating-point additions."""
     rows = int(checkpoint_info.get("rows", shape.micro_batch_size))
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:
@@ -365,7 +364,7 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
 
 
 def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any]:
-    """Labels for pictures of the plan; `peak_nbytes` is the peak of a finished run."""
+    """Return labels for pictures of the plan; `peak_nbytes` is the peak of a finished run."""
     target = run_plan.plans.target
     return {
         "title": run_plan.job.title,

@@ -28,9 +28,9 @@ from packtrain.kernels.quantized_arrays import WeightedValues, dequantize, packe
 from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
 from packtrain.models.quant_recipe import MIXES, OUTPUT, tensor_dtypes
 
-VALUES_PER_CHUNK = 1 << 20  # values that are converted at a time
+VALUES_PER_CHUNK = 1 << 20  # values converted at a time
 MIB = 1 << 20
-WAITING = 8 * MIB  # of converted values: writing and converting then both go on all the time
+WAITING = 8 * MIB  # bytes of converted values that may wait, so that writing and converting overlap
 FILE_TYPE_KEY, VERSION_KEY = "general.file_type", "general.quantization_version"
 DROPPED_KEYS = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
 WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
@@ -87,7 +87,7 @@ class WrittenModel:
 
 
 def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
-    """Write the file. Raises InputError, for values only after writing began."""
+    """Quantize the model and write the file. Raises InputError, for values only after writing began."""
     start_time, mix = time.perf_counter(), _requested_mix(settings)
     gguf = GGUF(settings.model)
     types = tensor_dtypes(
@@ -101,7 +101,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     _check_inputs(settings, gguf, types)
     by_column, imatrix_metadata = dict[str, np.ndarray](), dict[str, MetadataValue]()
     if settings.imatrix is not None:
-        # what few files need takes a third of the time that loading takes
+        # few calls need these modules, which take a third of the loading time
         imatrix_module = import_module("packtrain.workflows.imatrix_data")
         by_column, imatrix_metadata = imatrix_module.weights(settings, gguf, events)
     elif settings.calibrate is not None:
@@ -129,7 +129,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
 
 
 def _unit_weights(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
-    """Weights of 1 for matrices that are written only with weights, until data give others."""
+    """Return column weights of 1 for matrices whose types need weights, until data give others."""
     return {
         name: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32)
         for name, e in gguf.entries.items()
@@ -140,8 +140,8 @@ def _unit_weights(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarra
 def _check_weights(
     gguf: GGUF, types: Mapping[str, Dtype], weights_by_tensor: Mapping[str, np.ndarray]
 ) -> None:
-    """Raise InputError if a tensor gets a type that is written only with weights of columns, and has none."""
-    # importance matrices and data are of blocks
+    """Raise InputError if a tensor gets a type that needs column weights, and has none."""
+    # importance matrices and data cover only blocks
     outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():
         dtype, weightless_demand = types[name], ("blocks" if name in outside else "")
@@ -167,7 +167,7 @@ def _requested_mix(settings: QuantizeSettings) -> QuantMix:
 
 
 def file_metadata(gguf: GGUF, mix: QuantMix) -> dict[str, MetadataValue]:
-    """The metadata of the file, with the keys that describe the stored types replaced."""
+    """Return the file's metadata, with the keys that describe the stored types replaced."""
     numbers = {FILE_TYPE_KEY: mix.file_type, VERSION_KEY: QUANTIZATION_VERSION}
     kept_values = {key: value for key, value in gguf.values.items() if key not in DROPPED_KEYS}
     return kept_values | {key: MetadataValue("u32", number) for key, number in numbers.items()}
@@ -176,7 +176,7 @@ def file_metadata(gguf: GGUF, mix: QuantMix) -> dict[str, MetadataValue]:
 def writable_dtype(
     name: str | None, flag_name: str, allowed_dtypes: tuple[Dtype, ...] = WRITABLE
 ) -> Dtype | None:
-    """The element type of this name, None for None. Raises InputError for one that cannot be written."""
+    """Return the element type `name`, None for None. Raises InputError if it cannot be written."""
     if name is None:
         return None
     match = next((dtype for dtype in allowed_dtypes if dtype.name.lower() == name.lower()), None)
@@ -187,7 +187,7 @@ def writable_dtype(
 
 
 def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype]) -> None:
-    """Checks that need no work."""
+    """Raise InputError for unsuitable inputs, outputs or types, before any work."""
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
             f"{gguf.path} is an adapter, which stays in f32; merge it first (`packtrain merge`)"
@@ -221,7 +221,7 @@ def _maker(
     weights: np.ndarray | None,
     events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:
-    """A generator that converts a tensor part by part when it is written, and reports the result."""
+    """Return a function that converts a tensor part by part when it is written, and reports its error."""
     location = f"{gguf.path}: {entry.name}"
 
     def report_error(error: float) -> None:
@@ -253,12 +253,12 @@ def _maker(
 
 
 def _as_floats(array: np.ndarray) -> np.ndarray:
-    """The values as f32, without a copy if they are."""
+    """Return the values as f32, without a copy if they are f32."""
     return array if array.dtype == np.float32 else dequantize(array)
 
 
 def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's rows, PART values at a time."""
+    """Yield an array's rows, about VALUES_PER_CHUNK values at a time."""
     if array.size:
         value_rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
         step = max(1, VALUES_PER_CHUNK * len(value_rows) // array.size)
@@ -266,7 +266,7 @@ def _value_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:
-    """A table row of a tensor: name, shape, types, sizes and error (None if it was copied)."""
+    """Format a tensor's table row: name, shape, types, sizes and error (None if it was copied)."""
     row_prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
         return f"{row_prefix} kept {entry.nbytes / MIB:18.2f} MiB"

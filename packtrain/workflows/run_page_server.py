@@ -1,5 +1,4 @@
-"""The page of a run while it goes on (--watch): its server, what the run tells it, and the memory that a plan must
-count for it."""
+"""The page of a run while it goes on (--watch): its server, its events, and the memory that a plan counts for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.train_settings import RunSettings
 from packtrain.workflows.optional_deps import check_server
 
-PAGE_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
-STARTUP_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
+PAGE_NBYTES = 5 << 20  # memory for answers; 3.7 MiB were measured with 15 stalled clients
+STARTUP_NBYTES = 1 << 20  # memory that a loaded server takes when it starts
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # how a run ends
 
 
@@ -23,7 +22,7 @@ ReportEnd = Callable[[Path, bool], None]  # the output, and whether the run was 
 
 
 class PageEvents(Events):
-    """Events of a run that tell its page, too, what the run says and counts."""
+    """Events of a run that also show messages and counts on the run's page."""
 
     def __init__(self, events: Events, board: RunsPageData) -> None:
         passed_on = (
@@ -65,17 +64,17 @@ class PageEvents(Events):
 
 
 def import_runs_server() -> Any:
-    """The module that serves pages, loaded. Raises InputError without the extra `server`."""
+    """Load the module that serves pages. Raises InputError without the extra `server`."""
     check_server("--watch")
     return import_module("packtrain.serving.runs_server")
 
 
 @contextmanager
 def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, ShowRun, ReportEnd]]:
-    """Serve the page of a run, if it is asked for: events to tell it by, and two functions. Raises InputError.
+    """Serve the page of a run with --watch; yields its events, `show_run` and `report_end`. Raises InputError.
 
-    Whoever trains calls the first when the run's folder is its own, and the second at the end; what is raised here is
-    an end, too. Pages that are open get the end before the server goes.
+    The run calls `show_run` when its folder belongs to it, and `report_end` at the end; an exception is an end, too.
+    Open pages get the end before the server closes.
     """
     board = RunsPageData(dict, settings.folder.stem, lambda: 0)
 
@@ -103,11 +102,11 @@ def watched(settings: RunSettings, events: Events) -> Iterator[tuple[Events, Sho
 
 @contextmanager
 def reserve_page_memory(settings: RunSettings, will_run: bool) -> Iterator[None]:
-    """The memory of the page is taken inside this block, so that a plan made there counts it."""
+    """Take the memory of the page inside this block, so that a plan made there counts it."""
     if settings.watch is None:
         yield
         return
-    import_runs_server().parse_address(settings.watch)  # refuses what is none
+    import_runs_server().parse_address(settings.watch)  # raises InputError for a bad address
     placeholder = bytearray(b"\1") * (PAGE_NBYTES + (0 if will_run else STARTUP_NBYTES))
     yield
     del placeholder

@@ -62,9 +62,9 @@ def execute_run(
         [PlannedRun, TrainingProgress, Events], None
     ] = lambda run_plan, progress, events: None,
 ) -> TrainingResult:
-    """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
+    """Plan and execute a run. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
-    before_steps  called before step 1, when the weights have their values; takes a function that returns whether to stop
+    before_steps  called before step 1 with initialized weights, and with a function that returns whether to stop
     after_steps   called when the steps are done and their memory is free
     """
     with join_world(_share_cores, settings.device):
@@ -86,8 +86,8 @@ def _run_rank(
     before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None],
     after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
 ) -> TrainingResult:
-    """The run, as one of its ranks."""
-    yaml()  # which writes the settings: now, not inside the plan's memory
+    """Plan and execute the run as one of its ranks."""
+    yaml()  # load it now, not inside the plan's memory
     with watched(settings, events) as (events, show_run, report_end):
         run_plan = prepare_run(settings, events.message)
         check_ranks_agree(run_plan)
@@ -107,7 +107,7 @@ def _execute_plan(
     events: Events,
     after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
 ) -> TrainingResult:
-    """All that comes after planning; but for the steps, it is done by rank 0."""
+    """Execute a planned run; all work but the steps is done by rank 0."""
     if current_world().rank:
         return train_steps()
     folder, resume = settings.folder, run_plan.resume
@@ -152,7 +152,7 @@ def _train_steps(
     events: Events,
     show_run: ShowRun,
 ) -> TrainingResult:
-    """All steps, up to the last or a stop."""
+    """Run all steps up to the last or a stop, and return the result."""
     folder, planned_nbytes, job = settings.folder, run_plan.planned_nbytes, run_plan.job
     is_writer = current_world().rank == 0
     if is_writer:
@@ -194,7 +194,7 @@ def _train_steps(
 def _prepare_texts(
     run_plan: PlannedRun, folder: Path, events: Events, stopped: Callable[[], bool]
 ) -> bool:
-    """What a teacher says, and texts of the base, are there before the memory of the run is taken; not if stopped."""
+    """Compute teacher logits and replay texts before the run's memory is taken; returns False if stopped."""
     if not run_plan.job.steps:
         return True
     try:
@@ -207,19 +207,19 @@ def _prepare_texts(
 
 
 def step_timer(run_plan: PlannedRun) -> Callable[[float, int], str | None]:
-    """What each step's seconds are told: see `pace`. Those of several processes say nothing of this machine's rates."""
+    """Return a callback that compares each step's time with the estimate, but not in runs of several processes."""
     if current_world().world_size > 1:
         return lambda seconds, num_steps_left: None
     return pace(run_plan.seconds, partial(correct_step_times, target=run_plan.job.settings.target))
 
 
 def _share_cores(ranks: int) -> None:
-    """Each of the ranks of this machine gets its share of the cores; --threads may change that."""
+    """Give each rank of this machine its share of the cores; --threads may change that."""
     kernels.set_threads(max(kernels.threads() // ranks, 1))
 
 
 def _check_outputs(settings: RunSettings) -> None:
-    """Checks that need no work."""
+    """Raise InputError if an output cannot be written or would replace another file, before any work."""
     check_writable(settings.output, "--output")
     input_paths = [*data_files(settings.data), getattr(settings, "vocab", None)]
     check_not_read(settings.output, "--output", input_paths)
@@ -278,7 +278,7 @@ def _prepare_folder(settings: RunSettings, run_plan: PlannedRun) -> None:
 
 
 def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer) -> str:
-    """Text that the model generates after --sample-prompt."""
+    """Generate text after --sample-prompt with the weights of the run."""
     cells = job.config.context_length
     sizes = RunSizes(tuple(run_size for run_size in engine.run if isinstance(run_size, int)), 1)
     generator = Generator(Context.within(job.shape.config, CacheLayout(cells), sizes, engine.run))
@@ -301,7 +301,7 @@ def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> 
 
 
 def device_peaks(plans: TrainingPlans) -> dict[str, dict[str, int]]:
-    """The most bytes that were taken of memories which know it, beside what was planned."""
+    """Return planned and peak bytes of each memory space that knows its peak."""
     peak_by_space = {backend.space: backend.peak_reserved_nbytes for backend in plans.target.every}
     return {
         space: {"planned_bytes": plans.nbytes_in(space), "peak_bytes": peak_nbytes}
@@ -339,7 +339,7 @@ def _report_lines(result: TrainingResult) -> Iterator[str]:
 
 
 def outcome(progress: TrainingProgress, is_best: bool, has_several_evals: bool = True) -> str:
-    """Which step the result comes from, with validation losses.
+    """Say in a sentence which step the result comes from, with validation losses.
 
     is_best            the result is the step with the lowest validation loss, not the last
     has_several_evals  the run validated more than once

@@ -64,7 +64,7 @@ class EmbedSettings(ModelArgument):
 
 @dataclass(frozen=True, slots=True)
 class TextEmbeddings:
-    """vectors (N, C) f32 of N texts, how many tokens each has, and how they were pooled."""
+    """Vectors (N, C) f32 of N texts, the number of tokens of each, and the pooling."""
 
     vectors: np.ndarray
     tokens: tuple[int, ...]
@@ -72,7 +72,7 @@ class TextEmbeddings:
 
 
 def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
-    """The embeddings. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
+    """Compute the embeddings of texts. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
     texts = _read_texts(settings)
     model = opened(settings, events.message)
     pooling = settings.pooling or model_pooling(model)
@@ -100,7 +100,7 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
 
 
 def _encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """With BOS and EOS as the file says."""
+    """Tokenize texts, with BOS and EOS as the model's file says."""
     return [tokenizer.encode(text) for text in texts]
 
 

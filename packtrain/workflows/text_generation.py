@@ -116,7 +116,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
 def _context_sizes(
     settings: GenerateSettings, prompt: int, num_sequences: int, config: Config, events: Events
 ) -> tuple[int, int]:
-    """The most tokens of one text, and of all together, which share the prompt."""
+    """Return the most tokens of one text, and of all texts together, which share the prompt."""
     max_new_tokens = settings.n_predict
     num_tokens = CONTEXT if max_new_tokens < 0 else prompt + max_new_tokens
     max_seq_tokens = cells(settings, config, max(num_tokens, prompt + 1), events)
@@ -138,7 +138,7 @@ def generate_parallel(
     size: int,
     events: Events,
 ) -> GeneratedText:
-    """--parallel answers, each with the seed after that of the one before."""
+    """Generate --parallel answers, each with the seed after that of the previous answer."""
     seeds = [(seed + n) % (MAX_SEED + 1) for n in range(settings.parallel)]
     shown_index = -1
     with events.stopping() as stopped:
@@ -176,7 +176,7 @@ def generate_beams(
     prompt: str,
     events: Events,
 ) -> GeneratedText:
-    """The --parallel best texts of a search."""
+    """Search for the likeliest texts, and return the --parallel best ones."""
     search_config = BeamSearchConfig(
         settings.num_beams, settings.parallel, settings.length_penalty, settings.biases
     )

@@ -18,13 +18,13 @@ from packtrain.workflows.planned_run import PlannedRun
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingResult:
-    """The result of a run.
+    """The result of a training run.
 
     output         the model, a GGUF file; not written yet if `stopped`
     folder         checkpoints, metrics.jsonl, loss.svg, plan.html
     plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
     progress       steps, tokens, seconds, validation losses
-    stopped        whether it was asked to stop; the same call with resume=True continues
+    stopped        whether the run was asked to stop; the same call with resume=True continues
     """
 
     output: Path
@@ -36,8 +36,8 @@ class TrainingResult:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Of the result's validation on conversations: in how many answers the token that ends them was the likeliest,
-        and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False."""
+        """Validation answers whose end token the result predicts, and all that are not cut off; (0, 0) if unknown, as
+        with mask_prompt=False."""
         return self.progress.ends
 
     @property

@@ -10,10 +10,10 @@ from packtrain.workflows.training_result import TrainingResult
 
 
 def train(settings: TrainSettings, events: Events) -> TrainingResult:
-    """Train until the last step or a stop. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
+    """Train a new model until the last step or a stop. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
     return execute_run(settings, prepare, events)
 
 
 def prepare(settings: TrainSettings, report: ReportFunction, runs: bool = True) -> PlannedRun:
-    """The run with its plan, see `ready`. Raises InputError."""
+    """Return the run with its plan, see `plan_run`. Raises InputError."""
     return plan_run("train", settings, build_job, report, runs)

@@ -70,11 +70,11 @@ class ChooseSettings:
 
 @dataclass(frozen=True, slots=True)
 class TypeTrial:
-    """A file that was tried.
+    """A trial: a file written in one type, and its loss.
 
     name    its type, or its path
     how     rounded plainly, with data, trained as stored (aware), or a file as it is
-    nbytes  of the whole file
+    nbytes  size of the whole file
     loss    nats per token
     kept    share of the gain
     """
@@ -88,7 +88,7 @@ class TypeTrial:
 
 @dataclass(frozen=True, slots=True)
 class TypeChoiceResult:
-    """What was tried, and the one that was written: the smallest that keeps enough, else the one that keeps most.
+    """All trials, and the file that was written: the smallest that keeps enough, else the file that keeps most.
 
     base, tuned  losses, nats per token; the tuned model's before any rounding
     """
@@ -106,7 +106,7 @@ class TypeChoiceResult:
 
 
 class ProgressEvents(Events):
-    """What the tasks inside this one report: their progress."""
+    """Events that pass on only the progress of inner tasks."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -132,7 +132,7 @@ def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
 
 
 def _check_inputs(settings: ChooseSettings) -> None:
-    """Checks that need no work."""
+    """Raise InputError for unsuitable inputs and outputs, before any work."""
     check_rules(settings, (MEMORY_RULE,))
     input_paths = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
     data_paths = [(settings.data, "--data")]
@@ -152,7 +152,7 @@ def _check_inputs(settings: ChooseSettings) -> None:
 def _try_types(
     settings: ChooseSettings, events: Events, trial: Path, best_path: Path, merged_path: Path
 ) -> TypeChoiceResult:
-    """All tries; the file of the best one is left at `best_path`."""
+    """Write and measure every candidate; leaves the best file at `best_path`, and returns all trials."""
     progress_events, tuned_path = ProgressEvents(events), settings.tuned
     if _is_adapter(tuned_path):
         merge(
@@ -186,7 +186,7 @@ def _try_types(
 
 
 def _trial_rank(min_kept_share: float, trial: TypeTrial) -> tuple[bool, float]:
-    """The best comes first."""
+    """Return a sort key: the smallest trial that keeps enough first, then those that keep most."""
     return (False, trial.nbytes) if trial.kept >= min_kept_share else (True, -trial.kept)
 
 
@@ -202,7 +202,7 @@ def _measure_loss(settings: ChooseSettings, events: Events, path: Path) -> float
 def _candidates(
     settings: ChooseSettings, tuned: Path, events: Events
 ) -> Iterator[tuple[str, str, WriteFile]]:
-    """Name, way and writer of each file to try."""
+    """Yield name, rounding method and writer of each file to try."""
     rounding_methods: list[tuple[str, Path | None]] = [(PLAIN_ROUNDING, None)]
     if settings.calibrate is not None:
         rounding_methods.append((WITH_DATA, settings.calibrate))
@@ -220,13 +220,13 @@ def _candidates(
 
 
 def _file_type(path: Path) -> str:
-    """The type that a file says it is written in, as --type takes it; of one that says nothing, its path."""
+    """Return the type that a file says it is written in, as --type takes it; its path if the file says none."""
     file_type = GGUF(path).metadata.get(FILE_TYPE_KEY)
     return next((n.lower() for n, mix in MIXES.items() if mix.file_type == file_type), str(path))
 
 
 def _write_merged(settings: ChooseSettings, data: Path | None, events: Events, path: Path) -> None:
-    """The adapter merged into the base's own types."""
+    """Write the base with the adapter merged into its own types."""
     merge_args = settings.model, (str(settings.tuned),), path
     merge(MergeSettings(*merge_args, **_calibration_options(settings, data)), events)
 
@@ -239,7 +239,7 @@ def _quantize(
 
 
 def _calibration_options(settings: ChooseSettings, data: Path | None) -> dict[str, Any]:
-    """The settings of a file that may be written with data."""
+    """Return the options of writing a file, with calibration if there is data."""
     data_options = {"calibrate": data, "memory": settings.memory, "columns": settings.columns}
     return {"overwrite": True, **(data_options if data else {})}
 
@@ -252,6 +252,6 @@ def _copy_file(source_path: Path, path: Path) -> None:
 
 
 def trial_line(trial: TypeTrial) -> str:
-    """A row of the table."""
+    """Format a trial as a row of the table."""
     size = f"{trial.nbytes / (1 << 20):10.2f} MiB"
     return f"{trial.name:12} {trial.how:10} {size}  loss {trial.loss:.4f}  keeps {trial.kept:.1%}"

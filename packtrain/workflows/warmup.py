@@ -6,13 +6,13 @@ from packtrain.common.memory import total_nbytes
 from packtrain.engine.memory_plan import size_text
 from packtrain.models.model_file import ModelFile
 
-EXPERT_SUFFIX = "_exps.weight"  # how names of their matrices end
-PAGE_NBYTES, PART_NBYTES = 4096, 64 << 20  # bytes; looks between parts whether it is stopped
+EXPERT_SUFFIX = "_exps.weight"  # ending of the names of experts' matrices
+PAGE_NBYTES, PART_NBYTES = 4096, 64 << 20  # bytes; a stop takes effect between parts
 WARMUP_HELP = "read all experts of a mixture from the file before the first token"
 
 
 def warm(model: ModelFile, events: Events) -> None:
-    """Read every page of the experts, if they fit into memory. Raises Interrupted if it is stopped."""
+    """Read every page of the experts' weights, if they fit into memory. Raises Interrupted if it is stopped."""
     expert_names = [name for name in model.gguf.entries if name.endswith(EXPERT_SUFFIX)]
     expert_arrays = [model.gguf.array(name) for name in expert_names]
     expert_nbytes, available_nbytes = sum(array.nbytes for array in expert_arrays), total_nbytes()

@@ -1,6 +1,6 @@
-"""Calibrated merging of LoRA adapters into quantized matrices: uses data to keep what was learned despite rounding.
+"""Merges LoRA adapters into quantized matrices with calibration data, which keeps learned outputs despite rounding.
 
-grid: codes and steps of quantized rows. feedback: rounds one matrix with error feedback (GPTQ). streams: the inputs of
-each matrix, with the adapter and as merged. calibrated: block by block through a model. reading: how much data memory
-allows.
+block_streams: the inputs of each matrix, unmerged and merged. error_feedback: rounds one matrix (GPTQ).
+rounding_grid, grid_points: codes and steps of quantized rows. calibrated_rounding: block by block through a model.
+calibration_inputs: how much data memory allows.
 """

@@ -1,6 +1,6 @@
-"""Two residual streams through a model in lockstep: as it should be, with unmerged adapters or before it is quantized,
-and as it is in the file that is written, as far as that has come.
+"""Runs two residual streams through a model in lockstep, to compare exact and rounded matrices.
 
+Stream x is exact: with unmerged adapters, or before quantization. Stream z reads the file that is being written.
 Each block has sites: inputs of its matrices, grouped by equal input. A site yields sums over the tokens of all
 batches. The graphs are the model's own; inputs of matrices are found in them.
 """
@@ -31,11 +31,11 @@ MATMUL_OPS = {ops.matmul, ops.matmul_id}
 
 @dataclass(frozen=True, slots=True)
 class MatrixInput:
-    """The input of some matrices of a block: x with the adapter, z as merged.
+    """The input of some matrices of a block: x in the exact stream, z in the merged one.
 
-    expert  for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in a
-            different order
-    experts number of experts
+    expert   for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in
+             another order
+    experts  number of experts
     """
 
     matrix_names: tuple[str, ...]
@@ -56,7 +56,7 @@ class InputMoments:
 
 @dataclass(frozen=True, slots=True)
 class StreamBlock:
-    """A block in both streams: sites in computed order, its outputs, and keys and values that later blocks have."""
+    """A block in both streams: sites in computed order, its outputs, and keys and values that later blocks share."""
 
     matrix_inputs: list[MatrixInput]
     x: Tensor
@@ -67,8 +67,8 @@ class StreamBlock:
 class StreamPair:
     """Both streams of some batches, between two blocks.
 
-    adapted  the base with the adapters of its blocks
-    merged   mapped matrices of the file that is being written: each is read only after its final values are there
+    adapted  the model with unmerged adapters of its blocks
+    merged   matrices mapped from the file that is being written: each is read only after its final values are there
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StreamPair:
         batches: Sequence[TokenBatch],
         target: Target = CPU,
     ) -> None:
-        return_freed()  # matrices of all sizes come and go, and what is kept of them is in no plan
+        return_freed()  # matrices of all sizes come and go, and no plan counts memory that the heap keeps
         self.adapted, self.batches, self.target = adapted, batches, target
         self.shape = batches[0]["tokens"].shape
         self.session = Session(target.limits)
@@ -98,7 +98,7 @@ class StreamPair:
         return self.stream_graphs.build_block(i)
 
     def moments(self, site: MatrixInput, columns: slice, expert: int | None = None) -> InputMoments:
-        """Sums over all tokens, or those of one expert, of some columns."""
+        """Return sums over all tokens, or over those of one expert, of some columns of a site's input."""
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
@@ -140,7 +140,6 @@ class StreamPair:
             z[...] = x
 
     def advance_through(self, block: StreamBlock) -> None:
-        """Advance through a block."""
         executor = self._executor(Graph({"x": block.x, "z": block.z, **block.shared}))
         for batch_index in range(len(self.batches)):
             outputs = executor(self._batch_inputs(executor, batch_index))
@@ -148,7 +147,7 @@ class StreamPair:
             self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 
     def run_batches(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """The outputs of a graph of a block for each batch, by its index."""
+        """Yield the index of each batch and the outputs of a block's graph for it."""
         executor = self._executor(graph)
         for batch_index in range(len(self.batches)):
             yield batch_index, executor(self._batch_inputs(executor, batch_index))
@@ -159,7 +158,7 @@ class StreamPair:
 
 
 def padding_mask(batch: TokenBatch) -> np.ndarray:
-    """Where rows are padding, (B, T)."""
+    """Return where rows are padding, (B, T)."""
     return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
 
 
@@ -168,9 +167,9 @@ def padding_mask(batch: TokenBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StreamGraphs:
-    """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`.
+    """Builds the graphs of both streams for batches of one shape; inputs are `x` and `z` (B, T, C), `pos` and `seq`.
 
-    merged_names  names of leaves that only the merged stream has
+    merged_names  names of the leaves that only the merged stream has
     """
 
     adapted: ModelFile
@@ -183,7 +182,7 @@ class StreamGraphs:
     def for_types(
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
     ) -> "StreamGraphs":
-        """Graphs in which one of the streams reads these matrices from the merged file."""
+        """Return graphs whose merged stream reads these matrices, of these types, from the merged file."""
         x = transformer.weights(adapted.config, adapted.matrix_dtypes())
         unmerged_leaves = {
             name: leaf for name, leaf in x.items() if name not in adapted.adapter_values
@@ -193,6 +192,7 @@ class StreamGraphs:
         return cls(adapted, x, unmerged_leaves | merged_leaves, merged_names, shape)
 
     def embedding(self) -> Graph:
+        """Build the graph that embeds the tokens of a batch in both streams."""
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
         config, weights_by_stream = self.adapted.config, {"x": self.x, "z": self.z}
         first = {
@@ -203,6 +203,7 @@ class StreamGraphs:
         return Graph(first)
 
     def build_block(self, i: int) -> StreamBlock:
+        """Build transformer block i in both streams and find the inputs of its matrices."""
         config, seq_len = self.adapted.config, self.shape[-1]
         tokens, pos, seq = (input(name, self.shape, i32) for name in ("tokens", "pos", "seq"))
         tables = transformer.make_rope_tables(config, self.x, pos, seq_len)
@@ -228,7 +229,7 @@ class StreamGraphs:
 def _sites(
     x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: int
 ) -> list[MatrixInput]:
-    """The inputs of the merged stream's own matrices, in order."""
+    """Return the inputs of the matrices that only the merged stream has, in computed order."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
     sites_by_source: dict[
         Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]
@@ -239,7 +240,7 @@ def _sites(
         name, expert_rows = merged_names[leaf], None
         if expert is not None:
             call = source.call
-            # rows by token: those of all tokens work as well
+            # rows are gathered by token: the input of all tokens serves as well
             if call is not None and call.op is ops.get_rows:
                 source = call.reads[0]
                 x_call = x_sources[name].call
@@ -258,7 +259,7 @@ def _sites(
 
 
 def _matrix_reads(output: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
-    """For each product with a stored matrix: the matrix, its input, and for experts whose row is whose."""
+    """Return, for each product with a stored matrix, the matrix, its input, and each row's expert and token or None."""
     matrix_reads, tokens = [], None
     for call in Graph({"end": output}).calls:
         if call.op is ops.group_rows:

@@ -1,7 +1,7 @@
-"""Rounds matrices of a file block by block to quantization grids, with the least change of what they compute.
+"""Rounds matrices of a file block by block to quantization grids, with the least change of their outputs.
 
-Takes a model (a base with unmerged adapters, or the one to quantize), batches of tokens, and a file with the new types,
-whose matrices are changed in place.
+`calibrate` takes a model (a base with unmerged adapters, or the one to quantize), batches of tokens, and a file with
+the new types, whose matrices it changes in place.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,7 +24,10 @@ from packtrain.models.model_with_adapters import Scaled, adapted
 from packtrain.models.rewrite_model import ReadRows
 
 PART = 1 << 19  # values of a matrix rounded at a time
-MIN_EXPERT_TOKENS = 32  # an expert reached by fewer tokens is rounded plainly
+# An expert that fewer tokens reach is rounded to the nearest: they say too little about its inputs. Experts share the
+# sums of gate and up, which all tokens bring. down has sums per expert, whose rows differ between the streams, so
+# errors of earlier blocks are not repaired there.
+MIN_EXPERT_TOKENS = 32
 
 BlockProgress = Callable[[int, int], None]
 
@@ -39,11 +42,11 @@ def calibrate(
     target: Target = CPU,
     searched: Collection[str] = (),
 ) -> dict[str, float]:
-    """Round these matrices in the file; returns the relative error of each matrix's output.
+    """Round these matrices in the file; return the relative error of each matrix's output, by name.
 
-    model        whose outputs are wanted
+    model        the model whose outputs the rounded matrices should keep; `changes` reads the exact rows of a matrix
     max_columns  most columns that compensate each other's errors: the sums over their inputs have width² numbers
-    searched     names whose scales are searched under the sums over their inputs; the others keep those in the file
+    searched     names whose scales are searched under the sums over their inputs; others keep the scales in the file
     """
     gguf = GGUF(path)
     mapped_file = np.memmap(path, np.uint8, "r+")
@@ -71,13 +74,13 @@ def calibrate(
 
 
 def _mapped(mapped_file: np.ndarray, gguf: GGUF, name: str) -> np.ndarray:
-    """The tensor mapped from the file for writing, (…, blocks)."""
+    """Return the tensor mapped from the file for writing, (…, blocks)."""
     e = gguf.entries[name]
     return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, mapped_file.data, e.offset)
 
 
 def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
-    """The base with the adapters of its blocks; the others only work merged."""
+    """Return the base with the unmerged adapters of its blocks; adapters outside of blocks only work merged."""
     block_adapters = []
     for adapter, scale in adapters:
         pairs = {name: pair for name, pair in adapter.lora_pairs.items() if name.startswith("blk.")}
@@ -95,7 +98,7 @@ def _site(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
-    Returns for each the squares of its error and of its output.
+    Yields each matrix's name with the squares of its error and of its output.
     """
     unit = UNIT_COLUMNS if any(dtype_of(arrays[name]).points for name in site.matrix_names) else 1
     num_columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
@@ -121,7 +124,7 @@ def _site(
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Some rows and columns of a matrix: the quantized ones to write, and the wanted values."""
+    """Some rows and columns of a matrix: `packed` quantized rows to write; `changed` reads the exact values."""
 
     packed: np.ndarray
     changed: ReadRows
@@ -132,7 +135,7 @@ class MatrixSlice:
     def of(
         cls, array: np.ndarray, changed: ReadRows, columns: slice, expert: int | None, experts: int
     ) -> "MatrixSlice":
-        """These columns of all rows, or of the rows of one expert."""
+        """Return a slice with these columns of all rows, or of one expert's rows."""
         packed_rows, block_size = array.reshape(-1, array.shape[-1]), dtype_of(array).block
         num_rows = len(packed_rows) if expert is None else len(packed_rows) // experts
         first_row = (expert or 0) * num_rows
@@ -140,17 +143,18 @@ class MatrixSlice:
         return cls(packed_rows[:, blocks], changed, range(first_row, first_row + num_rows), columns)
 
     def _row_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield PART values at a time: quantized rows to write and their exact values."""
         num_rows = max(1, PART // (self.columns.stop - self.columns.start))
         for at in self.row_range[::num_rows]:
             row_stop = min(at + num_rows, self.row_range.stop)
             yield self.packed[at:row_stop], self.changed(at, row_stop)[:, self.columns]
 
     def output_power(self, squares: np.ndarray) -> float:
-        """The sum of squares of the outputs for inputs with these sums."""
+        """Return the sum of squares of the outputs for inputs with these sums."""
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._row_parts()))
 
     def round(self, back: ErrorFeedback, weights: np.ndarray | None) -> float:
-        """Write the rounded codes, with scales found by these weights of columns; returns the squared output error."""
+        """Write rounded codes; return the squared output error. `weights` of columns let scales be searched anew."""
         error = 0.0
         for packed, exact_rows in self._row_parts():
             targets = back.row_targets(exact_rows)
@@ -162,7 +166,7 @@ class MatrixSlice:
         return error
 
     def round_plainly(self) -> None:
-        """Quantize them plainly, on their own grid."""
+        """Round each value to the nearest of its type, without calibration."""
         equal_weights = np.ones(self.columns.stop - self.columns.start, np.float32)
         for packed_rows, rows in self._row_parts():
             dtype = dtype_of(packed_rows)

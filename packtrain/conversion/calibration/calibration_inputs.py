@@ -1,6 +1,6 @@
-"""How many tokens a calibrated merge reads within a memory limit: decided before training starts.
+"""Decides how many tokens a calibrated merge reads within a memory limit, before training starts.
 
-Returns a Reading for a model, names of matrices and a number of bytes, or None if not even the minimum fits.
+`reading` returns a ReadingPlan for a model, types of matrices and a number of bytes; None if the minimum exceeds it.
 """
 
 import math
@@ -22,11 +22,11 @@ from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile
 from packtrain.models.tensor_shapes import block_shapes
 
-MAX_TOKENS, MIN_TOKENS = 6144, 1024  # tokens read at most, and at least
+MAX_TOKENS, MIN_TOKENS = 6144, 1024  # most and fewest tokens read
 TOKENS_AT_ONCE = 1024  # tokens that go through a block at a time
-MIN_COLUMNS = 512  # least number of columns
+MIN_COLUMNS = 512  # fewest columns that compensate each other's errors
 OTHER_NBYTES = 12 << 20  # graphs, NumPy and the file writer, measured
-NUM_BUFFERS = 8  # of PART values, while rows are rounded
+NUM_BUFFERS = 8  # buffers of PART values, while rows are rounded
 
 
 class BatchSequence(Protocol):
@@ -36,11 +36,11 @@ class BatchSequence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadingPlan:
-    """How a merge fits into a number of bytes.
+    """How a calibrated merge fits into a number of bytes.
 
-    rows         at a time, in `batches` batches
+    rows         rows of `seq_len` tokens at a time, in `batches` batches
     max_columns  most columns that compensate each other's errors
-    target       where the streams run
+    target       backends on which the streams run
     """
 
     rows: int
@@ -58,14 +58,14 @@ class ReadingPlan:
         return self.batches * self.rows * self.seq_len
 
     def all_batches(self, data: BatchSequence, max_tokens: int | None = None) -> list[TokenBatch]:
-        """All rows of the data in batches, the last one filled with padding; or the first rows with so many tokens."""
+        """Return all rows of the data in batches, or the first `max_tokens` tokens; the last batch is padded."""
         max_rows = None if max_tokens is None else max(1, max_tokens // self.seq_len)
         token_rows = list(islice(_unpadded_rows(data), max_rows))
         padding_row = {name: np.zeros_like(values) for name, values in token_rows[0].items()}
         return self._group_batches(token_rows + [padding_row] * (-len(token_rows) % self.rows))
 
     def read(self, data: BatchSequence) -> list[TokenBatch]:
-        """The first rows of the data, in batches."""
+        """Return the first rows of the data, in `batches` batches of `rows` rows."""
         token_rows, max_rows = [], self.rows * self.batches
         for token_row in _unpadded_rows(data):
             token_rows.append(token_row)
@@ -80,7 +80,7 @@ class ReadingPlan:
 
 
 def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
-    """The non-empty rows of an epoch."""
+    """Yield the rows of an epoch that are not only padding."""
     for index in range(len(data)):
         batch = data[index]
         for row_index in np.flatnonzero((~padding_mask(batch)).any(-1)):
@@ -95,7 +95,7 @@ def reading(
     limit: int | None = None,
     target: Target = CPU,
 ) -> ReadingPlan | None:
-    """The most tokens, and columns at a time, that fit; None if not even the minimum fits."""
+    """Return the plan of the most tokens, then columns, that fits `limit` bytes; None if not even the minimum fits."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     return next(
         (candidate for candidate in candidates if limit is None or candidate.nbytes <= limit), None
@@ -110,11 +110,11 @@ def reading_plans(
     target: Target = CPU,
     max_tokens: int | None = None,
 ) -> Iterator[ReadingPlan]:
-    """All ways to read, those of the most memory first; none if the target's memory is too small.
+    """Yield all reading plans, those of the most memory first; none if the target's memory is too small.
 
-    types       of the calibrated matrices
+    types       types of the calibrated matrices, by name
     num_rows    number of available rows of `seq_len` tokens
-    max_tokens  most to read, else TOKENS
+    max_tokens  most tokens to read, by default MAX_TOKENS
     """
     at_once = min(max(1, TOKENS_AT_ONCE // seq_len), num_rows)
     blocks = _blocks_by_kind(adapted, types)
@@ -147,7 +147,7 @@ def reading_plans(
 
 
 def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tuple[int, int]]:
-    """Numbers of batches and widths to try, best first: fewer tokens, then fewer columns."""
+    """Yield numbers of batches and columns to try, best first: fewer tokens, then fewer columns."""
     num_batches, num_columns = max_batches, max_width
     yield num_batches, num_columns
     while num_batches > min_batches or num_columns > MIN_COLUMNS:
@@ -159,14 +159,14 @@ def _ladder(max_batches: int, min_batches: int, max_width: int) -> Iterator[tupl
 
 
 def values_per_token(config: Config) -> int:
-    """Values of a token between blocks: the stream, and keys and values that later blocks have, too."""
+    """Return the values of a token between blocks: the stream, and keys and values that later blocks share."""
     sources = {config.source_of(i) for i in range(config.block_count) if config.source_of(i) != i}
     kv_values = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
     return math.prod(config.stream_shape) + kv_values
 
 
 def _blocks_by_kind(adapted: ModelFile, names: Iterable[str]) -> list[int]:
-    """One block of each kind: kinds differ in their weights, sliding windows or rope."""
+    """Return one block of each kind; kinds differ in their weights, sliding windows or rope."""
     config = adapted.config
     block_by_kind = {
         (*block_shapes(config, i).items(), config.window_of(i), config.rope_of(i)): i

@@ -1,7 +1,19 @@
 """Rounds one matrix to a grid with the least change of its outputs: error feedback (GPTQ), column by column.
 
-After each column its error, weighted by the Cholesky factor of the inverse of H = ZᵀZ, is added to the later
-columns. Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Works on sums over inputs; it knows no models.
+After each column, its error is added to later columns, weighted by U, where UᵀU is the inverse of H = ZᵀZ.
+Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Works on sums over inputs and knows no models. A column is a few vector
+operations over all rows, so NumPy and the engine's products suffice and no kernel must be compiled.
+
+Worked example: a row with targets (0.6, 0.4) is rounded to whole numbers.
+
+    H = ( 1.25  -0.5 )    its inverse = ( 1    0.5  ) = UᵀU,    U = ( 1  0.5 )
+        ( -0.5   1   )                  ( 0.5  1.25 )               ( 0   1  )
+
+    column 0: 0.6 becomes 1. Its error is (1 - 0.6) / U₀₀ = 0.4, so column 1 becomes 0.4 + U₀₁ 0.4 = 0.6.
+    column 1: 0.6 becomes 1. Its error is (1 - 0.6) / U₁₁ = 0.4.
+
+The squared error of the outputs, d H dᵀ for d = (0.4, 0.6), is 0.4² + 0.4² = 0.32. The nearest numbers (1, 0) have
+d = (0.4, -0.4) and 0.52.
 """
 
 from dataclasses import dataclass
@@ -12,13 +24,13 @@ import numpy as np
 from packtrain import kernels
 
 DAMPING = 0.01  # share of the mean of H's diagonal that is added to the diagonal
-BLOCK, GROUP_COLUMNS = 128, 32  # columns updated by a matrix product, and one by one
+BLOCK, GROUP_COLUMNS = 128, 32  # columns updated by a matrix product; columns updated one by one
 
 
 class ColumnRounder(Protocol):
     """Chooses the codes of `unit` columns at a time; see rounding_grid and grid_points.
 
-    choose  values (unit, R) for targets (unit, R) of these columns, with their corner of the factor
+    choose  returns values (unit, R) for targets `aim` (unit, R) of these columns; `factor` is their corner of U
     """
 
     unit: int
@@ -30,7 +42,7 @@ class ColumnRounder(Protocol):
 class ErrorFeedback:
     """How later columns compensate the error of a column.
 
-    order   (n,)    columns, the largest inputs first; those that are rounded together stay so
+    order   (n,)    columns, the largest inputs first; columns that are rounded together stay together
     factor  (n, n)  f32, upper U: the inverse of damped H, in that order, is UᵀU
     shift   (n, n)  f32, (X - Z)ᵀZ with its columns in that order, or None
     """
@@ -40,7 +52,7 @@ class ErrorFeedback:
     shift: np.ndarray | None
 
     def row_targets(self, matrix_rows: np.ndarray) -> np.ndarray:
-        """Rows (R, n) that give for Z what these give for X, columns in `order`: T + T (X - Z)ᵀZ H⁻¹, (n, R)."""
+        """Return targets T + T (X - Z)ᵀZ H⁻¹, (n, R) in `order`: they give for Z what rows T (R, n) give for X."""
         targets = np.ascontiguousarray(matrix_rows[:, self.order].T)
         if self.shift is not None:
             shifted_rows = product(self.factor, product(self.shift.T, matrix_rows.T))
@@ -48,13 +60,13 @@ class ErrorFeedback:
         return targets
 
     def target_rows(self, aim: np.ndarray) -> np.ndarray:
-        """Targets (n, R) as rows (R, n), columns in their own order."""
+        """Return targets (n, R) as rows (R, n), with columns in the matrix's own order."""
         matrix_rows = np.empty(aim.shape[::-1], np.float32)
         matrix_rows[:, self.order] = aim.T
         return matrix_rows
 
     def round_targets(self, aim: np.ndarray, rounder: ColumnRounder) -> float:
-        """Choose codes for targets (n, R), which are overwritten; returns the squared error of the outputs."""
+        """Choose codes for targets (n, R), which are overwritten; return the squared error of the outputs."""
         total_error, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
@@ -82,9 +94,9 @@ class ErrorFeedback:
 
 
 def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> ErrorFeedback:
-    """Compute it from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
+    """Compute error feedback from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
 
-    unit  columns that are rounded together, which divides n
+    unit  number of columns that are rounded together, which divides n
     """
     diagonal, n = squares.diagonal().astype(np.float64), len(squares)
     unit_order = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
@@ -92,7 +104,7 @@ def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 
     inverse = np.empty((n, n))
     for row, column in zip(inverse, column_order[::-1], strict=True):
         row[:] = squares[column, column_order[::-1]]
-    # also for columns without input
+    # damping also makes columns without input invertible
     inverse.flat[:: n + 1] += DAMPING * float(diagonal.mean()) or 1.0
     cholesky(inverse)
     invert_lower(inverse)
@@ -103,7 +115,7 @@ def compute_feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 
 
 
 def cholesky(a: np.ndarray) -> None:
-    """Cholesky factor L of a = LLᵀ in place, f64, zeros above; needs memory for only a few columns."""
+    """Replace a by its Cholesky factor L, a = LLᵀ, f64, zeros above; needs memory for only a few columns."""
     n = len(a)
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)
@@ -117,7 +129,7 @@ def cholesky(a: np.ndarray) -> None:
 
 
 def invert_lower(a: np.ndarray) -> None:
-    """The inverse of a lower triangular matrix in place, by recursive halves."""
+    """Invert a lower triangular matrix in place, by recursive halves."""
     n = len(a)
     if n <= BLOCK:
         a[...] = np.tril(np.linalg.inv(a))
@@ -126,7 +138,7 @@ def invert_lower(a: np.ndarray) -> None:
     upper_half, lower_half, corner = a[:half, :half], a[half:, half:], a[half:, :half]
     invert_lower(upper_half)
     invert_lower(lower_half)
-    # - last below first: columns from the left, then rows from below
+    # the corner becomes -(lower half)(corner)(upper half): columns from the left, then rows from below
     for at in range(0, half, BLOCK):
         block_slice = slice(at, at + BLOCK)
         corner[:, block_slice] = corner[:, at:] @ upper_half[at:, block_slice]
@@ -136,7 +148,7 @@ def invert_lower(a: np.ndarray) -> None:
 
 
 def product(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray | None = None) -> np.ndarray:
-    """a @ b (+ onto), f32, on all cores."""
+    """Return a @ b, f32, on all cores; with an accumulator, add the product to it in place."""
     compiled: Any = kernels
     result = np.empty((a.shape[0], b.shape[1]), np.float32) if accumulator is None else accumulator
     compiled.matmul.product(result, a, b, accumulator is not None, 0)

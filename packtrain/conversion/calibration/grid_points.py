@@ -1,7 +1,7 @@
-"""Rounding to points of a grid (the IQ types), eight columns at a time.
+"""Rounds to points of a grid (the IQ types), eight columns at a time.
 
-Signs are those of the targets. Then the point is the one with the least error of the outputs once later columns have
-compensated it: for each of a row's points a quadratic form, all of them by one matrix product.
+Signs are those of the targets. The chosen point has the least error of the outputs once later columns have
+compensated it: a quadratic form for each point of a row, all of them by one matrix product.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from packtrain import kernels
 from packtrain.dtypes import dtype_of
 
 UNIT_COLUMNS = 8
-ROWS_AT_ONCE = 512  # whose points are compared at a time
+ROWS_AT_ONCE = 512  # rows whose points are compared at a time
 
 
 class PointRounder:
-    """Points for quantized rows (R, blocks), whose scales and shifts stay. See rounding_grid for the other types."""
+    """Chooses points for quantized rows (R, blocks); scales and shifts stay. See rounding_grid for other types."""
 
     unit = UNIT_COLUMNS
 
@@ -39,7 +39,7 @@ class PointRounder:
         self._features = np.concatenate([grid[:, left_axis] * grid[:, second], grid], 1).T.copy()
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Values (8, R) for targets (8, R) of eight neighbouring columns with this corner of the factor."""
+        """Return values (8, R) for targets (8, R) of eight neighbouring columns; `factor` is their corner of U."""
         at, width, rounded = columns[0] // UNIT_COLUMNS, self.points.width, np.empty_like(aim)
         scale = self.row_scales[columns[0] // self.points.group_size]
         shift = np.float32(0) if self.row_shifts is None else self.row_shifts[at] * scale
@@ -61,7 +61,7 @@ class PointRounder:
         return rounded
 
     def _negative_signs(self, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Which values are negative; where their number must be even, the one that matters least may be the other."""
+        """Return which values are negative; if their number must be even, the sign that matters least may change."""
         if self.row_shifts is not None:
             return np.zeros(aim.shape, bool)
         signs = aim < 0
@@ -74,7 +74,7 @@ class PointRounder:
     def _nearest(
         self, aim: np.ndarray, by: np.ndarray, scale: np.ndarray, form: np.ndarray
     ) -> np.ndarray:
-        """Numbers of the points for which (value - aim)ᵀ form (value - aim) is least."""
+        """Return the numbers of the points for which (value - aim)ᵀ form (value - aim) is least."""
         left_axis, second, times = self._pair
         squares = (form[left_axis, second] * times)[:, None] * scale * by[left_axis] * by[second]
         row_features = np.concatenate([squares, -2 * by * (form @ aim)]).T
@@ -88,7 +88,6 @@ class PointRounder:
         return point_indices
 
     def write_rows(self, rows: np.ndarray) -> None:
-        """Write the points that were chosen, and their signs."""
         count, blocks = rows.shape
         numbers, signs = (part.T.reshape(count, blocks, -1) for part in (self.numbers, self.signs))
         self.points.write_points(_row_bytes(rows), numbers, signs)
@@ -99,5 +98,5 @@ def _row_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def _rows_last(values: np.ndarray) -> np.ndarray:
-    """(R, blocks, n) as (blocks * n, R)."""
+    """Return (R, blocks, n) as (blocks * n, R)."""
     return np.ascontiguousarray(values.reshape(len(values), -1).T)

@@ -1,7 +1,7 @@
 """Importance matrices: for each matrix of a model the sums of squares of its inputs, in llama.cpp's files.
 
-measure(model, batches) gives them; save and load are the GGUF form that llama-imatrix writes: NAME.in_sum2 and
-NAME.counts, for stacks of experts a row each.
+measure_importance computes them. save_importance and load_importance use the GGUF layout of llama-imatrix:
+NAME.in_sum2 and NAME.counts, with a row for each expert of a stack.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +29,10 @@ DATASETS, CHUNKS, SIZE = (f"imatrix.{name}" for name in ("datasets", "chunk_coun
 
 @dataclass(frozen=True, slots=True)
 class ImportanceMatrix:
-    """Sums over tokens, by the name of a matrix.
+    """Sums over tokens, by the name of a matrix; `num_chunks` rows of `chunk_size` tokens of `source_text` were read.
 
-    sums         (experts, columns)  of squared inputs; one row unless it is a stack of experts
-    counts       (experts,)          tokens that each one saw
-    source_text  the data, as text;  chunks  how many rows of `chunk_size` tokens were read
+    sums    (experts, columns)  sums of squared inputs; one row unless the matrix is a stack of experts
+    counts  (experts,)          tokens that each expert saw
     """
 
     sums: Mapping[str, np.ndarray]
@@ -43,7 +42,7 @@ class ImportanceMatrix:
     chunk_size: int
 
     def weights(self, name: str) -> np.ndarray | None:
-        """The mean square of each input, f32 (experts, columns), ones for an expert without tokens; None if unknown."""
+        """Return the mean square of each input, f32 (experts, columns), ones without tokens; None if unknown."""
         if name not in self.sums:
             return None
         sums, counts = self.sums[name], self.counts[name][:, None]
@@ -62,7 +61,7 @@ class ImportanceMatrix:
 
 
 def save_importance(path: Path, importance: ImportanceMatrix) -> None:
-    """Write the file. A dense matrix has vectors, a stack of experts a row for each."""
+    """Write an importance matrix to a file; a dense matrix has vectors, a stack of experts has a row for each."""
     tensors = {}
     for name in sorted(importance.sums):
         sums, counts = importance.sums[name], importance.counts[name]
@@ -77,7 +76,7 @@ def save_importance(path: Path, importance: ImportanceMatrix) -> None:
 
 
 def load_importance(path: Path) -> ImportanceMatrix:
-    """Read the file. Raises InputError if it is not an importance matrix, or not a sound one."""
+    """Read an importance matrix from a file. Raises InputError if the file is none, or is not sound."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") != "imatrix":
         raise InputError(
@@ -125,9 +124,9 @@ def measure_importance(
     source_text: str,
     report_block: BlockProgress = lambda block, blocks: None,
 ) -> ImportanceMatrix:
-    """The sums over all tokens that are not padding, a group of batches at a time.
+    """Sum squared inputs over all tokens that are not padding, a group of batches at a time.
 
-    The inputs of a stack of experts that all of them read, as of ffn_gate_exps, count for each expert.
+    Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert.
     """
     stored = {
         name: array for name, array in model.stored().items() if name in model.matrix_dtypes()
@@ -155,7 +154,7 @@ def _add_block(
     running_sums: _RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Add the inputs of a block's matrices, and advance through it."""
+    """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
     shared_z = {
         name: shared_tensor for name, shared_tensor in block.shared.items() if name.startswith("z")
     }
@@ -186,7 +185,7 @@ def _input_sums(
     expert: np.ndarray | None,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """For each matrix of a site the sums (experts, columns) and counts."""
+    """Yield for each matrix of a site its name, sums (experts, columns) and counts."""
     for name in site.matrix_names:
         stacks = len(matrix_arrays[name]) if matrix_arrays[name].ndim > 2 else 1
         if expert is None:

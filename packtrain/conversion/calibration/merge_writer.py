@@ -1,4 +1,4 @@
-"""Writes a model with merged adapters, calibrated on batches of tokens or by plain rounding."""
+"""Writes a model with merged adapters, calibrated on batches of tokens or rounded to the nearest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ from packtrain.models.rewrite_model import (
 
 @dataclass(frozen=True, slots=True)
 class AdapterMerge:
-    """Adapters to merge into a base.
+    """Adapters to merge into a base, and the types to write.
 
-    dtype           of changed matrices, see stored_type; None keeps the type of each
-    types           of single matrices, by name
+    dtype           type of changed matrices; None keeps the type of each, see stored_dtype
+    types           types of single matrices, by name
     extra_metadata  additional metadata
-    use_data        whether codes are chosen with data, if it can be read: then points of grids are, too
+    use_data        whether data chooses the codes, if data can be read; grid points are then chosen by data, too
     """
 
     base: ModelFile
@@ -43,13 +43,13 @@ class AdapterMerge:
 
     @property
     def aware(self) -> Adapter | None:
-        """The adapter, if it was trained in the blocks of the base and is merged there."""
+        """The adapter, if it was trained in the quantization blocks of the base and is merged there; else None."""
         (adapter, scale), *other_adapters = self.adapters
         is_unmodified = scale == 1 and not other_adapters and self.dtype is None and not self.types
         return adapter if adapter.aware and is_unmodified else None
 
     def stored(self, name: str) -> Dtype:
-        """The stored type of a changed tensor."""
+        """Return the type in which a changed tensor is written."""
         entry, dtype = self.base.gguf.entries[name], self.types.get(name, self.dtype)
         keeps_points = self.use_data and name.startswith("blk.") and entry.dtype.points is not None
         if (keeps_points and dtype is None) or (self.aware and is_recodable(self.base.gguf, name)):
@@ -58,7 +58,7 @@ class AdapterMerge:
 
     @property
     def extra_nbytes(self) -> int:
-        """How many bytes larger its tensors are than those of the base."""
+        """How many bytes larger the changed tensors are than those of the base."""
         entries = self.base.gguf.entries
         names = {name for adapter, _ in self.adapters for name in adapter.lora_pairs}
         return sum(
@@ -67,7 +67,7 @@ class AdapterMerge:
 
     @property
     def calibrated(self) -> dict[str, Dtype]:
-        """Types of the matrices that can be calibrated: those in blocks, with a type that has codes."""
+        """Types of the matrices that can be calibrated: those in transformer blocks whose type has codes."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.lora_pairs)
         if self.aware is not None:
             return {}
@@ -81,7 +81,7 @@ class AdapterMerge:
 
     @property
     def sizing_model(self) -> ModelFile:
-        """The same, only for its sizes: the values are those of the first adapter that has them."""
+        """A model of the sizes of `adapted`, with the values of the first adapter of each matrix, for planning."""
         pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.lora_pairs.items()}
         block_pairs = {name: pair for name, pair in pairs.items() if name.startswith("blk.")}
         ranks = tuple((name, b.shape[-1]) for name, (_, b) in block_pairs.items())
@@ -102,17 +102,17 @@ class AdapterMerge:
         done: Callable[[TensorInfo, Dtype, float], None] = lambda entry, stored, error: None,
         block: BlockProgress = lambda block, blocks: None,
     ) -> Mapping[str, float]:
-        """Write the file; without a `reading`, by plain rounding.
+        """Write the file; without a `reading`, every value is rounded to the nearest.
 
         data   batches to read, as many as the reading allows
-        done   called for matrices rounded plainly, block for each finished block
-        Returns the result of `calibrate` for the others.
+        done   called for each matrix rounded to the nearest;  block  called for each finished block
+        Returns the relative errors of the calibrated matrices, see `calibrate`.
         """
         if reading is None and self.use_data:
             return replace(self, use_data=False).write_file(path, name, done=done)
         changes = merged_rows(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if reading is not None else set[str]()
-        # on the base's own grid if the type is the same: only the addition is rounded there
+        # a matrix that keeps its type keeps the base's grid: only the addition is rounded there
         same_type = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
         plain_changes: Mapping[str, ReadRows | AwareMergedRows] = {
             n: changes[n] for n in changes.keys() - same_type

@@ -1,7 +1,7 @@
 """The grid of quantized rows: value = code * step + low, with a step and a low for each group of a row.
 
-Extracts codes, steps and lows from quantized rows; `put_codes` writes new codes and keeps the scales. The layout of a
-block is defined with its type, in dtypes/. It knows no models.
+Reads codes, steps and lows from quantized rows; `put_codes` writes new codes and leaves the scales. The layout of a
+quantization block is defined with its type, in dtypes/. Knows no models.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ import numpy as np
 from packtrain.dtypes import Dtype, dtype_of
 from packtrain.dtypes.element_type import Bytes, CodeLayout
 
-MIN_BYTE_LEVELS = 64  # from this many levels on a code is a byte
+MIN_BYTE_LEVELS = 64  # with more levels, a code is a byte
 
 
 @dataclass(frozen=True, slots=True)
 class RowGrid:
-    """The values that rows of a type can take: codes 0 .. levels - 1 in groups.
+    """The values that rows of a type can take: codes from 0 to num_levels - 1, in groups of `group_size`.
 
     step, low  (rows, groups)  f32
-    table      (levels,)       f32, what codes stand for; None: themselves
+    table      (num_levels,)   f32, the values that codes stand for; None: codes stand for themselves
     """
 
     step: np.ndarray
@@ -30,7 +30,7 @@ class RowGrid:
     table: np.ndarray | None = None
 
     def nearest_codes(self, steps: np.ndarray) -> np.ndarray:
-        """The nearest codes of values in steps, f32 or integers."""
+        """Return the nearest codes of values in steps, f32 or integers."""
         if self.table is None:
             codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.num_levels - 1))
         else:
@@ -38,12 +38,12 @@ class RowGrid:
         return codes
 
     def code_steps(self, codes: np.ndarray) -> np.ndarray:
-        """Codes u8 as values in steps, a new array f32."""
+        """Return u8 codes as values in steps, a new f32 array."""
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 
 class GridRounder:
-    """Codes for quantized rows (R, blocks), whose steps and lows stay."""
+    """Chooses codes for quantized rows (R, blocks), whose steps and lows stay."""
 
     unit = 1
 
@@ -55,7 +55,7 @@ class GridRounder:
             self._inverse_steps = np.where(self._step != 0, 1 / self._step, np.float32(0))
 
     def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        """Values (1, R) for targets (1, R): the nearest."""
+        """Return the nearest values (1, R) of the grid for targets (1, R) of a column."""
         (at,), group = columns, columns[0] // self.grid.group_size
         group_step, group_low = self._step[group], self._low[group]
         self.codes[at] = self.grid.nearest_codes((aim[0] - group_low) * self._inverse_steps[group])
@@ -65,12 +65,11 @@ class GridRounder:
         return rounded[None]
 
     def write_rows(self, rows: np.ndarray) -> None:
-        """Write the codes that were chosen."""
         put_codes(rows, np.ascontiguousarray(self.codes.T))
 
 
 def grid_of(rows: np.ndarray) -> RowGrid:
-    """The grid of quantized rows (R, blocks); with their codes it reproduces their values bit for bit."""
+    """Return the grid of quantized rows (R, blocks), which reproduces their values bit for bit with their codes."""
     _, layout, raw = _row_layout(rows)
     half_parts = [_block_halves(raw, offset) for offset in layout.half_offsets]
     if layout.scales:
@@ -82,7 +81,7 @@ def grid_of(rows: np.ndarray) -> RowGrid:
 
 
 def codes_of(rows: np.ndarray) -> np.ndarray:
-    """The codes of packed rows, u8 (R, width)."""
+    """Return the codes of packed rows, u8 (R, width)."""
     dtype, layout, raw_bytes = _row_layout(rows)
     if layout.num_codes > MIN_BYTE_LEVELS:
         signed_codes = raw_bytes[..., layout.quads : layout.quads + dtype.block].view(np.int8)
@@ -110,7 +109,7 @@ def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
 
 
 def _row_layout(rows: np.ndarray) -> tuple[Dtype, CodeLayout, Bytes]:
-    """The type and layout of rows, and a view of their bytes."""
+    """Return the type and layout of rows, and a view of their bytes."""
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
@@ -121,12 +120,12 @@ def _flat_codes(codes: np.ndarray) -> np.ndarray:
 
 
 def _block_halves(raw: Bytes, offset: int) -> np.ndarray:
-    """f16 of each block as f32 (R, blocks, 1)."""
+    """Return an f16 of each quantization block as f32, (R, blocks, 1)."""
     return np.ascontiguousarray(raw[..., offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
 def _bit_runs(dtype: Dtype, layout: CodeLayout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
-    """Views (R, blocks, runs, bytes) of the low bits and of those above, from which bit of a code on, and how many."""
+    """Yield views (R, blocks, runs, bytes) of low and high bits, with their first bit in a code and their number."""
     num_high_bits = (layout.num_codes >> layout.num_low_bits).bit_length() - 1
     run_places = [(layout.quads, layout.runs, 0, layout.num_low_bits)]
     if num_high_bits > 0:

@@ -1,4 +1,4 @@
-"""Element types of single matrices: parsed from --tensor-type, and larger ones that would lose less."""
+"""Types of single matrices: parsed from --tensor-type, and larger types that would lose less."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -7,7 +7,7 @@ from packtrain.common.errors import InputError
 from packtrain.dtypes import MERGEABLE, Dtype
 from packtrain.gguf import TensorInfo
 
-# share of the bytes of all matrices that is enlarged first, from those that lose most
+# share of the bytes of all matrices that is enlarged first, beginning with those that lose most
 FIRST_SHARE = 1 / 3
 
 
@@ -16,14 +16,14 @@ def bits(dtype: Dtype) -> float:
 
 
 def kind_of(name: str) -> str:
-    """The name of a tensor within its block: ffn_down of blk.3.ffn_down.weight."""
+    """Return the name of a tensor within its block: ffn_down of blk.3.ffn_down.weight."""
     return name.split(".", 2)[-1].removesuffix(".weight") if name.startswith("blk.") else name
 
 
 def parse_tensor_types(
     texts: Iterable[str], names: Iterable[str], entries: Mapping[str, TensorInfo]
 ) -> dict[str, Dtype]:
-    """Types of these tensors from texts NAME=TYPE; the last match counts. Raises InputError."""
+    """Parse texts NAME=TYPE into the types of these tensors; the last match counts. Raises InputError."""
     chosen_types, names = dict[str, Dtype](), list(names)
     for text in texts:
         pattern, _, type_name = text.rpartition("=")
@@ -52,9 +52,9 @@ def parse_tensor_types(
 def larger_types(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
-    """Larger types by kind of matrix, to try in turn: one step up for those that lose most, then the most for all.
+    """Yield larger types by kind of matrix, to try in turn: a step for those that lose most, then the largest for all.
 
-    stored  types now;  errors  what each loses
+    stored  present types by name;  errors  relative error of each matrix
     """
     kinds: dict[str, list[str]] = {}
     for name in stored:
@@ -76,7 +76,7 @@ def larger_types(
 def _above(
     stored: Mapping[str, Dtype], entries: Mapping[str, TensorInfo], names: list[str]
 ) -> list[Dtype]:
-    """Types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
+    """Return the types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
     current_bits, width = max(bits(stored[name]) for name in names), entries[names[0]].shape[-1]
     fitting_types = (d for d in MERGEABLE if bits(d) > current_bits and width % d.block == 0)
     sorted_types = sorted(fitting_types, key=bits)

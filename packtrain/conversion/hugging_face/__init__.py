@@ -1,6 +1,7 @@
-"""Checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
+"""Converts checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
 
-Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole.
+Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole. A tied model gets no
+output.weight, also where the checkpoint repeats the embedding.
 """
 
 import warnings
@@ -27,7 +28,7 @@ __all__ = ["AUTO", "TYPES", "check_runs", "checkpoint_files", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
-# llama.cpp accepts no others, nor what is no weight: biases, and decays and skips of scans
+# llama.cpp reads these only as f32, as it does all tensors but weights: biases, and decays and skips of scans
 ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight",
     FILTERS, SCAN_FILTERS, "altup_correct_coef.weight", "altup_predict_coef.weight",
@@ -42,11 +43,11 @@ def convert(
     overwrite: bool = True,
     report: Callable[[str], object] = warnings.warn,
 ) -> dict[str, DeferredTensor | np.ndarray]:
-    """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
+    """Write the checkpoint in `folder` to a GGUF file; return the written tensors by name.
 
-    dtype      of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
-    overwrite  whether a file that is there may be replaced; those of the checkpoint never are
-    report        takes sentences about what the file's readers do otherwise than the checkpoint's
+    dtype      type of the matrices, one of TYPES; AUTO takes that of the checkpoint's embedding
+    overwrite  whether an existing file may be replaced; files of the checkpoint never are
+    report     takes sentences about what readers of the file do otherwise than the checkpoint's code
     Raises InputError for what cannot be converted, before writing.
     """
     check_output(path, "-o", checkpoint_files(folder), overwrite)
@@ -73,7 +74,7 @@ def convert(
 def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
     """Raise InputError unless packtrain opens this file, which will be `path`, and reads a token with it.
 
-    base  the file is an adapter of this model
+    base  the model of which the file is an adapter
     """
     try:
         model = open_model(base or part_path)
@@ -89,12 +90,12 @@ def check_runs(part_path: Path, path: Path, base: Path | None = None) -> None:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files there, except models that were converted."""
+    """Return the files in a folder, except models that were converted."""
     return [path for path in folder.glob("*") if path.suffix != ".gguf"]
 
 
 def _stored_type(tensor: ConvertedTensor, dtype: Dtype) -> Dtype:
-    """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
+    """Return the type in which a tensor is stored: vectors stay f32, rows that do not fill blocks become f16."""
     if isinstance(tensor, MXFP4Tensor):
         return MXFP4
     is_matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
@@ -104,6 +105,8 @@ def _stored_type(tensor: ConvertedTensor, dtype: Dtype) -> Dtype:
 
 
 def _deferred(tensor: ConvertedTensor, dtype: Dtype) -> DeferredTensor:
+    """Return a tensor whose values are read, checked and packed while the file is written."""
+
     def make_parts() -> Iterator[np.ndarray]:
         for values in tensor.value_parts():
             yield values if isinstance(tensor, MXFP4Tensor) else _pack_values(tensor, values, dtype)
@@ -112,6 +115,7 @@ def _deferred(tensor: ConvertedTensor, dtype: Dtype) -> DeferredTensor:
 
 
 def _pack_values(tensor: ConvertedTensor, weight_values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """Quantize values of a tensor to its stored type. Raises InputError for values that are not finite or too large."""
     location = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
     max_value = float(np.abs(weight_values).max(initial=0))
     if not np.isfinite(max_value):

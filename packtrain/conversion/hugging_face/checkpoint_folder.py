@@ -1,4 +1,4 @@
-"""A checkpoint folder in Hugging Face's layout: the values of config.json, and tensors."""
+"""Opens a checkpoint folder in Hugging Face's layout: the values of config.json, and tensors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class CheckpointFolder:
 
 
 def open_checkpoint(folder: Path) -> CheckpointFolder:
-    """The checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
+    """Open the checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
     if not folder.is_dir():
         raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
     config = read_json(folder / CONFIG)
@@ -54,7 +54,7 @@ def open_checkpoint(folder: Path) -> CheckpointFolder:
 
 
 def language_model_name(name: str) -> str:
-    """A tensor's name without the prefix of a vision model."""
+    """Return a tensor's name without the prefix of a vision model."""
     for prefix in LANGUAGE_PREFIXES:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Translates a config.json: GGUF metadata, tensors, and tensors computed from the config.
+"""Translates a config.json into GGUF metadata, tensors of the checkpoint, and tensors computed from the config.
 
 Keys and tensors are those that llama.cpp's converter writes (its conversion/*.py). Raises InputError for what no
 architecture here computes.
@@ -24,21 +24,22 @@ from packtrain.models.arch.size_fields import ModelSizes
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.gguf_keys import ROPE_FREQ_BASE, eps_key
 
+# turns of a pair in the original context, at the ends of the ramp
 YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-}  # how often a pair turns in the original context where the ramp ends
+}
 ATTN_FACTOR, MULTIPLIER_KEY = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 MAGNITUDE_KEYS = "attention_factor", "mscale", "mscale_all_dim"
 FACTOR_TOLERANCE = 1e-6
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
 SQUARED_RELU = ("relu2",)
 NEW_ACTIVATION_KEY = "hidden_activation"
-TANH = ("falcon", "gemma")  # what they call gelu is its tanh form, in llama.cpp
-ROUNDED_RAMPS = ("gpt-oss",)  # whose own checkpoints have a ramp that llama.cpp rounds
+TANH = ("falcon", "gemma")  # architectures whose gelu llama.cpp computes with tanh
+ROUNDED_RAMPS = ("gpt-oss",)  # architectures whose checkpoints have a ramp that llama.cpp rounds
 UNWINDOWED = ("Qwen", "SmolLM3")  # classes that have windows only if `use_sliding_window` says so
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
-# names of keys that some configs have
+# other names that some configs have for a key
 KEY_ALIASES = {
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "num_experts": ("num_local_experts",),
@@ -47,10 +48,7 @@ KEY_ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What to write: metadata of the architecture, tensors of the checkpoint, tensors computed from the config.
-
-    model_family        of the checkpoint
-    """
+    """The contents of a GGUF file: metadata, tensors of the checkpoint, tensors computed from the config."""
 
     metadata: dict[str, MetadataValue]
     tensors: list[ConvertedTensor]
@@ -60,7 +58,7 @@ class ModelDescription:
 
 
 def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
-    """The description of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
+    """Describe the GGUF file of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
     supported, hf_config = families_by_class(), checkpoint.config
     if checkpoint.model_class not in supported:
         raise InputError(
@@ -95,8 +93,8 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     if 0 < max_context < model_sizes.context_length:
         keys["context_length"] = max_context
         hf_config.notes.append(
-            f"{WINDOW} is {max_context}, which files of a {architecture.name} do not hold: the context is {max_context} tokens,"
-            f" not {model_sizes.context_length}, within which both compute the same"
+            f"{WINDOW} is {max_context}, which files of a {architecture.name} do not hold: the context is"
+            f" {max_context} tokens, not {model_sizes.context_length}, within which both compute the same"
         )
     metadata = {"general.architecture": MetadataValue("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
@@ -107,13 +105,14 @@ def _check_activation(hf_config: HFConfig, architecture: arch.Architecture) -> N
     activations = GELU if architecture.use_gelu else SILU if architecture.gated else SQUARED_RELU
     if hf_config.get(NEW_ACTIVATION_KEY):
         hf_config.require_one_of(NEW_ACTIVATION_KEY, None, *activations)
-    # the others of that key do not read the old one
+    # other architectures with the new key do not read hidden_act
     if not hf_config.get(NEW_ACTIVATION_KEY) or architecture.name == "gemma":
         loose = ("gelu",) if architecture.use_gelu and architecture.name.startswith(TANH) else ()
         hf_config.require_one_of("hidden_act", activations[0], *activations, *loose)
 
 
 def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> MetadataValue:
+    """Return a number, text or list as a metadata value of the type that llama.cpp's converter writes."""
     if isinstance(value, list):
         return MetadataValue({bool: "bool", int: "i32", float: "f32"}[type(value[0])], value)
     type_names = {bool: "bool", int: "u32", float: "f32", str: "string"}
@@ -121,6 +120,7 @@ def _value(value: int | float | bool | str | list[bool] | list[int] | list[float
 
 
 def _model_sizes(c: HFConfig, family: Family) -> ModelSizes:
+    """Read the model's sizes from the config. Raises InputError for sizes that do not fit together."""
     width, num_heads, experts = c.size("hidden_size"), c.size("num_attention_heads"), family.experts
     default_width = family.default_head_width or width // num_heads
     if not (family.default_head_width or c.get("head_dim")) and width % num_heads:
@@ -147,7 +147,6 @@ def _model_sizes(c: HFConfig, family: Family) -> ModelSizes:
 
 
 def _bias_names(c: HFConfig, family: Family) -> tuple[str, ...]:
-    """The bias tensors of a block."""
     attention_biases = (*BIASES, "attn_output.bias") if c.flag("attention_bias") else ()
     mlp_biases = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias") if c.flag("mlp_bias") else ()
     return BIASES if family.has_qkv_bias else (*attention_biases, *mlp_biases)
@@ -156,6 +155,7 @@ def _bias_names(c: HFConfig, family: Family) -> tuple[str, ...]:
 def _common_keys(
     c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family
 ) -> Keys:
+    """Return the metadata keys that all architectures have, but those that the family's converter omits."""
     eps_name = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
         "context_length": sizes.context_length,
@@ -197,7 +197,7 @@ def _rope_keys(
     family: Family,
     family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:
-    """Keys of rope scaling, if there is any, and divisors of its frequencies as tensors."""
+    """Return the keys of rope scaling, if the config has any, and tensors of divisors of frequencies."""
     rope_params, kind = c.full_rotation(), c.scaling()
     tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
     computed = [
@@ -237,7 +237,7 @@ def _yarn(
     keys: Keys,
     family_keys: Keys,
 ) -> tuple[Keys, dict[str, np.ndarray]]:
-    """YaRN by its keys; by divisors of frequencies where llama.cpp reads no keys for its ramp, but divisors."""
+    """Return YaRN as keys; as divisors of frequencies where llama.cpp reads those instead of keys for the ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
     turns = {k: c.number(f"rope_scaling.{k}", rope_params.get(k) or n) for k, n in YARN.items()}
@@ -278,15 +278,15 @@ def _check_extra_factor(
     family_keys: Keys,
     architecture: arch.Architecture,
 ) -> None:
-    """Refuse a factor of attention that a file's key would apply in more places than the config does."""
+    """Raise InputError for a factor of attention that a file's key would apply in more places than the config does."""
     if is_latent or ("rope.freq_base_swa" in family_keys and not architecture.unscaled_window_rope):
-        # it would count where heads come from narrow vectors, or in blocks with a window, too
+        # the key would also apply where heads come from narrow vectors, or in blocks with a window
         key = next(name for name in MAGNITUDE_KEYS if rope_params.get(name))
         raise c.wrong(f"rope_scaling.{key}", rope_params.get(key), "left out")
 
 
 def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: float) -> float:
-    """What YaRN multiplies cosines and sines by."""
+    """Return the factor by which YaRN multiplies cosines and sines."""
     attention_factor, mscale, shared_mscale = (
         c.number(f"rope_scaling.{name}", rope_params[name]) if rope_params.get(name) else 0.0
         for name in MAGNITUDE_KEYS
@@ -297,7 +297,7 @@ def _attention_magnitude(c: HFConfig, rope_params: Mapping[str, Any], factor: fl
 
 
 def _longrope_factors(c: HFConfig, count: int) -> dict[str, np.ndarray]:
-    """The divisors of longrope: for long contexts and short ones."""
+    """Return longrope's divisors for long and for short contexts, by tensor name."""
     factors = {}
     for name, tensor in (("long", LONG), ("short", SHORT_FACTORS)):
         factor_list = c.full_rotation().get(f"{name}_factor")
@@ -309,7 +309,7 @@ def _longrope_factors(c: HFConfig, count: int) -> dict[str, np.ndarray]:
 
 
 def _llama3(c: HFConfig, base: float, width: int) -> np.ndarray:
-    """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones are kept, with a ramp between."""
+    """Return Llama 3's rope divisors: long wavelengths stretched by `factor`, short ones kept, a ramp between."""
     names = "factor", "low_freq_factor", "high_freq_factor"
     rope_params = c.full_rotation()
     factor, low, high = (c.number(f"rope_scaling.{name}", rope_params.get(name)) for name in names)

@@ -1,4 +1,4 @@
-"""Text and JSON files of a checkpoint folder, untrusted: anything unexpected raises InputError."""
+"""Reads text and JSON files of a checkpoint folder, untrusted: anything unexpected raises InputError."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from packtrain.common.errors import InputError
 
 
 def read_text(path: Path) -> str:
-    """A file of UTF-8. Raises InputError."""
+    """Read a UTF-8 text file. Raises InputError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -18,12 +18,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises InputError."""
+    """Read an object from a JSON file. Raises InputError."""
     return parse_json_object(path, read_text(path), "this")
 
 
 def parse_json_object(path: Path, text: str | bytes, title: str) -> dict[str, Any]:
-    """An object from JSON text; escaped lone surrogates are refused."""
+    """Parse an object from JSON text. Raises InputError, also for escaped lone surrogates."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text)
@@ -37,10 +37,10 @@ def parse_json_object(path: Path, text: str | bytes, title: str) -> dict[str, An
 
 
 def as_object(value: Any) -> dict[str, Any]:
-    """The value if it is an object, else an empty one."""
+    """Return the value if it is an object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value if it is a list, else an empty one."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

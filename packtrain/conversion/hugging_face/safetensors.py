@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, one file or several with an index: memory-mapped, with every bound checked.
+"""Maps tensors of a safetensors checkpoint, one file or several with an index, with every bound checked.
 
 A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, data_offsets), and raw bytes. It is
 read here because that is all of the format; the package for it would only add another copy.
@@ -21,7 +21,7 @@ from packtrain.dtypes import Dtype, bf16, f16, f32
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FILE_SUFFIXES = (".safetensors",), (".bin", ".pth", ".pt")
-LENGTH_NBYTES, MAX_HEADER_NBYTES = 8, 100_000_000  # the format's own limit of its header
+LENGTH_NBYTES, MAX_HEADER_NBYTES = 8, 100_000_000  # the format itself limits the header
 READABLE_TYPES = {"F32": f32, "F16": f16, "BF16": bf16}
 # bytes per element of every type of the format; more than half of them cannot be read as weights
 NBYTES = {
@@ -32,7 +32,7 @@ NBYTES = {
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsTensor:
-    """A tensor in a file; `array` maps it, as f32, f16 or records of bf16."""
+    """A tensor in a file; `array` maps it as f32, f16 or records of bf16."""
 
     path: Path
     name: str
@@ -50,13 +50,13 @@ class SafetensorsTensor:
         return READABLE_TYPES[self.kind]
 
     def byte_array(self) -> np.ndarray:
-        """The bytes of a tensor of bytes."""
+        """Map a tensor of bytes."""
         if self.kind != "U8":
             raise InputError(f"{self.path}: {self.name} is of type {self.kind}; it must be U8")
         return np.ndarray(self.shape, np.uint8, self.data, self.data_start)
 
     def has_same_bytes(self, peer: "SafetensorsTensor") -> bool:
-        """Whether both have the same type, shape and bytes."""
+        """Whether both tensors have equal type, shape and bytes."""
         if (self.kind, self.shape) != (peer.kind, peer.shape):
             return False
         num_bytes = math.prod(self.shape) * NBYTES[self.kind]
@@ -70,7 +70,7 @@ class SafetensorsTensor:
 
 
 def open_tensors(folder: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor of the checkpoint in a folder, by name. Raises InputError."""
+    """Return every tensor of the checkpoint in a folder, by name. Raises InputError."""
     if (folder / SINGLE_FILE).exists():
         return open_file(folder / SINGLE_FILE)
     if not (folder / INDEX_FILE).exists():
@@ -88,7 +88,7 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _missing_message(path: Path) -> str:
-    """Why there is no such file: which ones its folder has instead."""
+    """Return why a file is missing: which files its folder has instead."""
     shards, pickled = (
         sorted(n for e in suffixes for n in path.parent.glob(f"*{e}")) for suffixes in FILE_SUFFIXES
     )
@@ -101,7 +101,7 @@ def _missing_message(path: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, from an index."""
+    """Read an index file: file name by tensor name."""
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
         raise InputError(f"{path}: weight_map must be an object of file names")
@@ -114,7 +114,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def open_file(path: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor of one file, by name. Raises InputError."""
+    """Return every tensor of one file, by name. Raises InputError."""
     try:
         with open(path, "rb") as file:
             length_bytes = file.read(LENGTH_NBYTES)
@@ -137,7 +137,7 @@ def open_file(path: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _entry(path: Path, data: Any, data_start: int, name: str, about: Any) -> SafetensorsTensor:
-    """One tensor of the header, checked against the file."""
+    """Return one tensor of the header, checked against the file."""
     about = about if isinstance(about, dict) else {}
     dtype_name, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype_name, str) or dtype_name not in NBYTES:
@@ -160,7 +160,7 @@ def _is_size_list(value: Any) -> bool:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write f32 tensors, atomically."""
+    """Write f32 tensors to a safetensors file, atomically."""
     header, at = dict[str, Any](), 0
     for name, tensor_values in tensors.items():
         end = at + tensor_values.size * NBYTES["F32"]

@@ -25,7 +25,7 @@ from packtrain.models.tensor_shapes import POSITIONS, block_shapes, unused_weigh
 
 HEAD_PREFIX = "lm_head."
 GATED = "ssm_norm"
-ONE_AXIS_PARTS = (*UNSUFFIXED_SCAN_WEIGHTS, GATED)  # which have one axis in checkpoints
+ONE_AXIS_PARTS = (*UNSUFFIXED_SCAN_WEIGHTS, GATED)  # tensors that have one axis in checkpoints
 MXFP4 = BLOCK_TYPES["mxfp4"]
 HALF_BLOCK = MXFP4.block // 2
 ArrayIndex = tuple[EllipsisType | slice, ...]
@@ -34,16 +34,16 @@ PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """A tensor to write: `sources` of the checkpoint, stacked if there are several.
+    """A tensor to write, made of `sources` of the checkpoint; `is_stacked`: they become slices of one tensor.
 
     permuted_heads    number of heads whose rows are permuted from halves to pairs, 0 for none
-    shift             added to every value
+    shift             number added to every value
     is_transposed     the source has columns instead of rows
-    row_spans         rows of the source in the order of the file, each (from, to); none: as they are; and ...
-    column_spans      ... columns
-    heads             the source's rows are those of so many heads, each of which becomes a matrix
-    cut               of the source, the elements that are used
-    change_rows       the values of rows, the first of which has this number
+    row_spans         rows of the source in the order of the file, each (from, to); none: all, in their order
+    column_spans      columns of the source, likewise
+    heads             number of heads into which the source's rows divide; each becomes a matrix
+    cut               index of the elements of the source that are used
+    change_rows       changes the values of rows; its second argument is the number of the first row
     num_padding_rows  rows of zeros behind those of the source
     """
 
@@ -69,13 +69,14 @@ class ConvertedTensor:
         return (rows[0] + self.num_padding_rows, *part_shape[1:])
 
     def _source_part(self, array: np.ndarray) -> np.ndarray:
+        """Return the used part of a source: `cut` of its heads, transposed if needed."""
         if self.heads:
             array = array.reshape(self.heads, -1, array.shape[-1])
         source_part: np.ndarray = array[self.cut]
         return source_part.swapaxes(-1, -2) if self.is_transposed else source_part
 
     def value_parts(self) -> Iterator[np.ndarray]:
-        """The values of the sources in order as f32, some rows at a time; heads are not split."""
+        """Yield the values of the sources in order as f32, some rows at a time; heads are not split."""
         for source_tensor in self.sources:
             array = self._source_part(source_tensor.array())
             num_rows = sum(part_end - at for at, part_end in self.row_spans) or len(array)
@@ -99,7 +100,11 @@ class ConvertedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ZeroTensor(ConvertedTensor):
-    """A tensor of this size that nothing reads and the checkpoint lacks: zeros; the source only says where."""
+    """A tensor of zeros that the checkpoint lacks; its source only names the checkpoint.
+
+    llama.cpp demands key and value matrices of Gemma 3n's sharing blocks, which checkpoints saved by transformers lack.
+    Nothing reads them, and no run trains them.
+    """
 
     zero_shape: tuple[int, ...] = ()
 
@@ -113,10 +118,10 @@ class ZeroTensor(ConvertedTensor):
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Tensor(ConvertedTensor):
-    """The experts' matrices; sources are blocks (E, rows, G, 16) of two values a byte, and scales (E, rows, G).
+    """Matrices of experts; sources are blocks (E, rows, G, 16) of two values a byte, and scales (E, rows, G).
 
-    A source's byte has the values 2 j and 2 j + 1 of its block, a
-    file's j and j + 16, behind the scale: OCP Microscaling Formats; ggml's block_mxfp4.
+    A byte of the source has values 2 j and 2 j + 1 of its block, a byte of the file j and j + 16, behind the scale:
+    OCP Microscaling Formats; ggml's block_mxfp4.
     """
 
     @property
@@ -125,7 +130,7 @@ class MXFP4Tensor(ConvertedTensor):
         return count, rows, groups * MXFP4.block
 
     def value_parts(self) -> Iterator[np.ndarray]:
-        """The blocks of an expert at a time, (rows, G)."""
+        """Yield the quantization blocks of an expert at a time, (rows, G)."""
         nibbles, scales = (source.byte_array()[self.cut] for source in self.sources)
         for pairs, scale in zip(nibbles, scales, strict=True):
             codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
@@ -135,7 +140,7 @@ class MXFP4Tensor(ConvertedTensor):
 
 
 def order(spans: RowSpans) -> np.ndarray:
-    """The numbers in these spans."""
+    """Return the numbers in these spans, one span after the other."""
     return np.concatenate([np.arange(span_start, span_end) for span_start, span_end in spans])
 
 
@@ -146,13 +151,13 @@ def pair_halves(weight_rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def halved(weight_rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of paired."""
+    """Invert `pair_halves`: the rope pairs (2i, 2i + 1) of a head become (i, i + D / 2)."""
     head_pairs = weight_rows.reshape(heads, -1, 2, *weight_rows.shape[1:])
     return np.ascontiguousarray(head_pairs.swapaxes(1, 2)).reshape(weight_rows.shape)
 
 
 class _SourceTensors:
-    """The tensors of a checkpoint that have not been used yet."""
+    """The tensors of a checkpoint that no tensor of the file has taken yet."""
 
     def __init__(self, checkpoint: CheckpointFolder, family: Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
@@ -174,11 +179,11 @@ class _SourceTensors:
                 self.tensors[name if has_prefix else prefix + name] = stored_tensor
 
     def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> SafetensorsTensor:
-        """A tensor of this shape; with `flat` it has one axis there."""
+        """Remove and return a tensor of this shape; with `flat`, the checkpoint stores one axis. Raises InputError."""
         stored_tensor = self.tensors.pop(name, None)
         if stored_tensor is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
-        wide = (*shape[:1], 1, *shape[1:])  # of a convolution: one channel for each filter
+        wide = (*shape[:1], 1, *shape[1:])  # a convolution has one channel for each filter
         wide = (math.prod(shape),) if flat else wide
         if stored_tensor.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
             raise InputError(
@@ -205,7 +210,7 @@ def _is_zero_bias(name: str, stored: SafetensorsTensor) -> bool:
 def convert_tensors(
     checkpoint: CheckpointFolder, config: Config, family: Family
 ) -> list[ConvertedTensor]:
-    """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
+    """Return every tensor of the file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
     sources = _SourceTensors(checkpoint, family, config.block_count)
     width = config.embedding_length
     names = family.names
@@ -232,7 +237,7 @@ def convert_tensors(
 def _head_tensors(
     sources: _SourceTensors, embedding: SafetensorsTensor, config: Config
 ) -> Iterator[ConvertedTensor]:
-    """The output head. Some folders of tied models repeat the embedding; others have a head of their own: it counts."""
+    """Yield the output head's tensors. Folders of tied models may repeat the embedding; a head that differs counts."""
     name, traits = f"{HEAD_PREFIX}weight", config.traits
     head_tensor = sources.tensors.get(name)
     is_repeated = config.tied if head_tensor is None else head_tensor.has_same_bytes(embedding)
@@ -250,7 +255,7 @@ def _head_tensors(
 def _outer_tensor(
     sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
 ) -> ConvertedTensor:
-    """A tensor outside blocks; the embeddings of blocks may lack the last tokens, those of images and sounds."""
+    """Return a tensor outside blocks; embeddings for blocks may lack the last tokens, those of images and sounds."""
     if "{}" in source:
         return _stack_tensors(sources, source, name, shape)
     stored = sources.tensors.get(source)
@@ -262,7 +267,7 @@ def _outer_tensor(
 
 
 def _part_name(name: str) -> str:
-    """A tensor's name within its block, without its ending."""
+    """Return a tensor's name within its block, without its ending."""
     inner_name = name.split(".", 2)[2] if name.startswith("blk.") else name
     return inner_name.removesuffix(".weight")
 
@@ -275,7 +280,7 @@ def _both(
     config: Config,
     shift: float = 0.0,
 ) -> Iterator[ConvertedTensor]:
-    """A weight, and its bias if the model has it."""
+    """Yield a weight, and its bias if the model has one."""
     yield ConvertedTensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
     if f"{name}.bias" in config.optional:
         yield ConvertedTensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
@@ -284,7 +289,7 @@ def _both(
 def _block_tensors(
     sources: _SourceTensors, i: int, config: Config, family: Family
 ) -> Iterator[ConvertedTensor]:
-    """The tensors of a block: weights and biases, then those of its experts."""
+    """Yield the tensors of a block: weights and biases, then those of its experts."""
     part_shapes, permuted_heads = block_shapes(config, i), turned_heads(config, family)
     row_spans, column_spans = family.row_spans(config), family.column_spans(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
@@ -327,7 +332,7 @@ def _block_tensors(
 def _split_joined(
     sources: _SourceTensors, at: str, i: int, config: Config, family: Family
 ) -> Iterator[ConvertedTensor]:
-    """The tensors that share out the rows of one."""
+    """Yield the tensors that share out the rows of a fused matrix of the checkpoint."""
     part_shapes = block_shapes(config, i)
     for module, part_names in family.fused_modules.items():
         if f"{part_names[0]}.weight" in part_shapes:
@@ -348,7 +353,7 @@ def _split_joined(
 def _expert_tensors(
     sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
 ) -> Iterator[ConvertedTensor]:
-    """The tensors of experts: some checkpoints have those of each, some have stacked them."""
+    """Yield the tensors of experts; some checkpoints store each expert's, some store them stacked."""
     matrices, part_shapes = experts.matrix_modules, block_shapes(config, i)
     is_separate = any(f"{at}.{module.format(0)}.weight" in sources.tensors for module in matrices)
     if not is_separate:
@@ -363,7 +368,7 @@ def _expert_tensors(
 def _latent_kv_tensors(
     sources: _SourceTensors, name: str, i: int, config: Config
 ) -> Iterator[ConvertedTensor]:
-    """The matrices that make keys and values from a narrow vector, out of one in which those of a head are together."""
+    """Yield the matrices that make keys and values from a narrow vector, out of one in which each head has both."""
     heads, nope_width = config.head_count, config.head_width - config.rope_width
     rows_per_head = nope_width + config.value_width
     source = sources.take(name, (heads * rows_per_head, config.kv_lora_rank))
@@ -380,7 +385,7 @@ def _latent_kv_tensors(
 def _stacked_expert_tensors(
     sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
 ) -> Iterator[ConvertedTensor]:
-    """The tensors of experts that the checkpoint has stacked, two of them maybe as one."""
+    """Yield the tensors of experts that the checkpoint has stacked, two of them maybe as one."""
     part_shapes, loaded_tensors = block_shapes(config, i), dict[str, SafetensorsTensor]()
     for part_name, (module, first_row, stride) in experts.stacked_matrices.items():
         for suffix in ("weight", "bias"):
@@ -416,13 +421,13 @@ def _stacked_expert_tensors(
 def _stack_tensors(
     sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
 ) -> ConvertedTensor:
-    """A tensor from those of each expert or head, whose number is {} in their names."""
+    """Return a tensor stacked from those of each expert or head, whose number is {} in their names."""
     num_slices, *slice_shape = shape
     slices = tuple(sources.take(source.format(n), tuple(slice_shape)) for n in range(num_slices))
     return ConvertedTensor(name, slices, is_stacked=True)
 
 
 def turned_heads(config: Config, family: Family) -> dict[str, int]:
-    """Tensors whose rows are permuted in GGUF files, and their heads: checkpoints pair halves."""
+    """Return the number of heads by tensor whose rows are permuted in GGUF files, because checkpoints pair halves."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

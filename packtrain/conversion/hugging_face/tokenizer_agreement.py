@@ -1,4 +1,4 @@
-"""Whether a vocabulary to be written gives the ids of the files that it comes from, on hard texts."""
+"""Checks on hard texts that a GGUF vocabulary gives the ids of the tokenizer files that it is made from."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,10 +33,10 @@ def check_agreement(
     tokenizer: Tokenizer,
     joins_spaces: bool = False,
 ) -> None:
-    """Raises InputError with the first text of which the tokenizer gives other ids than the files do.
+    """Raise InputError with the first text to which the tokenizer gives other ids than the files do.
 
-    Reads a tokenizer.json by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
-    `encode_pieces`, which `joins_spaces` runs of spaces. Byte-level vocabularies are not read in another way.
+    A tokenizer.json is read by the tokenizers package where it is installed, else by its merges; a tokenizer.model by
+    `encode_pieces`, which `joins_spaces` runs of spaces. Without the package, byte-level vocabularies are not checked.
     """
     texts: Iterable[str] = _hard_texts(tokenizer)
     normalize = steps.normalize_text if steps else _join_spaces if joins_spaces else str
@@ -63,12 +63,12 @@ def check_agreement(
 
 
 def _join_spaces(text: str) -> str:
-    """Without spaces around it, and one where there are several."""
+    """Return the text without spaces around it, and with single spaces inside."""
     return " ".join(filter(None, text.split(" ")))
 
 
 def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Built-in texts of all scripts in all frames, then random neighbours among the tokens of the vocabulary."""
+    """Yield built-in texts of all scripts in all frames, then random neighbours among the tokens of the vocabulary."""
     samples, frames = (
         [
             escaped_text.encode("latin-1").decode("unicode_escape")
@@ -84,7 +84,7 @@ def _hard_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _special_texts(steps: TokenizerSteps, fast: Mapping[str, Any]) -> Iterator[str]:
-    """Added tokens within texts."""
+    """Yield texts around the first and last added tokens."""
     names = [str(as_object(token).get("content")) for token in as_list(fast.get("added_tokens"))]
     for name in names[:MAX_SPECIAL_NAMES] + names[-MAX_SPECIAL_NAMES:]:
         yield from (frame.replace("{}", name) for frame in steps.special_frames)
@@ -103,7 +103,7 @@ def _package_encoder(path: Path) -> EncodeFunction | None:
 
 
 def _merges_encoder(vocabulary: Mapping[str, int], steps: TokenizerSteps) -> EncodeFunction:
-    """Reads SentencePiece's BPE by its merges, which a GGUF has as scores."""
+    """Return an encoder of SentencePiece's BPE by its merges, which a GGUF stores as scores."""
     ranks = {(a.encode(), b.encode()): i for i, (a, b) in reversed([*enumerate(steps.merges)])}
 
     def encode(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""SentencePiece's models (tokenizer.model): a protocol buffer of pieces, and of what is done to a text before."""
+"""Reads SentencePiece's models (tokenizer.model): a protocol buffer of pieces and of the normalization of texts."""
 
 import struct
 from collections.abc import Callable
@@ -21,25 +21,25 @@ TEXT, SCORE, KIND, ALGORITHM, SPACE_BEHIND, REPLACEMENTS, LEADS, JOINS_SPACES, E
 
 @dataclass(frozen=True, slots=True)
 class PieceModel:
-    """A tokenizer.model: its pieces, and what it does to texts and how it divides them."""
+    """A tokenizer.model: its pieces, its normalization of texts, and how it divides them into pieces."""
 
     raw: bytes
     pieces: list[tuple[str, int, float]]  # text, type (as in GGUF) and score
     unigram: bool  # the best division of a text counts, as in T5; else pairs are merged by score
     leads: bool  # a space is put before a text
-    joins_spaces: bool  # runs of spaces are one, and none are at the ends
-    character_map: bytes  # a map of characters
+    joins_spaces: bool  # runs of spaces become one, and those at the ends are dropped
+    character_map: bytes  # replacements of characters, in SentencePiece's encoding
     special_ids: dict[str, int]  # ids of bos, eos, unk and pad
 
     def encoder(self, leads: bool) -> Callable[[str], list[int]]:
-        """Encodes as the sentencepiece package does, with or without a space before a text."""
-        proto = self.raw + bytes([NORMALIZER, 2, LEADS, leads])  # the last one counts
+        """Return an encoder by the sentencepiece package, with or without a space before a text."""
+        proto = self.raw + bytes([NORMALIZER, 2, LEADS, leads])  # the last value of a field counts
         processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
         return lambda text: list(processor.encode(text))
 
 
 def read_pieces(path: Path) -> PieceModel:
-    """A tokenizer.model. Raises InputError for another file, and for what a GGUF vocabulary does not do."""
+    """Read a tokenizer.model. Raises InputError for another file, or features that no GGUF vocabulary has."""
     try:
         raw = path.read_bytes()
         processor = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -73,7 +73,7 @@ def read_pieces(path: Path) -> PieceModel:
 
 
 def _fields(raw: bytes) -> list[tuple[int, Any]]:
-    """Keys and values of the fields of a message."""
+    """Return the keys and values of a message's fields."""
     fields, offset = [], 0
     while offset < len(raw):
         key, offset = _varint(raw, offset)
@@ -85,6 +85,6 @@ def _fields(raw: bytes) -> list[tuple[int, Any]]:
 
 
 def _varint(raw: bytes, offset: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and where it ends."""
+    """Return a number of seven bits a byte, the lowest first, and the offset at which it ends."""
     end_offset = next(i for i in range(offset, len(raw) + 1) if raw[i] < 128) + 1
     return sum((byte & 127) << 7 * i for i, byte in enumerate(raw[offset:end_offset])), end_offset

@@ -1,4 +1,4 @@
-"""The steps of a tokenizer.json: those that a GGUF vocabulary does, too; any other is refused by name.
+"""Reads the steps of a tokenizer.json that a GGUF vocabulary performs, too; refuses any other by name.
 
 A GGUF names one of llama.cpp's pre-tokenizers (byte-level BPE), or has spaces as U+2581, with or without one before a
 text (SentencePiece's BPE). Its readers apply no normalizer.
@@ -22,7 +22,7 @@ SPACE = "\u2581"
 SPACED = ({"String": " "},)
 BYTE_NAMES = [f"<0x{b:02X}>" for b in range(256)]
 UTF8_BYTES = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes of UTF-8
-# by place and type: fields, and their values that a GGUF vocabulary means
+# by section and type of step: fields, and the values that agree with a GGUF vocabulary
 MODEL_STEPS: dict[str, AllowedSteps] = {
     "model": {
         "BPE": {"dropout": (None, 0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, "")}
@@ -51,16 +51,16 @@ BYTE_STEPS: dict[str, AllowedSteps] = MODEL_STEPS | {
 
 @dataclass(slots=True)
 class TokenizerSteps:
-    """What a tokenizer.json does, as far as a GGUF vocabulary does it.
+    """The steps of a tokenizer.json, as far as a GGUF vocabulary performs them.
 
-    merges          in their order
+    merges          pairs in their order
     use_pieces      tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
-    pre             the name of the pre-tokenizer
+    pre             name of the pre-tokenizer
     adds_space      a space is put before a text
     replaces        a normalizer writes spaces as U+2581, before tokens with normalized: true are found
-    notes           what readers of the GGUF do otherwise
+    notes           sentences about what readers of the GGUF do otherwise
     special_frames  texts around a special token that both read alike
-    normalize_text  gives a text without what both read otherwise
+    normalize_text  removes from a text what both read differently
     """
 
     merges: list[tuple[str, str]]
@@ -74,7 +74,7 @@ class TokenizerSteps:
 
 
 def read_steps(path: Path, fast: Step) -> TokenizerSteps:
-    """The steps of a tokenizer.json. Raises InputError for those that a GGUF vocabulary does not have."""
+    """Read the steps of a tokenizer.json. Raises InputError for steps that a GGUF vocabulary does not perform."""
     model, places = as_object(fast.get("model")), ("normalizer", "pre_tokenizer", "decoder")
     flat_steps = {section: flatten_steps(path, section, fast.get(section)) for section in places}
     is_byte_level = any(step["type"] == "ByteLevel" for step in flat_steps["pre_tokenizer"])
@@ -105,7 +105,7 @@ def read_steps(path: Path, fast: Step) -> TokenizerSteps:
 
 
 def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: list[str]) -> None:
-    """Refuse added tokens that readers of the file find elsewhere, or as other ids."""
+    """Refuse added tokens that readers of the file would find elsewhere, or give other ids."""
     vocabulary = fast["model"]["vocab"]
     next_id = len(vocabulary)
     for token in map(as_object, as_list(fast.get("added_tokens"))):
@@ -127,7 +127,7 @@ def _check_added_tokens(path: Path, fast: Step, steps: TokenizerSteps, before: l
 
 
 def flatten_steps(path: Path, section: str, raw_step: Any) -> list[Step]:
-    """The steps of a place in order, each with a type."""
+    """Return the steps of a section in order, each with a type."""
     if raw_step is None:
         return []
     if not isinstance(raw_step, dict) or not isinstance(raw_step.get("type"), str):
@@ -159,7 +159,7 @@ def _check(path: Path, section: str, steps: list[Step], allowed_steps: AllowedSt
 
 
 def _merge_pairs(raw_merges: list[Any]) -> list[tuple[str, str]] | None:
-    """Pairs, as lists or as two words with a space between."""
+    """Return merges as pairs, from lists or from two words with a space between; None if one is neither."""
     pairs = [m.split(" ") if isinstance(m, str) else as_list(m) for m in raw_merges]
     is_valid = all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], str) for p in pairs)
     return [(pair[0], pair[1]) for pair in pairs] if is_valid else None
@@ -171,6 +171,7 @@ def _merge_pairs(raw_merges: list[Any]) -> list[tuple[str, str]] | None:
 def _read_piece_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
+    """Read SentencePiece's BPE into `steps`. Raises InputError."""
     vocabulary = fast["model"]["vocab"]
     missing_byte = next((name for name in BYTE_NAMES if name not in vocabulary), "")
     metaspace = next((step for step in cuts if step["type"] == "Metaspace"), {})
@@ -203,6 +204,7 @@ def _read_piece_steps(
 def _read_byte_steps(
     path: Path, fast: Step, steps: TokenizerSteps, normalizer_kinds: list[str], cuts: list[Step]
 ) -> None:
+    """Read byte-level BPE into `steps`: its pre-tokenizer by the patterns that split words. Raises InputError."""
     model = fast["model"]
     missing_byte = next((b for b in UTF8_BYTES if ALPHABET[b] not in model["vocab"]), None)
     if missing_byte is not None and model.get("unk_token") is not None:
@@ -235,12 +237,12 @@ def _read_byte_steps(
 
 
 def _split_pattern(path: Path, step: Step) -> str:
-    """The pattern by which a step splits; nothing if it does not."""
+    """Return the pattern by which a step splits texts; empty if the step does not split."""
     step_kind = step["type"]
     if step_kind == "ByteLevel":
         return GPT_2_STEP if step.get("use_regex", True) is not False else ""
     pattern = str(as_object(step.get("pattern")).get("Regex"))
-    covers_text = step.get("invert") is True and pattern.endswith(r"|\s+")  # nothing lies between
+    covers_text = step.get("invert") is True and pattern.endswith(r"|\s+")  # matches drop nothing
     if step.get("behavior") == "Removed" and not covers_text:
         raise InputError(f"{path}: pre_tokenizer Split drops text; its behavior must be Isolated")
     has_single_digits = step_kind == "Digits" and step.get("individual_digits") is True

@@ -1,6 +1,6 @@
-"""Keys of config.json that no conversion asks for: those without effect, those of one value, and all others, refused.
+"""Judges keys of config.json that no conversion reads: some have no effect, some one allowed value, all others fail.
 
-A key that a conversion asks for is honoured or refused there. A new key may change the computation: it is refused.
+A key that a conversion reads is honoured or refused there. A new key may change the computation: it is refused.
 """
 
 import math
@@ -34,13 +34,13 @@ WITHOUT_EFFECT = {
         multimodal_projector_bias projector_hidden_act spatial_merge_size vocab_size_per_layer_input""",
 }  # fmt: skip
 IGNORED_KEYS = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
-# of tokens, for training, for images and sound
+# ends of keys of tokens, training, images and sound
 IGNORED_ENDS = "_id", "_ids", "_dropout", "_pdrop", "_init_scale", "_loss_coef", "_implementation"
 IGNORED_PREFIXES = (
     "mtp_", "vision_", "audio_", "image_", "video_", "anyres_", "summary_", "mamba_", "unsloth_", "use_flash_",
     "num_beam",
 )  # fmt: skip
-# of rope's settings
+# keys among rope's settings
 IGNORED_ROPE_KEYS = {"max_position_embeddings", "mrope_interleaved", "mrope_section"}
 ALWAYS_FALSE = """attention_bias mlp_bias use_bias bias qkv_bias use_qkv_bias attention_out_bias conv_bias lm_head_bias
     use_qk_norm qk_layernorm alibi use_alibi add_cross_attention is_encoder_decoder use_bidirectional_attention
@@ -65,10 +65,9 @@ def _is_ignored(key: str) -> bool:
 
 
 def check_unread(hf_config: HFConfig, has_windows: bool) -> int:
-    """Raise InputError for a key that may change the computation, and that the conversion has not asked for.
+    """Raise InputError for a key that may change the computation and that the conversion has not read.
 
-    Returns the window that the file does not hold; 0: there is none.
-
+    Returns the window that the file does not store; 0: there is none.
     has_windows  the class has windows unless `use_sliding_window` says otherwise
     """
     max_context = 0 if WINDOW in hf_config.read_keys else hf_config.effective_window(has_windows)

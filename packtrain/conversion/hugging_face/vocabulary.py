@@ -1,6 +1,6 @@
-"""The vocabulary of a checkpoint folder as GGUF metadata: SentencePiece or byte-level BPE, special ids, chat template.
+"""Translates the vocabulary of a checkpoint folder into GGUF metadata: tokens, special ids, chat template.
 
-tokenizer.model has priority, as in llama.cpp's converter, over tokenizer.json. Missing ids become unused tokens.
+tokenizer.model has priority over tokenizer.json, as in llama.cpp's converter. Missing ids become unused tokens.
 """
 
 import string
@@ -30,9 +30,9 @@ from packtrain.models.arch.architecture import Family
 UNUSED_TYPE = 5
 MODEL = "tokenizer.model"
 FILLED_SCORE, ADDED_SCORE = -10_000.0, -1_000.0
-# names in the checkpoint and in GGUF
+# GGUF's name of each special token, by the checkpoint's name
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-# of Gemma 4: special, but to be seen in answers, where thoughts and calls are read
+# special tokens of Gemma 4 that stay visible in answers, where thoughts and calls are parsed
 VISIBLE_TOKENS = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
     "<tool_response|>", '<|"|>',
@@ -44,9 +44,9 @@ CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some
 def vocabulary_metadata(
     checkpoint: CheckpointFolder, vocab_size: int, family: Family, report: Callable[[str], object]
 ) -> dict[str, MetadataValue]:
-    """The tokenizer.* metadata of `vocab_size` tokens; says what readers of them do otherwise than the files.
+    """Return the tokenizer.* metadata of `vocab_size` tokens; report what readers of it do otherwise than the files.
 
-    Raises InputError if the files have none, or one that a GGUF cannot have.
+    Raises InputError if the folder has no vocabulary, or one that a GGUF cannot store.
     """
     folder = checkpoint.folder
     table = _VocabularyFiles(folder, vocab_size)
@@ -58,7 +58,7 @@ def vocabulary_metadata(
     values |= _special_ids(checkpoint, table, family)
     chat_templates, notes = _chat_templates(folder, table.about), [*(steps.notes if steps else ())]
     values |= _bos_eos_flags(table, values, str(chat_templates), notes)
-    if family.merged:  # as llama.cpp takes it to be, whatever the folder says
+    if family.merged:  # llama.cpp assumes it, whatever the folder says
         values["add_bos_token"] = MetadataValue("bool", True)
     space_prefix = _space_prefix(table, family)
     if space_prefix is not None:
@@ -89,7 +89,7 @@ def vocabulary_metadata(
 
 
 def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
-    """Whether readers put a space before a text."""
+    """Return whether readers put a space before a text; None if the file need not say so."""
     flag_value = table.about.get("add_prefix_space")
     by_family = family.space_prefix
     steps = table.steps
@@ -98,7 +98,7 @@ def _space_prefix(table: "_VocabularyFiles", family: Family) -> bool | None:
         model = table.piece_model
         if isinstance(configured, bool) or model is None:
             return configured
-        return model.leads if model.unigram or not model.leads else None  # as readers take it to be
+        return model.leads if model.unigram or not model.leads else None  # None: readers assume one
     if by_family is None and isinstance(flag_value, bool) and flag_value != steps.adds_space:
         raise InputError(
             f"{table.folder / 'tokenizer_config.json'}: add_prefix_space is"
@@ -113,7 +113,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 class _VocabularyFiles:
-    """The files of a vocabulary, and tokens, scores and types by id; unused by default."""
+    """The files of a vocabulary, and its tokens, scores and types by id; ids without a token are unused."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.path = folder, folder / "tokenizer.json"
@@ -144,7 +144,7 @@ class _VocabularyFiles:
         self.ids[text] = id
 
     def put_added_token(self, file: str, id: Any, about: Any, restores_spaces: bool = True) -> None:
-        """A token added to the vocabulary: control if special, else user-defined; `restores_spaces`: U+2581 is a space."""
+        """Store an added token: control if special, else user-defined; with `restores_spaces`, U+2581 is a space."""
         about = as_object(about)
         text = about.get("content")
         self.strip_flags += [(file, id, flag) for flag in STRIP_FLAGS if about.get(flag) is True]
@@ -155,7 +155,7 @@ class _VocabularyFiles:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
     def check_strips(self, tokenizer: Tokenizer) -> None:
-        """Refuse tokens that take the whitespace beside them, but for those of which readers of GGUF know it."""
+        """Refuse tokens that take the whitespace beside them, except those that readers of GGUF know to do so."""
         for file_name, id, flag in self.strip_flags:
             if id not in {"lstrip": tokenizer.lstrip_ids, "rstrip": tokenizer.rstrip_ids}.get(
                 flag, ()
@@ -187,7 +187,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _from_sentencepiece(table: _VocabularyFiles, unused_prefix: str) -> dict[str, MetadataValue]:
-    """The pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped."""
+    """Return the values for a tokenizer.model: pieces, then added tokens; drops ids beyond the vocabulary's size."""
     model = table.piece_model
     assert model is not None
     for id, (token_text, token_type, score) in enumerate(model.pieces[: len(table.tokens)]):
@@ -216,7 +216,7 @@ def _added_by_id(about: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, MetadataValue]:
-    """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges, unless its kind has these, too."""
+    """Return the values for a tokenizer.json: byte-level BPE, or SentencePiece's BPE with scores and maybe merges."""
     path, tokenizer_json, steps = table.path, table.fast, table.steps
     if steps is None:
         raise InputError(
@@ -224,6 +224,7 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
         )
     bpe_model = tokenizer_json["model"]
     vocabulary, merges, use_pieces = bpe_model["vocab"], steps.merges, steps.use_pieces
+    # scores are the ranks of merges, so that merges survive; llama.cpp's converter writes -1000 for all
     ranks = {left + right: -i for i, (left, right) in reversed(list(enumerate(merges)))}
     for token_text, id in vocabulary.items():
         token_type = NORMAL
@@ -257,7 +258,7 @@ def _from_json(table: _VocabularyFiles, merged_model: str) -> dict[str, Metadata
 
 
 def _visible(text: str) -> str:
-    """The text of a merge with spaces as byte-level vocabularies write them."""
+    """Return the text of a merge with spaces as byte-level vocabularies write them."""
     return text.replace(" ", "\u0120")
 
 
@@ -265,7 +266,7 @@ def _visible(text: str) -> str:
 
 
 def _text(token: Any) -> str | None:
-    """A token's text, which may be in an object."""
+    """Return a token's text, which may be in an object; None if there is none."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -273,8 +274,7 @@ def _text(token: Any) -> str | None:
 def _special_ids(
     checkpoint: CheckpointFolder, table: _VocabularyFiles, family: Family
 ) -> dict[str, MetadataValue]:
-    """bos, eos and so on: by text in the tokenizer's config, else by id in the model's, else as its family or pieces
-    have them."""
+    """Return the ids of bos, eos and so on: by text in the tokenizer's config, by id in the model's, or by family."""
     values_by_key = {}
     for name, key in SPECIAL_NAMES.items():
         config_id = checkpoint.config.get(f"{name}_token_id")
@@ -301,7 +301,7 @@ def _special_ids(
 def _bos_eos_flags(
     table: _VocabularyFiles, values: Mapping[str, MetadataValue], templates: str, notes: list[str]
 ) -> dict[str, MetadataValue]:
-    """Whether to add BOS and EOS: from the post-processor, else from the tokenizer's config."""
+    """Return whether to add BOS and EOS: by the post-processor, else by the tokenizer's config."""
     post_steps = flatten_steps(table.path, "post_processor", table.fast.get("post_processor"))
     added_texts = [
         [text for step in post_steps for text in _around(table.path, step)[at]] for at in (0, 1)
@@ -315,7 +315,7 @@ def _bos_eos_flags(
                 f"{table.path}: post_processor puts {' '.join(texts)} {place} a text; a GGUF vocabulary can only put"
                 f" {name.upper()} there, {' '.join(expected_texts) or 'which this one does not have'}"
             )
-        if post_steps:
+        if post_steps:  # transformers 5 lets the post-processor decide, whatever add_bos_token says
             flags[name] = texts == expected_texts != []
         elif isinstance(configured, bool) or table.fast:
             flags[name] = configured is True
@@ -327,7 +327,7 @@ def _bos_eos_flags(
 
 
 def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The special tokens that a step of the post-processor puts before a text, and after."""
+    """Return the special tokens that a step of the post-processor puts before a text, and those after it."""
     if step["type"] not in ("ByteLevel", "TemplateProcessing"):
         raise InputError(f"{path}: post_processor is {step['type']}; it must be TemplateProcessing")
     listed = [as_object(item) for item in as_list(step.get("single"))]
@@ -337,7 +337,7 @@ def _around(path: Path, step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, MetadataValue]:
-    """The chat template, and others by name; those in files of their own replace the tokenizer's config's."""
+    """Return the chat template, and others by name; files of templates replace those in the tokenizer's config."""
     chat_template = about.get("chat_template")
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():

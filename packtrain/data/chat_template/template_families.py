@@ -1,6 +1,6 @@
 """Chat templates of known families, for a model that has none: chosen by the markers in its vocabulary.
 
-Each renders the same text as llama.cpp's built-in template of the same name, and is recognized in the same way. A
+Each template renders llama.cpp's built-in template of that name, and is recognized in the same way. A
 model can only stop at a token, so a family is chosen only if its markers are tokens.
 """
 
@@ -54,7 +54,7 @@ GEMMA = (  # no system role: its text goes before the next user message
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-MISTRAL = (  # AFTER is put after a marker, BEFORE before one
+MISTRAL = (  # AFTER stands for text after a marker, BEFORE for text before a marker
     "{# tools have no place: no [AVAILABLE_TOOLS] #}"
     "{% for message in messages %}"
     "{% if loop.first or messages[loop.index0 - 1]['role'] == 'assistant' %}{{ 'BEFORE[INST]AFTER' }}{% endif %}"
@@ -118,8 +118,8 @@ CHOOSE = "choose another with --chat-template"
 class TemplateChoice:
     """The chat template in use.
 
-    name    its family; "" for a model's own, or one from a file
-    reason  it was chosen; "" for a model's own, which needs no note
+    name    family of the template; "" for a model's own, or one from a file
+    reason  why it was chosen; "" for a model's own, which needs no note
     """
 
     source: str
@@ -134,7 +134,7 @@ class TemplateChoice:
 def choose_template(
     metadata: Mapping[str, Any], model_template: str | None, requested: str | None = None
 ) -> TemplateChoice:
-    """The requested template (its text), else the model's own, else its family's, else ChatML."""
+    """Return the requested template (its text), else the model's own, else its family's, else ChatML."""
     if requested is not None:
         name = next((name for name in TEMPLATES if TEMPLATES[name] == requested), "")
         replaced_note = "" if model_template is None else ", in place of the model's own"
@@ -152,7 +152,7 @@ def choose_template(
 
 
 def family_of(metadata: Mapping[str, Any]) -> str:
-    """The family all of whose markers are special tokens of the vocabulary; "" if there is none."""
+    """Return the family all of whose markers are special tokens of the vocabulary; "" if there is none."""
     tokens, declared_types = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
     marker_tokens = {text.encode() for texts in MARKERS.values() for text in texts}
     marker_ids = {token: i for i, token in enumerate(tokens) if token in marker_tokens}
@@ -172,7 +172,7 @@ def family_of(metadata: Mapping[str, Any]) -> str:
 
 
 def load_template(name_or_path: str) -> str:
-    """The template with this name, or from this file. Raises InputError."""
+    """Return the text of the template with this name, or in this file. Raises InputError."""
     if name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     if not Path(name_or_path).is_file():

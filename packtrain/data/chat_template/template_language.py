@@ -1,4 +1,4 @@
-"""The parent's side: the chat template of a file, and a child process that renders it."""
+"""The parent's side of chat templates: finds a file's template, and renders it in a child process."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ class TemplateError(InputError):
 
 
 def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
-    """The chat template of a GGUF file, or its template for tools if `tools` and there is one; None if it has none."""
+    """Return a GGUF file's chat template, with `tools` preferably the one for tools; None if there is none."""
     names = [TEMPLATE_KEY, f"{TEMPLATE_KEY}.default"]
     if tools:
         names.insert(0, f"{TEMPLATE_KEY}.tool_use")
@@ -32,7 +32,7 @@ def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | N
 
 
 class ChatTemplate:
-    """A template with the texts of the BOS and EOS tokens.
+    """Renders a chat template with the texts of the BOS and EOS tokens.
 
     seconds  time limit of rendering, including the start of the child
     memory   bytes that rendering may take
@@ -52,7 +52,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         extra_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; more: other variables. Raises TemplateError, whatever the template does."""
+        """Render a conversation; `extra_variables` are passed on. Raises TemplateError, whatever the template does."""
         variables = {**(extra_variables or {}), **self._tokens} | {
             "messages": messages,
             "tools": tools,
@@ -68,7 +68,7 @@ class ChatTemplate:
         return text
 
     def _exchange_lines(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
-        """The child's answer; kills it if it takes too long."""
+        """Send a line to the child and return its answer; kills the child if it takes too long."""
         assert child.stdin and child.stdout
         timed_out = threading.Event()
 

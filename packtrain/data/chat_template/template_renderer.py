@@ -1,6 +1,6 @@
-"""The child of ChatTemplate: reads a template, then messages, one JSON line each, and answers with JSON lines.
+"""The child process of ChatTemplate: reads a template, then messages, one JSON line each; answers with JSON lines.
 
-It runs as a file and imports nothing of packtrain, so that it starts in a tenth of a second.
+This file runs by itself and imports nothing of packtrain, so that the child starts in a tenth of a second.
 """
 
 import json
@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 try:
     import resource
-except ImportError:  # no such limits on this system
+except ImportError:  # this system has no such limits
     resource = None  # type: ignore[assignment]
 
 MAX_TEXT_LENGTH = 4 << 20
@@ -50,18 +50,18 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Like Hugging Face's `tojson`: without the HTML escapes of Jinja's own."""
+    """Write JSON as Hugging Face's `tojson` does: without the HTML escapes of Jinja's own."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class ConversationList(list[Any]):
-    """A list of the conversation."""
+    """A list of the conversation, which templates must not change."""
 
 
 def wrap_lists(variables: dict[str, Any]) -> dict[str, Any]:
-    """Variables with Givens for lists, however deep they are."""
+    """Replace all lists in the variables, however deep, by ConversationLists."""
     pending: list[Any] = [variables]
     for outer in pending:
         for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
@@ -73,7 +73,7 @@ def wrap_lists(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Templates may change lists of their own, as Kimi K2's do, but not what they are given."""
+    """Sandbox in which templates may change lists of their own, as Kimi K2's do, but not those of the conversation."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         is_allowed = type(obj) is list and attr in ("append", "pop")
@@ -91,7 +91,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The rendered text. Raises Refused as soon as it is too long."""
+    """Render a template. Raises TemplateRefusal as soon as the text is too long."""
     chunks, length = [], 0
     for chunk in template.generate(**variables):
         chunks.append(chunk)
@@ -102,7 +102,7 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def answer(task: Callable[[], Any]) -> Any:
-    """The reply to send: [result] or ["", error message]."""
+    """Run a task and return the reply to send: [result] or ["", error message]."""
     try:
         return [task()]
     except TemplateRefusal as error:
@@ -116,7 +116,7 @@ def answer(task: Callable[[], Any]) -> Any:
 
 
 def address_space_nbytes() -> int:
-    """Bytes of address space of this process, where the system tells."""
+    """Return the bytes of this process's address space, where the system tells, else 0."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -125,7 +125,7 @@ def address_space_nbytes() -> int:
 
 
 def main() -> None:
-    """The first argument: bytes that rendering may take."""
+    """Child's main program: answers JSON lines; the first argument is the bytes that rendering may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent
     if resource:
         limit_nbytes = address_space_nbytes() + int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""python -m packtrain.data.conversations: the child process of `prepare`."""
+"""python -m packtrain.data.conversations: the child process of `prepare_dataset`."""
 
 from pathlib import Path
 from typing import Any

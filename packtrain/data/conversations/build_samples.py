@@ -1,6 +1,6 @@
 """The heavy part, run in a child process: read the data, render, tokenize, truncate, write the files of each split.
 
-Fills an empty folder as a Recipe says; `prepare` then reads it. Records are streamed, once.
+`write_dataset` fills an empty folder by a DatasetRecipe; `prepare_dataset` reads it. Records are streamed, once.
 """
 
 import json
@@ -35,7 +35,7 @@ from packtrain.gguf import GGUF
 NOTES_FILE = "notes.json"
 ROWS = (*TABLES, *COLUMNS)
 SECONDS_BETWEEN_LINES = 3.0
-MAX_LOCATIONS = 1000  # samples whose place in the data is known
+MAX_LOCATIONS = 1000  # number of samples whose place in the data is recorded
 TRUNCATE_END, TRUNCATE_DROP, TRUNCATE_SPLIT = TRUNCATE_CHOICES = ("end", "drop", "split")
 FATES = {TRUNCATE_END: "cut at their end", TRUNCATE_DROP: "left out", TRUNCATE_SPLIT: "split"}
 CONTROL_NOTE = "messages that spell control tokens, which become these tokens as in llama.cpp"
@@ -44,25 +44,25 @@ MISMATCH_FACTS = {
     True: "is no pair of answers; for this loss it must have prompt, chosen and rejected",
     False: "is a pair of answers, chosen and rejected; such data is for finetune --loss dpo, ipo, simpo or orpo",
 }
-RENDERER_NBYTES = 16 << 20  # of a process that renders nothing yet; 10 to 12 were measured
-RENDERER_DIVISOR = 4  # the part of the room that rendering takes
+RENDERER_NBYTES = 16 << 20  # of a process that has rendered nothing; 10 to 12 MiB were measured
+RENDERER_DIVISOR = 4  # rendering takes the memory limit divided by this
 UNTRAINED_NOTE = "samples left out because they have no tokens to train on"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRecipe:
-    """What to prepare, and how.
+    """Data to prepare, and how to turn it into samples.
 
-    model      a GGUF file: its vocabulary and its chat template
-    length     the most targets of a sample
-    truncate   longer conversations: cut at the end, dropped, or split; texts are always split
-    everything, last_only   train on prompts, too; train on the assistant's last turn only
-    separator, val_split    as in data.text.documents.Text
-    skip_bad   skip records that cannot be used
-    pairs      of a chosen and a rejected answer, which become two samples, one after the other: only them, none of them
-               or, with None, both
-    columns    how columns of records are named as fields
-    template   chat template instead of the model's own
+    model       GGUF file with the vocabulary and the chat template
+    length      most targets of a sample
+    truncate    longer conversations are cut at their end, dropped, or split; texts are always split
+    everything  train on prompts, too; `last_only`: train on the assistant's last turn only
+    separator   as in data.text.documents.CorpusRecipe, like `val_split`
+    skip_bad    skip records that cannot be used
+    pairs       pairs of a chosen and a rejected answer become two successive samples; True: all records must be pairs,
+                False: none may be, None: both are allowed
+    columns     --columns: renames columns of records to fields
+    template    chat template instead of the model's own
     """
 
     data: Path
@@ -84,14 +84,14 @@ def sources_of(recipe: DatasetRecipe) -> tuple[SourceFile, ...]:
 
 
 def splits_of(recipe: DatasetRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """The splits that the samples have."""
+    """Return the splits that the samples have."""
     return (TRAIN, VALID) if recipe.val_split or any(s.split for s in sources) else (TRAIN,)
 
 
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
-    """Fill the folder. Raises InputError for bad data."""
+    """Fill a folder with the samples of a recipe. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:
         maker = SampleBuilder(
@@ -136,9 +136,10 @@ def write_dataset(
 
 @dataclass(slots=True)
 class ValidationSplitter:
-    """Chooses samples for validation: every k-th, over all files; none if `interval` is 0.
+    """Chooses samples for validation: every `interval`-th, over all files; none if `interval` is 0.
 
-    locations  where the first samples of the other part are in the data
+    number     samples so far
+    locations  places of the first training samples in the data
     """
 
     interval: int
@@ -154,7 +155,7 @@ class ValidationSplitter:
         return self.number // self.interval if self.interval else 0
 
     def note(self, split: float, sources: Iterable[SourceFile], num_records: int) -> str:
-        """Says how many are held out for validation."""
+        """Say how many samples are held out for validation."""
         unit = "row" if all(suffix_of(source.path) in ROWS for source in sources) else "record"
         counted_text = plural(self.number, unit if self.number == num_records else "sample")
         verb = "is" if self.num_held_out == 1 else "are"
@@ -171,7 +172,7 @@ def _write_records(
     builder: "SampleBuilder",
     files: Mapping[str, SampleFile],
 ) -> None:
-    """Write all samples of a file; those of one conversation go to the same split."""
+    """Write all samples of a file; samples of one conversation go to the same split."""
     for record in _with_progress(reader, report):
         try:
             samples = builder.samples(record)
@@ -192,7 +193,7 @@ def _write_records(
 def _with_progress(
     reader: RecordReader, report: ReportProgress
 ) -> Iterator[Conversation | AnswerPair | PlainText]:
-    """The same records; prints progress every few seconds."""
+    """Yield the reader's records; reports progress every few seconds."""
     last_printed = time.monotonic()
     for record in reader:
         if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
@@ -211,7 +212,7 @@ def _check_filled(recipe: DatasetRecipe, files: Mapping[str, SampleFile], notes:
 
 
 class SampleBuilder:
-    """Turns records into samples; `messages` then reports what may surprise."""
+    """Turns records into samples; `messages` then reports unexpected findings."""
 
     def __init__(
         self, recipe: DatasetRecipe, metadata: Mapping[str, Any], rendering: int = MEMORY_NBYTES
@@ -224,18 +225,18 @@ class SampleBuilder:
 
     @property
     def messages(self) -> list[str]:
-        """Messages to print at the end."""
+        """Return messages to print at the end."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{description}: {count:,}" for description, count in notes.items() if count]
         return [*(choice.note for choice in self._renderers if choice.reason), *counted]
 
     @property
     def template(self) -> str | None:
-        """The chat template if it is not the model's own; the trained model's file must then contain it."""
+        """Return the chat template if it is not the model's own; the trained model's file must then contain it."""
         return next((choice.source for choice in self._renderers if choice.reason), None)
 
     def _renderer_for(self, has_tools: bool) -> ConversationRenderer:
-        """The renderer of the model's chat template, or of its template for tools; created on first use."""
+        """Return the renderer of the model's chat template, or of its template for tools; created on first use."""
         if has_tools not in self._chosen:
             model_template = template_source(self._metadata, has_tools)
             self._chosen[has_tools] = choose_template(
@@ -255,7 +256,7 @@ class SampleBuilder:
         return self._renderers[choice]
 
     def samples(self, record: Conversation | AnswerPair | PlainText) -> Iterator[MaskedSample]:
-        """The samples of a record that have tokens to train on; those of a conversation are built at once."""
+        """Return the samples of a record that have trained tokens; a conversation's are all built before the first."""
         requires_pairs = self.recipe.pairs
         if requires_pairs is not None and isinstance(record, AnswerPair) != requires_pairs:
             raise InputError(f"{record.location} {MISMATCH_FACTS[requires_pairs]}")
@@ -274,7 +275,7 @@ class SampleBuilder:
             yield MaskedSample(window, [1] * len(window))
 
     def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
-        """Both answers, the chosen one first, if both have tokens to train on."""
+        """Yield the samples of both answers, chosen first, if both have trained tokens."""
         answers = [
             sample
             for conversation in (record.chosen, record.rejected)
@@ -286,7 +287,7 @@ class SampleBuilder:
             self.notes[UNPAIRED_NOTE] += 1
 
     def _last_sample(self, record: Conversation) -> list[MaskedSample]:
-        """The sample of an answer, the last one where the template needs several; none if it is left out."""
+        """Return the sample of an answer, the last one if the template needs several; empty if it is left out."""
         return [*self._conversation_samples(record)][-1:]
 
     def _conversation_samples(self, record: Conversation) -> Iterator[MaskedSample]:
@@ -303,7 +304,7 @@ class SampleBuilder:
                     self.notes[UNTRAINED_NOTE] += 1
 
     def _truncate(self, sample: MaskedSample) -> Iterator[MaskedSample]:
-        """A conversation, truncated or split if it is longer than a sample."""
+        """Yield a conversation's sample, truncated or split if it is too long."""
         max_tokens, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
         if len(ids) <= max_tokens:
             yield sample
@@ -321,7 +322,7 @@ class SampleBuilder:
 
 
 def _locate_errors(samples: Iterator[MaskedSample], location: str) -> Iterator[MaskedSample]:
-    """The same samples; adds the place of the record to errors."""
+    """Yield the samples; adds the place of the record to errors."""
     try:
         yield from samples
     except InputError as error:

@@ -1,7 +1,7 @@
 """Renders a conversation with a chat template, and finds the assistant's parts of the text.
 
-An assistant's turn begins where the prompt before it, rendered with a generation prompt, ends; it ends with the next
-end marker. It knows no token ids; an error in the template is an InputError that names the record.
+An assistant's turn begins where the prompt before it, rendered with a generation prompt, ends; the turn ends with the
+next end marker. This module knows no token ids; an error in the template is an InputError that names the record.
 """
 
 import json
@@ -24,7 +24,7 @@ SAID = {"role": "user", "content": PROBE}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
 THOUGHTS = "reasoning_content", "thinking"  # the fields that templates read
-THINKING = {"enable_thinking": True}  # what templates ask for before they ask for thoughts
+THINKING = {"enable_thinking": True}  # variable without which some templates ignore thoughts
 THINK_TAG, THOUGHT_BLOCK = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 # notes with a count
@@ -62,8 +62,8 @@ class RenderedConversation:
 class ConversationRenderer:
     """Renders conversations with one template.
 
-    ends   the texts of tokens that end a reply
-    notes  counts of what may surprise, by message
+    eog_texts  texts of tokens that end a reply
+    notes      counts of unexpected findings, by message
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ConversationRenderer:
             "|".join(map(re.escape, sorted(eog_texts, key=len, reverse=True))) or "(?!)"
         )
         call_message = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
-        self._no_tools: list[Any] | None = None  # what the template takes for no tools
+        self._no_tools: list[Any] | None = None  # `tools` for no tools
         if not self._shows([SAID]) and self._shows([SAID], []):
             self._no_tools = []
         self.takes_system = self._shows([{"role": "system", "content": PROBE}, ASK])
@@ -92,9 +92,9 @@ class ConversationRenderer:
         self._own_marks = THINK_TAG not in (self.marks[0] or THINK_TAG)
 
     def _find_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
-        """The field that the template reads thoughts from, and what it writes before and behind them; "" if none.
+        """Return the field from which the template reads thoughts, and its texts before and after them; "" if none.
 
-        A template may have them only before calls.
+        Some templates render thoughts only before tool calls.
         """
         (call,) = called["tool_calls"]
         named = {**called, "tool_calls": [{**call, "function": {**call["function"], "name": "a"}}]}
@@ -121,7 +121,7 @@ class ConversationRenderer:
         return self.template.render(messages, self._no_tools if tools is None else tools, **options)
 
     def render(self, conversation: Conversation) -> list[RenderedConversation]:
-        """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
+        """Render one text with all turns of the assistant, or one for each turn if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
         first = len(messages) - (conversation.num_answer_messages or len(messages))
         weights = [m.get("weight") != 0 for m in conversation.messages]
@@ -147,7 +147,7 @@ class ConversationRenderer:
         return renderings
 
     def strip_end(self, reply: str) -> str:
-        """A reply without the token that ends it."""
+        """Return a reply without the token that ends it."""
         marks = [*self._end_pattern.finditer(reply)]
         return reply[: marks[-1].start()] if marks and marks[-1].end() == len(reply) else reply
 
@@ -157,9 +157,10 @@ class ConversationRenderer:
         variables: Mapping[str, Any] | None = None,
         begins: bool = True,
     ) -> str:
-        """The text up to the answer that comes next; more: variables of the template, beside its own.
+        """Render the text up to the next answer.
 
-        begins  whether the text has the beginning of this answer
+        variables  variables of the template, beside its own
+        begins     whether the text includes the beginning of the answer
         """
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, extra_variables=variables)
@@ -167,7 +168,7 @@ class ConversationRenderer:
     def _turn(
         self, messages: list[Message], i: int, tools: list[Any] | None, options: dict[str, Any]
     ) -> RenderedConversation:
-        """The conversation up to a turn of the assistant, with the span of this turn."""
+        """Render the conversation up to turn i of the assistant, with the span of this turn."""
         prompt = self._text(messages[:i], tools, add_generation_prompt=True, **options)
         text, reply_start = self._text(messages[: i + 1], tools, **options), len(prompt)
         content = messages[i]["content"].strip()
@@ -193,7 +194,7 @@ class ConversationRenderer:
         )
 
     def _with_thoughts(self, message: Message, text: str, reply_start: int) -> str:
-        """The text with the thoughts before the reply, where the template leaves them out, as Gemma 4's does."""
+        """Insert the thoughts before the reply, if the template leaves them out, as Gemma 4's does."""
         thought, (opening, closing) = (message.get(self._thought_field) or "").strip(), self.marks
         reply = text[reply_start:]
         if not thought or thought in reply or not opening or opening.strip() in reply:
@@ -203,7 +204,7 @@ class ConversationRenderer:
     def _append_end(
         self, messages: list[Message], tools: list[Any] | None, text: str, options: dict[str, Any]
     ) -> str:
-        """The text with what ends its last reply, where the template writes it with the next message, as GLM's does."""
+        """Append the last reply's end, if the template writes it only with the next message, as GLM's does."""
         has_calls = messages[-1].get("tool_calls") and self.takes_results
         try:
             longer_text = self._text([*messages, RESULT if has_calls else SAID], tools, **options)
@@ -219,7 +220,7 @@ class ConversationRenderer:
     # ---- what templates do not support
 
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools in a form that the template supports."""
+        """Return messages and tools in a form that the template supports."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM_NOTE] += 1
@@ -233,7 +234,7 @@ class ConversationRenderer:
         return [self._adapt_message(message) for message in messages], tools
 
     def _adapt_thoughts(self, message: Message) -> Message:
-        """Thoughts as the template reads them; those before the words, too, if it has marks of its own for them."""
+        """Move thoughts to the template's field, also from the content if the template marks thoughts itself."""
         content, thoughts = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
         thought_match = THOUGHT_BLOCK.match(content) if self._own_marks and not thoughts else None
         if thought_match:
@@ -245,6 +246,7 @@ class ConversationRenderer:
         return {**message, "content": content, self._thought_field: thoughts[0]}
 
     def _adapt_message(self, message: Message) -> Message:
+        """Return a message in a form that the template supports."""
         if message["role"] == "assistant":
             message = self._adapt_thoughts(message)
         if message.get("tool_calls") and not self.takes_calls:
@@ -261,7 +263,7 @@ class ConversationRenderer:
 
 
 def common_suffix(a: str, b: str) -> str:
-    """What both texts end with."""
+    """Return the longest text with which both texts end."""
     length = 0
     while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
         length += 1
@@ -269,7 +271,7 @@ def common_suffix(a: str, b: str) -> str:
 
 
 def _with_text(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON, for templates that add them to other text."""
+    """Return the message with its calls' arguments as JSON text, for templates that add them to other text."""
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
@@ -279,7 +281,7 @@ def _with_text(message: Message) -> Message:
 
 
 def _name_call_ids(messages: list[Message]) -> list[Message]:
-    """Calls with ids that say their functions' names, for templates that write ids only, and results with the same."""
+    """Give calls, and their results, ids that contain the function's name, for templates that write only ids."""
     ids, output, num_calls = dict[str, str](), list[Message](), 0
     for message in messages:
         calls = []
@@ -298,26 +300,25 @@ def _name_call_ids(messages: list[Message]) -> list[Message]:
 def _join_reply(
     prompt: str, text: str, question_text: str, probe_text: str, has_calls: bool
 ) -> tuple[str, int]:
-    """A prompt with its reply, and where the reply begins, if the template renders an answered prompt differently.
+    """Join prompt and reply if the template renders an answered prompt differently; also returns the reply's start.
 
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
     question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and
-    `probe_text`, the same with the probe as its reply, tells where replies begin. A call of a tool, which may have another
-    beginning, begins where the text differs from the prompt.
+    `probe_text`, with the probe as its reply, tells where replies begin. A tool call, which may have another beginning,
+    begins where the text differs from the prompt.
     """
     question_start = prompt.rfind(question_text) if question_text else -1
     prompt_end = prompt[question_start:]
     if question_start >= 0 and prompt_end in text:
         return prompt + text[text.rindex(prompt_end) + len(prompt_end) :], len(prompt)
     reply_start = probe_text.rfind(PROBE)
-    if (
-        reply_start < 0 or text[:reply_start] != probe_text[:reply_start]
-    ):  # a call, perhaps: it begins where the prompt goes on otherwise
+    # perhaps a tool call, which begins where the text differs from the prompt
+    if reply_start < 0 or text[:reply_start] != probe_text[:reply_start]:
         character_pairs = enumerate(zip(prompt, text, strict=False))
         reply_start = next((k for k, (a, b) in character_pairs if a != b), len(text))
         tag_start = text.rfind("<", 0, reply_start)
         if reply_start < len(text) and tag_start >= 0 and ">" not in text[tag_start:reply_start]:
-            reply_start = tag_start  # of two tags that begin alike
+            reply_start = tag_start  # two tags may begin alike
         if not has_calls or question_start < 0 or reply_start < question_start + len(question_text):
             raise InputError(
                 "the chat template gives no text in which the reply can be told from the prompt"

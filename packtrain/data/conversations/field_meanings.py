@@ -1,4 +1,4 @@
-"""Columns of rows and keys of messages to which other tools give a meaning: honoured, or the row is refused."""
+"""Columns of records and keys of messages to which other tools give a meaning: honoured, or the record is refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ FieldTable = dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]]
 
 
 def _table(*rows: tuple[str, str, str, tuple[str, ...], tuple[str, ...]]) -> FieldTable:
-    """From names, tools, what these read, values that are refused (ANY: all others), and those that change nothing."""
+    """Build a table from rows of names, tools, meaning, refused values (ANY: all others), and harmless values."""
     return {name: row[1:] for row in rows for name in row[0].split()}
 
 
@@ -70,7 +70,7 @@ TURN = MESSAGE | _table(
 
 
 def check(field_values: Mapping[str, Any], location: str, field_table: FieldTable) -> None:
-    """Raises InputError for the first value whose meaning would be passed over."""
+    """Raise InputError for the first field whose value has a meaning that packtrain would ignore."""
     for name in sorted(field_values.keys() & field_table.keys()):
         tools, meaning, refused_values, harmless_values = field_table[name]
         text = str(field_values[name]).strip().lower()
@@ -82,7 +82,7 @@ def check(field_values: Mapping[str, Any], location: str, field_table: FieldTabl
 
 
 def weight_of(turn: Mapping[str, Any], role: str, at: str) -> dict[str, int]:
-    """The weight of a message, 1 or 0, by any key of LOSS, or nothing. Raises InputError."""
+    """Return {"weight": 1 or 0} of a message, by any key of LOSS, or {}. Raises InputError."""
     values = {key: turn[key] for key in LOSS if turn.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):

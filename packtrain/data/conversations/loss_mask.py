@@ -1,4 +1,4 @@
-"""The loss mask: texts as token ids with a weight for each, 1 where the token is trained on.
+"""The loss mask: texts as token ids with a weight for each, 1 where the loss counts the token.
 
 The whole rendered text is tokenized at once, as in llama.cpp's server: words of a message that spell a control token
 become that token. A token is trained on if it begins in the reply, or begins before it and contains words of it; a
@@ -23,7 +23,7 @@ CHARACTER = re.compile(rb"[^\x80-\xbf][\x80-\xbf]*")  # of valid UTF-8
 
 @dataclass(frozen=True, slots=True)
 class MaskedSample:
-    """Token ids and, for each, 1 or 0: whether it is a target in the loss."""
+    """Token ids, and for each a weight: 1 if it is a target in the loss, else 0."""
 
     ids: list[int]
     weights: list[int]
@@ -44,12 +44,12 @@ class LossMasker:
 
     @property
     def bos_id(self) -> int | None:
-        """The BOS id that a text begins with, if the model's file asks for one."""
+        """Return the BOS id with which a text begins, if the model's file asks for one."""
         return self.tokenizer.bos if self.tokenizer.add_bos else None
 
     @property
     def eog_texts(self) -> list[str]:
-        """Texts of the tokens that end generation."""
+        """Return the texts of the tokens that end generation."""
         return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.eog_ids]
 
     def spells_control(self, words: str) -> bool:
@@ -57,7 +57,7 @@ class LossMasker:
         return any(text in words for text in self._controls)
 
     def mask_conversation(self, rendered: RenderedConversation) -> MaskedSample:
-        """The tokens of a rendered conversation, with one BOS if the model's file or the template asks for it."""
+        """Tokenize and mask a rendered conversation, with one BOS if the model's file or the template asks for it."""
         text, dropped = rendered.text, 0
         if self.tokenizer.add_bos and text.startswith(self._bos):  # otherwise there would be two
             text, dropped = text[len(self._bos) :], len(self._bos)
@@ -80,7 +80,7 @@ class LossMasker:
         return MaskedSample(ids, weights.tolist())
 
     def encode_text(self, pieces: Iterable[str], parse_special: bool) -> Iterator[list[int]]:
-        """The ids of a text in parts, all trained on, with BOS if the model's file asks for it, and an end token.
+        """Yield the ids of a text in chunks, with BOS if the model's file asks for it, and an end token.
 
         parse_special  text that spells a control token becomes that token
         """
@@ -107,7 +107,7 @@ def _nbytes(text: str, num_characters: int) -> int:
 
 
 def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator[tuple[int, int]]:
-    """Start and end of each token in the encoded text, in bytes."""
+    """Yield the start and end of each token in the encoded text, in bytes."""
     offset = 0
     for id in ids:
         token_span = _find_token(tokenizer, id, text, offset)
@@ -116,7 +116,7 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tuple[int, int]:
-    """Start and end of a token at `offset`, or after whitespace there that the previous token swallowed."""
+    """Return start and end of a token at `offset`, or after whitespace there that the previous token swallowed."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, offset):
         return offset, offset + len(piece)
@@ -136,7 +136,7 @@ def _find_token(tokenizer: Tokenizer, id: int, text: bytes, offset: int) -> tupl
 
 
 def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
-    """Bytes of the text that a piece covers; None if it is not there. A vocabulary may write spaces as U+2581."""
+    """Return how many bytes of the text a piece covers, with spaces or U+2581; None if the piece is not there."""
     if text.startswith(piece, offset):
         return len(piece)
     end = offset
@@ -154,10 +154,7 @@ def _covered_nbytes(piece: bytes, text: bytes, offset: int) -> int | None:
 
 
 def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
-    """Ids cut so that each window has at most `length` targets.
-
-    A window begins with the last id of the previous one, or with bos instead.
-    """
+    """Cut ids into windows with at most `length` targets; each begins with the last id of the previous one, or bos."""
     pending: list[int] = []
     for chunk in parts:
         pending += chunk

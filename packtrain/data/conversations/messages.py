@@ -1,6 +1,6 @@
 """Messages in the form that chat templates take: roles, content, tool calls with parsed arguments, call ids.
 
-Turns the values of a record into a conversation; InputError names the place and what is expected.
+Turns the values of a record into a conversation; InputError names the place and the expected value.
 """
 
 import json
@@ -31,8 +31,8 @@ RECORD_ADVICE = (
 class Conversation:
     """Messages with role and content, the last one the assistant's; `location` is the place in the file.
 
-    opened               the assistant spoke first; that turn was dropped
-    num_answer_messages  only the assistant's turns among so many last messages are trained on; 0: all
+    opened               the assistant spoke first, in a turn that was dropped
+    num_answer_messages  only the assistant's turns among the last N messages are trained on; 0: all
     """
 
     location: str
@@ -44,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """Two answers to the same prompt."""
+    """A chosen and a rejected answer to the same prompt."""
 
     location: str
     chosen: Conversation
@@ -54,7 +54,7 @@ class AnswerPair:
 def make_pair(
     location: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any
 ) -> AnswerPair:
-    """The answers by name, `chosen` and `rejected`, after a prompt."""
+    """Build a pair from a prompt and the answers `chosen` and `rejected`. Raises InputError."""
     conversations = {}
     for name, messages in answers.items():
         if not messages or messages[-1]["role"] != "assistant":
@@ -68,12 +68,13 @@ def make_pair(
 
 
 def make_conversation(location: str, messages: list[Message], tools: Any) -> Conversation:
-    """A checked conversation: the user speaks first, the assistant last; drops turns before and after that."""
+    """Check a conversation: the user speaks first, the assistant last; drops turns before and after that."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
         raise InputError(f"{location} has no turn of the assistant to train on")
     num_system = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+    # an opening turn of the assistant answers nothing, and most templates refuse it; Axolotl drops it, too
     turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[num_system:]))
     if not turns:
         raise InputError(f"{location} has no answer of the assistant to train on")
@@ -94,18 +95,19 @@ def _check_trained(location: str, turns: list[Message]) -> None:
 
 
 def parse_if_json(value: Any, at: str) -> Any:
-    """A list or an object, parsed if it is JSON text, as in a table cell."""
+    """Parse a value that is JSON text, as in a table cell; return others as they are."""
     return _json(value, at, '[{"role": …}]') if isinstance(value, str) and value.strip() else value
 
 
 def question(turns: Any, tools: Any, location: str) -> Conversation:
-    """A conversation that waits for an answer; contents may be empty."""
+    """Build a conversation that waits for an answer; contents may be empty."""
     messages = read_messages(turns, location, "messages", allow_empty=True)
     _assign_call_ids(messages)
     return Conversation(location, messages, _check_tools(tools, location))
 
 
 def read_messages(turns: Any, location: str, name: str, allow_empty: bool = False) -> list[Message]:
+    """Check a list of messages, or its JSON text, and return it in the form that templates take."""
     turns = parse_if_json(turns, f"{location}: {name}")
     if not isinstance(turns, list) or not turns:
         raise InputError(f"{location}: {name} must be a list of messages", RECORD_ADVICE)
@@ -113,6 +115,7 @@ def read_messages(turns: Any, location: str, name: str, allow_empty: bool = Fals
 
 
 def _message(turn: Any, at: str, allow_empty: bool) -> Message:
+    """Check one message and return it in the form that templates take, with roles by their usual names."""
     turn = check_object(turn, at)
     raw_role = turn.get("role", turn.get("from"))
     role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
@@ -144,12 +147,12 @@ def _message(turn: Any, at: str, allow_empty: bool) -> Message:
     if allow_empty and content is None:
         if "content" not in turn:
             raise InputError(f"{at} has no content")
-        content = ""  # null, as clients repeat an answer without words
+        content = ""  # null: clients send back an answer without words so
     return new_message(role, content, at, allow_empty) | extra_fields
 
 
 def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> Message:
-    """A message; only a tool's may be empty, unless all may."""
+    """Return a checked message; only a tool's may be empty, unless `allow_empty`."""
     text = _content(content, at)
     if role != "tool" and not allow_empty and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty", "it must have words")
@@ -157,7 +160,7 @@ def new_message(role: str, content: Any, at: str, allow_empty: bool = False) -> 
 
 
 def _content(content: Any, at: str) -> str:
-    """The text of a message's content, which may be a list of parts."""
+    """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
@@ -171,7 +174,7 @@ def _content(content: Any, at: str) -> str:
 
 
 def _call(call: Any, at: str) -> Message:
-    """A tool call in the form that templates take, with its arguments as an object."""
+    """Return a tool call in the form that templates take, with its arguments as an object."""
     call = check_object(call, f"{at}: tool_calls")
     function = check_object(call.get("function", call), f"{at}: function")
     name = function.get("name")
@@ -185,7 +188,7 @@ def _call(call: Any, at: str) -> Message:
 
 
 def _assign_call_ids(messages: list[Message]) -> None:
-    """Give calls without an id one of nine characters, as some templates require, and their results the same."""
+    """Give calls without an id one of nine characters, as some templates require, and their results the same id."""
     pending_ids: list[str] = []
     num_calls = 0
     for message in messages:
@@ -198,7 +201,7 @@ def _assign_call_ids(messages: list[Message]) -> None:
 
 
 def _check_tools(tools: Any, location: str) -> list[Any] | None:
-    """Tools as llama.cpp's server passes them to templates: these fields, in this order."""
+    """Return tools as llama.cpp's server passes them to templates: these fields, in this order."""
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, f"{location}: tools", '[{"name": …, "parameters": …}]')
     if not tools:

@@ -1,7 +1,7 @@
 """Data files of any supported format as conversations and texts, one record at a time.
 
 The fields of the first record determine the format of a file. Yields messages in the form that chat templates take.
-It knows no templates and no tokens; InputError names file, row or line, and field.
+This module knows no templates and no tokens; InputError names file, row or line, and field.
 """
 
 from array import array
@@ -38,7 +38,7 @@ from packtrain.data.text.text_streams import RECORDS, suffix_of
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A text, all of which is trained on; `parse_special`: text that spells a control token becomes that token."""
+    """A text whose tokens are all trained on; `parse_special`: text that spells a control token becomes that token."""
 
     location: str
     pieces: Iterable[str]
@@ -60,7 +60,7 @@ class RecordFormat:
 
 @dataclass(slots=True)
 class RecordReader:
-    """The records of a file. Its notes are complete when all records have been read; `report` has the skipped ones."""
+    """Reads the records of a file; when all are read, `notes` are complete and `report` has the skipped ones."""
 
     source: SourceFile
     separator: str | None = None
@@ -69,7 +69,7 @@ class RecordReader:
     form: RecordFormat | None = None
     count: int = 0
     num_opened: int = 0  # conversations that started with the assistant
-    hashes: "array[int]" = field(default_factory=lambda: array("q"))  # of records, as they are used
+    hashes: "array[int]" = field(default_factory=lambda: array("q"))  # of records' used fields
     report: ReadingReport = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class RecordReader:
             try:
                 parsed_record = self._parsed(raw_record, location)
             except InputError as error:
-                # the whole file is bad, not one record
+                # the whole file is bad, not just one record
                 if self.form is None and (self.report.header or not self.skip_bad):
                     raise
                 self.report.reject(error)
@@ -93,11 +93,12 @@ class RecordReader:
                 yield parsed_record
 
     def reject(self, error: InputError) -> None:
-        """Reject the last record, which cannot be used after all."""
+        """Reject the last record, which turned out to be unusable."""
         self.report.reject(error)
         self.count -= 1
 
     def _parsed(self, raw_record: Any, location: str) -> Conversation | AnswerPair | PlainText:
+        """Parse a record by the file's format, which the first record determines. Raises InputError."""
         record = sample_messages.check_object(raw_record, location)
         if self.form is None:
             self.form = _detect_format(record, location, self.report)
@@ -108,6 +109,7 @@ class RecordReader:
         return parsed_record
 
     def _check_fields(self, record: Mapping[str, Any], location: str, form: RecordFormat) -> None:
+        """Raise InputError for missing fields, and for unused ones with a meaning that packtrain would ignore."""
         missing_fields = [name for name in form.needed if name not in record]
         if missing_fields:
             raise InputError(
@@ -144,7 +146,7 @@ class RecordReader:
 
     @property
     def notes(self) -> list[str]:
-        """Messages about the file: its format, unused fields, and what was changed or left out."""
+        """Return messages about the file: its format, unused fields, and what was changed or left out."""
         name = self.source.path.name
         kind = f"of {self.form.name}" if self.form else "of text"
         summary = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
@@ -162,14 +164,14 @@ class RecordReader:
 
 
 def _document_texts(piece: TextPiece, pieces: Iterator[TextPiece]) -> Iterator[str]:
-    """The texts of one document, from the stream of all pieces."""
+    """Yield the texts of one document, from the stream of all pieces."""
     yield piece.text
     while not piece.is_last:
         piece = next(pieces)
         yield piece.text
 
 
-# ---- forms
+# ---- formats
 
 
 def _detect_format(record: Mapping[str, Any], location: str, report: ReadingReport) -> RecordFormat:
@@ -196,7 +198,7 @@ def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
-    """A question and an answer, texts or lists of messages, perhaps after earlier turns."""
+    """Parse a question and an answer, texts or lists of messages, perhaps after earlier turns."""
     messages: list[Message] = []
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{location}: system"))
@@ -218,7 +220,7 @@ def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
-    """Answers as texts or messages; without a list of messages for a prompt, lists of messages begin with it."""
+    """Parse a pair of answers, texts or messages; without a prompt, messages that both share are the prompt."""
     answers = {name: _answer(record[name], location, name) for name in ("chosen", "rejected")}
     texts = [name for name in answers if isinstance(record[name], str)]
     field = next((name for name in PROMPTS if record.get(name)), None)
@@ -254,6 +256,7 @@ def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
 
 PROMPTS = ("prompt", "messages", "conversations")
 PAIR_FORMAT = RecordFormat(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _parse_preference)
+# columns of questions and answers are renamed to prompt and completion first: one format instead of six
 RECORD_FORMATS = (
     RecordFormat(("messages",), ("tools", "system"), _parse_messages),
     RecordFormat(("conversations",), ("tools", "system"), _parse_messages),

@@ -1,4 +1,4 @@
-"""From a Recipe to a Dataset: read from the cache, or built there by a child process."""
+"""From a DatasetRecipe to a SampleDataset: read from the cache, or built there by a child process."""
 
 import json
 import re
@@ -23,19 +23,20 @@ from packtrain.data.tokenizer import KEYS
 from packtrain.gguf import GGUF
 
 FORMAT = 9  # increase it to rebuild all caches
-IDENTITY = 7  # increase it where the same data gives other samples, so that no older run resumes
-# in notes: data that gives other samples since IDENTITY was chosen
+IDENTITY = 7  # increase it if the same data gives other samples, so that no older run resumes
+# matches notes of data that gives other samples since IDENTITY was chosen
 SINCE = re.compile(rf"^{WEIGHTLESS}|: columns: .*\b({'|'.join(ALIASES)})\b.* → ", re.IGNORECASE)
-# for some vocabularies the name decides how whitespace is treated
+# for some vocabularies the model's name decides how whitespace is treated
 VOCABULARY_KEYS = ("tokenizer.", "general.name")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDataset:
-    """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
+    """Samples by split.
 
-    `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
-    `eog_ids` are the ids that end an answer, `locations` where the first training samples are in the data.
+    fingerprint  hash of the samples' sources; `notes` are messages to print
+    template     chat template if it is not the model's own; the trained model's file must then contain it
+    eog_ids      ids that end an answer; `locations` are places of the first training samples in the data
     """
 
     train: TokenizedSamples
@@ -50,13 +51,13 @@ class SampleDataset:
 def prepare_dataset(
     recipe: DatasetRecipe, cache: Path, report: ReportProgress, memory: str | None = None
 ) -> SampleDataset:
-    """The samples of a recipe, cached in a folder of `cache`. Raises InputError for bad data, and as `make`."""
+    """Return the samples of a recipe, cached in a folder of `cache`. Raises InputError, and as `build_folder`."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = sources_of(recipe), GGUF(recipe.model)
     options = {**asdict(recipe), "data": "", "model": ""}
     values = {key: value for key, value in file.values.items() if key.startswith(VOCABULARY_KEYS)}
-    if recipe.columns is None:  # as of runs from before there was such an option
+    if recipe.columns is None:  # as in runs from before the option existed
         del options["columns"]
     cache_key = sorted(options.items()), plain_metadata(values)
     folder, splits = cache / checksum((FORMAT, *cache_key), sources), splits_of(recipe, sources)
@@ -79,7 +80,7 @@ def read_dataset(
 ) -> SampleDataset:
     """Read a folder of the cache. Raises OSError or ValueError if it is incomplete.
 
-    file_names  of its files now, which may be others than when it was made
+    file_names  current names of the data files, which may have changed since
     """
     metadata = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)

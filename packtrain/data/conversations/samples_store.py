@@ -31,23 +31,23 @@ class TokenizedSamples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(samples,) i64: the number of tokens of each."""
+        """Return the number of tokens of each sample, (samples,) i64."""
         return np.diff(self.sample_starts, append=self.ids.size)
 
     @property
     def targets(self) -> int:
-        """Number of targets in the loss; the first token of a sample is no target."""
+        """Return the number of targets in the loss; the first token of a sample is no target."""
         return int(self.weights.sum(dtype=np.int64)) - int(self.weights[self.sample_starts].sum())
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and weights of one sample."""
+        """Return the ids and weights of one sample."""
         start = int(self.sample_starts[i])
         end = int(self.sample_starts[i + 1]) if i + 1 < len(self.sample_starts) else self.ids.size
         return self.ids[start:end], self.weights[start:end]
 
 
 def read_samples(folder: Path, split: str, vocab_size: int) -> TokenizedSamples:
-    """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
     tokens = read_tokens(folder, split, vocab_size)
     weights = np.lib.format.open_memmap(_weights_path(folder, split), mode="r")
     if weights.dtype != np.uint8 or weights.shape != tokens.ids.shape or int(weights.max()) > 1:
@@ -60,7 +60,7 @@ def _weights_path(folder: Path, split: str) -> Path:
 
 
 class SampleFile:
-    """Writes the files of a part, sample by sample."""
+    """Writes the files of a split, sample by sample."""
 
     def __init__(self, ids: ArrayFile, weights: ArrayFile) -> None:
         self.sample_starts = array("q")
@@ -74,7 +74,7 @@ class SampleFile:
 
 @contextmanager
 def write_samples(folder: Path, split: str, vocab_size: int) -> Iterator[SampleFile]:
-    """`with write_samples(…) as file:` the files of a part, complete when the block succeeds."""
+    """`with write_samples(…) as file:` the files of a split, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, split)
     with (
         growing(ids_path, id_dtype(vocab_size)) as ids,

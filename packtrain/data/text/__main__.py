@@ -1,4 +1,4 @@
-"""python -m packtrain.data.text: the child process of `prepare`."""
+"""python -m packtrain.data.text: the child process of `prepare_corpus`."""
 
 from pathlib import Path
 from typing import Any

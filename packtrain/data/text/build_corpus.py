@@ -1,6 +1,6 @@
 """The heavy part, run in a child process: read the text, train or load the vocabulary, write the token files.
 
-Fills an empty folder from a Text; `prepare` then reads it. Text is streamed, two or three times.
+`write_corpus` fills an empty folder by a CorpusRecipe; `prepare_corpus` reads it. Text is streamed, two or three times.
 """
 
 import time
@@ -38,7 +38,7 @@ SECONDS_BETWEEN_LINES = 3.0
 
 
 def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgress) -> None:
-    """Fill the folder. Raises InputError for bad text."""
+    """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
     sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
     has_packed = any(is_packed(source.path) for source in sources)
@@ -88,7 +88,7 @@ def _reports_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> list[Readi
 def _with_progress(
     pieces: Iterable[TextPiece], activity: str, total_nbytes: int, report: ReportProgress
 ) -> Iterator[TextPiece]:
-    """The same pieces; prints progress every few seconds. nbytes  of all, 0 if they are unknown."""
+    """Yield the pieces; reports progress every few seconds, of `total_nbytes` in all (0: unknown)."""
     done_nbytes, last_printed = 0, time.monotonic()
     total_text = f" of {total_nbytes / 1e6:,.0f}" if total_nbytes else ""
     for piece in pieces:
@@ -102,7 +102,7 @@ def _with_progress(
 def _make_vocabulary(
     text: CorpusRecipe, survey_result: TextSurvey, pieces: Iterable[TextPiece]
 ) -> tuple[dict[str, MetadataValue], str]:
-    """The vocabulary, and a message about where it comes from."""
+    """Load or train the vocabulary; returns it with a message about its origin."""
     if text.vocab is not None:
         model_vocabulary = vocabulary_of(text.vocab)
         return model_vocabulary, f"vocabulary: {_size(model_vocabulary):,} tokens of {text.vocab}"
@@ -135,9 +135,9 @@ def _make_tokenizer(text: CorpusRecipe, vocabulary: dict[str, MetadataValue]) ->
 def _write_files(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
 ) -> Counter[str]:
-    """Write the token files; returns the bytes of text in each part."""
+    """Write the token files; returns the bytes of text in each split."""
     split_nbytes: Counter[str] = Counter()
-    document_splits: deque[str] = deque()  # of the documents that are being encoded
+    document_splits: deque[str] = deque()  # splits of the documents that are being encoded
 
     def texts() -> Iterator[tuple[str, bool]]:
         is_first = True

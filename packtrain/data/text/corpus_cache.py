@@ -1,4 +1,4 @@
-"""From a Text to a Corpus: read from the cache, or built there by a child process."""
+"""From a CorpusRecipe to a Corpus: read from the cache, or built there by a child process."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ FORMAT = 3  # increase it to rebuild all caches
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as tokens. `fingerprint` is a hash of its sources; `notes` are messages to print."""
+    """A text as tokens; `fingerprint` is a hash of its sources, `notes` are messages to print."""
 
     vocabulary: dict[str, MetadataValue]
     train: DocumentTokens
@@ -42,7 +42,7 @@ class Corpus:
 def prepare_corpus(
     text: CorpusRecipe, cache: Path, report: ReportProgress, memory: str | None = None
 ) -> Corpus:
-    """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text, and as `make`."""
+    """Return the corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError, and as `build_folder`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
     sources = find_sources(text.data)
@@ -69,7 +69,7 @@ def _fingerprint(
     vocab_options = (
         (text.vocab_size, text.auto) if vocabulary is None else plain_metadata(vocabulary)
     )
-    # only if they are given, so that other caches are still found
+    # only if they are set, so that older caches are still found
     extra_options = [
         *(["kept"] if text.keep_separators else []),
         *([text.columns] if text.columns else []),
@@ -79,7 +79,7 @@ def _fingerprint(
 
 
 def checksum(options: object, sources: Sequence[SourceFile]) -> str:
-    """A hash of everything that the result depends on: options, vocabulary, format, and file contents."""
+    """Return a hash of everything that the result depends on: options, vocabulary, format, and file contents."""
     digest = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:
@@ -92,7 +92,7 @@ def checksum(options: object, sources: Sequence[SourceFile]) -> str:
 
 
 def plain_metadata(vocabulary: Mapping[str, MetadataValue]) -> list[tuple[str, object]]:
-    """Metadata as plain values, whose repr is complete."""
+    """Return metadata as plain values, whose repr is complete."""
     return [
         (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
         for key, v in sorted(vocabulary.items())

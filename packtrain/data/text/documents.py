@@ -1,7 +1,7 @@
 """Text files as documents, in a stream of pieces, so that a document may be larger than memory.
 
-A Text names the files and how to split them; yields Pieces, each for training or validation. It knows no tokens.
-InputError names file and place of what cannot be read.
+A CorpusRecipe names the files and how to split them; TextPieces are for training or validation. This module knows no
+tokens. InputError names file and place of what cannot be read.
 """
 
 import re
@@ -26,26 +26,24 @@ from packtrain.data.text.text_streams import (
     text_chunks,
 )
 
-END_OF_TEXT = (
-    "<|endoftext|>"  # on its own line, separates documents unless another separator is given
-)
+END_OF_TEXT = "<|endoftext|>"  # on a line of its own, separates documents by default
 SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
 TRAIN, VALID = "train", "valid"
 RECORD_ADVICE = 'it must be like {"text": "…"}'
 CHAT_FIELDS = {"messages"}, {"conversations"}, {"prompt", "completion"}
-MAX_LISTED = 5  # files that are listed
+MAX_LISTED = 5  # most files listed in a message
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusRecipe:
-    """What to prepare: files, vocabulary (a GGUF file, or one to train), and how to cut.
+    """Text to prepare: files, vocabulary (a GGUF file, or one to train), and how to split it.
 
     auto             vocab_size is an upper limit; fewer if the text supports fewer
     separator        text between documents; None: lines `<|endoftext|>`; "": a file is one document
     val_split        share used for validation if there is no validation file
     skip_bad         skip records that cannot be read
     keep_separators  documents keep the separator at their end, and begin right after it
-    columns          how columns of records are named as fields
+    columns          --columns: renames columns of records to fields
     """
 
     data: Path
@@ -61,7 +59,7 @@ class CorpusRecipe:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file and the split that it belongs to; "" if val_split decides."""
+    """A file and the split to which it belongs; "" if val_split decides."""
 
     path: Path
     split: str = ""
@@ -69,7 +67,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A part of a document's text; `is_last` on the last one."""
+    """A part of a document's text; `is_last` marks the document's last part."""
 
     text: str
     is_last: bool
@@ -78,7 +76,7 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class TextSurvey:
-    """Size of the text, without a validation file."""
+    """Size of the text, without the validation file's."""
 
     num_documents: int
     num_characters: int
@@ -89,7 +87,7 @@ class TextSurvey:
 
 
 def find_sources(data: Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> tuple[SourceFile, ...]:
-    """A file; or a folder's train and valid files; or its files with suffixes `suffixes`. Raises InputError."""
+    """Return a file; or a folder's train and valid files; or its files with these suffixes. Raises InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
         return (SourceFile(data),)
@@ -116,12 +114,12 @@ def _split_files(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def has_valid_file(data: Path) -> bool:
-    """Whether the data has a validation file."""
+    """Whether the data is a folder with a validation file."""
     return data.is_dir() and all(_split_files(data))
 
 
 def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """A message naming the other files in a data folder; empty if there are none."""
+    """Return a message naming the other files in a data folder; empty if there are none."""
     if not data.is_dir():
         return ()
     used_paths = {source.path for source in sources}
@@ -142,12 +140,12 @@ def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
 
 
 def splits_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """The splits of the corpus."""
+    """Return the splits of the corpus."""
     return (TRAIN, VALID) if text.val_split or any(s.split for s in sources) else (TRAIN,)
 
 
 def find_file(folder: Path, *names: str) -> Path | None:
-    """The only file of a folder with one of these names. Raises InputError if there are several."""
+    """Return the only file of a folder with one of these names. Raises InputError if there are several."""
     paths = [folder / f"{name}{suffix}" for name in names for suffix in DATA_SUFFIXES]
     existing_paths = [path for path in paths if path.is_file()]
     if len(existing_paths) > 1:
@@ -163,7 +161,7 @@ def read_documents(
     reports: Iterable[ReadingReport],
     keep_separators: bool = False,
 ) -> Iterator[TextPiece]:
-    """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
+    """Yield the pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
         for piece in _skip_blank(_document_pieces(separator, report, keep_separators)):
             yield replace(piece, split=source.split)
@@ -180,6 +178,7 @@ def _document_pieces(
 
 
 def _record_texts(report: ReadingReport) -> Iterator[str]:
+    """Yield the texts of a file's records; a bad first record means a bad file."""
     has_started = report.skip_bad
     for location, record in read_records(RECORD_ADVICE, report):
         if report.header and "text" not in record:
@@ -188,7 +187,7 @@ def _record_texts(report: ReadingReport) -> Iterator[str]:
         try:
             text = _text_of(record, location)
         except InputError as error:
-            if not has_started:  # the whole file is bad, not one record
+            if not has_started:  # the whole file is bad, not just one record
                 raise
             report.reject(error)
         else:
@@ -203,14 +202,14 @@ def _text_of(record: Any, location: str) -> str:
 
 
 def _finetune_advice(record: Any) -> str:
-    """Advice to use finetune, if the record is a conversation."""
+    """Return the advice to use finetune, if the record is a conversation, else ""."""
     is_chat = isinstance(record, dict) and any(fields <= set(record) for fields in CHAT_FIELDS)
     advice = "; conversations are for packtrain finetune, which tunes an existing model"
     return advice if is_chat else ""
 
 
 def sound(text: Any, location: str, example: str) -> str:
-    """Check that this is a string that UTF-8 can encode. Raises InputError."""
+    """Return a value that must be a string which UTF-8 can encode. Raises InputError."""
     if not isinstance(text, str):
         raise InputError(f"{location} is {type(text).__name__}, not a string", example)
     try:
@@ -227,16 +226,16 @@ def split_documents(
     chunks: Iterable[str], separator: str | None, keep_separators: bool = False
 ) -> Iterator[TextPiece]:
     """Split a text into documents, without separators and line breaks next to them unless `keep_separators`."""
-    separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
+    separator = separator and re.sub("\r\n?", "\n", separator)  # line ends as in the text
     pattern = _separator_pattern(separator, keep_separators)
     max_match_length = len(END_OF_TEXT if separator is None else separator) + 2
-    # separators begin at `since` or later; the character before it is kept for `^`
+    # separators begin at `search_start` or later; the character before stays in the buffer for `^`
     buffer, search_start = "", 0
     for chunk in chain(chunks, (None,)):
         buffer += chunk or ""
         at, safe_end = 0, len(buffer) - max_match_length
         for match in pattern.finditer(buffer, search_start):
-            # the next text may lengthen the match or undo it
+            # the next chunk may lengthen the match or undo it
             if chunk is not None and match.end() == len(buffer):
                 safe_end = match.start()
                 break
@@ -251,6 +250,7 @@ def split_documents(
 
 
 def _separator_pattern(separator: str | None, keep_separators: bool) -> re.Pattern[str]:
+    """Return the pattern that matches separators; None stands for lines `<|endoftext|>`, "" for no separator."""
     if separator == "":
         return re.compile(r"(?!)")  # matches nowhere
     if separator is None:
@@ -275,6 +275,7 @@ def _skip_blank(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
 
 
 def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
+    """Count documents, characters and bytes outside the validation file."""
     num_documents = num_characters = nbytes = 0
     for piece in pieces:
         if piece.split != VALID:
@@ -287,7 +288,7 @@ def survey(pieces: Iterable[TextPiece]) -> TextSurvey:
 def assign_splits(
     pieces: Iterable[TextPiece], survey_result: TextSurvey, val_split: float
 ) -> Iterator[TextPiece]:
-    """Assign splits: every k-th document is for validation, or the end of a text with few documents.
+    """Assign pieces to splits: validation gets every k-th document, or the end of a text with few documents.
 
     Without val_split, pieces without a split are for training.
     """
@@ -307,8 +308,8 @@ def _split_by_documents(pieces: Iterable[TextPiece], interval: int) -> Iterator[
 
 
 def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[TextPiece]:
-    """Text before the place is for training, the rest for validation; may cut a document in two."""
-    # characters before `held`; text around the place, until it contains a line end
+    """Assign text before `place` to training, the rest to validation; may cut a document in two."""
+    # characters before `pending`; text around the place, until it contains a line end
     num_seen, pending = 0, ""
     for piece in pieces:
         text = pending + piece.text
@@ -328,7 +329,7 @@ def _split_by_position(pieces: Iterable[TextPiece], place: int) -> Iterator[Text
 
 
 def _line_break(text: str, at: int) -> int:
-    """The place after the next line break, else after the last one, with text on both sides; else `at`."""
+    """Return the place after the next line break, else after the last one, with text on both sides; else `at`."""
     for cut in (text.find("\n", at) + 1, text.rfind("\n", 0, at) + 1):
         if text[:cut].strip() and text[cut:].strip():
             return cut

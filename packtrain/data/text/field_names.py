@@ -1,4 +1,4 @@
-"""Names of columns as the fields that packtrain reads: given by --columns, or guessed for common pairs.
+"""Maps names of columns to the fields that packtrain reads: by --columns, or guessed for common pairs.
 
 Capitals do not count. Columns that become one field are joined, a line break between them.
 """
@@ -14,19 +14,19 @@ from packtrain.common.text import shortlist
 QUESTION_NAMES = ("prompt", "instruction", "question", "query", "input", "request")
 ANSWER_NAMES = ("chosen", "completion", "answer", "response", "output", "reply")
 NAME_PAIRS = (*product(QUESTION_NAMES, ANSWER_NAMES), ("user", "assistant"), ("human", "assistant"))
-JOINED_NAMES = ("context", "input")  # into the prompt, beside another question
+JOINED_NAMES = ("context", "input")  # joined into the prompt, beside another question
 CONVERSATION_FIELDS = ("messages", "conversations")
-# of OpenAI, Axolotl, ms-swift
+# names of OpenAI, Axolotl, ms-swift
 ALIASES = {"functions": "tools", "system_prompt": "system", "rejected_response": "rejected"}
-EXTRA_FIELDS = ("system", "history", "tools", "chosen", "rejected")  # with others
+EXTRA_FIELDS = ("system", "history", "tools", "chosen", "rejected")  # beside other fields
 FIELDS = ("prompt", "completion", "text", *CONVERSATION_FIELDS, *EXTRA_FIELDS)
 QUOTED_NAME = re.compile(r'"(?:[^"]|"")*"')
 COLUMN_RULE = re.compile(rf"(\s*{QUOTED_NAME.pattern}\s*=[^,]*|[^,]*),")  # of --columns
-MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # no column is called so
+MAX_CHARACTERS, SENTENCE_WORDS, SENTENCE_ENDS = 40, 5, (".", "?", "!")  # not a column's name
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """The fields by column of `question=prompt,"answer, short"=completion`. Raises InputError."""
+    """Parse `question=prompt,"answer, short"=completion` to fields by column. Raises InputError."""
     fields = {}
     for rule in () if text is None else COLUMN_RULE.findall(f"{text},"):
         name, _, field = (word.strip().lower() for word in rule.rpartition("="))
@@ -42,13 +42,13 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def _quote_name(name: str) -> str:
-    """A name as --columns takes it."""
+    """Quote a name as --columns requires."""
     doubled = name.replace('"', '""')
     return f'"{doubled}"' if "," in name or name.startswith('"') else name
 
 
 def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Fields by lower-case name: those of --columns, and a question and an answer that are named otherwise."""
+    """Return fields by lower-case column name: those of --columns, and those guessed for a question and an answer."""
     fields = ALIASES | dict(columns)
     field_names = {fields.get(name, name) for name in names}
     name_pair = next((pair for pair in NAME_PAIRS if field_names.issuperset(pair)), None)
@@ -63,7 +63,7 @@ def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, s
 
 
 def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
-    """Describes which columns become which field, `Question → prompt`; empty if all keep their names."""
+    """Describe which columns become which field, `Question → prompt`; empty if all keep their names."""
     columns_by_field: dict[str, list[str]] = {}
     for name in names:
         if (lower := name.strip().lower()) in fields:
@@ -78,10 +78,10 @@ def renaming(names: Sequence[str], fields: Mapping[str, str]) -> str:
 def unknown_header(
     location: str, names: Sequence[str], fields: Sequence[str], record: Mapping[str, object]
 ) -> InputError:
-    """The error for a header of which no column is known, or which is missing.
+    """Return the error for a header without a known column, or for a missing header.
 
-    fields  that the columns should become
-    record  the first one, whose longest texts an example takes for these
+    fields  fields that the columns should become
+    record  first record, whose longest texts the message takes as an example of these fields
     """
     names = [name for name in names if name]
     if not names:
@@ -105,5 +105,6 @@ def unknown_header(
 
 
 def _is_sentence(name: str) -> bool:
+    """Whether a name looks like a sentence, so that the row is a record and no header."""
     is_long = len(name) > MAX_CHARACTERS or len(name.split()) >= SENTENCE_WORDS
     return is_long or name.endswith(SENTENCE_ENDS)

@@ -14,7 +14,7 @@ from packtrain.common.text import plural, shortlist
 from packtrain.data.text.field_names import FIELDS, fields_of, parse_columns, renaming
 
 MAX_REASONS = 5  # bad records listed
-reading_position = {"place": "the data"}  # in this process: file and row
+reading_position = {"place": "the data"}  # file and row that this process reads
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class ReadingReport:
     """Findings in a file.
 
     skip_bad        skip bad records
-    keep_line_ends  keep line ends
-    columns         --columns: how columns are named as fields
-    header          place of a table's header, whose names are those of all records
-    column_names    of the first record's columns
+    keep_line_ends  keep line ends as they are
+    columns         --columns: renames columns to fields
+    header          place of a table's header, whose names apply to all records
+    column_names    names of the first record's columns
     unused_columns  columns that are not read
     remarks         more messages to print
     """
@@ -41,7 +41,7 @@ class ReadingReport:
     num_bad: int = 0
     reasons: list[str] = field(default_factory=list)
     num_line_ends: int = 0
-    requested_fields: dict[str, str] = field(init=False)  # fields by column, of --columns
+    requested_fields: dict[str, str] = field(init=False)  # fields by column, from --columns
     fields: dict[str, str] = field(init=False, default_factory=dict)
     has_fields: bool = False  # whether the fields are known, from the first record that has some
 
@@ -52,7 +52,7 @@ class ReadingReport:
     def reject(self, error: InputError) -> None:
         """Count a bad record, or raise the error, which names --skip-bad."""
         fact = error.fact
-        for name in reversed(self.column_names):  # a field by the name of its column
+        for name in reversed(self.column_names):  # name columns instead of fields
             fact = fact.replace(f": {self.fields.get(name.strip().lower())}: ", f": {name}: ", 1)
         if not self.skip_bad:
             advice = f"{error.advice}; " if error.advice else ""
@@ -63,7 +63,7 @@ class ReadingReport:
 
     @property
     def notes(self) -> list[str]:
-        """Messages to print."""
+        """Return messages to print about the file."""
         name = self.path.name
         messages = [f"{name}: {remark}" for remark in self.remarks]
         if renaming_text := renaming(self.column_names, self.fields):
@@ -79,7 +79,7 @@ class ReadingReport:
         return messages
 
     def rename_columns(self, value: Any, location: str) -> Any:
-        """The record with its columns named as fields. Raises InputError."""
+        """Return the record with its columns renamed to fields. Raises InputError."""
         reading_position["place"] = location
         if not isinstance(value, dict):
             return value
@@ -108,15 +108,14 @@ class ReadingReport:
         return record
 
     def normalize_text(self, text: str) -> str:
-        """The text with line ends as `\
-`."""
+        r"""Change line ends of a text to `\n`, and count them."""
         if self.keep_line_ends or "\r" not in text:
             return text
         self.num_line_ends += text.count("\r")
         return text.replace("\r\n", "\n").replace("\r", "\n")
 
     def chunks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """The same for a text in chunks, which may split a `\\r\\n`."""
+        r"""Change line ends of a text in chunks, which may split a `\r\n`."""
         pending = ""
         for chunk in chunks:
             text = pending + chunk
@@ -125,7 +124,7 @@ class ReadingReport:
         yield self.normalize_text(pending)
 
     def normalize_value(self, value: Any) -> Any:
-        """The same for all texts in a JSON value."""
+        """Change line ends of all texts in a JSON value."""
         if isinstance(value, str):
             return self.normalize_text(value)
         if isinstance(value, list):

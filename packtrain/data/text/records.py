@@ -1,6 +1,6 @@
 """Files as streams of JSON values: the lines of a .jsonl, the array of a .json, the rows of a table.
 
-Memory is bounded by the longest record. A bad record goes to the file's Report; InputError names file and place.
+Memory is bounded by the longest record. A bad record goes to the ReadingReport; InputError names file and place.
 """
 
 import json
@@ -31,7 +31,7 @@ NON_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
-    """Each record of the report's file and its place; errors quote `example`, an example of a good record."""
+    """Yield the place and value of each record of the report's file; errors quote `example`, a good record."""
     path = report.path
     suffix = suffix_of(path)
     raw_records: Iterator[tuple[str, Any]]
@@ -76,9 +76,9 @@ def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]
 
 
 class _JsonArray:
-    """The values of a JSON array that comes in chunks of text.
+    """Reads the values of a JSON array from chunks of text.
 
-    text, at, line   buffered text, the position in it, and the line of the position in the file
+    buffer, at, line  buffered text, the position in it, and the line of the position in the file
     """
 
     def __init__(self, path: Path, example: str) -> None:

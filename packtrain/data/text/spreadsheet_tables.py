@@ -1,8 +1,8 @@
 """Rows of .csv and .tsv files and of spreadsheets as records: the header names the fields, empty rows are skipped.
 
 The delimiter is comma, semicolon or tab, whichever is most frequent in the header; quoted cells may contain line
-breaks. A row with more or fewer cells than the header is a bad record. Rows count as in a spreadsheet: the header is
-row 1, and line breaks in cells do not count.
+breaks. A row with more or fewer cells than the header is a bad record, not a guess: an unquoted comma would silently
+cut an answer. Rows count as in a spreadsheet: the header is row 1, and line breaks in cells do not count.
 """
 
 import csv
@@ -22,13 +22,11 @@ MAX_CELL_LENGTH = 1 << 24  # characters; csv takes four bytes for each
 MAX_LINE_LENGTH = 1 << 26
 LINE_END = re.compile(r"\r\n|\n|\r(?=.)", re.DOTALL)  # a `\n` may follow a last `\r`
 QUOTED_CELL = re.compile(r'"[^"]*"')
-DELIMITER_LINE = re.compile(
-    r"sep=([,;\t])\s*", re.IGNORECASE
-)  # a first line that Excel reads and writes
+DELIMITER_LINE = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # Excel's first line
 
 
 def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each row as a dict, and its place; columns named by number in --columns have no header. Raises InputError."""
+    """Yield each row's place, and the row as a dict; --columns by numbers means no header. Raises InputError."""
     rows = sheet_rows(report) if suffix_of(report.path) in SHEET_SUFFIXES else _csv_rows(report)
     location, header = next(rows, ("", []))
     report.header = location
@@ -59,7 +57,7 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
     for location, cells in rows:
         while len(cells) > len(names) and not cells[-1]:
             cells.pop()
-        if len(cells) == len(names):  # columns without a name are row numbers of tools
+        if len(cells) == len(names):  # columns without a name are row numbers that tools write
             yield location, {name: cell for name, cell in zip(names, cells, strict=True) if name}
             continue
         num_cells, num_columns = plural(len(cells), "cell"), plural(len(names), "column")
@@ -72,7 +70,7 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
-    """The non-empty rows, including the header, and the place of each."""
+    """Yield the place and cells of each non-empty row, the header included."""
     path = report.path
     lines = _split_lines(path)
     first_line, delimiter, num_skipped, row = "", "", 0, 0
@@ -102,9 +100,9 @@ def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
 
 
 class CsvLines:
-    """Lines on their way to csv.
+    """Passes lines to csv, and explains errors.
 
-    num_characters  since the last row
+    num_characters  characters since the last row
     has_ended       whether the last line has been read
     """
 
@@ -119,7 +117,7 @@ class CsvLines:
 
     @property
     def fact(self) -> str:
-        """What is wrong with a row that csv refuses."""
+        """Say what is wrong with a row that csv refuses."""
         if self.has_ended:
             return "a quoted cell begins here and never ends"
         if self.num_characters > MAX_CELL_LENGTH:
@@ -136,14 +134,14 @@ class CsvLines:
 
 
 def _find_delimiter(header_line: str, suffix: str) -> str:
-    """The most frequent delimiter in the header, outside quotes."""
+    """Return the most frequent delimiter in the header, outside quotes."""
     unquoted = QUOTED_CELL.sub("", header_line)
     default = "\t" if suffix == ".tsv" else ","
     return max((default, ",", ";", "\t"), key=unquoted.count)
 
 
 def _split_lines(path: Path) -> Iterator[str]:
-    """Lines with their line ends, of any kind."""
+    """Yield lines with their line ends, of any kind."""
     buffer, line_number = "", 1
     for chunk in text_chunks(path):
         buffer += chunk

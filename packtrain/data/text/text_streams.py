@@ -22,11 +22,11 @@ SHEET_SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 TABLES = (".csv", ".tsv", *SHEET_SUFFIXES)
 COLUMNS = (".parquet", ".arrow", ".feather")
 RECORDS = (*JSONL_SUFFIXES, JSON_SUFFIX, *TABLES, *COLUMNS)
-# not spreadsheets: of a folder, the table that was saved from one is read
+# not spreadsheets: in a folder, a CSV saved beside one would count each row twice
 FILE_SUFFIXES = (".txt", *(kind for kind in RECORDS if kind not in SHEET_SUFFIXES))
 DATA_SUFFIXES = (*FILE_SUFFIXES, *(f"{kind}.gz" for kind in FILE_SUFFIXES if kind not in COLUMNS))
 TEXT_SUFFIXES = (".txt", ".txt.gz")
-UNSUPPORTED_SUFFIXES = {  # unsupported formats, and what to do
+UNSUPPORTED_SUFFIXES = {  # formats that cannot be read, and advice
     ".zst": "unpack it with: zstd -d {}",
     ".bz2": "unpack it with: bunzip2 {}",
     ".xz": "unpack it with: unxz {}",
@@ -37,17 +37,17 @@ SAVE_TABLE = "in Excel, save it as “CSV UTF-8 (comma delimited)”"
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of a file without .gz: `.jsonl`."""
+    """Return the suffix of a file without .gz: `.jsonl`."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file's size says nothing of how much text it has."""
+    """Whether a file's size does not tell how much text it has."""
     return path.suffix.lower() == ".gz" or suffix_of(path) in (*SHEET_SUFFIXES, *COLUMNS)
 
 
 def data_files(data: Path | None) -> list[Path]:
-    """The file, or those of a folder that can be data."""
+    """Return the file, or the files of a folder that can be data."""
     if data is None or not data.is_dir():
         return [data] if data else []
     return [path for path in data.iterdir() if path.name.lower().endswith(DATA_SUFFIXES)]
@@ -72,7 +72,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
 
 
 def text_chunks(path: Path) -> Iterator[str]:
-    """A file's text with its line ends, without a byte order mark."""
+    """Yield a file's text in chunks, with its line ends, without a byte order mark. Raises InputError."""
     decoder = getincrementaldecoder("utf-8")()
     offset, has_started, is_last = 0, False, False
     with open_decompressed(path) as file:
@@ -99,7 +99,7 @@ def text_chunks(path: Path) -> Iterator[str]:
 
 
 def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
-    """How to convert a text in another encoding; Windows-1252 is what Excel and older editors write."""
+    """Advise how to convert a text to UTF-8; Excel and older editors write Windows-1252."""
     if path.suffix == ".gz":
         return "save it as UTF-8"
     target = path.with_stem(f"{path.stem}-utf8")

@@ -15,7 +15,7 @@ from packtrain.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DocumentTokens:
-    """Documents as BOS … EOS.
+    """Token ids of documents, each BOS … EOS.
 
     ids     (N,)          u16, or u32 for a vocabulary of more than 65,536 tokens; mapped, read-only
     starts  (documents,)  i64, mapped: where each document begins in ids
@@ -26,7 +26,7 @@ class DocumentTokens:
 
 
 def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
-    """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
     ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, split))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {split} holds no tokens")
@@ -64,7 +64,7 @@ class ArrayFile:
 
 @contextmanager
 def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
-    """`with growing(…) as file:` an array file, complete when the block succeeds."""
+    """`with growing(path, dtype) as file:` an array file to append to, complete when the block succeeds."""
     with atomic_file(path) as file:
         array_file = ArrayFile(file, dtype)
         yield array_file
@@ -72,7 +72,7 @@ def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
 
 
 class TokenFile:
-    """Writes a file of ids, document by document; the tokenizer must have bos and eos."""
+    """Writes the ids of documents to a file, one document after another; the tokenizer must have BOS and EOS."""
 
     def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
         self.starts, self._is_open = array("q"), False
@@ -83,7 +83,7 @@ class TokenFile:
         return self._file.count
 
     def add(self, ids: np.ndarray, is_last: bool) -> None:
-        """Add ids of a document, all of them or those that follow; `is_last` with the last ones."""
+        """Add ids of a document; `is_last` with the document's last ids."""
         if not self._is_open:
             self.starts.append(self.num_tokens)
             self._file.write([self._bos])
@@ -99,7 +99,7 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @contextmanager
 def write_tokens(folder: Path, split: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
-    """`with write_tokens(…) as file:` the files of a part, complete when the block succeeds."""
+    """`with write_tokens(…) as file:` the files of a split, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, split)
     with growing(ids_path, id_dtype(tokenizer.vocab_size)) as array_file:
         token_file = TokenFile(array_file, tokenizer)

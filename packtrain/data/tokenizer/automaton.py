@@ -18,7 +18,7 @@ REPEAT_COUNTS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
 
 
 class PatternInstruction(NamedTuple):
-    """An instruction: a character of a set, none of a set ahead, go on at one of several places, or the match."""
+    """An instruction by opcode: consume one character of the set; none of the set ahead; split to targets; match."""
 
     opcode: str
     characters: frozenset[str] = frozenset()
@@ -29,7 +29,7 @@ EmitCode = Callable[[list[PatternInstruction]], None]
 
 
 class PatternCompiler:
-    """The instructions of a pattern over the characters of an alphabet."""
+    """Compiles a pattern to instructions (`places`) over the characters of an alphabet."""
 
     def __init__(self, pattern: str, alphabet: str) -> None:
         self._pattern, self._alphabet, self._position = pattern, alphabet, 0
@@ -45,6 +45,7 @@ class PatternCompiler:
         return matches
 
     def _parse_choice(self) -> EmitCode:
+        """Parse alternatives; as all parsers, return a function that appends the instructions to code."""
         branches = [self._parse_sequence()]
         while self._accept("|"):
             branches.append(self._parse_sequence())
@@ -125,7 +126,7 @@ def _emit_repeat(
 
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """The steps of each pattern, [state, class] as kernels.splitting wants them, and the class of each character.
+    """Return each pattern's table of steps, [state, class] as kernels.splitting reads it, and each character's class.
 
     State 0 is the end, state 1 the beginning.
     """
@@ -140,7 +141,7 @@ def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndar
 
 
 def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
-    """The steps of a pattern with a class for each character."""
+    """Return the table of steps of a pattern, with a class for each character."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
     states, rows = {(): 0, (0,): 1}, []
@@ -154,7 +155,7 @@ def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
 
 
 def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[str, list[int]]:
-    """One character of all that no place tells apart, and by character which of those stands for it."""
+    """Group characters that no instruction tells apart; returns one of each group, and each character's group."""
     character_sets = list({instruction.characters for instruction in places})
     columns: dict[tuple[bool, ...], int] = {}
     class_numbers = [
@@ -175,7 +176,7 @@ def _each_state(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]
 def _advance_state(
     places: list[PatternInstruction], state: tuple[int, ...], character: str | None
 ) -> tuple[tuple[int, ...], bool]:
-    """The places after a character, None for the end of the text, and whether a match ends before it."""
+    """Return the state after a character (None: the end of the text), and whether a match ends before it."""
     next_indices: list[int] = []
     seen_indices: set[int] = set()
     pending = list(reversed(state))
@@ -186,7 +187,7 @@ def _advance_state(
         seen_indices.add(index)
         instruction = places[index]
         if instruction.opcode == "match":
-            return tuple(next_indices), True  # all other places are less preferred
+            return tuple(next_indices), True  # all other places rank lower
         if instruction.opcode == "split":
             pending += reversed(instruction.targets)
         elif instruction.opcode == "ahead":

@@ -1,6 +1,6 @@
-"""Token ids of many texts, in their order, on several threads: batches of texts, each encoded by one thread at a time.
+"""Encodes many texts on several threads: token ids of batches of texts, in the texts' order.
 
-Texts come in pieces, so that one may be larger than memory. Ids do not depend on the threads.
+Texts come in pieces, so that a text may be larger than memory. Ids do not depend on the threads.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ from packtrain.kernels.runtime import allowed_cpus
 BATCH_CHARACTERS = 1 << 18  # characters that a thread encodes at a time
 MAX_THREADS = 8
 
-TextStretch = tuple[TextParts, bool]  # of a text, and whether it ends there
+TextStretch = tuple[TextParts, bool]  # parts of a text, and whether the text ends with them
 IdChunk = tuple[np.ndarray, bool]
 
 
 def encode_all(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], threads: int | None = None
 ) -> Iterator[IdChunk]:
-    """Ids of (piece, whether its text ends with it), as `encode_pieces` gives them for each text.
+    """Encode pieces (text, whether the text ends with it) as `Tokenizer.encode_pieces` does for each text.
 
     Yields (ids i32, whether the text ends with them), in order.
     """

@@ -1,4 +1,4 @@
-"""Byte-pair encoding: splits text into words by a pattern, then merges in the order of the file.
+"""Byte-pair encoding: splits text into words by a pattern, then merges their parts in the order of the file.
 
 Tokens are spelled in GPT-2's alphabet of bytes, or, in vocabularies like Gemma 4's, in plain characters.
 """
@@ -35,12 +35,12 @@ _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [b for b in range(256) if b not in _PRINTED]
 ALPHABET = {b: chr(b) for b in _PRINTED} | {b: chr(256 + i) for i, b in enumerate(_HIDDEN)}
 BYTES = {character: bytes([b]) for b, character in ALPHABET.items()}
-# the same for str.translate, what is not in the alphabet becoming what Latin-1 cannot encode
+# BYTES for str.translate; characters outside the alphabet become one that Latin-1 cannot encode
 _BYTES = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(b) for b, c in ALPHABET.items()}
 
 
 class BytePairEncoding:
-    """The "gpt2" and "gemma4" kinds of vocabulary. No space is added before the text."""
+    """The "gpt2" and "gemma4" kinds of vocabulary, which add no space before the text."""
 
     adds_eos = separated = adds_space = strips_leading_space = False
     has_tables = True
@@ -56,7 +56,7 @@ class BytePairEncoding:
         self._merges = [] if has_no_merges else read_strings(metadata, "merges")
         self._rule, self._splitter = RULES[name], WordSplitter(RULES[name])
         self.adds_bos, self.cleans_spaces = self._rule.adds_bos, self._rule.cleans_spaces
-        self.always_adds_bos = self._rule.ignore_merges == "lines"  # Gemma 4's
+        self.always_adds_bos = self._rule.ignore_merges == "lines"  # true for Gemma 4
         tokens = read_strings(metadata, "tokens")
         token_types = np.full(len(tokens), NORMAL)
         if f"{KEYS}token_type" in metadata:
@@ -65,7 +65,7 @@ class BytePairEncoding:
         self._word_cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, word by word; words are cached."""
+        """Return the ids of a text, word by word; words are cached."""
         ids: list[int] = []
         for word in self._splitter.split(self._replace_spaces(text)):
             cached_ids = self._word_cache.get(word)
@@ -73,11 +73,11 @@ class BytePairEncoding:
         return ids
 
     def raw(self, text: str) -> bytes:
-        """The text as `tables` want it."""
+        """Return the bytes of a text as the compiled encoder reads them."""
         return self._replace_spaces(text).encode()
 
     def build_tables(self) -> EncodingTables:
-        """The vocabulary for compiled code."""
+        """Build the compiled encoder's tables of the vocabulary."""
         index, rule = self.table.index, self._rule
         merge_pairs, extra_ids = pair_table(self._merges, index)
         splitter = PatternSplitter(self._splitter.patterns, self._splitter.classes)
@@ -106,18 +106,18 @@ class BytePairEncoding:
         )
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether a word always begins here, whatever comes before and after."""
+        """Whether a word always begins at a place, whatever comes before and after."""
         return not self.table.may_span(text, at) and (self._rule.border or after_any)(text, at)
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes of a normal token."""
+        """Return the bytes of a normal token."""
         if self._rule.space_text != " ":
             return token.replace(self._rule.space_text.encode(), b" ")
         return b"".join(BYTES.get(c, c.encode()) for c in token.decode(errors="replace"))
 
     @cached_property
     def _merge_ranks(self) -> dict[bytes, int]:
-        """Ranks of merges by "left right"; of duplicates the first counts."""
+        """Return the ranks of merges by b"left right"; of duplicates the first counts."""
         merges = self._merges
         return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
 
@@ -148,8 +148,7 @@ class BytePairEncoding:
         return ids
 
     def _part_ids(self, part: bytes, rule: SplitRule) -> Sequence[int]:
-        """The token of a merged part. Of one that is no token, plain vocabularies have bytes; else it is dropped, as in
-        llama.cpp; every real vocabulary has all bytes."""
+        """Return the ids of a merged part; a part without a token becomes bytes, or nothing, as in llama.cpp."""
         id = self.table.index.get(part)
         if id is not None:
             return (id,)
@@ -157,7 +156,7 @@ class BytePairEncoding:
 
 
 class WhitespaceEncoding(BytePairEncoding):
-    """The "whitespace" kind of vocabulary: whitespace only parts words, and has no tokens."""
+    """The "whitespace" kind of vocabulary: whitespace separates words and has no tokens."""
 
     has_tables = False
 
@@ -179,7 +178,7 @@ def _to_alphabet(word: str) -> str:
 
 
 def _unspelled(token: bytes) -> bytes:
-    """The bytes of the text that is spelled so; nothing if no text is."""
+    """Return the bytes that a token spells in GPT-2's alphabet; b"" if it is not spelled so."""
     try:
         return token.decode().translate(_BYTES).encode("latin-1")
     except UnicodeError:

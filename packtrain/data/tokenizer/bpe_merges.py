@@ -1,4 +1,4 @@
-"""The byte-pair merge loop, shared by both kinds of vocabulary, with different costs."""
+"""The byte-pair merge loop, which BPE and SentencePiece vocabularies share, with different costs."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -19,7 +19,7 @@ def merge_parts(symbols: list[bytes], cost: Callable[[bytes, bytes], float | Non
         _, left, right, merged_length = heappop(heap)
         a, b = symbols[left], symbols[right]
         if not a or not b or len(a) + len(b) != merged_length:
-            continue  # stale: one of them has been joined since
+            continue  # stale: a part of the pair has been joined since
         symbols[left], symbols[right] = a + b, b""
         following[left] = following[right]
         if following[left] < num_parts:

@@ -1,6 +1,6 @@
-"""Tables of a vocabulary for the compiled tokenizer, the kernels, and lanes, each of which encodes on one thread.
+"""The compiled tokenizer: a vocabulary's tables for the kernels, and encoders, each of which encodes on one thread.
 
-Ids are those of the encodings' own code, which is the specification and serves short texts, where loading compiled
+Ids are those of the encodings' own code, which is the specification and serves short texts, for which loading compiled
 code would take longer.
 """
 
@@ -16,11 +16,7 @@ from packtrain.data.tokenizer.automaton import build_automata
 from packtrain.data.tokenizer.split_rules import DigitGroups
 from packtrain.data.tokenizer.word_splitter import CharacterClasses
 
-CACHED_WORDS, CACHED_WORD_NBYTES, CACHED_WORD_IDS = (
-    1 << 15,
-    22,
-    8,
-)  # words that a lane keeps, 2 MB, and their sizes
+CACHED_WORDS, CACHED_WORD_NBYTES, CACHED_WORD_IDS = 1 << 15, 22, 8  # 2 MB per encoder
 COMPILE_THRESHOLD = 1 << 18  # characters that are encoded without loading compiled code
 LOOKED_UP = {False: 0, True: 1, "lines": 2}  # as in kernels.tokens
 UNKNOWN_CLASS = 255  # as in kernels.splitting
@@ -36,13 +32,13 @@ def splitting() -> Any:
 
 
 def _table_capacity(num_entries: int) -> int:
-    """The size of a hash table that is at most two thirds full."""
+    """Return the size of a hash table that is at most two thirds full."""
     return 1 << (max(num_entries, 1) * 3 // 2).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class StringTable:
-    """Strings by number, in a hash table; empty ones are not found."""
+    """A hash table of strings that finds their numbers; empty strings are not found."""
 
     joined_text: np.ndarray
     string_starts: np.ndarray
@@ -72,7 +68,7 @@ class NameFinder:
         self._heads = np.searchsorted(np.sort(prefixes), np.arange((1 << 16) + 1)).astype(np.int32)
 
     def find(self, text: str) -> list[int]:
-        """The numbers of those that occur, in order; those of one byte always."""
+        """Return the numbers of the names that occur in the text, in order; names of one byte always count."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
         splitting().spot(raw, self._text, self._name_starts, self._heads, self._items, is_found)
@@ -83,7 +79,7 @@ class NameFinder:
 def pair_table(
     merges: Iterable[bytes], index: Mapping[bytes, int]
 ) -> tuple[np.ndarray, dict[bytes, int]]:
-    """Merges by the numbers of their parts, for kernels.tokens; and numbers of parts that are no tokens."""
+    """Return merges as a hash table by numbers of parts, for kernels.tokens; and numbers of parts without a token."""
     extra_ids: dict[bytes, int] = {}
 
     def part_id(part: bytes) -> int:
@@ -104,13 +100,13 @@ def pair_table(
 
 
 def split_merge(merge: bytes) -> tuple[bytes, bytes]:
-    """The two parts; the first may begin with a space."""
+    """Split a merge into its two parts; the first may begin with a space."""
     space_index = merge.find(b" ", 1)
     return (merge[:space_index], merge[space_index + 1 :]) if space_index > 0 else (b"", b"")
 
 
 def join_table(joins: Iterable[str]) -> np.ndarray:
-    """Pairs of characters as a hash table."""
+    """Build a hash table of pairs of characters."""
     pair_codes = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     hash_table = np.full(_table_capacity(len(pair_codes)), NONE, np.int64)
     splitting().fill_joins(pair_codes, hash_table)
@@ -118,10 +114,9 @@ def join_table(joins: Iterable[str]) -> np.ndarray:
 
 
 class PatternSplitter:
-    """Splits by patterns: the classes of characters, looked up when a text has them, and what divides at each step."""
+    """Splits texts by patterns; looks up classes of characters when a text has them."""
 
     def __init__(self, patterns: Sequence[str | DigitGroups], classes: CharacterClasses) -> None:
-        """The patterns are over class characters."""
         alphabet = "".join(map(chr, range(128))) + classes.names
         expressions = [
             pattern.of if isinstance(pattern, DigitGroups) else pattern for pattern in patterns
@@ -137,6 +132,7 @@ class PatternSplitter:
         self._classes = classes
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
+        """Split words of a text at the patterns' matches; returns ends of words, and their number."""
         kernel_module, symbols, at = splitting(), np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
@@ -155,7 +151,7 @@ class PatternSplitter:
 
 
 class _DigitRuns:
-    """What kernels.splitting.threes wants: which classes are in a run, and where it is cut."""
+    """Arguments of kernels.splitting.threes: which classes are in a run of digits, and where runs are cut."""
 
     def __init__(self, digit_groups: DigitGroups, alphabet: str, numbers: np.ndarray) -> None:
         char_class = re.compile(digit_groups.of, re.ASCII)
@@ -165,7 +161,7 @@ class _DigitRuns:
 
 
 class BoundarySplitter:
-    """Splits between characters that no token has side by side."""
+    """Splits a text between characters that no token has side by side."""
 
     def __init__(self, joins: Iterable[str]) -> None:
         self._join_table = join_table(joins)
@@ -177,13 +173,13 @@ class BoundarySplitter:
 
 @dataclass(frozen=True, slots=True)
 class EncodingTables:
-    """What kernels.tokens.encode reads of a vocabulary.
+    """Tables of a vocabulary that kernels.tokens.encode reads.
 
-    order          by token: which merges come first, for vocabularies with scores
-    singles        the token of each byte
+    singles        token of each byte
     tokens         how many of the numbers are tokens
-    ignore_merges  words that are one of the strings are not merged; "lines": only those of line breaks
-    letters        what merges are characters, not bytes
+    pairs          merges by the numbers of their parts; `order`: ranks of tokens, for vocabularies with scores
+    ignore_merges  words that are one of the strings are not merged; "lines": only words of line breaks
+    letters        merges start from characters, not bytes
     """
 
     splitter: PatternSplitter | BoundarySplitter
@@ -198,7 +194,7 @@ class EncodingTables:
 
 
 class CompiledEncoder:
-    """Encodes with the tables; keeps the last words, so that it belongs to one thread at a time."""
+    """Encodes texts by compiled code; caches words, and therefore belongs to one thread at a time."""
 
     def __init__(self, tables: EncodingTables) -> None:
         self._tables = tables
@@ -206,7 +202,7 @@ class CompiledEncoder:
         self._cached_ids = np.zeros((CACHED_WORDS, 2 + CACHED_WORD_IDS), np.int32)
 
     def encode(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray] | None:
-        """The ids (i32) of all texts, one after the other, and where those of each end; None if it has no ids."""
+        """Return the ids (i32) of all texts in sequence, and the end of each text's; None if a text has no ids."""
         t, raw = self._tables, np.frombuffer(b"".join(texts), np.uint8)
         parts = np.cumsum([*map(len, texts)], dtype=np.int64)
         word_ends, count = t.splitter.split(raw, parts.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Which patterns split texts into words, by `tokenizer.ggml.pre`: all names of llama.cpp, and what else they set.
+"""Patterns that split texts into words, and other rules, by `tokenizer.ggml.pre`: all names of llama.cpp.
 
 Patterns are written as in a tokenizer.json, with what llama.cpp (src/llama-vocab.cpp, src/unicode.cpp) does otherwise:
 \\p{Lu} is A-Z and every letter that is not ASCII, \\p{Ll} a-z and those, and marks count as letters where it says so.
@@ -15,7 +15,7 @@ IsBorder = Callable[[str, int], bool]
 class DigitGroups:
     """Cuts runs of characters that match `of` into groups of three from their end, instead of at words.
 
-    cut_after  what lies before a run stays together with its first group, and its end is cut; else a cut is before groups
+    cut_after  cut after groups, so that text before a run joins its first group; else cut before groups
     """
 
     of: str
@@ -24,14 +24,14 @@ class DigitGroups:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Patterns that split a text one after the other: into what they match and what lies between.
+    """Patterns that split a text one after the other, into their matches and the text between.
 
-    ignore_merges  a word that is a token becomes that token, whatever the merges; of "lines" only words of line breaks
+    ignore_merges  a word that is a token becomes that token, whatever the merges; "lines": only words of line breaks
     adds_bos       add a BOS token by default
     cleans_spaces  llama_detokenize removes spaces before punctuation and some apostrophes
-    spelled tokens are in GPT-2's alphabet of bytes; else plain, bytes without a token being <0x00> to <0xFF>
-    space_text     what spaces are in tokens
-    border         whether a word always begins at a place in a text, whatever comes before and after
+    byte_level     tokens are spelled in GPT-2's alphabet of bytes; else plainly, with <0x00> to <0xFF> for other bytes
+    space_text     spelling of a space in tokens
+    border         function that tells whether a word always begins at a place in a text, whatever is around
     json_patterns  the patterns as written in a tokenizer.json; None if unknown
     """
 
@@ -49,8 +49,7 @@ class SplitRule:
 
 
 def after_any(text: str, at: int) -> bool:
-    """At a space after something else; a line that begins with a letter; the comma or full stop of a script without
-    spaces."""
+    """Whether a place is a space after text, a line's first letter, or a comma or stop of scripts without spaces."""
     a, b = text[at - 1], text[at]
     if a == "\n":
         return b.isalpha() and at > 1 and not text[at - 2].isspace()
@@ -58,7 +57,7 @@ def after_any(text: str, at: int) -> bool:
 
 
 def after_line(text: str, at: int) -> bool:
-    """Between a line break and something else."""
+    """Whether a place is between a line break and another character."""
     return (text[at - 1] == "\n") != (text[at] == "\n")
 
 
@@ -67,18 +66,18 @@ def before_space(text: str, at: int) -> bool:
 
 
 def before_digits(text: str, at: int) -> bool:
-    """At an ASCII digit after another ASCII character."""
+    """Whether a place is an ASCII digit after another ASCII character."""
     return text[at] in "0123456789" and text[at - 1].isascii() and not text[at - 1].isdigit()
 
 
 def after_word(text: str, at: int) -> bool:
-    """At a space after an ASCII letter, and at an ASCII letter after a line break."""
+    """Whether a place is a space after an ASCII letter, or an ASCII letter after a line break."""
     a, b = text[at - 1], text[at]
     return (b == " " and _is_ascii_letter(a)) or (a == "\n" and _is_ascii_letter(b))
 
 
 def after_sign(text: str, at: int) -> bool:
-    """At a space after a digit or some signs, and at a letter after the end of a line."""
+    """Whether a place is a space after a digit or some signs, or a letter after the end of a line."""
     a, b = text[at - 1], text[at]
     if a == "\n":
         return _is_ascii_letter(b) and at > 1 and not text[at - 2].isspace()
@@ -111,7 +110,7 @@ _CASED = (
 
 
 def _cased(upper: str, lower: str, suffix: str, digits: str) -> str:
-    """Words end where an upper-case letter follows a lower-case one; `suffix` may follow them."""
+    """Return a pattern whose words end where upper case follows lower case; `suffix` may follow a word."""
     return _CASED % (upper, lower, suffix, upper, lower, suffix, digits)
 
 
@@ -187,11 +186,11 @@ _CHAMELEON = (
 
 
 def _json_rule(*patterns: str, **settings: Any) -> SplitRule:
-    """A rule whose patterns are those of a tokenizer.json."""
+    """Return a rule whose patterns are those of a tokenizer.json."""
     return SplitRule(patterns, json_patterns=patterns, **settings)
 
 
-# names in GGUF files that mean the same; the first one is written
+# names in GGUF files with the same rule; the first name is written
 RULES_BY_NAMES = {
     "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe modern-bert exaone4 olmo mpt"
     " jais gigachat a.x-4.0 mellum": _json_rule(GPT_2_STEP),
@@ -250,7 +249,7 @@ RULES = {name: rule for names, rule in RULES_BY_NAMES.items() for name in names.
 
 
 def known_patterns() -> dict[tuple[str, ...], dict[bool, str]]:
-    """Names of rules by the steps of a tokenizer.json, and by `whole`."""
+    """Return names of rules by their patterns in a tokenizer.json, and by whether merges are ignored."""
     names_by_patterns: dict[tuple[str, ...], dict[bool, str]] = {}
     for names, rule in RULES_BY_NAMES.items():
         if rule.json_patterns is not None:

@@ -22,15 +22,12 @@ from packtrain.data.tokenizer.token_table import (
 
 SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
-TOKEN_SEPARATOR = "\udfff"  # half of a surrogate pair: no text has it
+TOKEN_SEPARATOR = "\udfff"  # half of a surrogate pair, which no text contains
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 
 
 class SentencePieceEncoding:
-    """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first.
-
-    bos, space  whether to add a BOS token and a space before the text by default
-    """
+    """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first."""
 
     adds_bos = True
     adds_eos = always_adds_bos = separated = cleans_spaces = False
@@ -45,7 +42,7 @@ class SentencePieceEncoding:
         self._word_cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; word by word, cached, if no token spans several words."""
+        """Return the ids of a text; word by word, cached, if no token spans several words."""
         text = text.replace(SPACE, " ")
         if not self._has_words:
             return self._word(text)
@@ -56,11 +53,11 @@ class SentencePieceEncoding:
         return ids
 
     def raw(self, text: str) -> bytes:
-        """The text as `tables` want it: U+2581 is a space, also in them."""
+        """Return the bytes of a text as the compiled encoder reads them: U+2581 is a space, as in the tables."""
         return text.replace(SPACE, " ").encode()
 
     def build_tables(self) -> EncodingTables:
-        """The vocabulary for compiled code. A token with a space in the file is no token of any text."""
+        """Build the compiled encoder's tables; a token with a plain space is never found in a text."""
         space, tokens = SPACE.encode(), self.table.tokens
         joins = (pair.replace(SPACE, " ") for pair in self._joins)
         _, merge_order = np.unique(self._scores, return_inverse=True)
@@ -75,12 +72,12 @@ class SentencePieceEncoding:
         )
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether no token spans this place. Special tokens swallow whitespace."""
+        """Whether no token spans a place, which is no whitespace, because special tokens swallow whitespace."""
         pair = text[at - 1 : at + 1].replace(" ", SPACE)
         return not text[at].isspace() and pair not in self._joins
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes of a normal token."""
+        """Return the bytes of a normal token."""
         return token.replace(SPACE.encode(), b" ")
 
     @cached_property
@@ -89,13 +86,14 @@ class SentencePieceEncoding:
 
     @cached_property
     def _joins(self) -> set[str]:
-        """Adjacent characters that occur in some token; no merge can happen between any others."""
+        """Return pairs of adjacent characters that occur in some token; no other pairs can merge."""
         tokens = TOKEN_SEPARATOR.join(token.decode(errors="replace") for token in self.table.tokens)
         tokens = tokens.replace(" ", SPACE)
         return {pair for pair in set(map(add, tokens, tokens[1:])) if TOKEN_SEPARATOR not in pair}
 
     @cached_property
     def _has_words(self) -> bool:
+        """Whether no token spans several words, so that words can be encoded one by one."""
         return not any(
             "\n" in pair or (pair.endswith(SPACE) and pair != SPACE * 2) for pair in self._joins
         )
@@ -106,7 +104,7 @@ class SentencePieceEncoding:
         return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
 
     def _word(self, word: str) -> list[int]:
-        """Ids of a text, encoded in pieces that cannot merge with each other."""
+        """Return the ids of a word, encoded in pieces that cannot merge with each other."""
         word, ids = word.replace(" ", SPACE), []
         joins = self._joins
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
@@ -132,7 +130,7 @@ class SentencePieceEncoding:
         return [id for part in merged_symbols for id in self._part_ids(part)]
 
     def _part_ids(self, part: bytes) -> list[int]:
-        """The token of a merged part; else the tokens of its bytes; else the unknown token."""
+        """Return the id of a merged part; else the ids of its bytes; else the unknown token's."""
         id = self.table.index.get(part)
         if id is not None:
             return [id]

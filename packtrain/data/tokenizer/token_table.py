@@ -1,4 +1,4 @@
-"""The tokens of a file: their texts and kinds, the special tokens, and which tokens end generation.
+"""The tokens of a file: their texts and types, the special tokens, and the tokens that end generation.
 
 Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the key. Encodings only read it.
 """
@@ -15,10 +15,10 @@ from packtrain.common.errors import InputError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.h, enum llama_token_type
 KEYS = "tokenizer.ggml."
-NO_ID = 0xFFFFFFFF  # what converters write for "there is none"; llama.cpp then takes the default
+NO_ID = 0xFFFFFFFF  # converters' id for "none", for which llama.cpp takes the default
 BYTE_NAME = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
-# texts that make a token a control token, whatever its type in the file, by the id they stand for
+# texts that make a token a control token, whatever its type in the file, by the ids that they name
 EOT_TEXTS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<\uff5cend\u2581of\u2581sentence\uff5c> <end_of_utterance>"
@@ -41,13 +41,13 @@ FILL_TEXTS = {
 FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
-# tokens whose preceding whitespace is swallowed, by a part of the pre-tokenizer's name, the architecture or the name
+# tokens that swallow whitespace before them, by a part of the pre-tokenizer's name, the architecture or the name
 MASK_TOKENS = (
     (f"{KEYS}pre", "jina-v2-de jina-v2-es jina-v2-code", b"<mask>"),
     ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"),
     ("general.name", "modern-bert", b"[MASK]"),
 )
-# texts of gpt-oss that become user-defined tokens, and what marks vocabularies where an end is none
+# texts of gpt-oss that become user-defined tokens
 CHANNEL_TEXTS = "<|channel|> <|message|> <|start|> <|constrain|>"
 
 
@@ -61,12 +61,11 @@ class TokenTable:
     tokens       texts by id, as in the file; empty ones are named [EMPTY_<id>]
     token_types  token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     index        ids by text
-    bos eos unk eot   ids, or None; eot is the end of a turn
-    sep         the separator's id, or None
+    bos         BOS id or None; likewise eos, unk, sep (separator) and eot (end of a turn)
     eog_ids     ids that end generation
     specials    (text, id) of tokens that are matched before all others, the longest first
-    rstrip_ids  those of them that swallow the whitespace after them
-    lstrip_ids  those that swallow the whitespace before them
+    rstrip_ids  special tokens that swallow the whitespace after them
+    lstrip_ids  special tokens that swallow the whitespace before them
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class TokenTable:
         self.bos = self._id(metadata, "bos", defaults.get("bos"))
         self.eos = self._id(metadata, "eos", defaults.get("eos"))
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
-        self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
+        self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # GGUF's spelling
         self.eot = self._id(metadata, "eot", None)
         self.eog_ids = self._find_eog_ids(metadata)
         special_ids = (
@@ -99,16 +98,17 @@ class TokenTable:
         self.lstrip_ids = self._find_lstrip_ids(metadata)
 
     def may_span(self, text: str, at: int) -> bool:
-        """Whether a special token that is found in any text may lie across a place, or swallow what is there."""
+        """Whether a special token that is matched in any text may span a place, or swallow whitespace there."""
         return bool(self.rstrip_ids or self.lstrip_ids) or text[at - 1] + text[at] in self._inside
 
     @cached_property
     def _inside(self) -> set[str]:
-        """Adjacent characters within user-defined tokens."""
+        """Return pairs of adjacent characters within user-defined tokens."""
         user_defined = (text for text, id in self.specials if self.token_types[id] == USER_DEFINED)
         return {a + b for text in user_defined for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
+        """Return the id of a special token in the metadata, else the default. Raises TokenizerError."""
         id, num_tokens = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
         is_integer = isinstance(id, int) and not isinstance(id, bool)
         if is_integer and id == NO_ID:
@@ -120,7 +120,7 @@ class TokenTable:
         return int(id)
 
     def _find_eog_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
-        """Ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
+        """Find the ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
         named_ids = self._find_ids(END_TEXTS)
         for eog_id in named_ids:
             self.token_types[eog_id] = CONTROL
@@ -140,7 +140,7 @@ class TokenTable:
         return self._without_other_meanings(eog_ids)
 
     def _without_other_meanings(self, eog_ids: frozenset[int]) -> frozenset[int]:
-        """Without <|end|> where it ends a part of a turn, and </s> where it is text."""
+        """Remove <|end|> where it ends a part of a turn, and </s> where it is text."""
         end_texts = {self.tokens[id] for id in eog_ids}
         has_calls = bool(end_texts & {b"<|call|>", b"<|calls|>"})
         if has_calls and end_texts & {b"<|return|>", b"<|flush|>"}:
@@ -160,14 +160,14 @@ class TokenTable:
         return [id for id in matching_ids if id is not None]
 
     def _find_rstrip_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
-        """Phi-3's special tokens, recognized by the model's name."""
+        """Find Phi-3's special tokens, recognized by the model's name."""
         name = str(metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()
         return frozenset(id for _, id in self.specials if self.tokens[id] not in PHI_3_KEEPS_SPACE)
 
     def _find_lstrip_ids(self, metadata: Mapping[str, Any]) -> frozenset[int]:
-        """Masks of some families, recognized as in llama.cpp, by the first that fits."""
+        """Find the mask tokens of some families, recognized as in llama.cpp, by the first entry that fits."""
         for key, name_parts, token in MASK_TOKENS:
             value = str(metadata.get(key, ""))
             value = value.lower() if key == "general.name" else value
@@ -180,14 +180,14 @@ class TokenTable:
 
 
 def read_required(metadata: Mapping[str, Any], name: str) -> Any:
-    """A required value."""
+    """Read a required value. Raises TokenizerError."""
     if KEYS + name not in metadata:
         raise TokenizerError(f"the metadata has no {KEYS}{name}, which a tokenizer needs")
     return metadata[KEYS + name]
 
 
 def read_strings(metadata: Mapping[str, Any], name: str) -> list[bytes]:
-    """An array of strings."""
+    """Read an array of strings. Raises TokenizerError."""
     strings = read_required(metadata, name)
     if isinstance(strings, str | bytes) or not isinstance(strings, Sequence):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
@@ -198,7 +198,7 @@ def read_strings(metadata: Mapping[str, Any], name: str) -> list[bytes]:
 
 
 def read_numbers(metadata: Mapping[str, Any], name: str, num_tokens: int) -> np.ndarray:
-    """An array with one number for each token."""
+    """Read an array with one number for each token. Raises TokenizerError."""
     values = np.asarray(read_required(metadata, name))
     if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
         raise TokenizerError(f"{KEYS}{name} is no array of numbers")
@@ -210,7 +210,7 @@ def read_numbers(metadata: Mapping[str, Any], name: str, num_tokens: int) -> np.
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A value that is true or false."""
+    """Read a value that is true or false. Raises TokenizerError."""
     value = metadata.get(KEYS + name, default)
     if not isinstance(value, bool):
         raise TokenizerError(f"{KEYS}{name} is {value!r}; it must be true or false")

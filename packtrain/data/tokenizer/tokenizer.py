@@ -1,4 +1,4 @@
-"""One interface to both kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
+"""One interface to all kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
 
 import codecs
 import operator
@@ -33,7 +33,7 @@ from packtrain.data.tokenizer.token_table import (
 from packtrain.data.tokenizer.unigram import UnigramEncoding
 from packtrain.data.tokenizer.wordpiece import WordPieceEncoding
 
-BATCH_CHARACTERS = 1 << 17  # characters that are encoded at a time, where they can be cut
+BATCH_CHARACTERS = 1 << 17  # characters encoded at a time, if the text can be cut
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
 CLEANUP_RULES = [
@@ -45,15 +45,15 @@ TextParts = list[str | int]  # text, and ids of special tokens
 
 
 class Encoding(Protocol):
-    """How a kind of vocabulary encodes text without special tokens.
+    """Encodes text without special tokens, for one kind of vocabulary.
 
-    bos, eos    whether to add a BOS and an EOS token by default
-    adds_space            whether to add a space before the text, and after special tokens
-    strips_leading_space  whether the space before a text that comes back is not part of it
-    always_adds_bos      whether a BOS token, and an EOS token if by default, is added even where the file says otherwise
-    separated             whether the separator ends a text, not EOS
-    cleans_spaces         whether llama_detokenize removes spaces before punctuation
-    has_tables            whether there are `build_tables`
+    adds_bos              add a BOS token by default; `adds_eos`: an EOS token
+    adds_space            add a space before the text, and after special tokens
+    strips_leading_space  decoding removes the space before the text
+    always_adds_bos       add BOS, and EOS if it is a default, even where the file says otherwise
+    separated             the separator ends a text, not EOS
+    cleans_spaces         llama_detokenize removes spaces before punctuation
+    has_tables            the compiled encoder supports the vocabulary, by `build_tables`
     """
 
     table: TokenTable
@@ -84,19 +84,19 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
 
 
 class Tokenizer:
-    """The vocabulary of a file and its rules.
+    """Encodes and decodes text with the vocabulary of a file.
 
     tokens       texts by id, as in the file; empty ones are named [EMPTY_<id>]
     token_types  token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
-    bos eos unk eot   ids, or None; eot is the end of a turn
-    eog_ids              ids that end generation
-    rstrip_ids           ids of tokens that swallow the whitespace after them; swallow_before: before them
+    bos          BOS id or None; likewise eos, unk and eot (end of a turn)
+    eog_ids      ids that end generation
+    rstrip_ids   ids of tokens that swallow the whitespace after them; `lstrip_ids`: before them
     """
 
     def __init__(
         self, metadata: Mapping[str, Any], compile_threshold: int = COMPILE_THRESHOLD
     ) -> None:
-        """few: how many characters are encoded before compiled code is loaded."""
+        """compile_threshold: characters that are encoded before compiled code is loaded."""
         model = read_required(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
@@ -137,7 +137,7 @@ class Tokenizer:
     def encode(
         self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = True
     ) -> list[int]:
-        """The ids of a text; bos and eos add their ids, None: as the file says.
+        """Return the ids of a text; `bos` and `eos` add their ids, None: as the file says.
 
         special  text that spells a control or unknown token, such as `<s>`, becomes that token: pass False for
                  untrusted text. User-defined tokens are always matched.
@@ -147,13 +147,13 @@ class Tokenizer:
         return bos_ids + self._encode_parts(text_parts) + eos_ids
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of a long text that comes in pieces, as `encode(text, bos=False, eos=False, special=False)`."""
+        """Yield the ids of a long text that comes in pieces, as encode(text, bos=False, eos=False, special=False)."""
         marked_pieces = chain(((piece, False) for piece in pieces), [("", True)])
         for text_parts, _ in self.stretches(marked_pieces):
             yield self._encode_parts(text_parts)
 
     def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[TextParts, bool]]:
-        """Of texts that come as (piece, whether the text ends with it), parts whose ids depend on nothing else."""
+        """Regroup pieces (text, whether the text ends with it) to parts whose ids depend on nothing else."""
         buffer, prefix = "", self.add_space_prefix
         for piece, is_last in pieces:
             old_length, buffer = len(buffer), buffer + _check_text(piece)
@@ -166,17 +166,17 @@ class Tokenizer:
 
     @property
     def use_compiled(self) -> bool:
-        """Whether there have been so many characters that compiled code is worth loading."""
+        """Whether so many characters have been encoded that compiled code is worth loading."""
         return self._characters_until_compiled <= 0 and self._encoding.has_tables
 
     def new_encoder(self) -> CompiledEncoder:
-        """Compiled code for one thread."""
+        """Return a compiled encoder for one thread."""
         if self._tables is None:
             self._tables = self._encoding.build_tables()
         return CompiledEncoder(self._tables)
 
     def arrays(self, batch: Sequence[TextParts], lane: CompiledEncoder | None) -> list[np.ndarray]:
-        """The ids (i32) of each list of parts; may be called on several threads, with a lane each."""
+        """Return the ids (i32) of each list of parts; may be called on several threads, with an encoder each."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
         encoded_texts = iter(self._encode_texts(texts, lane))
         id_parts = (
@@ -185,12 +185,12 @@ class Tokenizer:
         return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
 
     def _find_cut(self, text: str, min_position: int) -> int:
-        """The last place from `min_position` on where the text can be cut without changing ids, or 0."""
+        """Return the last place from `min_position` on where the text can be cut without changing ids, or 0."""
         positions = range(len(text) - 1, max(min_position, 1) - 1, -1)
         return next((at for at in positions if self._encoding.can_cut(text, at)), 0)
 
     def _split_parts(self, text: str, special: bool, prefix: bool) -> tuple[TextParts, bool]:
-        """A text and its special tokens, with a leading space if `prefix`, and whether text after it would get one."""
+        """Split a text at special tokens, after a space if `prefix`; also whether following text gets a space."""
         self._characters_until_compiled -= len(text)
         text_parts: TextParts = []
         for part in self._split_specials(text, self._find_specials(text, special)):
@@ -199,7 +199,7 @@ class Tokenizer:
         return text_parts, prefix
 
     def _encode_parts(self, text_parts: TextParts) -> list[int]:
-        """The ids of parts."""
+        """Return the ids of parts, by compiled code once that is worth loading."""
         if self.use_compiled and self._encoder is None:
             self._encoder = self.new_encoder()
         ids: list[int] = []
@@ -212,7 +212,7 @@ class Tokenizer:
         return ids
 
     def _batches(self, text_parts: TextParts) -> Iterator[TextParts]:
-        """The parts in several lists, so that encoding a long text takes no more memory than a short one."""
+        """Yield the parts in several lists, so that encoding a long text takes no more memory than a short one."""
         if sum(len(part) for part in text_parts if isinstance(part, str)) <= BATCH_CHARACTERS:
             yield text_parts
             return
@@ -230,16 +230,16 @@ class Tokenizer:
     def _encode_texts(
         self, texts: list[str], lane: CompiledEncoder | None
     ) -> Iterator[list[int] | np.ndarray]:
-        """Ids of each text, by compiled code if there is a lane."""
+        """Return the ids of each text, by compiled code if `lane` is an encoder."""
         ids_and_ends = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
         if ids_and_ends is None:
-            return map(self._encoding.encode, texts)  # or it says why there are none
+            return map(self._encoding.encode, texts)  # raises an error if a text has no ids
         return (
             ids_and_ends[0][start:end] for start, end in pairwise([0, *ids_and_ends[1].tolist()])
         )
 
     def _boundary_ids(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
-        """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
+        """Return the BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for is_requested, id, name in (
             (bos, self.bos, "bos"),
@@ -256,7 +256,7 @@ class Tokenizer:
         )
 
     def _find_specials(self, text: str, special: bool) -> list[tuple[str, int]]:
-        """The special tokens that may occur in a text, the longest first."""
+        """Return the special tokens that may occur in a text, the longest first."""
         candidates = self._token_table.specials if special else self._user_defined
         if self._characters_until_compiled > 0 or not candidates:
             return candidates
@@ -265,7 +265,7 @@ class Tokenizer:
         return [candidates[i] for i in self._name_finders[special].find(text)]
 
     def _split_specials(self, text: str, specials: list[tuple[str, int]]) -> list[str | int]:
-        """Split into text and special tokens; longer tokens are matched first."""
+        """Split a text into texts and special tokens; longer tokens are matched first."""
         text_parts: list[str | int] = [text] if text else []
         for token, id in specials:
             if token in text:
@@ -290,7 +290,7 @@ class Tokenizer:
     # ---- ids to text
 
     def piece(self, id: int) -> bytes:
-        """The bytes of a token, perhaps part of a character; for control tokens their name."""
+        """Return the bytes of a token, perhaps part of a character; for control tokens their name."""
         if not 0 <= operator.index(id) < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
         token, kind = self.tokens[id], self.token_types[id]
@@ -302,9 +302,9 @@ class Tokenizer:
         return bytes([int(byte_match[1], 16)]) if byte_match else b""
 
     def decode(self, ids: Iterable[int], special: bool = False, clean: bool = False) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules.
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD. See StreamDecoder for the rules.
 
-        clean  without spaces before punctuation where llama.cpp's llama_detokenize removes them for this vocabulary
+        clean  remove spaces before punctuation, if llama.cpp's llama_detokenize does so for this vocabulary
         """
         stream = StreamDecoder(self, special)
         text = "".join([stream.feed(id) for id in ids]) + stream.flush()
@@ -312,7 +312,7 @@ class Tokenizer:
 
 
 def _clean_text(text: str) -> str:
-    """Without spaces before punctuation, around single apostrophes, and before some contractions."""
+    """Remove spaces before punctuation, around single apostrophes, and before some contractions."""
     for pattern, replacement in CLEANUP_RULES:
         text = pattern.sub(replacement, text)
     return text
@@ -323,7 +323,7 @@ def _to_list(ids: list[int] | np.ndarray) -> list[int]:
 
 
 def _check_text(text: str) -> str:
-    """The text; raises TokenizerError if UTF-8 cannot encode it."""
+    """Return the text. Raises TokenizerError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -334,11 +334,11 @@ def _check_text(text: str) -> str:
 
 
 class StreamDecoder:
-    """Text from ids as they come, in whole characters.
+    """Decodes ids one by one to text in whole characters.
 
-    Control and unknown tokens give their names if `special`, else nothing. The space that encode put before the
-    text is removed from the first token that is no control token. (In llama.cpp's detokenize the bos token counts
-    as the first one, so that the space stays.)
+    Control and unknown tokens become their names if `special`, else nothing. The space that encode put before the
+    text is removed from the first token that is no control token. (In llama.cpp's detokenize the BOS token counts as
+    the first, so that the space stays.)
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
@@ -347,7 +347,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """The text completed by this token; an incomplete character waits for its other bytes."""
+        """Return the text completed by a token; an incomplete character waits for its other bytes."""
         piece, kind = self._tokenizer.piece(id), self._tokenizer.token_types[id]
         if kind in (CONTROL, UNKNOWN) and not self._special:
             piece = b""
@@ -357,5 +357,5 @@ class StreamDecoder:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """The rest at the end: U+FFFD for an incomplete character."""
+        """Return the rest at the end: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)

@@ -18,9 +18,9 @@ from packtrain.data.tokenizer.token_table import (
 )
 
 SPACE = "\u2581".encode()
-MATCHED_TYPES = (NORMAL, USER_DEFINED, UNUSED)  # kinds of tokens that texts are divided into
-UNKNOWN_PENALTY = np.float32(10)  # how much less an unknown character scores than the worst token
-LEAF_BIT, WIDE_BIT, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the replacements
+MATCHED_TYPES = (NORMAL, USER_DEFINED, UNUSED)  # types of tokens into which texts are divided
+UNKNOWN_PENALTY = np.float32(10)  # score of the worst token less that of an unknown character
+LEAF_BIT, WIDE_BIT, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the character map
 
 
 class UnigramEncoding:
@@ -58,7 +58,7 @@ class UnigramEncoding:
         return _prefixes_of(self._ids_by_text)
 
     def encode(self, text: str) -> list[int]:
-        """The best tokens (Viterbi); unknown characters side by side are one unknown token."""
+        """Return the ids of the best tokens (Viterbi); unknown characters side by side are one unknown token."""
         raw = self._normalized(text.encode())
         length = len(raw)
         best = [-np.inf] * (length + 1)
@@ -98,14 +98,14 @@ class UnigramEncoding:
         raise NotImplementedError("Unigram has no compiled code")
 
     def can_cut(self, text: str, at: int) -> bool:
-        return False  # what is best depends on all of the text
+        return False  # the best tokens depend on the complete text
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes of a normal token."""
+        """Return the bytes of a normal token."""
         return token.replace(SPACE, b" ")
 
     def _normalized(self, raw: bytes) -> bytes:
-        """With replacements, U+2581 for spaces, and one before the text or before each word if so asked."""
+        """Replace characters by the map, spaces by U+2581, and add U+2581 before the text, or each word, if set."""
         output, has_output, in_word = bytearray(), False, False
         for part in self._replace_parts(raw):
             for offset in range(len(part)):
@@ -124,7 +124,7 @@ class UnigramEncoding:
         return bytes(output)
 
     def _replace_parts(self, raw: bytes) -> Iterator[bytes]:
-        """Beginnings of user-defined tokens and other characters as they are, what has a replacement as that."""
+        """Yield parts of a text: user-defined tokens and other characters as they are, or replacements of the map."""
         offset = 0
         while offset < len(raw):
             nbytes = _prefix_length(raw, offset, self._user_defined_prefixes)
@@ -140,10 +140,10 @@ class UnigramEncoding:
 
 
 class CharacterMap:
-    """What parts of a text are replaced by before they are encoded: SentencePiece's precompiled map of characters.
+    """SentencePiece's precompiled map: replacements of parts of a text before encoding.
 
-    It is a trie in one array: the child of node s by byte c is at BASE[s] ^ c, and holds c; see Kanda, Space- and
-    Time-Efficient String Dictionaries (2018). After it come the replacements, each with a zero at its end.
+    The map is a trie in one array: the child of node s by byte c is at BASE[s] ^ c, and holds c; see Kanda, Space- and
+    Time-Efficient String Dictionaries (2018). After the trie come the replacements, each with a zero at its end.
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -160,7 +160,7 @@ class CharacterMap:
         self._replacement_texts = raw[4 + trie_nbytes :]
 
     def find_longest(self, raw: bytes, offset: int) -> tuple[int, bytes] | None:
-        """How many bytes are replaced here, and by what."""
+        """Return how many bytes at `offset` are replaced, and by what; None if nothing is."""
         longest_match = None
         node = self._child_base(0) if self._nodes else 0
         for n in range(offset, len(raw) if self._nodes else offset):
@@ -189,7 +189,7 @@ class CharacterMap:
 
 
 def _character_nbytes(byte: int) -> int:
-    """Bytes of the character that begins with this one."""
+    """Return the bytes of the UTF-8 character that begins with this byte."""
     return 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
 
 
@@ -198,7 +198,7 @@ def _prefixes_of(tokens: Iterable[bytes]) -> set[bytes]:
 
 
 def _prefix_length(raw: bytes, offset: int, prefixes: set[bytes]) -> int:
-    """How many bytes from here on are the beginning of something known, as in llama.cpp, whether or not it ends."""
+    """Return how many bytes from `offset` on are a prefix of a known token, as in llama.cpp, complete or not."""
     length = 0
     while offset + length < len(raw) and raw[offset : offset + length + 1] in prefixes:
         length += 1

@@ -12,14 +12,14 @@ from itertools import pairwise
 from packtrain.data.tokenizer.split_rules import SHORTENED, DigitGroups, SplitRule
 
 SPACE_CLASS = "\v"
-OTHER = 5  # what is no letter, number, mark, sign or symbol
+OTHER = 5  # neither letter, number, mark, punctuation nor symbol
 CATEGORIES = {"L": 0, "N": 1, "M": 2, "P": 3, "S": 4}
 FIRST_CODE, COUNT = 0xE000, 6  # class characters are in the private use area
 # insides of character classes for ASCII; see split_rules.py
 ASCII_CLASSES = {
     "L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "M": "", "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->\^`|~",
 }  # fmt: skip
-WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")  # of llama.cpp, that Python counts more characters as
+WHITESPACE = re.compile(r"[^\S\x1c-\x1f]+")  # llama.cpp's; Python's \s has more characters
 CLASS_IN_PATTERN = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]|\\p\{\w+\}")
 CATEGORY = re.compile(r"\\p\{(\w+)\}")
 LITERALS = re.compile("([\x80-\U0010ffff])(?:-([\x80-\U0010ffff]))?")
@@ -49,7 +49,7 @@ NEWER_CHARACTERS: dict[str, Ranges] = {
 
 
 def category(code: int) -> str:
-    """The first letter of a character's category in Unicode 15.1; "" if it is not assigned."""
+    """Return the first letter of a character's category in Unicode 15.1; "" if it is not assigned."""
     unicode_category = unicodedata.category(chr(code))
     if unicode_category != "Cn":
         return unicode_category[0]
@@ -57,7 +57,7 @@ def category(code: int) -> str:
 
 
 def lowered(character: str) -> str:
-    """The lower-case character; the first where there are several, as in llama.cpp."""
+    """Return the lower-case character; the first where there are several, as in llama.cpp."""
     return character.lower()[0]
 
 
@@ -66,10 +66,10 @@ def in_ranges(code: int, ranges: Ranges) -> bool:
 
 
 class CharacterClasses(dict[int, str]):
-    """The class character of a character, for str.translate; filled on demand.
+    """Class characters by code of a character, for str.translate; filled on demand.
 
-    sets    those of characters that are not ASCII which patterns name one by one
-    names   all class characters: of each category, and in or not in each of the sets
+    sets   sets of characters beyond ASCII that patterns name one by one
+    names  all class characters: one for each category, inside or outside of each set
     """
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class CharacterClasses(dict[int, str]):
         return self[code]
 
     def add_pattern(self, pattern: str) -> None:
-        """Make sets of the characters that a pattern names."""
+        """Add the sets of characters that a pattern names."""
         for matched_set in CLASS_IN_PATTERN.findall(pattern):
             ranges = _literals(matched_set)
             if ranges and ranges not in self.sets:
                 self.sets.append(ranges)
 
     def translate_pattern(self, pattern: str) -> str:
-        """The pattern over class characters, after all patterns have been noted."""
+        """Return the pattern over class characters, after all patterns have been added."""
         pattern = pattern.replace(SHORTENED, "(?:'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL]))")
         pattern = CLASS_IN_PATTERN.sub(lambda match: self._translate_set(match[0]), pattern)
         return pattern.removesuffix("$") + r"(?![\s\S])" * pattern.endswith("$")
@@ -124,8 +124,8 @@ def _literals(text: str) -> Ranges:
 class WordSplitter:
     """Splits text into words by a rule.
 
-    classes   the class characters
-    patterns  the rule's patterns over them
+    classes   class characters
+    patterns  the rule's patterns over class characters
     """
 
     def __init__(self, rule: SplitRule) -> None:
@@ -154,7 +154,7 @@ class WordSplitter:
 
 
 def _split_step(pattern: str | DigitGroups) -> Callable[[str], list[str]]:
-    """What divides a text into what a pattern matches and what lies between."""
+    """Return a function that divides a text into a pattern's matches and the text between."""
     if not isinstance(pattern, DigitGroups):
         return re.compile(f"({pattern})", re.ASCII).split
     runs, after = re.compile(f"{pattern.of}+", re.ASCII), pattern.cut_after
@@ -167,7 +167,7 @@ def _split_step(pattern: str | DigitGroups) -> Callable[[str], list[str]]:
 
 
 def _cuts(run: re.Match[str], cut_after: bool) -> Iterator[int]:
-    """Where a run of digits is cut; see Threes."""
+    """Yield the places where a run of digits is cut; see DigitGroups."""
     start, end = run.span()
     first_cut = start + (end - start) % 3
     if cut_after:

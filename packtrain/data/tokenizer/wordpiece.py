@@ -24,7 +24,7 @@ from packtrain.data.tokenizer.word_splitter import WHITESPACE, Ranges, category,
 WORD_START = "\u2581"
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 REPLACEMENT = 0xFFFD
-# each is a word; 2B920 for 2B820 as in llama.cpp and transformers
+# each character is a word; 2B920 for 2B820 as in llama.cpp and transformers
 IDEOGRAPHS: Ranges = (
     (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B920, 0x2CEAF),
     (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
@@ -62,15 +62,15 @@ class WordPieceEncoding:
         raise NotImplementedError("WordPiece has no compiled code")
 
     def can_cut(self, text: str, at: int) -> bool:
-        """At whitespace, which parts words and has no tokens."""
+        """Whether a place is whitespace, which separates words and has no tokens."""
         return not self.table.may_span(text, at) and bool(WHITESPACE.match(text[at]))
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes of a normal token."""
+        """Return the bytes of a normal token."""
         return token.replace(WORD_START.encode(), b" ")
 
     def _normalize(self, character: str) -> str:
-        """What a character becomes; with spaces around it if it is a word."""
+        """Return a character in normal form; with spaces around it if it is a word."""
         if WHITESPACE.match(character):
             return " "
         if self._strip_accents:
@@ -84,7 +84,7 @@ class WordPieceEncoding:
         return f" {normalized} " if is_separate else normalized
 
     def _word(self, word: str) -> list[int]:
-        """The longest tokens from the left; the unknown token if that leaves a rest."""
+        """Return the ids of the longest tokens from the left; the unknown token's if a rest remains."""
         if not word:
             return []
         raw, index = (WORD_START + word).encode(), self.table.index

@@ -1,4 +1,4 @@
-"""Each op of a training step beside its floor: what the processor, or its memory, needs at least for the same work."""
+"""Times each op of a training step beside its floor, the least time the processor or its memory need for the work."""
 
 import math
 import statistics
@@ -17,12 +17,10 @@ from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Tensor
 from packtrain.planner.cost_model import call_cost, traffic_nbytes
 
-# floating-point operations of a unit of work, see ops.costs.Cost; what only lays out values has none
+# floating-point operations per unit of work, see ops.costs.Cost; ops that only move values have none
 FLOPS = {"multiply": 2.0, "attend": 2.0, "attend back": 2.0, "exp": 16.0}
 FORWARD, BACK, WEIGHT = "y = x Wᵀ", "dx = dy W", "dW = dyᵀ x"
-MIN_FLOOR_SECONDS = (
-    1e-6  # seconds of a floor, below which a call costs more than its work: no ratio
-)
+MIN_FLOOR_SECONDS = 1e-6  # below it a call costs more than its work, and no ratio is shown
 COLUMNS = {
     "op": "", "form": "", "M × N × K": "", "calls": "d", "ms": ".2f", "share": ".1%", "floor ms": ".2f",
     "× floor": ".2f", "lost ms": ".2f",
@@ -31,7 +29,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """A product with a matrix W (N, K) for M tokens, in one of its three forms."""
+    """A product with a matrix W (N, K) for M tokens; `form` is y = x Wᵀ, dx = dy W or dW = dyᵀ x."""
 
     form: str
     m: int
@@ -49,7 +47,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True, slots=True)
 class OpGroup:
-    """Calls that are counted together."""
+    """Key of the calls that are counted together: op, form and shape of the product."""
 
     op: str
     form: str = ""
@@ -58,7 +56,7 @@ class OpGroup:
 
 @dataclass(slots=True)
 class OpTime:
-    """Calls of one kind in a step: how many, their seconds, and the least they could take."""
+    """Time of a group of calls in a step: number of calls, seconds, and the least seconds possible (`floor`)."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -70,7 +68,7 @@ class OpTime:
 
 
 def product_of(step: KernelStep) -> MatrixProduct | None:
-    """The product that a call is, or None."""
+    """Return the matrix product that a kernel call computes, or None for other ops."""
     if step.op.name == "out_prod":
         a, b = step.reads[:2]
         n, k = a.shape[-1], b.shape[-1]
@@ -95,7 +93,7 @@ def group_of(step: KernelStep) -> OpGroup:
 
 
 def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] = ()) -> float:
-    """The least seconds of a call: its arithmetic by multiply-adds in registers, or its bytes by copying.
+    """Return the least seconds of a call: its arithmetic at the rate of registers, or its bytes at that of copying.
 
     read  tensors that some step reads, see cost_model.call_seconds
     """
@@ -107,7 +105,7 @@ def call_floor(step: KernelStep, rates: MachineRates, read: Collection[Tensor] =
 
 
 class CallTimer:
-    """Times every call of an executor, step by step."""
+    """Times every call of an executor in every step."""
 
     def __init__(self, run: Executor, clock: Clock = CLOCK) -> None:
         self.run, self.clock = run, clock
@@ -120,7 +118,7 @@ class CallTimer:
         self.seconds[i].append(self.clock() - start_time)
 
     def spent(self, rates: MachineRates) -> dict[OpGroup, OpTime]:
-        """By kind; seconds of a call are its median over the steps."""
+        """Return the time of each group of calls; a call's seconds are its median over the steps."""
         times_by_group: dict[OpGroup, OpTime] = {}
         steps = self.run.placed.steps
         read_tensors = {t for step in steps for t in step.reads}
@@ -135,7 +133,7 @@ class CallTimer:
 def measure_ops(
     training: TrainingBench, rates: MachineRates, rounds: int, clock: Clock = CLOCK
 ) -> tuple[BenchTable, float]:
-    """The table of a step, and the median of its seconds."""
+    """Time `rounds` training steps; returns the table of their ops, and the median seconds of a step."""
     training.step()  # loads kernels and pages
     timer, step_times = CallTimer(training.run, clock), list[float]()
     for _ in range(rounds):

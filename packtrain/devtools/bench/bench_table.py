@@ -13,7 +13,7 @@ class BenchTable:
     """Rows of figures.
 
     name          a word for JSON
-    columns       by name, with the format of their numbers; "" for texts
+    columns       names of columns, and the format of their numbers; "" for text
     notes         sentences below the table
     waited_share  the largest share of the time in which threads of a peer waited for the processor
     """
@@ -48,7 +48,7 @@ class BenchTable:
         return "\n".join([f"## {self.title}", "", *lines, *notes, ""])
 
     def to_json(self) -> dict[str, Any]:
-        """What --json writes."""
+        """Return the plain data that --json writes."""
         keys = [key_of(name) for name in self.columns]
         rows = [dict(zip(keys, row, strict=True)) for row in self.rows]
         return {"name": self.name, "title": self.title, "rows": rows, "notes": [*self.notes]}
@@ -65,6 +65,6 @@ def format_cell(value: CellValue, number_format: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """The name of a column as a key: `× floor` is times_floor, `GFLOP/s` gflop_per_s."""
+    """Return a column's name as a JSON key: `× floor` is times_floor, `GFLOP/s` gflop_per_s."""
     words = name.replace("×", " times ").replace("/", " per ").lower()
     return "_".join(re.findall(r"[a-z0-9]+", words))

@@ -1,4 +1,4 @@
-"""The machine: its processor, what runs on it, and how much it can do at most in a second."""
+"""Describes the machine: its processor, versions of packages, and its peak rates of arithmetic and copying."""
 
 import os
 import platform
@@ -17,30 +17,27 @@ from packtrain.devtools.bench.timing import CLOCK, Clock, time_call
 from packtrain.kernels import runtime
 from packtrain.planner.cost_model import CACHE_NBYTES
 
-# names of LLVM, and ours; those of other processors are not there
+# LLVM's names of CPU features, and ours
 FEATURES = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx512vnni": "VNNI", "avxvnni": "AVX-VNNI",
     "avx512bf16": "bf16", "amx-tile": "AMX", "amx-bf16": "AMX bf16", "amx-int8": "AMX int8",
     "neon": "NEON", "sve": "SVE",
 }  # fmt: skip
 PACKAGES = "numpy", "numba", "torch"
-ROUNDS, FMA_LOOPS = (
-    30,
-    50_000,
-)  # the loop of multiply-adds is so short that others rarely interrupt it
-FMA_ROUNDS = 150  # of it
+ROUNDS, FMA_LOOPS = 30, 50_000  # a short loop, which other programs rarely interrupt
+FMA_ROUNDS = 150  # rounds of that loop
 CACHE_VALUES, MEMORY_VALUES = 1 << 18, 1 << 24  # f32: in a cache, and in memory
-PRODUCT_SHAPE = 1024, 4096, 1024  # of our product: large, and no side awkward
+PRODUCT_SHAPE = 1024, 4096, 1024  # M, N, K of our product
 LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """Work per second.
+    """Peak rates of the machine: work per second.
 
-    fma              floating-point operations of multiply-adds in registers: on one thread, and on all
-    product          those of our own f32 product, all threads
-    cache_bandwidth  bytes read and written by copying what a cache holds; `far`: what it does not
+    fma_one          floating-point operations of multiply-adds in registers, one thread; `fma`: all threads
+    product          floating-point operations of our f32 product, all threads
+    cache_bandwidth  bytes read and written by copying within a cache; `far`: in memory
     """
 
     fma_one: float
@@ -51,12 +48,12 @@ class MachineRates:
     threads: int = 1
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Least seconds for reading and writing bytes."""
+        """Return the least seconds for reading and writing so many bytes."""
         return nbytes / (self.cache_bandwidth if nbytes <= CACHE_NBYTES else max(self.far, 1.0))
 
 
 def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
-    """The rates by the fastest of several rounds: other programs can only slow them down."""
+    """Measure the machine's rates, each as the fastest of several rounds: other programs only slow rounds down."""
     threads, peak = kernels.threads(), _kernel_module("peak")
 
     def fastest(task: Callable[[], object], rounds: int = rounds) -> float:
@@ -91,7 +88,7 @@ def _kernel_module(name: str) -> Any:
 
 
 def processor_name() -> str:
-    """Its name, as the system gives it."""
+    """Return the processor's name, as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -101,7 +98,7 @@ def processor_name() -> str:
 
 
 def compiled_features() -> list[str]:
-    """Of those that matter here, what kernels are compiled for."""
+    """Return the CPU features among FEATURES for which kernels are compiled."""
     return [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
 
 
@@ -116,7 +113,7 @@ def read_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures depend on."""
+    """Return the facts on which figures depend: CPU, features, cores, threads and versions of packages."""
     forced = os.environ.get("PACKTRAIN_CPU", "")
     return {
         "cpu": processor_name(),
@@ -129,7 +126,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def sentence(machine: dict[str, Any]) -> str:
-    """The same in words."""
+    """Describe the machine in one sentence, from the facts of `describe_machine`."""
     forced = f", compiled for {machine['forced']}" if machine["forced"] else ""
     version_text = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return (

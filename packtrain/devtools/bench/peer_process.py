@@ -1,9 +1,9 @@
-"""Peers of a comparison, each in a process of its own: their thread pools would fight in one. They take turns.
+"""Runs each peer of a comparison in its own process, in turns: their thread pools would fight in one process.
 
-    peer = Peer("packtrain.devtools.bench.training", "peer", "15m")     peer() -> what the made function returns
+    with PeerProcess("packtrain.devtools.bench.training", "peer", 2, "15m", "f32") as peer: timed_step = peer()
 
-The child imports the module, so that this process need not have what it loads. Requests and answers are pickled; what
-a library prints goes to standard error.
+The child imports the module, so that this process need not load its packages. Requests and answers are pickled;
+prints of libraries go to standard error.
 """
 
 import importlib
@@ -19,12 +19,12 @@ from typing import Any
 from packtrain.common.child_process import variables
 from packtrain.common.errors import InputError
 
-PAUSE = 0.02  # seconds before a turn: threads of the one before have stopped waiting for more
+PAUSE = 0.02  # seconds before a turn, in which the previous peer's threads stop spinning
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-}  # the same limits as ours, for PyTorch and its libraries
+}  # limits PyTorch and its libraries to the instructions that our kernels use
 AVX512 = {
     "ATEN_CPU_CAPABILITY": "avx512",
     "MKL_ENABLE_INSTRUCTIONS": "AVX512",
@@ -35,12 +35,14 @@ SINGLE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves 
 
 
 class PeerError(Exception):
-    """A peer cannot do what is asked; one sentence."""
+    """A peer failed; the message is one sentence."""
 
 
 class PeerProcess:
-    """`with Peer(module, function, *given) as peer:` a process that calls function(*given) once, and what that returns
-    at each turn. Raises PeerFailed."""
+    """`with PeerProcess(module, function, *args) as peer:` a child calls function(*args); peer() calls its result.
+
+    PeerError is raised if the child's function raises or the child ends.
+    """
 
     def __init__(self, module: str, function: str, *args: Any) -> None:
         self.request = module, function, args
@@ -93,12 +95,12 @@ class PeerProcess:
 
 
 def peer_environment() -> dict[str, str]:
-    """Environment variables of a peer: it uses no more of the processor than we are told to."""
+    """Return a peer's environment variables, which limit PyTorch to the CPU features of PACKTRAIN_CPU."""
     return {**SINGLE_PROCESS, **variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
 
 
 def main() -> None:
-    """The child. Its standard output is for answers alone."""
+    """Child's main program: answers pickled requests; standard output is for answers alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     answer_stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -1,5 +1,4 @@
-"""Matrix products of training, in the three forms that each matrix has: ours beside PyTorch's, and with packed weights
-beside f32."""
+"""Times matrix products of training in three forms each: ours beside PyTorch's, packed weights beside f32."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from packtrain.engine.tensor import Tensor, input, weight
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 
 PRODUCT_FORMS = FORWARD, BACK, WEIGHT
-# tokens × rows × columns of the matrices of a model: of its blocks, and of its head where it is not larger than memory
+# M × N × K, tokens × rows × columns, for the matrices of a model's blocks, and of its head if it is not too large
 SHAPES = {
     "15m": ((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (1024, 32000, 256)),
     "stories15M": ((1024, 288, 288), (1024, 768, 288), (1024, 288, 768), (1024, 32000, 288)),
@@ -47,7 +46,7 @@ PEER_COLUMNS = {"PyTorch GFLOP/s": ".1f", "× PyTorch": ".2f"}
 
 @dataclass(slots=True)
 class TimedProduct:
-    """A product of a model, and seconds of ours and of the peer's, round by round."""
+    """A product of a model with the seconds of ours and of the peer's, round by round."""
 
     model: str
     product: MatrixProduct
@@ -56,7 +55,7 @@ class TimedProduct:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast ours is."""
+        """Return how many times as fast as the peer's our product is."""
         return paired(self.ours, self.peer_seconds)
 
     def rate(self, seconds: Sequence[float]) -> float:
@@ -77,7 +76,7 @@ def make_products(shapes: Shapes, forms: Sequence[str] = PRODUCT_FORMS) -> list[
 def product_graph(
     product: MatrixProduct, dtype: Dtype = f32
 ) -> tuple[Tensor, dict[str, tuple[int, int]]]:
-    """What computes the product, and the shapes of its f32 inputs; the matrix is a weight `w`."""
+    """Return the tensor that computes the product, and the shapes of its f32 inputs; the matrix is the weight `w`."""
     m, n, k = product.m, product.n, product.k
     x, dy, w = input("x", (m, k)), input("dy", (m, n)), weight("w", (n, k), dtype)
     if product.form == FORWARD:
@@ -89,7 +88,7 @@ def product_graph(
 
 
 def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callable[[], None]:
-    """The bound kernel of the product, with random values in place; w is its matrix, packed or not."""
+    """Return the kernel call of a product, bound to random values; `w` is its matrix, packed or f32."""
     random = np.random.default_rng(0)
     if w is None:
         w = random.standard_normal((product.n, product.k), np.float32)
@@ -105,7 +104,7 @@ def bind_product(product: MatrixProduct, w: np.ndarray | None = None) -> Callabl
 def time_beside_torch(
     shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK
 ) -> list[TimedProduct]:
-    """Every product in every form, beside PyTorch's where that is installed."""
+    """Time every product in every form, beside PyTorch's if PyTorch is installed."""
     timed_products = make_products(shapes)
     with (
         PeerProcess(TORCH_PEER, "products", kernels.threads())
@@ -122,7 +121,7 @@ def time_beside_torch(
     return timed_products
 
 
-TORCH_PEER = "benchmarks.torch_peer"  # of the repository; it is not installed
+TORCH_PEER = "benchmarks.torch_peer"  # a module of the repository, which is not installed
 has_torch = partial(kernels.has_torch, TORCH_PEER)
 
 
@@ -154,7 +153,7 @@ def ratio_summary(ratios: Sequence[float], peer_name: str) -> str:
 
 
 def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLOCK) -> BenchTable:
-    """Ours with packed weights beside ours in f32 with the same values: forward and back."""
+    """Time our products with packed weights beside f32 weights of equal values, forward and back."""
     cases = [(timed, name) for name in TYPES for timed in make_products(shapes, (FORWARD, BACK))]
     rows = list[list[CellValue]]()
     for i, (timed, name) in enumerate(cases):
@@ -178,6 +177,7 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
 
 
 def tables(is_short: bool, rounds: int, counting: ProgressCounter) -> Iterator[BenchTable]:
+    """Yield the tables of f32 products and of products with packed weights."""
     with counting("products", "product") as count:
         timed_products = time_beside_torch(SHORT_SHAPES if is_short else SHAPES, rounds, count)
     yield products_table(timed_products)

@@ -29,7 +29,7 @@ class TrainingProgram(BenchProgram):
     """A program that trains a preset."""
 
     num_warmup: int = WARM
-    memory: int | None = None  # to which ours keeps
+    memory: int | None = None  # limit of our private memory in bytes
 
     def peer(self, preset: str) -> PeerProcess:
         if self.name == OURS:
@@ -40,7 +40,7 @@ class TrainingProgram(BenchProgram):
 
 
 def precision_pairs() -> Iterator[tuple[str, str]]:
-    """Our precisions beside PyTorch's: bf16 and bf16x3 where the CPU multiplies them."""
+    """Yield our precisions, each with PyTorch's beside it: bf16 and bf16x3 where the CPU multiplies them."""
     yield F32, F32
     if has_torch():
         if supports_precision("bf16x3"):
@@ -51,7 +51,7 @@ def precision_pairs() -> Iterator[tuple[str, str]]:
 def tables(
     presets: Sequence[str], rounds: int, counting: ProgressCounter, memory: int | None = None
 ) -> Iterator[BenchTable]:
-    """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory.
+    """Yield a table per preset; ours runs anew beside each precision, so that at most three programs are in memory.
 
     memory  limit of the private memory of ours in bytes
     """
@@ -84,7 +84,7 @@ def tokens_of(preset: str) -> int:
 
 
 def run(programs: list[TrainingProgram], preset: str, rounds: int, count: Counted) -> list[str]:
-    """Steps in turn; a peer that fails is dropped from `programs`. Returns what is said of those."""
+    """Run steps of all programs in turn; drops failed peers from `programs` and returns messages about them."""
     messages = list[str]()
     with ExitStack() as stack:
         peers = dict[str, PeerProcess]()
@@ -116,7 +116,7 @@ def rows_of(programs: Sequence[BenchProgram], tokens: int) -> Iterator[list[Cell
 
 
 def verdict(programs: Sequence[BenchProgram]) -> str:
-    """Against the better of eager and compiled."""
+    """Compare ours with the better of PyTorch's eager and compiled, in one sentence."""
     ours, *peers = programs
     best = min(peers, key=lambda program: statistics.median(program.seconds))
     return (

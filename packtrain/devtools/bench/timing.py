@@ -1,4 +1,4 @@
-"""How things are timed here: with a clock that a test may replace, and with a look at who else used the processor."""
+"""Times calls with a clock that a test may replace, and the seconds for which threads waited for the processor."""
 
 import statistics
 import time
@@ -13,18 +13,18 @@ Clock = Callable[[], float]
 CLOCK: Clock = time.perf_counter
 BURST_SECONDS = 0.02  # seconds for which a short call is repeated in one turn
 MAX_BURST_CALLS = 200  # calls of a burst
-PAUSE = 0.02  # seconds before a turn, in which the other side's threads stop waiting actively
+PAUSE = 0.02  # seconds before a turn, in which the other side's threads stop spinning
 
 
 def time_call(task: Callable[[], object], clock: Clock = CLOCK) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start_time = clock()
     task()
     return clock() - start_time
 
 
 def burst_seconds(task: Callable[[], object], clock: Clock = CLOCK) -> float:
-    """Median seconds of a call that is repeated for BURST seconds, at least once; the first does not count."""
+    """Return the median seconds of a call repeated for BURST_SECONDS, at least once, after one uncounted call."""
     time.sleep(PAUSE)
     task()
     times = [time_call(task, clock)]
@@ -34,16 +34,16 @@ def burst_seconds(task: Callable[[], object], clock: Clock = CLOCK) -> float:
 
 
 def paired(ours: Sequence[float], peer_seconds: Sequence[float]) -> float:
-    """How many times as fast we are: the median of what they took over what we took, round by round."""
+    """Return how many times as fast ours is: the median over rounds of the peer's seconds over ours."""
     return statistics.median(b / a for a, b in zip(ours, peer_seconds, strict=True))
 
 
 @dataclass
 class ProcessorWait:
-    """`with Quiet() as quiet:` whether other programs left the processor to this process.
+    """`with ProcessorWait() as wait:` measures how long other programs kept this process from the processor.
 
     wall_seconds  seconds of the block
-    waited        seconds for which its threads waited for the processor
+    waited        seconds for which this process's threads waited for the processor
     """
 
     wall_seconds: float = 0.0
@@ -67,7 +67,7 @@ class ProcessorWait:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step of a peer: seconds, private bytes at its peak if it was watched, and what `Quiet` counts."""
+    """A step of a peer: seconds, peak private bytes if memory was watched, and the figures of `ProcessorWait`."""
 
     seconds: float
     nbytes: int
@@ -78,7 +78,7 @@ class TimedStep:
 
 @dataclass(slots=True, kw_only=True)
 class BenchProgram:
-    """A program's steps, whose first `num_warmup` do not count; the last of those is watched for memory."""
+    """A program and its timed steps; the first `num_warmup` do not count, the last of these is watched for memory."""
 
     name: str
     precision: str = "f32"
@@ -95,14 +95,14 @@ class BenchProgram:
 
     @property
     def waited_share(self) -> float:
-        """The share of the time in which its threads waited for the processor."""
+        """Return the share of the time in which the program's threads waited for the processor."""
         return sum(step.waited for step in self.steps) / sum(
             step.wall_seconds for step in self.steps
         )
 
 
 def timed_steps(step: Callable[[], float]) -> Callable[..., TimedStep]:
-    """Steps that are timed; those `is_watched` for private memory are a little slower, and should not count."""
+    """Wrap a step in a function that times it; `is_watched` samples private memory, which makes it a little slower."""
 
     def run_step(is_watched: bool = False) -> TimedStep:
         time.sleep(PAUSE)

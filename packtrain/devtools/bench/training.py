@@ -1,4 +1,4 @@
-"""Our own side of a step: training a preset from scratch, or LoRA on the model of a file, with random tokens."""
+"""Builds our side of a comparison: steps that train a preset, or LoRA on a model file, with random tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ from packtrain.training.train_settings import TrainSettings
 from packtrain.training.training_engine import Batch, TrainingEngine
 from packtrain.training.training_job import shape_of
 
-ROWS = {"1m": 4, "15m": 4, "110m": 1}  # windows of a preset's whole context
-FILE_CONTEXT = 512  # tokens of the only row on the model of a file
+ROWS = {"1m": 4, "15m": 4, "110m": 1}  # rows of a batch, each of the preset's whole context
+FILE_CONTEXT = 512  # tokens of the row that trains a model file
 LR, MAX_NORM = 1e-3, 1.0
 
 
 @dataclass
 class TrainingBench:
-    """An engine with the micro-batches that it is fed, the same in each step."""
+    """An engine with the micro-batches that every step trains on."""
 
     name: str
     engine: TrainingEngine
@@ -41,7 +41,7 @@ class TrainingBench:
     step_number: int = 0
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Run one training step and return its loss."""
         self.step_number += 1
         return self.engine.step(self.batches, self.step_number, LR).loss
 
@@ -55,7 +55,7 @@ class TrainingBench:
 
 
 def batch_of(config: Config, num_rows: int, time: int) -> dict[str, np.ndarray]:
-    """Random tokens, each of which counts."""
+    """Return a batch of random tokens whose weights are all 1."""
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (num_rows, time + 1), np.int32)
     pos = np.tile(np.arange(time, dtype=np.int32), (num_rows, 1))
     return {
@@ -70,7 +70,7 @@ def batch_of(config: Config, num_rows: int, time: int) -> dict[str, np.ndarray]:
 def of_preset(
     name: str, precision: str = "f32", device: str = "cpu", memory: int | None = None
 ) -> TrainingBench:
-    """A step of `packtrain train --preset`, planned for `memory` bytes of this process. Raises InputError."""
+    """Prepare a step of `packtrain train --preset` in `memory` bytes of this process. Raises InputError."""
     config = replace(PRESETS[name], precision=precision)
     num_rows, context_length = ROWS[name], config.context_length
     update = AdamW(lr=LR)
@@ -93,7 +93,7 @@ def of_base(
     memory: int | None = None,
     device: str = "cpu",
 ) -> TrainingBench:
-    """A step of `packtrain finetune` with its own adapters; this process keeps to `memory` bytes. Raises InputError."""
+    """Prepare a step of `packtrain finetune` with its default adapters in `memory` bytes. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
@@ -115,11 +115,11 @@ def of_base(
 
 
 def _ignore_message(_: str) -> None:
-    """Says nothing of what is measured."""
+    """Drop the messages of a measurement."""
 
 
 def fit_memory(memory: int, shape: StepShape, request: PlanRequest) -> StepShape:
-    """The fastest step of so many bytes. Raises InputError."""
+    """Return the fastest step shape that fits `memory` bytes. Raises InputError if none fits."""
     best_plan = find_fastest_shape(shape, request.with_limit(memory))
     if not best_plan.is_within_limits:
         raise InputError(f"a step does not fit {memory >> 20} MiB")
@@ -127,7 +127,7 @@ def fit_memory(memory: int, shape: StepShape, request: PlanRequest) -> StepShape
 
 
 def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
-    """Micro-batches of so many rows."""
+    """Split a batch into micro-batches of `num_rows` rows."""
     row_starts = range(0, len(batch["tokens"]), num_rows)
     return [{name: array[at : at + num_rows] for name, array in batch.items()} for at in row_starts]
 
@@ -135,7 +135,7 @@ def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
 def peer(
     threads: int, preset: str, precision: str, memory: int | None = None
 ) -> Callable[[], TimedStep]:
-    """Our side of a comparison, in a process of its own."""
+    """Return a function that times one step of a preset; runs in a PeerProcess."""
     kernels.set_threads(threads)
     kernels.load_all((*kernels.TRAINING_KERNELS, "update"))
     return timed_steps(of_preset(preset, precision, memory=memory).step)

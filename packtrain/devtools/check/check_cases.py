@@ -32,20 +32,20 @@ from packtrain.kernels.quantized_arrays import dequantize
 
 CheckSample = Call | FunctionSample
 
-# by how much inputs are scaled, beside 1: so small that an eps counts, so large that exp overflows
+# factors of inputs beside 1: so small that an eps counts, or so large that exp overflows
 SMALL_SCALE = 1e-3
 LARGE_SCALES = {
     "soft_max": 40, "cross_entropy": 100, "cross_entropy_back": 100, "linear_cross_entropy": 8, "attention": 8,
 }  # fmt: skip
-LARGE_SIZE = 10_000  # elements from which a gradient is checked once
-STRAIGHT_THROUGH = {"matmul_stored"}  # whose gradient is that of a function without the rounding
+LARGE_SIZE = 10_000  # elements of a result from which only one weighting is checked
+STRAIGHT_THROUGH = {"matmul_stored"}  # ops with the gradient of the function without rounding
 FLOAT64 = "float64"  # the specification itself, in place of a backend
 VALUE, SLOPE, PEER = "value", "gradient", "PyTorch"
-NO_KERNEL = "no kernel"  # the case of a backend on which place would run NumPy's
+NO_KERNEL = "no kernel"  # case of a backend without a kernel, where `place` would run NumPy's
 
 
 class CheckResult(NamedTuple):
-    """One check: what was compared, how far apart it was, and how far it may be."""
+    """One check: what was compared, the error found, and the error allowed (`limit`)."""
 
     op: str
     dtype: str
@@ -69,17 +69,17 @@ class CheckResult(NamedTuple):
 
 
 def checkable_names() -> list[str]:
-    """Everything that can be checked: ops, and functions composed of them."""
+    """Return the names of all ops, and of the functions composed of ops."""
     return sorted({*OPS, *FUNCTIONS})
 
 
 def has_gradient(name: str) -> bool:
-    """Whether it has a gradient that is the slope of its value."""
+    """Whether an op or function has a gradient that is the slope of its value."""
     return name in FUNCTIONS or (OPS[name].vjp_rule is not None and name not in STRAIGHT_THROUGH)
 
 
 def check_op(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
-    """Every check of an op or function: see `checked_values`, `checked_slopes` and `checked_peers`."""
+    """Run every check of an op or function: `check_values`, `check_slopes` and `check_peers`."""
     capable_backends = [backend for backend in backends if has_kernel(name, backend)]
     for backend in (candidate for candidate in backends if candidate not in capable_backends):
         yield CheckResult(name, "f32", backend.name, VALUE, NO_KERNEL, math.inf, 0.0)
@@ -91,7 +91,7 @@ def check_op(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[
 
 
 def has_kernel(name: str, backend: Backend) -> bool:
-    """Whether the backend computes an op by itself; functions and views need no kernel of their own."""
+    """Whether a backend has a kernel of its own for an op; functions and views need none."""
     if name in FUNCTIONS or not OPS[name].kernels:
         return True
     return all(backend.kernel(OPS[name], sample.inputs) for sample in samples_of_op(name))
@@ -102,7 +102,7 @@ def samples_for(name: str) -> Sequence[CheckSample]:
 
 
 def kind(sample: CheckSample) -> str:
-    """The type of the input that is not f32, if there is one."""
+    """Return the element type of the first input that is not f32, else f32."""
     reads = (t.dtype for t in sample.inputs if t is not None)
     return next((str(t) for t in reads if t in READABLE and t != f32), "f32")
 
@@ -111,7 +111,7 @@ def kind(sample: CheckSample) -> str:
 
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
-    """What each backend gives, through place, plan and run, beside the specification in float64."""
+    """Compare each backend's results, through place, plan and run, with the specification in float64."""
     for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
         for k, sample in enumerate(samples_for(name)):
             graph = graph_of(sample.results)
@@ -134,7 +134,7 @@ def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Itera
 def _unpack_variant(
     variant: TypedSample, seed: int
 ) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A graph with an operand in another type, values for it, and the same with that operand unpacked."""
+    """Return the graph of a typed sample, values of its leaves, and these values with the packed operand unpacked."""
     graph = graph_of(variant.call.results)
     leaf_values = random_values(graph, seed)
     packed_array = leaf_values[variant.packed_name]
@@ -154,6 +154,7 @@ def _compared(
     leaf_values: Values,
     expected: Values,
 ) -> CheckResult:
+    """Run a graph on a backend and compare the results with `expected`."""
     actual = run_graph(graph, leaf_values, (backend,))
     pairs = [(max_difference(actual[n], expected[n]), error_limit(actual[n])) for n in actual]
     error, allowed = max(pairs, key=lambda pair: pair[0] - pair[1])
@@ -164,7 +165,7 @@ def _compared(
 
 
 def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
-    """Samples with something to differentiate, and float64 values for them."""
+    """Return the differentiable samples of an op or function, with float64 values of their leaves."""
     if name in OPS:
         return list(input_samples.differentiable_samples(name))
     sample_graphs = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
@@ -175,7 +176,7 @@ def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
 
 
 def check_slopes(name: str) -> Iterator[CheckResult]:
-    """Every gradient against central differences of fourth order in a random direction, in float64."""
+    """Compare every gradient with central differences of fourth order in a random direction, in float64."""
     allowed = TOLERANCE["finite difference"]
     for k, (sample, leaf_values) in enumerate(samples_with_values(name)):
         y = sample.results[0]
@@ -204,19 +205,19 @@ def check_slopes(name: str) -> Iterator[CheckResult]:
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------
 
-PEER_MODULE = "benchmarks.torch_ops"  # of the repository; they are not installed
+PEER_MODULE = "benchmarks.torch_ops"  # a module of the repository, which is not installed
 has_torch = cache(partial(kernels.has_torch, PEER_MODULE))
 
 
 @cache
 def load_peers() -> dict[str, Any]:
-    """Functions of PyTorch by the names of ops; loads PyTorch."""
+    """Import PyTorch and return its functions by the names of our ops."""
     peer_functions: dict[str, Any] = importlib.import_module(PEER_MODULE).PEERS
     return peer_functions
 
 
 def check_peers(name: str) -> Iterator[CheckResult]:
-    """Value and, by autograd, every gradient beside PyTorch's, in float64; nothing for what it has not."""
+    """Compare the value and every gradient with PyTorch's, in float64; yields nothing if PyTorch has no peer."""
     peer = load_peers().get(name)
     if peer is None:
         return
@@ -238,12 +239,12 @@ def check_peers(name: str) -> Iterator[CheckResult]:
 
 @np.vectorize
 def _as_written(x: float) -> float:
-    """0.9 for the f32 next to 0.9."""
+    """Return the short decimal that an f32 stands for: 0.9 for the f32 next to 0.9."""
     return float(f"{x:.6g}")
 
 
 def _peer_tensors(sample: CheckSample, leaf_values: Values) -> list[Any]:
-    """PyTorch's for the inputs; f32 ones are float64 and want a gradient, packed ones are unpacked."""
+    """Return PyTorch tensors of a sample's inputs: f32 as float64 that requires a gradient, packed ones unpacked."""
     torch: Any = kernels.torch()
     graph = Graph({str(i): t for i, t in enumerate(sample.inputs) if t is not None})
     peer_inputs = {}

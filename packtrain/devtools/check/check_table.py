@@ -1,4 +1,4 @@
-"""Figures of checks by op, type and backend: as text, as JSON, and with what the registry says as Markdown."""
+"""Tables of check results by op, type and backend: as text, as JSON, and as Markdown with facts of the registry."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ composed of ops, and its gradient follows from theirs. Shapes broadcast as in Nu
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Checks of one op in one type on one backend: how many, and the worst error of each kind."""
+    """Checks of one op in one type on one backend: number of cases, and the worst error by kind of check."""
 
     op: str
     dtype: str
@@ -47,7 +47,7 @@ class CheckRow:
 
 
 def group_rows(results: Iterable[CheckResult]) -> list[CheckRow]:
-    """By op, type and backend, in the order in which they were found."""
+    """Group results by op, type and backend, in the order of the results."""
     groups: dict[tuple[str, str, str], list[CheckResult]] = {}
     for result in results:
         groups.setdefault((result.op, result.dtype, result.backend), []).append(result)
@@ -66,7 +66,7 @@ def _worst_error(results: Iterable[CheckResult], check: str) -> float | None:
 
 
 def table_lines(results: Sequence[CheckResult], seconds: float) -> Iterator[str]:
-    """The table as text, and below it how much was checked."""
+    """Yield the lines of the table as text, and below it how much was checked."""
     yield f"{'op':20} {'type':8} {'on':8} {'cases':>5}" + "".join(f"{c:>10}" for c in CHECKS)
     for row in group_rows(results):
         errors = (f"{row.worst[c]:.1e}" if c in row.worst else "" for c in CHECKS)
@@ -85,7 +85,7 @@ def table_lines(results: Sequence[CheckResult], seconds: float) -> Iterator[str]
 
 
 def to_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
-    """What --json writes."""
+    """Return the plain data that --json writes."""
     return {
         "cases": len(results),
         "seconds": round(seconds, 1),
@@ -99,7 +99,7 @@ def to_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
 
 
 def ops_page(results: Sequence[CheckResult]) -> str:
-    """docs/ops.md."""
+    """Return the text of docs/ops.md, one row per op."""
     by_op: dict[str, list[CheckResult]] = {}
     for result in results:
         by_op.setdefault(result.op, []).append(result)
@@ -110,7 +110,7 @@ def ops_page(results: Sequence[CheckResult]) -> str:
 
 
 def op_columns(name: str) -> list[str]:
-    """What the registry says of an op, by columns of the page."""
+    """Return the columns of docs/ops.md that the registry knows for an op."""
     text = (OPS[name].__doc__ if name in OPS else FUNCTIONS[name].function.__doc__) or ""
     summary = CITATION.sub("", text.partition("\n")[0]).strip().rstrip("., ;") + "."
     kernels = ", ".join(sorted(OPS[name].kernels)) if name in OPS else "of its ops"
@@ -125,7 +125,7 @@ def op_columns(name: str) -> list[str]:
 
 
 def _packed_types(name: str) -> Iterator[str]:
-    """What other types an input takes."""
+    """Yield each input's element types other than f32: `w: q8_0, q4_K`."""
     types_by_leaf: dict[str, list[str]] = {}
     for variant in typed_samples(name) if name in OPS else ():
         types_by_leaf.setdefault(variant.packed_name, []).append(str(variant.dtype))
@@ -145,5 +145,5 @@ def _errors(results: Sequence[CheckResult]) -> list[str]:
 
 
 def _power(error: float) -> str:
-    """The next power of ten."""
+    """Return the next power of ten above an error: 3e-7 is 1e-6."""
     return "0" if error == 0 else f"1e{int(f'{error:.0e}'.partition('e')[2]) + 1}"

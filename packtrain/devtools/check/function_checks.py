@@ -1,4 +1,4 @@
-"""Samples of functions that are composed of ops, whose gradients follow: shapes of their inputs, and attributes."""
+"""Samples of functions composed of ops, whose gradients follow from those of ops: shapes of inputs, and attributes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from packtrain.engine.tensor import Tensor, input
 
 
 class FunctionSample(NamedTuple):
-    """What a call of an op has: its results, inputs and attributes."""
+    """A call of a composed function, with the results, inputs and attributes that an op's Call has."""
 
     results: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
@@ -63,7 +63,7 @@ FUNCTIONS = {
 
 
 def samples_of(name: str) -> list[FunctionSample]:
-    """The samples of a composed function."""
+    """Build the samples of a composed function."""
     function, samples = FUNCTIONS[name], []
     for shapes, attrs in function.sample_inputs:
         leaves = tuple(input(f"x{i}", shape) for i, shape in enumerate(shapes))

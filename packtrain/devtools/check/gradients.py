@@ -1,4 +1,4 @@
-"""Gradients of a sample, and the slope that they must be."""
+"""Gradients of a sample, and the slopes that they must equal."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,6 +16,7 @@ Weighting = Callable[[Tensor], Tensor]
 
 
 def dense(y: Tensor) -> Tensor:
+    """Multiply y by random weights."""
     return ops.mul(y, constant("random", np.random.default_rng(7).standard_normal(y.shape)))
 
 
@@ -28,18 +29,18 @@ def as_it_is(y: Tensor) -> Tensor:
 
 
 def softened(y: Tensor) -> Tensor:
-    """Of values that may be infinite."""
+    """Multiply soft_max(y) by random weights, for results that may be infinite."""
     return dense(ops.soft_max(y))
 
 
-# what is summed to a loss: the gradient that reaches y is then a dense, a permuted or a repeated array
+# the loss is the sum of the result, whose gradient is then a dense, a permuted or a repeated array
 WEIGHTINGS = (dense, reversed_axes, as_it_is)
 
 
 def gradients(
     y: Tensor, weighted: Weighting, wrt: Sequence[Tensor] | None = None
 ) -> tuple[Graph, list[Tensor]]:
-    """A graph of `loss`, the sum of y weighted, and `d/<label>` for every f32 leaf or for `wrt`."""
+    """Return a graph of `loss`, the sum of weighted(y), and `d/<label>` of `wrt` (default: f32 leaves); and `wrt`."""
     if wrt is None:
         wrt = [leaf for leaf in input_leaves(Graph([y])) if leaf.dtype == f32]
     loss = ops.sum(weighted(y))
@@ -48,7 +49,7 @@ def gradients(
 
 
 def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
-    """How far the gradients are from central differences in a random direction, in float64."""
+    """Return how far the gradients are from central differences in a random direction, in float64."""
     graph, leaves = gradients(y, weighted)
     grads = interpret(graph, leaf_values)
     rng = np.random.default_rng(11)
@@ -60,13 +61,13 @@ def slope_error(y: Tensor, weighted: Weighting, leaf_values: Values) -> float:
 
 
 def slope_deviation(measured: float, terms: Values) -> float:
-    """The sum of all terms less the slope, of the terms' root of the sum of squares."""
+    """Return |sum of all terms - measured slope| / (root of the terms' sum of squares)."""
     flat_terms = np.concatenate([term.ravel() for term in terms.values()])
     return abs(float(flat_terms.sum()) - measured) / (float(np.sqrt((flat_terms**2).sum())) + 1e-3)
 
 
 def slope(graph: Graph, leaf_values: Values, directions: Values) -> float:
-    """How fast the graph's `loss` changes along `directions`: central differences of fourth order."""
+    """Return how fast the graph's `loss` changes along `directions`: central differences of fourth order."""
 
     def loss(step: float) -> float:
         moved_values = {

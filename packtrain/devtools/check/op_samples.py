@@ -7,17 +7,17 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, bf16, f16, f32
-from packtrain.engine import optim as optim  # its ops are checked as all others
+from packtrain.engine import optim as optim  # registers its ops, which are checked, too
 from packtrain.engine.graph import Graph
 from packtrain.engine.tensor import OPS, Call, GraphError, Tensor, input, state, weight
 from packtrain.kernels.quantized_arrays import dequantize, quantize
 
 Values = Mapping[str, np.ndarray]
-NUM_RANDOM_BLOCKS = 4096  # random blocks of which those with ordinary values are taken
+NUM_RANDOM_BLOCKS = 4096  # number of random blocks, of which those with ordinary values serve
 
 
 def samples_of_op(name: str) -> list[Call]:
-    """The different calls that an op's room gives as samples."""
+    """Return the distinct sample calls that an op's module declares."""
     rule = OPS[name].sample_rule
     results = list(rule()) if rule else []
     calls = (t.call for t in results if t.call is not None and t.call.op.name == name)
@@ -25,7 +25,7 @@ def samples_of_op(name: str) -> list[Call]:
 
 
 def leaf_value(leaf: Tensor, seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    """A value that depends on the leaf's name, shape and kind; a state is not negative, as moments are not."""
+    """Return random values that depend on a leaf's name, shape and kind; a state is not negative, as moments are."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{leaf.name} {leaf.shape}".encode())])
     normal = (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
     normal = np.abs(normal) if leaf.kind == "state" else normal
@@ -33,7 +33,7 @@ def leaf_value(leaf: Tensor, seed: int = 0, scale: float = 1.0) -> np.ndarray:
 
 
 def store_values(values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """The values in that type; random blocks where it cannot be written."""
+    """Convert values to an element type; types that cannot be written get random blocks."""
     if dtype == f16:
         return values.astype(np.float16)
     if dtype in WRITABLE:
@@ -61,7 +61,7 @@ def graph_of(results: Sequence[Tensor]) -> Graph:
 
 
 def rewrite_call(call: Call, new_leaf: Callable[[Tensor], Tensor]) -> Call:
-    """The call and what it needs, written again over other leaves."""
+    """Copy a call and its inputs, with new_leaf(leaf) in place of each leaf."""
     rewritten_tensors: dict[Tensor, Tensor] = {}
 
     def rewrite_tensor(t: Tensor) -> Tensor:
@@ -80,20 +80,20 @@ def rewrite_call(call: Call, new_leaf: Callable[[Tensor], Tensor]) -> Call:
 
 
 def free_constant(leaf: Tensor) -> Tensor:
-    """An input in place of a finite f32 constant, so that it can be varied too."""
+    """Return an input in place of a finite f32 constant, so that checks can vary it; other leaves as they are."""
     if leaf.kind != "constant" or leaf.dtype != f32 or not np.isfinite(leaf.value).all():  # type: ignore[arg-type]
         return leaf
     return input(leaf.label, leaf.shape)
 
 
 def constant_values(call: Call) -> dict[str, np.ndarray]:
-    """What the constants that `free` turns into inputs held."""
+    """Return the values of the constants that `free_constant` turns into inputs."""
     leaves = Graph(call.results[:1]).leaves
     return {t.label: t.value for t in leaves if t.value is not None and free_constant(t) is not t}
 
 
 def differentiable_samples(name: str) -> list[tuple[Call, Values]]:
-    """Samples over inputs only that read some f32, and float64 values for them; none whose result is rounded."""
+    """Return samples whose inputs are all f32 and whose result is not rounded, with float64 values."""
     samples_with_values: list[tuple[Call, Values]] = []
     for original in samples_of_op(name):
         call = rewrite_call(original, free_constant)
@@ -108,7 +108,7 @@ def differentiable_samples(name: str) -> list[tuple[Call, Values]]:
 
 
 class TypedSample(NamedTuple):
-    """A sample with the leaf `packed_name` in another type, and the same in f32."""
+    """A sample whose leaf `packed_name` has another element type than f32, and the same call in f32."""
 
     dtype: Dtype
     packed_name: str
@@ -117,7 +117,7 @@ class TypedSample(NamedTuple):
 
 
 def typed_samples(name: str) -> Iterator[TypedSample]:
-    """One sample for each input and each other type that the op takes there."""
+    """Yield one sample for each input and each element type other than f32 that the op takes for this input."""
     seen_types = set()
     for original in samples_of_op(name):
         call = rewrite_call(original, free_constant)

@@ -1,4 +1,4 @@
-"""Running a graph on a backend, and how far apart two results are."""
+"""Runs a graph on a backend, and measures how far apart two results are."""
 
 import numpy as np
 
@@ -11,19 +11,19 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.placement import place
 from packtrain.kernels.quantized_arrays import dequantize
 
-# of the largest value, or of 1 where all are smaller
+# relative to the largest value, or to 1 where all values are smaller
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
 
 
 def run_graph(
     graph: Graph, leaf_values: Values, backends: tuple[Backend, ...] = (cpu,)
 ) -> dict[str, np.ndarray]:
-    """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
+    """Run a graph in a fresh session; returns outputs and new values of updated leaves, as `interpret` does."""
     return execute(Session().executor(place(graph, Target(backends))), leaf_values)
 
 
 def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
-    """Set the leaves, run once, and give outputs and new values of updated leaves."""
+    """Set the leaves, run once, and return outputs and new values of updated leaves."""
     session, graph = executor.session, executor.placed.graph
     leaf_kinds = {leaf.label: leaf.kind for leaf in graph.leaves}
     session.set({n: v for n, v in leaf_values.items() if leaf_kinds.get(n) in ("weight", "state")})
@@ -32,16 +32,16 @@ def execute(executor: Executor, leaf_values: Values) -> dict[str, np.ndarray]:
 
 
 def error_limit(actual: np.ndarray) -> float:
-    """How far `apart` results of this type may be."""
+    """Return the largest `max_difference` allowed for results of this element type."""
     name = "rounded otherwise" if actual.dtype == bf16.numpy else actual.dtype.name
     return TOLERANCE.get(name, 0.0)
 
 
 def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, of the largest value or of 1 where all are smaller.
+    """Return the largest difference, relative to the largest value or to 1 where all values are smaller.
 
-    Infinite if infinities and NaNs are elsewhere, or the shapes differ. Of bf16, which are rounded at random, the share
-    that is rounded otherwise.
+    Infinite if infinities and NaNs are in different places, or the shapes differ. For bf16, which is rounded at random:
+    the share of values that are rounded differently.
     """
     if actual.shape != expected.shape:
         return np.inf

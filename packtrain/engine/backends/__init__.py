@@ -1,4 +1,4 @@
-"""Where values live and what runs on them: `numpy` is the specification, `cpu` the product."""
+"""Backends by device name: `numpy` runs the specification, `cpu` the compiled kernels."""
 
 from importlib import import_module
 
@@ -31,14 +31,14 @@ __all__ = [
 ]  # fmt: skip
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
-# each with its module here, loaded when the name is asked for, in whose BACKENDS it is
+# device -> module of this package that is loaded on first use and holds the backend in its BACKENDS
 DEVICES = {"cpu": "host", "numpy": "host"}
 DEVICES |= dict.fromkeys(("torch:cpu", "cuda", "mps"), "torch_backend")
 
 
 @name_keywords
 def backend(device: str) -> Backend:
-    """The backend of a name of DEVICES, or of NAME:N, its Nth memory. Raises InputError."""
+    """Return the backend of a device: a name of DEVICES, or NAME:N for its Nth memory. Raises InputError."""
     name, _, device_index = device.rpartition(":")
     device_kind = name if name in DEVICES and device_index.isdecimal() else device
     if device_kind not in DEVICES:
@@ -52,5 +52,5 @@ def backend(device: str) -> Backend:
 
 
 def target(device: str) -> Target:
-    """All on one backend."""
+    """Return a Target that places everything on one device."""
     return Target.for_backend(backend(device))

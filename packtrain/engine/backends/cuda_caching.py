@@ -1,28 +1,27 @@
-"""What PyTorch's caching allocator takes of a GPU for what kernels make while they run: its rules, on numbers.
+"""A model of PyTorch's caching allocator: how many bytes of a GPU it reserves for the temporaries of kernels.
 
-What is free in a segment is split and joined again; segments are kept. The sizes are those of PyTorch 2.13
-(c10/core/AllocatorConfig.h). Never compared with a GPU: a run says what was taken there, see `Backend.taken`.
+Free parts of a segment are split and joined; segments are never given back. The sizes are those of PyTorch 2.13
+(c10/core/AllocatorConfig.h). Never compared with a GPU: a run reports real use, see `Backend.peak_reserved_nbytes`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-BLOCK_NBYTES = 512  # sizes are multiples of it
-MAX_SMALL_NBYTES, SMALL_SEGMENT_NBYTES = (
-    1 << 20,
-    2 << 20,
-)  # sizes up to the first come from segments of the second
-MAX_LARGE_NBYTES, LARGE_SEGMENT_NBYTES = 10 << 20, 20 << 20  # larger ones below the first, likewise
-SEGMENT_MULTIPLE = 2 << 20  # others have segments of their own, which are multiples of it
-WORKSPACES = (2 * 4096 + 8 * 16 << 10,) * 2  # of cuBLAS and of cuBLASLt, as CONFIG asks for them
+BLOCK_NBYTES = 512  # allocations are multiples of it
+# allocations up to MAX_SMALL come from small segments, others below MAX_LARGE from large ones; each larger allocation
+# has a segment of its own, a multiple of SEGMENT_MULTIPLE
+MAX_SMALL_NBYTES, SMALL_SEGMENT_NBYTES = 1 << 20, 2 << 20
+MAX_LARGE_NBYTES, LARGE_SEGMENT_NBYTES = 10 << 20, 20 << 20
+SEGMENT_MULTIPLE = 2 << 20
+WORKSPACES = (2 * 4096 + 8 * 16 << 10,) * 2  # of cuBLAS and cuBLASLt, as CUBLAS_ENVIRONMENT asks
 CUBLAS_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "8320"}
 
-Trace = tuple[int, ...]  # in order: bytes of what is made, and -1 - i where the i-th is dropped
+Trace = tuple[int, ...]  # in order: bytes of an allocation, or -1 - i where the i-th is freed
 
 
 @dataclass(eq=False, slots=True)
 class SegmentBlock:
-    """Bytes of a segment, which is the list of its blocks in order."""
+    """A block of bytes in `segment`, the list of that segment's blocks in order."""
 
     nbytes: int
     segment: list["SegmentBlock"]
@@ -30,14 +29,14 @@ class SegmentBlock:
 
 
 class CachingAllocator:
-    """An allocator; `reserved` are the bytes of all its segments."""
+    """A simulated allocator; `reserved` counts the bytes of all its segments."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self.segments: dict[bool, list[list[SegmentBlock]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> SegmentBlock:
-        """The smallest free block that is large enough, split, or one of a new segment."""
+        """Return the smallest free block that is large enough, split, or a block of a new segment."""
         size = round_up(nbytes, BLOCK_NBYTES)
         small = size <= MAX_SMALL_NBYTES
         fit = [b for part in self.segments[small] for b in part if b.is_free and b.nbytes >= size]
@@ -51,7 +50,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: SegmentBlock) -> None:
-        """Free it, and join it with its neighbours."""
+        """Free the block and join it with free neighbours."""
         block.is_free, block_index = True, block.segment.index(block)
         for left_index in (block_index, block_index - 1):
             neighbours = block.segment[left_index : left_index + 2] if left_index >= 0 else []
@@ -60,7 +59,7 @@ class CachingAllocator:
                 del block.segment[left_index + 1]
 
     def replay(self, trace: Trace) -> None:
-        """Take and drop, and drop at the end what is still there."""
+        """Allocate and free as the trace says, then free all remaining blocks."""
         blocks, num_allocated = dict[int, SegmentBlock](), 0
         for event in trace:
             if event < 0:
@@ -84,14 +83,14 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def segment_nbytes(size: int) -> int:
-    """Of the segment that is made for such a size."""
+    """Bytes of the new segment for an allocation of `size` bytes."""
     if size < MAX_LARGE_NBYTES:
         return SMALL_SEGMENT_NBYTES if size <= MAX_SMALL_NBYTES else LARGE_SEGMENT_NBYTES
     return round_up(size, SEGMENT_MULTIPLE)
 
 
 def buffers_nbytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments of buffers that stay."""
+    """Bytes of the segments that hold buffers of these sizes, none of which is freed."""
     allocator = CachingAllocator()
     for nbytes in filter(None, sizes):
         allocator.allocate(nbytes)
@@ -99,13 +98,13 @@ def buffers_nbytes(sizes: Iterable[int]) -> int:
 
 
 def largest_room_nbytes(traces: Iterable[Trace]) -> int:
-    """The segment that is made first, so that a larger tensor does not need one beside those of smaller ones: all
-    large tensors that are there at once find room in it, if nothing is lost between them."""
+    """Bytes of a segment for all large tensors that are alive at once. Reserved first, it spares segments that a larger
+    tensor would need beside those of smaller ones."""
     return max(map(_peak_large_nbytes, traces), default=0)
 
 
 def pool_nbytes(traces: tuple[Trace, ...]) -> int:
-    """What calls take that do this one after the other, again and again, with the workspaces of products."""
+    """Bytes reserved for calls with these traces, repeated in turn, and for the workspaces of products."""
     allocator, previous_reserved = CachingAllocator(), -1
     for nbytes in WORKSPACES:
         allocator.allocate(nbytes)
@@ -118,7 +117,7 @@ def pool_nbytes(traces: tuple[Trace, ...]) -> int:
 
 
 def _peak_large_nbytes(trace: Trace) -> int:
-    """The most bytes of large tensors at once."""
+    """Most bytes of large tensors that are alive at once in a trace."""
     allocation_nbytes, current_nbytes, peak_nbytes = list[int](), 0, 0
     for event in trace:
         allocation_nbytes += [round_up(event, BLOCK_NBYTES)] if event >= 0 else []

@@ -1,7 +1,9 @@
-"""Stretches of calls as CUDA graphs: the host launches each of them at once, and what their kernels make is in a pool.
+"""Records stretches of calls as CUDA graphs, which the host launches at once; temporaries come from one pool.
 
-A call that looks at values, brings some from the host, or copies from another memory stays by itself. What is recorded
-reads and writes the same addresses each time. Tests use a stand-in for CUDA.
+A call that reads values on the host, brings values from it, or copies between memories runs by itself. Recorded calls
+use the same addresses each time. Tests use a stand-in for CUDA. A failed capture may leave PyTorch's allocator in any
+state. Calls that cannot be captured are therefore found on tensors without values, and a first failure ends recording
+on that device.
 """
 
 import warnings
@@ -13,43 +15,37 @@ from typing import Any
 from packtrain.engine.backends.host import later
 from packtrain.engine.ops.torch_kernels import torch
 
-MIN_GRAPH_CALLS = 4  # calls that are worth a graph
+MIN_GRAPH_CALLS = 4  # fewest calls that are worth a graph
 
 Run = Callable[[], Any]
-FAILED_DEVICES = set[
-    str
-]()  # devices on which a stretch could not be recorded; the others then stay as they are
-GRAPH_POOLS: dict[
-    str, Any
-] = {}  # with a graph that is never launched: a pool without one is dropped
-ROOM_NBYTES: dict[
-    str, int
-] = {}  # bytes of what kernels make at once, by device; of each of its two pools
+FAILED_DEVICES = set[str]()  # devices on which recording failed once and is not tried again
+GRAPH_POOLS: dict[str, Any] = {}  # with a graph that is never launched: a pool without one is freed
+ROOM_NBYTES: dict[str, int] = {}  # by device: most bytes of temporaries, for each of its two pools
 
 
 def cuda_of(device: str) -> Any:
-    """What records for the device; None: nothing does."""
+    """Return torch.cuda for a CUDA device; None where nothing can be recorded."""
     return torch.cuda if device.startswith("cuda") else None
 
 
 def make_room(device: str, nbytes: int) -> None:
-    """Let the allocator's pool have a segment for so many bytes, if it has none."""
+    """Make the allocator reserve a segment of `nbytes` on the device, unless it has one."""
     if nbytes > ROOM_NBYTES.get(device, -1):
         ROOM_NBYTES[device] = nbytes
         fill_pool(device, nbytes)
 
 
 def fill_pool(device: str, nbytes: int) -> None:
-    """What stays comes first, the workspaces of products; a segment of the size of a tensor is kept when that goes."""
+    """Allocate the workspaces of products, which stay, then free a tensor of `nbytes`; its segment stays reserved."""
     x = torch.ones(8, 8, device=device)
     torch.addmm(x[0], x, x)
     torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool]) -> list[Run]:
-    """As many calls, which do the same in the same order: of each stretch the last does all of it.
+    """Return as many calls that do the same work: the last call of a recorded stretch replays all of the stretch.
 
-    calls  have all been run before, so that nothing is made for the first time while they are recorded
+    calls       have all run before, so that recording initializes nothing
     recordable  which of them need no host
     """
     recorded_calls, start = list(calls), 0
@@ -68,7 +64,7 @@ def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool])
 
 
 def _record_graph(device: str, calls: Sequence[Run]) -> Run | None:
-    """One call for all; None, with a warning, if they cannot be recorded."""
+    """Record the calls as one graph and return its replay; return None, with a warning, if that fails."""
     cuda = cuda_of(device)
     if device in FAILED_DEVICES:
         return None

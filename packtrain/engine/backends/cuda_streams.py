@@ -1,4 +1,4 @@
-"""Copies from and to a GPU on a stream of their own, beside its kernels, and memory of the host that they reach.
+"""Copies from and to a GPU on a stream of their own, beside its kernels, and locks the host memory that they reach.
 
 Tested with a stand-in for CUDA; not yet run on a GPU by its authors.
 """
@@ -9,11 +9,11 @@ from typing import Any
 from packtrain.engine.backends.cuda_graphs import cuda_of
 
 STREAMS: dict[str, Any] = {}
-LOCKED_ADDRESSES = set[int]()  # where buffers begin that are locked
+LOCKED_ADDRESSES = set[int]()  # where locked buffers begin
 
 
 def begin_copy(device: str, to: Any, source: Any) -> None:
-    """Begin to copy a tensor to another, of which at least one is on the device, when the kernels before are done."""
+    """Begin to copy `source` to `to` once earlier kernels are done; at least one of them is on the device."""
     cuda = cuda_of(device)
     if device not in STREAMS:
         STREAMS[device] = cuda.Stream(device)
@@ -25,13 +25,13 @@ def begin_copy(device: str, to: Any, source: Any) -> None:
 
 
 def wait_for_copies(device: str) -> None:
-    """Wait until what was begun is there: for the host, which may then use either side again."""
+    """Make the host wait for all copies begun on the device; both sides may then be used again."""
     if device in STREAMS:
         STREAMS[device].synchronize()
 
 
 def lock_pages(device: str, buffer: Any) -> None:
-    """Lock the pages of an array of the host; where that cannot be, copies take a detour."""
+    """Lock the pages of a host array, so that copies need no detour; do nothing where CUDA refuses."""
     runtime, address = cuda_of(device).cudart(), buffer.ctypes.data
     if not buffer.nbytes or address in LOCKED_ADDRESSES:
         return

@@ -1,4 +1,4 @@
-"""What a backend is, and those of the host: NumPy arrays in ordinary memory."""
+"""The Backend protocol, and the backends of the host: NumPy arrays in ordinary memory."""
 
 import ctypes
 import sys
@@ -13,7 +13,7 @@ from packtrain.engine.tensor import Kernel, Op, Spec, Tensor
 HOST = "host"  # the space that is the process's own memory
 LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of malloc.h
-LARGE = 1 << 16  # bytes that malloc gets from the system on their own
+LARGE = 1 << 16  # bytes from which malloc maps an allocation by itself
 
 Inputs = tuple[Tensor | None, ...]
 Run = Callable[[], Any]
@@ -26,22 +26,22 @@ def aligned(nbytes: int, alignment: int) -> int:
 
 
 def return_freed() -> None:
-    """Let malloc return what is freed to the system at once: by default it keeps ever larger pieces."""
+    """Make malloc return freed memory to the system at once; by default it keeps ever larger pieces."""
     if hasattr(LIBC, "mallopt"):
         for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):
             LIBC.mallopt(threshold, LARGE)
 
 
 def later() -> None:
-    """Of recorded calls: the next that is not this one does its work, too."""
+    """Do nothing: in a recorded stretch, the next call other than `later` does the work of this one, too."""
 
 
 class Backend(Protocol):
     """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
 
-    Buffers and arrays are the backend's own: nothing else looks inside. Work may be under way when a call returns,
-    but `read`, `fetch`, `window` and `all_finite` wait for it, and what `write` was given may change at once. Children of
-    this process get backends pickled.
+    Only the backend looks inside its buffers and arrays. Work may be under way when a call returns, but `read`,
+    `fetch`, `window` and `all_finite` wait for it; the values passed to `write` may change at once. Child processes get
+    backends pickled.
     """
 
     @property
@@ -52,7 +52,7 @@ class Backend(Protocol):
     def alignment(self) -> int: ...
     @property
     def capacity(self) -> int | None:
-        """Bytes of its space that a run may take; None where that is for others to say."""
+        """Bytes of its space that a run may take; None if the backend sets no limit."""
 
     @property
     def on_host(self) -> bool:
@@ -60,49 +60,49 @@ class Backend(Protocol):
 
     # ---- what it can do
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
-        """What runs the op on such inputs; None if it cannot."""
+        """Return the kernel that runs the op on such inputs, or None."""
 
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
     ) -> tuple[Spec, ...]:
-        """What that kernel needs while it runs, beside inputs and results."""
+        """Return the scratch arrays that the kernel of such a call needs."""
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
-        """Bytes of its space beside arenas and leaves: what such calls take while they run, one after the other and
-        again and again, and by how much more than was asked for buffers of these sizes get."""
+        """Bytes of its space beside arenas and leaves: temporaries of such calls, repeated in turn, and what buffers of
+        these sizes take beyond their sizes."""
 
     def reserve(self, op_calls: Iterable[OpCall]) -> None:
-        """Take that now, as far as it can be taken before."""
+        """Allocate in advance what `pool` counts for these calls, as far as possible."""
 
     @property
     def peak_reserved_nbytes(self) -> int | None:
-        """The most bytes of its space that this process had so far, if the backend knows."""
+        """Most bytes of its space that this process has held so far; None if unknown."""
 
     # ---- memory
     def alloc(self, nbytes: int) -> Any:
-        """A buffer of zeros that begins at a multiple of `alignment`."""
+        """Return a buffer of zeros that begins at a multiple of `alignment`."""
 
     def share(self, values: np.ndarray) -> Any:
-        """A buffer with the bytes of a dense array, which no kernel writes: that memory itself where it can be read."""
+        """Return a buffer with the bytes of a dense array, for kernels to read: the array's memory where possible."""
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
-        """The array of `spec` at `offset` bytes."""
+        """Return the array of `spec` that begins `offset` bytes into the buffer."""
 
     def window(self, array: Any) -> np.ndarray | None:
-        """The array's own memory for the host to read and write; None where it cannot."""
+        """Return the array's own memory for the host to read and write; None where that is impossible."""
 
     def write(self, array: Any, values: np.ndarray) -> None: ...
     def read(self, array: Any) -> np.ndarray:
-        """A copy that later runs do not change."""
+        """Return a copy that later runs do not change."""
 
     def fetch(self, array: Any, destination: np.ndarray) -> None:
-        """Copy a dense array to an array of the host like it."""
+        """Copy a dense array to a host array of equal shape and element type."""
 
     def fill(self, array: Any, byte: int) -> None:
         """Set every byte of a dense array."""
 
     def all_finite(self, array: Any) -> bool:
-        """Whether every float of the array is."""
+        """Whether every float of the array is finite."""
 
     def overlap(self, a: Any, b: Any) -> bool:
         """Whether the arrays have bytes in common."""
@@ -116,25 +116,25 @@ class Backend(Protocol):
         """Whether it can copy between its space and another while its kernels run."""
 
     def begin_copy(self, to: Any, source: Any, peer: "Backend") -> None:
-        """Begin to copy a dense array to another like it: one is its own, the other of `peer`. It is read when
-        the kernels called before are done, on both sides, and neither is touched until `arrived` returns."""
+        """Begin to copy a dense array to one of equal spec: one belongs to this backend, the other to `peer`. The copy
+        waits for earlier kernels on both sides; neither array may be touched until `wait_for_copies` returns."""
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies that it began are done."""
+        """Wait until the copies that this backend began are done."""
 
     def lock_pages(self, buffer: Any) -> None:
-        """Let a buffer of the process's own memory be copied from and to without a detour, as long as it is there."""
+        """Lock the pages of a host buffer as long as it exists, so that copies need no detour."""
 
     def recorded_calls(
         self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
     ) -> Sequence[Run]:
-        """Calls that have been run once, of one plan and one after the other, as ones that do the same, perhaps with
-        less work of the host, or `later`. None: it copies from another memory. Addresses always have the same array."""
+        """Return calls that do the work of `calls`, perhaps with less work of the host; some may be `later`. The calls
+        are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep their addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """NumPy arrays in ordinary memory, and the kernels that ops declare for this name."""
+    """A backend with NumPy arrays in ordinary memory and the kernels that ops declare for its name."""
 
     name: str
     space: str = HOST
@@ -155,7 +155,7 @@ class Host:
         return 0
 
     def reserve(self, op_calls: Iterable[OpCall]) -> None:
-        """Workspaces are all that kernels need."""
+        """Do nothing: kernels need only their workspaces."""
 
     @property
     def peak_reserved_nbytes(self) -> int | None:
@@ -197,7 +197,7 @@ class Host:
         return np.shares_memory(a, b)
 
     def sync(self) -> None:
-        """Kernels of the host are done when they return."""
+        """Do nothing: kernels of the host are done when they return."""
 
     @property
     def streams(self) -> bool:
@@ -207,10 +207,10 @@ class Host:
         raise NotImplementedError(f"{self.name} copies nothing beside its kernels")
 
     def wait_for_copies(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: no copy was begun."""
 
     def lock_pages(self, buffer: Any) -> None:
-        """Its memory needs no other."""
+        """Do nothing: this backend copies from ordinary memory."""
 
     def recorded_calls(
         self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
@@ -220,7 +220,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class SeparateHost(Host):
-    """A part of ordinary memory that is counted apart, as that of a device: what is there was copied there."""
+    """Ordinary memory that counts as the memory of a device: `share` copies arrays there."""
 
     def share(self, values: np.ndarray) -> np.ndarray:
         buffer = self.alloc(values.nbytes)
@@ -229,7 +229,7 @@ class SeparateHost(Host):
 
 
 class _HostBackends(dict[str, Host]):
-    """Backends, and `cpu:1`, `cpu:2`, … with memories of their own."""
+    """Backends by name; `cpu:1`, `cpu:2`, … are made on first use, with memories of their own."""
 
     def __missing__(self, device: str) -> Host:
         return self.setdefault(device, SeparateHost(device.partition(":")[0], device))

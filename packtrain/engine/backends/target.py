@@ -1,4 +1,4 @@
-"""Where a graph runs: backends in order of preference, homes of leaves, and what each memory may hold."""
+"""Where a graph runs: backends in order of preference, homes of leaves, and limits of memories."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from packtrain.engine.tensor import GraphError, Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """The first backend is where leaves live that `homes` does not name, and with them the arena that counts.
+    """Backends in order of preference; on the first one live the leaves that `homes` does not name.
 
-    homes   name or role of a leaf, of a weight whose moments and sums go with it, or cache.N -> backend
+    homes   backend by name or role of a leaf, by name of a weight (also for its moments and sums), or by cache.N
     limits  space -> most bytes; the process's own memory is limited by `--memory` instead
     """
 
@@ -25,44 +25,44 @@ class Target:
 
     @classmethod
     def for_backend(cls, backend: Backend) -> "Target":
-        """All on one backend, within what its space can hold."""
+        """Return a Target with one backend, limited by the capacity of its space."""
         limit = backend.capacity
         return cls((backend,), limits={} if limit is None else {backend.space: limit})
 
     @property
     def every(self) -> list[Backend]:
-        """All its backends, in order."""
+        """All backends of the target, in order, each once."""
         backends = (*self.backends, *self.homes.values())
         return list({(b.name, b.space): b for b in backends}.values())
 
     @property
     def space(self) -> str:
-        """The space of the arena that counts."""
+        """The space of the first backend, where leaves live by default."""
         return self.backends[0].space
 
     @property
     def is_separate(self) -> bool:
-        """Whether that is not the process's own memory."""
+        """Whether `space` is not the process's own memory."""
         return self.space != HOST
 
     @property
     def private(self) -> bool:
-        """Whether everything is in the process's own memory."""
+        """Whether all backends use the process's own memory."""
         return all(backend.space == HOST for backend in self.every)
 
     @property
     def aside(self) -> set[str]:
-        """Spaces that are counted apart and yet are memory of this process, such as cpu:1's."""
+        """Spaces that count as devices and yet are memory of this process, such as that of cpu:1."""
         return {b.space for b in self.every if b.space != HOST and b.on_host}
 
     def extra_nbytes(self, space: str, buffers: Sequence[int]) -> int:
-        """By how much more than these sizes buffers get there, see Backend.pool."""
+        """Bytes that buffers of these sizes take in a space beyond their sizes, see Backend.pool."""
         backend = next((b for b in self.every if b.space == space), None)
         return 0 if backend is None else backend.pool((), buffers)
 
     @property
     def limit(self) -> int | None:
-        """Most bytes of that space, where it is not the process's own."""
+        """Most bytes of `space`; None if it has no limit or is the process's own memory."""
         return self.limits.get(self.space) if self.is_separate else None
 
     @property
@@ -71,7 +71,7 @@ class Target:
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
-        """Where a leaf lives: by its name, that of its weight (m/NAME), its role, or its block's number of a cache."""
+        """Return a leaf's backend: by its name, its weight's name (m/NAME), its role, or ROLE.N for block N."""
         _, _, block_number = leaf.label.rpartition(".")
         leaf_keys = (
             leaf.label,

@@ -1,6 +1,6 @@
-"""PyTorch: `torch:cpu` runs on the host's own arrays; `cuda` and `mps` have memories of their own.
+"""Backends of PyTorch: `torch:cpu` runs on the host's own arrays; `cuda` and `mps` have memories of their own.
 
-PyTorch is loaded when a device of these is asked for. Kernels are those that ops declare for `torch`.
+PyTorch is loaded on first use of such a device. Kernels are those that ops declare for `torch`.
 """
 
 import ctypes
@@ -37,18 +37,16 @@ from packtrain.engine.backends.torch_temporaries import (
 from packtrain.engine.ops.torch_kernels import BlockArray, torch
 from packtrain.engine.tensor import Kernel, Op, Spec
 
-NAME = "torch"  # of the kernels
-CUDA_KERNEL = "cuda"  # of those in Triton, which are taken first where they run
+NAME = "torch"  # under which ops declare kernels
+CUDA_KERNEL = "cuda"  # of kernels in Triton, which come first where they run
 MADV_DONTNEED = 4  # of mman.h
-TENSOR_NBYTES = 1_200  # of PyTorch's view of an array, which a call keeps, and of what it is called with; measured
-OF_MKL = {
-    "MKL_DISABLE_FAST_MM": "1"
-}  # what products take is free when they end, and in no baseline
+TENSOR_NBYTES = 1_200  # measured: PyTorch's view of an array and its arguments, which a call keeps
+OF_MKL = {"MKL_DISABLE_FAST_MM": "1"}  # MKL frees buffers after a product: no baseline has any
 DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
 def kernel_of(op: Op[..., Any], convert: Any, name: str = NAME) -> Kernel | None:
-    """The op's kernel; of the first call, arrays become tensors, which are kept for later calls."""
+    """Return the op's kernel; its first call converts arrays to tensors, which later calls reuse."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
 
@@ -70,9 +68,9 @@ def _launcher(run: Any, convert: Any) -> Any:
 
 
 def regular_strides(x: Any) -> Any:
-    """The tensor with the strides that it would have if it were dense, where an axis is of one element.
+    """Return the tensor with the strides of a dense one along axes of one element.
 
-    PyTorch refuses to write over an input whose strides differ, also those that say nothing.
+    PyTorch refuses to write over an input whose strides differ, even where strides have no effect.
     """
     if isinstance(x, tuple) and not isinstance(x, BlockArray):
         return tuple(map(regular_strides, x))
@@ -86,18 +84,18 @@ def regular_strides(x: Any) -> Any:
 
 
 def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
-    """Room for the tensors that a kernel makes while it runs: counted in plans, and not given to it."""
+    """Return a workspace for the temporaries of a kernel: plans count it, and the kernel does not get it."""
     return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
 
 
 # ---- temporaries on the host ----------------------------------------------------------------------------------
 #
-# They are PyTorch's own allocations. So that they do not count twice, the room that a plan reserves for them is given
-# back to the system before a kernel runs: what it makes takes the place of these pages.
+# PyTorch allocates temporaries itself. So that they do not count twice, the pages of the room that a plan reserves for
+# them are given back to the system before a kernel runs.
 
 
 def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
-    """The whole pages of NumPy's array, if they are worth a call."""
+    """Return address and bytes of the whole pages of a NumPy array; None if they are not worth a call."""
     if not isinstance(work, np.ndarray) or work.nbytes < LARGE or not hasattr(LIBC, "madvise"):
         return None
     begin, end = work.ctypes.data, work.ctypes.data + work.nbytes
@@ -109,7 +107,7 @@ def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
 
 
 def as_tensor(x: Any) -> Any:
-    """NumPy's array as a tensor of the same bytes."""
+    """Return a tensor that shares the bytes of a NumPy array; blocks become a BlockArray."""
     if isinstance(x, tuple):
         return tuple(map(as_tensor, x))
     if not isinstance(x, np.ndarray):
@@ -130,7 +128,7 @@ def _from_numpy(x: np.ndarray) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchHost(Host):
-    """NumPy arrays in ordinary memory, seen as tensors."""
+    """Backend `torch:cpu`: NumPy arrays in ordinary memory, seen as tensors."""
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
         _match_num_threads()
@@ -149,18 +147,18 @@ class TorchHost(Host):
 
 
 def _match_num_threads() -> None:
-    """Let PyTorch use the threads of the kernels."""
+    """Make PyTorch use as many threads as the kernels."""
     if torch.get_num_threads() != kernels.threads():
         torch.set_num_threads(kernels.threads())
 
 
 def raw_of(array: Any) -> Any:
-    """The tensor: bytes where it holds blocks."""
+    """Return the tensor of an array: bytes for a BlockArray."""
     return array.raw if isinstance(array, BlockArray) else array
 
 
 def tensor_of(array: Any) -> Any:
-    """Its numbers, or its bytes where it holds blocks, of an array of the device or of the host."""
+    """Return the tensor of an array of the device or of the host: bytes for an array of blocks."""
     return raw_of(array if isinstance(array, BlockArray) else as_tensor(array))
 
 
@@ -169,7 +167,7 @@ def dtype_of(array: Any) -> Dtype:
 
 
 def address_range(raw: Any) -> range:
-    """Addresses from the first byte to the last."""
+    """Return the addresses of a tensor, from its first byte to its last."""
     last_offset = sum((n - 1) * step for n, step in zip(raw.shape, raw.stride(), strict=True))
     begin = raw.data_ptr()
     return range(begin, begin + (last_offset + 1) * raw.itemsize if raw.numel() else begin)
@@ -177,7 +175,7 @@ def address_range(raw: Any) -> range:
 
 @dataclass(frozen=True, slots=True)
 class TorchDevice:
-    """Views of one tensor of bytes, on a device whose memory is not for the host to read."""
+    """Backend of a PyTorch device whose memory the host cannot read: arrays are views of a tensor of bytes."""
 
     name: str
     device: str
@@ -190,7 +188,7 @@ class TorchDevice:
 
     @property
     def capacity(self) -> int | None:
-        """What is free there now."""
+        """Bytes that are free on the device now."""
         if self.device.startswith("cuda"):
             return int(torch.cuda.mem_get_info(self.device)[0])
         return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
@@ -205,20 +203,20 @@ class TorchDevice:
         return None if has_unknown_dtype else kernel_of(op, lambda x: x, self._kernel_name(op))
 
     def _kernel_name(self, op: Op[..., Any]) -> str:
-        """Which of the op's kernels it runs."""
+        """Return under which name the op's kernel for this device is declared."""
         return CUDA_KERNEL if self.fused and CUDA_KERNEL in op.kernels else NAME
 
     def _measured(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> KernelFootprint:
         return kernel_footprint(op, inputs, attrs, self._kernel_name(op))
 
     def _lacks_dtype(self, dtype: Dtype) -> bool:
-        """Whether PyTorch has no such type there: `mps` has no f64."""
+        """Whether PyTorch lacks this element type on the device: `mps` has no f64."""
         return self.name.startswith("mps") and dtype == f64
 
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
     ) -> tuple[Spec, ...]:
-        return ()  # PyTorch has a pool for what kernels make
+        return ()  # PyTorch's own pool holds temporaries
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         measurements = [self._measured(*call) for call in op_calls if NAME in call[0].kernels]
@@ -284,7 +282,7 @@ class TorchDevice:
         return bool(array.isfinite().all())
 
     def overlap(self, a: Any, b: Any) -> bool:
-        """Whether their extents do, which are whole for what is asked."""
+        """Whether the address ranges overlap; arrays that are compared have no gaps."""
         a_range, b_range = address_range(raw_of(a)), address_range(raw_of(b))
         return max(a_range.start, b_range.start) < min(a_range.stop, b_range.stop)
 
@@ -315,7 +313,7 @@ class TorchDevice:
 
 
 def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[Trace, ...]:
-    """What calls make and drop, each once."""
+    """Return the distinct allocation traces of the calls."""
     return tuple(dict.fromkeys(measurement.trace for measurement in measurements))
 
 
@@ -323,7 +321,7 @@ def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[Trace, ...]:
 
 
 class _LazyBackends(dict[str, Backend]):
-    """Backends, made when they are asked for: then a missing package or device is reported. Raises InputError."""
+    """Backends that are made on first use; a missing package or device then raises InputError."""
 
     def __missing__(self, name: str) -> Backend:
         if find_spec("torch") is None:
@@ -345,14 +343,14 @@ class _LazyBackends(dict[str, Backend]):
 
 
 def _has_device(device_kind: str, device_index: int) -> bool:
-    """Whether PyTorch has the device of such a kind."""
+    """Whether PyTorch has the device of this kind and index."""
     if device_kind == "cuda":
         return bool(device_index < torch.cuda.device_count() and torch.cuda.is_available())
     return device_kind == "cpu" or bool(torch.mps.is_available())
 
 
 def _warm_up() -> None:
-    """Load what PyTorch loads late, so that the memory of this process is known before a run is planned."""
+    """Load what PyTorch loads late, so that plans know the memory of this process."""
     host.return_freed()
     torch.set_num_threads(kernels.threads())
     x = torch.ones(512, 512)

@@ -1,5 +1,4 @@
-"""What a kernel of PyTorch does while it runs, found without memory: how many bytes the tensors take that it makes, and
-whether it needs the host."""
+"""Measures kernels of PyTorch on tensors without values: bytes of temporaries, and whether they need the host."""
 
 import math
 import weakref
@@ -13,25 +12,21 @@ from packtrain.engine.backends.host import Inputs, OpCall
 from packtrain.engine.ops.torch_kernels import HOST_READS, BlockArray, torch
 from packtrain.engine.tensor import Op, Spec
 
-HOST_TRANSFER_FUNCTIONS = (
-    "tensor",
-    "as_tensor",
-    "from_numpy",
-)  # functions of PyTorch that copy values from the host
+# functions of PyTorch that copy values from the host
+HOST_TRANSFER_FUNCTIONS = ("tensor", "as_tensor", "from_numpy")
 
-
-# of MKL's products, as measured: the most steps of a sum and rows whose tiles it has at once, and by how much more
+# measured for MKL's products: most steps of a sum and rows whose tiles are in memory at once, and a margin
 TILE_DEPTH, ROWS, TILE_MARGIN = 384, 4096, 1.05
-# of attention on the CPU: queries at a time, for fewer than so many of them, and keys
+# of attention on the CPU: below how many queries which number of them forms a block, and keys of a block
 QUERY_BLOCKS, KEY_BLOCK = ((192, 32), (768, 64), (1 << 62, 256)), 512
 
 
 class KernelFootprint(NamedTuple):
-    """What a kernel does while it runs.
+    """The temporaries of a kernel, and whether a CUDA graph can hold it.
 
-    nbytes         of the tensors that it makes, at once, with what functions of PyTorch take unseen on the CPU
-    is_recordable  whether it never looks at values nor brings any
-    trace          what it makes and drops, in order
+    nbytes         most bytes of temporaries at once, and what PyTorch's functions take unseen on the CPU
+    is_recordable  whether the kernel never reads values on the host nor brings any from it
+    trace          allocations and frees, in order
     """
 
     nbytes: int
@@ -43,7 +38,7 @@ KERNEL_FOOTPRINTS: dict[Any, KernelFootprint] = {}
 
 
 def torch_name(dtype: Dtype) -> str:
-    """PyTorch's name of a type without blocks."""
+    """Return PyTorch's name of an element type without blocks."""
     return "bfloat16" if dtype == bf16 else dtype.numpy.name
 
 
@@ -52,7 +47,7 @@ def torch_type(dtype: Dtype) -> Any:
 
 
 def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
-    """A workspace of so many bytes, if any are needed."""
+    """Return a workspace as large as the temporaries of a call, or none."""
     nbytes = kernel_footprint(op, inputs, attrs).nbytes
     return (Spec((nbytes,), u8),) if nbytes else ()
 
@@ -60,7 +55,7 @@ def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tupl
 def kernel_footprint(
     op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], kernel: str = "torch"
 ) -> KernelFootprint:
-    """Of a call by this kernel; measured once for each op, specs and attributes."""
+    """Return the footprint of a call by this kernel; measured once for each op, specs and attributes."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:
@@ -69,10 +64,10 @@ def kernel_footprint(
 
 
 def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
-    """On tensors without values; with them, zeros, if the kernel looks at values."""
+    """Run the kernel on tensors without values, or on zeros if it needs values; return its footprint."""
     try:
         memory_meter, num_host_accesses = _watch_kernel(call, kernel)
-        if num_host_accesses:  # a table of a kernel's is brought once, and kept
+        if num_host_accesses:  # a kernel brings its tables once, and keeps them
             _, num_host_accesses = _watch_kernel(call, kernel)
     except (RuntimeError, NotImplementedError):
         memory_meter, num_host_accesses = _run_kernel(call, "torch", "cpu"), 1
@@ -82,7 +77,7 @@ def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
 
 
 def _watch_kernel(call: OpCall, kernel: str) -> tuple[Any, int]:
-    """A meter of what it makes, and how often it looks at values or brings some."""
+    """Run the kernel on `meta`; return the meter of its allocations and the count of its host accesses."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
         memory_meter = _run_kernel(call, kernel, "meta")
@@ -105,7 +100,7 @@ def _run_kernel(call: OpCall, kernel: str, device: str) -> Any:
 
 
 def empty_array(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
-    """Zeros, or nothing on `meta`."""
+    """Return an array of zeros, or without values on `meta`."""
     dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
     if dtype.quantized:
         raw_shape, raw_strides = (*shape, dtype.block_nbytes), (*strides, 1)
@@ -120,7 +115,7 @@ def _empty(shape: Any, strides: Any, dtype: Any, device: str) -> Any:
 
 @cache
 def host_transfer_counter() -> Any:
-    """A context that counts the `times` that values are brought from the host."""
+    """Return the context class that counts, as `times`, how often values are brought from the host."""
 
     class HostTransferCounter(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         times = 0
@@ -136,8 +131,8 @@ def host_transfer_counter() -> Any:
 
 @cache
 def allocation_meter() -> Any:
-    """A context that counts the bytes of storages that operations in it make: `now`, and `most` at once; `trace` has
-    each that is made and dropped."""
+    """Return the context class that meters storages allocated inside it: `current_nbytes`, `peak_nbytes`, and `trace`
+    of allocations and frees."""
 
     class AllocationMeter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -195,7 +190,7 @@ def untracked_nbytes(function: Any, args: Any) -> int:
 
 
 def _tensor_storages(value: Any) -> list[Any]:
-    """Of all tensors in nested lists, tuples and dictionaries."""
+    """Return the storages of all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

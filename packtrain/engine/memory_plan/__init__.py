@@ -1,4 +1,4 @@
-"""From a placed graph to offsets: lifetimes, the Plan, and a verifier that replays it. `packing` finds the offsets."""
+"""From a placed graph to offsets: lifetimes, the Plan, and a verifier that replays a Plan. `packing` finds offsets."""
 
 from packtrain.engine.memory_plan.memory_order import least_order
 from packtrain.engine.memory_plan.memory_plan import (

@@ -1,4 +1,7 @@
-"""Lifetimes: which tensors share bytes, and during which steps they are needed."""
+"""Lifetimes: which tensors share bytes, and during which steps these bytes are needed.
+
+Bytes last read before a barrier are freed at the barrier, so that calls between two barriers may run in parallel.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +30,7 @@ class Storage:
 
 
 def default_arena(name: str) -> str:
-    """The arena of a tensor where a space has one: it has no name."""
+    """Return the name of the arena of every tensor where a space has one arena: an empty name."""
     return ""
 
 
@@ -38,17 +41,17 @@ def storage_lifetimes(
     reuse: bool = True,
     arena_of: Callable[[str], str] = default_arena,
 ) -> list[Storage]:
-    """The storages of a space, or of all: inputs, results and workspaces. Weights, states, constants are elsewhere.
+    """Return the storages of a space (None: of all): inputs, results, workspaces, but no weights, states or constants.
 
     reuse     False: no in-place operations
-    arena_of  the arena of a tensor or workspace, by name
+    arena_of  returns the arena of a tensor or workspace by name
     """
     all_storages = _LifetimeAnalysis(placed, reuse, arena_of).storages()
     return all_storages if space is None else [s for s in all_storages if s.space == space]
 
 
 def _reading_steps(placed: Placed) -> dict[Tensor, list[int]]:
-    """For each storage-owning tensor the steps that read it, in order; outputs are read after the last step."""
+    """Map each tensor that owns storage to the steps that read it, in order; outputs are read after the last step."""
     reading_steps: dict[Tensor, list[int]] = {}
     for i, step in enumerate(placed.steps):
         for t in step.reads:
@@ -107,8 +110,8 @@ class _LifetimeAnalysis:
     def _reusable_storage(
         self, step: KernelStep, index: int, i: int, reused: set[Storage], arena: str
     ) -> Storage | None:
-        """The storage of an input that result `index` may reuse: last read here, once, whole and dense, and by no
-        other step since a barrier, for that may run at the same time."""
+        """Return the storage of an input that result `index` may overwrite: last read here, once, whole and dense, and
+        by no other step since a barrier, because such a step may run at the same time."""
         result, released = step.results[index], self.placed.released
         for input_index in step.op.inplace.get(index, ()):
             t = step.inputs[input_index]
@@ -129,7 +132,7 @@ class _LifetimeAnalysis:
 
 
 def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Start, end and size of each storage; sizes are multiples of the alignment."""
+    """Return start, end and size of each storage; sizes are rounded up to multiples of the alignment."""
     aligned_nbytes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
     column_lists = [s.start for s in of], [s.end for s in of], aligned_nbytes
     return tuple(np.array(column, np.int64) for column in column_lists)

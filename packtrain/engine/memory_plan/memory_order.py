@@ -1,6 +1,6 @@
-"""Other orders of a graph's calls: of several, the one whose arenas need the fewest bytes.
+"""Searches other orders of a graph's calls for the one whose arenas need the fewest bytes.
 
-Calls keep the order of a leaf's writes and of what reads it before and after. Results do not change by a bit.
+Each write of a leaf stays between the reads before and after it. Results do not change by a bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import BARRIER, place
 from packtrain.engine.tensor import Tensor
 
-CallDependencies = Sequence[Sequence[int]]  # for each call, those that must come before it
+CallDependencies = Sequence[Sequence[int]]  # for each call, the calls that must come before it
 
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
-    """The sequence for `place` with the least lower bound: the written order, unless another one needs less."""
+    """Return the sequence for `place` with the least lower bound; the written order, unless another needs less."""
     written, *alternatives = map(_with_barriers, candidate_orders(graph))
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
     packed = {id(call_order): _nbytes(graph, target, call_order) for call_order in (written, best)}
@@ -26,7 +26,7 @@ def least_order(graph: Graph, target: Target = CPU) -> list[int]:
 
 
 def candidate_orders(graph: Graph) -> Iterator[list[int]]:
-    """The written order; depth-first from the outputs, as listed, in reverse, and by size (Sethi and Ullman 1970)."""
+    """Yield the written order; depth-first ones from outputs: as listed, reversed, by size (Sethi & Ullman 1970)."""
     yield list(range(len(graph.calls)))
     needs, call_index = call_dependencies(graph), {call: i for i, call in enumerate(graph.calls)}
     end_calls = (t.call for t in (*graph.outputs.values(), *graph.updates))
@@ -38,7 +38,7 @@ def candidate_orders(graph: Graph) -> Iterator[list[int]]:
 
 
 def call_dependencies(graph: Graph) -> CallDependencies:
-    """For each call its inputs' calls, and for one that writes a leaf all that read it as it was."""
+    """Return for each call the calls of its inputs and, if it writes a leaf, all readers of the old value."""
     call_index = {call: i for i, call in enumerate(graph.calls)}
     readers: dict[Tensor, list[int]] = {}
     for i, call in enumerate(graph.calls):
@@ -57,7 +57,7 @@ def call_dependencies(graph: Graph) -> CallDependencies:
 def depth_first(
     needs: CallDependencies, roots: list[int], arrange: Callable[[list[int]], list[int]]
 ) -> list[int]:
-    """Each call as soon as the calls that it needs are done, which begin in the order of `arrange`."""
+    """Return an order in which each call follows the calls that it needs, these in the order of `arrange`."""
     order, done_calls = list[int](), set[int]()
     stack = [(i, False) for i in reversed(arrange(roots))]
     while stack:
@@ -74,7 +74,7 @@ def depth_first(
 
 
 def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
-    """By how much each call's peak exceeds what it leaves, as if no value were read twice."""
+    """Return each call's peak bytes minus the bytes that it leaves, as if no value were read twice."""
     call_peaks, call_remains = list[int](), list[int]()
     for call, predecessors in zip(graph.calls, needs, strict=True):
         live_nbytes = 0
@@ -91,12 +91,12 @@ def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
 
 
 def _with_barriers(order: list[int]) -> list[int]:
-    """The order with a barrier after every call."""
+    """Return the order with a barrier after every call."""
     return [index for i in order for index in (i, BARRIER)]
 
 
 def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:
-    """The lower bounds of all arenas together."""
+    """Return the sum of the lower bounds of all arenas."""
     placed, total_nbytes = place(graph, target, sequence), 0
     storage_list = storage_lifetimes(placed)
     for space, alignment in {(b.space, b.alignment) for b in placed.home.values()}:

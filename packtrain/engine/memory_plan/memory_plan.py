@@ -44,10 +44,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """An arena of a memory space: its bytes, the most bytes alive at once and when, and the bytes outside.
+    """An arena of a memory space: its bytes, most bytes alive at once (`lower_bound`), that step, and bytes outside.
 
-    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment, and so does
-    what kernels take beside their workspaces (see Backend.pool).
+    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment, and so do
+    the bytes that kernels take beside their workspaces (see Backend.pool).
     """
 
     space: str
@@ -91,12 +91,12 @@ class Plan:
     buffers: tuple[Buffer, ...] = field(repr=False)  # thousands
 
     def arena(self, space: str = HOST, name: str = "") -> Arena:
-        """An arena of a space; empty if the run does not use it."""
+        """Return an arena of a space; an empty one if the run does not use it."""
         unused = Arena(space, 0, 0, 0, 0, 0, 0, name)
         return next((a for a in self.arenas if a.place == (space, name)), unused)
 
     def peak(self, space: str = HOST, name: str = "") -> list[Buffer]:
-        """The buffers of an arena that are alive at its fullest step, largest first."""
+        """Return the buffers of an arena that are alive at its fullest step, largest first."""
         at = self.arena(space, name).peak_step
         alive = [b for b in self.buffers if b.place == (space, name) and b.start <= at < b.end]
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
@@ -109,7 +109,7 @@ class Plan:
             )
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
-        """A message about a space that would exceed its limit, or None."""
+        """Return a message about a space that would exceed its limit, or None."""
         for space in {a.space: None for a in self.arenas}:
             needed = sum(a.nbytes + a.outside_nbytes for a in self.arenas if a.space == space)
             if needed > limits.get(space, needed):
@@ -122,7 +122,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Raise ValueError if the text is not a plan."""
+        """Return the plan that `to_json` wrote; raise ValueError if the text is not a plan."""
         try:
             fields = json.loads(text)
             arenas = tuple(Arena(**a) for a in fields.pop("arenas"))
@@ -150,7 +150,7 @@ class Plan:
 
 
 def size_text(nbytes: int) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return bytes in a readable unit: 1536 -> '1.5 KiB'."""
     scaled_size, unit = float(nbytes), 0
     while scaled_size >= 1024 and unit < 4:
         scaled_size, unit = scaled_size / 1024, unit + 1
@@ -164,7 +164,7 @@ def make_plan(
     reuse: bool = True,
     arenas: Mapping[str, str] | Callable[[str], str] = default_arena,
 ) -> Plan:
-    """Offsets for every storage, in one arena per memory space, or in several.
+    """Return a Plan with an offset for every storage, in one arena per memory space, or in several.
 
     packer  (start, end, size) -> offsets, see pack
     reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong
@@ -195,7 +195,7 @@ def make_plan(
 
 
 def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
-    """What the kernels of these steps take of a space beside their workspaces."""
+    """Return the bytes that the kernels of these steps take of a space beside their workspaces."""
     pooled_steps = [s for s in steps if s.backend.space == space and not s.is_host_copy]
     return sum(
         backend.pool(s.op_call for s in pooled_steps if s.backend is backend)

@@ -1,6 +1,6 @@
 """Replays a plan step by step and tracks which tensor owns each byte.
 
-It shares no code with the planner: neither lifetimes nor offsets are trusted.
+This module shares no code with the planner and trusts neither lifetimes nor offsets.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ FREE_OWNER, WORKSPACE_OWNER = 0, 1
 
 
 class PlanError(AssertionError):
-    """A plan with which a run would read or overwrite wrong bytes."""
+    """Raised for a plan with which a run would read or overwrite wrong bytes."""
 
 
 def verify(plan: Plan, placed: Placed) -> None:
@@ -23,7 +23,7 @@ def verify(plan: Plan, placed: Placed) -> None:
 
     Checked at each step: inputs are still whole; results and workspace lie inside the arena, aligned, apart from
     each other and from the inputs, unless the op may overwrite that input and it is not read later. Steps between two
-    barriers may run side by side: what one writes no other touches, unless one needs the other's result.
+    barriers may run in parallel: no step touches what another writes, unless one needs the other's result.
     """
     plan.check_belongs(placed)
     _PlanReplay(plan, placed).run()
@@ -45,7 +45,7 @@ class _PlanReplay:
         self.concurrent_steps = ConcurrentSteps()
         self.owner_ids: dict[Tensor, int] = {}
         self.plan = plan
-        self.travelling: dict[Tensor, Tensor] = {}  # copies that have begun, and their sources
+        self.travelling: dict[Tensor, Tensor] = {}  # copies under way -> their sources
         self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class _PlanReplay:
         self._check_certificate()
 
     def _check_copies(self, i: int, step: KernelStep) -> None:
-        """Until a copy has arrived, nobody reads it or writes its source; their bytes are checked when it does."""
+        """Check that no step reads a copy under way or writes its source; bytes are checked when the copy finishes."""
         who, written_bases = f"step {i} {step.op.name}", {t.base for t in step.results}
         if step.op is FINISH_COPY and self.travelling.pop(step.reads[0], None) not in [
             t.base for t in step.reads[1:]
@@ -113,7 +113,7 @@ class _PlanReplay:
             self._record_use(self._buffer(t), i)
 
     def _check_concurrency(self, i: int, step: KernelStep, read_bases: set[Tensor]) -> None:
-        """Check a step against those before it since the last barrier, which may run at the same time."""
+        """Check a step against the steps before it since the last barrier, which may run at the same time."""
         stored_results = [t for t in step.results if self._is_stored(step, t, read_bases)]
         write_extents = [self._extent(t) for t in stored_results]
         write_extents += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
@@ -130,7 +130,7 @@ class _PlanReplay:
             self.concurrent_steps = ConcurrentSteps()
 
     def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
-        """Whether a result needs bytes of the arena: not a leaf's handle, nor an optional one that is not read."""
+        """Whether a result needs bytes of the arena: no leaf's handle, and no optional result that nothing reads."""
         is_left_out = (
             t.index in step.op.optional
             and t not in read_bases
@@ -211,6 +211,7 @@ class _PlanReplay:
         return self._clip(buffer)
 
     def _clip(self, b: Buffer) -> Extent:
+        """Return the extent of a buffer in units of the alignment; raise PlanError if it lies outside its arena."""
         unit = self.units[b.space]
         unit_start, unit_end = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
         if b.place not in self.byte_owners:
@@ -226,7 +227,7 @@ class _PlanReplay:
 
 
 class ConcurrentSteps:
-    """The steps since a barrier: what each reads and writes, and which results it needs, directly or not."""
+    """The steps since a barrier: bytes that each reads and writes, and the steps whose results it needs."""
 
     def __init__(self) -> None:
         self.step_extents: dict[int, tuple[list[Extent], list[Extent]]] = {}
@@ -236,7 +237,7 @@ class ConcurrentSteps:
     def add(
         self, i: int, step: KernelStep, reads: list[Extent], writes: list[Extent]
     ) -> int | None:
-        """Add a step; returns an earlier one with which it is in conflict."""
+        """Add a step; return an earlier step whose bytes conflict with its own, or None."""
         direct = {self.producers[t.handle] for t in step.reads if t.handle in self.producers}
         self.needs[i] = direct.union(*(self.needs[k] for k in direct))
         for k, (earlier_reads, written) in self.step_extents.items():
@@ -250,7 +251,7 @@ class ConcurrentSteps:
 
 
 def _group_ends(placed: Placed) -> list[int]:
-    """For each step, the number of steps up to the next barrier."""
+    """Return for each step the number of steps up to the next barrier."""
     num_steps = len(placed.steps)
     stops = set(range(num_steps + 1) if placed.barriers is None else placed.barriers) | {num_steps}
     end_steps, group_end = [0] * num_steps, num_steps
@@ -261,7 +262,7 @@ def _group_ends(placed: Placed) -> list[int]:
 
 
 def _leaf_extent(t: Tensor) -> Extent:
-    """All of a leaf, as an arena of its own."""
+    """Return an extent for all of a leaf, as if it were an arena of its own."""
     return ("leaf", t.base.label), 0, 1
 
 
@@ -278,7 +279,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
 
 
 def _may_overwrite(step: KernelStep, k: int, x: Tensor, t: Tensor) -> bool:
-    """Whether the op allows t over its input k, and x is that whole input, read once."""
+    """Whether the op lets t overwrite its input k, where x is that whole input, read once."""
     is_same_layout = x.spec == t.spec and x.dense and x.offset == 0
     is_read_once = sum(r.base is x.base for r in step.reads) == 1
     return k in step.op.inplace.get(t.index, ()) and is_same_layout and is_read_once

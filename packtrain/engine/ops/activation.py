@@ -28,7 +28,7 @@ def _silu_terms(gate):
 
 
 def _gelu_terms(gate):
-    """The sigmoid in gelu's tanh form, and the gate times the slope of its argument."""
+    """Return the sigmoid in gelu's tanh form, and the gate times the slope of the sigmoid's argument."""
     tanh_argument = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
     return 1 / (1 + np.exp(-tanh_argument)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
 
@@ -74,7 +74,7 @@ def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
 
 
 def _declare_gated(gated, gelu, numpy_sigmoid, torch_activation):
-    """The rules of a gated activation; `numpy_sigmoid` is _silu or _gelu."""
+    """Declare kernels, samples and cost of a gated activation; `numpy_sigmoid` is _silu_terms or _gelu_terms."""
 
     def run_cpu(*args):
         return run_replayable(kernels.elementwise.gated, gelu, *map(flatten, args))
@@ -95,7 +95,7 @@ def _declare_gated(gated, gelu, numpy_sigmoid, torch_activation):
 
 
 def _declare_gated_back(gated_back, gelu, numpy_sigmoid, torch_activation, torch_back):
-    """Those of its gradient."""
+    """Declare kernels, samples and cost of a gated activation's gradient."""
 
     def run_numpy(out, dy, gate, up):
         s, gate_slope = numpy_sigmoid(gate)

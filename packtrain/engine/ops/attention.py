@@ -1,4 +1,4 @@
-"""Attention with online softmax: causal, grouped queries, packed segments, and reading a KV cache."""
+"""Attention with online softmax: causal, grouped queries, packed sequences, and reading a KV cache."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ MIN_KV_HEADS = 8  # kv heads of all batches, below which the gradient has a task
 
 
 def _check_heads(q, k, v):
-    """Batch, queries, query heads and keys."""
+    """Validate q, k and v; return the numbers of batches, queries, query heads and keys."""
     require(
         len(q.shape) == 4 and len(k.shape) == 4,
         f"q is {q.spec} and k is {k.spec}; both need four axes",
@@ -86,7 +86,7 @@ def attention(
         q_pos, q_seq  (B, T)        i32
         k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
         length        (1,)          i32; cells from there on are ignored
-        sinks         (H,)          f32; exp of it is added to the denominator of each softmax of the head
+        sinks         (H,)          f32; the head's softmax denominators get exp of it, as if it were one more logit
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
     """
@@ -110,7 +110,10 @@ def attention_vjp(dy, y, q, k, v, *mask_inputs, **attrs):
 
 
 def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries."""
+    """Return the gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries.
+
+    The online softmax starts with the sink as first logit, so lse includes it and attention_back needs no change.
+    """
     b, h, t = lse.shape
     dy_dot_y = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
     sink_probability = exp(sub(reshape(sinks, shape=(h, 1)), lse))
@@ -119,7 +122,7 @@ def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def reach(q_pos, window):
-    """How many positions, its own included, are visible from each."""
+    """Return how many positions each query can see in its window, its own included."""
     if window < 0:
         return q_pos % -window + 1
     return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
@@ -141,9 +144,9 @@ def _hidden_mask(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
 
 
 def _probabilities(q, k, positions, sinks, scale, window, softcap):
-    """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of z by the scores.
+    """Return P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of the softcap.
 
-    P is 0 for a query without keys, and lse without a sink.
+    P is 0 for a query without keys, and the log-denominator if there is no sink.
     """
     k_by_head = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ k_by_head.swapaxes(2, 3), 1
@@ -283,7 +286,7 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *mask_inputs, scale, **attrs)
 
 @attention_back.workspace("cpu")
 def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
-    """With few kv heads in all, dk and dv of each query head, so that there are tasks enough."""
+    """Return dk and dv for each query head if there are few kv heads, so that there are tasks enough."""
     (b, s, heads, d), q_heads = k.shape, q.shape[2]
     use_query_heads = b * heads < MIN_KV_HEADS and q_heads > heads
     return (Spec((b, s, q_heads, d)),) * 2 if use_query_heads else ()

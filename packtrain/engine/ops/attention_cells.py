@@ -47,9 +47,9 @@ def attention_cells(
         k, v          (S, K, D)  f32, f16 or q8_0; query head h reads kv head h // (H / K)
         q_pos, q_row  (T,)       i32
         order         (R, S)     i32; the cells of a row by position, ascending
-        counts        (R,)       i32; how many of each row
-        k_pos         (S,)       i32; of cells
-        sinks         (H,)       f32; exp of it is added to the denominator of each softmax of the head
+        counts        (R,)       i32; number of cells of each row
+        k_pos         (S,)       i32; position of each cell
+        sinks         (H,)       f32; the head's softmax denominators get exp of it, as if it were one more logit
     """
     _check_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
@@ -99,7 +99,7 @@ def attention_cells_cost(y, q, k, v, *mask_inputs, scale, window, softcap):
 
 
 def _sample_cells(random):
-    """Cells here and there of a text, of one that begins like it, of a short one, and of none."""
+    """Return rows of scattered cells: a sequence, one that begins like it, a short one, and an empty one."""
     cell_order = random.permutation(150).astype(np.int32)
     order = np.stack((cell_order, np.roll(cell_order, 50), np.roll(cell_order, 100), cell_order))
     positions = np.argsort(cell_order)

@@ -1,4 +1,4 @@
-"""Values stored in another element type."""
+"""Conversion of values to another element type."""
 
 import numpy as np
 
@@ -14,9 +14,9 @@ FLOATS = (f32, f16, bf16)
 
 @op()
 def cast(x: Tensor, *, dtype: Dtype = f32) -> Spec:
-    """x in f32, f16 or bf16, rounded to nearest even; x of any readable type, or i32. ggml_cpy, ggml_cast.
+    """Convert x, of any readable type or i32, to f32, f16 or bf16, rounded to nearest even. ggml_cpy, ggml_cast.
 
-    The gradient is f32 and passes unchanged. f16 carries none.
+    The gradient is f32 and passes unchanged. f16 has none.
     """
     require(x.dtype in (*READABLE, i32), f"x is {x.spec}, a type that cannot be read")
     require(dtype in FLOATS, f"dtype is {dtype}; it must be one of {', '.join(map(str, FLOATS))}")
@@ -73,10 +73,10 @@ def cast_samples():
 
 
 def rereads_bf16_weight(call: Call | None) -> bool:
-    """Whether a call only reads what was stored in bf16 back: there is no need to keep its result."""
+    """Whether a call only converts stored bf16 values back, so that its result need not be saved."""
     return call is not None and call.op is cast and call.reads[0].dtype == bf16
 
 
 def add_cast(a: Tensor, b: Tensor) -> Tensor:
-    """y = a + b in f32, a of any readable type. ggml_add_cast."""
+    """Add in f32: y = a + b, a of any readable type. ggml_add_cast."""
     return add(a, b)

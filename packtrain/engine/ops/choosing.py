@@ -1,6 +1,6 @@
-"""Choosing tokens where the logits are: the likeliest of each row, and the draw of one, as `inference.sampling` does.
+"""Choosing tokens where the logits are: the likeliest of each row, and a random draw as in `inference.sampling`.
 
-Settings, seeds and indices are inputs of each row, so that one plan serves any requests. Neither has a gradient.
+Settings, seeds and indices are inputs of each row, so that one plan serves any requests. Neither op has a gradient.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 @op()
 def candidates(x: Tensor, *, k: int) -> tuple[Spec, ...]:
-    """The k largest along the last axis, the largest first; the lower index on ties. ggml_top_k, ggml_get_rows.
+    """Find the k largest values along the last axis, largest first; lower index on ties. ggml_top_k, ggml_get_rows.
 
-    A value that is not finite counts as infinity, so that it is seen.
+    A value that is not finite counts as infinity, so that it comes first.
 
     x       (..., V)  f32
     ids     (..., k)  i32
@@ -56,7 +56,7 @@ def candidates_samples():
 
 @op()
 def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
-    """One candidate of each row: top-k, top-p, min-p, temperature, then by probability; ggml has none.
+    """Draw one candidate per row by top-k, top-p, min-p and temperature; ggml has no such op.
 
     ids      (N, k)  i32
     x        (N, k)  f32  logits, the largest first
@@ -64,7 +64,7 @@ def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
     counts   (N, 3)  i64  top-k (0: all), seed, index of the token in its text
     y        (N,)    i32  −1 − id where the first is infinity, see candidates
 
-    The same seed and index give the token that sampling.Chain chooses: the first at which the running sum exceeds
+    Seed and index choose the token that sampling.Chain would choose: the first at which the running sum exceeds
     u times the total, u from Philox with the seed as key and the index as counter.
     """
     n = x.shape[0] if len(x.shape) == 2 else 0

@@ -28,7 +28,7 @@ def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
 
 
 def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
-    """Each group of channels of each image with mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
+    """Give each group of channels of each image mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
 
     x (N, C, ...) f32, C a multiple of groups
     """
@@ -41,12 +41,12 @@ def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
 
 
 def l2_norm(x: Tensor, *, eps: float) -> Tensor:
-    """x / max(|x|, eps) over the last axis: x (..., C) f32. ggml_l2_norm."""
+    """Divide by the length over the last axis: y = x / max(|x|, eps), x (..., C) f32. ggml_l2_norm."""
     return div(x, sqrt(clamp(sum_rows(sqr(x)), low=eps**2)))
 
 
 def upscale(x: Tensor, *, factor: int) -> Tensor:
-    """Each element of the last two axes `factor` times in both: x (..., H, W). ggml_upscale, ggml_interpolate."""
+    """Repeat each element of the last two axes `factor` times: x (..., H, W). ggml_upscale, ggml_interpolate."""
     message = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
     demand("upscale", len(x.shape) > 1 <= factor, message, x)
     *leading_shape, h, w = x.shape
@@ -57,7 +57,7 @@ def upscale(x: Tensor, *, factor: int) -> Tensor:
 
 
 def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attention without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
+    """Attend without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
     (b, t), s = q.shape[:2], k.shape[1]
     positions = (
         constant("q_pos", np.full((b, t), s - 1), i32),
@@ -69,7 +69,7 @@ def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor
 def soft_max_sinks(
     x: Tensor, sinks: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Softmax of scale * x + mask with one more column, a logit of each head, that is then left out.
+    """Softmax of scale * x + mask with one more column, a sink logit of each head, which the result leaves out.
 
     x      (B, H, T, S)  f32
     sinks  (H,)          f32
@@ -87,12 +87,12 @@ def soft_max_sinks(
 
 
 def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
-    """x (B, H, T, S) plus slopes (H,) times distance (T, S): attention with linear biases. arXiv 2108.12409."""
+    """Add linear biases to scores: y = x (B, H, T, S) + slopes (H,) * distance (T, S). arXiv 2108.12409."""
     return add(x, mul(reshape(slopes, shape=(*slopes.shape, 1, 1)), distance))
 
 
 def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
-    """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
+    """Return the slope of each head, as ggml_soft_max_ext computes it from max_bias = `largest`."""
     demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
     nearest_power = 2 ** math.floor(math.log2(heads))
     base_slope, extra_slope = 2 ** (-largest / nearest_power), 2 ** (-largest / 2 / nearest_power)

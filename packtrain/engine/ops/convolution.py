@@ -1,4 +1,4 @@
-"""Convolution of images (N, C, H, W) with filters (O, C, KH, KW), as products of windows that never all exist."""
+"""Convolution of images (N, C, H, W) with filters (O, C, KH, KW), as products of windows; few of them exist at once."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,11 @@ from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.ops.windows import Pair, check, kernel_sizes, windows
 from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
-SHARES, MAX_PARTIAL_VALUES = (
-    16,
-    1 << 22,
-)  # partial sums of the gradient of filters, and values of them
+SHARES, MAX_PARTIAL_VALUES = 16, 1 << 22  # most partial sums of a filter gradient, and their values
 
 
 def _counts(y, w):
-    """Pictures, channels and filters."""
+    """Return the numbers of images, channels and filters."""
     return len(y), w.shape[1], w.shape[0]
 
 
@@ -33,7 +30,7 @@ def _conv_cost(y: Tensor, w: Tensor) -> costs.Cost:
 
 
 def _sample_cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Images, filters and attributes: edges, steps, and more than a panel of channels or filters."""
+    """Yield images, filters and attributes: edges, steps, and more channels or filters than a panel has."""
     strided_attrs = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
     for image, filters, attrs in (
         ((2, 3, 5, 6), (4, 3, 3, 2), {}),
@@ -50,7 +47,7 @@ def _sample_cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
 def conv_2d(
     x: Tensor, w: Tensor, *, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1)
 ) -> Spec:
-    """Cross-correlation of images with filters. ggml_conv_2d, ggml_conv_2d_direct.
+    """Cross-correlate images with filters. ggml_conv_2d, ggml_conv_2d_direct.
 
     x  (N, C, H, W)    f32
     w  (O, C, KH, KW)  f32
@@ -100,9 +97,9 @@ def conv_2d_back(
 ) -> Spec:
     """Gradient of conv_2d for images of this height and width; also the transposed convolution of dy.
 
-    dy       (N, O, OH, OW)  f32
-    w        (O, C, KH, KW)  f32
-    dx_spec  (N, C, H, W)    f32
+    dy  (N, O, OH, OW)  f32
+    w   (O, C, KH, KW)  f32
+    dx  (N, C, H, W)    f32
     ggml_conv_transpose_2d_p0.
     """
     is_valid = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
@@ -207,7 +204,7 @@ def conv_2d_back_w_samples():
 def conv_1d(
     x: Tensor, w: Tensor, *, stride: int = 1, padding: int = 0, dilation: int = 1
 ) -> Tensor:
-    """Cross-correlation along one axis: x (N, C, L), w (O, C, K), y (N, O, OL), all f32. ggml_conv_1d."""
+    """Cross-correlate along one axis: x (N, C, L), w (O, C, K), y (N, O, OL), all f32. ggml_conv_1d."""
     message = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, L] and f32[O, C, K]"
     demand("conv_1d", len(w.shape) == len(x.shape) == 3, message, x, w)
     images, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))

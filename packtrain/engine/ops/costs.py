@@ -1,4 +1,4 @@
-"""Costs of calls: work counted from shapes; ops declare it, and `planner.cost_model` multiplies it by measured rates.
+"""Costs of calls: ops count work from shapes, and `planner.cost_model` multiplies it by measured rates.
 
 The counts follow the kernels: how they split a call into tasks, and what a task repeats. Some of their constants are
 repeated here, because importing them needs numba and planning does not; a test compares them.
@@ -35,13 +35,13 @@ CostRule = Callable[..., "Cost"]
 class Cost:
     """The cost of a call: amounts of work by kind, bytes of memory traffic, and its parallelism.
 
-    work    multiply-adds of products (`multiply`) and of attention (`attend`, `attend back`);
-            values packed into tiles for a product (`pack`), or dequantized for it (`unpack q4_K`, …);
-            values of functions (`exp`), pairs of query and key (`score`, `score back`)
-    nbytes        moved; None: what the call reads and writes
-    num_tasks     of equal size, each for one thread
+    work          multiply-adds of products (`multiply`) and of attention (`attend`, `attend back`);
+                  values packed into tiles for a product (`pack`), or dequantized for it (`unpack q4_K`, …);
+                  values of functions (`exp`), pairs of query and key (`score`, `score back`)
+    nbytes        bytes of memory traffic; None: all that the call reads and writes
+    num_tasks     tasks of equal size, each for one thread
     is_causal     the work assumes a causal mask; with several samples in a row it is less
-    only_targets  the work assumes that every position has a target; those without are left out
+    only_targets  the work assumes that every position has a target; positions without one are left out
     """
 
     work: Mapping[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Cost:
 
 
 def multiplied(m: int, n: int, k: float) -> float:
-    """Multiply-adds of an (m, n) product over k, with padding to tiles."""
+    """Return the multiply-adds of an (m, n) product over k, with padding to tiles."""
     return m * padded_columns(n) * (k + TILE_WRITE_STEPS * math.ceil(k / TILE_DEPTH))
 
 
@@ -61,31 +61,31 @@ def padded_columns(n: int) -> int:
 
 
 def num_packed_values(m: int, n: int, k: float) -> float:
-    """Values packed for an (m, n) product over k: b once, a for each block of columns."""
+    """Return the values packed for an (m, n) product over k: b once, a for each block of columns."""
     return k * (padded_columns(n) + m * math.ceil(n / BROAD))
 
 
 def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
-    """(m, k) @ (k, n) in f32; `transposed`: the left side is transposed, as in the gradient of a weight."""
+    """Cost of (m, k) @ (k, n) in f32; `transposed`: the left side is, as in the gradient of a weight."""
     num_packed = 0.0 if m <= MAX_DOT_ROWS and not transposed else float(num_packed_values(m, n, k))
     work = {"multiply": multiplied(m, n, k), "pack": num_packed}
     return Cost(work, num_tasks=1 if m * n * k <= MIN_PARALLEL_WORK else math.inf)
 
 
 def at(precision: str, cost: Cost) -> Cost:
-    """The cost of products in this precision, whose multiply-adds are a kind of their own."""
+    """Return the cost of products in this precision, whose multiply-adds are a kind of their own."""
     work = {**cost.work}
     work[multiply_kind(precision)] = work.pop("multiply")
     return replace(cost, work=work)
 
 
 def multiply_kind(precision: str) -> str:
-    """The kind of work of multiply-adds in this precision."""
+    """Return the kind of work of multiply-adds in this precision."""
     return "multiply" if precision == "f32" else f"multiply {precision}"
 
 
 def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
-    """m rows by rows of w, of any type, in `num_products` products where w has leading axes."""
+    """Cost of multiplying m rows by w, of any type, in `num_products` products where w has leading axes."""
     n, k = w.shape[-2:]
     if w.dtype == f32:
         num_products = num_products if len(w.shape) > 2 else 1
@@ -101,7 +101,7 @@ def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
 
 
 def weight_product_back_cost(m: int, w: Tensor) -> Cost:
-    """m rows of a gradient times a quantized w."""
+    """Cost of multiplying m rows of a gradient by a quantized w."""
     n, k = w.shape
     work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * n * -(-k // UNPACKED_COLUMNS))
@@ -109,14 +109,14 @@ def weight_product_back_cost(m: int, w: Tensor) -> Cost:
 
 
 def laying(dtype: Dtype) -> str:
-    """The kind of work for packing a matrix of this type into tiles."""
+    """Return the kind of work for packing a matrix of this type into tiles."""
     return "pack" if dtype == f32 else f"unpack {dtype}"
 
 
 def head_cost(
     x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int, precision: str
 ) -> Cost:
-    """The loss of logits x @ w.T by chunks of rows, with the requested gradients."""
+    """Cost of the loss of logits x @ w.T by chunks of rows, with gradients for dx and dw unless they are None."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
     is_tiled, has_gradients = in_tiles(precision, c), dx is not None or dw is not None
     chunk = head_chunk_rows(v, c, n, chunk, is_tiled)
@@ -141,19 +141,19 @@ def head_cost(
 
 
 def in_tiles(precision: str, num_columns: int) -> bool:
-    """Whether the head's logits are computed twice instead of kept."""
+    """Whether the head computes its logits twice instead of saving them."""
     return precision == "bf16" and num_columns <= MAX_TILED_COLUMNS and supports_precision("bf16x3")
 
 
 def head_chunk_rows(v: int, c: int, n: int, chunk: int, is_tiled: bool) -> int:
-    """Rows of a chunk, of n; in tiles more of them, but no more than the logits of the others would have room for."""
+    """Return the rows of a chunk, of n in all; with tiles more, as far as the room for saved logits allows."""
     if is_tiled:
         chunk = min(chunk * min(MAX_TILED_CHUNKS, 1 + v // ((parts(v) + 1) * max(c, 1))), MOST_ROWS)
     return max(min(chunk, n), 1)
 
 
 def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the workspaces of the head for n rows."""
+    """Return the shapes of the head's workspaces for n rows."""
     is_tiled = in_tiles(precision, c)
     chunk_rows = head_chunk_rows(v, c, n, chunk, is_tiled)
     if not is_tiled:
@@ -163,12 +163,12 @@ def head_room(v: int, c: int, n: int, chunk: int, precision: str) -> tuple[tuple
 
 
 def parts(v: int) -> int:
-    """Parts of a vocabulary in the head's backward pass."""
+    """Return the number of parts of a vocabulary in the head's backward pass."""
     return max(min(MAX_VOCAB_PARTS, v // MIN_VOCAB_PART_ROWS), 1)
 
 
 def num_attended_pairs(q: Tensor, k: Tensor, window: int) -> float:
-    """Pairs of query and key in blocks that are not fully masked (causal mask, window), for all heads."""
+    """Count pairs of query and key in blocks that are not fully masked (causal mask, window), for all heads."""
     (b, t, h, d), s = q.shape, k.shape[1]
     if t != s:  # a cache: its fill is not known
         return float(b * h * t * s)
@@ -182,12 +182,12 @@ def num_attended_pairs(q: Tensor, k: Tensor, window: int) -> float:
 
 
 def queries_per_block(d: int) -> int:
-    """Queries in a block, by the width of a head, see kernels.attention.queries_in_block."""
+    """Return the queries of a block for heads of width d, see kernels.attention.queries_in_block."""
     return 64 if d <= 64 else 32 if d <= 256 else 16
 
 
 def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
-    """Cost rule: `calls_per_value` functions such as exp per element of the first input."""
+    """Return a cost rule: `calls_per_value` functions such as exp per element of the first input."""
 
     def cost_rule(out: object, x: Tensor, *other_inputs: object, **attrs: object) -> Cost:
         num_tasks = 1 if x.spec.size <= MIN_PARALLEL_VALUES else math.inf
@@ -197,7 +197,7 @@ def elementwise_cost(calls_per_value: float = 1.0) -> CostRule:
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
-    """n rows of a values by their experts' matrices of a × b, each packed once if every expert gets rows."""
+    """Cost of n rows of `a` values times their experts' (a, b) matrices, each packed once if all experts have rows."""
     num_experts = min(w.shape[0], n)
     work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(num_experts * a * b)}
     return Cost(work, num_tasks=w.shape[0] * -(-b // EXPERT_TASK_COLUMNS))

@@ -1,4 +1,4 @@
-"""The gated delta rule over the tokens of a line, in training and with states that are kept."""
+"""The gated delta rule over tokens, in training and with states that are saved between runs."""
 
 import math
 
@@ -14,13 +14,13 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 
 def _head_sizes(x, beta, groups, width):
-    """Heads and their values."""
+    """Return the number of heads, and of values of a head."""
     heads = beta.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
 
 def _check_inputs(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
-    """H P, the width of y."""
+    """Validate the inputs; return H P, the width of y."""
     heads, p = _head_sizes(x, beta, groups, width)
     required_spec = Spec((*x.shape[:-1], heads))
     require(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
@@ -39,7 +39,7 @@ def _check_inputs(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: in
 
 
 def _parts(x, heads, groups, width, tiled, eps):
-    """Queries and keys of length 1 (..., H, N), those of each head's group, and values (..., H, P)."""
+    """Return each head's queries and keys of length 1 (..., H, N), from its group, and values (..., H, P)."""
     leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     q_and_k = x[..., : 2 * groups * width].reshape(*leading_shape, 2, groups, width)
     q_and_k = q_and_k / xp.sqrt((q_and_k * q_and_k).sum(-1)[..., None] + eps)
@@ -51,7 +51,7 @@ def _parts(x, heads, groups, width, tiled, eps):
 
 
 def _steps(k, v, decay, beta, seq, initial_state):
-    """Residuals of the tokens (B, H, P), and the states (B, H, P, N) of all tokens in turn, from `initial_state`."""
+    """Yield the residual (B, H, P) and the state (B, H, P, N) of each token in turn, from `initial_state` on."""
     s, xp = initial_state, np if isinstance(v, np.ndarray) else torch
     for t in range(v.shape[1]):
         if t and seq is not None:
@@ -88,9 +88,9 @@ def delta_rule(
     x: Tensor, decay: Tensor, beta: Tensor, seq: Tensor | None = None, *,
     groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
 ) -> Spec:  # fmt: skip
-    """A memory for each head, which a token corrects: S = exp(decay) S; S += beta (v - S k) k^T; y = S q / sqrt(N).
+    """Keep a memory for each head that tokens correct: S = exp(decay) S; S += beta (v - S k) k^T; y = S q / sqrt(N).
 
-    Queries and keys are divided by their lengths, sqrt(sum of squares + eps). A sequence of a line begins with zeros.
+    Queries and keys are divided by their lengths, sqrt(sum of squares + eps). Each sequence begins with S = 0.
 
     x            (B, T, 2 G N + H P)  f32: queries and keys of the groups, then values of the heads; N is `width`
     decay, beta  (B, T, H)            f32
@@ -147,7 +147,7 @@ def delta_rule_back(
     dy: Tensor, x: Tensor, decay: Tensor, beta: Tensor, seq: Tensor | None = None, *,
     groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """Gradients of delta_rule for x, decay and beta; states are computed again, and those before chunks are kept."""
+    """Gradients of delta_rule for x, decay and beta; states are recomputed, and saved only at the start of chunks."""
     y = Spec((*x.shape[:-1], _check_inputs(x, decay, beta, groups, width)))
     require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, decay.spec, beta.spec
@@ -234,7 +234,7 @@ def delta_rule_cells(
     leaf: Tensor, x: Tensor, decay: Tensor, beta: Tensor, line: Tensor, source: Tensor, target: Tensor, *,
     groups: int, tiled: bool = False, eps: float = 1e-6,
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """delta_rule of tokens of several sequences in turn, each from a state of the leaf; lines as in ssm_scan_cells.
+    """Apply delta_rule to tokens of several sequences, each from a state of the leaf; inputs as in ssm_scan_cells.
 
     leaf               (S, H, P, N)  f32
     x, decay, beta, y  (T, ...)      f32, as in delta_rule

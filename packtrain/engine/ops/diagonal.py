@@ -9,7 +9,7 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 @op()
 def diag(x: Tensor) -> Spec:
-    """Matrices with x on their diagonal: x (..., N) f32, y (..., N, N) f32. ggml_diag."""
+    """Make matrices with x on their diagonal: x (..., N) f32, y (..., N, N) f32. ggml_diag."""
     require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
     return Spec((*x.shape, x.shape[-1]))
 
@@ -43,7 +43,7 @@ def diag_samples():
 
 @op(view=True)
 def diagonal(x: Tensor) -> Spec:
-    """The diagonals of square matrices, without a copy: x (..., N, N), y (..., N). np.diagonal of the last axes."""
+    """View the diagonals of square matrices: x (..., N, N), y (..., N). np.diagonal of the last axes."""
     is_square = len(x.shape) > 1 and x.shape[-1] == x.shape[-2] and not x.dtype.quantized
     require(is_square, f"x is {x.spec}; its last two axes must be equal, and not quantized")
     return View(x.shape[:-1], x.dtype, (*x.strides[:-2], x.strides[-1] + x.strides[-2]))
@@ -66,13 +66,13 @@ def _check_mask(x: Tensor, past: int) -> Spec:
 
 @op(inplace=(0,))
 def diag_mask_zero(x: Tensor, *, past: int = 0) -> Spec:
-    """x (..., M, N) f32 with zeros where column > past + row. ggml_diag_mask_zero."""
+    """Copy x (..., M, N) f32 with zeros where column > past + row. ggml_diag_mask_zero."""
     return _check_mask(x, past)
 
 
 @op(inplace=(0,))
 def diag_mask_inf(x: Tensor, *, past: int = 0) -> Spec:
-    """x (..., M, N) f32 with -inf where column > past + row. ggml_diag_mask_inf."""
+    """Copy x (..., M, N) f32 with -inf where column > past + row. ggml_diag_mask_inf."""
     return _check_mask(x, past)
 
 

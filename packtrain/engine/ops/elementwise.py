@@ -72,7 +72,7 @@ def add_torch(y, a, b):
 
 
 def _unpack_to_f32(x, workspaces):
-    """x, or its values in the next room."""
+    """Return x, or its values unpacked into the next workspace if x is not f32."""
     if x.dtype == np.float32:
         return x
     workspace = next(workspaces)
@@ -133,7 +133,7 @@ def _binary_cpu(name, ufunc):
 
 
 def _binary_numpy(ufunc):
-    def run_binary(y, a, b):  # which returns nothing: what a kernel returns is called the next time
+    def run_binary(y, a, b):  # returns None: a returned value would be called next time
         ufunc(a, b, out=y)
 
     return run_binary
@@ -200,7 +200,7 @@ def unary(
     torch_kernel: Callable[..., None],
     positive_only: bool = False,
 ) -> Op[[Tensor], Tensor]:
-    """An op of one value that may overwrite it; `positive_only` if it is for no others."""
+    """Declare an op of one value that it may overwrite; `positive_only`: its samples are above 0."""
 
     def shape_rule(x: Tensor) -> Spec:
         return f32_only(x)

@@ -34,7 +34,7 @@ def _is_stack(index: int, t: Tensor) -> bool:
 def _expert_product_spec(
     name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, output_axis: int
 ) -> Spec:
-    """Spec of a product of rows with their expert's matrix; `summed` and `output_axis` are the axes of w (E, F, K)."""
+    """Return the spec of products of rows with their expert's matrix; `summed`, `output_axis`: axes of w (E, F, K)."""
     is_valid = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
     requirement = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
     require(
@@ -158,10 +158,10 @@ def out_prod_id(
 ) -> Spec:
     """Sum of outer products of rows by expert: y[ids[i]] += outer(a[i], b[i]), into zeros (or acc).
 
-    a       (N, P)         f32
-    b       (N, Q)         f32
-    ids     (N,)           i32, ascending, below count
-    y_spec  (count, P, Q)  f32; the gradient of matmul_id's w
+    a    (N, P)         f32
+    b    (N, Q)         f32
+    ids  (N,)           i32, ascending, below count
+    y    (count, P, Q)  f32; the gradient of matmul_id's w
     """
     is_valid = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
     require(
@@ -221,9 +221,9 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     """Sum rows by index with weights: y[...] = sum over j of weights[..., j] * x[ids[..., j]] (+ acc).
 
     x        (N, C)    f32
-    ids      (..., k)  i32, with each of the N rows once, as `place` of group_rows
+    ids      (..., k)  i32, with each of the N rows once, as `positions` of group_rows
     weights  (..., k)  f32
-    y_spec   (..., C)  f32
+    y        (..., C)  f32
     """
     is_valid = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
     require(
@@ -319,7 +319,7 @@ def _permuted_ids(n: int, k: int) -> Tensor:
 
 
 def _packed_stacks():
-    """Three matrices of each kind of storage: f16, and blocks of two sizes."""
+    """Yield a stack of three matrices for each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((3, 20, 33)).astype(np.float16), f16)
     for name, blocks_shape in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):

@@ -163,9 +163,9 @@ def get_rows_back_samples():
 def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; fills a KV cache.
 
-    leaf  (V, ...)     f32, f16 or q8_0
+    leaf  (V, ...)         f32, f16 or q8_0
     x     ids.shape + ...  f32
-    ids   (...)        i32: distinct, or negative to write nothing
+    ids   (...)            i32: distinct, or negative to write nothing
     Returns the leaf's new handle (as a tuple of one).
     """
     require(
@@ -215,7 +215,7 @@ def set_rows_torch(out, leaf, x, ids):
     leaf_rows = torch_as_matrix(leaf.raw if is_packed else leaf, 1)
     x_rows = torch_as_matrix(blocks().packed_q8_0(x) if is_packed else x.to(leaf.dtype), ids.ndim)
     ids = ids.view(-1).long()
-    if len(ids):  # where nothing is to be written: another row again, or what is there
+    if len(ids):  # negative ids repeat the write of the largest id, or rewrite what is there
         max_id, max_id_position = ids.max(0)
         is_skipped, row_indices = ids < 0, torch.arange(len(ids), device=ids.device)
         x_rows = x_rows.index_select(0, torch.where(is_skipped, max_id_position, row_indices))
@@ -237,7 +237,7 @@ def set_rows_samples():
 
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
-    """y = x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
+    """Copy x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
     require(
         ids.dtype == i32 and x.dtype == f32,
         f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32",

@@ -21,7 +21,7 @@ from packtrain.engine.ops.elementwise import mul
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
-# of the vocabulary, by which dx of the head is summed, and rows of w in one
+# most parts of the vocabulary by which dx of the head is summed, and least rows of w in a part
 MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 
 
@@ -42,7 +42,7 @@ def _check_target_ids(op_name, targets, num_classes):
 
 
 def _row_losses(logits, targets):
-    """Per row: log-sum-exp minus the target's logit, and the softmax."""
+    """Return for each row log-sum-exp minus the target's logit, and the softmax."""
     max_logit = logits.max(-1, keepdims=True)
     e = np.exp(logits - max_logit)
     sum_exp = e.sum(-1, keepdims=True)
@@ -63,7 +63,7 @@ def _logit_grads(p, targets, weights):
 
 
 def _softcapped_logits(logits, softcap):
-    """Soft-capped logits, if there is a cap, and its slope."""
+    """Return the logits with the softcap, if there is one, and the cap's slope."""
     if not softcap:
         return logits, 1
     tanh_logits = np.tanh(logits / softcap)
@@ -195,8 +195,9 @@ def linear_cross_entropy(
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Cross-entropy of the logits x @ w.T (+ b), `chunk` rows at a time, so that all logits never exist at once.
 
-    (In bf16 with AMX up to 4 * chunk, whose logits are computed twice.) With a softcap of c, of c * tanh(logits / c).
-    Gradients for a loss gradient of 1 come from the same logits; a graph that reads none (evaluation) pays for none.
+    In bf16 with AMX, chunks have up to 4 * chunk rows, and logits are computed twice. With a softcap of c, the loss is
+    that of c * tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits; a graph that reads none
+    (evaluation) pays for none.
 
         x        (..., C)  f32
         w        (V, C)    any readable type
@@ -205,10 +206,10 @@ def linear_cross_entropy(
         b        (V,)      f32, or None for 0
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
-        right    (...)     f32, 1 where no logit is larger than the target's, else 0
+        correct  (...)     f32, 1 where no logit is larger than the target's, else 0
         dx, dw, db         f32, as x, w and b; no dw if w is neither f32 nor bf16
     Gradients of `losses` use dx if weights are constant 1 and w is frozen; else logits are computed again.
-    precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
+    precision as in matmul. Chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     check_precision(precision)
     _check_head(x, w, b, chunk, softcap)
@@ -240,17 +241,17 @@ def _check_gradients(dloss, dlosses, other_grads):
 
 
 def _weight_grads(outputs, b):
-    """dw and db of all results, None for what is not there."""
+    """Return dw and db among all results; None for a missing one."""
     num_outputs = len(outputs) - (b is not None)
     return (outputs[4] if num_outputs > 4 else None), (None if b is None else outputs[-1])
 
 
 def _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs):
-    """Gradients for those of the losses by row."""
+    """Return gradients for all inputs, given the gradients of the losses by row."""
     is_frozen = w.dtype not in TRAINABLE and b is None
     if is_frozen and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None
-    # the logits again, once it is known how much each row counts
+    # computes the logits again, with the gradients of the losses as weights
     recomputed_outputs = linear_cross_entropy(x, w, targets, dlosses, b, **attrs)
     dw, db = _weight_grads(recomputed_outputs, b)
     return recomputed_outputs[3], dw, None, None, db

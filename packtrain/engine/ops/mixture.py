@@ -19,8 +19,8 @@ from packtrain.engine.tensor import Tensor
 Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
 NO_LORA: Mapping[str, Low] = MappingProxyType({})
 NO_BIASES: Mapping[str, Tensor] = MappingProxyType({})
-MIN_WEIGHT_SUM = 6.103515625e-5  # of weights that are divided by their sum: llama.cpp's
-BEST = 2  # experts of a group, by which it is judged
+MIN_WEIGHT_SUM = 6.103515625e-5  # least sum by which weights are divided: llama.cpp's
+BEST = 2  # best experts of a group, whose sum ranks the group
 HIDDEN_OFFSET = 1e30
 LIMIT = 7.0  # of the clamped activation: gpt-oss's
 
@@ -34,12 +34,12 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """Mixture of experts: y = sum over the `used` chosen e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
-    p is the softmax of x @ gate_inp.T over all experts, or with `sigmoids` the sigmoid of each. The `used` experts
-    with the largest p + offsets are chosen; with `norm` their p is divided by the sum of theirs, then multiplied by
-    `by`. With `clamped` silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x
-    between -7 and 7. With several groups of experts, only those of some are chosen: of (groups, used), those in
-    which the two largest p + offsets have the largest sum. With `first` p_e multiplies x, and the sum has no weights.
-    With `gelu` that takes the place of silu; with `scales` p_e is multiplied by that of e. p is of `read` instead of x.
+    p is the softmax of x @ gate_inp.T over all experts, or with `sigmoids` the sigmoid of each; `read` replaces x here.
+    The `used` experts with the largest p + offsets are chosen; with `norm` their p is divided by its sum over them.
+    Then `by` and the `scales` of the experts multiply p. With several groups of experts, (groups, used), only experts
+    of those groups are chosen whose two largest p + offsets have the largest sum. With `gelu`, gelu replaces silu. With
+    `clamped`, silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x between -7 and
+    7. With `first`, p_e multiplies x, and the sum has no weights.
 
         x         (..., C)   f32
         gate_inp  (E, C)     f32
@@ -68,7 +68,7 @@ def experts(
 
 
 def _scale_probabilities(p: Tensor, expert_ids: Tensor, by: float, scales: Tensor | None) -> Tensor:
-    """p (..., k) times `by` and the scales (E,) of the chosen experts."""
+    """Return p (..., k) times `by` and the scales (E,) of the chosen experts."""
     p = p if by == 1 else scale(p, by=by)
     if scales is None:
         return p
@@ -80,7 +80,7 @@ def _gate_and_up(
     x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
     low: Mapping[str, Low],
 ) -> list[Tensor]:  # fmt: skip
-    """What gate and up give, of one matrix or of two."""
+    """Return the products with gate and up, from one matrix or from two."""
     products = [
         product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None
     ]
@@ -91,7 +91,7 @@ def _gate_and_up(
 
 
 def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
-    """p (..., k) by the sorted rows: (N, 1)."""
+    """Return p (..., k) in the order of the sorted rows: (N, 1)."""
     num_rows = p.spec.size
     columns = reshape(p, shape=(num_rows, 1)), reshape(row_positions, shape=(num_rows,))
     return get_rows_back(*columns, shape=(num_rows, 1))
@@ -100,17 +100,16 @@ def _sort_probabilities(p: Tensor, row_positions: Tensor) -> Tensor:
 def _route_tokens(
     logits: Tensor, offsets: Tensor | None, num_used: int, use_norm: bool, use_sigmoid: bool, groups: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The chosen experts of each token, and what theirs are multiplied by."""
-    if (
-        not use_sigmoid and use_norm and offsets is None and groups[0] == 1
-    ):  # the same without the sum over all
+    """Return the chosen experts of each token, and the factors of their results."""
+    if not use_sigmoid and use_norm and offsets is None and groups[0] == 1:
+        # equal to what follows, without the sum over all experts
         expert_ids = top_k(logits, k=num_used)
         return expert_ids, soft_max(take(logits, expert_ids))
     p = sigmoid(logits) if use_sigmoid else soft_max(logits)
     ranking_scores = p if offsets is None else add(p, offsets)
     if groups[0] > 1:
         ranking_scores = _mask_groups(ranking_scores, *groups)
-    elif offsets is None:  # in the same order, and apart where p is 1
+    elif offsets is None:  # in the order of p, and distinct where p rounds to 1
         ranking_scores = logits
     expert_ids = top_k(ranking_scores, k=num_used)
     p = take(p, expert_ids)
@@ -118,7 +117,7 @@ def _route_tokens(
 
 
 def _mask_groups(p: Tensor, num_groups: int, num_used: int) -> Tensor:
-    """p (..., E) with those of experts far below, whose groups are not among the `num_used` best ones."""
+    """Subtract HIDDEN_OFFSET from p (..., E) of experts outside the `num_used` best groups."""
     by_group = reshape(p, shape=(*p.shape[:-1], num_groups, p.shape[-1] // num_groups))
     sums = reshape(sum_rows(take(by_group, top_k(by_group, k=BEST))), shape=by_group.shape[:-1])
     best = top_k(sums, k=num_used)
@@ -134,7 +133,7 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
-    """w x, or that of the rows' experts, plus its bias and the LoRA adapter of w."""
+    """Return w x, or the product with each row's expert, plus the bias and the LoRA adapter of w."""
     multiply: Callable[..., Tensor] = matmul_id if expert else matmul
     y = multiply(x, w, *expert)
     if bias is not None:

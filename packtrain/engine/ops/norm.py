@@ -15,7 +15,7 @@ from packtrain.engine.ops.torch_kernels import rows as rows_of
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
-PARTIAL_ROWS = 64  # rows whose weight gradients are summed first
+PARTIAL_ROWS = 64  # rows of a partial sum of the weight gradient
 
 
 @op(inplace=(0,))
@@ -49,7 +49,7 @@ def rms_norm_vjp(dy, y, x, w, *, eps):
 
 
 def _row_mean(x):
-    """Over the last axis; 0 if that is empty."""
+    """Return the mean over the last axis; 0 if the axis is empty."""
     return x.sum(-1, keepdims=True) / max(x.shape[-1], 1)
 
 
@@ -92,7 +92,7 @@ def rms_norm_samples():
 def rms_norm_back(
     dy: Tensor, x: Tensor, w: Tensor | None = None, acc: Tensor | None = None, *, eps: float
 ) -> tuple[Spec, ...]:
-    """Gradients of rms_norm: with r = 1 / sqrt(mean(x**2) + eps), u = x * r and g = dy * w,
+    """Gradients of rms_norm for x and w, with r = 1 / sqrt(mean(x**2) + eps), u = x * r and g = dy * w.
 
     dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u. ggml_rms_norm_back.
     """
@@ -166,7 +166,7 @@ def rms_norm_back_samples():
 
 
 def mean_rows(x: Tensor) -> Tensor:
-    """Mean over the last axis: x (..., C) f32, y (..., 1) f32. ggml_mean."""
+    """Average the last axis: x (..., C) f32, y (..., 1) f32. ggml_mean."""
     return scale(sum_rows(x), by=1 / max(x.shape[-1], 1))
 
 

@@ -16,10 +16,10 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 def pool_2d(
     x: Tensor, *, largest: bool, window: Pair, stride: Pair | None = None, padding: Pair = (0, 0)
 ) -> Spec:
-    """The largest value of each window, or its mean, edges counted as zeros. ggml_pool_2d.
+    """Take the largest value of each window, or its mean, edges counted as zeros. ggml_pool_2d.
 
     x  (N, C, H, W)    f32
-    y  (N, C, OH, OW)  f32; windows are their own size apart unless `stride` says otherwise
+    y  (N, C, OH, OW)  f32; `stride` is by default the size of the window
     """
     out_shape = check(x.spec, window, stride or window, padding)
     is_valid = all(p < k for p, k in zip(padding, window, strict=True))
@@ -76,7 +76,7 @@ pool_2d.samples(_pool_samples(pool_2d))
 def pool_2d_back(
     dy: Tensor, x: Tensor, *, largest: bool, window: Pair, stride: Pair | None, padding: Pair
 ) -> Spec:
-    """Gradient of pool_2d: to the first of the largest values of a window, or to all alike. ggml_pool_2d_back."""
+    """Gradient of pool_2d: for the first of the largest values of a window, or for all alike. ggml_pool_2d_back."""
     y_spec = Spec((*x.shape[:2], *check(x.spec, window, stride or window, padding)))
     require(dy.spec == y_spec, f"dy is {dy.spec}; for x {x.spec} it must be {y_spec}")
     return x.spec

@@ -1,4 +1,4 @@
-"""Where the largest values are, and how many are as they should be. None of these has a gradient."""
+"""Indices of the largest values, sorted indices, and counts of equal values. None of these ops has a gradient."""
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def argsort_samples():
 
 @op()
 def count_equal(a: Tensor, b: Tensor) -> Spec:
-    """How many elements are equal: a, b (...) i32, y () i64. ggml_count_equal."""
+    """Count the equal elements: a, b (...) i32, y () i64. ggml_count_equal."""
     is_valid = a.spec == b.spec and a.dtype == i32
     require(is_valid, f"a is {a.spec} and b is {b.spec}; they must be equal i32")
     return Spec((), i64)

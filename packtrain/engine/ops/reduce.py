@@ -11,13 +11,13 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def sum_like(d: Tensor, x: Tensor) -> Tensor:
-    """The gradient d of a broadcast x, summed to x's shape; d itself if nothing was broadcast."""
+    """Sum the gradient d of a broadcast x to x's shape; return d itself if nothing was broadcast."""
     return d if d.shape == x.shape else sum_to(d, shape=x.shape)
 
 
 @op(view=True)
 def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
-    """x repeated along new or unit axes by strides of zero, as np.broadcast_to; see repeat."""
+    """Repeat x along new or unit axes by strides of zero, as np.broadcast_to; see repeat."""
     padded = (1,) * (len(shape) - len(x.shape)) + x.shape
     is_valid = len(padded) == len(shape) and all(
         n in (1, s) for n, s in zip(padded, shape, strict=True)
@@ -39,7 +39,7 @@ def broadcast_to_samples():
 
 
 def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
-    """x, of any type, again and again up to sizes that are multiples of its own; new axes come first. ggml_repeat.
+    """Repeat x, of any type, up to sizes that are multiples of its own; new axes come first. ggml_repeat.
 
     Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
     """
@@ -170,7 +170,7 @@ def sum_to_samples():
 
 @op()
 def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
-    """Running sums along the last axis, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
+    """Sum along the last axis up to each element, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
     require(
         x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
     )

@@ -1,4 +1,4 @@
-"""Regions of a tensor, along all axes at once: seen, added to and replaced. ggml_view, ggml_acc and ggml_set.
+"""Regions of a tensor, along all axes at once: viewed, added to and replaced. ggml_view, ggml_acc and ggml_set.
 
 A region is `shape` elements from `start` on, each `step` from the one before, along every axis.
 """
@@ -40,7 +40,7 @@ def _check_region(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> N
 
 @op(view=True)
 def slice(x: Tensor, *, start: Axes, shape: Axes, step: Axes = ()) -> Spec:
-    """The region of x, without a copy. ggml_view_1d to ggml_view_4d."""
+    """View the region of x, without a copy. ggml_view_1d to ggml_view_4d."""
     step = _step_or_ones(step, start)
     _check_region("x", x.spec, start, shape, step)
     require(not x.dtype.quantized, f"x is {x.spec}; quantized rows are cut by narrow")
@@ -65,7 +65,7 @@ def slice_samples():
 def acc(
     part: Tensor, into: Tensor | None = None, *, size: Axes, start: Axes, step: Axes = ()
 ) -> Spec:
-    """y = `into`, or zeros of `size`, with `part` added to its region. ggml_acc; all f32."""
+    """Add `part` to a region of `into`, or of zeros of `size`; all f32. ggml_acc."""
     y = Spec(tuple(size))
     require(part.dtype == f32, f"part is {part.spec}; it must be f32")
     require(into is None or into.spec == y, f"into is {into and into.spec}; it must be {y}")
@@ -106,7 +106,7 @@ def acc_samples():
 def set(
     x: Tensor, part: Tensor | None = None, *, start: Axes, shape: Axes, step: Axes = ()
 ) -> Spec:
-    """y = x with its region replaced by `part`, or by zeros. ggml_set; all f32."""
+    """Replace a region of x by `part`, or by zeros; all f32. ggml_set."""
     _check_region("x", x.spec, start, shape, _step_or_ones(step, start))
     is_valid = part is None or part.spec == Spec(tuple(shape))
     require(
@@ -144,7 +144,7 @@ def set_samples():
 
 
 def pad(x: Tensor, *, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """x with so many zeros before and after it along each axis. ggml_pad, ggml_pad_ext."""
+    """Add zeros before and after x along each axis, as many as `before` and `after` say. ggml_pad, ggml_pad_ext."""
     is_valid = len(before) == len(after) == len(x.shape) and min((*before, *after), default=0) >= 0
     message = f"before {(*before,)} and after {(*after,)} must be a number, 0 or more, for each axis of x {x.spec}"
     demand("pad", is_valid, message, x)

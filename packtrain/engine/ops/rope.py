@@ -16,7 +16,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _frequencies(factors, dims, base, divisor, blend):
-    """Frequencies (angles per position) of each pair, f64."""
+    """Return the frequency (angle per position) of each pair, in f64."""
     frequencies = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     if factors is not None:
         frequencies /= factors
@@ -42,7 +42,7 @@ def rope_table(
     """Rotations for positions: t[..., i] = m * (cos, sin)(pos * f[i]), angles in f64.
 
     f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,
-    those from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
+    pairs from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
     m = magnitude * (1 + rate * ln(1 + (pos + offset) // length)), growth = (rate, length, offset): for queries of
     mistral3 and llama4.
 
@@ -88,7 +88,7 @@ def _cached_frequencies(device, *options):
 
 @rope_table.kernel("torch")
 def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
-    pos = pos.cpu() if pos.is_mps else pos  # which has no f64
+    pos = pos.cpu() if pos.is_mps else pos  # mps has no f64
     frequencies = _cached_frequencies(pos.device, dims, base, divisor, blend)
     if factors is not None:
         frequencies = frequencies / factors.to(pos.device)
@@ -118,7 +118,7 @@ def rope_table_samples():
 
 
 def grown(pos: Tensor, *, rate: float, length: int, offset: int = 0) -> Tensor:
-    """1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: the table of a pair that is not turned."""
+    """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: the table of a pair that is not rotated."""
     growth = rate, length, offset
     table = rope_table(pos, dims=2, base=1.0, divisor=math.inf, growth=growth)
     return cont(

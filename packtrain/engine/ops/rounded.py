@@ -20,13 +20,13 @@ from packtrain.engine.ops.torch_kernels import rows as rows_of
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 BLOCK = 32
-MAX_DOT_ROWS = 8  # more have their own tiles
+MAX_DOT_ROWS = 8  # more rows have their own tiles
 MIN_STEP = np.float32(2**-126)  # smaller steps are 0
 
 
 @op(inplace=(0,))
 def rounded(x: Tensor) -> Spec:
-    """Round each 32 values to multiples of a step, the largest size / 127: as ggml's q8_0, with a step in f32.
+    """Round each 32 values to multiples of a step, their largest size / 127: as ggml's q8_0, with a step in f32.
 
     x, y  (..., C)  f32; C is a multiple of 32
     """
@@ -35,7 +35,7 @@ def rounded(x: Tensor) -> Spec:
 
 
 def has_fast_integer_products() -> bool:
-    """Whether products of many rows in integers are faster on this CPU than those in f32."""
+    """Whether products of many rows are faster in integers on this CPU than in f32."""
     return kernels.runtime.has_cpu_feature("avx2")
 
 
@@ -135,7 +135,7 @@ def matmul_rounded_samples():
 
 
 def _packed_weights():
-    """A matrix of each type, of random bits between small scales; the last one is large enough for several threads."""
+    """Yield a matrix of each type with random bits and small scales; the last needs several threads."""
     random = np.random.default_rng(1)
     for dtype in ROUNDABLE:
         num_rows, blocks = (300, 3) if dtype == ROUNDABLE[-1] else (5, max(3, 96 // dtype.block))

@@ -26,7 +26,7 @@ def check_ids(op_name, ids, num_rows):
 
 @op()
 def top_k(x: Tensor, *, k: int) -> Spec:
-    """Indices of the k largest along the last axis, the largest first; the lower index on ties. ggml_top_k.
+    """Find the indices of the k largest along the last axis, largest first; the lower index on ties. ggml_top_k.
 
     x    (..., E)  f32
     ids  (..., k)  i32
@@ -59,7 +59,7 @@ def top_k_samples():
 
 @op()
 def take(x: Tensor, ids: Tensor) -> Spec:
-    """Elements of each row by index: y[..., j] = x[..., ids[..., j]].
+    """Take elements of each row by index: y[..., j] = x[..., ids[..., j]].
 
     x    (..., E)  f32
     ids  (..., k)  i32
@@ -145,12 +145,14 @@ def take_back_samples():
 
 @op()
 def group_rows(ids: Tensor, *, groups: int) -> tuple[Spec, ...]:
-    """Stable sort of the choices of all rows by group.
+    """Sort the choices of all rows by group, stably.
 
-    ids    (..., k)  i32, from 0 to groups - 1
-    row    (N,)      i32, N = ids.size: the row that a choice came from
-    group  (N,)      i32, ascending: the chosen groups
-    place  (..., k)  i32: the new position of each choice, so group[place] = ids
+    Rows are sorted and gathered once, and gradients are runs of a group, too; ggml's mul_mat_id sorts in each product.
+
+    ids        (..., k)  i32, from 0 to groups - 1
+    row_ids    (N,)      i32, N = ids.size: the row that a choice came from
+    group_ids  (N,)      i32, ascending: the chosen groups
+    positions  (..., k)  i32: the new position of each choice, so group_ids[positions] = ids
     """
     require(ids.dtype == i32 and len(ids.shape) > 0, f"ids is {ids.spec}; it must be i32[..., k]")
     return Spec((ids.spec.size,), i32), Spec((ids.spec.size,), i32), ids.spec
@@ -193,6 +195,6 @@ def group_rows_samples():
 
 
 def _sample_choices(n: int, e: int, k: int) -> Tensor:
-    """k distinct choices of e for each of n rows."""
+    """Return k distinct choices of e for each of n rows."""
     ids = (np.arange(n)[:, None] * 5 + np.arange(k) * 3) % e
     return constant("ids", ids, i32)

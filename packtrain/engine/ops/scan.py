@@ -1,4 +1,4 @@
-"""Scans of states: Mamba-2's recurrence over the tokens of a line, in training and with states that are kept."""
+"""Scans of states: Mamba-2's recurrence over tokens, in training and with states that are saved between runs."""
 
 import math
 
@@ -13,13 +13,13 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _head_sizes(x, delta, groups, width):
-    """Heads and their values."""
+    """Return the number of heads, and of values of a head."""
     heads = delta.shape[-1]
     return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
 
 
 def check_scan(x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, groups: int, width: int) -> int:
-    """H P, the width of y."""
+    """Validate the inputs; return H P, the width of y."""
     heads, p = _head_sizes(x, delta, groups, width)
     is_valid = x.dtype == f32 and delta.spec == Spec((*x.shape[:-1], heads))
     require(
@@ -38,7 +38,7 @@ def check_scan(x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, groups: int, w
 
 
 def split_scan_inputs(x, delta, groups, width):
-    """Values (..., H, P), and B and C (..., H, N) of each head's group."""
+    """Return values (..., H, P), and B and C (..., H, N) of each head's group."""
     heads, p = _head_sizes(x, delta, groups, width)
     leading_shape, xp = x.shape[:-1], np if isinstance(x, np.ndarray) else torch
     head_values = x[..., : heads * p].reshape(*leading_shape, heads, p)
@@ -49,7 +49,7 @@ def split_scan_inputs(x, delta, groups, width):
 
 
 def _steps(head_values, b, c, delta, a, seq, initial_state):
-    """The states of all tokens in turn, from `initial_state` (B, H, P, N), and what they give (B, H, P)."""
+    """Yield the state (B, H, P, N) of each token in turn, from `initial_state` on, and its output (B, H, P)."""
     s, xp = initial_state, np if isinstance(delta, np.ndarray) else torch
     for t in range(delta.shape[1]):
         if t and seq is not None:
@@ -88,9 +88,9 @@ def ssm_scan(
     x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, seq: Tensor | None = None, *,
     groups: int, width: int,
 ) -> Spec:  # fmt: skip
-    """A state of P x N values for each head: S = exp(delta a) S + delta x B^T; y = S C + skip x.
+    """Keep a state of P x N values for each head: S = exp(delta a) S + delta x B^T; y = S C + skip x.
 
-    Each sequence of a line begins with zeros.
+    Each sequence begins with S = 0.
 
     x        (B, T, H P + 2 G N)  f32: values of the heads, B and C of the groups, of H / G heads each; N is `width`
     delta    (B, T, H)            f32
@@ -147,7 +147,7 @@ def ssm_scan_back(
     dy: Tensor, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, seq: Tensor | None = None, *,
     groups: int, width: int,
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """Gradients of ssm_scan for x, delta, a and skip; the states are computed again, and none is kept."""
+    """Gradients of ssm_scan for x, delta, a and skip; the states are recomputed, and none is saved."""
     y = Spec((*x.shape[:-1], check_scan(x, delta, a, skip, groups, width)))
     require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, delta.spec, a.spec, skip.spec

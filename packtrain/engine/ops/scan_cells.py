@@ -1,4 +1,8 @@
-"""Scans and short convolutions of tokens of several sequences, whose states are kept between runs."""
+"""Scans and short convolutions of tokens of several sequences, whose states are saved between runs.
+
+A run reads one cell of a sequence and writes another, so that a failed run changes nothing and copied sequences share
+a cell. A state cannot be cut: going back starts from the last checkpoint.
+"""
 
 import math
 
@@ -20,14 +24,14 @@ def check_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None
 
 
 def load_states(leaf, source, target):
-    """Put the states that are read where they will be written."""
+    """Copy the states of source cells to their target cells, zeros for a negative source."""
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         if t >= 0:
             leaf[t] = leaf[s] if s >= 0 else 0
 
 
 def sample_lines(t):
-    """Tokens of two sequences in turn, one of them new, and padding; states of six."""
+    """Return line, source and target of tokens: two sequences in turn, one of them new, and padding; six states."""
     line = constant("line", [(0, 1, 1)[i % 3] if i < t - 1 or t < 3 else 2 for i in range(t)], i32)
     return line, constant("source", [4, -1, -1], i32), constant("target", [0, 3, -1], i32)
 
@@ -37,13 +41,13 @@ def ssm_scan_cells(
     leaf: Tensor, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, line: Tensor, source: Tensor,
     target: Tensor, *, groups: int,
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """ssm_scan of tokens of several sequences in turn, each from a state of the leaf, which becomes another.
+    """Apply ssm_scan to tokens of several sequences, each from one state of the leaf to another.
 
     leaf            (S, H, P, N)  f32
     x, delta, y     (T, ...)      f32, as in ssm_scan
-    line            (T,)          i32
-    source, target  (R,)          i32: tokens of line r begin with leaf[source[r]], negative for zeros, which stays,
-                                  and leave leaf[target[r]]; a negative one is padding, whose y is 0
+    line            (T,)          i32: number of the token's sequence
+    source, target  (R,)          i32: sequence r begins with leaf[source[r]], or with zeros if source[r] < 0, and its
+                                  last state becomes leaf[target[r]]; a negative target is padding, whose y is 0
     Returns the leaf's new handle, and y.
     """
     require(
@@ -104,7 +108,7 @@ def ssm_scan_cells_samples():
 def short_conv_states(
     leaf: Tensor, x: Tensor, w: Tensor, line: Tensor, source: Tensor, target: Tensor
 ) -> tuple[Spec, ...]:
-    """short_conv of tokens of several sequences in turn, whose last inputs are kept; lines as in ssm_scan_cells.
+    """Apply short_conv to tokens of several sequences, whose last inputs are saved; inputs as in ssm_scan_cells.
 
     leaf  (S, K - 1, C)  f32
     x, y  (T, C)         f32

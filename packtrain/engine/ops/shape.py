@@ -12,7 +12,7 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
 def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides that show x's elements in the new shape without a copy, or None."""
+    """Return strides that show x's elements in the new shape without a copy, or None."""
     if x.dense:
         return Spec(shape, x.dtype).strides
     runs: list[tuple[int, int]] = []  # axes, merged where they are contiguous
@@ -37,7 +37,7 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 @op(view=True)
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
-    """The same elements in another shape, without a copy; raises if that needs one: use cont first. ggml_reshape."""
+    """View the elements in another shape, without a copy; raises if that needs a copy: use cont first. ggml_reshape."""
     shape = tuple(int(n) for n in shape)
     require(
         math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
@@ -58,7 +58,7 @@ def reshape_vjp(dy, y, x, *, shape):
 
 @op(view=True)
 def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
-    """Axes in another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
+    """Put axes into another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
     require(
         sorted(axes) == list(range(len(x.shape))),
         f"axes {axes} are not a permutation of the {len(x.shape)} axes of x",
@@ -76,14 +76,14 @@ def permute_vjp(dy, y, x, *, axes):
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x (..., M, N) seen as (..., N, M). ggml_transpose."""
+    """View x (..., M, N) as (..., N, M). ggml_transpose."""
     n = len(x.shape)
     return permute(x, axes=(*range(n - 2), n - 1, n - 2))
 
 
 @op(view=True)
 def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
-    """x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
+    """View x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
     require(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
     require(
         0 <= start <= start + length <= x.shape[axis],
@@ -124,7 +124,7 @@ def narrow_samples():
 
 @op()
 def cont(x: Tensor) -> Spec:
-    """A dense copy of x, of any type. ggml_cont, ggml_dup."""
+    """Make a dense copy of x, of any type. ggml_cont, ggml_dup."""
     return x.spec
 
 
@@ -157,7 +157,7 @@ def cont_samples():
 
 @op(inplace=(1,), acc=1)
 def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
-    """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
+    """Add dy at `start` of one axis to acc, or to zeros that are `size` long there: the gradient of narrow."""
     require(
         dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added"
     )
@@ -194,7 +194,7 @@ def narrow_back_torch(dx, dy, acc, *, axis, start, size):
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
-    """Tensors one after the other along an axis, counted from the end if below 0. ggml_concat."""
+    """Join tensors along an axis, counted from the end if below 0. ggml_concat."""
     spec_list = ", ".join(str(part.spec) for part in parts)
     axis_counts = {len(part.shape) for part in parts}
     is_valid = len(axis_counts) == 1 and -min(axis_counts) <= axis < min(axis_counts)

@@ -21,7 +21,7 @@ def _check_filters(x: Tensor, w: Tensor) -> None:
 
 
 def _shift_tokens(x, seq, shift):
-    """x (B, T, C), at each place what is `shift` before it, zero where another sequence or line is."""
+    """Return x (B, T, C) moved by `shift` tokens, zero beyond a row and where another sequence begins."""
     shifted, num_steps = np.zeros_like(x), x.shape[1]
     since, shift_end = max(shift, 0), max(min(num_steps + shift, num_steps), 0)
     if since < shift_end:
@@ -48,7 +48,7 @@ def short_conv(x: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
 
     x, y  (B, T, C)  f32
     w     (C, K)     f32
-    seq   (B, T)     i32: several sequences can share a line
+    seq   (B, T)     i32: several sequences can share a row
     """
     _check_sequence("x", x, seq)
     _check_filters(x, w)
@@ -107,7 +107,7 @@ short_conv.samples(lambda: (short_conv(*inputs) for inputs in _sample_inputs()))
 
 @op()
 def short_conv_back(dy: Tensor, w: Tensor, seq: Tensor | None = None) -> Spec:
-    """Gradient of short_conv for x: dx[t] = sum of w[k] dy[t + (K - 1 - k)]; shapes as there."""
+    """Gradient of short_conv for x: dx[t] = sum of w[k] dy[t + (K - 1 - k)]; shapes as in short_conv."""
     _check_sequence("dy", dy, seq)
     _check_filters(dy, w)
     return dy.spec
@@ -142,7 +142,7 @@ short_conv_back.samples(lambda: (short_conv_back(*inputs) for inputs in _sample_
 
 @op()
 def short_conv_back_w(dy: Tensor, x: Tensor, seq: Tensor | None = None, *, taps: int) -> Spec:
-    """Gradient of short_conv for w (C, taps): dw[k] = sum of dy[t] x[t - (taps - 1 - k)]; shapes as there."""
+    """Gradient of short_conv for w (C, taps): dw[k] = sum of dy[t] x[t - (taps - 1 - k)]; shapes as in short_conv."""
     _check_sequence("x", x, seq)
     require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
     require(taps > 0, f"taps is {taps}; it must be at least 1")
@@ -191,7 +191,7 @@ def short_conv_back_w_samples():
 
 @op()
 def short_conv_cells(x: Tensor, w: Tensor, cells: Tensor) -> Spec:
-    """The same of tokens whose earlier ones lie in cells: y[t] = sum of w[k] x[cells[t, k]].
+    """Apply short_conv to tokens whose earlier ones lie in cells: y[t] = sum of w[k] x[cells[t, k]].
 
     x      (S, C)  f32, of all cells
     w      (C, K)  f32

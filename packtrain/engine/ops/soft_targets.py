@@ -1,4 +1,4 @@
-"""Cross-entropy against probabilities, as a teacher gives them."""
+"""Cross-entropy against probabilities, such as those of a teacher model."""
 
 import numpy as np
 

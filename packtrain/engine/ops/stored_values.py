@@ -1,6 +1,6 @@
-"""Quantized weights with a low-rank addition, as they will be stored: the scales that they have, other codes.
+"""Adds a low-rank product to quantized weights in their own blocks: scales stay, codes change.
 
-For training that sees what will be in the file. Gradients pass the rounding as if it were not there (straight-through
+Training then sees what the file will hold. Gradients pass the rounding as if it were not there (straight-through
 estimator; Bengio et al. 2013, arXiv 1308.3432). Rounding to the nearest alone would leave small additions without
 effect: codes are whole. So each code is first moved by its own fixed part of a step, up to DITHER to either side, and
 the share of the codes that change is the addition in steps (dithering; Roberts 1962).
@@ -34,12 +34,12 @@ from packtrain.engine.tensor import Call, Spec, Tensor, constant, input, op, req
 from packtrain.kernels.quantized_arrays import dequantize
 
 DITHER = 0.4995  # less than half: without an addition no code changes, whatever the rounding errors
-TURN, NUM_OFFSETS = 2654435761, 1 << 12  # as in kernels.recoding
+TURN, NUM_OFFSETS = 2654435761, 1 << 12  # ROW_HASH and NOISE_PERIOD of kernels.recoding
 
 
 @cache
 def moved(dither: float) -> np.ndarray:
-    """By which part of a step codes are moved: PARTS f32 from -dither to dither, and 256 of them again."""
+    """Return by which parts of a step codes are moved: NUM_OFFSETS f32 within ±dither, and the first 256 again."""
     z = np.arange(1, NUM_OFFSETS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,14 +54,14 @@ def moved(dither: float) -> np.ndarray:
 def stored_sum(
     w: Tensor, a: Tensor, b: Tensor, *, by: float, first: int = 0, dither: float = DITHER
 ) -> Spec:
-    """w + by * b @ a as it can be stored in the blocks of w, with their scales: the nearest codes.
+    """Compute w + by * b @ a in the blocks of w, with their scales and the nearest codes.
 
     w  (N, K)  a type whose codes can be chosen anew
     a  (R, K)  f32
     b  (N, R)  f32
     y  (N, K)  the type of w
 
-    first   the number of the first row in a larger matrix, of which w has some rows
+    first   index of w's first row in a larger matrix, of which w has some rows
     dither  each code is first moved by a fixed part of a step, up to this to either side
     """
     require(
@@ -102,7 +102,7 @@ def _recode_numpy(w, values, offsets):
 
 
 def _nearest_codes(dtype, values, offsets, all_of, select, rint, clip):
-    """The codes of NumPy's or PyTorch's values; all_of gives the values of blocks that have one code throughout."""
+    """Return the codes of NumPy or PyTorch values; all_of(code) gives the values of blocks filled with one code."""
     if dtype in CODE_VALUES:
         step, codes = all_of(UNIT_CODE), 0
         v, code_values = values / select(step == 0, 1.0, step), CODE_VALUES[dtype].tolist()
@@ -124,7 +124,7 @@ def stored_sum_cpu(y, w, a, b, *, by, first, dither):
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
-    """Rows of the result, of w and b from row `first` on, on the cpu: the same bits as in a run."""
+    """Compute stored_sum on the CPU for rows of w and b from row `first` on, with the bits of a run."""
     y, (type_number, rows) = np.empty_like(w), packed(w)
     kernel_modules: Any = kernels
     kernel_modules.recoding.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)
@@ -185,7 +185,7 @@ def stored_sum_samples():
 
 
 def _sample_blocks(dtype, num_rows, count):
-    """Random bits between small scales."""
+    """Return a weight with random bits and small scales."""
     random = np.random.default_rng(dtype.number)
     bits = random.integers(0, 256, (num_rows, count, dtype.block_nbytes), np.uint8)
     scale_bytes = np.setdiff1d(np.arange(dtype.block_nbytes), CODE_BIT_NUMBERS[dtype] // 8)
@@ -193,7 +193,7 @@ def _sample_blocks(dtype, num_rows, count):
     return constant("w", bits.view(dtype.numpy)[..., 0], dtype)
 
 
-# ---- products with it --------------------------------------------------------------------------------------------
+# ---- products with stored sums------------------------------------------------------------------------------------
 
 
 @op(inplace=(4,), acc=4)
@@ -204,7 +204,7 @@ def matmul_stored(
     """y = x @ w.T (+ acc), where w is the stored sum of a weight and by * b @ a; gradients are those of the exact sum.
 
     x    (..., K)  f32
-    w    (N, K)    what `stored_sum` gives
+    w    (N, K)    a result of `stored_sum`
     a    (R, K)    f32, gets a gradient
     b    (N, R)    f32, gets a gradient
     acc  (..., N)  f32
@@ -265,5 +265,5 @@ def matmul_stored_samples():
 
 
 def rereads_stored_weight(call: Call | None) -> bool:
-    """Whether a call gives what is stored, in another form: its result need not be kept for the backward pass."""
+    """Whether a call only converts a stored weight, so that the backward pass need not save its result."""
     return rereads_bf16_weight(call) or (call is not None and call.op is stored_sum)

@@ -1,39 +1,39 @@
 """Attention by PyTorch, block of queries by block: see `attention` and `attention_cells`.
 
-Arrays are (B, K, G, T, D) here: G query heads read one kv head. Plain causal attention with a kv head for each query
-head is PyTorch's own on a CPU.
+Arrays are (B, K, G, T, D) here: G query heads read one kv head. On a CPU, PyTorch's own attention computes plain
+causal attention with a kv head for each query head.
 """
 
 from packtrain.engine.ops.torch_kernels import chunk_bounds, real, torch
 
-MAX_PAIRS = 1 << 21  # of a query head and a key, at a time
+MAX_PAIRS = 1 << 21  # most pairs of a query and a key at a time, over all heads
 
 
 def _group_by_kv_head(x, kv):
-    """(B, T, H, D) as (B, K, G, T, D)."""
+    """Return x (B, T, H, D) as (B, K, G, T, D)."""
     return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _expand_keys(x):
-    """(B, S, K, D) as (B, K, 1, S, D), in f32."""
+    """Return x (B, S, K, D) as (B, K, 1, S, D), in f32."""
     return real(x).permute(0, 2, 1, 3)[:, :, None]
 
 
 def _uses_torch_attention(q, k, positions, window, softcap):
-    """Whether PyTorch's own attention computes this."""
+    """Whether PyTorch's own attention can compute this call."""
     is_unmasked = not (window or softcap) and all(ids is None for ids in positions)
     is_supported = (q.is_cpu or q.is_meta) and q.dtype == k.dtype == torch.float32
     return is_unmasked and is_supported and q.shape == k.shape and q.numel() > 0
 
 
 def _query_spans(q, keys):
-    """Spans of queries."""
+    """Yield (start, end) of spans of queries with at most MAX_PAIRS pairs."""
     b, t, h, _ = q.shape
     return chunk_bounds(t, MAX_PAIRS // max(b * h * keys, 1), q)
 
 
 def _hidden_mask(query_span, keys, num_queries, positions, window, device):
-    """Which keys (B or 1, queries, S) the queries of a part do not see; S is as many as any of them can."""
+    """Return the mask (B or 1, queries, S) of the keys that the queries of a span do not see."""
     q_pos, k_pos, q_seq, k_seq, length = positions
     query_start, query_end = query_span
     index = torch.arange(max(num_queries, keys), dtype=torch.int32, device=device)
@@ -53,7 +53,7 @@ def _hidden_mask(query_span, keys, num_queries, positions, window, device):
 
 
 def _scores(q, k, hidden, scale, softcap):
-    """z with -inf where hidden, (B, K, G, T, S), and its slope by the products where there is a cap."""
+    """Return scores (B, K, G, T, S), -inf where hidden, and the slope of the softcap, None without one."""
     z, slope = torch.matmul(q, k.mT).mul_(scale), None
     if softcap:
         z.div_(softcap).tanh_()
@@ -83,7 +83,7 @@ def attention(out, q, k, v, *positions, scale, window, softcap):
 
 
 def _attend(y, lse, values, sinks, *score_args):
-    """Of some queries; y is 0 for a query without keys, and lse without a sink."""
+    """Write y and lse of some queries; y is 0 for a query without keys, and lse if there is no sink."""
     z, _ = _scores(*score_args)
     max_score = z.amax(-1, keepdim=True)
     if sinks is not None:
@@ -121,7 +121,7 @@ def attention_back(out, dy, y, lse, q, k, v, *positions, scale, window, softcap)
 
 
 def _attend_back(dk, dv, values, dq, dy, y, lse, q, keys, hidden, scale, softcap):
-    """Of some queries: dq, and what is added to dk and dv."""
+    """Write dq of some queries, and add their parts to dk and dv."""
     z, slope = _scores(q, keys, hidden, scale, softcap)
     p = z.sub_(lse).exp_()
     dv += torch.matmul(p.mT, dy).sum(2)

@@ -1,7 +1,7 @@
 """Values of block types by PyTorch: the functions in dtypes/ that unpack a block, for all blocks at once.
 
-Their words (`load`, `half_at`, …) get tensors here: a number of each block is (N, 1), sixteen lanes are (N, 16), and an
-address is a place in the bytes of each block. So a type is described once, for all backends.
+The words of these functions (`load`, `half_at`, …) take tensors here: a number of each block is (N, 1), sixteen lanes
+are (N, 16), and an address is a place in the bytes of each block. So a type is described once, for all backends.
 """
 
 import operator
@@ -49,13 +49,14 @@ def unpack(y, w):
 
 @cache
 def torch_function(code):
-    """The function of a code with these words in place of those for compiled kernels."""
+    """Return the function of a code with WORDS in place of the words for compiled kernels."""
     function = code.function
     names = {name: torch_meaning(name, value) for name, value in function.__globals__.items()}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def torch_meaning(name, value):
+    """Return the meaning for PyTorch of a global name of a code's function."""
     if value is intrinsics:
         return SimpleNamespace(**WORDS)
     if isinstance(value, CompiledFunction):
@@ -68,7 +69,7 @@ def torch_meaning(name, value):
 
 
 class DeviceTable:
-    """An array of a type's room: constants, on the device where they are looked up."""
+    """A table of constants of a type, on each device where values are looked up."""
 
     def __init__(self, array):
         self.array, self.device_tensors = array, {}
@@ -93,7 +94,7 @@ def as_f32(x):
 
 
 def byte_at(at, i):
-    offset = at.place + i
+    offset = at.offset + i
     return at.data[:, offset : offset + 1].int()
 
 
@@ -118,7 +119,7 @@ def half_at(at, i):
 def bytes_at(at, i):
     if isinstance(at, ScratchWords):
         return torch.cat([word >> shift & 255 for word in at.words for shift in (0, 8, 16, 24)], -1)
-    offset = at.place + i
+    offset = at.offset + i
     return at.data[:, offset : offset + 16].int()
 
 
@@ -127,7 +128,7 @@ def chars_at(at, i):
 
 
 def store(address, i, values):
-    offset = address.place + i
+    offset = address.offset + i
     address.data[:, offset : offset + 16].copy_(values)
 
 
@@ -135,7 +136,7 @@ def load(at, i):
     return (
         at
         if isinstance(at, DeviceTable) and i == 0
-        else at.data[:, at.place + i : at.place + i + 16]
+        else at.data[:, at.offset + i : at.offset + i + 16]
     )
 
 
@@ -168,12 +169,12 @@ def bytes_of(low, high):
 
 
 def put_where(v, bits, other_lanes):
-    """The other's lanes where the bit of the lane is set."""
+    """Return v with the lanes of `other_lanes` where the lane's bit is set."""
     return torch.where(bits >> torch.arange(16, device=v.device) & 1 != 0, other_lanes, v)
 
 
 class LaneNumbers:
-    """0 to 15, masked, then shifted: numbers to shift by, made on the device of what they shift."""
+    """Lane numbers 0 to 15, masked, then shifted: distances to shift by, made on the device of the shifted value."""
 
     def __init__(self, mask=15, shift=0):
         self.mask, self.shift = mask, shift
@@ -189,7 +190,7 @@ class LaneNumbers:
 
 
 class ScratchWords:
-    """Sixteen bytes of one's own for each block."""
+    """Sixteen bytes of scratch for each block."""
 
     def __init__(self, num_words):
         self.words = [0] * num_words
@@ -214,7 +215,7 @@ WORDS = {
 
 
 def packed_q8_0(x):
-    """f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quantized_arrays.quantize` packs them."""
+    """Pack f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quantized_arrays.quantize` does."""
     blocks = x.view(*x.shape[:-1], -1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     inverse = torch.where(scale.abs() > MIN_INVERTIBLE, 1 / scale, 0.0)

@@ -45,7 +45,7 @@ def draw(y, ids, x, numbers, counts):
 
 
 def high_word(a, b):
-    """The upper half of a product of 128 bits; words are signed, and mean unsigned ones."""
+    """Return the upper half of a 128-bit product; words are signed, and mean unsigned ones."""
     a0, a1, b0, b1 = a & LOW_WORD, (a >> 32) & LOW_WORD, b & LOW_WORD, (b >> 32) & LOW_WORD
     middle_word = a1 * b0 + ((a0 * b0 >> 32) & LOW_WORD)
     cross_product = a0 * b1 + (middle_word & LOW_WORD)
@@ -53,7 +53,7 @@ def high_word(a, b):
 
 
 def uniform(seed, index):
-    """The first number of NumPy's Generator(Philox(key=seed, counter=index)).random(), of i64 tensors."""
+    """Return the first number of NumPy's Generator(Philox(key=seed, counter=index)).random(), for i64 tensors."""
     a = index + 1
     b = torch.zeros_like(index)
     c = torch.zeros_like(index)

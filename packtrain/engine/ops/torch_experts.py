@@ -15,7 +15,7 @@ from packtrain.engine.ops.torch_kernels import (
 
 
 def _expert_spans(name, ids, num_experts):
-    """(expert, first row, one past the last), for experts with rows; without values, as if one had all."""
+    """Yield (expert, first row, one past the last) for experts with rows; on `meta`, as if one expert had all rows."""
     check_ids(name, ids, num_experts, min_id=0)
     is_descending = (ids[1:] < ids[:-1]).any()
     expert_ids = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
@@ -31,7 +31,7 @@ def _expert_spans(name, ids, num_experts):
 
 
 def _start_product(y, acc):
-    """Copy acc to y; whether there is none, and products are first."""
+    """Copy acc to y; return True without an acc: products then overwrite y."""
     if acc is not None:
         copy_acc_or_zero(y, acc)
     return acc is None

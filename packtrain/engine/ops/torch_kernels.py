@@ -1,7 +1,7 @@
-"""PyTorch for the kernels of the backend `torch`, loaded at the first call, and what these kernels share.
+"""PyTorch, loaded at the first call, and functions that kernels of the backend `torch` share.
 
-They get tensors, on any device, and write their results into those given. An array of a block type is a Blocks.
-What a kernel does depends on shapes alone, where it can: on tensors without values (`meta`) it allocates as much.
+Kernels take tensors, on any device, and write into results passed to them. An array of a block type is a BlockArray.
+Where possible, a kernel depends on shapes alone: on tensors without values (`meta`) it allocates as much.
 """
 
 import math
@@ -13,8 +13,8 @@ from packtrain.dtypes import Dtype
 from packtrain.engine.backends import triton
 from packtrain.engine.ops.arrays import factor_pairs
 
-CHUNK = 1 << 20  # values that are computed at a time, where a whole tensor has no room twice
-LARGE = 1 << 24  # the same on a GPU, which fewer would not fill
+CHUNK = 1 << 20  # values computed at a time, where memory has no room for a second tensor
+LARGE = 1 << 24  # values computed at a time on a GPU, which fewer would not fill
 TRITON_SPLIT = triton.lazy_kernel("elementwise", "split_bf16")
 MAX_ID = 1 << 32  # ids are below it
 # of kernels.counter, as signed words
@@ -24,7 +24,7 @@ GOLDEN, FIRST_MIXER, SECOND_MIXER = (
 
 
 class _Torch:
-    """The module torch: imported when a name of it is first used."""
+    """The module torch, imported when one of its names is first used."""
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(kernels.torch(), name)
@@ -54,7 +54,7 @@ class BlockArray(NamedTuple):
 
 
 def filled(name, *extra_args, **fixed_kwargs):
-    """A kernel that is a function of PyTorch with `out`."""
+    """Return a kernel that calls the function `name` of PyTorch with y as `out`."""
 
     def run_kernel(y, *args):
         getattr(torch, name)(*args, *extra_args, **fixed_kwargs, out=y)
@@ -63,7 +63,7 @@ def filled(name, *extra_args, **fixed_kwargs):
 
 
 def filled_by_aten(name, *extra_args, **fixed_kwargs):
-    """The same of torch.ops.aten."""
+    """Return a kernel that calls the function `name` of torch.ops.aten with y as `out`."""
 
     def run_kernel(y, *args):
         getattr(torch.ops.aten, name).out(*args, *extra_args, **fixed_kwargs, out=y)
@@ -72,7 +72,7 @@ def filled_by_aten(name, *extra_args, **fixed_kwargs):
 
 
 def copied(function):
-    """A kernel that copies what the function gives."""
+    """Return a kernel that copies the function's result to y."""
 
     def run_kernel(y, *args, **attrs):
         y.copy_(function(*args, **attrs))
@@ -81,7 +81,7 @@ def copied(function):
 
 
 def real(w):
-    """w in f32, unless it is f32 or f64."""
+    """Return w, of any readable type, as f32; f64 stays."""
     if isinstance(w, BlockArray):
         y = torch.empty(w.shape, dtype=torch.float32, device=w.raw.device)
         unpack(y, w)
@@ -98,12 +98,12 @@ def unpack(y, w):
 
 
 def blocks():
-    """The module for block types, which is loaded where one comes up."""
+    """Return the module for block types, which is loaded when the first one comes up."""
     return import_module("packtrain.engine.ops.torch_blocks")
 
 
 def to_sum_dtype(x):
-    """x in f64, in which sums are added up; in f32 on `mps`, which has no f64."""
+    """Return x in f64, in which sums are added up; in f32 on `mps`, which has no f64."""
     return x.float() if x.is_mps else x.double()
 
 
@@ -115,17 +115,17 @@ def as_matrix(x, num_row_axes):
     return x.reshape(math.prod(x.shape[:num_row_axes]), math.prod(x.shape[num_row_axes:]))
 
 
-HOST_READS = {"times": 0}  # how often kernels have, see on_host
+HOST_READS = {"times": 0}  # how often kernels have read values, see on_host
 
 
 def on_host(x):
-    """Whether the host can look at values of x: not if there are none. A kernel that asks is never recorded."""
+    """Whether the host can read values of x: not on `meta`. A kernel that calls this is never recorded."""
     HOST_READS["times"] += 1
     return not x.is_meta
 
 
 def chunk_bounds(n, chunk_size, x):
-    """(start, end) of parts of n, each of `chunk_size`; of the first two where x has no values, as all are alike."""
+    """Yield (start, end) of parts of n, each of `chunk_size`; only the first two on `meta`, as all are alike."""
     chunk_size = max(chunk_size, 1)
     for chunk_start in range(0, min(n, 2 * chunk_size) if x.is_meta else n, chunk_size):
         yield chunk_start, min(chunk_start + chunk_size, n)
@@ -136,7 +136,7 @@ def shares_memory(a, b):
 
 
 def copy_acc_or_zero(y, acc):
-    """Copy acc to y, unless they share their bytes; zeros without acc."""
+    """Copy acc to y, unless they share their bytes; without acc, fill y with zeros."""
     if acc is None:
         y.zero_()
     elif not shares_memory(y, acc):
@@ -160,7 +160,7 @@ def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
 
 
 def times(a, b, precision):
-    """a @ b with factors of this precision."""
+    """Return a @ b with both factors in this precision."""
     return sum(x @ y for x, y in factor_pairs(a, b, precision, round_to_bf16))
 
 
@@ -169,12 +169,12 @@ def round_to_bf16(x):
 
 
 def as_bf16_factor(x):
-    """The same, as bf16 where PyTorch multiplies that and sums in f32: on `cuda`."""
+    """Round x to bf16: to a bf16 tensor on `cuda`, where PyTorch multiplies these and sums in f32, else to f32."""
     return x.bfloat16() if x.is_cuda and x.dtype == torch.float32 else round_to_bf16(x)
 
 
 def add_product(y, x, w, precision="f32", *, fresh, unpack_size=CHUNK):
-    """y (M, N) = x (M, K) @ w (N, K).T, added to y unless it is `fresh`; packed w is unpacked a `unpack_size` at a time."""
+    """Add x (M, K) @ w (N, K).T to y (M, N), or overwrite y if `fresh`; unpack `unpack_size` values of w at a time."""
     if not isinstance(w, BlockArray) and w.dtype == torch.float32:
         multiply(y, x, w.mT, fresh, precision)
         return
@@ -184,7 +184,7 @@ def add_product(y, x, w, precision="f32", *, fresh, unpack_size=CHUNK):
 
 
 def add_product_back(y, x, w, precision="f32", *, fresh, unpack_size=CHUNK):
-    """y (M, K) = x (M, N) @ w (N, K), in the same way."""
+    """Add x (M, N) @ w (N, K) to y (M, K), or overwrite y if `fresh`; unpack w as in add_product."""
     if not isinstance(w, BlockArray) and w.dtype == torch.float32:
         multiply(y, x, w, fresh, precision)
         return
@@ -196,7 +196,7 @@ def add_product_back(y, x, w, precision="f32", *, fresh, unpack_size=CHUNK):
 
 
 def product_pairs(a, b, precision):
-    """Pairs whose products are summed."""
+    """Return pairs of factors whose products add up to a @ b in a precision."""
     if precision == "bf16x3" and triton.runs_on(a) and a.dtype == b.dtype == torch.float32:
         (a_high, a_low), (b_high, b_low) = TRITON_SPLIT(a), TRITON_SPLIT(b)
         return (a_high, b_low), (a_low, b_high), (a_high, b_high)
@@ -204,6 +204,7 @@ def product_pairs(a, b, precision):
 
 
 def multiply(y, a, b, fresh, precision="f32"):
+    """Add a @ b to y, or overwrite y if `fresh`, with factors in this precision."""
     for x, w in product_pairs(a, b, precision):
         dtype_option = {} if x.dtype == y.dtype else {"out_dtype": y.dtype}
         if fresh:
@@ -217,7 +218,7 @@ def multiply(y, a, b, fresh, precision="f32"):
 
 
 def shift_right(z, num_bits):
-    """Unsigned words, shifted."""
+    """Shift words to the right as unsigned ones."""
     return (z >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
@@ -229,12 +230,12 @@ def mix(z):
 
 
 def key_of(key, stream):
-    """kernels.counter.key of a tensor (2,) i64, seed and step."""
+    """Return kernels.counter.stream_key of a tensor (2,) i64, seed and step, and of a stream."""
     return mix(mix(mix(key[0]) + key[1]) + stream)
 
 
 def uniform(mixed_key, start, end):
-    """The uniforms of `kernels.counter`, from an even start to the end: the same bits."""
+    """Return the uniforms of `kernels.counter` from an even `start` to `end`: the bits are equal."""
     first_word, last_word = start // 2 + 1, (end + 1) // 2 + 1
     z = torch.arange(first_word, last_word, dtype=torch.int64, device=mixed_key.device) * GOLDEN
     z += mixed_key
@@ -251,7 +252,7 @@ def uniform(mixed_key, start, end):
 
 
 def top_k_indices(x, k):
-    """Indices (N, k) i64 of the k largest of each row, the largest first; the lower index on ties."""
+    """Return indices (N, k) i64 of the k largest of each row, largest first; the lower index on ties."""
     bits = (x + 0.0).view(torch.int32)  # 0 for -0
     sort_keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     n = x.shape[-1]

@@ -20,7 +20,7 @@ def _check_targets(name, targets, num_classes):
 
 
 def _target_columns(targets):
-    """Where the targets are, with 0 for those that are ignored, and which are."""
+    """Return the columns (N, 1) of the targets, 0 for ignored ones, and the mask of ignored targets."""
     return targets.long().clamp(min=0)[:, None], targets < 0
 
 
@@ -45,14 +45,14 @@ def cross_entropy_back(dlogits, dloss, logits, targets, weights):
 
 
 def _exp_sums(z):
-    """Sums (N, 1) of exp(z - max) of rows, written over z, and log(sum exp z): `logsumexp` makes a copy unseen."""
+    """Return sums (N, 1) of exp(z - max), written over z, and log(sum exp z): `logsumexp` makes a copy unseen."""
     max_logit = z.amax(-1, keepdim=True)
     sum_exp = z.sub_(max_logit).exp_().sum(-1, keepdim=True)
     return sum_exp, sum_exp.log().add_(max_logit)
 
 
 def _logit_grads(p, target_columns, is_ignored, weights):
-    """Probabilities become gradients of the logits."""
+    """Turn probabilities p into gradients of the logits, in place."""
     weights = weights.masked_fill(is_ignored, 0)[:, None]
     p.mul_(weights).scatter_add_(1, target_columns, -weights)
 
@@ -60,8 +60,10 @@ def _logit_grads(p, target_columns, is_ignored, weights):
 def linear_cross_entropy(
     out, x, w, targets, weights, b, *, chunk, softcap, precision, rated=None, unpack_size=CHUNK
 ):
-    """rated  what makes losses of logits, and of these their gradients; None: `_rated`
-    unpack_size   values of a packed w that are unpacked at a time"""
+    """Run linear_cross_entropy by chunks of rows; packed w is unpacked `unpack_size` values at a time.
+
+    rated  computes losses of logits and writes gradients over the logits; None: `_rated`
+    """
     _check_targets("linear_cross_entropy", targets, w.shape[0])
     loss, losses, correct, dx, *weight_grads = out
     db = None if b is None else weight_grads.pop()
@@ -78,7 +80,7 @@ def linear_cross_entropy(
 
 
 def triton_linear_cross_entropy(out, *args, **attrs):
-    """The same with a kernel in Triton."""
+    """Run linear_cross_entropy with a loss kernel in Triton."""
     linear_cross_entropy(
         out,
         *args,
@@ -91,7 +93,7 @@ def triton_linear_cross_entropy(out, *args, **attrs):
 def _head(
     rated, unpack_size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision
 ):
-    """Some rows of it."""
+    """Write losses and dx of some rows, and add their parts to dw and db."""
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
     add_product(logits, x, w, precision, fresh=True, unpack_size=unpack_size)
     has_gradients = dx is not None or dw is not None or db is not None
@@ -105,7 +107,7 @@ def _head(
 
 
 def _rated(logits, losses, right, targets, weights, b, softcap, has_gradients):
-    """Losses of rows of logits, which of them are right, and with `has_gradients` the gradients of the products."""
+    """Write losses of logits and which are `right`; with `has_gradients`, return gradients, written over the logits."""
     if b is not None:
         logits.add_(b)
     target_columns, is_ignored = _target_columns(targets)

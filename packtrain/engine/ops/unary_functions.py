@@ -96,7 +96,7 @@ def gelu_erf(x: Tensor) -> Tensor:
 
 @op(inplace=(0,))
 def clamp(x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Spec:
-    """y = x, but at least `low` and at most `high`; beyond them the gradient is 0. ggml_clamp."""
+    """Bound x: y = x, but at least `low` and at most `high`; beyond them the gradient is 0. ggml_clamp."""
     require(low <= high, f"low is {low} and high is {high}; low must not be above high")
     return f32_only(x)
 
@@ -134,7 +134,7 @@ def clamp_samples():
 
 
 def _values_off_bounds(n):
-    """Values that stay on one side of a bound when a gradient is measured."""
+    """Return values that stay on one side of a bound while a gradient is measured."""
     return -1.005 + 0.01 * ((np.arange(n) * 37) % 211)
 
 

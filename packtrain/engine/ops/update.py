@@ -61,7 +61,7 @@ def sum_squares_samples():
 
 @op()
 def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
-    """The factor of gradient clipping: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
+    """Compute the factor of gradient clipping: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
 
     An optimizer step changes nothing if its gate is not finite: so a bad step is skipped entirely.
     As torch.nn.utils.clip_grad_norm_.

@@ -20,7 +20,7 @@ def _out(n: int, k: int, stride: int, pad: int, dilation: int = 1) -> int:
 def check(
     x: Tensor | Spec, window: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair = (1, 1)
 ) -> Pair:
-    """Height and width of the result."""
+    """Validate the attributes of windows; return height and width of the result."""
     require(x.dtype == f32 and len(x.shape) == 4, f"x is {x}; it must be f32[N, C, H, W]")
     for name, axis_pair, min_value in (
         ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
@@ -42,7 +42,7 @@ def kernel_sizes(shape, out_shape, window, stride, padding, dilation=(1, 1)):
 
 
 def windows(x, window, stride, padding, dilation=(1, 1), fill=0.0, writeable=False):
-    """All windows of x, (N, C, OH, OW, KH, KW), in a copy if edges are filled."""
+    """Return all windows of x, (N, C, OH, OW, KH, KW): a view, or a copy if edges are filled."""
     edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
     padded = np.pad(x, edges, constant_values=fill) if any(padding) else x
     spans = tuple(d * (k - 1) + 1 for k, d in zip(window, dilation, strict=True))
@@ -59,7 +59,7 @@ def im2col(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
 ) -> Spec:
-    """The windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
+    """Lay out the windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
     h, w = check(x.spec, window, stride, padding, dilation)
     return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))
 
@@ -101,7 +101,7 @@ def im2col_samples():
 def im2col_back(
     dy: Tensor, *, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
-    """Gradient of im2col: each value of dy added to where it came from in x of this shape. ggml_im2col_back."""
+    """Gradient of im2col: add each value of dy to its place in x of this shape. ggml_im2col_back."""
     dx_spec = Spec(tuple(shape))
     out_shape = check(dx_spec, window, stride, padding, dilation)
     y_spec = Spec((shape[0], *out_shape, shape[1] * window[0] * window[1]))
@@ -122,7 +122,7 @@ def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
 
 
 def _add_windows(padded, window_values, stride, dilation):
-    """Add windows (N, C, OH, OW, KH, KW) to where they come from."""
+    """Add windows (N, C, OH, OW, KH, KW) to the places that they come from."""
     for a, b in product(*map(range, window_values.shape[4:])):
         down, across = (
             slice(k * d, k * d + s * (m - 1) + 1, s)

@@ -1,4 +1,4 @@
-"""Optimizers, one file each, and the graphs of a training step. A new one is listed here, and nowhere else."""
+"""Optimizers, one file each, and the graphs of a training step. A new optimizer is listed here, and nowhere else."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 
 def leaner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The other optimizers with less state for each weight, the least first."""
+    """Yield the other optimizers with less state for each weight, the leanest first."""
     optimizers = (optimizer_class(optimizer.lr) for optimizer_class in KINDS)
     yield from sorted(
         (o for o in optimizers if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
@@ -54,5 +54,5 @@ def leaner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def state_nbytes(optimizer: Optimizer) -> int:
-    """Bytes of state for a matrix of a fixed size."""
+    """Return the bytes of state for a matrix of a fixed size."""
     return sum(leaf.spec.nbytes for leaf in optimizer.states(weight("w", (64, 64))))

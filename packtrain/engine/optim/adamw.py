@@ -72,9 +72,9 @@ class AdamW(Optimizer):
             w,
             direction,
             lr_and_decay,
-            ops.div(step_inputs.gate, step_inputs.gate),
+            ops.div(step_inputs.gate, step_inputs.gate),  # 1, or NaN
             step_inputs.key(w),
-        )  # 1, or NaN
+        )
         use_decay = len(w.shape) >= self.decay_axes
         return *handles, *opt_step_sgd(*op_inputs, decay=use_decay, stream=stream_of(w))
 
@@ -177,12 +177,13 @@ def opt_step_adamw_samples():
 def opt_moments_adamw(
     g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor
 ) -> tuple[Spec, ...]:
-    """The moments of an AdamW step where they live in another memory than the weight: the handles of m and v, and where
-    the weight goes, along = (m / c1) / (sqrt(v / c2) + eps), or 0 if the gate is not finite. See opt_step_adamw.
+    """Update AdamW's moments where they live in another memory than the weight; return the handles of m and v, and the
+    direction = (m / c1) / (sqrt(v / c2) + eps) of the step, or 0 if the gate is not finite. See opt_step_adamw.
 
-        g, m, v, along  (...)  f32
-        hyper           (7,)   f32   see HYPER; lr and weight_decay play no part
-        gate            ()     f32
+        g, m, v, direction  (...)  f32
+        hyper               (7,)   f32   see HYPER; lr and weight_decay play no part
+        gate                ()     f32
+    A gradient out and a step back move half of what two moments would each way (ZeRO-Offload, arXiv 2101.06840).
     """
     require(
         g.spec == m.spec == v.spec == Spec(g.shape),
@@ -211,7 +212,7 @@ def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
 
 
 def _write_direction(step_kernel, direction, g, m, v, hyper, gate):
-    """A weight of 0 that is led by a rate of -1 becomes the way itself."""
+    """Step a weight of 0 at a rate of -1: the weight becomes the direction."""
     direction[...] = 0
     hyper[0] = -1
     step_kernel(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)

@@ -1,6 +1,6 @@
-"""L-BFGS: steps along a direction from the last pairs of step and change of the gradient, as long as a search finds.
+"""L-BFGS: steps along a direction from the last pairs of step and gradient change; a line search finds the length.
 
-The vectors stay on the device, in one graph whose numbers say what to do; the host sees their inner products only.
+The vectors stay on the device, in one graph whose input numbers say what to do; the host sees inner products only.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ from packtrain.engine.tensor import (
 )
 
 MEASURE, SLOPE, AIM, MOVE, KEEP, FORGET = range(6)
-HEAD = 3  # numbers before the coefficients: what to do, the place of the step's pair, the length
+HEAD = 3  # numbers before the coefficients: phase, index of the step's pair, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LBFGS(Optimizer):
     """L-BFGS with a line search. Liu & Nocedal 1989; Nocedal & Wright 2006, chapter 7.
 
     A step evaluates at its start and at each length that it tries; where the next step has the same batch, its start
-    is evaluated already. The place of a step's pair holds the start and its gradient until the step is done.
+    is evaluated already. Until a step is done, its pair's rows of s and y hold the start and its gradient.
     """
 
     name: ClassVar[str] = "lbfgs"
@@ -140,7 +140,7 @@ class LBFGS(Optimizer):
 def opt_step_lbfgs(
     w: Tensor, g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor
 ) -> tuple[Spec, ...]:
-    """One of the parts of a step, numbers[0]; returns the new handles of w, s, y and p.
+    """Run the phase numbers[0] of a step; return the new handles of w, s, y and p.
 
     AIM     p = c0 g + sum c s + sum c y;  s[i] = w;  y[i] = g;   i = numbers[1] mod M, c = numbers[3:]
     MOVE    w = s[i] + numbers[2] p
@@ -224,7 +224,7 @@ opt_step_lbfgs.kernel("torch")(opt_step_lbfgs_torch)
 def lbfgs_dots(
     g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor, acc: Tensor | None = None
 ) -> Spec:
-    """Inner products (+ acc): of g, s_0 …, y_0 … with g, y_0 … if numbers[0] is MEASURE; of g and p, alone, if SLOPE.
+    """Inner products (+ acc): of g, s_0 …, y_0 … with g, y_0 … if numbers[0] is MEASURE; only of g and p if SLOPE.
 
     g     (...)   f32, N values      s, y  (M, N)  f32      p  (N,)  f32
     dots  (2 M + 1, M + 1)  f32, each of them added up in f64

@@ -1,6 +1,6 @@
 """The scalar side of L-BFGS: a direction from inner products, and the search for the length of a step along it.
 
-It knows numbers only; the vectors stay where the weights are.
+This module knows numbers only; the vectors stay where the weights are.
 """
 
 import math
@@ -12,13 +12,13 @@ import numpy as np
 ARMIJO, WOLFE, STRONG, NONE = "armijo", "wolfe", "strong-wolfe", "none"
 CONDITIONS = (STRONG, WOLFE, ARMIJO, NONE)
 MIN_CURVATURE = 1e-10  # least s.y over y.y of a pair that counts
-# of the next trial, as parts of an interval, or as a multiple of the last
+# bounds of the next length: least distance from an end of the interval, as a part of it; most growth
 NEAREST, FARTHEST_FACTOR = 0.1, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinePoint:
-    """A place on the line: how far along the direction, the loss there, and its derivative along the direction."""
+    """A point on the line of a search: its length along the direction, and loss and derivative (`slope`) there."""
 
     length: float
     loss: float
@@ -31,12 +31,13 @@ class LinePoint:
 
 @dataclass(frozen=True, slots=True)
 class LineSearch:
-    """What a length must fulfil, for a start with loss f0 and slope s0 < 0. Nocedal & Wright 2006, section 3.1.
+    """Searches for a length that fulfils `condition`, for a start with loss f0 and slope s0 < 0.
 
     armijo        f <= f0 + armijo * length * s0
     wolfe         that, and slope >= wolfe * s0
     strong-wolfe  that, and |slope| <= wolfe * |s0|
     none          nothing
+    Nocedal & Wright 2006, section 3.1.
     """
 
     condition: str
@@ -47,7 +48,7 @@ class LineSearch:
     max_length: float = 1e20
 
     def is_too_far(self, start: LinePoint, at: LinePoint) -> bool | None:
-        """None if the point is accepted; else whether the accepted ones lie before it, not after it."""
+        """Return None if the point is accepted, True if accepted points lie before it, False if after it."""
         if self.condition == NONE:
             return None
         if not at.is_finite or at.loss > start.loss + self.armijo * at.length * start.slope:
@@ -62,10 +63,10 @@ class LineSearch:
     def find_point(
         self, start: LinePoint, first_length: float, evaluate: Callable[[float], LinePoint]
     ) -> tuple[LinePoint, str | None]:
-        """An accepted point, or the best one with the reason why none was; `evaluate` evaluates, from length `first_length` on.
+        """Return an accepted point, or the best point and the reason why none was accepted.
 
-        The interval between `low` and `high_point` always holds accepted points: low is low enough and still falls
-        steeply, high is too high or rises.
+        `evaluate` returns the point at a length; the first one is `first_length`. The interval between `low` and
+        `high_point` always holds accepted points: low is low enough and still falls steeply, high is too high or rises.
         """
         low, high_point, best, length = start, None, start, first_length
         for _ in range(self.max_trials):
@@ -92,7 +93,7 @@ class LineSearch:
 
 
 def next_length(low_point: LinePoint, high: LinePoint | None) -> float:
-    """The next length to try: where a cubic through both points is lowest, or farther out; as f32."""
+    """Return the next length to try, as f32: where a cubic through both points is lowest, or farther out."""
     if high is None:
         return float(np.float32(low_point.length * FARTHEST_FACTOR if low_point.length else 1.0))
     interval, trial_length = high.length - low_point.length, math.nan
@@ -112,7 +113,7 @@ def next_length(low_point: LinePoint, high: LinePoint | None) -> float:
 
 
 def lbfgs_direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
-    """The coefficients (2 m + 1,) of g, s_0 …, y_0 … whose sum is -H g, by the two-loop recursion in float64.
+    """Return the coefficients (2 m + 1,) of g, s_0 …, y_0 … whose sum is -H g, by the two-loop recursion in float64.
 
     dots (2 m + 1, m + 1) are the products of g, s_0 …, y_0 … with g, y_0 …. Pairs that are not curved do not count.
     Chen, Wang & Zhou 2014, "Large-scale L-BFGS using MapReduce"; Nocedal & Wright 2006, algorithm 7.4.
@@ -120,7 +121,7 @@ def lbfgs_direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray
     m = dots.shape[1] - 1
     sy, yy = np.diag(dots[1 : m + 1, 1:]), np.diag(dots[m + 1 :, 1:])
     curved_pairs = [i for i in newest_first if sy[i] > MIN_CURVATURE * yy[i] > 0]
-    # g and y_0 …, of which the first sum is made
+    # of g and y_0 …, which the first loop sums
     gradient_indices = np.array([0, *range(m + 1, 2 * m + 1)])
     c, alphas = np.zeros(2 * m + 1), dict[int, float]()
     c[0] = 1.0

@@ -1,4 +1,4 @@
-"""A running sum of gradients, for the optimizers that step along one."""
+"""Momentum: a running sum of gradients, for the optimizers that step along it."""
 
 import numpy as np
 
@@ -55,5 +55,5 @@ def opt_momentum_samples():
 
 
 def hyper_number(hyper: Tensor, index: int) -> Tensor:
-    """One number of a step: hyper (N,), y ()."""
+    """Return number `index` of a step: hyper (N,), y ()."""
     return reshape(narrow(hyper, axis=0, start=index, length=1), shape=())

@@ -13,14 +13,14 @@ from packtrain.engine.optim.weights import stream_of
 from packtrain.engine.tensor import Tensor
 
 NUM_ROUNDS, POLYNOMIAL = 5, (3.4445, -4.7750, 2.0315)  # x = a x + b (x x^T) x + c (x x^T)^2 x
-ADAMW_UPDATE_RMS = 0.2  # root of the mean square of an update: what AdamW's has
+ADAMW_UPDATE_RMS = 0.2  # root mean square of an update: about that of AdamW's
 EMBEDDING_TABLES = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 FILTERS = ("shortconv.conv.weight",)
 
 
 @dataclass(frozen=True, slots=True)
 class Muon(AdamW):
-    """Steps of matrices with all singular values near 1. Jordan et al. 2024; scaled as in arXiv 2502.16982.
+    """Steps matrices by updates whose singular values are near 1. Jordan et al. 2024; scaled as in arXiv 2502.16982.
 
     Embeddings, the head and vectors are updated by AdamW, with the same rate.
     """
@@ -51,15 +51,14 @@ class Muon(AdamW):
         (b,) = opt_momentum(states[0], g, momentum, step_inputs.gate)
         direction = ops.add(ops.mul(g, step_inputs.gate), ops.mul(b, momentum))  # Nesterov's
         step = ops.scale(orthogonalize(direction), by=ADAMW_UPDATE_RMS * max(w.shape) ** 0.5)
-        numbers = ops.slice(
-            step_inputs.hyper, start=(0,), shape=(2,), step=(4,)
-        )  # lr and weight_decay
+        # lr and weight_decay
+        numbers = ops.slice(step_inputs.hyper, start=(0,), shape=(2,), step=(4,))
         read = w, step, numbers, ops.div(step_inputs.gate, step_inputs.gate), step_inputs.key(w)
         return b, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """x (M, N) with its singular values moved close to 1, by Newton and Schulz's iteration."""
+    """Move the singular values of x (M, N) close to 1, by Newton and Schulz's iteration."""
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:
         x = ops.cont(ops.transpose(x))

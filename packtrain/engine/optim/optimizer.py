@@ -1,6 +1,6 @@
 """The base class of optimizers: settings, state leaves, the calls of an update, and how a step is run.
 
-It knows no model, no data and no memory. Each optimizer has its own file next to this one.
+This module knows no model, no data and no memory. Each optimizer has its own file next to this one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +35,7 @@ class StepInputs:
 class StepRunner(Protocol):
     """A step of a run: its batch, and the graphs on its session. Graphs return `loss` or `squares`, or both.
 
-    last  the last evaluation of the step before, if that was of the same batch: an optimizer that uses it leaves the
+    last  the last evaluation of the previous step, if its batch was the same: an optimizer that uses it leaves the
           weights where it last evaluated
     """
 
@@ -48,8 +48,8 @@ class StepRunner(Protocol):
         """Sum gradients at the current weights; for optimizers with several evaluations per step."""
 
     def update(self, hyper: Values) -> Values:
-        """Run the update graph with these numbers and the gradients of the last evaluation, which are kept; it
-        also returns what the optimizer has `measured`."""
+        """Run the update graph with these numbers and the gradients of the last evaluation, which stay; return
+        `squares` and the extra outputs of `Optimizer.measured`."""
 
     def report(self, message: str) -> None:
         """Report what the user should know about this step."""
@@ -59,15 +59,15 @@ class StepRunner(Protocol):
 class Optimizer:
     """Settings of an update rule, and the rule as calls. Each field declared as an option becomes a flag.
 
-    name         value of --optimizer, and name of the input with the numbers of a step
-    note         when to use it, if it is not the default: `name note` is a sentence
-    hyper        names of these numbers
-    kernels      kernel modules that its op calls
-    evaluations  of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
-                 and the update is a separate graph, which `drive` runs
-    first_length the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
-                 clipped, and the rate has no schedule
-    by_parts     whether the update of a part of a weight is that part of the update
+    name          value of --optimizer, and name of the input with the numbers of a step
+    note          when to use it, if it is not the default: `name note` is a sentence
+    hyper         names of these numbers
+    kernels       kernel modules that its op calls
+    evaluations   of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
+                  and the update is a separate graph, which `drive` runs
+    first_length  the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
+                  clipped, and the rate has no schedule
+    by_parts      whether parts of a weight can be updated separately, with equal results
     """
 
     name: ClassVar[str]
@@ -88,53 +88,53 @@ class Optimizer:
         check_values(type(self), plain_settings, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
-        """The values of `hyper` at step t, counted from 1."""
+        """Return the values of `hyper` at step t, counted from 1."""
         return (lr,)
 
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
-        """The optimizer state of a weight, see `moment`."""
+        """Return the state leaves of a weight, see `moment`."""
         return ()
 
     def update(
         self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
     ) -> tuple[Tensor, ...]:
-        """The new handles of everything that a step changes for w."""
+        """Write the update of w by gradient g; return the new handles of everything that it changes."""
         raise NotImplementedError
 
     def updates(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> Iterator[Tensor]:
-        """The same for pairs of weight and gradient, each as soon as it is complete."""
+        """Write the updates of pairs of weight and gradient, each once it is complete; yield the new handles."""
         for w, g in pairs:
             yield from self.update(w, g, *self.states(w), step_inputs=step_inputs)
 
     def measured(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """More outputs of a separate update graph, for `drive`, and its updates."""
+        """Return extra outputs of a separate update graph, which `drive` reads, and the handles of its updates."""
         return {}, list(self.updates(pairs, step_inputs))
 
     def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
-        """Run step t; returns `loss` and `squares` of its first evaluation."""
+        """Run step t; return `loss` and `squares` of its first evaluation."""
         return turn.evaluate_and_update(self.inputs(t, lr))
 
     def without_decay(self) -> "Optimizer":
-        """The same, but without any change to weights whose gradient is zero."""
+        """Return these settings without any change to weights whose gradient is zero."""
         return self
 
     def with_offloaded_state(self) -> "Optimizer":
-        """The same for moments that live in another memory than their weights."""
+        """Return these settings for moments that live in another memory than their weights."""
         return self
 
     def leaf(self) -> Tensor:
-        """The input that `inputs` feeds."""
+        """Return the input leaf of a step's numbers, which `inputs` feeds."""
         return input(self.name, (len(self.hyper),))
 
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """The input of step t, with another learning rate if one is given."""
+        """Return the value of `leaf` at step t; `lr` replaces the learning rate."""
         return {self.name: np.array(self.numbers(t, self.lr if lr is None else lr), np.float32)}
 
 
 def moment(kind: str, w: Tensor) -> Tensor:
-    """An f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
+    """Make an f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
     return state(f"{kind}/{w.name}", w.shape, role="moment")

@@ -1,6 +1,7 @@
-"""Exchanges with other processes as calls, in written order: all ranks run the same graph, so they meet at each.
+"""Exchanges between ranks as calls, in written order: all ranks run the same graph, so they meet at each exchange.
 
-A process alone is the only one of its run, see `distributed.here`. Kernels of PyTorch ask the host: none is recorded.
+A process alone is the only rank of its run, see `distributed.current_world`. The kernels of PyTorch need the host, so
+none is recorded.
 """
 
 import numpy as np
@@ -16,11 +17,11 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 
 @op(writes=(0,))
 def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: RankShare) -> Spec:
-    """Begin to add up a gradient over ranks, of which this one has its part: total = part if fresh else total + part.
+    """Begin to add up a gradient over ranks into this rank's part: total = part if fresh else total + part.
 
-    The numbers travel while other calls run; only after `arrive` is total what it will be, and g free.
+    The exchange runs beside other calls; only after `arrive` is total complete, and g free.
 
-        total  (...)  f32   as many numbers as `part_of` gives this rank of those of g
+        total  (...)  f32   the numbers of g that `rank_slice` gives this rank
         g      (...)  f32
         fresh  ()     f32   not 0 in the first micro-batch of a step
         share  the number of this rank, and how many there are
@@ -68,7 +69,7 @@ def reduce_scatter_samples():
 
 @op(writes=(0,))
 def arrive(total: Tensor, g: Tensor) -> Spec:
-    """Wait until all that ranks began to add up is there; g (...) f32 must live until then, total stays as it is."""
+    """Wait for all sums that ranks began; g (...) f32 must live until then, total stays as it is."""
     return total.spec
 
 
@@ -95,7 +96,7 @@ def arrive_samples():
 
 @op()
 def all_reduce(x: Tensor) -> Spec:
-    """The sum of a number over ranks, added in their order, f32 (): the same bits on each."""
+    """Sum a number, f32 (), over ranks in their order: every rank gets the same bits."""
     require(x.spec == Spec(()), f"x is {x.spec}; it must be f32[]")
     return x.spec
 

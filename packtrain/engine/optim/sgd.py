@@ -21,7 +21,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 class SGD(Optimizer):
     """Gradient descent with decoupled decay of tensors with some axes; without momentum it has no state.
 
-    With a momentum of u it steps along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
+    With a momentum of u, steps go along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
     """
 
     name: ClassVar[str] = "sgd"
@@ -73,7 +73,7 @@ def opt_step_sgd(
     decay: bool,
     stream: int = 0,
 ) -> tuple[Spec, ...]:
-    """One step of gradient descent; returns the new handle of w. ggml_opt_step_sgd.
+    """Make one step of gradient descent; return the new handle of w. ggml_opt_step_sgd.
 
     w = w (1 - lr * weight_decay) - lr * gate * g
 

@@ -1,4 +1,4 @@
-"""What optimizer steps share: weights of several types, stochastic rounding, and samples."""
+"""Functions that optimizer steps share: weights of several types, stochastic rounding, and samples."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from packtrain.kernels.counter import uniform_numpy
 
 
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
-    """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
+    """Require w to be f32, or bf16 with a key for its rounding, and its gradient and moments to be f32."""
     specs = ", ".join(str(t.spec) for t in tensors)
     require(
         w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors),
@@ -39,14 +39,14 @@ def write(w, values, key, stream):
 
 
 def parts_of(w, *tensors):
-    """(start, arrays) of flat parts of tensors, so that an update needs room for a part only."""
+    """Yield (start, flat parts of tensors), so that an update needs room for one part only."""
     flat_tensors = [t.view(-1) for t in (w, *tensors)]
     for chunk_start, chunk_end in chunk_bounds(len(flat_tensors[0]), CHUNK, w):
         yield chunk_start, [t[chunk_start:chunk_end] for t in flat_tensors]
 
 
 def write_torch(w, values, key, stream, chunk_start, is_finite):
-    """`write` for a part of a weight that begins at `chunk_start`, if `is_finite`."""
+    """Write values to a part of a weight that begins at `chunk_start`, as `write` does, if `is_finite`."""
     if key is not None:
         bits = uniform(key_of(key, stream), chunk_start, chunk_start + len(w)).mul_(65536).int()
         bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)
@@ -55,14 +55,14 @@ def write_torch(w, values, key, stream, chunk_start, is_finite):
 
 
 def stored(w, key, stream):
-    """A weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
+    """Return a weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
     dtype_number = dtype_of(w).number
     rounding_key = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
     return dtype_number, flatten(w).view(np.uint8), rounding_key
 
 
 def sampled():
-    """For samples: a weight of each type and some lengths, its key, a gate, and whether it decays."""
+    """Yield for samples a weight of each type and some lengths, its key, a gate, and whether it decays."""
     for n, gate, decay in (
         (1, 1.0, True),
         (17, 0.5, False),
@@ -75,12 +75,12 @@ def sampled():
 
 
 def stream_of(w: Tensor) -> int:
-    """The stream of random numbers for rounding a weight; 0 if it is not rounded."""
+    """Return the number of the random stream for rounding a weight; 0 if it is not rounded."""
     return 0 if w.dtype == f32 else noise_stream(w.label)
 
 
 def decay_axes() -> Any:
-    """The setting `decay_axes` of optimizers with weight decay: of tensors with at least so many axes."""
+    """Return the option `decay_axes`: weight decay applies to tensors with at least so many axes."""
     return TRAINING(
         2, "weight decay of tensors with at least N axes only", min_value=0, max_value=4
     )

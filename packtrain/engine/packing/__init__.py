@@ -1,6 +1,6 @@
 """Offsets for any list of (start, end, size): a packer with a lower bound and a checker.
 
-It knows no tensors and no plans. `pack` is quick, `packings` keeps searching, `clash` checks any offsets.
+This package knows no tensors and no plans. `pack` is quick, `packings` keeps searching, `find_overlap` checks offsets.
 """
 
 from packtrain.engine.packing.pack import (

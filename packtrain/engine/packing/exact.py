@@ -1,8 +1,10 @@
 """Improves packings by exact depth-first search, one part of the problem after the other. Knows no tensors.
 
-Parts are time intervals that no buffer crosses. The highest one is searched at several heights, in several
+Parts are time intervals that no buffer crosses. The highest part is searched at several heights, in several
 orders, with doubling limits (round robin as in MiniMalloc; Moffitt 2023, doi 10.1145/3623278.3624752); the
-search itself is kernels/packing.py. Limits count work, so that results do not depend on the machine.
+search itself is kernels/packing.py, `pack` has an example. Limits count work, so that results do not depend on the
+machine. A step costs only the change it makes, and the stack holds one frame plus what steps lifted: parts of tens of
+thousands of buffers can be searched where time intervals divide them.
 """
 
 import threading
@@ -19,14 +21,14 @@ from packtrain.engine.packing.search_clock import SearchClock
 
 Ints = npt.NDArray[np.int64]
 
-# largest first, by W life and A life times size: before and after the most bytes alive, which the kernel knows
+# sort keys before and after the most bytes alive, which the kernel knows: W life, A life times size, largest first
 ORDERS = (("", "WA"), ("WA", ""), ("", "AW"))
 KEY = 62  # bits of the search's keys: a height, and two numbers of buffers
 MAX_WORK = 100_000_000  # limit of the total work, if no time is given: a second or two
 UNLIMITED_WORK = 1 << 62
 ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
-STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
-# seconds without which kernels are not begun to be loaded, or compiled
+STACK, STEP = 16 << 20, 2 << 10  # bytes of the thread's stack: at least, and for each buffer
+# seconds that must be left to begin loading kernels, or compiling them
 LOADING, COMPILING = 0.5, 15.0
 LOOK = 0.02  # seconds between two looks at the clock
 SOLVED, STOPPED = 1, 2  # 0: no solution exists
@@ -42,11 +44,11 @@ def lower(
     target_height: int = 0,
     clock: SearchClock = UNLIMITED_CLOCK,
 ) -> Iterator[tuple[Ints, bool]]:
-    """Yields better and better offsets than those given, and whether they are proved optimal.
+    """Yield better and better packings than `offsets`, each with whether it is proved optimal.
 
-    bound    lower bound of the bytes
-    target_height   bytes at which to stop
-    clock    when to stop; one that is limited replaces the limit on work
+    bound          lower bound of the bytes
+    target_height  bytes at which to stop
+    clock          when to stop; a limited clock replaces the limit on work
     """
     if not can_load(clock):
         return
@@ -76,21 +78,21 @@ def lower(
 
 
 def can_load(clock: SearchClock) -> bool:
-    """Whether there is time for loading the search's kernels."""
+    """Whether enough time is left to load the search's kernels; compiling them first needs more."""
     if kernels.is_loaded("packing"):
         return not clock.is_over
     return clock.left > (COMPILING if kernels.store.missing_modules(["packing"]) else LOADING)
 
 
 def _split_parts(start: Ints, end: Ints) -> list[Ints]:
-    """Indices of the buffers of each part."""
+    """Return the indices of the buffers of each part."""
     order = np.argsort(start, kind="stable")
     is_cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
     return np.split(order, np.flatnonzero(is_cut) + 1)
 
 
 def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """First section and one past the last of each buffer.
+    """Return the first section of each buffer, and one past its last.
 
     A section is an instant just before a buffer ends, if one has started since the last section: any two buffers
     that overlap do so in a section, and no section's buffers are a subset of another's.
@@ -105,7 +107,7 @@ def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 class _WorkBudget:
-    """What may still be searched: a fixed amount of work, or all that can be done by the clock."""
+    """The work that may still be done: a fixed amount, or as much as the clock allows."""
 
     def __init__(self, clock: SearchClock) -> None:
         self.clock = clock
@@ -129,14 +131,14 @@ class _PackingPart:
         self.min_height = 0
         self.index_bits = len(members).bit_length()
         self.is_searchable = self.height < 1 << (KEY - 2 * self.index_bits)
-        self.work_limit = min(len(members) * (len(members) + 1_000), MAX_WORK // 4)  # of work
+        self.work_limit = min(len(members) * (len(members) + 1_000), MAX_WORK // 4)
 
     @property
     def is_proved(self) -> bool:
         return self.height <= self.min_height
 
     def lower_once(self, bound: int, target_height: int, budget: _WorkBudget) -> None:
-        """One round, doubling the limit for the next: tries `target_height` or the bound, then bisects above it."""
+        """Search one round at `target_height`, else at the bound and by bisection above it; double the work limit."""
         self.min_height = max(self.min_height, bound)
         if self.min_height <= target_height < self.height:
             self._search_height(target_height, self.work_limit, budget)
@@ -150,7 +152,7 @@ class _PackingPart:
         self.work_limit *= 2
 
     def _search_height(self, target_height: int, work_limit: int, budget: _WorkBudget) -> bool:
-        """Try all orders at one height; record the result, also if there is none."""
+        """Search all orders at one height; record offsets or that none exist; return whether the height is reached."""
         for sort_columns in ORDERS:
             if not self.min_height <= target_height < self.height or budget.is_spent:
                 break
@@ -164,7 +166,7 @@ class _PackingPart:
     def _search_in_order(
         self, by: tuple[str, str], target_height: int, work_limit: int, budget: _WorkBudget
     ) -> tuple[int, Ints]:
-        """Run the kernel on the buffers, ranked and numbered `by` columns; returns its status and offsets."""
+        """Run the kernel on the buffers, ranked and numbered `by` columns; return its status and offsets."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
         rank_columns, order_columns = by
@@ -187,7 +189,7 @@ class _PackingPart:
 
 
 def _deep(run_search: Callable[[], int], num_levels: int, clock: SearchClock, limits: Ints) -> int:
-    """The same in a thread whose stack is deep enough."""
+    """Call `stopped_by` with a stack that is deep enough for so many levels of recursion; return the status."""
     previous_nbytes = threading.stack_size(max(STACK, num_levels * STEP))
     try:
         return stopped_by(clock, run_search, limits)
@@ -196,7 +198,7 @@ def _deep(run_search: Callable[[], int], num_levels: int, clock: SearchClock, li
 
 
 def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) -> int:
-    """Call `run_search` in a thread, and have it stop by limits[1] when the clock says so."""
+    """Call `run_search` in a thread, stop it by limits[1] when the clock is over, and return its status."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_search)
         try:
@@ -208,7 +210,7 @@ def stopped_by(clock: SearchClock, run_search: Callable[[], int], limits: Ints) 
 
 
 def _dense_ranks(columns: list[Ints], num_rows: int) -> Ints:
-    """Ranks by several columns, equal for equal rows."""
+    """Return ranks of rows by several columns; equal rows have equal ranks."""
     if not columns:
         return np.zeros(num_rows, np.int64)
     _, rank = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)

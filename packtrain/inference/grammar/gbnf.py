@@ -1,4 +1,4 @@
-"""GBNF, llama.cpp's notation of grammars (grammars/README.md), read into nodes; what is wrong, by line and column."""
+"""Parser of GBNF, llama.cpp's notation of grammars (grammars/README.md), into nodes; errors name line and column."""
 
 import re
 from collections.abc import Callable
@@ -31,15 +31,17 @@ MAX_RULE_CHAIN = 500  # llguidance calls itself for each rule that names another
 def parse_gbnf(
     text: str, token_id: Callable[[str], int | None] = lambda name: None, size: int = 10**9
 ) -> GrammarRules:
-    """The rules of a grammar that begins at `root`. Raises InputError.
+    """Parse the rules of a grammar that begins at `root`. Raises InputError.
 
-    token_id  the id of `<name>`
-    size      of the vocabulary
+    token_id  returns the id of `<name>`
+    size      size of the vocabulary
     """
     return _GbnfParser(text, token_id, size).parse_rules()
 
 
 class _GbnfParser:
+    """A recursive-descent parser of GBNF: each method reads text at `pos` and moves it."""
+
     def __init__(self, text: str, token_id: Callable[[str], int | None], size: int) -> None:
         self.text, self.pos, self.depth, self.token_id, self.size = text, 0, 0, token_id, size
 
@@ -74,6 +76,7 @@ class _GbnfParser:
             self.check_left_recursion(first, rule_name)
 
     def check_depth(self, rules: GrammarRules) -> None:
+        """Fail if rules name one another in too long a chain."""
         seen_rules, path = {"root"}, [iter(nodes.names_in(rules["root"]))]
         while path:
             name = next((name for name in path[-1] if name.rule_name not in seen_rules), None)
@@ -86,7 +89,7 @@ class _GbnfParser:
                 self.fail(f"rules name one another more than {MAX_RULE_CHAIN} deep", name.offset)
 
     def check_left_recursion(self, first: dict[str, list[RuleReference]], rule_name: str) -> None:
-        """llama.cpp refuses rules that begin with themselves."""
+        """Fail for a rule that can begin with itself, as llama.cpp does."""
         seen_rules, pending_references = set[str](), [*first[rule_name]]
         while pending_references:
             reference = pending_references.pop()
@@ -167,7 +170,7 @@ class _GbnfParser:
         return RuleReference(self.take(WORD, ""), name_start) if WORD.match(next_char) else None
 
     def parse_char(self) -> int:
-        """One character, perhaps escaped."""
+        """Parse one character, perhaps escaped, into its code point."""
         next_char = self.peek_char()
         if not next_char:
             self.fail("the text ends inside quotes or brackets")
@@ -264,7 +267,7 @@ class _GbnfParser:
 
 
 def repeat_depth(node: Node) -> int:
-    """How many of them repeat one another."""
+    """Return how many repetitions are nested directly in each other at a node."""
     num_repeats = 0
     while isinstance(node, RepeatNode):
         node, num_repeats = node.child, num_repeats + 1
@@ -272,7 +275,7 @@ def repeat_depth(node: Node) -> int:
 
 
 def first_references(node: Node, empty: dict[str, bool]) -> list[RuleReference]:
-    """The rules with which a text of this node can begin."""
+    """Return references to the rules with which a text of this node can begin."""
     if isinstance(node, RuleReference):
         return [node]
     if isinstance(node, nodes.ChoiceNode):
@@ -288,7 +291,7 @@ def first_references(node: Node, empty: dict[str, bool]) -> list[RuleReference]:
 
 
 def is_empty(node: Node, empty: dict[str, bool]) -> bool:
-    """Whether the empty text is one of this node."""
+    """Return whether a node matches the empty text; `empty` says which rules do."""
     if isinstance(node, RuleReference):
         return empty[node.rule_name]
     if isinstance(node, RepeatNode):
@@ -299,7 +302,7 @@ def is_empty(node: Node, empty: dict[str, bool]) -> bool:
 
 
 def nullable_rules(rules: GrammarRules) -> dict[str, bool]:
-    """Which rules have the empty text."""
+    """Return for each rule whether it matches the empty text."""
     is_nullable, rule_order = dict.fromkeys(rules, False), nodes.dependency_order(rules)
     while True:
         num_before = sum(is_nullable.values())

@@ -1,4 +1,4 @@
-"""A grammar that the text of one sequence follows: the tokens that can come, what came, whether it is over."""
+"""A grammar that the text of one sequence follows: it says which tokens can come, and whether the text is over."""
 
 import re
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import schema_to_lark
 from packtrain.inference.grammar.token_masks import grammar_matcher, table
 
-DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in what llguidance says
+DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in llguidance's messages
 TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"
-POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
+POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # a position in text that no user wrote
 
 
 class Grammar:
-    """The grammar of one sequence; `copy` one for another sequence.
+    """The grammar of one sequence; `copy` makes one for another sequence.
 
-    Lazy ones wait for a trigger, a word or a token: until it comes, all tokens can; the grammar begins with it.
+    A lazy grammar waits for a trigger, a word or a token: it allows all tokens until then, and begins with the trigger.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Grammar:
         words: Sequence[str] = (),
         tokens: Sequence[int] = (),
     ) -> None:
-        """source: in llguidance's notation; words, tokens: triggers. Raises InputError."""
+        """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
         self._matcher = grammar_matcher(self._token_table, source)
@@ -48,7 +48,7 @@ class Grammar:
     def from_gbnf(
         cls, tokenizer: Tokenizer, text: str, words: Sequence[str] = (), tokens: Sequence[int] = ()
     ) -> "Grammar":
-        """A grammar in llama.cpp's notation. Raises InputError with line and column."""
+        """Create a grammar from GBNF, llama.cpp's notation. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}
         try:
             source = to_lark(parse_gbnf(text, names.get, tokenizer.vocab_size))
@@ -58,11 +58,11 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, tokenizer: Tokenizer, schema_text: str) -> "Grammar":
-        """The documents of a JSON schema. Raises InputError."""
+        """Create the grammar of a JSON schema's documents. Raises InputError."""
         return cls(tokenizer, schema_to_lark(schema_text))
 
     def copy(self) -> "Grammar":
-        """A grammar in the same state that goes its own way."""
+        """Return an independent grammar in the same state."""
         duplicate = Grammar.__new__(Grammar)
         duplicate.__dict__ |= self.__dict__ | {
             "_matcher": self._matcher.deep_copy(),
@@ -72,7 +72,7 @@ class Grammar:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether no more tokens can come."""
         return not self.awaits_trigger and bool(self._matcher.is_stopped())
 
     @property
@@ -81,7 +81,7 @@ class Grammar:
         return bool(self._matcher.is_accepting())
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """(size,) bool: the tokens that can come; None: all. Raises InputError."""
+        """Return the mask (size,) bool of tokens that can come; None: all. Raises InputError."""
         if self.awaits_trigger:
             return None
         allowed = np.zeros(size, bool)
@@ -92,7 +92,7 @@ class Grammar:
         return allowed
 
     def accept(self, id: int) -> None:
-        """The token that came. Raises InputError if it cannot."""
+        """Advance the grammar by the token that came. Raises InputError if the token cannot come."""
         self._accepted_ids.append(id)
         if self.awaits_trigger:
             self._check_trigger(id)
@@ -103,7 +103,7 @@ class Grammar:
             self._check_matcher(f"token {id} cannot come here")
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
+        """Take back the last `num_tokens` tokens."""
         if not num_tokens:
             return
         retained_ids = self._accepted_ids[:-num_tokens]
@@ -116,7 +116,7 @@ class Grammar:
             self.accept(id)
 
     def _check_trigger(self, id: int) -> None:
-        """Begin with the trigger, if it has come."""
+        """Begin the grammar at the trigger, if token `id` completes it."""
         if id in self._trigger_ids:
             self.awaits_trigger = False
             self._matcher.consume_token(id)
@@ -135,6 +135,7 @@ class Grammar:
         return np.unpackbits(bits, bitorder="little").view(bool)[: self._tokenizer.vocab_size]
 
     def _check_matcher(self, fact: str) -> None:
+        """Raise InputError if llguidance reports an error; `fact` says what failed."""
         if self._matcher.is_error():
             message: Any = self._matcher.get_error()
             lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [""]

@@ -1,7 +1,7 @@
-"""A grammar in llguidance's notation, with the texts of GBNF: as large lexemes as read the same as its characters.
+"""Converts GBNF rules to llguidance's notation, with the largest lexemes that read the same texts.
 
-Parts without recursion are regular and become one lexeme, a regular expression: masks are then quick. Where the longest
-lexeme would swallow what belongs to the next one (see lexer) a lexeme is one character.
+Parts without recursion are regular and become one lexeme, a regular expression, which makes masks quick. Where the
+longest lexeme would swallow text that belongs to the next one (see lexer), a lexeme is one character.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from packtrain.inference.grammar.nodes import (
     parts_of,
 )
 
-LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # any tokens that spell a text can come, not only the canonical ones
-MAX_GROUP_DEPTH = 120  # in each other: half of what Rust reads, which counts their contents, too
+LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # allow all tokens that spell a text
+MAX_GROUP_DEPTH = 120  # half of what Rust reads, which counts the groups' contents, too
 MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
 def to_lark(rules: GrammarRules) -> str:
-    """The grammar as llguidance reads it."""
+    """Return the grammar in llguidance's notation."""
     lexeme_builder = _LexemeBuilder(rules)
     while True:
         lexeme_rules = lexeme_builder.build_rules()
@@ -50,7 +50,7 @@ def to_lark(rules: GrammarRules) -> str:
 
 
 class _LexemeBuilder:
-    """What of a grammar is read as lexemes: `nodes`."""
+    """Divides a grammar into lexemes, `nodes`, and the rules over them."""
 
     def __init__(self, rules: GrammarRules) -> None:
         self.rules, self.empty, self.nodes = rules, nullable_rules(rules), list[Node]()
@@ -65,7 +65,7 @@ class _LexemeBuilder:
                 self.rule_depths[rule_name] = self.group_depth(rules[rule_name])
 
     def is_regular(self, *nodes: Node) -> bool:
-        """Whether these name only rules that are, no tokens, and are not too large together."""
+        """Return whether nodes have only regular rules, no tokens, and are not too large together."""
         references = [reference for node in nodes for reference in grammar_nodes.names_in(node)]
         if any(reference.rule_name not in self.texts for reference in references) or any(
             map(grammar_nodes.has_token, nodes)
@@ -75,17 +75,17 @@ class _LexemeBuilder:
         return num_chars <= MOST_TEXT and max(map(self.group_depth, nodes)) <= MAX_GROUP_DEPTH
 
     def group_depth(self, node: Node) -> int:
-        """How deep the groups of its text are, at most."""
+        """Return how deep the groups in a node's regular expression are nested."""
         if isinstance(node, RuleReference):
             return self.rule_depths[node.rule_name]
         return 1 + max(map(self.group_depth, parts_of(node)), default=0)
 
     def divide_lexeme(self, lexeme_index: int) -> None:
-        """Read the parts of a lexeme one by one."""
+        """Divide a lexeme: the next `build_rules` reads its parts one by one."""
         self._divided_nodes.update(self._equal_nodes[lexeme_index])
 
     def build_rules(self) -> GrammarRules:
-        """The rules that are left, of lexemes."""
+        """Return the rules over lexemes, and number the lexemes in `nodes`."""
         self.nodes, self._equal_nodes, self._numbers = [], [], {}
         read, waiting = GrammarRules(), ["root"]
         while waiting:
@@ -96,6 +96,7 @@ class _LexemeBuilder:
         return read
 
     def _read(self, node: Node) -> Node:
+        """Convert a node of the grammar into a node over lexemes."""
         if node not in self._divided_nodes and self.is_regular(node):
             return self._lexeme_node(node)
         if isinstance(node, SequenceNode | ChoiceNode) and node in self._divided_nodes:
@@ -117,12 +118,13 @@ class _LexemeBuilder:
         return node not in self._divided_nodes and self.is_regular(node)
 
     def _group(self, node: SequenceNode | ChoiceNode, children: tuple[Node, ...]) -> Node:
-        """Neighbours that are regular, as one node, the same one each time."""
+        """Return regular neighbours as one node, the same node in each call."""
         if len(children) == 1:
             return children[0]
         return self._group_nodes.setdefault(children, type(node)(children))
 
     def _lexeme_node(self, node: Node) -> Node:
+        """Return the lexeme that reads a regular node, a new one if no other reads the same."""
         if isinstance(node, SequenceNode) and not node.children:
             return node
         lexeme_index = self._numbers.setdefault(node_regex(node, self.texts), len(self.nodes))
@@ -163,7 +165,7 @@ def _format_bounds(node: RepeatNode) -> str:
 
 
 def node_regex(node: Node, texts: Mapping[str, str]) -> str:
-    """A regular node, as Rust's regular expressions are written; texts: those of rules."""
+    """Format a regular node as a regular expression of Rust; `texts` has those of rules."""
     if isinstance(node, CharSet):
         ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
         return f"[{''.join(ranges)}]"

@@ -1,6 +1,6 @@
-"""Whether a lexer that always takes the longest lexeme reads a grammar as its characters say.
+"""Finds lexemes for which a lexer that takes the longest match would misread a grammar.
 
-Of all lexemes at once an automaton is made (positions, Glushkov 1961; sets of them, Rabin and Scott 1959). Where a
+One automaton is built of all lexemes (positions, Glushkov 1961; sets of them, Rabin and Scott 1959). Where a
 lexeme has ended, a character that may follow it and that continues another one is a conflict.
 """
 
@@ -29,7 +29,7 @@ class AutomatonTooLarge(Exception):
 
 @dataclass
 class NodeSpan:
-    """Places at which a text of a node can begin and end, and whether it can be empty."""
+    """Positions at which a text of a node can begin and end, and whether the text can be empty."""
 
     first: set[int]
     last: set[int]
@@ -38,7 +38,7 @@ class NodeSpan:
 
 @dataclass
 class Automaton:
-    """Places are characters of lexemes; bits of a mask are classes of characters that no set tells apart."""
+    """Positions are characters of lexemes; bits of a mask are classes of characters that no set tells apart."""
 
     rules: GrammarRules
     ranges: list[Ranges] = field(default_factory=list)
@@ -48,10 +48,11 @@ class Automaton:
     char_masks: list[int] = field(default_factory=list)
 
     def add_lexeme(self, node: Node) -> None:
-        """One more lexeme."""
+        """Add the positions of one more lexeme."""
         self.lexeme_spans.append(self.node_span(node, len(self.lexeme_spans)))
 
     def node_span(self, node: Node, lexeme_index: int) -> NodeSpan:
+        """Add the positions of a node, and return its span. Raises AutomatonTooLarge."""
         if isinstance(node, RuleReference):
             return self.node_span(self.rules[node.rule_name], lexeme_index)
         if isinstance(node, nodes.CharSet):
@@ -77,13 +78,14 @@ class Automaton:
         return sequence_span
 
     def join_spans(self, a: NodeSpan, b: NodeSpan) -> NodeSpan:
+        """Let span `b` follow span `a`, and return the span of both."""
         for position in a.last:
             self.next_positions[position] |= b.first
         first = a.first | b.first if a.empty else a.first
         return NodeSpan(first, a.last | b.last if b.empty else b.last, a.empty and b.empty)
 
     def repeat_span(self, node: RepeatNode, lexeme_index: int) -> NodeSpan:
-        """{m,n} as + or *, which has more texts: conflicts are not missed."""
+        """Return the span of {m,n} read as + or *, which have more texts: no conflict is missed."""
         if node.max_count == 0:
             return NodeSpan(set(), set(), True)
         child_span = self.node_span(node.child, lexeme_index)
@@ -92,7 +94,7 @@ class Automaton:
         return NodeSpan(child_span.first, child_span.last, child_span.empty or not node.min_count)
 
     def classify_chars(self) -> None:
-        """Masks of the places."""
+        """Compute `char_masks`, the classes of characters of each position."""
         edges = sorted({edge for r in self.ranges for low, high in r for edge in (low, high + 1)})
         mask_by_ranges: dict[Ranges, int] = {}
         for r in self.ranges:
@@ -102,7 +104,7 @@ class Automaton:
             self.char_masks.append(mask_by_ranges[r])
 
     def conflicting_lexemes(self, follow_sets: list[set[int]]) -> set[int]:
-        """Lexemes that can swallow what belongs to the one after another; follow: lexemes that can come next."""
+        """Return lexemes that can swallow text of the next lexeme; `follow_sets`: lexemes that can come after each."""
         head_masks = [self.union_mask(lexeme_span.first) for lexeme_span in self.lexeme_spans]
         follow_masks = [0] * len(head_masks)
         head_masks.append(-1)  # every bit: a token other than one can begin with any character
@@ -136,7 +138,7 @@ class Automaton:
         return combined_mask
 
     def split(self, places: set[int]) -> list[frozenset[int]]:
-        """The states that these places become, by the character that comes."""
+        """Split a set of positions into states, one for each class of the next character."""
         state_groups = [(self.union_mask(places), frozenset[int]())]
         for position in places:
             char_mask, split_groups = self.char_masks[position], []
@@ -150,7 +152,7 @@ class Automaton:
 
 
 def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
-    """For each lexeme those that can come after it."""
+    """Return for each lexeme the lexemes that can come after it."""
     follow_by_lexeme: list[set[int]] = [set() for _ in range(num_lexemes)]
     rule_heads = _rule_heads(rules)
     follow_by_rule: dict[str, set[int]] = {rule_name: set() for rule_name in rules}
@@ -192,7 +194,7 @@ def _rule_heads(rules: GrammarRules) -> RuleHeads:
 
 
 def node_head(node: Node, rule_heads: RuleHeads) -> tuple[set[int], bool]:
-    """The lexemes with which a node begins, and whether it can be empty."""
+    """Return the lexemes with which a node begins, and whether it can be empty."""
     if isinstance(node, LexemeNode):
         return {node.lexeme_index}, node.empty
     if isinstance(node, nodes.TokenNode):

@@ -1,10 +1,10 @@
-"""What a grammar is made of. Sets of characters are sorted ranges of code points, both ends included."""
+"""The nodes of a grammar. Sets of characters are sorted ranges of code points, both ends included."""
 
 from dataclasses import dataclass
 
 MAX_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
-SURROGATES = range(0xD800, 0xE000)  # no text has them
+SURROGATES = range(0xD800, 0xE000)  # code points that no text has
 ALL_CODES: Ranges = ((0, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
@@ -17,7 +17,7 @@ class CharSet:
 
 @dataclass(frozen=True, eq=False)
 class TokenNode:
-    """One token by its id, or any other one."""
+    """One token by its id, or if negated any other token."""
 
     token_id: int
     is_negated: bool
@@ -25,7 +25,7 @@ class TokenNode:
 
 @dataclass(frozen=True, eq=False)
 class RuleReference:
-    """What a rule says."""
+    """A reference to a rule by name, at an offset of the grammar's text."""
 
     rule_name: str
     offset: int
@@ -43,7 +43,7 @@ class ChoiceNode:
 
 @dataclass(frozen=True, eq=False)
 class RepeatNode:
-    """`min_count` to `max_count` times; most None: without limit."""
+    """A child repeated `min_count` to `max_count` times; None: without limit."""
 
     child: "Node"
     min_count: int
@@ -52,7 +52,7 @@ class RepeatNode:
 
 @dataclass(frozen=True, eq=False)
 class LexemeNode:
-    """What the lexer reads at once, see lark; `empty`: or nothing."""
+    """A lexeme, which the lexer reads at once, see lark; `empty`: the lexeme is optional."""
 
     lexeme_index: int
     empty: bool
@@ -73,14 +73,14 @@ def has_token(node: Node) -> bool:
 
 
 def names_in(node: Node) -> list[RuleReference]:
-    """Every rule that it names, in order."""
+    """Return references to all rules that a node names, in order."""
     if isinstance(node, RuleReference):
         return [node]
     return [reference for child in parts_of(node) for reference in names_in(child)]
 
 
 def dependency_order(rules: GrammarRules) -> list[str]:
-    """All rules, those that a rule names before it, but where it is recursive."""
+    """Return the rules' names, each after those that it names, except in recursion."""
     rule_order, seen = list[str](), set[str]()
     reference_stack = [("", iter([RuleReference(next_rule, 0) for next_rule in rules]))]
     while reference_stack:
@@ -96,7 +96,7 @@ def dependency_order(rules: GrammarRules) -> list[str]:
 
 
 def merge_ranges(code_ranges: list[tuple[int, int]], is_negated: bool = False) -> Ranges:
-    """Sorted and joined, or all other characters; without surrogates."""
+    """Sort and join ranges, or return all other characters if negated; without surrogates."""
     joined: list[tuple[int, int]] = []
     for first_code, last_code in sorted(r for r in code_ranges if r[0] <= r[1]):
         if joined and first_code <= joined[-1][1] + 1:

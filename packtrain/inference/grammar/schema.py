@@ -11,15 +11,10 @@ from urllib.parse import unquote
 from packtrain.common.errors import InputError
 from packtrain.inference.grammar.lark import LARK_HEADER
 
-LITERAL_KEYWORDS = {
-    "const",
-    "enum",
-    "default",
-    "examples",
-    "required",
-}  # keywords whose values are no schemas
+# keywords whose values are no schemas
+LITERAL_KEYWORDS = {"const", "enum", "default", "examples", "required"}
 WHITE = r"( |\n{1,2}[ \t]{0,20})?"
-NAMED_SCHEMAS = "properties", "$defs", "definitions", "patternProperties"  # of names, not keywords
+NAMED_SCHEMAS = "properties", "$defs", "definitions", "patternProperties"  # keys in them are names
 COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples"}
@@ -33,11 +28,11 @@ UNSUPPORTED_KEYWORDS = {
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "contains", "minContains", "maxContains", "unevaluatedItems",
 }  # fmt: skip
-LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # in patterns: what no automaton reads
+LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # parts of patterns that no automaton reads
 
 
 def schema_to_lark(text: str) -> str:
-    """The grammar of the documents that a schema describes. Raises InputError."""
+    """Convert a JSON schema to the grammar of its documents, for llguidance. Raises InputError."""
     schema, unsupported = parse_schema(text), list[str]()
     loosened(schema, unsupported)
     if unsupported:
@@ -48,7 +43,7 @@ def schema_to_lark(text: str) -> str:
 
 
 def parse_schema(text: str) -> Any:
-    """The schema in a text. Raises InputError."""
+    """Parse a JSON schema, which must be an object. Raises InputError."""
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -64,7 +59,7 @@ def parse_schema(text: str) -> Any:
 
 
 def guidance_schema(schema: Any) -> str:
-    """A schema as llguidance takes it, with as much space in documents as llama.cpp lets come."""
+    """Convert a schema to llguidance's, with closed objects, and as much white space as llama.cpp allows."""
     closer = _SchemaCloser(schema)
     try:
         closed_schema = closer.closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
@@ -76,7 +71,7 @@ def guidance_schema(schema: Any) -> str:
 
 
 def rebase_references(schema: Any, pointer: str) -> Any:
-    """A schema that is to be part of another, at this pointer, where its references find it. Raises InputError."""
+    """Return a schema whose references work once it is part of another, at `pointer`. Raises InputError."""
     try:
         return _moved(schema, pointer)
     except RecursionError:
@@ -98,7 +93,7 @@ def _moved(schema: Any, pointer: str) -> Any:
 
 
 def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
-    """The schema without what no grammar can hold answers to; `unsupported` gets each such keyword and its property."""
+    """Return a schema without keywords that no grammar can enforce; adds each of them to `unsupported`."""
     if isinstance(schema, list):
         return [loosened(subschema, unsupported, at) for subschema in schema]
     if not isinstance(schema, dict):
@@ -118,13 +113,17 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
 
 
 class _SchemaCloser:
-    """Objects with properties take no others, where the schema does not say: what allOf and the like merge, once."""
+    """Closes objects: they take only named properties, where the schema does not say. Merged parts are closed once."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._names, self.parts = root, dict[tuple[int, bool], str](), dict[str, Any]()
 
     def closed(self, schema: Any, is_merged: bool = False) -> Any:
-        """merged: it is a part of another, which is closed."""
+        """Return a schema with closed objects; `is_merged`: it is part of another schema, which is closed as a whole.
+
+        Objects without additionalProperties are closed, or a model would write on without end. Closed one by one, the
+        parts of an allOf, anyOf or $ref would forbid each other's properties.
+        """
         if not isinstance(schema, dict):
             return schema
         keys, closed_schema = schema.keys() & COMBINING_KEYWORDS, dict[str, Any]()
@@ -161,7 +160,7 @@ class _SchemaCloser:
         )
 
     def _end(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """What closes an object with all properties of its parts; nothing where one of them says what else may come."""
+        """Return the schema that closes an object with all its parts; {} where a part says what else may come."""
         named = any("properties" in p or p.get("unevaluatedProperties") is False for p in parts)
         if not named or any(
             "additionalProperties" in p or p.get("unevaluatedProperties") for p in parts
@@ -183,7 +182,7 @@ class _SchemaCloser:
         }
 
     def _all_parts(self, schema: Any, seen_ids: set[int]) -> Iterator[dict[str, Any]]:
-        """The schema and all its parts."""
+        """Yield a schema and all parts that allOf, anyOf, oneOf and $ref merge into it."""
         if isinstance(schema, dict) and id(schema) not in seen_ids:
             seen_ids.add(id(schema))
             yield schema
@@ -192,7 +191,7 @@ class _SchemaCloser:
                 yield from self._all_parts(branch, seen_ids)
 
     def _definition_reference(self, ref: Any, is_merged: bool) -> Any:
-        """A reference to the target, closed or not: a schema may contain itself."""
+        """Return a reference to the closed target, added to `parts`: a schema may contain itself."""
         if (target := self._reference_target(ref)) is None:
             return ref
         if (definition_key := (id(target), is_merged)) not in self._names:
@@ -201,7 +200,7 @@ class _SchemaCloser:
         return f"#/$defs/{self._names[definition_key]}"
 
     def _reference_target(self, ref: Any) -> Any:
-        """What a pointer leads to; None if nowhere."""
+        """Return the schema that a JSON pointer leads to; None if there is none."""
         target = self._root if isinstance(ref, str) and re.match(r"#(/|$)", ref) else None
         for pointer_step in map(unquote, str(ref).split("/")[1:]):
             key = pointer_step.replace("~1", "/").replace("~0", "~")
@@ -214,7 +213,7 @@ class _SchemaCloser:
         return target
 
     def _check_distinct(self, branches: Any) -> None:
-        """Raises InputError where a closed part of oneOf fits another one, which takes any properties."""
+        """Raise InputError where an answer may fit several branches of a oneOf."""
         for branch, other_branch in permutations(
             ([*self._all_parts(branch_schema, set())] for branch_schema in branches), 2
         ):
@@ -240,6 +239,6 @@ class _SchemaCloser:
 
 
 def _allowed_values(schema: Any) -> set[str]:
-    """The only values of a schema; empty if it does not name them."""
+    """Return the only values that a schema allows, as JSON; empty if the schema does not name them."""
     schema = schema if isinstance(schema, dict) else {}
     return {*map(json.dumps, schema.get("enum", [schema["const"]] if "const" in schema else ()))}

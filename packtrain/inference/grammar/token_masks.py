@@ -1,4 +1,4 @@
-"""llguidance, an optional dependency, and its table of a vocabulary, made once for each."""
+"""llguidance, an optional dependency, and its table of a vocabulary, built once per vocabulary."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -11,7 +11,7 @@ from packtrain.data.tokenizer.token_table import CONTROL, UNKNOWN, UNUSED
 
 
 def llguidance() -> Any:
-    """The module. Raises InputError if it is not installed."""
+    """Import llguidance. Raises InputError if it is not installed."""
     if find_spec("llguidance") is None:
         raise InputError(
             "grammars and JSON schemas need llguidance: pip install llguidance (or packtrain with its extra grammar)"
@@ -19,7 +19,7 @@ def llguidance() -> Any:
     return import_module("llguidance")
 
 
-# sets of tokens whose masks are kept: text in JSON, text in a line, words
+# patterns of tokens whose masks are cached: text in JSON, text in a line, words
 TOKEN_SLICES = (
     r'[^"\\\x00-\x1F\x7F]{1,10}',
     r'[^"\\\x00-\x1F\x7F]{1,30}',
@@ -29,7 +29,7 @@ TOKEN_SLICES = (
 
 
 class _GuidanceTokenizer:
-    """A vocabulary as llguidance asks for it. Control tokens are no text: only <name> and <[id]> let them come."""
+    """A vocabulary with llguidance's interface. Control tokens are no text: only <name> and <[id]> allow them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         count = tokenizer.vocab_size
@@ -52,7 +52,7 @@ class _GuidanceTokenizer:
 
 @lru_cache(maxsize=2)
 def table(tokenizer: Tokenizer) -> Any:
-    """The table of a vocabulary: an LLTokenizer."""
+    """Return llguidance's table of a vocabulary, an LLTokenizer."""
     library, words = llguidance(), _GuidanceTokenizer(tokenizer)
     wrapped = library.TokenizerWrapper(words)
     return library.LLTokenizer(
@@ -61,6 +61,6 @@ def table(tokenizer: Tokenizer) -> Any:
 
 
 def grammar_matcher(token_table: Any, source: str) -> Any:
-    """An LLMatcher of a grammar with a table."""
+    """Create llguidance's matcher of a grammar for a vocabulary's table."""
     library = llguidance()
     return library.LLMatcher(token_table, library.LLMatcher.grammar_from_lark(source), log_level=0)

@@ -1,4 +1,4 @@
-"""The grammar of calls of tools, part by part, in llguidance's notation: texts and documents, one after the other."""
+"""The grammar of tool calls in llguidance's notation, built part by part of texts and JSON documents."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SPACE, ANY_TEXT_RULE = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
 
 
 class ToolCallRules:
-    """Rules as they are needed; `wild` has the patterns of characters that stand for others."""
+    """Builds rules as they are needed; `wildcards` has the patterns of characters that stand for others."""
 
     def __init__(self, tokenizer: Tokenizer, wildcards: Mapping[str, str]) -> None:
         self._wild, self._rules = wildcards, list[str]()
@@ -27,7 +27,7 @@ class ToolCallRules:
         self._parts = re.compile("|".join(map(re.escape, [*control_names, *wildcards])) or "(?!)")
 
     def split_tokens(self, text: str) -> list[str | int]:
-        """A text as control tokens, by their ids, and what stands between them, without white space around it."""
+        """Split a text into the ids of its control tokens and the texts between them, without blank texts."""
         text_parts, at = list[str | int](), 0
         for token_match in self._parts.finditer(text):
             if token_match[0] in self._control_ids:
@@ -36,7 +36,7 @@ class ToolCallRules:
         return [x for x in (*text_parts, text[at:]) if isinstance(x, int) or x.strip()]
 
     def text(self, text: str | Sequence[str | int], is_first: bool = False) -> str:
-        """The text, or its parts; white space around and between them may differ, but not before the `is_first` one."""
+        """Return a rule of a text, or of its parts, with any white space around them; none before if `is_first`."""
         parts = self.split_tokens(text) if isinstance(text, str) else text
         symbols = (f"<[{part}]>" if isinstance(part, int) else self._words(part) for part in parts)
         return " ".join(
@@ -54,11 +54,11 @@ class ToolCallRules:
         )
 
     def document(self, schema: Any) -> str:
-        """A JSON document."""
+        """Add a rule of a JSON document with this schema, and return its name."""
         return self._add_rule("", f"%json {guidance_schema(schema)}")
 
     def free_text_rule(self, stop_text: str) -> str:
-        """Any text up to this one, and that."""
+        """Return a rule of any text up to `stop_text`, and that text."""
         stop_parts = self.split_tokens(stop_text)
         if stop_parts and isinstance(stop_parts[0], int):
             return f"{self._add_rule('', ANY_TEXT_RULE)} {self.text(stop_parts)}"
@@ -67,7 +67,7 @@ class ToolCallRules:
         return f"{stop_rule} {self.text(other_parts)}"
 
     def bare_object_rule(self, quote: str) -> str:
-        """An object with bare keys, and strings between such quotes: of any kind, as in llama.cpp's grammar."""
+        """Return a rule of any object with bare keys, and strings between `quote`, as in llama.cpp's grammar."""
         if not any(rule.startswith("bare:") for rule in self._rules):
             string_rule = f"{self.text(quote, True)} {self.free_text_rule(quote)}"
             scalar_pattern = r"/-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/"
@@ -84,7 +84,7 @@ class ToolCallRules:
         return rule_name
 
     def build_grammar(self, start_rule: str, otherwise: str = "") -> str:
-        """The whole; otherwise: the schema of a document that may come instead. Raises InputError."""
+        """Return the whole grammar; `otherwise`: schema of a document that may come instead. Raises InputError."""
         if otherwise:
             start_rule = f"{start_rule} | {self.document(parse_schema(otherwise))}"
         return f"{LARK_HEADER}start: {start_rule}\n{''.join(self._rules)}"

@@ -1,4 +1,4 @@
-"""Many sequences in one KV cache: cells, windows, states, and running batches of any mix of tokens."""
+"""Many sequences in one KV cache: cells, windows, states, and batches of any mix of tokens."""
 
 from packtrain.inference.kv_cache.cell_pools import ContextError
 from packtrain.inference.kv_cache.context import Context

@@ -9,7 +9,7 @@ from packtrain.models.lora import Lora
 
 
 class AdapterScales:
-    """`scales` (sequences, adapters): 0, without them, in the beginning. They hold for tokens read from then on."""
+    """`scales` (sequences, adapters), 0 at first: a sequence's new tokens are read with its current scales."""
 
     def __init__(self, lora: Lora | None, sequences: int) -> None:
         input_names = {} if lora is None else lora.scale_inputs()
@@ -18,7 +18,7 @@ class AdapterScales:
         self.scales = np.zeros((sequences, count))
 
     def set(self, seqs: Sequence[int], scales_by_seq: Sequence[Sequence[float]]) -> None:
-        """Choose the scales of sequences. Raises ContextError if there are more adapters, or fewer."""
+        """Set the scales of sequences. Raises ContextError unless there is a scale for each adapter."""
         num_adapters = self.scales.shape[1]
         num_scales = next(
             (len(seq_scales) for seq_scales in scales_by_seq if len(seq_scales) != num_adapters),
@@ -32,7 +32,7 @@ class AdapterScales:
             self.scales[seq] = seq_scales
 
     def inputs(self, sets: Sequence[tuple[int, ...]], size: int) -> dict[str, np.ndarray]:
-        """Of a run of `size` tokens with these sequences: the scales of each token, those of its first sequence."""
+        """Return inputs of a run of `size` tokens: the scales of each token, those of its first sequence."""
         token_scales = np.zeros((size, self.scales.shape[1]), np.float32)
         token_scales[: len(sets)] = self.scales[[indices[0] for indices in sets]]
         return {name: token_scales[:, indices] for name, indices in self._owners.items()}

@@ -1,6 +1,6 @@
-"""Which cells the sequences of a context have: in the pool of all blocks, and in the ring of those with a window.
+"""The cells that the sequences of a context have, in the pool of all blocks and in the ring of those with a window.
 
-Knows no session: it says which cells to read and write, and which to move. A ring's cells are taken again once no
+Knows no session: it says which cells to read and write, and which to move. A ring's cells are reused once no
 window has them; until then a sequence can be taken back.
 """
 
@@ -30,11 +30,11 @@ STATE = "state_"  # the pool of states: a sequence has one, at its last position
 
 
 class ContextError(ValueError):
-    """A context cannot do what is asked; it stays as it was."""
+    """A call asks for what a context cannot do; the context stays as it was."""
 
 
 def at_least(min_value: int, **arguments: Any) -> None:
-    """Raise ContextError for one that is not a whole number, or below `min_value`."""
+    """Raise ContextError for an argument that is no whole number of at least `min_value`."""
     for argument_name, value in arguments.items():
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not is_integer or value < min_value:
@@ -45,7 +45,7 @@ def at_least(min_value: int, **arguments: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """Some tokens that run together: their inputs, the cells they took, and whose lines and states they read."""
+    """Tokens that run together: their inputs, the cells they took, their sequences, and the states they read."""
 
     inputs: dict[str, np.ndarray]
     cells: dict[str, np.ndarray]
@@ -53,7 +53,7 @@ class PlacedTokens:
     state_source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt goes on."""
+        """Return whether a prompt goes on: a sequence with a state has several tokens, the last not in `rows`."""
         if not self.state_source.size:
             return False
         seq_tokens = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
@@ -62,7 +62,7 @@ class PlacedTokens:
 
 @dataclass(frozen=True, slots=True)
 class CellMove:
-    """Cells of a pool that are copied to others, or stay, with positions changed by `by`; i32 each."""
+    """Cells `source` of a pool that are copied to cells `to`, with positions changed by `by`; i32 arrays."""
 
     source: np.ndarray
     to: np.ndarray
@@ -73,14 +73,16 @@ class CellMove:
 class CellPools:
     """The cells of `sequences` sequences; `parts`: each has its own equal part of them.
 
-    ring_cells  cells of the blocks with a window; 0: none
-    window      that window
-    tokens      (cells,)  i32  the token at each cell
-    learned how many positions the model has learned; 0: it computes with any
-    width           of its convolutions; 0: it has none
-    has_plain_ring  only they read the ring
-    num_states      how many there are of scans
+    ring_cells      cells of the ring, of blocks with a window; 0: none
+    window          tokens of that window
+    tokens          (cells,)  i32  the token at each cell
+    learned         positions that the model has learned; 0: it computes with any position
+    width           width of its convolutions; 0: it has none
+    has_plain_ring  only convolutions read the ring
+    num_states      number of states of scans
     is_ring_only    all blocks use the ring
+    llama.cpp keeps only the last inputs of a short convolution, which cannot go back. As cells of the ring they cost 34
+    tokens per sequence, and copies, checkpoints and states need no rule of their own.
     """
 
     cells: int
@@ -127,7 +129,7 @@ class CellPools:
         return max(self.window, CHECKPOINT_SPACING if self.num_states else 0)
 
     def check_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
-        """Raise ContextError where there is no such sequence, or positions are none."""
+        """Raise ContextError for a sequence that does not exist, or positions below 0."""
         if not isinstance(seq, int | np.integer) or not 0 <= seq < self.sequences:
             raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
         at_least(0, since=since, until=0 if until is None else until)
@@ -157,7 +159,7 @@ class CellPools:
         self.tokens[cells_by_pool["cell_"]] = tokens
         state_source = np.empty(0, np.int32)
         if self.num_states:
-            for seq in range(self.sequences):  # a state is kept until the run after it is done
+            for seq in range(self.sequences):  # a state stays until the run after it is done
                 first = since[unique_seqs.index(seq)] if seq in unique_seqs else self.all.next(seq)
                 self.pools[STATE].drop_positions(seq, until=first - 1)
             at = [int(np.flatnonzero(token_lines == i)[-1]) for i in range(len(unique_seqs))]
@@ -168,7 +170,7 @@ class CellPools:
         return PlacedTokens(inputs, cells_by_pool, unique_seqs, state_source)
 
     def next_positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Of the next tokens. Raises ContextError where those of sequences that share a token differ."""
+        """Return the positions of the next tokens. Raises ContextError where sequences that share a token differ."""
         next_pos = {seq: self.all.next(seq) for token_seqs in sets for seq in token_seqs}
         pos = np.empty(len(sets), np.int32)
         for i, token_seqs in enumerate(sets):
@@ -185,7 +187,7 @@ class CellPools:
         return pos
 
     def purged(self, seqs: np.ndarray, idle_seqs: list[int]) -> list[int]:
-        """The first of these idle sequences, without which tokens of `seqs` fit. Raises CacheFull."""
+        """Return the first of the idle sequences that must go so that tokens of `seqs` fit. Raises CacheFull."""
         for num_purged in range(len(idle_seqs) + 1):
             try:
                 self.all.find_free_cells(seqs, sum(map(bit, idle_seqs[:num_purged])))
@@ -199,7 +201,7 @@ class CellPools:
     def inputs(
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
-        """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
+        """Return the inputs of a run of `size` tokens; those beyond the piece read and write nothing."""
         num_lines = count_lines(size, self.sequences)
         run_inputs = pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
@@ -216,18 +218,18 @@ class CellPools:
         return run_inputs
 
     def free_tokens(self, piece: PlacedTokens) -> None:
-        """Give back the cells of a piece that did not run."""
+        """Free the cells of a piece that did not run."""
         for pool, cells in piece.cells.items():
             self.pools[pool].release_cells(cells)
 
     def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
-        """The first position that a sequence needs in a pool."""
+        """Return the first position that a sequence needs in a pool."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0
 
     def expire_ring(self, num_needed: int, freed_mask: int = 0) -> None:
-        """Free cells of the ring that no window has, if fewer than `num_needed` are free without the set `freed_mask`."""
+        """Free cells of the ring outside all windows, if fewer than `num_needed` are free without `freed_mask`."""
         ring = self.pools["ring_"]
         for num_margin in (RING_MARGIN, 0):
             if len(ring.free_cells(0, freed_mask)) >= num_needed:
@@ -236,7 +238,7 @@ class CellPools:
                 ring.drop_positions(seq, until=self.first_needed_pos("ring_", seq, num_margin))
 
     def is_complete(self, seq: int) -> bool:
-        """Whether the ring has all positions that the next token of a sequence attends to, and there is its state."""
+        """Return whether a sequence has its state, and in the ring all positions that its next token attends to."""
         has_state = self.num_states and len(self.all.of(seq))
         if has_state and not len(self.pools[STATE].of(seq, self.first_needed_pos(STATE, seq))):
             return False
@@ -246,10 +248,11 @@ class CellPools:
         return len(self.pools["ring_"].of(seq, start_pos)) >= len(self.all.of(seq, start_pos))
 
     def state_end(self, seq: int) -> int:
-        """The position after the last state that a sequence still has."""
+        """Return the position after the last state that a sequence still has."""
         return self.pools[STATE].next(seq) if self.num_states else 0
 
     def check_complete(self, seq: int) -> None:
+        """Raise ContextError if a sequence lacks cells or a state that its next token reads."""
         if not self.is_complete(seq):
             raise ContextError(
                 f"sequence {seq} was taken back further than its window or state is kept: remove it whole, or call"
@@ -259,7 +262,7 @@ class CellPools:
     # ---- changing sequences
 
     def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, CellMove]:
-        """Give `to` the positions of another sequence, instead of what it has there; what must be copied for that."""
+        """Give `to` the positions of `seq`, in place of its own there; returns the moves of cells by pool."""
         moves = dict[str, CellMove]()
         if self.parts:
             num_new_cells = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
@@ -287,7 +290,7 @@ class CellPools:
     def change_positions(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
     ) -> dict[str, CellMove]:
-        """New positions pos // divisor + by for a sequence; those below 0 are dropped. What must be moved for that.
+        """Change positions of a sequence to pos // divisor + by, dropping those below 0; returns the moves by pool.
 
         Cells that other sequences have, too, are copied first.
         """
@@ -341,7 +344,7 @@ def move_inputs(
     num_moves: int,
     input_names: Container[str],
 ) -> dict[str, np.ndarray]:
-    """Inputs of a run that moves `num_moves` cells of each pool, from the `move_start`-th on; those that are `input_names`."""
+    """Return inputs of a run that moves `num_moves` cells per pool, from move `move_start` on; only `input_names`."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:
         empty_array = np.empty(0, np.int32)

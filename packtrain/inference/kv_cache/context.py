@@ -1,6 +1,6 @@
 """Context: a model with a KV cache for many sequences, whose batches mix tokens of any of them.
 
-All runs are planned when it is made. A call that fails changes nothing; one that is stopped keeps what it had read.
+All runs are planned at its creation. A call that fails changes nothing; a stopped call keeps the tokens it has read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,18 +34,18 @@ class Context:
     """A model and the cells of its KV cache.
 
     cells        tokens that fit, of all sequences together
-    sequences    how many there are, at most 63
+    sequences    number of sequences, at most 63
     cache        type of the cache: f16, f32 or q8_0
     rows         most results of one run; default: one for each sequence, with `hidden` one for each token
     prompts      most tokens of the runs that read prompts; the largest first
     parts        each sequence has its own equal part of the cells, instead of all sharing all
     longest      tokens of one sequence; 0: all cells, or those of its part
     swa_full     blocks with a sliding window keep all cells, not only those of the window
-    checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
-    spacing      tokens between them; 0: the window
+    checkpoints  number of saved states of windows, from which a text can go back without being read again
+    spacing      tokens between checkpoints; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
     memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need; DoesNotFit names what fits
-    say          is told what the caller may want to know
+    say          called with messages
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Context:
         parts: bool = False,
         checkpoints: int = 0,
     ) -> "Context":
-        """A context with given executors of `decode_plans.placements`, whose session has the weights."""
+        """Create a context with executors of `decode_plans.place_runs`, whose session has the weights."""
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
         self._checkpoints = StateCheckpoints(checkpoints, self.pools.checkpoint_spacing)
@@ -134,7 +134,7 @@ class Context:
         wanted: Sequence[int] | None = None,
         stop: StopCallback | None = None,
     ) -> np.ndarray:
-        """Read the next tokens of some sequences; logits (len(wanted), V), or hidden values (len(wanted), C).
+        """Read the next tokens of sequences; returns logits (len(wanted), V), or hidden values (len(wanted), C).
 
         seqs    the sequence of all tokens, or of each: a number, or several that share it
         wanted  places in `tokens`, ascending; default: the last token of each sequence
@@ -155,7 +155,7 @@ class Context:
         wanted: Sequence[int] | None = None,
         stop: StopCallback | None = None,
     ) -> list[SamplerInput]:
-        """The same, but of each wanted row only what its chain needs: `chain.choose(given)` is the next token.
+        """Read the next tokens of sequences; returns for each wanted row what `chain.choose` needs for the next token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
         """
@@ -169,6 +169,7 @@ class Context:
         stop: StopCallback | None,
         chains: Sequence[Chain] | None = None,
     ) -> list[SamplerInput]:
+        """Run tokens, in several runs if need be; returns the result of each requested row."""
         seq_sets = self._seq_sets(tokens, seqs)
         rows = result_rows(seq_sets, requested_rows)
         row_results = RowResults.for_chains(len(rows), chains)
@@ -188,6 +189,7 @@ class Context:
         return row_results.row_results
 
     def _seq_sets(self, tokens: Sequence[int], seqs: SequenceIds) -> list[tuple[int, ...]]:
+        """Check tokens and sequences; returns the sequences of each token. Raises ContextError."""
         seqs_by_token = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
         seq_sets = [(x,) if isinstance(x, int | np.integer) else tuple(x) for x in seqs_by_token]
         if not seq_sets or len(seq_sets) != len(tokens) or not all(seq_sets):
@@ -247,17 +249,17 @@ class Context:
     # ---- sequences
 
     def next(self, seq: int) -> int:
-        """The position of its next token: 0 if it is empty."""
+        """Return the position of a sequence's next token: 0 if the sequence is empty."""
         self.pools.check_positions(seq)
         return self.pools.all.next(seq)
 
     def tokens(self, seq: int) -> list[int]:
-        """Those that it has, by position."""
+        """Return the tokens of a sequence by position."""
         self.pools.check_positions(seq)
         return [int(t) for t in self.pools.tokens[self.pools.all.of(seq)]]
 
     def copy(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
-        """Let `to` have the positions of another sequence from `since` on, below `until`. They share cells."""
+        """Copy positions of `seq` from `since` on, below `until`, to the sequence `to`. Both share cells."""
         self.pools.check_positions(seq, since, until)
         self.pools.check_positions(to)
         if seq != to:
@@ -267,7 +269,7 @@ class Context:
             self._move_cells(moves)
 
     def remove(self, seq: int, since: int = 0, until: int | None = None) -> None:
-        """Remove positions of a sequence; those after them stay where they are."""
+        """Remove positions of a sequence from `since` on, below `until`; later positions stay as they are."""
         self.pools.check_positions(seq, since, until)
         self.pools.drop_positions(seq, since, until)
         self._checkpoints.drop_after(seq, since)
@@ -275,14 +277,14 @@ class Context:
             self._idle_seqs.pop(seq, None)
 
     def keep(self, seq: int) -> None:
-        """Remove all other sequences."""
+        """Remove all sequences but `seq`."""
         self.pools.check_positions(seq)
         for other_seq in range(self.pools.sequences):
             if other_seq != seq:
                 self.remove(other_seq)
 
     def shift(self, seq: int, by: int, since: int = 0, until: int | None = None) -> None:
-        """Add `by` to positions of a sequence; those that come below 0 are removed."""
+        """Add `by` to positions of a sequence; tokens below 0 are removed."""
         self._change_positions(seq, since, until, by=by)
 
     def divide(self, seq: int, divisor: int, since: int = 0, until: int | None = None) -> None:
@@ -296,13 +298,13 @@ class Context:
         self._move_cells(moves)
 
     def release(self, seq: int) -> None:
-        """Say that a sequence is idle: it is removed when room is short, the oldest such first."""
+        """Mark a sequence as idle: when room is short, idle sequences are removed, the oldest first."""
         self.pools.check_positions(seq)
         self._idle_seqs.pop(seq, None)
         self._idle_seqs[seq] = None
 
     def reuse(self, seq: int, tokens: Sequence[int]) -> int:
-        """Keep the longest beginning of this text that the sequence has; how many tokens that is, less than all."""
+        """Keep the longest prefix of a text that a sequence has; returns its tokens, at least one less than all."""
         self.pools.check_positions(seq)
         num_common, cached_tokens = 0, self.tokens(seq)
         positions = self.pools.all.pos[self.pools.all.of(seq)]
@@ -329,7 +331,7 @@ class Context:
     # ---- states
 
     def save(self, seqs: Sequence[int] | None = None) -> bytes:
-        """The state of some sequences, or of all: for `restore` in a context of the same model and types."""
+        """Return the state of sequences (None: all) for `restore` in a context of the same model and types."""
         saved_seqs = range(self.pools.sequences) if seqs is None else seqs
         for seq in saved_seqs:
             self.pools.check_positions(seq)
@@ -340,10 +342,9 @@ class Context:
         return saved_state.pack_state(saved_sequences, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
-        """Put sequences back that `save` saved, instead of what is there; as these, or as the numbers they had.
+        """Restore sequences that `save` saved, as the sequences `seqs`; None: as those with the saved numbers.
 
-        Raises ContextError for damaged states and those of another model, CacheFull if they do not fit; nothing has
-        changed then.
+        Raises ContextError for damaged or foreign states, CacheFull if they do not fit; nothing has changed then.
         """
         saved_sequences = saved_state.unpack_state(
             state, self._origin, saved_state.views(self.pools, self._leaf_names, self._session)
@@ -359,19 +360,19 @@ class Context:
             self._idle_seqs.pop(seq, None)
 
     def save_file(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
-        """`save` to a file, which is replaced whole."""
+        """Save sequences to a file, which is replaced atomically, see `save`."""
         with atomic_file(path) as file:
             file.write(self.save(seqs))
 
     def restore_file(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
-        """`restore` from a file. Raises ContextError, which names it, and OSError."""
+        """Restore sequences from a file, see `restore`. Raises ContextError, which names the file, and OSError."""
         try:
             self.restore(Path(path).read_bytes(), seqs)
         except ContextError as error:
             raise ContextError(f"{path}: {error}") from None
 
     def _save_checkpoint(self, piece: PlacedTokens, rows: Sequence[int]) -> None:
-        """Keep windows and states of sequences that a piece took past the next checkpoint, or near a prompt's end."""
+        """Save windows and states of sequences that a piece took past the next checkpoint, or near a prompt's end."""
         if (self.pools.ring_cells or self.pools.num_states) and self._checkpoints.max_checkpoints:
             for seq in piece.seqs:
                 if piece.goes_on(seq, rows) or self._checkpoints.is_due(seq, self.next(seq)):
@@ -381,12 +382,12 @@ class Context:
                     self._checkpoints.add_state(seq, self.next(seq), saved_sequences)
 
     def _restore_window(self, seq: int) -> int:
-        """Take a sequence back to its last checkpoint, or to nothing; how many tokens it has then."""
+        """Take a sequence back to its last checkpoint, or to nothing; returns the number of tokens it has then."""
         checkpoint, num_retained = (
             self._checkpoints.latest_state(seq, self.next(seq)),
             self.pools.state_end(seq),
         )
-        if num_retained > (checkpoint[0] if checkpoint else 0):  # what the last run began with
+        if num_retained > (checkpoint[0] if checkpoint else 0):  # the last run's first state
             self.pools.drop_positions(seq, num_retained)
             return num_retained
         if checkpoint is None:

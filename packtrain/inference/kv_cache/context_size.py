@@ -1,4 +1,4 @@
-"""Whether a context fits a memory limit, and the largest one that does."""
+"""Check that a context fits a memory limit, and find the largest one that does."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,12 +16,12 @@ from packtrain.models.model_file import ModelFile
 
 STEP = 32  # cells of a suggested context are a multiple of this
 CALL_NBYTES = 4096  # bytes of an executor for each call
-OVERHEAD_NBYTES = 24 << 20  # of compiled kernels, and what runs allocate for moments
-SLACK_NBYTES = 4 << 20  # by which another attempt may need more
+OVERHEAD_NBYTES = 24 << 20  # for compiled kernels, and for what runs allocate for moments
+SLACK_NBYTES = 4 << 20  # that another attempt may need in addition
 
 
 def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, np.ndarray]) -> int:
-    """Private bytes of the session and executors of these graphs; `shared` leaves are mapped from a file."""
+    """Return private bytes of the session and executors of graphs; `shared` leaves are mapped from a file."""
     plans = {name: make_plan(placed_graph) for name, placed_graph in placed_graphs.items()}
     arena_nbytes = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
     private_leaves = {
@@ -43,7 +43,7 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
 
 
 def is_mapped(value: np.ndarray) -> bool:
-    """Whether an array is a view of a file."""
+    """Return whether an array is a view of a mapped file."""
     base_array: object = value
     while isinstance(base_array, np.ndarray) and not isinstance(base_array, np.memmap):
         base_array = base_array.base
@@ -51,7 +51,7 @@ def is_mapped(value: np.ndarray) -> bool:
 
 
 def windows_nbytes(config: Config, cache: CacheLayout, num_checkpoints: int) -> int:
-    """Bytes of so many checkpoints, while another one is made."""
+    """Return the bytes of `num_checkpoints` checkpoints and one more in the making."""
     if not num_checkpoints:
         return 0
     state_nbytes = sum(leaf.spec.nbytes for leaf in cache.scan_states(config).values())
@@ -90,7 +90,7 @@ def check_room(
     if total <= limit:
         return
     used_nbytes += SLACK_NBYTES
-    total += SLACK_NBYTES  # so that a size that is told is enough for the next process, too
+    total += SLACK_NBYTES  # so that the named size is enough for the next process, too
     min_nbytes = used_nbytes + context_nbytes(STEP)
     per_cell_nbytes = max((total - min_nbytes) / max(num_cells - STEP, 1), 1.0)
     max_cells = min(STEP + int((limit - min_nbytes) / per_cell_nbytes) // STEP * STEP, num_cells)

@@ -1,4 +1,4 @@
-"""The graphs of a context, placed: runs of several sizes, and moving cells."""
+"""The placed graphs of a context: runs of several sizes, and moving cells."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation, move_cells
 from packtrain.models.config import Config
 
-CACHE_TYPES = "f16", "f32", "q8_0"  # element types of its cells
+CACHE_TYPES = "f16", "f32", "q8_0"  # element types of KV cache cells
 PROMPT_SIZES = 512, 128, 32  # tokens of a prompt per run
 SMALL_RUN_SIZES = 8, 1
-STATE_DISTANCE = 4  # tokens before the end of a prompt where a state is kept
-MIN_PROMPT_TOKENS = 16  # tokens of such a prompt at least
+STATE_DISTANCE = 4  # tokens before the end of a prompt where a state is saved
+MIN_PROMPT_TOKENS = 16  # fewest tokens of a prompt whose state is saved
 MOVED = 64  # cells that one run moves
 FIXED = 16  # a run costs as much as this many tokens, for reading the weights
 MOVE_RUN = "move"
@@ -28,14 +28,14 @@ RunKey = int | str
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """How many tokens a run can take, descending to 1, and how many rows of results it gives at most."""
+    """Numbers of tokens that a run can take, descending to 1, and the most rows of results that it gives."""
 
     token_counts: tuple[int, ...]
     rows: int
 
     @classmethod
     def of(cls, num_cells: int, rows: int, prompts: Sequence[int] = PROMPT_SIZES) -> "RunSizes":
-        """Those of a context: `rows` of results, 0: as many as tokens; `prompts`: sizes for reading them."""
+        """Choose the run sizes of a context; rows: of results, 0: as many as tokens; prompts: sizes to read them."""
         for prompt_size in prompts:
             at_least(1, prompts=prompt_size)
         powers_of_two = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
@@ -47,7 +47,7 @@ class RunSizes:
         return min(size, self.rows)
 
     def next_size(self, left: int) -> int:
-        """The size of the next run for so many tokens: it may be padded where that costs less."""
+        """Return the size of the next run for `left` tokens: larger than `left` where padding costs less."""
         return min(self.token_counts, key=lambda size: ((FIXED + size) / min(size, left), size))
 
     def parts(
@@ -58,9 +58,9 @@ class RunSizes:
         *,
         states: bool = False,
     ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
-        """What runs together: tokens, their sequences, and the rows wanted of them.
+        """Divide tokens into runs; yields the tokens of each, their sequences, and the rows wanted of them.
 
-        states  a sequence has one: its tokens are all of the same sequences, and a run ends near the end of a prompt
+        states  sequences have states: their tokens must share sequences, and a run ends near the end of a prompt
         """
         cuts = state_cuts(sets, rows) if states else []
         at = 0
@@ -80,7 +80,7 @@ class RunSizes:
 
 
 def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
-    """Places a few tokens before the ends of prompts: there a state is kept, to which texts often go back."""
+    """Return indices a few tokens before the ends of prompts, where a state is saved: texts often go back there."""
     tokens_by_seq = dict[int, list[int]]()
     for i, token_seqs in enumerate(sets):
         tokens_by_seq.setdefault(token_seqs[0], []).append(i)
@@ -93,7 +93,7 @@ def state_cuts(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
 
 
 def alike(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
-    """The first place from `run_start` on of a sequence whose tokens before were of other sequences, too; `run_end` if none."""
+    """Return the first index where a sequence shares a token with other sequences than before; else `run_end`."""
     seqs_by_member = dict[int, frozenset[int]]()
     for i in range(run_start, run_end):
         token_seqs = frozenset(sets[i])
@@ -112,7 +112,7 @@ def make_cache(
     *,
     longest: int = 0,
 ) -> CacheLayout:
-    """The cells of a context whose runs take `max_run_tokens` tokens at most; with a ring if that is smaller."""
+    """Create the cache layout of a context whose runs take `max_run_tokens` tokens; with a ring if that is smaller."""
     if dtype not in CACHE_TYPES:
         raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHE_TYPES)}")
     block_size = DTYPES[dtype].block
@@ -137,9 +137,9 @@ def place_runs(
     hidden: bool = False,
     has_moves: bool = False,
 ) -> dict[RunKey, Placed]:
-    """The graphs of a context by the number of tokens of a run, and `move`.
+    """Place the graphs of a context, by the number of tokens of a run; `move` moves cells.
 
-    weight_types  of weights that are not f32
+    weight_types  element types of weights that are not f32
     hidden        the results are the output of the last norm instead of logits
     """
     placed_graphs = dict[RunKey, Placed]()

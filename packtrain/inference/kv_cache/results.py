@@ -1,4 +1,4 @@
-"""What leaves the device of the rows that a call wants: all logits, or what their chains of samplers still need.
+"""Results that leave the device for the wanted rows of a call: all logits, or what their sampler chains still need.
 
 Settings of samplers are inputs by row, so that the plans of a context serve any chains.
 """
@@ -31,7 +31,7 @@ SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 
 
 def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
-    """Those of a run: its result (N, V), and behind it the candidates (N, k) and the token (N,) of each row."""
+    """Return the outputs of a run: logits (N, V), and from them candidates (N, k) and the token (N,) of each row."""
     n, vocab_size = logits.shape
     candidate_ids, candidate_logits = ops.candidates(logits, k=min(MAX_CANDIDATES, vocab_size))
     numbers, int_settings = input(SAMPLER_FLOATS, (n, 3), f64), input(SAMPLER_INTS, (n, 3), i64)
@@ -40,7 +40,7 @@ def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
 
 
 def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] | None) -> list[int]:
-    """Places of the tokens whose results are wanted; None: the last of each sequence. Raises ContextError."""
+    """Return indices of the tokens with results; None: the last of each sequence. Raises ContextError."""
     last_rows = {seqs[0]: i for i, seqs in enumerate(sets)}
     rows = sorted(last_rows.values()) if requested_rows is None else [*requested_rows]
     all_integers = all(isinstance(row, int | np.integer) for row in rows)
@@ -53,14 +53,14 @@ def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
 
 @dataclass(slots=True)
 class RowResults:
-    """Cuts of the wanted rows of a call, in order, and what has left the device of the first of them."""
+    """The sampler cuts of a call's wanted rows, in order, and the results of the first rows so far."""
 
     sampler_cuts: Sequence[SamplerCut]
     row_results: list[SamplerInput] = field(default_factory=list)
 
     @classmethod
     def for_chains(cls, num_rows: int, chains: Sequence[Chain] | None) -> "RowResults":
-        """Of rows with these chains; those of one chain are consecutive tokens of its text. None: logits."""
+        """Create results of rows with these chains; a chain's rows are consecutive tokens. None: logits."""
         if chains is None:
             return cls([SamplerCut()] * num_rows)
         if len(chains) != num_rows:
@@ -75,7 +75,7 @@ class RowResults:
         return cls(sampler_cuts)
 
     def inputs(self, rows: Sequence[int], num_rows: int, *, chosen: bool) -> dict[str, np.ndarray]:
-        """Of a run that gives `num_rows` rows, of which the next ones are `rows`; chosen: with settings of samplers."""
+        """Return inputs of a run of `num_rows` rows, the next ones `rows`; `chosen`: with settings of samplers."""
         padded_rows = np.full(num_rows, -1, np.int32)
         padded_rows[: len(rows)] = rows
         if not chosen:
@@ -86,11 +86,11 @@ class RowResults:
         return {"rows": padded_rows, SAMPLER_FLOATS: float_settings, SAMPLER_INTS: int_settings}
 
     def output_names(self, num_rows: int) -> set[str]:
-        """The outputs that the next `num_rows` rows need."""
+        """Return the names of the outputs that the next `num_rows` rows need."""
         return {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
 
     def add(self, num_rows: int, outputs: Mapping[str, np.ndarray]) -> None:
-        """Take the outputs of a run for the next `num_rows` rows."""
+        """Add the outputs of a run as results of the next `num_rows` rows."""
         for row_index, sampler_cut in enumerate(self._next_cuts(num_rows)):
             if sampler_cut.leaves == TOKEN:
                 self.row_results.append(int(outputs["token"][row_index]))

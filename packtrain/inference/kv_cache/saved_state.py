@@ -27,7 +27,7 @@ Leaves = Mapping[str, Mapping[str, np.ndarray]]  # arrays of a context by pool a
 
 @dataclass(frozen=True, slots=True)
 class StateOrigin:
-    """What a state belongs to: digests of a model and of its adapters, the cache's type, and whether it has a ring.
+    """The context that a state fits: digests of model and adapters, the cache's type, and whether it has a ring.
 
     long  keys are rotated by the model's rope factors for long contexts
     """
@@ -46,6 +46,7 @@ ORIGIN_LABELS = {
 
 
 def state_origin(model: ModelFile, cache: CacheLayout) -> StateOrigin:
+    """Return the origin of states of a context with this model and cache."""
     digest, adapter_digest = hashlib.sha256(), hashlib.sha256()
     digest.update(repr(replace(model.config, lora=None, flash=True)).encode())
     for name in model.gguf.entries:
@@ -59,7 +60,7 @@ def state_origin(model: ModelFile, cache: CacheLayout) -> StateOrigin:
 
 
 def leaf_names(config: Config, cache: CacheLayout) -> dict[str, list[str]]:
-    """The names of the leaves of each pool."""
+    """Return the names of the leaves of each pool of cells."""
     names_by_pool = dict[str, list[str]]()
     for i in range(config.block_count):
         leaf_labels = (leaf.label for leaf in cache.leaves(config, i).values())
@@ -69,15 +70,15 @@ def leaf_names(config: Config, cache: CacheLayout) -> dict[str, list[str]]:
 
 
 def views(pools: CellPools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
-    """The arrays of each pool by name."""
+    """Return the arrays of each pool of cells by name."""
     return {pool: {n: session.view(n) for n in leaves.get(pool, ())} for pool in pools.pools}
 
 
 @dataclass(slots=True)
 class SavedCells:
-    """Cells of a pool: positions, the set of each one's sequences (bit i: the i-th saved), and tokens.
+    """Saved cells of a pool: positions, the sequences of each cell (bit i: the i-th saved one), and tokens.
 
-    leaf_rows  keys and values by leaf, of these cells, as stored
+    leaf_rows  keys and values of these cells by leaf, as stored
     """
 
     pos: np.ndarray
@@ -88,7 +89,7 @@ class SavedCells:
 
 @dataclass(slots=True)
 class SavedSequences:
-    """Sequences out of a context: their numbers, their cells by pool, and the scales of their adapters."""
+    """Sequences saved from a context: their numbers, their cells by pool, and their adapter scales."""
 
     seqs: list[int]
     parts: dict[str, SavedCells]
@@ -99,7 +100,7 @@ class SavedSequences:
         cls, pools: CellPools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
         has_all_pools: bool = True,
     ) -> "SavedSequences":  # fmt: skip
-        """Copies of the cells of sequences; of all pools, or not of those that go back anywhere."""
+        """Copy the cells of sequences; without `has_all_pools`, only of pools that cannot go back anywhere."""
         parts = dict[str, SavedCells]()
         for pool, pool_cells in pools.pools.items():
             if pool == "cell_" and not has_all_pools:
@@ -116,7 +117,7 @@ class SavedSequences:
         return cls(list(seqs), parts)
 
     def target_seqs(self, seqs: Sequence[int] | None) -> list[int]:
-        """The sequences that will be those saved: these, or of the same numbers. Raises ContextError."""
+        """Return the sequences to restore to: `seqs`, or the saved numbers if None. Raises ContextError."""
         new_seqs = [*(self.seqs if seqs is None else seqs)]
         if len(new_seqs) != len(self.seqs):
             raise ContextError(
@@ -127,7 +128,7 @@ class SavedSequences:
         return new_seqs
 
     def restore_cells(self, pools: CellPools, session: Session, to: Sequence[int]) -> None:
-        """Put the cells into a context, as these sequences, whose cells there are freed. Raises CacheFull."""
+        """Put the saved cells into a context as the sequences `to`, whose own cells are freed. Raises CacheFull."""
         target_mask = sum(map(bit, set(to)))
         homes = {pool: self._find_cells(pools, pool, target_mask, to) for pool in self.parts}
         for pool, saved_cells in self.parts.items():
@@ -145,7 +146,7 @@ class SavedSequences:
     def _find_cells(
         self, pools: CellPools, pool: str, target_mask: int, to: Sequence[int]
     ) -> np.ndarray:
-        """A cell for each of a part's, free once `target_mask` are."""
+        """Find a cell for each saved cell of a pool, free once the sequences of `target_mask` are. Raises CacheFull."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
             pools.expire_ring(len(part.pos), target_mask)
@@ -159,7 +160,7 @@ class SavedSequences:
 
 
 def move_states(session: Session, leaf_labels: Sequence[str], move: CellMove) -> None:
-    """Copy states to others."""
+    """Copy states of sequences within the session, from `move.source` to `move.to`."""
     for leaf_label in leaf_labels:
         state_rows = session.view(leaf_label)[move.source]
         session.fill(leaf_label, partial(put_rows, at=move.to, rows=state_rows))
@@ -173,7 +174,7 @@ def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
 
 
 def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
-    """Head, description, the arrays of each part, and the SHA-256 of all before it."""
+    """Pack sequences into bytes: head, description, the arrays of each part, and the SHA-256 of all of them."""
     parts = stored.parts.items()
     cell_counts = {pool: len(saved_cells.pos) for pool, saved_cells in parts}
     description = {
@@ -189,7 +190,7 @@ def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
 
 
 def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequences:
-    """The state in these bytes. Raises ContextError if they are damaged, or of another origin."""
+    """Unpack a state. Raises ContextError if its bytes are damaged, or of another origin."""
     if state[:4] != MAGIC:
         raise ContextError("this is not a state of a context; save one with packtrain")
     payload, digest = memoryview(state)[:-DIGEST_NBYTES], state[-DIGEST_NBYTES:]
@@ -217,7 +218,7 @@ def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequ
 
 
 def _described(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], list[list[float]]]:
-    """What the description says: the origin, the sequences, the number of cells of each pool, scales of adapters."""
+    """Parse a state's description: origin, sequences, cells per pool, adapter scales. Raises ContextError."""
     try:
         description = json.loads(text)
         cell_counts = {pool: int(num_cells) for pool, num_cells in description["cells"].items()}
@@ -229,6 +230,7 @@ def _described(text: bytes) -> tuple[StateOrigin, list[int], dict[str, int], lis
 
 
 def _parts(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, SavedCells]:
+    """Read the saved cells of each pool from bytes. Raises ContextError."""
     parts, at = dict[str, SavedCells](), 0
     for pool, named in leaves.items():
         num_cells, arrays = counts.get(pool, -1), list[np.ndarray]()

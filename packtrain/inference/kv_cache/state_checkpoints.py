@@ -1,4 +1,4 @@
-"""States of the window of sequences, so that a text can be taken back further than its ring of cells goes."""
+"""Saved states of sequences' windows, so that a text can go back further than its ring of cells."""
 
 from dataclasses import dataclass, field
 
@@ -9,14 +9,14 @@ REREAD_MESSAGE = "sequence {}: no checkpoint is left of its window; its text is 
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """At most `max_checkpoints`, of all sequences, `token_spacing` tokens apart; the oldest go first."""
+    """At most `max_checkpoints` states of all sequences, `token_spacing` tokens apart; the oldest go first."""
 
     max_checkpoints: int
     token_spacing: int
     saved_states: list[tuple[int, int, SavedSequences]] = field(default_factory=list)
 
     def is_due(self, seq: int, position: int) -> bool:
-        """Whether `spacing` tokens have been read since the last one of a sequence."""
+        """Return whether `token_spacing` tokens have been read since the last checkpoint of a sequence."""
         last = max((at for owner_seq, at, _ in self.saved_states if owner_seq == seq), default=0)
         return position >= last + self.token_spacing
 
@@ -24,7 +24,7 @@ class StateCheckpoints:
         self.saved_states = [*self.saved_states, (seq, position, stored)][-self.max_checkpoints :]
 
     def latest_state(self, seq: int, position: int) -> tuple[int, SavedSequences] | None:
-        """The last one of a sequence up to a position."""
+        """Return the last checkpoint of a sequence up to a position, with its position; None if none is left."""
         candidates = [
             (at, saved_sequences)
             for owner_seq, at, saved_sequences in self.saved_states
@@ -33,7 +33,7 @@ class StateCheckpoints:
         return max(candidates, key=lambda candidate: candidate[0], default=None)
 
     def drop_after(self, seq: int, since: int) -> None:
-        """Forget those after a position of a sequence, which changes from there on."""
+        """Drop checkpoints of a sequence after position `since`, from which on the sequence changes."""
         self.saved_states = [
             saved_state
             for saved_state in self.saved_states

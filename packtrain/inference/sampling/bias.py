@@ -1,4 +1,4 @@
-"""Logit bias: what the user adds to logits of some tokens."""
+"""Logit bias: numbers that the user adds to logits of some tokens."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from packtrain.inference.sampling.candidates import Candidates
 
-MAX_LOOKUPS = 1000  # candidates that are looked up one by one
+MAX_LOOKUPS = 1000  # fewer candidates are looked up one by one
 
 
 def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
-    """Add biases[id] to the logit of id."""
+    """Add biases[id] to the logit of each candidate id; returns new candidates."""
     if not biases:
         return c
     if len(c.ids) < MAX_LOOKUPS:

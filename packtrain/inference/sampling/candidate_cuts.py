@@ -1,6 +1,6 @@
-"""Where a chain of samplers is cut: the graph does the first part (see ops.choosing), the host finishes.
+"""Cuts of sampler chains: the graph does the first part (see ops.choosing), the host finishes.
 
-This is the only place that decides it.
+No other module decides where a chain is cut.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ SEEDS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SamplerCut:
-    """What leaves the device of a row of logits, and the settings of the graph's samplers for it.
+    """The cut of a chain: results that leave the device for a row, and settings of the graph's samplers.
 
     numbers       temperature, top-p, min-p
     int_settings  top-k, seed, index of the token in its text
@@ -28,7 +28,7 @@ class SamplerCut:
 
 
 def token_cut(place: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerCut:
-    """Where to cut a chain with these settings for the token `index`; `place` is where for any token."""
+    """Return where to cut a chain for the token `index`; `place` is the cut for any token, see `base_cut`."""
     if place.leaves != TOKEN or place.numbers[0] <= 0:  # no draw
         return place
     return (
@@ -39,11 +39,11 @@ def token_cut(place: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerC
 
 
 def base_cut(s: Sampling) -> SamplerCut:
-    """Where to cut a chain with these settings for any token."""
+    """Return where to cut a chain with these settings, for any token."""
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return SamplerCut()
-    # the likeliest, once some are less likely, were among so many more before
+    # biases may lower as many candidates, so that as many more must leave the device
     max_top_k = MAX_CANDIDATES - len(biases)
     active = [name for name in s.order if not _is_idle(s, name)]
     is_fixed_temp = s.dynatemp_range <= 0
@@ -68,7 +68,7 @@ def base_cut(s: Sampling) -> SamplerCut:
 
 
 def _is_idle(s: Sampling, sampler_name: str) -> bool:
-    """Whether a sampler does nothing with these settings."""
+    """Return whether a sampler does nothing with these settings."""
     penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
     return {
         "penalties": penalties == (1, 0, 0),

@@ -1,4 +1,4 @@
-"""What samplers work on: ids that can come next with their logits, in float64 from the model's float32.
+"""Candidates, on which samplers work: ids that can come next with their logits, in f64 from the model's f32.
 
 A sampler takes Candidates and returns Candidates; arrays are never changed in place.
 """
@@ -21,12 +21,12 @@ class Candidates(NamedTuple):
     sorted: bool = False
 
     def select(self, index: np.ndarray | slice) -> "Candidates":
-        """Some of them, in their order."""
+        """Select some candidates by index, in their order."""
         return Candidates(self.ids[index], self.logits[index], self.sorted)
 
 
 def ranked(c: Candidates) -> Candidates:
-    """The likeliest first; of equals the lowest id."""
+    """Sort candidates by falling logits; of equal logits the lowest id comes first."""
     if c.sorted:
         return c
     sorted_indices = np.lexsort((c.ids, -c.logits))
@@ -34,13 +34,13 @@ def ranked(c: Candidates) -> Candidates:
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """softmax(logits), summed from first to last, as kernels do."""
+    """Return softmax(logits), summed from first to last, as kernels do."""
     e: np.ndarray = np.exp(logits - logits.max())
     e /= np.cumsum(e)[-1]
     return e
 
 
 def entropy(p: np.ndarray) -> float:
-    """−Σ p log p, in nats."""
+    """Return the entropy −Σ p log p of probabilities, in nats."""
     p = p[p > 0]
     return float(-(p * np.log(p)).sum())

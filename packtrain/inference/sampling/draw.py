@@ -7,12 +7,12 @@ from packtrain.inference.sampling.candidates import Candidates
 
 
 def token_rng(seed: int, index: int) -> np.random.Generator:
-    """The random generator of token `index`: counter-based, independent of the draws of other tokens."""
+    """Create the random generator of token `index`: counter-based, independent of other tokens' draws."""
     return np.random.Generator(np.random.Philox(key=seed, counter=index))
 
 
 def draw_token(c: Candidates, rng: np.random.Generator) -> int:
-    """An id by its probability: the first at which the running sum of exp(logit − max) exceeds u · its total."""
+    """Draw an id by its probability: the first whose running sum of exp(logit − max) exceeds u · the total."""
     total = np.cumsum(np.exp(c.logits - c.logits.max()))
     drawn_index = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
     return int(c.ids[min(drawn_index, len(c.ids) - 1)])

@@ -10,9 +10,8 @@ from packtrain.inference.sampling.candidates import Candidates
 
 MAX_LOG_PENALTY = 88.7228391  # log of the largest float32: llama.cpp's largest penalty
 MAX_BREAKER_NBYTES, MAX_TAIL_TOKENS = 40, 20
-Breakers = Mapping[
-    int, Sequence[tuple[int, ...]]
-]  # a token, and what must follow for a breaker to be complete
+# a token, and the ids that must follow for a breaker to be complete
+Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 
 
 def dry_penalty(
@@ -40,7 +39,7 @@ def dry_penalty(
 
 
 def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
-    """How many of the last tokens lie after the last breaker."""
+    """Return how many of the last tokens come after the last breaker."""
     num_tokens = len(recent_ids)
     for num_back in range(num_tokens):
         at = num_tokens - 1 - num_back
@@ -52,7 +51,7 @@ def _unbroken_length(recent_ids: Sequence[int], breakers: Breakers) -> int:
 
 
 def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int, int]:
-    """Tokens that followed an earlier copy of the end of the text, with the longest such copy, at most `max_length`."""
+    """Return tokens that followed earlier copies of the text's end, each with its longest copy, ≤ `max_length`."""
     lengths_by_id: dict[int, int] = {}
     reversed_ids = np.asarray(recent_ids)[::-1]
     for k, length in enumerate(_z_lengths(reversed_ids)):
@@ -63,7 +62,7 @@ def _repetition_lengths(recent_ids: Sequence[int], max_length: int) -> dict[int,
 
 
 def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
-    """For each place of a reversed text, how long it is equal to its beginning there: the Z function."""
+    """Return the Z function of a reversed text: the length of the prefix that recurs at each position."""
     ids, num_tokens = reversed_ids.tolist(), len(reversed_ids)
     match_lengths, window_start, window_end = [0] * num_tokens, 0, 0
     for k in range(1, num_tokens):
@@ -79,7 +78,7 @@ def _z_lengths(reversed_ids: np.ndarray) -> list[int]:
 def find_breakers(
     texts: Iterable[str], token_pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Tokens with which a breaker can begin or that have one inside, and the ids that complete it."""
+    """Return tokens that contain a breaker or end with its beginning, each with the ids that complete it."""
     breakers_by_id: dict[int, tuple[tuple[int, ...], ...]] = {}
     shared_tails = dict[Any, Any]()  # equal values are one: there are as many as tokens
     for text in texts:

@@ -1,6 +1,6 @@
 """Mirostat 1 and 2: keep the surprise of a text near a target (Basu et al. 2020).
 
-Each returns the candidates to draw from; `learnt` then updates mu from the surprise of the one drawn.
+Each returns the candidates to draw from; `update_mu` then updates mu from the surprise of the drawn token.
 """
 
 import math
@@ -14,7 +14,7 @@ SLOPE_TOKENS = 100  # tokens from which the slope is estimated
 
 
 def mirostat(c: Candidates, mu: float, vocab_size: int) -> Candidates:
-    """The k likeliest, k from mu and the slope s of a Zipf law, estimated from the likeliest."""
+    """Keep the k likeliest tokens, k from mu and the slope s of a Zipf law, estimated from the likeliest ones."""
     c = ranked(c)
     probs = probabilities(c.logits)[:SLOPE_TOKENS]
     probs = probs[probs > 0]
@@ -37,7 +37,7 @@ def _estimate_k(zipf_slope: float, mu: float, vocab_size: int) -> int:
 
 
 def mirostat_2(c: Candidates, mu: float) -> Candidates:
-    """Tokens whose surprise is at most mu bits, at least one."""
+    """Keep tokens whose surprise is at most mu bits, at least one."""
     c = ranked(c)
     with np.errstate(divide="ignore"):
         surprise = -np.log2(probabilities(c.logits))
@@ -46,6 +46,6 @@ def mirostat_2(c: Candidates, mu: float) -> Candidates:
 
 
 def update_mu(c: Candidates, id: int, mu: float, target: float, learning_rate: float) -> float:
-    """mu after `id` was drawn: mu − rate · (surprise − target)."""
+    """Return mu after `id` was drawn: mu − learning_rate · (surprise − target)."""
     token_prob = probabilities(c.logits)[np.flatnonzero(c.ids == id)[0]]
     return mu - learning_rate * (-math.log2(token_prob) - target)

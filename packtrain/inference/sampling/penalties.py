@@ -10,7 +10,7 @@ from packtrain.inference.sampling.candidates import Candidates
 def recent_penalties(
     c: Candidates, recent_ids: Sequence[int], repeat: float, frequency: float, presence: float
 ) -> Candidates:
-    """Recent tokens are less likely: logit / repeat (· repeat where negative) − count · frequency − presence."""
+    """Penalize recent tokens: logit / repeat (· repeat where negative) − count · frequency − presence."""
     if not len(recent_ids) or (repeat, frequency, presence) == (1, 0, 0):
         return c
     seen_ids, counts = np.unique(np.asarray(recent_ids, np.int64), return_counts=True)

@@ -25,25 +25,24 @@ from packtrain.inference.sampling.xtc import xtc
 
 
 class Constraint(Protocol):
-    """What decides which tokens can come, see grammar."""
+    """A constraint on the tokens that can come, such as a grammar."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether no more tokens can come."""
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """(size,) bool; None: all."""
+        """Return the mask (size,) bool of tokens that can come; None: all."""
 
     def accept(self, id: int) -> None:
-        """The token that came."""
+        """Advance by the token that came."""
 
     def copy(self) -> "Constraint":
-        """In the same state."""
+        """Return an independent constraint in the same state."""
 
 
-SamplerInput = (
-    int | Candidates | np.ndarray
-)  # what leaves the device: the token, candidates or all logits
+# a result that leaves the device: the token, candidates or all logits
+SamplerInput = int | Candidates | np.ndarray
 SamplerStep = Callable[["Chain", Candidates, np.random.Generator], Candidates]
 SAMPLER_STEPS: dict[str, SamplerStep] = {
     "penalties": lambda chain, c, rng: chain.penalised(c),
@@ -79,31 +78,31 @@ class Chain:
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
-        self.whole = False  # whether all logits are wanted, whatever the samplers need
+        self.whole = False  # whether all logits must leave the device
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
         self._breakers, self._biases = breakers or {}, sampling.biases
         self._sampler_steps = [SAMPLER_STEPS[name] for name in sampling.order]
-        self._place = SamplerCut() if constraint else base_cut(sampling)  # a grammar decides, too
+        self._place = SamplerCut() if constraint else base_cut(sampling)  # grammars need all logits
 
     def copy(self) -> "Chain":
-        """A chain of the same state that goes its own way."""
+        """Return an independent chain in the same state."""
         duplicate = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
         duplicate.index, duplicate.mu, duplicate.whole = self.index, self.mu, self.whole
         return duplicate
 
     @property
     def over(self) -> bool:
-        """Whether a grammar lets nothing more come."""
+        """Whether the grammar allows no more tokens."""
         return self._constraint is not None and self._constraint.over
 
     def cut(self, ahead: int = 0) -> SamplerCut:
-        """What must leave the device for the token `ahead` of the next one."""
+        """Return the cut, what must leave the device, for the token `ahead` places after the next one."""
         if self.whole:
             return SamplerCut()
         return token_cut(self._place, self.sampling, self.seed, self.index + ahead)
 
     def choose(self, result: SamplerInput) -> int:
-        """The next token, out of what left the device; of equal logits the lowest id wins.
+        """Choose the next token from the result that left the device; of equal logits the lowest id wins.
 
         Raises InputError if a logit is not finite.
         """
@@ -117,7 +116,7 @@ class Chain:
         return result
 
     def _allowed(self, logits: np.ndarray) -> Candidates:
-        """All tokens, or those of the grammar."""
+        """Return the candidates that the grammar allows, or all tokens. Raises InputError."""
         all_ids = np.arange(len(logits))
         check_finite_logits(all_ids, logits)
         allowed = self._constraint.allowed(len(logits)) if self._constraint else None
@@ -125,11 +124,11 @@ class Chain:
         return Candidates(ids, logits[ids].astype(np.float64))
 
     def left(self, logits: np.ndarray) -> Candidates:
-        """What the samplers leave of all tokens, for `choose` to draw from. Raises InputError."""
+        """Return the candidates that the samplers leave, from which `choose` draws. Raises InputError."""
         return self._left(self._allowed(logits), len(logits), token_rng(self.seed, self.index))
 
     def _draw_next(self, c: Candidates, vocab_size: int) -> int:
-        """The next token out of candidates."""
+        """Apply the samplers to candidates and draw the next token."""
         rng = token_rng(self.seed, self.index)
         c = self._left(c, vocab_size, rng)
         id = draw_token(c, rng)
@@ -139,6 +138,7 @@ class Chain:
         return id
 
     def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
+        """Apply biases and samplers to candidates. Raises InputError if no token is left."""
         if self._biases:
             c = logit_bias(c, self._biases)
             c = c.select(c.logits > -np.inf)
@@ -153,22 +153,24 @@ class Chain:
         return c
 
     def accept(self, id: int) -> None:
-        """The token that came, whether or not it was chosen here."""
+        """Record the token that came, chosen by this chain or not."""
         self.recent.append(id)
         self.index += 1
         if self._constraint:
             self._constraint.accept(id)
 
     def last(self, count: int) -> Sequence[int]:
-        """The last tokens; -1: all."""
+        """Return the last `count` tokens; -1: all."""
         return self.recent if count < 0 else self.recent[max(len(self.recent) - count, 0) :]
 
     def penalised(self, c: Candidates) -> Candidates:
+        """Apply the penalties on recent tokens."""
         s = self.sampling
         penalty_args = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
         return recent_penalties(c, self.last(s.repeat_last_n), *penalty_args)
 
     def dried(self, c: Candidates) -> Candidates:
+        """Apply DRY's penalty on repetitions."""
         settings = self.sampling
         dry_args = settings.dry_multiplier, settings.dry_base, settings.dry_allowed_length
         return dry_penalty(c, self.last(settings.dry_penalty_last_n), self._breakers, *dry_args)
@@ -180,7 +182,7 @@ class Chain:
 
 
 def check_finite_logits(ids: np.ndarray, logits: np.ndarray) -> None:
-    """Raises InputError if a logit is not finite."""
+    """Raise InputError if a logit is not finite."""
     is_finite = np.isfinite(logits)
     if not is_finite.all():
         raise not_finite_error(int(ids[~is_finite][0]))

@@ -18,7 +18,7 @@ SAMPLER_ORDER = (
 )  # fmt: skip
 ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
 BIAS_PATTERN = re.compile(r"(\d+)([+-])(.+)")
-MAX_SETTING = 1e30  # with larger ones sums are no longer finite
+MAX_SETTING = 1e30  # with larger settings sums are no longer finite
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 
 
@@ -112,7 +112,7 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        """Raises InputError for a value out of its range, also where settings are made without a command line."""
+        """Raise InputError for a value out of its range, also where no command line has checked it."""
         field_values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         for name, value in check_values(Sampling, field_values, None).items():
             object.__setattr__(self, name, value)
@@ -124,13 +124,13 @@ class Sampling:
 
     @property
     def breakers(self) -> tuple[str, ...]:
-        """Where DRY ends repetitions."""
+        """Texts that end DRY's repetitions; () for none."""
         sequences = self.dry_sequence_breaker or DEFAULT_BREAKERS
         return () if "none" in sequences else sequences
 
     @property
     def biases(self) -> Mapping[int, float]:
-        """What is added to logits, by id. Raises InputError."""
+        """Sums of --logit-bias by token id. Raises InputError."""
         bias_by_id: dict[int, float] = {}
         for text in self.logit_bias:
             token_id, bias = parse_bias(text)
@@ -138,7 +138,7 @@ class Sampling:
         return MappingProxyType(bias_by_id)
 
     def check_sampling(self, vocab_size: int | None = None) -> None:
-        """Raises InputError if samplers or biases cannot be read, or a bias is for no token."""
+        """Raise InputError if samplers or biases cannot be parsed, or a bias is for no token."""
         self.order  # noqa: B018
         worst = max(self.biases, default=0)
         if vocab_size is not None and worst >= vocab_size:
@@ -149,12 +149,12 @@ class Sampling:
 
 @lru_cache(maxsize=64)
 def parse_samplers(names: str) -> tuple[str, ...]:
-    """The samplers' own names. Raises InputError."""
+    """Parse names separated by `;` into the samplers' own names. Raises InputError."""
     return tuple(named(sampler_name) for sampler_name in names.split(";") if sampler_name.strip())
 
 
 def named(sampler_name: str) -> str:
-    """A sampler's own name: top-k and topk are top_k. Raises InputError."""
+    """Return a sampler's own name: top_k for top-k and topk. Raises InputError."""
     normalized = sampler_name.strip().lower()
     canonical_names = {sampler.replace("_", ""): sampler for sampler in SAMPLER_ORDER} | ALIASES
     sampler = canonical_names.get(normalized.replace("-", "").replace("_", ""))
@@ -167,7 +167,7 @@ def named(sampler_name: str) -> str:
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """Token and bias of `15043+1`. Raises InputError."""
+    """Parse a bias such as `15043+1` into token and number. Raises InputError."""
     match = BIAS_PATTERN.fullmatch(text.strip())
     try:
         bias = float(match[2] + match[3]) if match else math.nan

@@ -8,7 +8,7 @@ from packtrain.inference.sampling.candidates import Candidates, entropy, probabi
 
 
 def temperature(c: Candidates, temp: float) -> Candidates:
-    """logit / temp; 0 keeps only the likeliest, of equals the lowest id."""
+    """Divide logits by `temp`; 0 keeps only the likeliest token, of equals the lowest id."""
     if temp <= 0:
         best_id = c.ids[c.logits == c.logits.max()].min()
         return c.select(c.ids == best_id)
@@ -17,7 +17,7 @@ def temperature(c: Candidates, temp: float) -> Candidates:
 
 
 def dynamic_temperature(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
-    """Temperature from temp − around to temp + around: the greater the entropy, the higher."""
+    """Apply a temperature from temp − spread to temp + spread: the greater the entropy, the higher."""
     if spread <= 0:
         return temperature(c, temp)
     if len(c.ids) <= 1:

@@ -6,7 +6,7 @@ from packtrain.inference.sampling.candidates import Candidates, ranked
 
 
 def top_k(c: Candidates, max_tokens: int) -> Candidates:
-    """The `max_tokens` greatest logits, greatest first, of equals the lowest ids; 0 keeps all."""
+    """Keep the `max_tokens` greatest logits, greatest first, of equals the lowest ids; 0 keeps all."""
     if not max_tokens or (c.sorted and max_tokens >= len(c.ids)):
         return c
     if c.sorted:
@@ -17,7 +17,7 @@ def top_k(c: Candidates, max_tokens: int) -> Candidates:
 
 
 def _kth_lower_bound(logits: np.ndarray, min_count: int) -> float:
-    """A number that at least `min_count` logits reach, and few more: from the maxima of spans, a hundredth of a sort."""
+    """Return a bound that at least `min_count` logits reach, and few more; takes a hundredth of the time of a sort."""
     span_width = max(len(logits) // (4 * min_count), 1)
     spans = logits[: len(logits) // span_width * span_width].reshape(-1, span_width)
     return float(np.partition(spans.max(axis=1), -min_count)[-min_count])

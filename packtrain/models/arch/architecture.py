@@ -1,4 +1,4 @@
-"""Description of an architecture: how it differs from llama, its GGUF keys, and the checkpoints that convert to it.
+"""Describes an architecture: its differences from llama, its GGUF keys, and the checkpoints that convert to it.
 
 Plain data; each of the other modules of this folder defines one architecture, and nothing here knows any of them.
 """
@@ -27,23 +27,23 @@ UNGATED_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
 MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FACTORS = "rope_freqs.weight"
 LONG, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-CHOICE = "exp_probs_b.bias"  # added to the weights of experts to choose some
-# of a short convolution: what its input and its output are multiplied by, and its input; what they are rows of
+CHOICE = "exp_probs_b.bias"  # added to experts' weights only to choose experts
+# of a short convolution: gates of its input and output, and its input, which are rows of one matrix
 CONV_INPUTS = ("shortconv.before", "shortconv.after", "shortconv.x")
 CONV_INPUT, CONV_OUT, FILTERS = "shortconv.in_proj", "shortconv.out_proj", "shortconv.conv.weight"
-# of a scan: rows of its input matrix are gates, what is convolved, and steps; names without an ending
+# of a scan: the gate, the convolution's input and the steps, which are rows of one matrix; names without an ending
 SCAN_IN = ("ssm_gate", "ssm_x", "ssm_step")
 SCAN_KEYS = dict.fromkeys(
     ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
 )
 SCAN_INPUT, SCAN_OUT, SCAN_FILTERS = "ssm_in", "ssm_out", "ssm_conv1d.weight"
 UNSUFFIXED_SCAN_WEIGHTS = ("ssm_a", "ssm_d")
-# of a gated delta net: what is convolved, the gate of what it gives, and betas and decays of heads, joined or apart
+# of a gated delta net: the convolution's input, the output's gate, and betas and decays of heads, fused or separate
 DELTA_IN, DELTA_HEADS, DELTA_EACH = ("attn_qkv", "attn_gate"), "ssm_ba", ("ssm_beta", "ssm_alpha")
-# weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
+# weights with several axes that are not matrices: always f32, without LoRA adapters
 NON_MATRIX_SUFFIXES = (
-    "_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in UNSUFFIXED_SCAN_WEIGHTS), "altup_router.weight",
-    "altup_correct_coef.weight", "altup_predict_coef.weight",
+    "_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in UNSUFFIXED_SCAN_WEIGHTS),
+    "altup_router.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
 )  # fmt: skip
 # modules of a block in checkpoints
 ATTENTION = {
@@ -62,9 +62,9 @@ EXPERT_MODULES = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps",
 }  # fmt: skip
-# of the embeddings that blocks have for themselves: rows, a projection, its norm; and what blocks are multiplied by
+# of the embeddings that each block has for itself: table, projection, and the projection's norm
 LAYER_INPUTS = "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"
-# of several residual streams: matrices that make all but the first of it, and that bring them back; and of one block
+# of several residual streams: matrices that make all but the first from the embedding, and that merge them
 STREAMS_IN, STREAMS_OUT = "altup_proj", "altup_unembd_proj"
 EXPERT_SCALES = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 LAYER_SCALE = "layer_output_scale.weight"
@@ -76,7 +76,7 @@ HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_nor
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a weight is a matrix, or a stack of them."""
+    """Whether a weight is a matrix, or a stack of matrices, by its name and shape."""
     return len(shape) > 1 and not name.endswith(NON_MATRIX_SUFFIXES)
 
 
@@ -84,26 +84,26 @@ def no_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {}
 
 
-Changed = Callable[[np.ndarray, int], np.ndarray]  # rows of a tensor, and the number of the first
+Changed = Callable[[np.ndarray, int], np.ndarray]  # (rows, number of the first) -> rows
 
 
 def decays_from_logs(rows: np.ndarray, first: int) -> np.ndarray:
-    """Those of a scan from their logarithms."""
+    """Compute a scan's decays from their logarithms: -exp(rows)."""
     decay_rows: np.ndarray = -np.exp(rows)
     return decay_rows
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """The experts of a checkpoint's blocks. A size is a key of its config and a default.
+    """The experts of a checkpoint's blocks. A size is a key of the config and a default.
 
-    matrix_modules    of one expert, with {} for its number; and the tensor that stacks those of all
-    width             None: the feed-forward's
-    stacked_matrices   matrices of all experts that are one tensor (E, inputs, outputs) already: the tensor that they become, the
-              module, and which of its outputs: the first, and one of how many
-    is_contiguous     the outputs of each stand together in such a tensor, not in turn
-    rows              such tensors are (E, outputs, inputs)
-    shared_and_dense  width of that expert, and how many of the first blocks have no experts
+    matrix_modules    modules of one expert, with {} for its number, and the tensors that stack them for all experts
+    width             width of an expert; None: the feed-forward's
+    stacked_matrices  by tensor, for modules that stack experts (E, inputs, outputs) already: the module, which of its
+                      matrices the tensor is, and how many matrices share the module's outputs
+    is_contiguous     outputs of each matrix stand together in the module, not in turn
+    rows              stacked modules are (E, outputs, inputs)
+    shared_and_dense  width of the shared expert, and number of first blocks without experts
     """
 
     matrix_modules: Mapping[str, str]
@@ -118,9 +118,9 @@ class ExpertLayout:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """Where a checkpoint has the tensors outside its blocks, and its blocks; `prefix` may be missing.
+    """Names of a checkpoint's modules outside its blocks, and of its list of blocks; `prefix` may be missing.
 
-    outside  modules of other tensors, and what they become
+    outside  other modules outside blocks, and the tensors they become
     """
 
     prefix: str = "model."
@@ -135,37 +135,38 @@ class CheckpointNames:
 class Family:
     """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture.
 
-    block_modules         modules of a block and the tensors they become, in the order of the file; {} is the number of a head
-    names                where the other tensors are
-    normalize_config     the config with the keys that most have
-    module_aliases       modules of a block that some checkpoints call otherwise, by that name
-    optional_tensors     biases, and other tensors that only some models have, by the config; None: by its usual keys
-    computed_suffixes    ends of names of tensors that are computed
+    block_modules        modules of a block and the tensors they become, in the file's order; {} is the number of a head
+    names                names of modules outside blocks
+    normalize_config     returns the config with the keys that most families have
+    module_aliases       other names of modules of a block, which some checkpoints use, and their usual names
+    optional_tensors     biases and other tensors that only some models have, by the config; None: by its usual keys
+    computed_suffixes    endings of tensors that are left out, because they are computed
     is_transposed        matrices of blocks are stored as (inputs, outputs)
-    row_spans            rows of the tensors of checkpoints, each (from, to), in the order of the file, by part; and ...
-    column_spans         ... columns
-    fused_modules        modules whose rows several parts share out
+    row_spans            by tensor: rows of the checkpoint's tensor, each (from, to), in the file's order
+    column_spans         by tensor: columns of the checkpoint's tensor, each (from, to), in the file's order
+    fused_modules        modules whose rows belong to several tensors
     rope_scaling_types   types of rope scaling that `extra_metadata` describes
     omitted_keys         keys that llama.cpp's converter leaves out; here, too, if they have their default
     extra_metadata       additional metadata; refuses configs that would compute something else
-    mixer_fields         which blocks attend, and sizes of what the others have; nothing: all attend
-    per_block_fields     other fields of a Config, by which blocks differ
+    mixer_fields         Config fields: which blocks attend, and sizes of convolutions or scans; empty: all attend
+    per_block_fields     Config fields by which blocks differ otherwise
     factors              divisors of rope's frequencies that only the config knows
-    changes              of values, by the names of tensors within their block
-    has_scaled_matrices  by factors that only the config knows: PEFT's adapters do not fit the matrices of a file
+    changes              functions that change values, by the names of tensors within their block
+    has_scaled_matrices  conversion scales matrices by factors of the config, so that PEFT's adapters do not fit files
     tied_by_default      default of whether the embedding is also the output head
     norm_shift           added to the weights of norms
-    default_head_width   default; 0: hidden_size / num_attention_heads
+    default_head_width   width of a head if the config has none; 0: hidden_size / num_attention_heads
     has_qkv_bias         queries, keys and values have biases, whatever the config says
     interleaved_rope     rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     space_prefix         whether to add a space before texts; None: as the tokenizer's config says
-    merged               kind of a vocabulary that spells bytes as <0x0A> and has merges; none: scores stand for them
-    latent_module        the module of keys and values of all heads that are made from a narrow vector
-    suffix_renames       ends of names of tensors, and how they would usually end
+    merged               GGUF's tokenizer model for vocabularies that spell bytes as <0x0A> and have merges; "": scores
+                         replace the merges
+    latent_module        module that makes keys and values of all heads from a narrow vector
+    suffix_renames       endings of tensors' names, and the usual endings
     more_blocks          checkpoints may have blocks after the last, which only guess more tokens
-    other_class          the class whose family fits a config instead; nothing: this one does
-    blank                what pieces begin with that stand for nothing yet
-    special       tokens that have a meaning where the vocabulary has them and the folder says no other: by GGUF's names
+    other_class          model class whose family fits a config instead; "": this family fits
+    blank                prefix of placeholder pieces, which stand for nothing
+    special              special tokens by GGUF's names, for vocabularies that have them if the folder names no others
     """
 
     model_classes: tuple[str, ...]
@@ -206,66 +207,66 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the models of one architecture differ from llama, and its keys in files and checkpoints.
+    """Differences between the models of one architecture and llama, and its keys in files and checkpoints.
 
-    halves       rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
-    use_gelu     the feed-forward's activation is gelu (tanh form), not silu
-    gated        the feed-forward has a gate; else its activation is gelu or the square of relu
-    layer_norms  norms take the mean away, and may have biases
-    is_parallel  attention and feed-forward read the same norm's output, if there is no second norm
-    learned_positions positions have embeddings, which are added to those of tokens; there is no rope
+    halves                     rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
+    use_gelu                   the feed-forward's activation is gelu (tanh form), not silu
+    gated                      the feed-forward has a gate; else its activation is gelu or the square of relu
+    layer_norms                norms subtract the mean, and may have biases
+    is_parallel                attention and feed-forward read the output of one norm, if there is no second norm
+    learned_positions          positions have embeddings, which are added to those of tokens; there is no rope
     multiplies_logits          logits are multiplied by the key logit_scale, not divided
     scaled_embedding           embeddings are multiplied by sqrt(embedding_length)
     head_norms                 queries and keys are normalized per head, before rope
-    qk_norms_after_rope        that is done after rope
-    unweighted_qk_norms        that is done without weights, where rope turns them and there are fewer experts than 128
-    joint_qk_norms             queries and keys are normalized before rope, too, but all heads together
-    pre_norms                  what attention and feed-forward read is normalized
-    ffn_norm                   the norm of what the feed-forward reads
-    last_norm                  the norm of what the head reads
-    post_norms                 the outputs of attention and feed-forward are normalized before they are added
+    qk_norms_after_rope        queries and keys are normalized per head, after rope
+    unweighted_qk_norms        rotated queries and keys are normalized without weights, unless there are 128 experts
+    joint_qk_norms             queries and keys are normalized before rope, all heads together
+    pre_norms                  inputs of attention and feed-forward are normalized
+    ffn_norm                   name of the norm before the feed-forward
+    last_norm                  name of the norm before the head
+    post_norms                 outputs of attention and feed-forward are normalized before they are added
     fused_qkv                  attn_qkv stacks queries, keys and values
     fused_ffn                  ffn_up stacks gate and up
     always_tied                there is never a separate output head
-    always_untied              there always is one
+    always_untied              there is always a separate output head
     fixed_head_width           heads are embedding_length / head_count wide, whatever the keys say
     partial_rope               rope may rotate only a part of each head
     rope_pause                 every N-th block has no rope
-    attention_chunk            blocks with a window see the tokens of their own so many, whatever the key says
-    chunk_temperature            blocks without rope multiply queries by 1 plus this times the logarithm of their chunk's number
-    rope_only_in_windows       in a model with windows, blocks without one have no rope
+    attention_chunk            in blocks with a window, tokens see only their chunk of N tokens, whatever the key says
+    chunk_temperature          blocks without rope multiply queries by 1 + this factor * log(number of the chunk)
+    rope_only_in_windows       in a model with windows, blocks without a window have no rope
     unscaled_window_rope       blocks with a window have rope without scaling
     wide_score_blocks          a model with this many blocks scales scores by embedding_length / head_count
-    sigmoid_routing          an expert's weight is the sigmoid of its logit, not its part of the softmax; None: as the key says
-    weigh_expert_inputs        what experts read is multiplied by their weights, not what they give
+    sigmoid_routing            an expert's weight is the sigmoid of its logit, not a softmax; None: as the key says
+    weigh_expert_inputs        inputs of experts are multiplied by the experts' weights, not their outputs
     shared_expert_alike        there is a shared expert, as wide as the others
-    normalized_expert_weights  the weights of the chosen experts are divided by their sum; None: as the key says
-    attention_sinks            each head has a logit that every query sees beside those of keys, without a value
-    clamped                    the activation of experts is the clamped one of gpt-oss
-    gated_shared_expert        what the shared expert gives is multiplied by the sigmoid of a logit
-    parallel_scan              blocks with attention have a scan, too, which reads the same; both are added
+    normalized_expert_weights  weights of the chosen experts are divided by their sum; None: as the key says
+    attention_sinks            each head has a logit without a value, which every query sees beside those of keys
+    clamped                    experts have gpt-oss's clamped activation
+    gated_shared_expert        the shared expert's output is multiplied by the sigmoid of a logit
+    parallel_scan              blocks with attention also have a scan of the same input; both outputs are added
     value_norms                values are normalized per head, without weights
     unscaled_scores            attention scores are not divided
     far_factors                factors of rope are for blocks without a window only
-    parallel_dense_ffn         blocks with experts have a dense feed-forward, too; both are normalized, then added
+    parallel_dense_ffn         blocks with experts also have a dense feed-forward; outputs are normalized, then added
     unsuffixed_ffn_norm        the name of the feed-forward's norm has no ending
-    num_streams                the residual stream is so many, of which a block computes with the first; 0: there is one
-    laurel_rank            width of a product of two matrices beside attention, which reads the same; both are added and
-                      divided by sqrt(2); 0: there is none
-    num_sparse_blocks  in so many first blocks only gates beyond their mean and 1.64 deviations are not 0
-    num_kv_blocks      later blocks have the keys and values of earlier ones, whatever keys say; 0: as they say
-    delta              scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
-    gated_heads        what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
+    num_streams                residual streams, of which a block computes with the first; 0: the usual one
+    laurel_rank                rank of a product beside attention with the same input; both are added and divided by
+                               sqrt(2); 0: there is none
+    num_sparse_blocks          in the first N blocks, gates below their mean + 1.64 deviations are 0
+    num_kv_blocks              blocks after the first N use earlier keys and values, whatever keys say; 0: as keys say
+    delta                      scans are gated delta nets with heads "grouped" (by group) or "tiled" (groups in turn)
+    gated_heads                a head's output is multiplied by the sigmoid of a gate, whose rows follow the query's
 
     key_defaults        additional GGUF keys with their defaults; None: required
     ignored_keys        keys without effect, as in llama.cpp
-    neutral             values that keys must have if they are there
+    neutral             the only values that these keys may have
     zero_keys           keys that may be 0 although that is not their default
     optional_tensors    tensors that a model may have: those of blocks by their name within one
-    merge_only_weights  matrices of a block whose adapters llama.cpp leaves out beside the base
-    window_blocks       only a model with this many blocks has windows
-    blocks_70b          a model with this many blocks is a 70B, to which llama-quantize gives more bits,
-    grouped_70b         or only if it has fewer value heads than query heads
+    merge_only_weights  matrices of a block whose adapters llama.cpp applies only when merged
+    window_blocks       only a model with this many blocks has windows; 0: every model
+    blocks_70b          a model with this many blocks is a 70B, to which llama-quantize gives more bits
+    grouped_70b         a 70B gets more bits only if it has fewer value heads than query heads
     """
 
     name: str
@@ -328,16 +329,16 @@ class Architecture:
     families: tuple[Family, ...] = ()
 
     def has_windows(self, blocks: int) -> bool:
-        """Whether a model with so many blocks can have windows."""
+        """Whether a model with this many blocks can have windows."""
         has_pattern = "attention.sliding_window_pattern" in self.key_defaults
         return has_pattern and self.window_blocks in (0, blocks)
 
     @property
     def has_uneven_blocks(self) -> bool:
-        """Whether sizes may differ from block to block, and later ones have keys and values of earlier ones."""
+        """Whether sizes may differ from block to block, and later blocks use earlier keys and values."""
         return self.num_kv_blocks > 0 or "attention.shared_kv_layers" in self.key_defaults
 
     def score_width(self, sizes: ModelSizes) -> int:
-        """Attention scores are divided by the square root of this width."""
+        """Return the width by whose square root attention scores are divided."""
         is_wide = sizes.block_count == self.wide_score_blocks
         return sizes.embedding_length // sizes.head_count if is_wide else sizes.head_width

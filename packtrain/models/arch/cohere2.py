@@ -1,4 +1,4 @@
-"""Command R7B and A: attention and feed-forward side by side, windows, and rope only within them. arXiv 2504.00698."""
+"""Command R7B and A: attention and feed-forward in parallel, windows, and rope only within them. arXiv 2504.00698."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys

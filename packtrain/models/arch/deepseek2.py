@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: heads from narrow vectors, experts after the first blocks and one for all; V3 in groups.
+"""DeepSeek-V2 and V3: heads from narrow vectors, a shared expert, experts after the first blocks; V3's in groups.
 
 arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, are not used.
 """
@@ -18,7 +18,7 @@ from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
-MULTIPLIER_FACTOR = 0.1  # by which the key of the multiplier is less, in files of this architecture
+MULTIPLIER_FACTOR = 0.1  # files hold the multiplier times this factor
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 WIDTH = ("moe_intermediate_size", 1407)
 ATTENTION = {
@@ -31,7 +31,7 @@ ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """With the width of a whole head, and keys and values of every head."""
+    """Set the config's head_dim to the width of a whole head, and key and value heads to the query heads."""
     rope_dims = hf_config.size("qk_rope_head_dim")
     width = hf_config.size("qk_nope_head_dim") + rope_dims
     for key, right in (("head_dim", rope_dims), ("qk_head_dim", width), ("rope_interleave", True)):
@@ -55,7 +55,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
 
 
 def routing_metadata(hf_config: HFConfig) -> Keys:
-    """What chooses experts; V2 in groups is refused, because files mean V3's choice of them."""
+    """Return the keys of routing. Refuses V2 in groups: llama.cpp judges a group by its two best experts, V2 by one."""
     is_v3 = _is_v3(hf_config)
     gating_func, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
     hf_config.require_one_of("scoring_func", gating_func, gating_func)

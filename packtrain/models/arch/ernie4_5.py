@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): llama, whose checkpoints have rope's pairs side by side already."""
+"""ERNIE 4.5 (dense): llama, whose checkpoints already store rope's pairs side by side."""
 
 from packtrain.models.arch.architecture import Architecture, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig

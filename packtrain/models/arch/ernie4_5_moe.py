@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts after the first blocks, chosen with an offset of their own, and one that all tokens have."""
+"""ERNIE 4.5 with a shared expert, and experts after the first blocks that a bias helps to choose."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ WIDTH, FIRST_EXPERT_BLOCK = ("moe_intermediate_size", 1536), "moe_layer_start_in
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    """llama.cpp's converter divides the feed-forward's width by the key heads, which is the same in Baidu's models."""
+    """Width of the shared expert, which equals llama.cpp's in Baidu's models, and number of dense blocks."""
     num_shared_experts = hf_config.get("moe_num_shared_experts", 2)
     num_dense_blocks = hf_config.get(FIRST_EXPERT_BLOCK, 1)
     if type(num_shared_experts) is not int or num_shared_experts < 0:

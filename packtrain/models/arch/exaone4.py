@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only behind attention and feed-forward, QK norms; the 32B has windows, and rope only within them.
+"""EXAONE 4: norms only after attention and feed-forward, QK norms; the 32B has windows, and rope only within them.
 
 arXiv 2507.11407.
 """
@@ -8,15 +8,13 @@ from packtrain.models.arch.architecture import FACTORS, Architecture, Family, Ke
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
-BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
+BLOCKS = 64  # blocks of the 32B, the only one with windows in llama.cpp
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     num_blocks, metadata = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
     windows = hf_config.layer_windows(sizes.block_count)
-    window = hf_config.get_nullable(
-        "sliding_window", True
-    )  # where the key is missing transformers has one
+    window = hf_config.get_nullable("sliding_window", True)  # transformers' default is a window
     if window is True or (num_blocks == BLOCKS) != bool(window) or bool(window) != any(windows):
         expected = f"a number in a model of {BLOCKS} blocks, and null in others, as in llama.cpp"
         raise hf_config.wrong("sliding_window", window, expected)

@@ -1,4 +1,4 @@
-"""Falcon: attention and feed-forward side by side, layer norms, gelu without a gate; the 40B has a norm for each.
+"""Falcon: attention and feed-forward in parallel, layer norms, gelu without a gate; the 40B has a norm for each.
 
 arXiv 2311.16867.
 """
@@ -23,7 +23,7 @@ MODULES = {
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """The large ones have as many keys and values as the config says, the small ones of several queries one."""
+    """Use the usual keys: large models have `num_kv_heads` key and value heads, small ones one."""
     hf_config = hf_config.with_aliases(
         {"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)}
     )
@@ -46,10 +46,10 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
-    """All queries, all keys, all values, from groups of those that belong together."""
+    """Return spans of rows that reorder groups of queries, key and value to all queries, all keys, all values."""
     head_width, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
-    group_parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
+    group_parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # heads of a group
     qkv_spans = [
         ((group * each + first_head) * head_width, (group * each + end_head) * head_width)
         for first_head, end_head in group_parts

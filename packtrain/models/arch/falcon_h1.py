@@ -1,6 +1,6 @@
-"""Falcon-H1: every block has attention and a Mamba-2 scan, side by side. arXiv 2507.22448.
+"""Falcon-H1: every block has attention and a Mamba-2 scan, in parallel. arXiv 2507.22448.
 
-Its multipliers are in the matrices of files.
+Conversion multiplies the matrices by the config's multipliers.
 """
 
 from collections.abc import Mapping
@@ -40,9 +40,8 @@ def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     for name in ("attention_bias", "mlp_bias", "projectors_bias"):
         hf_config.require_one_of(name, False, False)
-    if hf_config.get("mamba_norm_before_gate", True) and hf_config.flag(
-        "mamba_rms_norm"
-    ):  # llama.cpp gates first
+    # llama.cpp gates first
+    if hf_config.get("mamba_norm_before_gate", True) and hf_config.flag("mamba_rms_norm"):
         hf_config.require_one_of("mamba_norm_before_gate", True, False)
     if hf_config.flag("tie_word_embeddings"):  # one matrix has one multiplier
         embedding_multiplier = hf_config.real("embedding_multiplier", 1.0)
@@ -54,7 +53,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def times(*factors: float | np.ndarray) -> Changed:
-    """Rows times numbers, one after another as llama.cpp's converter rounds, or each row times its own."""
+    """Return a function that multiplies rows by factors in turn, which are numbers or have one value per row."""
 
     def change_rows(rows: np.ndarray, first: int) -> np.ndarray:
         for factor in factors:

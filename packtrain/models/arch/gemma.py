@@ -10,8 +10,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 FAMILY = Family(
-    ("GemmaForCausalLM",), extra_metadata=extra_metadata, tied_by_default=True, norm_shift=1.0, default_head_width=256, space_prefix=False,
-    omitted_keys=("rope.freq_base",),
+    ("GemmaForCausalLM",), extra_metadata=extra_metadata, tied_by_default=True, norm_shift=1.0,
+    default_head_width=256, space_prefix=False, omitted_keys=("rope.freq_base",),
 )  # fmt: skip
 ARCHITECTURE = Architecture(
     "gemma", halves=True, use_gelu=True, scaled_embedding=True, always_tied=True, families=(FAMILY,)

@@ -1,6 +1,6 @@
-"""Gemma 3n (text): several residual streams, embeddings of their own for blocks, a low-rank product beside attention.
+"""Gemma 3n (text): several residual streams, embeddings for each block, a low-rank product beside attention.
 
-The first blocks have sparse gates, the last the keys and values of earlier ones. Google, Gemma 3n; llama.cpp's
+The first blocks have sparse gates, the last use the keys and values of earlier blocks. Google, Gemma 3n; llama.cpp's
 gemma3n.cpp, which has the numbers below in its code, and reads no keys for them.
 """
 
@@ -36,7 +36,7 @@ WIDTHS_KEY, SPARSITY_KEY = "intermediate_size", "activation_sparsity_pattern"
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """One width of the feed-forwards, which some configs list for each block."""
+    """Replace a list of feed-forward widths, one per block, by their common width."""
     widths = hf_config.get(WIDTHS_KEY)
     if not isinstance(widths, list):
         return hf_config
@@ -46,7 +46,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def check_fixed_values(hf_config: HFConfig, blocks: int) -> None:
-    """Refuse what llama.cpp, which has these numbers in its code, would compute otherwise."""
+    """Raise InputError for config values that differ from the numbers in llama.cpp's code."""
     for key, value in (
         ("altup_num_inputs", NUM_STREAMS),
         ("altup_active_idx", 0),
@@ -98,7 +98,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def sparsity_deviations(blocks: int) -> list[float]:
-    """By how many deviations gates of each block must exceed their mean."""
+    """Return for each block by how many deviations gates must exceed their mean."""
     return [NormalDist().inv_cdf(SHARE) if i < SPARSE else float("-inf") for i in range(blocks)]
 
 

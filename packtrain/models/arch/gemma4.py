@@ -1,6 +1,7 @@
-"""Gemma 4 (text): embeddings of their own for blocks, and later blocks that share the keys and values of earlier ones.
+"""Gemma 4 (text): embeddings for each block, and later blocks that share the keys and values of earlier ones.
 
-Blocks with a window have other heads than those without. Google, Gemma 4; llama.cpp's gemma4.cpp.
+Blocks with a window have other heads than those without. Scales of blocks are buffers in transformers, and not
+trained. Google, Gemma 4; llama.cpp's gemma4.cpp, which does not read matrices of sharing blocks either.
 """
 
 from collections.abc import Mapping
@@ -46,14 +47,14 @@ WIDE, UNTURNED, PROPORTIONAL_SCALING = 512, 1e30, "proportional"
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """The sizes of a head and the number of keys' heads in blocks without a window are those of the model."""
+    """Set head_dim and num_key_value_heads to those of blocks without a window; near_… are of blocks with one."""
     heads, window_head_dim = hf_config.size("num_key_value_heads"), hf_config.size("head_dim", 256)
     layer_configs = hf_config.get("per_layer_config", {})
     if not isinstance(layer_configs, dict) or not all(
         isinstance(layer_config, dict) for layer_config in layer_configs.values()
     ):
         raise hf_config.wrong("per_layer_config", layer_configs, "an object of objects")
-    # transformers writes those without a window
+    # transformers writes the config of blocks without a window
     full_layer: Mapping[str, Any] = next(iter(layer_configs.values()), {})
     full = {"head_dim": full_layer.get("head_dim", hf_config.get("global_head_dim", WIDE))}
     if hf_config.flag("attention_k_eq_v"):
@@ -93,7 +94,7 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def factors(hf_config: HFConfig) -> np.ndarray:
-    """Divisors of frequencies: only the first pairs of a head without a window are turned."""
+    """Return divisors of rope's frequencies: in heads without a window, rope rotates only the first pairs."""
     width = hf_config.size("head_dim")
     num_rotated = hf_config.rotated_width(width) // 2
     return np.repeat(np.array([1.0, UNTURNED], np.float32), (num_rotated, width // 2 - num_rotated))
@@ -124,7 +125,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     if fields["head_count_kv_swa"]:
         head_counts = (sizes.head_count_kv, fields["head_count_kv_swa"])
         keys["attention.head_count_kv"] = [head_counts[swa] for swa in fields["window_pattern"]]
-    # without the key llama.cpp takes a default
+    # a cap of 0 is none; without the key llama.cpp takes 30
     return keys | {SOFTCAP_KEY: hf_config.real(SOFTCAP_KEY) if hf_config.get(SOFTCAP_KEY) else 0.0}
 
 

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and behind attention and feed-forward, rope for half of each head, gate and up in one."""
+"""GLM-4 (0414): norms before and after attention and feed-forward, rope for half of each head, gate and up fused."""
 
 from packtrain.models.arch.architecture import ATTENTION, BIASES, Architecture, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig

@@ -1,6 +1,7 @@
 """gpt-oss: sinks in attention, a window in every other block, experts with biases and a clamped activation, and YaRN.
 
-arXiv 2508.10925. The weights of the chosen experts are a softmax of their logits.
+arXiv 2508.10925. The weights of the chosen experts are a softmax of their logits. The config says that YaRN's ramp is
+not rounded; GGUF has no key for that and llama.cpp rounds the ramp, so packtrain does.
 """
 
 from packtrain.models.arch import architecture as arch
@@ -53,8 +54,8 @@ ARCHITECTURE = Architecture(
     optional_tensors=ALL_BIASES,
     families=(
         Family(
-            ("GptOssForCausalLM",), BLOCK, extra_metadata, EXPERTS, optional_tensors=lambda hf_config: ALL_BIASES, rope_freq_base=0.0,
-            default_head_width=64, suffix_renames=SUFFIX_RENAMES,
+            ("GptOssForCausalLM",), BLOCK, extra_metadata, EXPERTS, optional_tensors=lambda hf_config: ALL_BIASES,
+            rope_freq_base=0.0, default_head_width=64, suffix_renames=SUFFIX_RENAMES,
         ),
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Granite 3 and 4 (dense): llama with scaled embeddings, residuals, scores and logits.
 
-Granite 4's are the hybrids' class with attention in all blocks; llama.cpp writes keys of scans for them, too.
+Granite 4's have the hybrids' model class with attention in all blocks; llama.cpp writes keys of scans for them, too.
 """
 
 from packtrain.models.arch import architecture as arch
@@ -19,7 +19,7 @@ StackedMatrices = dict[str, tuple[str, int, int]]
 
 
 def halves(module: str, suffix: str = "") -> StackedMatrices:
-    """Matrices of a feed-forward whose gate and up are one in checkpoints."""
+    """Return `stacked_matrices` of a feed-forward whose checkpoints store gate and up in one module."""
     matrix_sides = ("gate", "input", 0, 2), ("up", "input", 1, 2), ("down", "output", 0, 1)
     return {
         f"ffn_{matrix}{suffix}": (f"{module}.{module_side}_linear", output_index, num_outputs)
@@ -28,7 +28,7 @@ def halves(module: str, suffix: str = "") -> StackedMatrices:
 
 
 def dense(hf_config: HFConfig) -> HFConfig:
-    """The expert that all tokens have is the feed-forward."""
+    """Return the config of a model without experts: the shared expert is the feed-forward."""
     return hf_config.but(
         num_experts=0, intermediate_size=hf_config.size("shared_intermediate_size")
     )

@@ -1,6 +1,6 @@
-"""Granite 4 hybrids: most blocks have a Mamba-2 scan instead of attention, with granite's scales and experts, or none.
+"""Granite 4 hybrids: most blocks have a Mamba-2 scan instead of attention; granite's scales, with or without experts.
 
-There is no rope, unless the model says so.
+There is no rope unless the file asks for it.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, ExpertLa
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes, Scan
 
-MAX_CONTEXT = 1 << 20  # what llama.cpp's converter writes where nothing depends on positions
+MAX_CONTEXT = 1 << 20  # llama.cpp's converter writes this where nothing depends on positions
 ATTENDING, SCAN_TYPES = ("attention", "full_attention"), ("mamba", "linear_attention")
 CONV_BIAS, SCAN_NORM = "ssm_conv1d.bias", "ssm_norm.weight"
 
@@ -21,7 +21,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def other_class(hf_config: HFConfig) -> str:
-    """Where all blocks attend, the class is only a Granite, with rope."""
+    """Return the class of a Granite with rope if all blocks attend, else ""."""
     kinds = hf_config.get("layer_types")
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""
@@ -32,6 +32,7 @@ def other_class(hf_config: HFConfig) -> str:
 
 
 def read_scan(hf_config: HFConfig, inner_width: int) -> Scan:
+    """Read the sizes of a Mamba-2 scan from the config. Raises InputError if they do not fit each other."""
     hf_config.require_one_of("mamba_proj_bias", False, False)
     num_heads = hf_config.size("mamba_n_heads", 128)
     each = hf_config.get("mamba_d_head", "auto")

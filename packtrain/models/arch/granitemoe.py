@@ -1,4 +1,4 @@
-"""Granite 3 with experts: granite's scales, experts as llama's, and in some models another one that all tokens have."""
+"""Granite 3 with experts: granite's scales, experts routed as in llama, and in some models a shared expert."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import granite
@@ -26,7 +26,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 EXPERTS = ExpertLayout(
-    {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=shared_and_dense, stacked_matrices=HALVES, is_contiguous=True, rows=True
+    {}, ("num_local_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=shared_and_dense,
+    stacked_matrices=HALVES, is_contiguous=True, rows=True,
 )  # fmt: skip
 ARCHITECTURE = Architecture(
     "granitemoe",

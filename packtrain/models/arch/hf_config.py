@@ -1,4 +1,4 @@
-"""The values of a checkpoint's config.json, checked when they are read, and its rope settings."""
+"""Reads values of a checkpoint's config.json with checks, and its rope settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ ROPE_KEYS = "rope_parameters", "rope_scaling"  # the new key and the old one
 
 
 class RopeSettings(dict[str, Any]):
-    """Rope settings within a config; `read_keys` has the names of those that were asked for."""
+    """Rope settings within a config; `read_keys` collects the names of the keys that were read."""
 
     def __init__(self, settings: Any, read_keys: set[str]) -> None:
         super().__init__(settings if isinstance(settings, dict) else {})
@@ -29,8 +29,8 @@ class RopeSettings(dict[str, Any]):
 class HFConfig:
     """A config.json; a null value counts as missing.
 
-    read_keys  names of the keys that were asked for
-    notes      what the file's readers do otherwise
+    read_keys  names of the keys that were read
+    notes      messages about readers of the file that compute something else
     """
 
     path: Path
@@ -48,12 +48,12 @@ class HFConfig:
         return default if value is None else value
 
     def get_nullable(self, key: str, default: Any = None) -> Any:
-        """A value whose null says something."""
+        """Return a value, or None for a null, which get() would replace by the default."""
         self.read_keys.add(key)
         return self.json_values.get(key, default)
 
     def unread_values(self) -> Iterator[tuple[str, Any]]:
-        """The keys that nothing asked for with their values, those of rope behind the name of their object."""
+        """Yield the keys that nothing has read, with their values; rope's keys follow the name of their object."""
         for key, value in self.json_values.items():
             if key not in self.read_keys:
                 yield key, value
@@ -64,7 +64,7 @@ class HFConfig:
                         yield f"{key}.{name}", inner_value
 
     def with_aliases(self, key_aliases: Mapping[str, tuple[str, ...]]) -> "HFConfig":
-        """With the values of other keys, the first that is there, where a key is missing."""
+        """Return a config whose missing keys have the value of their first alias that exists."""
         values = dict(self.json_values)
         for key, aliases in key_aliases.items():
             for alias in aliases:
@@ -73,10 +73,11 @@ class HFConfig:
         return HFConfig(self.path, values, self.read_keys, self.notes)
 
     def but(self, **new_values: Any) -> "HFConfig":
-        """With these values instead."""
+        """Return a config with these values instead."""
         return HFConfig(self.path, {**self.json_values, **new_values}, self.read_keys, self.notes)
 
     def size(self, key: str, default: int | None = None) -> int:
+        """Return a whole number from 1. Raises InputError."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
@@ -86,7 +87,7 @@ class HFConfig:
         return self.number(key, self.get(key, default))
 
     def number(self, key: str, value: Any) -> float:
-        """A value from within the config, as a number above 0."""
+        """Return `value`, read from within the config under `key`, as a number above 0. Raises InputError."""
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise self.wrong(key, value, "a number above 0")
         return float(value)
@@ -98,7 +99,7 @@ class HFConfig:
         return value
 
     def require_one_of(self, key: str, default: Any, *allowed: Any) -> None:
-        """Refuse a value that no architecture here supports."""
+        """Raise InputError unless the value is one of `allowed`."""
         value = self.get(key, default)
         if value not in allowed:
             raise self.wrong(key, value, " or ".join(map(repr, allowed)))
@@ -106,7 +107,7 @@ class HFConfig:
     # ---- windows
 
     def layer_types(self, blocks: int, *allowed: str, every: bool = False) -> list[str]:
-        """What each block is, by `layer_types`: one of these; with `every` all of them are somewhere."""
+        """Return `layer_types`, one of `allowed` per block; `every` demands that each occurs."""
         types = self.get("layer_types")
         is_valid = (
             isinstance(types, list) and len(types) == blocks and all(k in allowed for k in types)
@@ -117,7 +118,7 @@ class HFConfig:
         return list(types)
 
     def layer_windows(self, blocks: int, is_required: bool = False) -> list[bool]:
-        """Whether each block has a window, by `layer_types` or the pattern; none if the config says nothing."""
+        """Return for each block whether it has a window, by `layer_types` or the pattern; [] if neither is set."""
         type_names, pattern = self.get("layer_types"), self.get("sliding_window_pattern")
         if type_names is not None or is_required:
             return [layer_type == SLIDING for layer_type in self.layer_types(blocks, SLIDING, FULL)]
@@ -128,21 +129,21 @@ class HFConfig:
         return []
 
     def require_window_interval(self, window_interval: int, blocks: int) -> None:
-        """Refuse other windows than in all blocks but every N-th."""
+        """Raise InputError unless all blocks but every N-th have a window."""
         expected = [(i + 1) % window_interval != 0 for i in range(blocks)]
         if self.layer_windows(blocks) not in ([], expected):
             requirement = f"windows but for every {window_interval}th block"
             raise self.wrong("layer_types", self.get("layer_types"), requirement)
 
     def effective_window(self, used: bool) -> int:
-        """The window; 0 if it is not used."""
+        """Return the window; 0 if `use_sliding_window`, whose default is `used`, turns it off."""
         has_window = self.get(WINDOW) not in (None, 0)
         return self.size(WINDOW) if self.flag("use_sliding_window", used) and has_window else 0
 
     # ---- rope
 
     def rope_settings(self) -> RopeSettings:
-        """The rope settings of the config, under the old key, which transformers prefers, or the new one."""
+        """Return the rope settings, under the old key, which transformers prefers, or the new one."""
         new_settings, old = (self.get(key) or {} for key in ROPE_KEYS)
         if not isinstance(new_settings, dict) or not isinstance(old, dict):
             raise self.wrong("rope_scaling", old or new_settings, "an object")
@@ -151,14 +152,14 @@ class HFConfig:
         return RopeSettings(old or new_settings, self.read_keys)
 
     def full_rotation(self) -> RopeSettings:
-        """Rope settings of layers without a window; the base is here or in the config itself."""
+        """Return the rope settings of layers without a window, `rope_theta` included."""
         settings = self.rope_settings()
         inner = settings.get(FULL)
         settings = RopeSettings(inner, self.read_keys) if isinstance(inner, dict) else settings
         return RopeSettings({"rope_theta": self.get("rope_theta"), **settings}, self.read_keys)
 
     def window_rope_base(self, default: float = 10_000.0) -> float:
-        """The base of rope in layers with a window, where it is not scaled."""
+        """Return the base of rope in layers with a window. Raises InputError if rope is scaled there."""
         window_settings, new_settings = self.rope_settings().get(SLIDING), self.get(ROPE_KEYS[0])
         if new_settings and FULL not in new_settings:
             raise self.wrong(ROPE_KEYS[0], new_settings, f"an object with {FULL} and {SLIDING}")
@@ -173,19 +174,19 @@ class HFConfig:
         return self.number("rope_local_base_freq", base_frequency)
 
     def rope_base(self, default: float) -> float:
-        """The base of rope's frequencies; default 0: the config must say it."""
+        """Return the base of rope's frequencies; with `default` 0 the config must have one."""
         base = self.full_rotation().get("rope_theta")
         return self.number("rope_theta", (default or None) if base is None else base)
 
     def scaling(self) -> str:
-        """The type of rope scaling; "default" is none."""
+        """Return the type of rope scaling; "default" means no scaling."""
         settings = self.full_rotation()
         new_type, old_type = settings.get("rope_type"), settings.get("type")
         scaling_type = str((old_type if new_type is None else new_type) or "default")
         return "longrope" if scaling_type == "su" else scaling_type  # its former name
 
     def rotated_width(self, head_width: int, default: float = 1.0) -> int:
-        """How many elements of a head are rotated."""
+        """Return the number of elements of a head that rope rotates."""
         rotated_share = self.full_rotation().get(PARTIAL)
         rotated_share = self.get(PARTIAL, default) if rotated_share is None else rotated_share
         return int(self.number(PARTIAL, rotated_share) * head_width)

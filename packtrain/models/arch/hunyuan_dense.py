@@ -1,4 +1,4 @@
-"""Hunyuan (dense): llama with QK norms behind rope."""
+"""Hunyuan (dense): llama with QK norms after rope."""
 
 from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig
@@ -7,7 +7,7 @@ from packtrain.models.arch.size_fields import ModelSizes
 MODULES = BLOCK | {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
 }  # fmt: skip
-DYNAMIC_CONTEXT = 256 * 1024  # tokens that its "dynamic" scaling is for, which no config says
+DYNAMIC_CONTEXT = 256 * 1024  # context of its "dynamic" scaling, which no config states
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:

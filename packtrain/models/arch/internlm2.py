@@ -1,4 +1,4 @@
-"""InternLM 2: llama. Checkpoints keep queries that share a key, that key and its value together. arXiv 2403.17297."""
+"""InternLM 2: llama, whose checkpoints fuse queries, key and value of a group. arXiv 2403.17297."""
 
 from packtrain.models.arch.architecture import (
     BIASES,
@@ -19,17 +19,17 @@ FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    """Dynamic scaling of rope begins behind the context, where llama.cpp has none."""
+    """Return no metadata: dynamic scaling of rope begins after the context, where llama.cpp has none."""
     hf_config.require_one_of("bias", False, False)
     hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
-    """All queries, all keys, all values, from groups of those that belong together."""
+    """Return spans of rows that pick all queries, all keys and all values from groups of them."""
     d, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
-    group_spans = (0, each - 2), (each - 2, each - 1), (each - 1, each)  # of a group, in heads
+    group_spans = (0, each - 2), (each - 2, each - 1), (each - 1, each)  # heads of a group
     return {
         name: tuple(((g * each + first) * d, (g * each + end_head) * d) for g in range(num_groups))
         for name, (first, end_head) in zip(FUSED_PARTS, group_spans, strict=True)
@@ -52,7 +52,7 @@ ARCHITECTURE = Architecture(
             fused_modules={"attention.wqkv": FUSED_PARTS},
             rope_scaling_types=("dynamic",),
             blank="[UNUSED",
-            special={"eot": "<|im_end|>"},  # of conversations
+            special={"eot": "<|im_end|>"},  # ends a turn
         ),
     ),
 )

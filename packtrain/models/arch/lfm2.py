@@ -20,7 +20,7 @@ FEED_FORWARD = {
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Older configs list the blocks with attention; the feed-forward is a share of the width that they name."""
+    """Fill in `layer_types`, which older configs lack, and the feed-forward's width, a share of the config's."""
     blocks = range(hf_config.size("num_hidden_layers"))
     attending = hf_config.get("full_attn_idxs", [*blocks])
     kinds = hf_config.get("layer_types", [FULL if i in attending else CONV_TYPE for i in blocks])
@@ -42,7 +42,7 @@ def with_tied_embedding(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    """Which blocks attend, and the width of the convolutions of the others."""
+    """Return which blocks attend, and the width of the other blocks' convolutions."""
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, CONV_TYPE, every=True)
     hf_config.require_one_of("conv_bias", False, False)
     attending_blocks = tuple(layer_type == FULL for layer_type in kinds)

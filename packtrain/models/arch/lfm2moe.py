@@ -1,4 +1,4 @@
-"""LFM2 with experts after the first blocks: weights are sigmoids, and a bias helps to choose. arXiv 2511.23404."""
+"""LFM2 with experts after the first blocks, weighed by sigmoids and chosen with a bias. arXiv 2511.23404."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import lfm2

@@ -1,6 +1,6 @@
 """Llama 4 (text): experts in every N-th block, attention in chunks, and every fourth block without rope.
 
-Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp.
+Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp, which takes chunks of 8,192 tokens whatever the key says.
 """
 
 from packtrain.models.arch import architecture as arch
@@ -23,11 +23,11 @@ STACKED = {
     "ffn_up_exps": ("feed_forward.experts.gate_up_proj", 1, 2),
     "ffn_down_exps": ("feed_forward.experts.down_proj", 0, 1),
 }
-WIDTH = "expert_width"  # not the config's own name of it
+WIDTH = "expert_width"  # our key, which configs do not have
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """The width of an expert is called that of a feed-forward there."""
+    """Rename widths: the config's intermediate_size is that of an expert."""
     expert_width = hf_config.size("intermediate_size", 8192)
     return hf_config.but(
         intermediate_size=hf_config.size("intermediate_size_mlp", 16384), **{WIDTH: expert_width}

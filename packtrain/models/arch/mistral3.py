@@ -1,4 +1,4 @@
-"""Ministral 3: llama with queries scaled by their position, and YaRN."""
+"""Ministral 3: llama with YaRN, and queries scaled by a factor of their position, which the rope table includes."""
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import EXPERT_KEYS, YARN_BETAS, Architecture, Family, Keys

@@ -1,4 +1,4 @@
-"""Nemotron and Minitron: layer norms, partial rope, a feed-forward of the square of relu. arXiv 2402.16819."""
+"""Nemotron and Minitron: layer norms, partial rope, a feed-forward with relu squared. arXiv 2402.16819."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import BIASES, UNGATED_BIASES, Architecture, Family, Keys
@@ -13,7 +13,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return none | {
         "vocab_size": sizes.vocab_size,
         "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5),
-        "attention.layer_norm_rms_epsilon": hf_config.real("norm_eps", 1e-5),  # not read
+        "attention.layer_norm_rms_epsilon": hf_config.real("norm_eps", 1e-5),  # unread
     }
 
 

@@ -1,4 +1,4 @@
-"""OLMoE: experts in all blocks, whose weights do not add up to 1; queries and keys normalized whole.
+"""OLMoE: experts in all blocks, whose weights do not add up to 1; QK norms over all heads together.
 
 arXiv 2409.02060.
 """

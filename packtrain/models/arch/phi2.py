@@ -1,4 +1,4 @@
-"""Phi-1 and 2: attention and feed-forward side by side, layer norms, partial rope, biases, also of the head.
+"""Phi-1 and 2: attention and feed-forward in parallel, layer norms, partial rope, biases, also of the head.
 
 arXiv 2306.11644.
 """

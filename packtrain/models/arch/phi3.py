@@ -15,9 +15,7 @@ BLOCK = {
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     max_context = sizes.context_length
-    default = hf_config.full_rotation().get(
-        ORIGINAL, max_context
-    )  # longrope's is behind that of the class
+    default = hf_config.full_rotation().get(ORIGINAL, max_context)  # longrope must state its own
     original = hf_config.size(ORIGINAL, None if hf_config.scaling() == "longrope" else default)
     metadata: Keys = {
         "rope.dimension_count": hf_config.rotated_width(sizes.head_width),

@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen 1.5 with experts in every block, and one that all tokens have, behind a gate. arXiv 2407.10671.
+"""Qwen2 and Qwen 1.5 with experts in every block and a gated shared expert. arXiv 2407.10671.
 
-The weights of the chosen experts are parts of a softmax over all: they do not add up to 1.
+The weights of the chosen experts come from a softmax over all experts, and do not add up to 1.
 """
 
 from packtrain.models.arch import architecture as arch
@@ -28,7 +28,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    """llama.cpp supports only experts in all blocks, with weights that do not add up to 1."""
+    """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights do not add up to 1."""
     hf_config.require_one_of("norm_topk_prob", False, False)
     hf_config.require_one_of("decoder_sparse_step", 1, 1)
     hf_config.require_one_of("mlp_only_layers", [], [])

@@ -23,7 +23,7 @@ BLOCK = arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | SEPARATE_M
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
-    """Heads of a group stand together; in files those of all groups in turn."""
+    """Return spans of rows that reorder heads from group by group to one head of every group in turn."""
     assert sizes.scan is not None
     width, heads, groups = sizes.scan[1:4]
     head_order = [g * (heads // groups) + n for n in range(heads // groups) for g in range(groups)]
@@ -44,7 +44,10 @@ def column_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
 
 
 def text_keys(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    """Text has one position in time, height and width, for which rope has sections."""
+    """Return the keys with rope's sections, which text never needs: time, height and width have one position.
+
+    llama.cpp gives pairs beyond the sections position 0, hence the check of files that they cover all pairs.
+    """
     sections = hf_config.full_rotation().get("mrope_section", [11, 11, 10])
     if (
         not isinstance(sections, list)

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts (text), and one that all tokens have, behind a gate; else as qwen35."""
+"""Qwen3.5 with experts (text) and a gated shared expert; otherwise as qwen35."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ EXPERT_SUFFIX_RENAMES = {
 
 
 def normalize_expert_config(hf_config: HFConfig) -> HFConfig:
-    """All feed-forwards are those of experts."""
+    """Return the usual config; intermediate_size, which no block uses, defaults to an expert's width."""
     return normalize_config(
         hf_config.but(intermediate_size=hf_config.size("intermediate_size", hf_config.size(*WIDTH)))
     )

@@ -13,7 +13,7 @@ from packtrain.models.arch.size_fields import ModelSizes
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
+    """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
     hf_config.require_one_of("norm_topk_prob", False, True)
     hf_config.require_one_of("decoder_sparse_step", 1, 1)
     hf_config.require_one_of("mlp_only_layers", [], [])

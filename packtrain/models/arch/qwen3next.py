@@ -1,4 +1,4 @@
-"""Qwen3-Next: most blocks have a gated delta net, the others attention with gates; all have experts and a shared one.
+"""Qwen3-Next: most blocks have a gated delta net, the others gated attention; all have experts and a shared expert.
 
 arXiv 2412.06464. Blocks that guess more tokens are not used.
 """
@@ -41,12 +41,13 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
 
 
 EXPERTS = ExpertLayout(
-    arch.EXPERT_MODULES, ("num_experts", 512), ("num_experts_per_tok", 10), ("moe_intermediate_size", 512), shared_and_dense
+    arch.EXPERT_MODULES, ("num_experts", 512), ("num_experts_per_tok", 10), ("moe_intermediate_size", 512),
+    shared_and_dense,
 )  # fmt: skip
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
-    """Older configs say which blocks attend by an interval."""
+    """Fill in `layer_types` from the interval by which older configs say which blocks attend."""
     num_blocks = hf_config.size("num_hidden_layers")
     attention_interval = hf_config.size("full_attention_interval", 4)
     layer_types = [FULL if (i + 1) % attention_interval == 0 else LINEAR for i in range(num_blocks)]
@@ -54,7 +55,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    """Which blocks attend, and the sizes of the delta nets of the others."""
+    """Return which blocks attend, and the sizes of the other blocks' delta nets."""
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, LINEAR, every=True)
     groups = hf_config.size("linear_num_key_heads", 16)
     num_heads = hf_config.size("linear_num_value_heads", 32)
@@ -70,7 +71,7 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
-    """Of each group together there are queries, keys, values and gates."""
+    """Return spans of rows that pick attn_qkv and attn_gate from groups of queries, keys, values and gates."""
     assert sizes.scan is not None
     inner_width, head_width, _, num_groups, _ = sizes.scan
     value_rows = inner_width // num_groups
@@ -98,7 +99,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def expert_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
+    """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
     hf_config.require_one_of("norm_topk_prob", True, True)
     hf_config.require_one_of("decoder_sparse_step", 1, 1)
     hf_config.require_one_of("mlp_only_layers", [], [])

@@ -1,4 +1,4 @@
-"""Architectures that are not here yet, and what each would need: the names are llama.cpp's."""
+"""Architectures that packtrain does not have, by llama.cpp's names, and the feature that each would need."""
 
 ARCHITECTURES_BY_NEED = {
     "multi-head latent attention": "deepseek2-ocr minicpm3 plm",

@@ -1,4 +1,4 @@
-"""Seed-OSS: llama with biases of queries, keys and values; the second norm has another name."""
+"""Seed-OSS: llama with biases of queries, keys and values, and another name of the second norm."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys

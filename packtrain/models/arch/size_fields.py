@@ -1,14 +1,14 @@
-"""Sizes of a model, as GGUF's metadata and the configs of checkpoints have them: plain data."""
+"""Sizes of a model, as in GGUF's metadata and the configs of checkpoints: plain data."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Scan(NamedTuple):
-    """Sizes of a Mamba-2 scan, or of a gated delta net: `inner` values of all heads, `state` of the state for each,
-    groups of heads.
+    """Sizes of a Mamba-2 scan, or of a gated delta net.
 
-    taps  how many tokens, itself included, a token sees in the convolution before it
+    inner  values of all heads; `state` is the width of the state for each value
+    taps   tokens, itself included, that a token sees in the convolution before the scan
     """
 
     inner: int
@@ -23,7 +23,7 @@ class Scan(NamedTuple):
 
     @property
     def input_rows(self) -> tuple[int, int, int]:
-        """Of the input matrix, by SCAN_IN."""
+        """Rows of the input matrix that are gate, convolution's input and steps, in the order of SCAN_IN."""
         return self.inner, self.conv_channels, self.heads
 
 
@@ -32,16 +32,16 @@ class ModelSizes:
     """A model's sizes; names follow the GGUF metadata keys.
 
     key_length                  width of a head; None: embedding_length / head_count
-    value_length                width of its values; None: the same
-    rope_dims                   how much of it rope turns; None: all
+    value_length                width of a head's values; None: key_length
+    rope_dims                   elements of a head that rope rotates; None: all
     expert_feed_forward_length  width of an expert; None: feed_forward_length
-    expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
-    leading_dense_block_count   the first blocks that have no experts
-    interleave_moe_layer_step   of the others, only every N-th block has them
-    attending   whether each block has attention; the others have a short convolution or a scan; empty: all have
-    conv_width  how many tokens, itself included, a token sees in a short convolution
-    q_lora_rank, kv_lora_rank   width of the vector from which the queries are made, and keys and values; 0: of x
-    scan        sizes of scans; None: there are none
+    expert_shared_feed_forward_length  width of the shared expert; 0: there is none
+    leading_dense_block_count   number of first blocks without experts
+    interleave_moe_layer_step   of the later blocks, only every N-th has experts
+    attending                   for each block, whether it attends, else it has a convolution or scan; empty: all attend
+    conv_width                  tokens, itself included, that a token sees in a short convolution
+    q_lora_rank, kv_lora_rank   width of the vector from which queries, or keys and values, are made; 0: they read x
+    scan                        sizes of scans; None: there are none
     """
 
     vocab_size: int
@@ -79,10 +79,10 @@ class ModelSizes:
         return self.expert_feed_forward_length or self.feed_forward_length
 
     def attends(self, block: int) -> bool:
-        """Whether that block has attention."""
+        """Whether a block has attention."""
         return self.attending[block] if self.attending else True
 
     def has_experts(self, block: int) -> bool:
-        """Whether that block has experts."""
+        """Whether a block has experts."""
         is_interleaved = (block + 1) % self.interleave_moe_layer_step == 0
         return self.expert_count > 0 and block >= self.leading_dense_block_count and is_interleaved

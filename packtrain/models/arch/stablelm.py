@@ -1,4 +1,4 @@
-"""StableLM 2: layer norms, partial rope; the 12B has attention and feed-forward side by side, and norms of each head.
+"""StableLM 2: layer norms, partial rope; the 12B has attention and feed-forward in parallel, and norms of each head.
 
 arXiv 2402.17834.
 """

@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms, biases everywhere, a feed-forward of gelu without a gate. arXiv 2402.19173."""
+"""StarCoder 2: layer norms, biases everywhere, a feed-forward with gelu and no gate. arXiv 2402.19173."""
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, BIASES, NORM_BIASES, Architecture, Family

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
+"""Activation checkpointing: which forward values to save, recompute or offload, for least added time within a limit."""
 
 from packtrain.planner.checkpointing.chain import BlockChain, PlannedChoice, checkpoint_spacing
 from packtrain.planner.checkpointing.recompute_choice import (

@@ -1,7 +1,7 @@
-"""The ways to run a block of a chain: what each keeps, and its bytes and seconds.
+"""Strategies of a block of a chain: which values each saves, and its bytes and seconds.
 
-Returns Options, given a function that builds the training graph for a number of equal blocks. Bytes of a way have a
-lower bound from a short chain that keeps everything, and are measured by real lifetimes on request.
+BlockCosts returns BlockOptions, given a function that builds the training graph for a number of equal blocks. A
+strategy's bytes have a lower bound from a short chain that saves everything, and are measured on request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,13 +40,13 @@ BuildGraph = Callable[[int, RecomputeChoice | None], recompute_choice.BuiltGraph
 
 
 class BlockCosts:
-    """A block of a training graph with a chain of equal blocks; caches measurements.
+    """Costs of a block in a training graph whose equal blocks form a chain; caches measurements.
 
-    reserved      bytes that stay after the backward pass of a block, or of the head
-    together      how many ways may be measured in one chain; 1 if not all blocks are alike
-    space         whose bytes count; by default the arena's
-    offload_mode  whether a block may keep what it keeps in the process's memory
-    is_two_pass     the backward pass of all blocks runs twice: what they keep stays through the first time, which is measured
+    reserved_nbytes  bytes that stay after the backward pass of a block, and of the head
+    together         how many strategies are measured in one chain; 1 if not all blocks are alike
+    space            memory space whose bytes count; by default the arena's
+    offload_mode     whether a block may, or must, offload saved values to the process's memory
+    is_two_pass      all blocks run backward twice: saved values stay through the first pass, which is measured
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class BlockCosts:
 
     @cached_property
     def _middle(self) -> MiddleBlock:
-        """Of a short chain that keeps everything."""
+        """The middle block of a short chain that saves everything."""
         built_graph = self.build(NUM_CHAIN_BLOCKS, None)
         return middle(built_graph, place(built_graph.graph, self.target), self.space, self.seconds)
 
     def afresh(self) -> "BlockCosts":
-        """The same, as if nothing had been measured on longer chains."""
+        """Return a copy that forgets all measurements on longer chains."""
         clone = copy(self)
         clone._measured_options = {}
         return clone
@@ -102,28 +102,30 @@ class BlockCosts:
 
     @property
     def value_nbytes(self) -> list[int]:
-        """Bytes of each value that the first part could keep, by place."""
+        """Bytes of each value that the block's first part could save, by place."""
         return self._middle.nbytes
 
     @property
     def read(self) -> list[int]:
-        """Places of those that the backward pass reads."""
+        """Places of the values that the backward pass reads."""
         return self._middle.read_places
 
     def free(self, seconds: float) -> tuple[int, ...]:
-        """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
+        """Return places of values to save; recomputing the others, the cheapest by byte, takes at most `seconds`."""
         return self._middle.free(seconds / self.num_parts)
 
-    # ---- ways to run it
+    # ---- strategies
 
     @cached_property
     def strategies(self) -> list[InnerRanks]:
-        """The ways on the Pareto front of bytes kept and seconds added, in all their forms."""
+        """All variants of the strategies on the Pareto front of saved bytes and added seconds."""
         return [strategy for point in self._middle.front for strategy in self._forms(point.places)]
 
     def _forms(self, kept_places: tuple[int, ...]) -> list[InnerRanks]:
-        """If a cut of the block is not kept, another form recomputes it first, and then each side; and all these with
-        what is kept away."""
+        """Return a strategy that saves these places, and its variants.
+
+        For each cut that is not saved, a variant recomputes the cut first, then each side. All may also be offloaded.
+        """
         base_strategy = tuple((place, 0) for place in kept_places)
         resident_strategies = [
             base_strategy,
@@ -136,7 +138,7 @@ class BlockCosts:
         )
 
     def saved(self, strategy: InnerRanks) -> int:
-        """Bytes of the space that a way keeps, in addition to the block's input."""
+        """Return the bytes of `space` that a strategy saves beside the block's input; negative if that is offloaded."""
         return -self.stream_nbytes if is_offloaded(strategy) else self._kept_nbytes(strategy)
 
     def _kept_nbytes(self, strategy: InnerRanks) -> int:
@@ -144,7 +146,7 @@ class BlockCosts:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that it keeps if it keeps everything, with its input."""
+        """Bytes of the block's input and of all values that its backward pass reads."""
         return self.stream_nbytes + self.num_parts * self._read_nbytes
 
     @cached_property
@@ -152,7 +154,7 @@ class BlockCosts:
         return sum(self.value_nbytes[place_index] for place_index in self.read)
 
     def offload_seconds(self, strategy: InnerRanks) -> float:
-        """Seconds for what a way keeps away, there and back."""
+        """Return the seconds for copying a strategy's offloaded values out and back; 0 if it offloads none."""
         return (
             self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
             if is_offloaded(strategy)
@@ -165,7 +167,7 @@ class BlockCosts:
 
     @property
     def options(self) -> list[BlockOption]:
-        """All ways, measured or with lower bounds."""
+        """Every strategy as an option, measured or with lower bounds."""
         return [
             self._measured_options.get(strategy) or self._lower_bounds[strategy]
             for strategy in self.strategies
@@ -173,12 +175,12 @@ class BlockCosts:
 
     @property
     def bare_options(self) -> list[BlockOption]:
-        """The ways that keep nothing, measured."""
+        """The measured options of the strategies that save nothing."""
         self.measure(self._forms(()))
         return [self._measured_options[strategy] for strategy in self._forms(())]
 
     def least_again(self, nbytes: float) -> float:
-        """Least seconds of recomputation for keeping `nbytes` less than everything."""
+        """Return the least added seconds for saving `nbytes` less than everything."""
         all_nbytes = self._read_nbytes
         if nbytes > all_nbytes * self.num_parts:
             return np.inf
@@ -198,7 +200,7 @@ class BlockCosts:
 
     @cached_property
     def _lower_bounds(self) -> dict[InnerRanks, BlockOption]:
-        """Lower bounds: as if recomputed values were alive only while they are read."""
+        """Options with lower bounds of their bytes: as if recomputed values were alive only while they are read."""
         middle_block, bounds = self._middle, dict[InnerRanks, BlockOption]()
         for point in middle_block.front:
             recompute_seconds, num_calls = (
@@ -215,19 +217,19 @@ class BlockCosts:
 
     @property
     def min_work_nbytes(self) -> int:
-        """Least bytes of its backward pass, whatever it keeps."""
+        """Least bytes of the block's backward pass under any strategy."""
         return int(self._needed.max())
 
     @cached_property
     def _needed(self) -> np.ndarray:
-        """Bytes of each step of the backward pass, without what stays after those of later blocks, or passes."""
+        """Bytes of each step of the backward pass, without those that stay after later blocks or the first pass."""
         later_nbytes = self.head_reserve + (NUM_CHAIN_BLOCKS - 2) * self.reserve
         return self._middle.needed_nbytes - later_nbytes - self.is_two_pass * self.stream_nbytes
 
     # ---- measurements
 
     def measure(self, strategies: Iterable[InnerRanks]) -> bool:
-        """Measure unknown ways, in all their forms, together in one chain; returns whether there were any."""
+        """Measure unknown strategies, in all their variants, together in one chain; return whether there were any."""
         kept_places = {
             _kept_places(strategy)
             for strategy in strategies
@@ -243,9 +245,9 @@ class BlockCosts:
         return bool(unmeasured)
 
     def _measure(self, strategies: Sequence[InnerRanks]) -> None:
-        """Bytes exclude what earlier blocks keep and what later ones leave, or keep.
+        """Measure strategies in one chain, without bytes that earlier blocks save and later blocks leave, or save.
 
-        Where all of them go back twice, the gradient behind the last one stays, too, but not the output of that one.
+        If all blocks run backward twice, the gradient behind the last block also stays, but not that block's output.
         """
         inner = (strategies[0], *strategies, strategies[-1])
         built_graph = self.build(len(inner), RecomputeChoice((0,) * (len(inner) + 1), inner))
@@ -284,6 +286,6 @@ class LiveByteCurve:
         )
 
     def max_nbytes(self, first_step: int, last: int) -> int:
-        """Most bytes at any step from the first to the last."""
+        """Return the most bytes alive at any step from `first_step` to `last`."""
         start_index, end_index = np.searchsorted(self._step_times, (first_step, last), side="right")
         return int(self._nbytes[max(start_index - 1, 0) : end_index].max(initial=0))

@@ -1,7 +1,9 @@
-"""What to keep of the forward pass of a chain of equal blocks, for least extra time within a number of bytes.
+"""Chooses which forward values a chain of equal blocks saves, for least added seconds within a number of bytes.
 
-Returns Choices, given a function that builds the training graph for a number of blocks and a Choice. Dynamic
-programming over the chain combines ways to run a block and measures those it would choose; the real planner decides.
+BlockChain returns PlannedChoices, given a function that builds the training graph for a number of blocks and a
+RecomputeChoice. ChainSolver combines strategies of blocks; those it picks are measured on graphs until the answer
+stays. Values that later blocks share (Gemma 4) are always saved: they are narrow, and without them the last block's
+backward pass would begin with recomputing their source.
 Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the chain.
 """
 
@@ -35,20 +37,18 @@ HeadSetter = Callable[[Placed], Placed]
 PLAN_ROUNDS = 4
 NUM_HEAD_BLOCKS = 2  # blocks of the chain on which the head is measured
 SLACK = 0.03  # relative error of estimates
-CLOSE = 0.01  # relative distance to a choice that was built, within which others are built, too
-AIM_STEPS = 500  # 1 / share of the bytes by which less is asked for until another choice comes
+CLOSE = 0.01  # relative distance to the limit, within which neighbours of a choice are built
+AIM_STEPS = 500  # the aim falls by nbytes / AIM_STEPS until the solver returns another choice
 NUM_AIMS = 12  # sizes at which the smallest choice is searched
-MIN_STRATEGIES_PER_GRAPH = (
-    4  # least number of ways measured in one graph, if a chain has fewer blocks
-)
+MIN_STRATEGIES_PER_GRAPH = 4  # strategies measured in one graph, even if the chain has fewer blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedChoice:
-    """A choice that was built: bytes of its arena, bytes including its calls, what it adds.
+    """A choice whose graph was built and measured.
 
-    arena    lower bound of its arena, which the planner nearly always reaches
-    seconds  of recomputation, each time, and its number of calls, all times
+    arena    lower bound of the arena's bytes, which the packing nearly always reaches; `nbytes` includes those of calls
+    seconds  seconds that recomputation and offloading add to a run of the graph, with `calls` recomputed calls
     """
 
     choice: RecomputeChoice | None
@@ -59,20 +59,18 @@ class PlannedChoice:
 
 
 class BlockChain:
-    """A training graph with a chain of `count` equal blocks; caches measurements.
+    """A training graph whose `count` equal blocks form a chain; caches measurements.
 
-    reserved     bytes that stay after the backward pass of a block, or of the head: gradients waiting for clipping
-    call_nbytes          bytes of the process for each call of the graph, outside the arena
-    calls                number of calls of a graph that keeps everything
-    like                 a chain with the same blocks, already measured
-    together             how many ways to run a block may be measured in one chain
-    target               where it runs
-    space                whose bytes count; by default the arena's
-    offload              whether blocks may keep what they keep in the process's memory
-    num_two_pass_blocks        the backward pass of so many of the first blocks runs twice; `like` is a chain in which none does
-    two_pass_costs       builds one in which those of all do
-    head_setters         turn a graph with its head into one with each of the heads of chains that are like this one
-    head_chunk           which of them it has
+    reserved_nbytes       bytes that stay after the backward pass of a block, and of the head: gradients before clipping
+    call_nbytes           bytes of the process for each call of the graph, outside the arena
+    calls                 number of calls of a graph that recomputes nothing
+    like                  a measured chain with equal blocks, of which none runs backward twice
+    strategies_per_graph  how many strategies are measured in one graph
+    target, space         backends on which the graph runs; memory space whose bytes count, by default the arena's
+    offload_mode          whether blocks may, or must, offload saved values to the process's memory
+    num_two_pass_blocks   number of first blocks that run backward twice; in graphs of `build_two_pass` all do
+    head_setters          by chunk: functions that give a placed graph the loss head of a chain that is `like` this one
+    head_chunk            the chunk of this chain's loss head
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class BlockChain:
         self.planned_choices: dict[RecomputeChoice | None, PlannedChoice] = {}
 
     def afresh(self, like: "BlockChain | None" = None) -> "BlockChain":
-        """The same, as if only short chains had been measured; `like` is that of the chain that it is like."""
+        """Return a copy that forgets measurements on long chains; takes the block costs of `like` if given."""
         clone = copy(self)
         clone.__dict__.pop("smallest_choice", None)
         clone.planned_choices = {}
@@ -122,12 +120,12 @@ class BlockChain:
 
     @property
     def head_work(self) -> int:
-        """Most bytes between the last block's forward and backward pass, without what blocks keep."""
+        """Peak bytes between the last block's forward and backward pass, without values that blocks save."""
         return (self.like or self).head_nbytes_by_chunk[self.head_chunk]
 
     @cached_property
     def head_nbytes_by_chunk(self) -> dict[int, int]:
-        """The same with each of the heads, of a chain that keeps only its stream."""
+        """The bytes of `head_work` by chunk of the loss head, measured on a chain that saves only its stream."""
         built = self.build(NUM_HEAD_BLOCKS, uniform_choice(NUM_HEAD_BLOCKS, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.num_parts)[NUM_HEAD_BLOCKS - 1]
@@ -138,14 +136,14 @@ class BlockChain:
         }
 
     def min_seconds(self, nbytes: int) -> float:
-        """Least added seconds for `nbytes` less than keeping everything."""
+        """Return the least seconds that saving `nbytes` compared with no recomputation adds."""
         block_nbytes = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
         return self.count * self.block.least_again(block_nbytes) if block_nbytes > 0 else 0.0
 
     # ---- choices
 
     def plan_choice(self, choice: RecomputeChoice | None) -> PlannedChoice:
-        """The choice in the whole chain, measured; None keeps everything."""
+        """Build the whole chain with the choice and measure it; None recomputes nothing."""
         if choice not in self.planned_choices:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
@@ -163,18 +161,18 @@ class BlockChain:
 
     @property
     def _all_calls_nbytes(self) -> int:
-        """Bytes of the process for the calls of a whole chain that keeps everything."""
+        """Bytes of the process for the calls of a whole chain that recomputes nothing."""
         return self.call_nbytes * self.calls
 
     def seconds_bound(self, nbytes: int) -> float:
-        """Least seconds that a choice of `nbytes` adds, from the ways measured so far."""
+        """Return a lower bound of the seconds that a choice of `nbytes` adds, from the strategies measured so far."""
         solution = self._solve(self._make_solver(nbytes), nbytes)
         return math.inf if solution is None else solution.seconds
 
     def fastest_within(self, nbytes: int, below: float = math.inf) -> PlannedChoice | None:
-        """The fastest known choice of at most `nbytes`; None if there is none.
+        """Build choices until one comes close to `nbytes`; return the fastest choice of at most `nbytes`, or None.
 
-        below  limit of the estimated added seconds; choices that should add more are not built
+        below  limit of the estimated added seconds; slower choices are not built
         """
         aim_nbytes = nbytes
         for _ in range(PLAN_ROUNDS):
@@ -198,11 +196,11 @@ class BlockChain:
         )
 
     def _is_too_large(self, choice: RecomputeChoice, nbytes: int) -> bool:
-        """Whether the choice has been planned, and takes more."""
+        """Whether the choice was already built and takes more than `nbytes`."""
         return choice in self.planned_choices and self.planned_choices[choice].nbytes > nbytes
 
     def _may_fit(self, nbytes: int, below: float) -> bool:
-        """Whether the choice with the least bytes is worth building."""
+        """Whether the choice of the fewest bytes is worth building."""
         max_nbytes = nbytes * (1 + SLACK)
         if (
             self.floor(num_two_pass_blocks=self.num_two_pass_blocks) > max_nbytes
@@ -212,9 +210,9 @@ class BlockChain:
         return self.smallest_choice.seconds < below
 
     def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
-        """The fastest choice of at most `aim_nbytes` bytes, by a solver for `nbytes`, in which all ways are measured.
+        """Return the fastest choice of at most `aim_nbytes` bytes, all of whose strategies are measured.
 
-        Unmeasured ways count with their lower bounds, so no other choice is faster.
+        Unmeasured strategies count with their lower bounds, so no other choice is faster.
         """
         while True:
             solution = self._solve(self._make_solver(nbytes), aim_nbytes)
@@ -227,7 +225,7 @@ class BlockChain:
                 return solution
 
     def _plan_around(self, choice: RecomputeChoice, nbytes: int) -> None:
-        """Plan the choice; if it takes about `nbytes`, also others whose last block keeps a little more.
+        """Build the choice; if it takes about `nbytes`, also build choices whose last block saves a little more.
 
         The last block's backward pass comes first and often has bytes to spare.
         """
@@ -238,7 +236,7 @@ class BlockChain:
                 self.plan_choice(replace(choice, inner=(*choice.inner[:-1], strategy)))
 
     def _solve(self, solver: ChainSolver | TwoPassSolver, nbytes: int) -> ChainSolution | None:
-        """The fastest choice by the solver that leaves bytes for its own calls."""
+        """Return the solver's fastest choice whose arena and calls take at most `nbytes`."""
         aim_nbytes = nbytes - self._all_calls_nbytes
         while (solution := solver.best_choice(aim_nbytes)) is not None:
             over = aim_nbytes + self._all_calls_nbytes + self.call_nbytes * solution.calls - nbytes
@@ -248,7 +246,7 @@ class BlockChain:
         return solution
 
     def _make_solver(self, nbytes: int, keep_nothing: bool = False) -> ChainSolver | TwoPassSolver:
-        """A solver for the ways to run a block; `keep_nothing`: for those that keep nothing."""
+        """Return a solver over the strategies of a block; with `keep_nothing`, over those that save nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
             return ChainSolver(
@@ -267,9 +265,9 @@ class BlockChain:
         )
 
     def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
-        """Least bytes of the arena: those of the backward pass of the second block, or of blocks where it runs twice.
+        """Return a lower bound of the arena: the backward pass of the second block, or of a block that runs twice.
 
-        gradients_wait  gradients of head and blocks are kept for clipping, but those of the first `num_two_pass_blocks` blocks
+        gradients_wait  gradients wait for clipping, except those of the first `num_two_pass_blocks` blocks
         """
         if self.count < 2:
             return 0
@@ -291,7 +289,7 @@ class BlockChain:
 
     @cached_property
     def smallest_choice(self) -> "SmallestChoice":
-        """The choice with the least estimated bytes."""
+        """The choice of the fewest estimated bytes, with its bytes and added seconds."""
         block = self.block
         max_nbytes = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
         max_nbytes += block.head_reserve + 2 * max(option.work for option in block.bare_options)
@@ -311,7 +309,7 @@ class BlockChain:
         return min(candidates, key=lambda candidate: candidate.nbytes)
 
     def smallest_planned(self) -> PlannedChoice:
-        """The choice with the least bytes, including calls."""
+        """Build the smallest choice and the one that recomputes all blocks; return the smallest built choice."""
         self.plan_choice(self.smallest_choice.choice)
         self.plan_choice(uniform_choice(self.count, ()))
         return min(
@@ -322,7 +320,7 @@ class BlockChain:
 
 @dataclass(frozen=True, slots=True)
 class SmallestChoice:
-    """The choice with the least estimated bytes, including calls: its bytes and added seconds."""
+    """The choice of the fewest estimated bytes, which include those of calls, with its added seconds."""
 
     nbytes: int
     seconds: float
@@ -330,7 +328,7 @@ class SmallestChoice:
 
 
 def checkpoint_spacing(chain: BlockChain) -> int:
-    """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
+    """Return a = sqrt(n v / u): of n blocks, u bytes inside, v between, every a-th input is saved. Chen et al. 2016."""
     block_costs = chain.block
     block_nbytes = block_costs.num_parts * sum(block_costs.value_nbytes)
     return max(round(math.sqrt(chain.count * block_costs.stream_nbytes / block_nbytes)), 1)

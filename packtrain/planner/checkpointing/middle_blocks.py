@@ -1,6 +1,8 @@
-"""The middle block of a short chain that keeps everything: what it could keep, and its bytes and seconds.
+"""Measures the middle block of a short chain that saves everything: its values, their bytes, its seconds.
 
-Returns a Middle, in which tensors are numbers, so that the graph of the chain can be freed.
+`middle` returns a MiddleBlock, in which tensors are numbers, so that the chain's graph can be freed. The numbers stay:
+a search that returns to a variant need not build it again, which saves a fifth to a third of its time for blocks that
+differ.
 """
 
 from bisect import bisect_left
@@ -29,15 +31,14 @@ NUM_CHAIN_BLOCKS = 3  # blocks of the chain; the middle one counts
 
 @dataclass(frozen=True)
 class MiddleBlock:
-    """The first part of the block, if it processes its rows in parts. `middle` makes one.
+    """The first of `num_parts` parts in which a block processes its rows; made by `middle`.
 
-    num_parts      the stream has as many values for each block
-    stream_nbytes  bytes of a value of the stream between two blocks
-    calls          of the part, as they are written
-    input_id       the number of its input, and `output_id` of its output
-    value_ids      of values that it could keep, by place, and `nbytes` of each
-    read           of values that the backward pass reads
-    needed_nbytes   bytes alive at each step of the backward pass whatever is kept, and in `kept_nbytes` those of each kept value
+    stream_nbytes  bytes of a value of the stream between two blocks; each block has `num_parts` of them
+    calls          calls of the part, as written, from value `input_id` to value `output_id`
+    value_ids      numbers of the values that the part could save, by place; `nbytes` are the bytes of each
+    read           numbers of the values that the backward pass reads
+    needed_nbytes  bytes alive at each step of the backward pass, whatever is saved
+    kept_nbytes    (places, steps): bytes that each saved value adds to them
     """
 
     num_parts: int
@@ -53,7 +54,7 @@ class MiddleBlock:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """Of its forward pass."""
+        """Seconds of the part's forward pass."""
         return sum(call.seconds for call in self.calls)
 
     @cached_property
@@ -63,7 +64,7 @@ class MiddleBlock:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Places of values on every path through the block."""
+        """Places of the values through which every path from the block's input to its output goes."""
         return [
             place
             for place, t in enumerate(self.value_ids)
@@ -72,16 +73,16 @@ class MiddleBlock:
 
     @cached_property
     def front(self) -> list[KeptSet]:
-        """Sets of values that it can keep."""
+        """Sets of values worth saving, on the Pareto front of bytes and seconds."""
         return front(self.calls, self.value_ids, self.nbytes, self.input_id, self.read, self.cuts)
 
     def num_recomputed_calls(self, places: Iterable[int]) -> int:
-        """Number of calls that are recomputed if values at these places are kept."""
+        """Return how many calls are recomputed if the values at these places are saved."""
         kept_values = {self.input_id, *(self.value_ids[place] for place in places)}
         return sum(call.is_counted for call in self._needed(self.read - kept_values, kept_values))
 
     def free(self, seconds: float) -> tuple[int, ...]:
-        """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
+        """Return places of values to save; recomputing the others, the cheapest by byte, takes at most `seconds`."""
         kept_values, nbytes = set(self.read), dict(zip(self.value_ids, self.nbytes, strict=True))
         price = {t: self._seconds({t}, kept_values - {t}) / nbytes[t] for t in self.value_ids}
         for t in sorted(kept_values, key=lambda t: (price[t], self.value_ids.index(t))):
@@ -90,7 +91,7 @@ class MiddleBlock:
         return tuple(place for place, t in enumerate(self.value_ids) if t in kept_values)
 
     def _seconds(self, targets: set[int], kept_values: set[int]) -> float:
-        """Seconds to compute `targets` from kept values."""
+        """Return the seconds to compute `targets` from saved values."""
         calls = self._needed(targets - kept_values, {self.input_id, *kept_values})
         return sum(call.seconds for call in calls)
 
@@ -99,7 +100,7 @@ class MiddleBlock:
         return {t: call for call in self.calls for t in call.results}
 
     def _needed(self, targets: Iterable[int], kept_values: Collection[int]) -> set[BlockCall]:
-        """The calls that compute `targets` from `kept_values`."""
+        """Return the calls that compute `targets` from `kept_values`."""
         needed_calls, stack = set[BlockCall](), list(targets)
         while stack:
             t = stack.pop()
@@ -113,7 +114,7 @@ class MiddleBlock:
 def middle(
     built: BuiltGraph, placed: Placed, space: str, call_price: Callable[[Call], float]
 ) -> MiddleBlock:
-    """The middle block of a chain, whose graph is `placed`; `call_price` are the seconds of a call."""
+    """Return the middle block of a short chain that is placed as `placed`; `call_price` gives the seconds of a call."""
     num_parts = len(built.stream) // (NUM_CHAIN_BLOCKS + 1)
     part_calls = split_calls(built.stream)  # the calls of each part; first those before any block
     calls, values = part_calls[2 * num_parts], inner_values(part_calls[2 * num_parts])
@@ -141,7 +142,10 @@ def middle(
 def _live_nbytes(
     built: BuiltGraph, placed: Placed, num_parts: int, split: list[list[Call]], space: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts what a step reads or writes; not values for later steps, or those that other blocks keep."""
+    """Return `needed_nbytes` and `kept_nbytes` of the middle block's backward pass.
+
+    A step counts with what it reads or writes, not with values for later steps or values that other blocks save.
+    """
     first_step, last_step = backward_steps(placed, built, num_parts)[1]
     steps, stored = placed.steps[first_step : last_step + 1], storage_lifetimes(placed, space)
     blocks = [inner_values(calls) for calls in split[2 * num_parts : 3 * num_parts]]
@@ -169,15 +173,14 @@ def _live_nbytes(
 
 
 def is_free_call(call: Call) -> bool:
-    """A view, or what is stored in another form, which the backward pass computes again in any case."""
+    """Whether recomputing a call costs nothing: a view, or a stored weight that the backward pass unpacks anyway."""
     return call.op.view or rereads_stored_weight(call)
 
 
 def backward_steps(placed: Placed, built: BuiltGraph, num_parts: int) -> dict[int, tuple[int, int]]:
-    """For each block, the first step with a gradient of its output, and the last that computes one of its input.
+    """Return, by block, the first step with a gradient of its output and the last step that computes one of its input.
 
-    All parts of a block come before those of the block below. The first block has none if nothing before it is
-    trained.
+    All parts of a block run backward before those of the block below. The first block has no entry without a gradient.
     """
     serials = [step.call.serial for step in placed.steps]
     end_steps = list[list[int]]()

@@ -1,4 +1,4 @@
-"""A Choice: what each block of a chain keeps, by place, so that it fits any graph of the same chain."""
+"""RecomputeChoice: which values each block of a chain saves, by place, so that it fits any graph of the same chain."""
 
 from bisect import bisect_left
 from collections import deque
@@ -10,10 +10,10 @@ from packtrain.engine.graph import Graph
 from packtrain.engine.tensor import Call, Spec, Tensor
 
 ALIGNMENT = 64
-OFFLOADED = -1  # rank of what is kept in the process's memory, see Graph.away
-INPUT_PLACE = -1  # place of a block's input among what it may keep away
-NEVER_OFFLOAD, MAY_OFFLOAD, ALWAYS_OFFLOAD = range(3)  # whether a block may keep what it keeps away
-InnerRanks = tuple[tuple[int, int], ...]  # (place, rank) pairs of a block, see Choice
+OFFLOADED = -1  # rank of values that wait in the process's memory, see Graph.offloaded
+INPUT_PLACE = -1  # place of a block's input among the values that it may offload
+NEVER_OFFLOAD, MAY_OFFLOAD, ALWAYS_OFFLOAD = range(3)  # whether blocks offload saved values
+InnerRanks = tuple[tuple[int, int], ...]  # (place, rank) pairs of a block, see RecomputeChoice
 
 
 class BuiltGraph(NamedTuple):
@@ -26,24 +26,25 @@ class BuiltGraph(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """Ranks for `differentiate` by place in the chain: of stream values, and of inner values by block.
+    """Ranks for `differentiate` by place in the chain: of values between blocks, and inside blocks.
 
-    inner  (place among the block's results, rank) pairs; of the block's input, (INPUT, AWAY)
+    Rank 0 is saved, OFFLOADED saved in the process's memory, 1 saved when the segment after a saved one is recomputed.
+    inner  by block: (place among the block's results, rank) pairs; (INPUT_PLACE, OFFLOADED) offloads its input
     """
 
     stream: tuple[int, ...]
     inner: tuple[InnerRanks, ...]
 
     def as_offloaded(self) -> "RecomputeChoice":
-        """The same with all that is kept in the process's memory; but what the last block keeps is read at once."""
+        """Return the choice with all saved values offloaded, except the last block's, which are read at once."""
         *blocks, last_block = zip(self.stream, self.inner, strict=False)
         moved_inner = (offload_ranks(inner, with_input=rank == 0) for rank, inner in blocks)
         return RecomputeChoice(self.stream, (*moved_inner, last_block[1]))
 
     def tensor_ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
-        """Ranks of tensors for the stream of a new graph; values before the first block are kept.
+        """Return ranks of tensors for the stream of a new graph; values before the first block are saved.
 
-        If blocks process their rows in parts, the stream has as many values per block, and all parts keep the same.
+        If blocks process their rows in parts, the stream has as many values per block, and all parts save the same.
         """
         num_parts = len(stream) // len(self.stream)
         split = split_calls(stream)
@@ -53,14 +54,14 @@ class RecomputeChoice:
             ranks[t] = self.stream[at // num_parts]
         for at, values in enumerate(by_place([inner_values(calls) for calls in split[num_parts:]])):
             for place, rank in self.inner[at // num_parts]:
-                if place < len(values):  # where blocks differ, some have fewer
+                if place < len(values):  # where blocks differ, some have fewer values
                     t = stream[at] if place == INPUT_PLACE else values[place]
                     ranks[t] = min(rank, ranks.get(t, rank))
         return ranks
 
 
 def offload_ranks(inner: InnerRanks, with_input: bool = True) -> InnerRanks:
-    """What a block keeps in the process's memory instead; `with_input`: its input, too."""
+    """Return a block's ranks with its saved values offloaded; `with_input` also offloads its input."""
     moved_ranks = tuple((place, OFFLOADED if rank == 0 else rank) for place, rank in inner)
     return ((INPUT_PLACE, OFFLOADED), *moved_ranks) if with_input else moved_ranks
 
@@ -70,7 +71,7 @@ def is_offloaded(inner: InnerRanks) -> bool:
 
 
 def split_calls(stream: Sequence[Tensor]) -> list[list[Call]]:
-    """The calls that lead to each value of the stream, as written; first those before any block."""
+    """Return the calls that lead to each value of the stream, as written; the first list has those before any block."""
     end_serials = [t.call.serial for t in stream if t.call is not None]
     calls_by_value: list[list[Call]] = [[] for _ in stream]
     for call in Graph({str(index): t for index, t in enumerate(stream)}).calls:
@@ -79,20 +80,20 @@ def split_calls(stream: Sequence[Tensor]) -> list[list[Call]]:
 
 
 def _shared_values(split: Sequence[Sequence[Call]]) -> set[Tensor]:
-    """Values of a block that later ones read, such as keys, and the stream."""
+    """Return values of a block that later blocks read, such as keys, and the stream."""
     home = {t: at for at, calls in enumerate(split) for call in calls for t in call.results}
     reads = ((at, t.base) for at, calls in enumerate(split) for call in calls for t in call.reads)
     return {t for part_index, t in reads if home.get(t, part_index) != part_index}
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
-    """Values that a block could keep: results with bytes, except the last, which is the next stream value."""
+    """Return the values that a block could save: results with bytes but the last, which is the next stream value."""
     result_tensors = [t for call in calls if not call.op.view for t in call.results]
     return result_tensors[:-1]
 
 
 def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-    """Inner values of blocks, aligned so that a place means the same in each.
+    """Return the inner values of blocks, aligned so that a place means the same value in each block.
 
     If a block lacks an op of others, such as rope in some of SmolLM3's, the input of that op takes its place.
     """
@@ -101,6 +102,7 @@ def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
 
 
 def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[Tensor]:
+    """Return for each value of `template` the value of this block that has its place."""
     if len(inner_tensors) == len(template):
         return inner_tensors
     remaining, matched = deque(inner_tensors), dict[Tensor, Tensor]()
@@ -114,7 +116,7 @@ def _aligned_like(inner_tensors: list[Tensor], template: list[Tensor]) -> list[T
 
 
 def _is_alike(tensor: Tensor, peer: Tensor) -> bool:
-    """By op, name within the block and number of axes: widths of blocks may differ."""
+    """Whether two tensors match by op, name within the block and number of axes: widths of blocks may differ."""
     tensor_key, peer_key = (
         (type(_producer(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (tensor, peer)
     )
@@ -128,11 +130,11 @@ def _producer(t: Tensor) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """One way to run a block: inner values it keeps, their bytes, extra seconds and calls, bytes of its backward.
+    """A strategy of a block with its added seconds and recomputed calls.
 
-    keep  (place, rank) pairs; rank 0 is kept from the forward pass, AWAY in the process's memory, rank 1 is
-          recomputed first
-    saved of the space: below 0 if the block's input is away
+    keep   (place, rank) pairs; rank 0 is saved, OFFLOADED waits in the process's memory, rank 1 is recomputed first
+    saved  bytes that the block saves; below 0 if its input is offloaded
+    work   bytes of the block's backward pass, its saved values included
     """
 
     keep: InnerRanks
@@ -147,12 +149,12 @@ class BlockOption:
 
 
 def aligned_nbytes(spec: Spec) -> int:
-    """Bytes in an arena."""
+    """Return the bytes that a tensor takes in an arena."""
     return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def uniform_choice(count: int, kept_places: Sequence[int]) -> RecomputeChoice:
-    """Every block keeps the same inner values, and all stream values are kept."""
+    """Return a choice in which every block saves the same inner values, and all stream values are saved."""
     inner = tuple((place, 0) for place in kept_places)
     return RecomputeChoice((0,) * (count + 1), (inner,) * count)
 
@@ -162,6 +164,6 @@ def keep_all(count: int, num_inner: int) -> RecomputeChoice:
 
 
 def spaced_choice(count: int, spacing: int) -> RecomputeChoice:
-    """Keep every `spacing`-th stream value and nothing else."""
+    """Return a choice that saves every `spacing`-th stream value and nothing else."""
     stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
     return RecomputeChoice(tuple(stream), ((),) * count)

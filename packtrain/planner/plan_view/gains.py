@@ -1,4 +1,4 @@
-"""Sizes of files against the share of a gain that each keeps, as SVG: one colour for each way to write them."""
+"""Draws sizes of files against the share of a gain that each retains, as SVG: one colour for each way to write them."""
 
 import math
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from packtrain.planner.plan_view.memory_chart import (
 HEIGHT, BOTTOM = 460, 404
 HUES = "#1d4ed8", "#ea580c", "#0f766e", "#7c3aed"
 
-GainPoint = tuple[str, str, int, float]  # way, name, bytes, share kept
+GainPoint = tuple[str, str, int, float]  # method, file name, bytes, retained share of the gain
 
 
 def gains_svg(points: Sequence[GainPoint], kept_share: float) -> str:
-    """The picture; `kept_share` is the share that is asked for."""
+    """Return the picture as SVG text; `kept_share` is the share of the gain that the user requires."""
     min_share = min(kept_share, *(kept_gain for *_, kept_gain in points))
     low, high = math.floor(100 * min_share) - 1, max(100, *(math.ceil(100 * p[3]) for p in points))
     max_nbytes = max(nbytes for _, _, nbytes, _ in points) * 1.1

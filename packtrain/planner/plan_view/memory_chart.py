@@ -1,4 +1,4 @@
-"""A plan as SVG text of at most 200 kB, with its own background, for light pages and dark ones.
+"""Draws a plan as SVG text of at most 200 kB, with its own background, for light pages and dark ones.
 
 Above: the arena's addresses over time; below: the bytes alive, on the same time axis.
 """
@@ -23,12 +23,12 @@ from packtrain.planner.plan_view.scene import (
 )
 
 WIDTH, HEIGHT = 900, 692
-LEFT, RIGHT = 84, 876  # both plots within the picture
-TOP, BOTTOM = 128, 448  # addresses
-LIVE_TOP, BELOW = 480, 560  # bytes alive
+LEFT, RIGHT = 84, 876  # edges of both plots within the picture
+TOP, BOTTOM = 128, 448  # edges of the plot of addresses
+LIVE_TOP, BELOW = 480, 560  # edges of the plot of live bytes
 MAX_RECTANGLES = 3_000  # the largest rectangles are drawn; the others would be specks
-MAX_COLUMNS = 396  # of the bytes alive
-NUM_NAMED_BUFFERS = 4  # owners of the peak
+MAX_COLUMNS = 396  # columns of the plot of live bytes
+NUM_NAMED_BUFFERS = 4  # buffers named below the plots, the largest at the peak
 INK, GRID, STRONG = "#475569", "#e5e9f0", "#0f172a"
 PLAIN_STYLE = f'fill="{INK}"'
 HALO_STYLE = (
@@ -39,7 +39,7 @@ HALO_STYLE = (
 def chart_svg(
     plan: Plan, *, rectangles: int = MAX_RECTANGLES, **about: Unpack[SceneOptions]
 ) -> str:
-    """The SVG text, with so many of the largest rectangles. See About for the others."""
+    """Return the SVG text with at most `rectangles` rectangles, the largest ones. See SceneOptions for the others."""
     scene = make_scene(plan, **about)
     frame = ChartFrame(scene.last, scene.max_nbytes)
     elements = [
@@ -60,7 +60,7 @@ def chart_svg(
 
 @dataclass(frozen=True, slots=True)
 class ChartFrame:
-    """Maps steps 0 to `last` and bytes 0 to `max_nbytes` to coordinates."""
+    """Maps steps 0 to `last` and bytes 0 to `max_nbytes` to coordinates of the picture."""
 
     last: int
     max_nbytes: int
@@ -76,7 +76,7 @@ class ChartFrame:
 
 
 def _rectangle_paths(scene: PlanScene, frame: ChartFrame, max_rectangles: int) -> Iterator[str]:
-    """One path for each category."""
+    """Yield one SVG path for each category, with the rectangles of its buffers."""
     largest_buffers = sorted(scene.buffers, key=frame.area, reverse=True)[:max_rectangles]
     for category in scene.used():
         path = "".join(_rectangle_path(b, frame) for b in largest_buffers if b.category == category)
@@ -84,7 +84,7 @@ def _rectangle_paths(scene: PlanScene, frame: ChartFrame, max_rectangles: int) -
 
 
 def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
-    """The path of a buffer; large ones have a gap around them."""
+    """Return the path of a buffer's rectangle; large ones have a gap around them."""
     x, x_end = frame.x(b.start), frame.x(b.end)
     y, y_base = frame.y(b.offset + b.nbytes), frame.y(b.offset)
     x_end -= 0.5 if x_end - x > 4 else 0
@@ -93,7 +93,7 @@ def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
 
 
 def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
-    """The stacked categories; each column shows its fullest step."""
+    """Yield the stacked categories of live bytes; each column shows its fullest step."""
     num_columns = min(MAX_COLUMNS, scene.last)
     stack = scene.live_nbytes[:, fullest_steps(scene.live_nbytes, num_columns)].cumsum(axis=0)
     column_width = (RIGHT - LEFT) / num_columns
@@ -108,7 +108,7 @@ def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
 
 
 def _live_height(nbytes: float, frame: ChartFrame) -> float:
-    """The y coordinate of a number of live bytes."""
+    """Return the y coordinate of a number of live bytes."""
     return BELOW - (BELOW - LIVE_TOP) * nbytes / frame.max_nbytes
 
 
@@ -128,7 +128,7 @@ def _axes(frame: ChartFrame) -> Iterator[str]:
 
 
 def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
-    """Multiples of a power of two from 0 to top, at most `max_steps` steps."""
+    """Return multiples of a power of two from 0 to `max_nbytes`, in at most `max_steps` steps."""
     tick_step = 1
     while max_nbytes // tick_step > max_steps:
         tick_step *= 2
@@ -136,7 +136,7 @@ def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
 
 
 def step_ticks(last: int, max_steps: int) -> list[int]:
-    """Multiples of 1, 2 or 5 times a power of ten from 0 to last, at most `max_steps` steps."""
+    """Return multiples of 1, 2 or 5 times a power of ten from 0 to `last`, in at most `max_steps` steps."""
     tick_step = next(
         factor * 10**power
         for power in range(20)
@@ -166,7 +166,7 @@ def _line(x_start: float, x_end: float, y: float, line_kind: str) -> str:
 
 
 def _legend(scene: PlanScene) -> str:
-    """One row of the legend; squares are filled like the rectangles."""
+    """Return the legend's row of categories; squares are filled like the rectangles."""
     elements, x = [], 24
     for category in scene.used():
         elements.append(f'<rect x="{x}" y="87" width="11" height="11" {_fill(category)}/>')
@@ -176,7 +176,7 @@ def _legend(scene: PlanScene) -> str:
 
 
 def _line_legend(scene: PlanScene) -> str:
-    """The row of the legend below it: the lines and their sizes."""
+    """Return the legend's row of lines and their sizes, below the categories."""
     elements, x = [], 24
     for line_kind, line_text in scene.legend_lines:
         elements += [_line(x, x + 28, 111, line_kind), label(x + 35, 115, line_text, "start")]

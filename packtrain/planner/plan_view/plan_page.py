@@ -1,4 +1,4 @@
-"""A plan as one interactive HTML page, which loads nothing and allows only its own script.
+"""Shows a plan as one interactive HTML page, which loads nothing and allows only its own script.
 
 page.html has the frame and styles, page.js draws and handles events. Tables are written here, so that they work
 without the script.
@@ -25,11 +25,11 @@ from packtrain.planner.plan_view.scene import (
     printable_text,
 )
 
-MAX_LATER_NAMES = 6  # tensors named that reuse a rectangle's bytes; others are counted
+MAX_LATER_NAMES = 6  # names shown of tensors that reuse a rectangle's bytes; others are counted
 
 
 def page_html(plan: Plan, **about: Unpack[SceneOptions]) -> str:
-    """The HTML text."""
+    """Return the HTML text of the page."""
     scene = make_scene(plan, **about)
     script = _asset_text("page.js")
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -56,12 +56,12 @@ def _asset_text(name: str) -> str:
 
 
 def _script_safe(text: str) -> str:
-    """JSON that cannot close its <script> element."""
+    """Escape JSON so that it cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script_data(scene: PlanScene) -> dict[str, Any]:
-    """The data for the script: a column for each field of a buffer."""
+    """Return the data for the script: a column for each field of a buffer."""
     buffers = scene.buffers
     op_indices = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
     arena = scene.arena
@@ -86,7 +86,7 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
 
 
 def _later(b: Buffer) -> list[str]:
-    """Tensors that reuse the bytes of the buffer's first tensor."""
+    """Return names of the tensors that reuse the bytes of the buffer's first tensor."""
     names = [name for name in b.tensors if name != b.name]
     num_hidden = len(names) - MAX_LATER_NAMES
     visible_names = [printable_text(name) for name in names[:MAX_LATER_NAMES]]
@@ -94,7 +94,7 @@ def _later(b: Buffer) -> list[str]:
 
 
 def _legend(scene: PlanScene) -> str:
-    """The colours of the rectangles, then the lines."""
+    """Return the legend: the colours of the rectangles, then the lines."""
     color_items = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
     line_items = (
         f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{DASHES[kind]}"/></svg>{text}</li>'
@@ -111,11 +111,12 @@ def _swatch(category: str) -> str:
 
 
 def _peak_buffer_rows(scene: PlanScene) -> str:
-    """Rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
+    """Return table rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
     buffer_indices = {b: k for k, b in enumerate(scene.buffers)}
     shown, remaining = scene.peak_buffers[:NUM_PEAK_BUFFERS], scene.peak_buffers[NUM_PEAK_BUFFERS:]
     table_rows = [
-        f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}<td>{escape(printable_text(b.op))}'
+        f'<tr data-buffer="{buffer_indices[b]}"><td class="name">{escape(printable_text(b.name))}'
+        f"<td>{escape(printable_text(b.op))}"
         f'<td class="category">{_swatch(b.category)}{b.category}{_number_cells(scene, b.nbytes)}'
         for b in shown
     ]
@@ -132,7 +133,7 @@ def _number_cells(scene: PlanScene, nbytes: int) -> str:
 
 
 def _byte_rows(scene: PlanScene) -> str:
-    """Rows of the bytes table: the plan, its total, measurement and budget."""
+    """Return rows of the bytes table: the plan, its total, measurement and budget."""
     share = scene.arena.nbytes / max(scene.total_nbytes, 1)
     table_rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.memory_rows]
     table_rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))

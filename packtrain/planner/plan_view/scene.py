@@ -27,9 +27,9 @@ READING_HINT = (
     "Each rectangle is a buffer: its width is its lifetime in ops, its height its size;"
     " the lower chart shows the bytes alive at each op."
 )
-DASHES = {"bound": "6 3", "arena": "9 3 2 3", "budget": "2 3", "measured": ""}  # of lines, by kind
+DASHES = {"bound": "6 3", "arena": "9 3 2 3", "budget": "2 3", "measured": ""}  # by kind of line
 
-MemoryRow = tuple[str, int, str]  # what, bytes, why
+MemoryRow = tuple[str, int, str]  # name, bytes, reason
 MemorySamples = Sequence[tuple[float, int]]  # step, bytes of the process
 
 
@@ -44,10 +44,10 @@ class SceneLevel:
 
 @dataclass(frozen=True)
 class PlanScene:
-    """One memory space of a plan, with its surroundings; of its arenas the one without a name.
+    """One memory space of a plan, with its unnamed arena and the memory around the arena.
 
     memory_rows      memory outside the arena
-    budget_nbytes    for the rows and the arena together
+    budget_nbytes    budget for the rows and the arena together
     measured_memory  measured bytes of the process (rows and arena): the peak, or samples (step of the plan, bytes)
     """
 
@@ -68,7 +68,7 @@ class PlanScene:
 
     @cached_property
     def last(self) -> int:
-        """Steps of the time axis; outputs live one step longer than the graph."""
+        """Length of the time axis in steps; outputs live one step longer than the graph."""
         return max((b.end for b in self.buffers), default=1)
 
     @cached_property
@@ -91,7 +91,7 @@ class PlanScene:
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """Measured bytes over the steps, minus those outside the arena. A peak alone is a horizontal line."""
+        """Measured bytes by step, without those outside the arena; a peak alone is a horizontal line."""
         samples = self.measured_memory
         if samples is None:
             return []
@@ -111,7 +111,7 @@ class PlanScene:
 
     @property
     def levels(self) -> list[SceneLevel]:
-        """Horizontal lines. A budget that leaves nothing, or far more than the arena takes, has none."""
+        """Horizontal lines of the picture; a budget that leaves nothing, or far more than the arena, has no line."""
         arena = self.arena
         arena_text = size_text(arena.nbytes)
         if arena.gap == 0:
@@ -140,7 +140,7 @@ class PlanScene:
 
     @property
     def summary(self) -> str:
-        """The plan in one line."""
+        """One line of text about the plan: ops, buffers, arena, total, budget, measurement."""
         arena = self.arena
         place = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.2%} over its lower bound"
         facts = [
@@ -161,20 +161,20 @@ class PlanScene:
         return self.plan.peak(self.space)
 
     def share(self, nbytes: int) -> float:
-        """Share of the bytes alive at the peak."""
+        """Return the share that `nbytes` is of the bytes alive at the peak."""
         return nbytes / max(self.arena.lower_bound, 1)
 
     def used(self) -> list[str]:
-        """Categories that occur, in order."""
+        """Return the categories that occur, in their fixed order."""
         present_categories = {b.category for b in self.buffers}
         return [category for category in CATEGORIES if category in present_categories]
 
 
 class SceneOptions(TypedDict, total=False):
-    """What a picture of a plan can say besides, as keywords.
+    """Optional keywords of a picture of a plan.
 
-    rows           (what, bytes, why) of all memory outside the arena; by default weights and states
-    budget_nbytes  for the rows and the arena together
+    rows           (name, bytes, reason) of all memory outside the arena; by default weights and states
+    budget_nbytes  budget for the rows and the arena together
     measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
     """
 
@@ -194,7 +194,7 @@ def make_scene(
     budget_nbytes: int | None = None,
     measured: int | MemorySamples | None = None,
 ) -> PlanScene:
-    """Build the scene; without rows, memory outside the arena is what the plan itself knows."""
+    """Build the scene of a plan; without `rows`, memory outside the arena is what the plan itself records."""
     if rows is None:
         arena = plan.arena(space)
         all_rows = [
@@ -207,13 +207,13 @@ def make_scene(
 
 
 def fullest_steps(live: np.ndarray, num_spans: int) -> np.ndarray:
-    """Split time into equal parts; returns the step with the most live bytes of each, int64 (parts,)."""
+    """Split time into `num_spans` equal parts; return the step of the most live bytes in each, int64 (parts,)."""
     total, edges = live.sum(axis=0), np.linspace(0, live.shape[1], num_spans + 1).astype(np.int64)
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)
 
 
 def printable_text(text: str, max_length: int = 80) -> str:
-    """A name that is safe to show: without control characters, at most `max_length` long."""
+    """Return a name that is safe to show: without control characters, at most `max_length` characters long."""
     visible_text = "".join(c if c.isprintable() else "�" for c in text)
     return visible_text if len(visible_text) <= max_length else visible_text[: max_length - 1] + "…"

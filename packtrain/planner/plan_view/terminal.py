@@ -1,4 +1,4 @@
-"""A plan as text for the terminal: the arena over time in half blocks, live bytes, and the largest buffers.
+"""Shows a plan as text for the terminal: the arena over time in half blocks, live bytes, and the largest buffers.
 
 Each column shows the fullest step of its time interval, so that the peak is always shown.
 """
@@ -22,8 +22,8 @@ from packtrain.planner.plan_view.scene import (
 )
 
 MARGIN = 11  # columns for the labels of the axis
-NUM_LINES = 14  # of the picture; each shows two rows
-SHADES = dict(zip(CATEGORIES, "▪█▓▒░▚", strict=True))  # without colour
+NUM_LINES = 14  # lines of the picture; each shows two rows
+SHADES = dict(zip(CATEGORIES, "▪█▓▒░▚", strict=True))  # characters without colour
 BARS = " ▁▂▃▄▅▆▇█"
 FREE_CELL = -1
 
@@ -31,7 +31,7 @@ FREE_CELL = -1
 def terminal_text(
     plan: Plan, width: int = 80, *, color: bool = False, **about: Unpack[SceneOptions]
 ) -> str:
-    """Lines of at most `width` columns, at least 40. See About for the others."""
+    """Return lines of at most `width` columns, at least 40. See SceneOptions for the other options."""
     width = max(width, 40)
     scene = make_scene(plan, **about)
     column_steps = fullest_steps(scene.live_nbytes, width - MARGIN)
@@ -48,13 +48,13 @@ def terminal_text(
 
 
 def _summary_lines(scene: PlanScene, width: int) -> list[str]:
-    """The summary, wrapped only between facts."""
+    """Return the summary, wrapped only between facts."""
     summary = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(summary, width)]
 
 
 def _category_grid(scene: PlanScene, steps: np.ndarray) -> np.ndarray:
-    """Category of the byte in the middle of each row, from the bottom, at each step."""
+    """Return the category of the byte in the middle of each row, from the bottom, at each step."""
     grid = np.full((2 * NUM_LINES, len(steps)), FREE_CELL)
     row_nbytes = scene.max_nbytes / len(grid)
     for b in scene.buffers:
@@ -65,7 +65,7 @@ def _category_grid(scene: PlanScene, steps: np.ndarray) -> np.ndarray:
 
 
 def _line_labels(scene: PlanScene) -> list[str]:
-    """Labels of the lines: sizes at the bottom and at the levels."""
+    """Return the labels of the lines: sizes at the bottom and at the levels."""
     line_labels = [""] * NUM_LINES
     line_labels[-1] = "0 B"
     for level in scene.levels:
@@ -75,7 +75,7 @@ def _line_labels(scene: PlanScene) -> list[str]:
 
 
 def _cell(upper_kind: int, lower_kind: int, color: bool) -> str:
-    """One character for two rows. Without colour, a mixed cell has the shade of its lower half."""
+    """Return one character for two rows; without colour, a mixed cell has the shade of its lower half."""
     if upper_kind == lower_kind == FREE_CELL:
         return " "
     if FREE_CELL in (upper_kind, lower_kind):
@@ -94,7 +94,7 @@ def _legend(scene: PlanScene, width: int, color: bool) -> list[str]:
 
 
 def _color_code(category_index: int) -> int:
-    """The nearest colour of the terminal's 6 × 6 × 6 cube."""
+    """Return the nearest colour of the terminal's 6 × 6 × 6 cube."""
     hex_digits = COLORS[CATEGORIES[category_index]].removeprefix("#")
     red, green, blue = (round(int(hex_digits[k : k + 2], 16) / 51) for k in (0, 2, 4))
     return 16 + 36 * red + 6 * green + blue
@@ -107,7 +107,7 @@ def _live_bars(scene: PlanScene, steps: np.ndarray) -> str:
 
 
 def _axis_line(scene: PlanScene, steps: np.ndarray) -> str:
-    """The peak under its column, and the last step if there is room."""
+    """Return the line below the picture: the peak under its column, and the last step if there is room."""
     peak_step, width = scene.arena.peak_step, len(steps)
     peak_text, last_text = f"↑ peak, op {peak_step:,}", f"{scene.last - 1:,}"
     column = int(np.searchsorted(steps, peak_step))

@@ -1,4 +1,4 @@
-"""A plan as a trace for ui.perfetto.dev or chrome://tracing: JSON text. A step of the plan lasts a microsecond.
+"""Writes a plan as a JSON trace for ui.perfetto.dev or chrome://tracing, in which a step lasts a microsecond.
 
 Each memory space is a process: a counter of its live bytes, and threads on which buffers never overlap.
 """
@@ -15,10 +15,7 @@ TraceEvent = dict[str, Any]
 
 
 def trace_json(plan: Plan, ops: Sequence[str] = ()) -> str:
-    """The trace of all spaces.
-
-    ops  the op name of each step, shown as a separate track
-    """
+    """Return the trace of all memory spaces as JSON text; `ops`, op names by step, become a track of their own."""
     events: list[TraceEvent] = []
     for process, arena in enumerate((a for a in plan.arenas if not a.name), 1):
         scene = make_scene(plan, arena.space, title=arena.space)
@@ -52,7 +49,7 @@ def _metadata_event(event_name: str, thread: int, name: str) -> TraceEvent:
 
 
 def _buffer_lanes(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """The fewest lanes in which no two buffers overlap, as slices of a thread must not."""
+    """Divide buffers into the fewest lanes in which none overlap, as slices of a trace's thread must not."""
     lanes: list[list[Buffer]] = []
     lane_ends: list[tuple[int, int]] = []  # a heap: last end of each lane, its number
     for b in sorted(buffers, key=lambda b: (b.start, -b.nbytes)):

@@ -1,6 +1,6 @@
 """Training of any model: datasets, epochs, fit; saved as GGUF by leaf names.
 
-A model is a loss of a physical batch of datapoints. Nothing here knows language models.
+A model is a loss of a physical batch of datapoints. This package knows no language models.
 """
 
 from packtrain.training.generic.dataset import Dataset

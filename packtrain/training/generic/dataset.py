@@ -9,7 +9,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 
 Values = dict[str, np.ndarray]
-COPY_NBYTES = 1 << 17  # taken from a column at a time, where its type or layout is not the batch's
+COPY_NBYTES = 1 << 17  # bytes copied at a time from a column whose type or layout differs
 
 
 class Dataset:
@@ -48,14 +48,14 @@ class Dataset:
         return len(next(iter(self.columns.values())))
 
     def shuffled(self, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """The positions of `order` with its shards in another order, drawn by (seed, epoch)."""
+        """Return the positions of `order` with its shards shuffled, drawn by (seed, epoch)."""
         shards = order.reshape(-1, self.shard)
         return shards[np.random.default_rng([seed, epoch]).permutation(len(shards))].reshape(-1)
 
     def batches(
         self, size: int, order: np.ndarray | None = None, into: Values | None = None
     ) -> Iterator[Values]:
-        """`size` datapoints each, in the order of positions; an incomplete last batch is left out.
+        """Yield batches of `size` datapoints in the order of the positions; an incomplete last batch is left out.
 
         into  arrays of at least `size` datapoints that every batch overwrites, in types of their own; None: each
               batch has its own arrays
@@ -89,7 +89,7 @@ def _as_array(name: str, column: Any) -> np.ndarray:
 
 
 def _copy_rows(name: str, column: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-    """Rows of values into `out`. Never a copy of all values, nor a large one of the rows."""
+    """Copy the rows `places` of a column into `out`, without a large temporary copy. Raises InputError."""
     if column.dtype == out.dtype and column.flags.c_contiguous:
         np.take(column, places, 0, out, "clip")  # any other mode copies the rows once more
         return
@@ -101,5 +101,5 @@ def _copy_rows(name: str, column: np.ndarray, places: np.ndarray, out: np.ndarra
             low, high, int_range = chunk.min(), chunk.max(), np.iinfo(out.dtype)
             if low < int_range.min or high > int_range.max:
                 raise InputError(f"{name} has values from {low} to {high}; {out.dtype} ends before")
-        with np.errstate(over="ignore"):  # infinite then, which the loss shows
+        with np.errstate(over="ignore"):  # such values become infinite, which the loss shows
             out[at : at + step] = chunk

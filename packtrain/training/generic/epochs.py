@@ -17,7 +17,7 @@ from packtrain.training.generic.trainer import Trainer
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, as callbacks see it: before it runs and after it. They may change `trainer.lr` and `trainer.change`.
+    """A batch, as callbacks see it before and after it runs. They may set `trainer.lr` or call `trainer.change`.
 
     train          a step; otherwise a physical batch of an evaluation
     number, count  of this batch from 1, and of all in the epoch
@@ -66,11 +66,11 @@ def epoch(
     number: int = 1,
     keep: bool = False,
 ) -> tuple[Result, Result]:
-    """Train on the first `split` datapoints (None: all) and evaluate on the rest; the results of both.
+    """Train on the first `split` datapoints (None: all) and evaluate on the rest; returns both results.
 
     data    a Dataset, or its columns by name
     order   positions of the datapoints; None: as they are
-    keep    keep predictions
+    keep    whether to save predictions in the results
     Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
     Raises InputError for data that does not fit the model; NotFinite.
     """
@@ -119,7 +119,7 @@ def evaluate(
     callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
 ) -> Result:
-    """Loss, accuracy and predictions over a dataset, by the forward graph alone."""
+    """Evaluate a dataset with the forward graph alone; returns loss, accuracy and predictions."""
     result = result or Result(trainer.model.mean)
     num_batches = len(data if order is None else order) // trainer.rows
     for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.rows, order), 1):
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def _add_outputs(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
-    """Add a physical batch's outputs."""
+    """Add the outputs of a physical batch to a result."""
     correct = outputs.get("correct")
     loss = float(outputs.get(UNSCALED_LOSS, outputs["loss"]))
     num_correct, num_labels = None if correct is None else int(correct), trainer.model.label_count
@@ -162,7 +162,7 @@ def check_dataset(trainer: Trainer, data: Dataset, label: str = "the dataset") -
 
 
 def _check_labels(trainer: Trainer, data: Dataset) -> None:
-    """Raise InputError for a class that the model does not have."""
+    """Raise InputError for a label that is no class of the model."""
     name, num_classes = trainer.model.classes
     if name not in data.columns:
         return

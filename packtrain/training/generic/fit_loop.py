@@ -38,7 +38,7 @@ from packtrain.training.monitoring.notebook import Html, to_frame
 
 ReportFunction = Callable[[str], None]
 SCHEDULE_NAMES = ("cosine", "linear", "constant")
-ORDERS_NBYTES = 4 * 8  # positions of a datapoint, while an epoch is shuffled
+ORDERS_NBYTES = 4 * 8  # bytes of a datapoint's positions while an epoch is shuffled
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Epoch:
 
 @dataclass(slots=True, repr=False)
 class Fitted:
-    """What `fit` returns. `stopped`: it was asked to stop; the same call with resume=True goes on.
+    """The result of `fit`. `stopped`: the run was asked to stop; the same call with resume=True continues.
 
     peak_nbytes  private memory of the process at its peak; compare trainer.planned_nbytes
     """
@@ -75,7 +75,7 @@ class Fitted:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """Of each epoch: its number and seconds, its loss, and that of validation."""
+        """One record per epoch: its number and seconds, training loss and validation loss."""
         return [
             {
                 "epoch": epoch.number,
@@ -134,8 +134,8 @@ def fit(
     val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
     schedule   learning rate by the number of the step, or cosine, linear, constant; default: the optimizer's
     folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues, to `epochs` in all
-    stop       asked after each step whether to save and stop; Ctrl-C does so, too
-    on_message called with what was chosen, and a line per epoch: `print` shows them
+    stop       called after each step; True saves and stops, as Ctrl-C does
+    on_message called with messages about choices, and a line per epoch; `print` shows them
     Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
     """
     train_data, valid_data = as_dataset(data), None if valid is None else as_dataset(valid)
@@ -187,7 +187,7 @@ def _run_epochs(
 class FitRun:
     """The data of a run and its order: positions for training and for validation.
 
-    seed   of the order of each epoch; None: as the data is
+    seed   draws the order of each epoch; None: the order of the data
     """
 
     trainer: Trainer
@@ -205,12 +205,12 @@ class FitRun:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What must be equal to resume."""
+        """Values that must be equal to resume the run."""
         batch, seed = self.trainer.batch, self.seed
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
     def run_epoch(self, recorder: FitRecorder, stop: Callable[[], bool]) -> Epoch | None:
-        """The rest of the current epoch, with validation; None if it was stopped."""
+        """Train the rest of the current epoch and validate; returns its results, or None if stopped."""
         trainer, start_time = self.trainer, time.perf_counter()
         number, num_done_steps = divmod(trainer.done, self.steps)
         number += 1
@@ -238,7 +238,7 @@ def _course(
     seed: int | None,
     report: ReportFunction,
 ) -> FitRun:
-    """The datasets, checked against the model, in whole batches. Raises InputError."""
+    """Check the datasets against the model and return the run over their whole batches. Raises InputError."""
     check_dataset(trainer, train_data)
     order = np.arange(len(train_data))
     if seed is not None:
@@ -274,7 +274,7 @@ def _course(
 def _with_schedule(
     callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
 ) -> Callbacks:
-    """The callbacks, of which the first sets the rate of its step.
+    """Return the callbacks with a `before` that sets the learning rate of each step.
 
     A name is a schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate.
     """

@@ -1,4 +1,4 @@
-"""A model to train: its loss, and what results report beside it."""
+"""A model to train: its loss, and the outputs that results report besides the loss."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +16,7 @@ class Model:
     """The loss of a physical batch, as tensors; the first axis of its inputs counts datapoints.
 
     loss         ()  f32
-    predictions  (B, C) f32 scores of classes or (B,) i32 class ids, for accuracy; or any output to be kept
+    predictions  (B, C) f32 scores of classes or (B,) i32 class ids, for accuracy; or any output to be saved
     labels       (B,) i32 class ids or (B, C) f32 probabilities: what predictions should be; without, no accuracy
     mean         the loss is a mean over datapoints, otherwise a sum
     frozen       name patterns of weights that are not trained
@@ -30,7 +30,7 @@ class Model:
 
     @classmethod
     def cross_entropy(cls, logits: Tensor, labels: Tensor) -> "Model":
-        """Mean cross-entropy of logits (B, C) against class ids (B,) i32 or probabilities (B, C) f32."""
+        """Model with the mean cross-entropy of logits (B, C) to class ids (B,) i32 or probabilities (B, C) f32."""
         if len(logits.shape) != 2 or labels.shape not in (logits.shape, logits.shape[:1]):
             raise GraphError(
                 f"cross_entropy: logits are {logits.spec} and labels {labels.spec};"
@@ -43,22 +43,22 @@ class Model:
 
     @classmethod
     def mean_squared_error(cls, outputs: Tensor, targets: Tensor) -> "Model":
-        """Mean of (outputs - targets)² over all elements."""
+        """Model whose loss is the mean of (outputs - targets)² over all elements."""
         return cls(ops.mean_squared_error(outputs, targets), outputs)
 
     @classmethod
     def average(cls, outputs: Tensor) -> "Model":
-        """The mean of all outputs as the loss."""
+        """Model whose loss is the mean of all outputs."""
         return cls(ops.mean(outputs), outputs)
 
     @classmethod
     def total(cls, outputs: Tensor) -> "Model":
-        """The sum of all outputs as the loss."""
+        """Model whose loss is the sum of all outputs."""
         return cls(ops.sum(outputs), outputs, mean=False)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """`loss`, and where there are any, `predictions` and the number of `correct` ones."""
+        """Outputs by name: `loss`, and if the model has them, `predictions` and the number of `correct` ones."""
         outputs = {"loss": self.loss}
         if self.predictions is not None:
             outputs["predictions"] = self.predictions
@@ -68,7 +68,7 @@ class Model:
 
     @property
     def label_count(self) -> int | None:
-        """Labels of a physical batch: one for each row of scores, which may be several for a datapoint."""
+        """Number of labels of a physical batch: one per row of scores, which may be several per datapoint."""
         labels = self.labels
         if labels is None:
             return None
@@ -76,7 +76,7 @@ class Model:
 
     @property
     def classes(self) -> tuple[str, int]:
-        """The input that has class ids, and how many classes there are; ("", 0) if none is known."""
+        """Name of the input with class ids, and the number of classes; ("", 0) if unknown."""
         scores, labels = self.predictions, self.labels
         if scores is None or labels is None or (scores.dtype, labels.dtype) != (f32, i32):
             return "", 0
@@ -109,14 +109,14 @@ class Model:
 
 
 def _classes(t: Tensor) -> Tensor:
-    """Class ids (B,) i32 of scores, or as they are."""
+    """Return class ids (B,) i32: the argmax of scores, or ids as they are."""
     return ops.argmax(t) if t.dtype == f32 else t
 
 
 def initial_weight(leaf: Tensor, seed: int) -> np.ndarray:
-    """A first value of a weight: matrices and filters normal with variance 1 / inputs of an output, vectors 0.
+    """Return the initial value of a weight: matrices and filters normal with variance 1 / fan-in, vectors 0.
 
-    Vectors whose names speak of a norm and not of its bias are 1. Drawn by (seed, name).
+    Vectors are 1 if their name has `norm` and not `bias`. Values are drawn by (seed, name).
     """
     if len(leaf.shape) < 2:
         is_norm = "norm" in leaf.label and "bias" not in leaf.label

@@ -21,9 +21,9 @@ from packtrain.training.training_loop import CHECKPOINT
 
 
 class FitRecorder:
-    """Writes into a folder, or nothing where there is none. The trainer continues from its checkpoint with `resume`.
+    """Writes a run's files into its folder, if any; with `resume` the trainer continues from the checkpoint there.
 
-    about  what must be equal to resume, as plain data
+    about  values that must be equal to resume, as plain data
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FitRecorder:
         self.progress, self.trainer.done = checkpoint.progress, checkpoint.progress.step
 
     def record_step(self, result: Result, norm: float) -> None:
-        """Record a step, whose losses came last."""
+        """Record a step: its gradient norm, and its losses, the last ones of `result`."""
         self._write()
         seconds, step_end = time.perf_counter() - self.step_start, time.perf_counter()
         self.step_start, batch = step_end, self.trainer.batch
@@ -107,7 +107,7 @@ class FitRecorder:
         }
 
     def record_epoch(self, eval_result: Result) -> None:
-        """Record an epoch's validation with its last step, and save."""
+        """Record the validation of an epoch with its last step, and save a checkpoint."""
         if eval_result.ndata:
             self.last |= {"val_loss": eval_result.loss, "val_error": eval_result.loss_error}
             if eval_result.correct is not None:
@@ -123,7 +123,7 @@ class FitRecorder:
         self.last = {}
 
     def save(self) -> None:
-        """Write a checkpoint."""
+        """Write pending metrics and a checkpoint; nothing without a folder."""
         if self.monitor is None or self.folder is None:
             return
         self._write()

@@ -1,4 +1,4 @@
-"""What epochs report: loss and accuracy with their uncertainty, and predictions."""
+"""Results of epochs: loss and accuracy with their uncertainty, and predictions."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ import numpy as np
 
 @dataclass(slots=True)
 class Result:
-    """Collected over physical batches, see ggml_opt_result.
+    """Loss, accuracy and predictions collected over physical batches, see ggml_opt_result.
 
     mean         losses are means over their batches, and so is the result's; else they are sums, which add up
-    keep         keep predictions, too
+    keep         whether to save predictions, too
     """
 
     mean: bool = True
@@ -30,7 +30,7 @@ class Result:
         predictions: np.ndarray | None,
         labels: int | None = None,
     ) -> None:
-        """Add a physical batch; labels: how many of which `correct` are right, if not one for each datapoint."""
+        """Add the outputs of a physical batch; `labels`, of which `correct` are right, defaults to `ndata`."""
         self.ndata += ndata
         self.labels += ndata if labels is None else labels
         self.losses.append(loss)
@@ -69,7 +69,7 @@ class Result:
 
     @property
     def predictions(self) -> np.ndarray:
-        """Predictions of all datapoints in the order in which they came, if they are kept."""
+        """Predictions of all datapoints in the order in which they came; empty unless `keep`."""
         return np.concatenate(self.kept) if self.kept else np.empty(0, np.float32)
 
     @property

@@ -1,4 +1,4 @@
-"""The ways to run a step of a model, with their plans: how much at a time, and what is kept for the backward pass."""
+"""Variants of a training step with their plans: datapoints at a time, and values saved for the backward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from packtrain.training.generic.fit_model import Model
 
 Build = Callable[[int], "Model | Tensor"]
 UNSCALED_LOSS = "whole"  # the loss of a physical batch, where `loss` is its share of a step
-KERNELS_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
+KERNELS_NBYTES = 1 << 20  # difference of the kernels' memory between processes
 BATCH_OBJECTS_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and those of its outputs
 
 
@@ -36,7 +36,7 @@ BATCH_OBJECTS_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and t
 class StepVariant:
     """Plans of a step: `micros` physical batches of `rows` datapoints.
 
-    copies      of a step's data: more than one if it is compared with the next step's
+    copies      number of copies of a step's data, several if the next step compares its data with them
     recomputed  which forward values the backward pass computes again; empty: none
     """
 
@@ -82,7 +82,7 @@ class StepVariant:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that a run adds to the process, by what they are for."""
+        """Bytes that a run adds to the process, by purpose."""
         by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
         home_backends = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
         for name, leaf in self.leaves.items():
@@ -110,7 +110,7 @@ class StepVariant:
 def choose(
     request: "FitRequest", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
 ) -> StepVariant:
-    """The fastest form within a limit of bytes of the process. Raises DoesNotFit with the least limit."""
+    """Return the fastest variant within `limit` bytes of the process. Raises DoesNotFit with the least limit."""
     smallest: StepVariant | None = None
     before = private_nbytes()
     for rows in request.batch_sizes():
@@ -143,7 +143,7 @@ def choose(
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What a caller asks for: a model of one size, or a function from a number of datapoints to the model."""
+    """A caller's request: a model of fixed size, or a function from a number of datapoints to the model."""
 
     model: "Model | Tensor | Build"
     eval_model: "Model | Build | None" = None
@@ -153,7 +153,7 @@ class FitRequest:
     order: str = "written"
 
     def batch_sizes(self) -> list[int]:
-        """Possible numbers of datapoints at a time, largest first. Raises InputError."""
+        """Return the possible numbers of datapoints at a time, largest first. Raises InputError."""
         for name, value in (("batch", self.batch), ("physical", self.physical)):
             if value is not None and (not isinstance(value, int | np.integer) or value < 1):
                 raise InputError(f"{name}={value!r} must be a whole number, 1 or more")
@@ -186,7 +186,7 @@ class FitRequest:
         return rows
 
     def build_model(self, rows: int, for_eval: bool = False) -> Model:
-        """The model for so many datapoints at a time."""
+        """Build the model for `rows` datapoints at a time, to train or, with `for_eval`, to evaluate."""
         model_source = self.eval_model if for_eval and self.eval_model is not None else self.model
         model = model_source if isinstance(model_source, Model | Tensor) else model_source(rows)
         if not isinstance(model, Model | Tensor):
@@ -197,7 +197,7 @@ class FitRequest:
 def build_variant(
     request: FitRequest, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
 ) -> StepVariant | None:
-    """The form with its plans; None if nothing would be recomputed though it is asked for."""
+    """Build a variant with its plans; None if it should recompute values and there are none."""
     model, micros = request.build_model(rows), (request.batch or rows) // rows
     eval_model = request.build_model(rows, for_eval=True)
     graphs = {EVALUATE: Graph(eval_model.outputs)}
@@ -221,6 +221,7 @@ def build_variant(
 def _training_graphs(
     model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
 ) -> dict[str, Graph]:
+    """Return the graphs of a step: one for all, or one per physical batch and one for the update."""
     trained_weights = model.trained
     if norm is not None and optimizer.first_length is not None:
         raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")
@@ -240,7 +241,7 @@ def _training_graphs(
 
 
 def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
-    """The forward values to keep: those that a weight of two or more axes went into, or every second of them."""
+    """Return the forward values to save: results of calls on a weight matrix, or every second of them."""
     if not recomputed:
         return None
     calls = Graph([model.loss]).calls

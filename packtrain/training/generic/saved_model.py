@@ -11,7 +11,7 @@ ARCHITECTURE = "packtrain-model"
 
 
 class MappedTensors(Mapping[str, np.ndarray]):
-    """The tensors of a GGUF file by name, mapped; `metadata` are its other values."""
+    """Mapping from names to the mapped tensors of a GGUF file; `metadata` holds its other values."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = GGUF(path)
@@ -43,7 +43,7 @@ def save(
 
 
 def load(path: str | Path) -> MappedTensors:
-    """The tensors of a GGUF file by name: `pt.fit(..., values=pt.load("mnist.gguf"))`. Raises GGUFError, OSError."""
+    """Map a GGUF file's tensors by name: `pt.fit(..., values=pt.load("mnist.gguf"))`. Raises GGUFError, OSError."""
     return MappedTensors(Path(path))
 
 

@@ -31,7 +31,7 @@ OP_ORDERS = ("written", "least")
 
 @dataclass(frozen=True, slots=True)
 class FitStepResult:
-    """A step: the outputs of each physical batch, the gradient norm before clipping, and how often it evaluated."""
+    """Result of a step: outputs of each physical batch, gradient norm before clipping, number of evaluations."""
 
     outputs: tuple[Arrays, ...]
     norm: float
@@ -39,19 +39,19 @@ class FitStepResult:
 
 
 class Trainer:
-    """Steps and evaluations of a model, in memory that is planned and reserved here.
+    """Trains and evaluates a model, in memory that is planned and reserved when the trainer is created.
 
     model      a Model, a scalar loss, or a function from a number of datapoints to either
     optimizer  None: the model is only evaluated
     evaluated  the model as it is evaluated, if that differs, such as without dropout
     batch      datapoints per step (the logical batch); None: a physical batch
     physical   datapoints at a time; None: as many as memory allows, if `model` is a function
-    values     weights by name; the others are drawn by `seed`, see `initial`
+    values     weights by name; the others are drawn by `seed`, see `initial_weight`
     inputs     values of inputs that are not data, by the number of the physical batch, from 1 through all steps, such
                as the key of a dropout; 0 in an evaluation
     memory     limit on the private memory of the process, such as "64MiB"
     order      "least": each graph runs in the order, of several, that needs the fewest bytes, see least_order
-    beside     bytes that the caller will take beside it
+    beside     bytes that the caller needs besides the trainer
     Raises DoesNotFit with the least limit that would do; InputError, GraphError.
     """
 
@@ -126,7 +126,7 @@ class Trainer:
         return self.form.rows * self.form.micros
 
     def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
-        """Batches of a dataset in the model's types, in memory that the next one overwrites."""
+        """Yield batches of a dataset in the model's types, in memory that the next batch overwrites."""
         if self._batch_buffers.keys() != data.columns.keys():
             specs = {name: self.form.inputs[name] for name in data.columns}
             self._batch_buffers = {
@@ -137,7 +137,7 @@ class Trainer:
 
     @property
     def planned_nbytes(self) -> int:
-        """The most private memory of the process."""
+        """Planned peak of the private memory of the process, in bytes."""
         return self.baseline + self.form.nbytes
 
     # ---- values
@@ -167,13 +167,13 @@ class Trainer:
     # ---- running
 
     def forward(self, batch: Arrays) -> Arrays:
-        """Outputs of a physical batch, by the forward graph: `loss`, `predictions`, `correct`."""
+        """Run the forward graph on a physical batch; returns `loss`, `predictions` and `correct`."""
         return self.run[EVALUATE](self._graph_inputs(EVALUATE, batch, 0))
 
     def add_gradients(self, batch: Arrays, fresh: bool) -> Arrays:
         """Add the gradients of a physical batch to their sums, which a `fresh` one resets; returns its outputs.
 
-        Only where a step has several physical batches or evaluations; a mean is formed as they come.
+        Raises InputError where a step has only one physical batch and one evaluation.
         """
         self._check_sums()
         self._num_summed = 1 if fresh else self._num_summed + 1
@@ -234,13 +234,13 @@ class Trainer:
             )
 
     def _graph_inputs(self, graph: str, batch: Arrays, batch_number: int) -> dict[str, Any]:
-        """The inputs of a graph: those columns that it reads, and what is not data."""
+        """Return the inputs that a graph reads: columns of the batch, and inputs that are not data."""
         input_names = self.run[graph].inputs
         candidates = {**batch, **self.inputs(batch_number)}
         return {name: value for name, value in candidates.items() if name in input_names}
 
     def change(self, optimizer: Optimizer) -> None:
-        """Go on with other numbers, such as another weight decay. Raises InputError if that needs another plan."""
+        """Continue with other optimizer settings, such as weight decay. Raises InputError if they need another plan."""
         _check_choices(optimizer)
         now = self.optimizer
         trained = self.model.trained

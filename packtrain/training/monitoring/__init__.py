@@ -21,10 +21,10 @@ METRICS_FILE, CURVE_FILE, SAMPLES_FILE = "metrics.jsonl", "loss.svg", "samples.j
 
 
 class RunMonitor:
-    """Records what a training loop reports: `with Watch(...) as watch:`, `record_step` after each step, `record_end` at the end.
+    """Records what a training loop reports, step by step, in metrics.jsonl, TensorBoard events and the loss curve.
 
-    peak  private memory since then
-    writes  files; otherwise it only measures and reports
+    peak    peak of the private memory inside the `with` block
+    writes  write files; otherwise only measure and report
     The first step of a run replaces the files in `folder`, unless `resume` has been called.
     """
 
@@ -79,7 +79,7 @@ class RunMonitor:
         self.samples_file.add({"step": step, "text": text})
 
     def save(self) -> None:
-        """At a checkpoint: sync all records to the disk and draw the curve."""
+        """Sync all records to the disk and draw the loss curve, as at each checkpoint."""
         for log_file in self.log_files:
             log_file.sync()
         write_text(self.folder / CURVE_FILE, self.curve.svg())

@@ -1,6 +1,6 @@
 """The loss curve of a run as SVG, from metrics records as they come.
 
-Steps are kept in at most BINS bins of equal width, so that a run of any length needs the same few kilobytes. A
+Steps are collected in at most BINS bins of equal width, so that a run of any length needs the same few kilobytes. A
 picture shows the range and the running mean of the training loss, the validation losses, and where a loss was not
 finite. It has its own background, for light pages and dark ones.
 """
@@ -30,10 +30,10 @@ Point = tuple[float, float]
 
 
 class LossCurve:
-    """The losses so far: `add` each record, `svg` draws."""
+    """The losses of a run so far: `add` takes each record, `svg` draws them."""
 
     def __init__(self) -> None:
-        self.bin_steps = 1  # steps in a bin: bin k has the steps from k * width + 1 on
+        self.bin_steps = 1  # steps in a bin: bin k has the steps from k * bin_steps + 1 on
         self.bin_counts, self.bad_counts = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
         self.bin_sums = np.zeros(BINS)
         self.bin_minima, self.bin_maxima = np.full(BINS, math.inf), np.full(BINS, -math.inf)
@@ -66,7 +66,7 @@ class LossCurve:
         self.bin_minima[BINS // 2 :], self.bin_maxima[BINS // 2 :] = math.inf, -math.inf
 
     def svg(self) -> str:
-        """The picture, or a note if there is no finite loss yet."""
+        """Draw the losses as SVG, or a note if there is no finite loss yet."""
         filled_bins = np.flatnonzero(self.bin_counts)
         steps = filled_bins * self.bin_steps + (self.bin_counts[filled_bins] + 1) / 2
         minima, maxima = self.bin_minima[filled_bins], self.bin_maxima[filled_bins]
@@ -84,9 +84,8 @@ class LossCurve:
             *_axes(axes),
             _path(axes, outline, f'fill="{PALE}" stroke="{PALE}"'),
             _path(axes, mean_points, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
-            *(
-                _dots(axes, mean_points, BLUE) if len(mean_points) == 1 else ()
-            ),  # a path of one point is invisible
+            # a path of one point is invisible
+            *(_dots(axes, mean_points, BLUE) if len(mean_points) == 1 else ()),
             _path(axes, self.valid_points, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
             *_dots(axes, self.valid_points, ORANGE),
             *(_mark(axes.x(step)) for step in bad_steps),
@@ -109,7 +108,7 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class LossAxes:
-    """Steps 0 to `last` and losses `min_loss` to `max_loss`, as places in the picture."""
+    """Maps steps 0 to `last` and losses `min_loss` to `max_loss` to coordinates of the picture."""
 
     last: float
     min_loss: float
@@ -123,7 +122,7 @@ class LossAxes:
 
 
 def running_mean(values: np.ndarray, half_window: int) -> np.ndarray:
-    """Each value's mean with `half_window` neighbours on both sides, fewer towards the ends but symmetric."""
+    """Return each value's mean with `half_window` neighbours per side, fewer towards the ends but symmetric."""
     prefix_sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     reach = np.minimum(half_window, np.minimum(at, at[::-1]))
@@ -133,9 +132,9 @@ def running_mean(values: np.ndarray, half_window: int) -> np.ndarray:
 def round_ticks(
     low: float, high: float, max_steps: int, min_step: float
 ) -> tuple[list[float], int]:
-    """Multiples of 1, 2 or 5 times a power of ten from low to high, at most `max_steps` steps of `min_step` or more.
+    """Return ticks from low to high, at most `max_steps` steps of at least `min_step`, and their labels' decimals.
 
-    Also the decimals that their labels need.
+    The ticks are multiples of 1, 2 or 5 times a power of ten.
     """
     power = 10.0 ** math.floor(math.log10((high - low) / max_steps))
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= max_steps)
@@ -145,7 +144,7 @@ def round_ticks(
 
 
 def _padded_range(min_loss: float, max_loss: float) -> tuple[float, float]:
-    """The range with a margin; never empty."""
+    """Return the range of losses with a margin, so that it is never empty."""
     margin = (max_loss - min_loss) / 20 or abs(max_loss) / 20 or 1.0
     return min_loss - margin, max_loss + margin
 

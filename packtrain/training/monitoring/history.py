@@ -1,6 +1,6 @@
-"""What a run has written so far, read again and again while it goes on: its curves, samples, settings and figures.
+"""The history of a run, read again and again while it goes on: its curves, samples, settings and figures.
 
-Input: the run's folder. Damaged lines are counted and passed over; what is missing or damaged is left out.
+Input: the run's folder. Damaged lines are counted and skipped; missing or damaged files are left out.
 """
 
 import json
@@ -26,9 +26,9 @@ from packtrain.training.monitoring.metric_series import (
 from packtrain.training.monitoring.metrics_file import parse_record
 
 ABOUT, SETTINGS = "run.json", "run.yaml"
-MAX_FILE_NBYTES = 1 << 20  # bytes of a file of settings; none is larger
-MAX_SAMPLES = 50  # the newest samples
-MAX_TEXT_CHARS = 4_000  # characters of a sample, and of a setting
+MAX_FILE_NBYTES = 1 << 20  # most bytes that are read of a settings file
+MAX_SAMPLES = 50  # newest samples that are shown
+MAX_TEXT_CHARS = 4_000  # most characters of a sample or a setting
 QUIET_SECONDS = 60.0  # seconds without a record, or the time of so many steps, after which a run counts as stopped
 QUIET_STEPS = 30
 QUIET_MERGE = 1800.0  # seconds after which a run whose merge has written nothing counts as unmerged
@@ -44,13 +44,13 @@ VALID_COLUMNS = {
 
 
 class RunHistory:
-    """A run in a folder: `refresh` reads what is new. Every change is marked with the version given then.
+    """A run in a folder: `refresh` reads new lines and files, and marks changes with the given version.
 
-    train, valid  the curves
-    now         the last value of each number
-    computed    tokens, with prompts and padding
-    best_loss   the lowest loss and its step; best_valid: the same of validation
-    end_record  the record of the end, once there is one
+    train, valid              the curves
+    now                       the last value of each number
+    computed                  tokens, with prompts and padding
+    best_loss, best_val_loss  the lowest training and validation loss, each with its step
+    end_record                the last line of a finished run; None before
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -75,6 +75,7 @@ class RunHistory:
         self.samples_version = self._version
 
     def refresh(self, version: int) -> None:
+        """Read what the run has written since the last call, and mark changes with `version`."""
         self._version = version
         for line in self._metrics_reader.new_lines():
             self._add_record(parse_record(line), version)
@@ -124,7 +125,7 @@ class RunHistory:
         return max(modified(self.folder / name) for name in (METRICS_FILE, SETTINGS, ABOUT)) / 1e9
 
     def state(self) -> str:
-        """running, done, unmerged, failed or stopped: what a reader of the files can know."""
+        """Return running, done, unmerged, failed or stopped, as far as the files tell."""
         quiet_seconds = time.time() - self.changed_at
         if self.end_record is not None:
             # after its last step, finetune merges, and then writes the Modelfile
@@ -138,7 +139,7 @@ class RunHistory:
         return "running" if quiet_seconds < max(QUIET_SECONDS, QUIET_STEPS * each) else "stopped"
 
     def table_row(self) -> dict[str, Any]:
-        """The row of a table: plain data, None where unknown."""
+        """Return the run's row in the table of runs: plain data, None where unknown."""
         last_values, end_values, run_info_get = self.now, self.end_record or {}, self.about.get
         seconds, steps = last_values.get("seconds"), run_info_get("steps")
         tokens = self.computed or last_values.get("tokens")
@@ -169,12 +170,12 @@ class RunHistory:
 
 
 def lower_loss(best_loss: tuple[float, int], loss: float, step: int) -> tuple[float, int]:
-    """The lower of two losses with its step; one that is not finite does not count."""
+    """Return the lower of two losses with its step; a loss that is not finite does not count."""
     return best_loss if not math.isfinite(loss) or best_loss[0] <= loss else (loss, step)
 
 
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record. A fit counts datapoints where others count tokens."""
+    """Return the numbers of a record as floats; `datapoints` of a fit become `tokens`."""
     values = {
         key.replace("datapoints", "tokens"): float(value)
         for key, value in record.items()
@@ -187,7 +188,7 @@ def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def modified(path: Path) -> int:
-    """When a file was last changed, in nanoseconds; 0: it is not there."""
+    """Return when a file was last changed, in nanoseconds since 1970; 0 if it is missing."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -195,7 +196,7 @@ def modified(path: Path) -> int:
 
 
 def read_run_info(path: Path) -> dict[str, Any]:
-    """What a run wrote of itself when it began; empty if it is missing or damaged."""
+    """Read the summary that a run writes when it begins; {} if the file is missing or damaged."""
     try:
         record = parse_record(read_text(path).encode() + b"\n") or {}
     except OSError:
@@ -212,7 +213,7 @@ def read_run_info(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """The settings of a run by name, as text; empty if they are missing or damaged."""
+    """Read the settings of a run as texts by name; {} if the file is missing or damaged."""
     try:
         loaded = yaml().safe_load(read_text(path))
     except (OSError, ValueError, RecursionError, yaml().YAMLError):
@@ -228,7 +229,7 @@ def read_text(path: Path) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as text."""
+    """Format a setting as text; None is empty."""
     if isinstance(value, list):
         return ", ".join(map(setting_text, value))
     return (
@@ -239,5 +240,5 @@ def setting_text(value: Any) -> str:
 
 
 def clipped_text(text: str) -> str:
-    """Text of a limited length that any encoding takes."""
+    """Cut text to MAX_TEXT_CHARS characters that UTF-8 can encode."""
     return text[:MAX_TEXT_CHARS].encode(errors="replace").decode()

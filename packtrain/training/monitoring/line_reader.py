@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_LINE_NBYTES = 1 << 16  # bytes; a longer line comes in parts, which are no records
-HEAD_NBYTES = 256  # bytes by which a file is told from the one that replaced it
+MAX_LINE_NBYTES = 1 << 16  # a longer line comes in parts, which are no records
+HEAD_NBYTES = 256  # first bytes, by which a replaced file is recognized
 
 
 class LineReader:
-    """`new()` returns the whole lines since the last call; from the first again if the file was replaced or cut.
+    """`new_lines()` yields complete lines since the last call, or all lines if the file was replaced or cut.
 
-    on_reset  is called before lines come again
+    on_reset  called before all lines come again
     """
 
     def __init__(self, path: Path, on_reset: Callable[[], None]) -> None:
@@ -20,7 +20,7 @@ class LineReader:
         self._offset, self._file_key, self._head_bytes = 0, (0, 0), b""
 
     def new_lines(self) -> Iterator[bytes]:
-        """A file that cannot be read has no lines."""
+        """Yield the complete lines since the last call; none if the file cannot be read."""
         try:
             with open(self.path, "rb") as file:
                 yield from self._remaining_lines(file)
@@ -48,7 +48,7 @@ class LineReader:
         file.seek(self._offset)
         while line := file.readline(MAX_LINE_NBYTES):
             if not line.endswith(b"\n") and len(line) < MAX_LINE_NBYTES:
-                return  # it is being written
+                return  # the line is being written
             if len(self._head_bytes) < HEAD_NBYTES and len(self._head_bytes) == self._offset:
                 self._head_bytes += line[: HEAD_NBYTES - len(self._head_bytes)]
             self._offset += len(line)

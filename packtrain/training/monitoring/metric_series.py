@@ -1,4 +1,4 @@
-"""Columns of numbers over a run, in at most ROWS rows: when these are full, neighbours are joined.
+"""Columns of numbers over a run, in at most MAX_ROWS rows: when these are full, neighbours are joined.
 
 So a run of any length needs the same few hundred kilobytes, and a page the same few points.
 """
@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 
 MAX_ROWS = 1000  # even, because they are joined in pairs
 
-JoinFunction = Callable[
-    [float, int, float, int], float
-]  # a value with its count, and the later one with its own
+# (value, its count, later value, its count) -> the joined value
+JoinFunction = Callable[[float, int, float, int], float]
 
 
 def mean(a: float, count: int, b: float, new_count: int) -> float:
@@ -34,7 +33,7 @@ def value_sum(a: float, count: int, b: float, new_count: int) -> float:
 
 
 class MetricSeries:
-    """Rows of named columns; each says how the values of a row become one. What is not finite is left out.
+    """Rows of named columns, each with a function that joins neighbouring values. Skips values that are not finite.
 
     records_per_row    records in a row
     """
@@ -51,7 +50,7 @@ class MetricSeries:
         return len(self._rows)
 
     def add(self, record: Mapping[str, float], version: int) -> None:
-        """Add a record; `version` marks the rows that it changes, see `since`."""
+        """Add a record; `version` marks the row that changes, see `columns_since`."""
         values = [record.get(name, math.nan) for name in self.column_names]
         counts = [int(math.isfinite(value)) for value in values]
         if self._rows and self._last_row_records < self.records_per_row:
@@ -67,7 +66,7 @@ class MetricSeries:
         self._last_row_records = 1
 
     def _join_neighbours(self, version: int) -> None:
-        """Join neighbouring rows."""
+        """Join rows in pairs, which halves their number."""
         later_rows = list(zip(self._rows[1::2], self._value_counts[1::2], strict=True))
         self._rows, self._value_counts = self._rows[::2], self._value_counts[::2]
         for row_index, (values, counts) in enumerate(later_rows):
@@ -87,7 +86,7 @@ class MetricSeries:
                 value_counts[k] += counts[k]
 
     def columns_since(self, version: int) -> tuple[int, dict[str, list[float | None]]]:
-        """The first row that is later than a version, and the columns from there on; None is not finite."""
+        """Return the first row changed after `version` and the columns from there on, None where not finite."""
         first_row = len(self._row_versions)
         while first_row and self._row_versions[first_row - 1] > version:
             first_row -= 1

@@ -27,7 +27,7 @@ FIRST_KEYS = (
 
 
 class MetricsFile:
-    """The file of one run: a new one, or one continued `after` a step."""
+    """The metrics file of a run: a new file, or one that continues after step `after_step`."""
 
     def __init__(self, path: Path, after_step: int | None) -> None:
         if after_step is not None and path.exists():
@@ -57,7 +57,7 @@ def _record_line(record: Mapping[str, Any]) -> str:
 
 
 def _drop_later(path: Path, after_step: int) -> None:
-    """Drop records of later steps and of an earlier end."""
+    """Drop records of steps after `after_step`, and of an earlier end."""
     with atomic_file(path) as file:
         for record in iter_records(path):
             if record.get("event") != "end" and record.get("step", 0) <= after_step:
@@ -65,7 +65,7 @@ def _drop_later(path: Path, after_step: int) -> None:
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file one by one. Raises InputError for a bad line that is not the last."""
+    """Yield the records of a file. Raises InputError for a bad line that is not the last."""
     torn = 0
     with open(path, "rb") as file:
         for line_number, line in enumerate(file, 1):
@@ -79,7 +79,7 @@ def iter_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, or None if it is invalid or incomplete."""
+    """Parse a line into its record; None if the line is invalid or incomplete."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -90,5 +90,5 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file."""
+    """Return all records of a metrics file."""
     return list(iter_records(path))

@@ -1,6 +1,6 @@
-"""What notebooks need: results as tables and pictures, a progress bar, Ctrl-C that saves, data that is in memory.
+"""Support for notebooks: results as tables and pictures, a progress bar, Ctrl-C that saves, data in memory.
 
-Nothing of a notebook is imported: IPython is used where it already runs.
+This module imports no notebook package: it uses IPython where that already runs.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.training.monitoring.progress import ProgressLine
 from packtrain.training.monitoring.work_progress import WorkCounter
 
-REDRAW_SECONDS = 0.5  # between two drawings of the bar
+REDRAW_SECONDS = 0.5  # between two drawings of the progress bar
 TABLE_TAG = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's function that shows an object in a cell's output, if this is a notebook's kernel."""
+    """Return IPython's function that shows an object in a cell's output; None outside a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or not hasattr(shell, "kernel"):
         return None
@@ -39,7 +39,7 @@ def notebook_display() -> Callable[..., Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Html:
-    """Something that a notebook shows, such as a plot."""
+    """HTML that a notebook shows, such as a plot."""
 
     html: str = field(repr=False)
     text: str = "a picture; it is shown in a notebook, and `.html` is its text"
@@ -52,13 +52,13 @@ class Html:
 
 
 def html_table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of texts as an HTML table."""
+    """Format rows of texts as an HTML table."""
     row_cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     return f"{TABLE_TAG}{''.join(f'<tr>{row}</tr>' for row in row_cells)}</table>"
 
 
 def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
-    """A pandas DataFrame of the steps. Raises InputError without pandas."""
+    """Return the records of steps as a pandas DataFrame. Raises InputError without pandas."""
     try:
         return import_module("pandas").DataFrame(history)
     except ImportError:
@@ -69,7 +69,7 @@ def to_frame(history: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class NotebookBar:
-    """The progress bar in a cell's output; the interface of `monitoring.progress_bar.Bar`."""
+    """The progress bar in a cell's output; has the interface of `progress_bar.TerminalBar`."""
 
     def __init__(self, show_object: Callable[..., Any], steps: int) -> None:
         self.show_object, self.steps, self.due = show_object, steps, 0.0
@@ -88,7 +88,7 @@ class NotebookBar:
         print(text)
 
     def close(self) -> None:
-        """The last line stays."""
+        """Keep the last line in the cell's output."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ class LibraryCallbacks(TaskCallbacks):
 
 
 def records_path(data: Any, name: str = "data") -> Any:
-    """A path as it is; records in memory as a file of JSON Lines in the cache, named by its content.
+    """Return a path as it is, or write records in memory to a cached JSON Lines file and return its path.
 
     Takes a list of dicts or of texts, a DataFrame of pandas or polars, a datasets.Dataset. Raises InputError.
     """
@@ -190,7 +190,7 @@ def _iter_records(data: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_value(value: Any, location: str) -> Any:
-    """A value as JSON has it; a missing cell of a DataFrame is null."""
+    """Convert a record's value to plain JSON; NaN, a missing cell of a DataFrame, becomes null."""
     if hasattr(value, "tolist"):  # NumPy's
         value = value.tolist()
     if isinstance(value, float) and math.isnan(value):

@@ -1,4 +1,4 @@
-"""What a page shows of one run or of all runs below a folder, as plain data, and what has changed since it asked."""
+"""Data of the runs page: one run or all runs below a folder as plain data, or only changes since a version."""
 
 import json
 import secrets
@@ -12,20 +12,19 @@ from packtrain.common.memory import private_nbytes
 from packtrain.training.monitoring.history import RunHistory, clipped_text
 from packtrain.training.monitoring.run_folders import differing_settings
 
-REFRESH_SECONDS = 0.5  # seconds for which what was read is kept, however many clients ask
+REFRESH_SECONDS = 0.5  # seconds between two readings, however many clients ask
 SEARCH_SECONDS = 5.0  # seconds between two looks for new runs
-MAX_MESSAGES = 50  # the newest
+MAX_MESSAGES = 50  # newest messages that are shown
 
 
 class RunsPageData:
-    """Runs for pages.
+    """The runs that a page shows, read from their folders.
 
-    find_runs        the folders of runs by name
-    title            of the page
-    get_peak_nbytes   peak bytes of this process so far, if it is the one that trains; then there is one run, none while it is
-           planned
-    current_work  the work that the run counts at this moment, such as a validation; empty: none
-    end           how that run ended: finished, stopped or failed, and a sentence
+    find_runs        returns the folders of runs by name
+    title            title of the page
+    get_peak_nbytes  returns this process's peak bytes if it trains the only run, which is unknown until it is planned
+    current_work     the work that the run counts at this moment, such as a validation; empty: none
+    end              how that run ended: finished, stopped or failed, and a sentence
     """
 
     def __init__(
@@ -41,22 +40,22 @@ class RunsPageData:
         self.current_work, self._is_end_read = "", False
         self.end: tuple[str, str] | None = None
         self.messages, self._num_messages = deque[str](maxlen=MAX_MESSAGES), 0
-        self._messages_version = (0, 0)  # their number, and the version that had them first
+        self._messages_version = (0, 0)  # number of messages, and the version that had them first
 
-    # ---- told by the run, from its thread
+    # ---- called by the run, from its thread
 
     def show_run(self, folder: Path, get_peak_nbytes: Callable[[], int]) -> None:
-        """The run is planned, and its folder is its own from here on."""
+        """Show a planned run, whose folder belongs to it from here on."""
         self.find_runs, self.get_peak_nbytes = (lambda: {folder.stem: folder}), get_peak_nbytes
 
     def message(self, text: str) -> None:
         self.messages.append(clipped_text(text))
         self._num_messages += 1
 
-    # ---- asked by pages
+    # ---- called by pages
 
     def refresh(self) -> None:
-        """Read what is new, unless that was just done; at the end of a run in any case."""
+        """Read new data of all runs, unless it was read just now; at the end of a run in any case."""
         now, is_ended = time.monotonic(), self.end is not None
         if now - self._read_time < REFRESH_SECONDS and self._is_end_read == is_ended:
             return
@@ -78,7 +77,7 @@ class RunsPageData:
         return run if run is not None and run.folder == folder else None
 
     def data(self, since_version: int = 0, session: str = "") -> dict[str, Any]:
-        """All of the page's data, or what is new since the version that another answer of this session had."""
+        """Return the page's data, or only what is new since the version of an earlier answer of this session."""
         self.refresh()
         if session != self.session or since_version > self.version:
             since_version = 0

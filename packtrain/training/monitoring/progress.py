@@ -18,7 +18,7 @@ import numpy as np
 
 from packtrain.common.text import clock, speed_text
 
-PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
+PLAIN_SECONDS = 10.0  # between progress lines that cannot be redrawn
 MakeBar = Callable[[int], Any]  # the number of steps -> a bar
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
@@ -35,7 +35,7 @@ class ProgressLine:
         limit_nbytes: int | None = None,
         bar: Any = None,
     ) -> None:
-        """bar: what draws the line, a `monitoring.progress_bar.Bar` or a notebook's; by default one for a terminal."""
+        """bar: draws the line, a TerminalBar or NotebookBar; None: a TerminalBar if `stream` is a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
         self.bar = bar or (bar_module().TerminalBar(stream, steps) if redraws(stream) else None)
@@ -62,7 +62,7 @@ class ProgressLine:
             self.recent.clear()
 
     def _line_parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
-        """The parts of a line, in the order of a plain one; empty where unknown."""
+        """Return the parts of a progress line by name, in the order of a plain line; empty where unknown."""
         last_record = self.recent[-1]
         token_rates = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
         first_step, first_time = self.first_shown or (step, now)
@@ -102,7 +102,7 @@ class ProgressLine:
 
 
 def validation_text(record: Mapping[str, Any]) -> str:
-    """`val 4.6393±0.0123 acc 24.1±0.3%`."""
+    """Format a validation: `val 4.6393±0.0123 acc 24.1±0.3%`."""
     error_text = f"±{record['val_error']:.4f}" if "val_error" in record else ""
     if "val_accuracy" not in record:
         return f"val {record['val_loss']:.4f}{error_text}"
@@ -111,7 +111,7 @@ def validation_text(record: Mapping[str, Any]) -> str:
 
 
 def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
-    """`margin 0.213, chosen 84 %`: means over the last steps; empty for a loss of tokens."""
+    """Format means over steps of pairs: `margin 0.213, chosen 84 %`; empty for a loss of tokens."""
     pair_records = [r for r in records if "rewards_margin" in r]
     if not pair_records:
         return ""
@@ -153,24 +153,24 @@ class WorkProgress:
 
 
 def bar_module() -> Any:
-    """That of the bar, loaded for terminals alone: rich takes longer to load than most of packtrain."""
+    """Load the module of the terminal's bar, only for terminals: rich takes longer to load than most of packtrain."""
     return import_module("packtrain.training.monitoring.progress_bar")
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether a line can be redrawn on this stream."""
+    """Return whether a line can be redrawn on this stream: a terminal that is not dumb."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def memory_text(peak_nbytes: int, planned_nbytes: int, limit_nbytes: int | None = None) -> str:
-    """`memory: peak 612, plan 640, limit 1,024 MiB`; without --memory there is no limit."""
+    """Format bytes as `memory: peak 612, plan 640, limit 1,024 MiB`; without --memory there is no limit."""
     memory_parts = {"peak": peak_nbytes, "plan": planned_nbytes, "limit": limit_nbytes}
     part_texts = (f"{name} {n / 2**20:,.0f}" for name, n in memory_parts.items() if n is not None)
     return f"memory: {', '.join(part_texts)} MiB"
 
 
 def mean_text(losses: list[float]) -> str:
-    """3.1234±0.0123: the mean of the finite ones and its standard error, if there are several."""
+    """Format the mean of the finite losses, with its standard error if there are several: 3.1234±0.0123."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < 2:
         return f"{finite[0]:.4f}" if finite else "not finite"

@@ -46,7 +46,7 @@ class TerminalBar:
 
 
 def fit_parts(parts: Sequence[str], max_columns: int) -> str:
-    """A line of as many whole parts as fit; always the first one."""
+    """Join as many whole parts as fit into `max_columns`, at least the first one."""
     line, *optional_parts = filter(None, parts)
     for part in optional_parts:
         longer_line = f"{line}  {part}"

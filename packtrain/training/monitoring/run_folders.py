@@ -13,18 +13,14 @@ from packtrain.common.text import clock
 from packtrain.training.monitoring import METRICS_FILE
 from packtrain.training.monitoring.history import SETTINGS, RunHistory
 
-IGNORED_SETTINGS = {
-    "output",
-    "save_name",
-    "save_model",
-    "adapter",
-}  # settings that differ in any case
+# settings that differ in any case
+IGNORED_SETTINGS = {"output", "save_name", "save_model", "adapter"}
 MAX_SETTING_CHARS = 24  # characters of a setting in the table
 HOUR, DAY = 3600, 86400
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """The folders below `root`, and itself, that have a run's metrics or settings, by their paths from there."""
+    """Return the folders at or below `root` with a run's metrics or settings, by their paths from `root`."""
     folders = {}
     for folder, subfolders, file_names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -36,7 +32,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 def differing_settings(runs: Iterable[RunHistory]) -> list[str]:
-    """The settings in which runs differ that have any."""
+    """Return the names of settings in which runs differ, ignoring runs without settings."""
     settings_list = [run.settings for run in runs if run.settings]
     names = dict.fromkeys(name for settings in settings_list for name in settings)
     return [
@@ -46,7 +42,7 @@ def differing_settings(runs: Iterable[RunHistory]) -> list[str]:
 
 
 def comparison_rows(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """The table as plain data."""
+    """Return the table of runs as plain data: a row per run, with the settings that differ."""
     setting_names = differing_settings(runs)
     return [
         run.table_row() | {"settings": {name: run.settings.get(name) for name in setting_names}}
@@ -55,7 +51,7 @@ def comparison_rows(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
 
 
 def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterator[str]:
-    """The table as text; numbers stand to the right. Columns beyond the width are named below it."""
+    """Yield the lines of the table, numbers aligned right; columns beyond `width` are named below it."""
     differ = list(run_rows[0]["settings"]) if run_rows else []
     headings = [
         *["run", "state", "step", "learnt", "loss", "best", "val", "best", "tokens/s", "time"],
@@ -99,7 +95,7 @@ def _clipped_setting(value: str | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """59 -> '59 s ago'."""
+    """Format an age: 59 becomes '59 s ago'."""
     if seconds < 2 * 60:
         return f"{max(seconds, 0):.0f} s ago"
     if seconds < 2 * HOUR:

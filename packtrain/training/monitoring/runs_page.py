@@ -16,18 +16,18 @@ from typing import Any
 
 @cache
 def live_page() -> tuple[str, str]:
-    """The text, and the policy to send with it."""
+    """Return the HTML of the live page, and its Content-Security-Policy."""
     return _filled_page("", "connect-src 'self'; frame-src 'self'")
 
 
 def page_with_data(data: Mapping[str, Any]) -> str:
-    """The text of a page that shows this data, see Board.data."""
+    """Return the HTML of a still page that shows the data of `RunsPageData.data`."""
     text, _ = _filled_page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
     return text
 
 
 def scriptless_page(title: str, body: str, style_asset: str) -> str:
-    """The text of another page with the same colours and shapes; the style of another file is added to them."""
+    """Return a page without scripts in the style of the runs page, to which a style file is added."""
     style = _asset("page.css") + _asset(style_asset)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_seal(style)}'"
     return (
@@ -59,9 +59,10 @@ def _asset(name: str) -> str:
 
 
 def _seal(text: str) -> str:
+    """Return the hash by which a Content-Security-Policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _inert(text: str) -> str:
-    """JSON that cannot close its <script> element."""
+    """Escape JSON so that it cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

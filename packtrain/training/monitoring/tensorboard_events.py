@@ -1,4 +1,4 @@
-"""TensorBoard's event files: scalars by step, written by hand so that TensorBoard need not be installed.
+"""TensorBoard's event files: scalars by step, written by hand: packages for them bring protobuf and a thread.
 
 A file is a sequence of TFRecords (length, its checksum, bytes, their checksum), each of them an Event message of
 tensorboard/compat/proto/event.proto. Input: records as for metrics.jsonl; SCALARS are written.
@@ -19,7 +19,7 @@ START = 1  # event.proto, SessionLog.SessionStatus
 class EventFile:
     """The events of one run from here on: the first file of a new run, or the next one of a resumed run.
 
-    On resuming, TensorBoard is told that the session starts `after` that step; it then drops what is later.
+    A resumed file tells TensorBoard that the session starts after `after_step`; TensorBoard then drops later events.
     """
 
     def __init__(self, folder: Path, after_step: int | None) -> None:

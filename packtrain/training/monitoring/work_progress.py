@@ -8,7 +8,7 @@ from packtrain.training.monitoring.progress import MakeBar, WorkProgress
 
 
 class WorkCounter(WorkProgress):
-    """`with Count(stream, "merging", "block") as count:` shows `count(3, 18)`: merging: block 3 of 18, 0:40 left."""
+    """`with WorkCounter(stream, "merging", "block") as count:` shows `count(3, 18)` as block 3 of 18, 0:40 left."""
 
     def __init__(
         self, stream: TextIO, label: str, unit: str, make_bar: MakeBar | None = None
@@ -18,7 +18,7 @@ class WorkCounter(WorkProgress):
         self.start_time = time.monotonic()
 
     def __call__(self, done: int, total: int, *texts: str) -> None:
-        """`done` of `total` parts are done; the texts show results so far."""
+        """Report that `done` of `total` parts are done; the texts show results so far."""
         left = clock((time.monotonic() - self.start_time) / max(done, 1) * (total - done))
         if done < total or self.can_redraw:  # the next message shows that it has ended
             self.report_progress(

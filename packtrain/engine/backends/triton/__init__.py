@@ -1,8 +1,10 @@
-"""Kernels in Triton for `cuda`: what takes PyTorch several passes over memory, in one.
+"""Kernels in Triton for `cuda`: each does in one pass over memory what takes PyTorch several.
 
-They get PyTorch's tensors, dense, and write their results into those given. Ops declare them as kernels `cuda`; what
-an op has none for is PyTorch's. Triton is loaded when the first of them runs: PyTorch for CUDA brings it along.
-TRITON_INTERPRET=1 runs them on tensors of the CPU, which is how they are tested without a GPU.
+They take dense tensors of PyTorch and write into results passed to them. Ops declare them as kernels `cuda`; without
+one, an op uses PyTorch's. Triton is loaded when a kernel first runs: PyTorch for CUDA brings it along.
+TRITON_INTERPRET=1 runs kernels on tensors of the CPU, which is how they are tested without a GPU. PyTorch alone needed
+4,349 launches for a step of `15m`, and its attention took 60 times as long where documents share a row, because
+PyTorch's own kernels do not know packed documents.
 """
 
 import os
@@ -20,7 +22,7 @@ def is_installed() -> bool:
 
 
 def runs_on(x: Any) -> bool:
-    """Whether its kernels run where a tensor is."""
+    """Whether kernels in Triton run where tensor x is."""
     return (
         bool(x.is_cuda or (x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"))
         and is_installed()
@@ -28,7 +30,7 @@ def runs_on(x: Any) -> bool:
 
 
 def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
-    """A kernel of a module of this package, which is imported at its first call."""
+    """Return a kernel by module and name; the module is imported at the kernel's first call."""
 
     def run_kernel(*args: Any, **attrs: Any) -> Any:
         return getattr(import_module(f"{__name__}.{module}"), name)(*args, **attrs)
@@ -37,15 +39,15 @@ def lazy_kernel(module: str, name: str) -> Callable[..., Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel of Triton on the device of its first argument; tensors without values (`meta`) only show what a
-    function makes beside it."""
+    """Run a Triton kernel on the device of its first argument; on tensors without values (`meta`), do nothing, so that
+    only temporaries are measured."""
     if not args[0].is_meta and all(grid):
         with import_module("torch").cuda.device_of(args[0]):
             kernel[grid](*args, **constants)
 
 
 def power_of_two(n: int) -> int:
-    """The least that is not below n."""
+    """Return the least power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 

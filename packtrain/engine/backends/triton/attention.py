@@ -1,7 +1,7 @@
 """Attention, block of queries by block, with online softmax: Dao 2023, arXiv 2307.08691.
 
-Which keys a query sees is said by positions and sequences, see `ops.attention`; a block of keys that no query of a
-block sees is left out. Products have f32's accuracy on tensor cores, as sums of three in tf32.
+Positions and sequences say which keys a query sees, see `ops.attention`; a block of keys that no query of a block sees
+is skipped. Products have f32's accuracy on tensor cores, as sums of three products in tf32.
 """
 
 import triton
@@ -15,7 +15,7 @@ FACTORS = {"PRECISION": "tf32x3"}
 
 @triton.jit
 def query_offsets(queries, heads, width, M: tl.constexpr, D: tl.constexpr):
-    """A program's batch, queries of a head, elements; and where that head begins in (B, T, H, D), and in (B, H, T)."""
+    """Return a program's batch, query ids and element ids, and the head's offsets in (B, T, H, D) and (B, H, T)."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query_ids, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     return (
@@ -32,7 +32,7 @@ def visible_mask(
     batch, rows, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Which keys (columns) which queries (rows) of a batch see."""
+    """Return the mask (queries, keys) of the keys that the queries of a batch see."""
     mask = (rows < queries)[:, None] & (key_ids < keys)[None, :]
     if HAS_POSITIONS:
         q_position = tl.load(q_pos + batch * queries + rows, mask=rows < queries, other=0)
@@ -55,7 +55,7 @@ def visible_mask(
 
 @triton.jit
 def read(x, row_ids, column_ids, num_rows, width, row_stride):
-    """A block of rows (N, D), 0 where there is nothing, in f32."""
+    """Load a block of rows (N, D) in f32, with 0 outside the array."""
     mask = (row_ids < num_rows)[:, None] & (column_ids < width)[None, :]
     return tl.load(
         x + row_ids.to(tl.int64)[:, None] * row_stride + column_ids[None, :], mask=mask, other=0.0
@@ -67,7 +67,7 @@ def across(
     x, y, x_ids, y_ids, x_count, y_count, width, x_step, y_step,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of x and of y, a few elements of them at a time: more do not fit into registers."""
+    """Return products (M, N) of rows of x and rows of y, SLICE elements at a time: more do not fit into registers."""
     z = tl.zeros((M, N), tl.float32)
     for d_start in tl.static_range(0, D, min(D, SLICE)):
         d = d_start + tl.arange(0, min(D, SLICE))
@@ -78,7 +78,7 @@ def across(
 
 @triton.jit
 def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores (queries, keys), -inf where hidden, and their slope by the products where there is a cap."""
+    """Return scores (queries, keys), -inf where hidden, and the slope of the softcap."""
     z = products * scale
     slope = z
     if HAS_SOFTCAP:
@@ -89,7 +89,7 @@ def masked_scores(products, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _store_results(y, lse, output, row_max, row_sum, rows, d, queries, width, row_stride):
-    """Write results and sums; 0 for a query without keys."""
+    """Write results and log-sum-exps, 0 for a query without keys."""
     is_empty = row_sum == 0
     safe_sum = tl.where(is_empty, 1.0, row_sum)
     to = y + rows.to(tl.int64)[:, None] * row_stride + d[None, :]
@@ -102,7 +102,8 @@ def _store_results(y, lse, output, row_max, row_sum, rows, d, queries, width, ro
 def _attend(
     y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks,
     queries, keys, heads, kv, width, scale, softcap, window: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, HAS_LENGTH: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch, query_ids, d, at, line = query_offsets(queries, heads, width, M, D)
@@ -118,7 +119,8 @@ def _attend(
     for key_start in range(0, key_end, N):
         key_ids = key_start + tl.arange(0, N)
         mask = visible_mask(
-            batch, query_ids, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
+            batch, query_ids, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window,
+            HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
         )  # fmt: skip
         if tl.max(mask.to(tl.int32)) > 0:
             products = across(
@@ -148,7 +150,7 @@ def kernel_flags(q_pos, q_seq, length, softcap):
 
 
 def tile_sizes(width):
-    """Queries, keys, and elements of a head that are computed at a time, and warps: what fits into registers."""
+    """Return queries, keys and head elements of a tile, and warps, as registers allow."""
     d = max(power_of_two(width), 16)
     return (64, 32, d, 4) if d <= 64 else (32, 16, d, 8) if d <= 128 else (16, 16, d, 8)
 

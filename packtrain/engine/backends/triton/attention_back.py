@@ -1,4 +1,4 @@
-"""Gradients of attention: those of keys and values by blocks of keys, and those of queries by blocks of queries."""
+"""Gradients of attention: a kernel for keys and values by blocks of keys, another for queries by blocks of queries."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from packtrain.engine.backends.triton.attention import (
 
 @triton.jit
 def _dy_dot_y(sums, dy, y, queries, heads, width, M: tl.constexpr, D: tl.constexpr):
-    """Of each query and head the sum of dy * y."""
+    """Store the sum of dy * y for each query and head."""
     _, query_ids, d, head_offset, lse_offset = query_offsets(queries, heads, width, M, D)
     products = read(dy + head_offset, query_ids, d, queries, width, heads * width)
     products *= read(y + head_offset, query_ids, d, queries, width, heads * width)
@@ -31,7 +31,7 @@ def _score_grads(
     q, k, v, dy, sums, lse, rows, key_ids, mask, queries, keys, heads, kv, width, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities (queries, keys), and gradients of the products of queries and keys."""
+    """Return probabilities (queries, keys), and gradients of the products of queries and keys."""
     sizes = queries, keys, width, heads * width, kv * width
     z, cap_slope = masked_scores(
         across(q, k, rows, key_ids, *sizes, M, N, D, PRECISION), mask, scale, softcap, HAS_SOFTCAP
@@ -59,7 +59,8 @@ def _key_grads(
     for query_block in range(query_start, queries, M):
         query_ids = query_block + tl.arange(0, M)
         mask = visible_mask(
-            batch, query_ids, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
+            batch, query_ids, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window,
+            HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
         )  # fmt: skip
         if tl.max(mask.to(tl.int32)) > 0:
             for head in range(kv_head * (heads // kv), (kv_head + 1) * (heads // kv)):
@@ -94,7 +95,8 @@ def _query_grads(
     for key_start in range(0, key_end, N):
         key_ids = key_start + tl.arange(0, N)
         mask = visible_mask(
-            batch, rows, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window, HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
+            batch, rows, key_ids, q_pos, k_pos, q_seq, k_seq, length, queries, keys, window,
+            HAS_POSITIONS, HAS_SEQUENCES, HAS_LENGTH
         )  # fmt: skip
         if tl.max(mask.to(tl.int32)) > 0:
             _, ds = _score_grads(
@@ -110,7 +112,7 @@ def _query_grads(
 def attention_back(
     out, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, softcap
 ):
-    """dq may be where y is: of y only the sums with dy are needed, which are made first."""
+    """Write dq, dk and dv. dq may overwrite y, of which only the sums of dy * y are needed, made first."""
     (b, num_queries, num_heads, width), (num_keys, kv) = q.shape, k.shape[1:3]
     m, n, d, warps = tile_sizes(width)
     sums = torch.empty((b, num_heads, num_queries), dtype=torch.float32, device=q.device)

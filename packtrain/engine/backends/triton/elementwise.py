@@ -1,4 +1,4 @@
-"""Gated activations, and rotations of queries and keys."""
+"""Gated activations, rotations of queries and keys, and f32 as the sum of two bf16."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ BLOCK = 1024
 
 @triton.jit
 def _activation(x, TANH: tl.constexpr):
-    """f(x) and its slope: silu, or gelu in its tanh form."""
+    """Return f(x) and its slope f'(x): silu, or gelu in its tanh form."""
     if TANH:
         tanh_argument = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         t = 1 - 2 / (tl.exp(2 * tanh_argument) + 1)
@@ -78,7 +78,7 @@ def _split_kernel(high, low, x, n, BLOCK: tl.constexpr):
 
 
 def split_bf16(x):
-    """x f32, a matrix or a transposed one, as the sum of two bf16."""
+    """Return two bf16 that add up to about x (f32, a matrix or a transposed one): x rounded, and the rest."""
     if not x.is_contiguous() and x.mT.is_contiguous():
         return tuple(half.mT for half in split_bf16(x.mT))
     x = x.contiguous()

@@ -1,4 +1,4 @@
-"""The rows of the output head: log-sum-exp on the fly, and gradients of the logits where the logits were."""
+"""Losses of the output head by rows, with an online log-sum-exp; gradients are written over the logits."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ BLOCK = 4096
 
 @triton.jit
 def _logit(logits, bias, offsets, num_columns, softcap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
-    """Capped and uncapped, -inf beyond the last."""
+    """Load logits; return them with and without the softcap, -inf beyond the last column."""
     mask = offsets < num_columns
     z = tl.load(logits + offsets, mask=mask, other=-float("inf"))
     if BIASED:
@@ -26,7 +26,7 @@ def _turn(
     logits, bias, target, weight, lse, num_columns, softcap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of a row become their gradients."""
+    """Write the gradients of a row over its logits."""
     for start in range(0, num_columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         z, _ = _logit(logits, bias, offsets, num_columns, softcap, BIASED, CAPPED)
@@ -73,8 +73,8 @@ def _row(
 
 
 def losses_and_gradients(logits, losses, right, targets, weights, bias, softcap, has_gradients):
-    """Losses (N,) of products (N, V) f32, and where asked which are right (N,); with `has_gradients`, gradients of the products
-    take their place, and are returned."""
+    """Write losses (N,) of logits (N, V) f32, and if not None `right` (N,), 1 where the target's logit is largest; with
+    `has_gradients`, write gradients over the logits and return them."""
     rows, columns = logits.shape
     optional_inputs = (logits if t is None else t for t in (bias, losses, right, targets, weights))
     flags = {

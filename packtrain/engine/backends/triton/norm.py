@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: a program for each row, whose gradient for the weight is summed by groups of rows."""
+"""RMS norm: a program for each row; the weight's gradient is summed by groups of rows."""
 
 import torch
 import triton
@@ -6,7 +6,8 @@ import triton.language as tl
 
 from packtrain.engine.backends.triton import launch, power_of_two
 
-MAX_GROUPS = 256  # sums of the weight's gradient, which are added up last; the same on every GPU, so that bits are
+# most partial sums of the weight's gradient: as many on every GPU, so that bits are equal
+MAX_GROUPS = 256
 
 
 @triton.jit

@@ -1,16 +1,16 @@
-"""Sums of rows, in the order in which they come: the same bits each time, which sums by atomic additions are not."""
+"""Adds rows by index in their order, which gives equal bits each time, unlike atomic additions."""
 
 import triton
 import triton.language as tl
 
 from packtrain.engine.backends.triton import launch, power_of_two
 
-BLOCK = 1024  # ids that are looked at at a time
+BLOCK = 1024  # ids that are compared at a time
 
 
 @triton.jit
 def _add(dest, x, ids, num_ids, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program for each id: the first that has it adds the rows of all that do."""
+    """Run one program for each id: the first program of equal ids adds all their rows, the others do nothing."""
     program, at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     target_id, mask = tl.load(ids + program), column < num_columns
     has_earlier = 0
@@ -31,6 +31,6 @@ def _add(dest, x, ids, num_ids, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.co
 
 
 def add_rows(dest, x, ids):
-    """to[id] += row of x, for each id (N,) i32 that is not negative; to (V, C) and x (N, C) f32 are dense."""
+    """dest[ids[i]] += x[i] for each id (N,) i32 that is not negative; dest (V, C) and x (N, C) f32 are dense."""
     count, columns = x.shape
     launch(_add, (count,), dest, x, ids, count, columns, BLOCK=BLOCK, COLUMNS=power_of_two(columns))

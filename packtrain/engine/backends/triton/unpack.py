@@ -1,7 +1,8 @@
 """Values of block types: the functions in dtypes/ that unpack a block, compiled by Triton for many blocks at once.
 
-Their words (`load`, `half_at`, …) mean what they mean to `ops.torch_blocks`: a number of each block is (N, 1), sixteen
-lanes are (N, 16), and an address is a pointer into each block. Types that look values up in tables are left to PyTorch.
+The words of these functions (`load`, `half_at`, …) mean what they mean to `ops.torch_blocks`: a number of each block
+is (N, 1), sixteen lanes are (N, 16), and an address is a pointer into each block. Types that look values up in tables
+are left to PyTorch. No multiply-add is fused, so that bits equal the CPU's.
 """
 
 from functools import cache
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from packtrain.engine.backends.triton import blocks, launch
 
-SIZE = 32  # blocks of a program
+SIZE = 32  # blocks that a program unpacks
 
 
 @triton.jit
@@ -84,13 +85,13 @@ def _unpack(
     y, x, count, UNPACK: tl.constexpr, BYTES: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    block = tl.minimum(at, count - 1)[:, None]  # the last one several times, with the same values
+    block = tl.minimum(at, count - 1)[:, None]  # the last block several times, with equal values
     UNPACK(y + block * VALUES, x + block * BYTES, 1)
 
 
 def unpack_blocks(y, x, code):
-    """Write the values of blocks x (N, bytes of a block) u8 to y (N, values of a block) f32, both dense, with the same
-    bits everywhere; False if the type's function needs words that are not known here."""
+    """Unpack blocks x (N, bytes of a block) u8 into y (N, values of a block) f32, both dense, with the CPU's bits;
+    return False if the function of `code` needs a word that WORDS lacks."""
     function = _triton_function(code)
     if function is not None:
         options = {"UNPACK": function, "BYTES": x.shape[1], "VALUES": y.shape[1], "SIZE": SIZE}
@@ -100,12 +101,12 @@ def unpack_blocks(y, x, code):
 
 @cache
 def _triton_function(code):
-    """The function of a code with these words in place of those for compiled kernels, for Triton; None if it needs
-    others."""
+    """Return the function of a code compiled by Triton, with WORDS in place of the words for compiled kernels; None if
+    WORDS lacks a word."""
     source_function, bindings, words = code.function, dict[str, object](), ()
     for name in source_function.__code__.co_names:
         value = source_function.__globals__.get(name)
-        if isinstance(value, ModuleType):  # of words
+        if isinstance(value, ModuleType):  # a module of words
             bindings[name] = module = ModuleType(value.__name__)
             vars(module).update(WORDS)
             words = vars(value)["PLACEHOLDERS"]

@@ -22,7 +22,7 @@ from packtrain.planner.device_spread import parse_spread
 from packtrain.planner.step_shape import StepShape
 
 MIB = 1 << 20
-SIZES = {"dim": 64, "gpu_layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}
+SIZES = {"dim": 64, "layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}
 SHORT = {"iters": 4, "threads": 1, "sample_every": 0, "overwrite": True, "warmup_ratio": 0.0}
 SHAPE = StepShape(Config(64, 16, 32, 8, 64, 2, 2), 2, 16)
 

@@ -19,17 +19,6 @@ from packtrain.distributed.world import (
 )
 
 __all__ = [
-    "BUCKET",
-    "SINGLE_PROCESS",
-    "World",
-    "assume_world",
-    "check_device",
-    "current_world",
-    "free_port",
-    "is_distributed",
-    "join_world",
-    "launch",
-    "rank",
-    "rank_slice",
-    "rooms_nbytes",
+    "BUCKET", "SINGLE_PROCESS", "World", "assume_world", "check_device", "current_world", "free_port",
+    "is_distributed", "join_world", "launch", "rank", "rank_slice", "rooms_nbytes",
 ]  # fmt: skip

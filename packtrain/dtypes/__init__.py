@@ -24,27 +24,9 @@ from packtrain.dtypes.floats import bf16, f16, f32, f64
 from packtrain.dtypes.integers import i32, i64, u8
 
 __all__ = [
-    "BLOCK_TYPES",
-    "DTYPES",
-    "DTYPES_BY_NUMPY",
-    "MERGEABLE",
-    "PACKABLE",
-    "PRECISIONS",
-    "READABLE",
-    "RECODABLE",
-    "ROUNDABLE",
-    "TRAINABLE",
-    "TYPE_MODULES",
-    "WRITABLE",
-    "Dtype",
-    "bf16",
-    "dtype_of",
-    "f16",
-    "f32",
-    "f64",
-    "i32",
-    "i64",
-    "u8",
+    "BLOCK_TYPES", "DTYPES", "DTYPES_BY_NUMPY", "MERGEABLE", "PACKABLE", "PRECISIONS", "READABLE", "RECODABLE",
+    "ROUNDABLE", "TRAINABLE", "TYPE_MODULES", "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32",
+    "i64", "u8",
 ]  # fmt: skip
 
 TYPE_MODULES = (

@@ -15,12 +15,6 @@ from packtrain.gguf.gguf_reader import GGUF
 from packtrain.gguf.gguf_writer import DeferredTensor, write_gguf
 
 __all__ = [
-    "GGUF",
-    "QUANTIZATION_VERSION",
-    "DeferredTensor",
-    "GGUFError",
-    "MetadataValue",
-    "TensorInfo",
-    "tensor_nbytes",
+    "GGUF", "QUANTIZATION_VERSION", "DeferredTensor", "GGUFError", "MetadataValue", "TensorInfo", "tensor_nbytes",
     "write_gguf",
 ]  # fmt: skip

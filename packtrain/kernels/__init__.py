@@ -13,27 +13,10 @@ from packtrain.kernels.ahead import is_loaded, load_all, prepare
 from packtrain.kernels.crew import MAX_THREADS, set_threads, threads
 
 __all__ = [
-    "AMX_LOSS_KERNELS",
-    "CONV_KERNELS",
-    "DELTA_KERNELS",
-    "EXPERT_KERNELS",
-    "GENERATION_KERNELS",
-    "MAX_THREADS",
-    "OP_KERNELS",
-    "QUANTIZE_KERNELS",
-    "REQUANTIZE_KERNELS",
-    "SCAN_KERNELS",
-    "SOFTMAX_KERNELS",
-    "TRAINING_KERNELS",
-    "WEIGHTED_QUANTIZE_KERNELS",
-    "WINDOW_KERNELS",
-    "has_torch",
-    "is_loaded",
-    "load_all",
-    "prepare",
-    "set_threads",
-    "threads",
-    "torch",
+    "AMX_LOSS_KERNELS", "CONV_KERNELS", "DELTA_KERNELS", "EXPERT_KERNELS", "GENERATION_KERNELS", "MAX_THREADS",
+    "OP_KERNELS", "QUANTIZE_KERNELS", "REQUANTIZE_KERNELS", "SCAN_KERNELS", "SOFTMAX_KERNELS", "TRAINING_KERNELS",
+    "WEIGHTED_QUANTIZE_KERNELS", "WINDOW_KERNELS", "has_torch", "is_loaded", "load_all", "prepare", "set_threads",
+    "threads", "torch",
 ]  # fmt: skip
 
 # kernel modules by the work that needs them

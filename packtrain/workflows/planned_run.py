@@ -163,7 +163,7 @@ def plan_run(
             world.from_first((run_plan.plans.shape, run_plan.job.offloaded))
             return run_plan
         shape, is_offloaded = world.from_first(None)
-        if shape.share is not None:
+        if shape.moment_share is not None:
             shape = replace(shape, moment_share=(world.rank, world.world_size))
         shared_decision = shape, bool(is_offloaded)
         return _plan_on_rank(command, settings, build_job, report, will_run, shared_decision)

@@ -15,19 +15,8 @@ from packtrain.engine.backends.host import (
 from packtrain.engine.backends.target import CPU, Target
 
 __all__ = [
-    "CPU",
-    "DEVICES",
-    "HOST",
-    "Backend",
-    "Host",
-    "OpCall",
-    "SeparateHost",
-    "Target",
-    "aligned",
-    "backend",
-    "cpu",
-    "numpy",
-    "target",
+    "CPU", "DEVICES", "HOST", "Backend", "Host", "OpCall", "SeparateHost", "Target", "aligned", "backend", "cpu",
+    "numpy", "target",
 ]  # fmt: skip
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]

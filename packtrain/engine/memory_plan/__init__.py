@@ -12,13 +12,5 @@ from packtrain.engine.memory_plan.memory_plan import (
 from packtrain.engine.memory_plan.plan_verifier import PlanError, verify
 
 __all__ = [
-    "Arena",
-    "ArenaKey",
-    "Buffer",
-    "Plan",
-    "PlanError",
-    "least_order",
-    "make_plan",
-    "size_text",
-    "verify",
+    "Arena", "ArenaKey", "Buffer", "Plan", "PlanError", "least_order", "make_plan", "size_text", "verify",
 ]  # fmt: skip

@@ -19,26 +19,9 @@ from packtrain.engine.optim.sgd import SGD
 from packtrain.engine.tensor import weight
 
 __all__ = [
-    "LBFGS",
-    "OPTIMIZERS",
-    "PART_PREFIX",
-    "ROUNDING",
-    "SGD",
-    "AdamW",
-    "Muon",
-    "Optimizer",
-    "RankShare",
-    "StepInputs",
-    "StepRunner",
-    "accumulation_graph",
-    "applying_graph",
-    "leaner_optimizers",
-    "measuring_graph",
-    "moment",
-    "part_of_weight",
-    "training_graph",
-    "unsplit_name",
-    "update_graph",
+    "LBFGS", "OPTIMIZERS", "PART_PREFIX", "ROUNDING", "SGD", "AdamW", "Muon", "Optimizer", "RankShare",
+    "StepInputs", "StepRunner", "accumulation_graph", "applying_graph", "leaner_optimizers", "measuring_graph",
+    "moment", "part_of_weight", "training_graph", "unsplit_name", "update_graph",
 ]  # fmt: skip
 
 KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default

@@ -17,17 +17,6 @@ from packtrain.inference.sampling.sampler_chain import Chain, Constraint, Sample
 from packtrain.inference.sampling.sampling_settings import SAMPLER_ORDER, Sampling
 
 __all__ = [
-    "CANDIDATES",
-    "LOGITS",
-    "MAX_CANDIDATES",
-    "SAMPLER_ORDER",
-    "TOKEN",
-    "Candidates",
-    "Chain",
-    "Constraint",
-    "SamplerCut",
-    "SamplerInput",
-    "Sampling",
-    "find_breakers",
-    "token_rng",
+    "CANDIDATES", "LOGITS", "MAX_CANDIDATES", "SAMPLER_ORDER", "TOKEN", "Candidates", "Chain", "Constraint",
+    "SamplerCut", "SamplerInput", "Sampling", "find_breakers", "token_rng",
 ]  # fmt: skip

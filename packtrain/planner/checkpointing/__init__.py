@@ -16,18 +16,7 @@ from packtrain.planner.checkpointing.recompute_choice import (
 )
 
 __all__ = [
-    "ALIGNMENT",
-    "ALWAYS_OFFLOAD",
-    "MAY_OFFLOAD",
-    "NEVER_OFFLOAD",
-    "OFFLOADED",
-    "BlockChain",
-    "BuiltGraph",
-    "PlannedChoice",
-    "RecomputeChoice",
-    "aligned_nbytes",
-    "checkpoint_spacing",
-    "keep_all",
-    "spaced_choice",
+    "ALIGNMENT", "ALWAYS_OFFLOAD", "MAY_OFFLOAD", "NEVER_OFFLOAD", "OFFLOADED", "BlockChain", "BuiltGraph",
+    "PlannedChoice", "RecomputeChoice", "aligned_nbytes", "checkpoint_spacing", "keep_all", "spaced_choice",
     "uniform_choice",
 ]  # fmt: skip

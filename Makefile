@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # tests start a thousand commands, each of which would compile every Python file again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint bench conformance goldens reference real-base real clean
+.PHONY: demo quick check test lint bench conformance goldens reference real-base real clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,10 @@ $(VENV)/.ready: pyproject.toml
 # The whole path on this Python's own documentation: vocabulary, plan, training, demo/model.gguf, a sample.
 demo: $(VENV)/.ready
 	$(RUN) -m packtrain demo
+
+# While you write: types, names, layers, one op of each kind, plans.
+quick: $(VENV)/.ready lint
+	$(RUN) -m pytest -n 2 tests/test_layers.py tests/test_names.py tests/test_plan.py tests/test_op_errors.py
 
 # For every day: without the tests marked slow.
 check: $(VENV)/.ready lint

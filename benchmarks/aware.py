@@ -63,7 +63,8 @@ def main() -> None:
             gain = before - adapter_loss
             shares = [f"{(before - loss) / gain:.1%}" for loss in (merged, aware)]
             print(
-                f"| {base.stem} | {before:.4f} | {adapter_loss:.4f} | {merged:.4f} | {shares[0]} | {aware:.4f} | {shares[1]}"
+                f"| {base.stem} | {before:.4f} | {adapter_loss:.4f} | {merged:.4f} | {shares[0]} | {aware:.4f}"
+                f" | {shares[1]}"
                 f" | {slower / seconds:.2f} × |",
                 flush=True,
             )

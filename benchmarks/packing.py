@@ -156,7 +156,8 @@ def graphs() -> None:
                 print(
                     f"{name:13} {recomputed:9} {trained:8} {len(placed.steps):5} "
                     f"{size_text(arena.lower_bound):>12} {size_text(arena.nbytes):>12} {arena.gap:7.3%} "
-                    f"{online.gap:8.3%} {seconds:7.3f} {size_text(order_bounds[0]):>12} {size_text(order_bounds[1]):>12}"
+                    f"{online.gap:8.3%} {seconds:7.3f} {size_text(order_bounds[0]):>12}"
+                    f" {size_text(order_bounds[1]):>12}"
                 )
     print(
         f"at the lower bound: {gaps.count(0.0)} of {len(gaps)}, largest gap {max(gaps):.3%}, slowest {slowest:.3f} s"

@@ -47,7 +47,8 @@ def print_rows(types: list[str], rounds: int) -> None:
             one_row(DTYPES[name], nbytes, rounds) for nbytes in (LITTLE, MUCH)
         )
         print(
-            f"{name:8} {cache_seconds * 1e9:8.1f} {cache_rate / 1e9:7.2f} {memory_seconds * 1e9:11.1f} {memory_rate / 1e9:7.2f}",
+            f"{name:8} {cache_seconds * 1e9:8.1f} {cache_rate / 1e9:7.2f} {memory_seconds * 1e9:11.1f}"
+            f" {memory_rate / 1e9:7.2f}",
             flush=True,
         )
 

@@ -55,9 +55,9 @@ CHAINS: list[tuple[str, SamplerOptions, SamplerOptions]] = [
 ]  # fmt: skip
 HEADING = f"""
 Samplers, {DRAWS:,} draws of each from the same logits here and in llama.cpp. p is that of a chi-squared test
-that both draw from one distribution, at least {MIN_P_VALUE}, and below that for a setting that is a little off. Mirostat's
-draws are the last of texts of {STEPS} tokens, whose mu changes. `tfs_z` is no longer in llama.cpp: its tests have the
-published definition.
+that both draw from one distribution, at least {MIN_P_VALUE}, and below that for a setting that is a little off.
+Mirostat's draws are the last of texts of {STEPS} tokens, whose mu changes. `tfs_z` is no longer in llama.cpp: its
+tests have the published definition.
 
 | sampler | tokens that came | p | a little off: p |
 |---|---|---|---|"""

@@ -86,7 +86,9 @@ def main() -> int:
         print(f"with seven neighbours: {num_equal} of {len(crowd)} are those alone")
         generate_flags = ["-n", str(COUNT), "--temperature", "0", "--no-display-prompt"]
         texts = {
-            prompt: subprocess.run([*packtrain, "generate", model, "-p", prompt, *generate_flags], stdout=-1, stderr=-3).stdout
+            prompt: subprocess.run(
+                [*packtrain, "generate", model, "-p", prompt, *generate_flags], stdout=-1, stderr=-3
+            ).stdout
             for prompt in PROMPTS
         }  # fmt: skip
         written = sum(

@@ -221,7 +221,8 @@ def rows(server: str | Path, model: Path) -> Iterator[tuple[bool, str]]:
     used, counts = dict[str, int](), dict[str, list[int]]()
     with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
         our_command = [sys.executable, "-m", "packtrain", "serve", str(model), "--port", str(OURS)]
-        peer_command = [str(server), "-m", str(model), "--port", str(THEIRS), "-t", "1", "--jinja", "-np", "2"]  # fmt: skip
+        peer_flags = ["--port", str(THEIRS), "-t", "1", "--jinja", "-np", "2"]
+        peer_command = [str(server), "-m", str(model), *peer_flags]
         common_flags = ["-c", "512", "--metrics", "--chat-template", "chatml", "--slot-save-path"]
         with (
             server_process([*our_command, "-np", "2", *common_flags, a], OURS),

@@ -144,7 +144,8 @@ class Load:
         )
         return (
             f"{self.name:14}{one:8.1f} tokens/s alone, {CLIENTS} clients {every:8.1f}, {every / one:5.2f} x;"
-            f"  first token {1e3 * idle_latency:6.0f} ms idle, {1e3 * busy_latency:6.0f} while {LONG:,} tokens are read,"
+            f"  first token {1e3 * idle_latency:6.0f} ms idle, {1e3 * busy_latency:6.0f} while {LONG:,} tokens"
+            f" are read,"
             f" {busy_latency / idle_latency:5.2f} x"
         )
 

@@ -38,7 +38,8 @@ class Load:
     def run(self, number: int) -> None:
         rng = random.Random(self._seed + number)
         kinds: list[Callable[[random.Random], str]] = [
-            self.full_answer, self.full_answer, self.stream, self.leave, self.leave, self.garbage, self.half, self.wrong_key,
+            self.full_answer, self.full_answer, self.stream, self.leave, self.leave, self.garbage, self.half,
+            self.wrong_key,
             self.huge, self.slow, self.odd,
         ]  # fmt: skip
         while not self.stop.is_set():

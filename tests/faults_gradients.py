@@ -232,12 +232,7 @@ def recomputation_of_a_write(patch: MonkeyPatch) -> None:
     def wrong(is_kept):
         return lambda self, t: (
             is_kept(self, t)
-            and not (
-                not self.keeps_all
-                and t.call
-                and t.call.op.writes
-                and t.call.serial <= self.last_kept_serial
-            )
+            and not (t.call and t.call.op.writes and t.call.serial <= self.last_kept_serial)
         )
 
     wrap_attribute(patch, autodiff._Recomputation, "is_kept", wrong)

@@ -111,13 +111,17 @@ def check_recomputed(seed: int) -> None:
 def check_slope(seed: int) -> None:
     """Gradients through uses of a value in several places, recomputed or not, are the loss's slope in float64."""
     case = random_case(seed, style="outputs")
-    leaf_values = {n: v * np.ones((), v.dtype if v.dtype.kind == "i" else float) for n, v in case.values.items()}  # fmt: skip
+    leaf_values = {
+        n: v * np.ones((), v.dtype if v.dtype.kind == "i" else float)
+        for n, v in case.values.items()
+    }
     results = pt.interpret(case.graph, leaf_values)
     rng = np.random.default_rng(seed)
     directions = {
         n[2:]: rng.standard_normal(g.shape) for n, g in results.items() if n.startswith("d/")
     }
-    slope = checks.slope(pt.Graph({"loss": case.graph.outputs["loss"]}, case.graph.updates), leaf_values, directions)  # fmt: skip
+    loss_graph = pt.Graph({"loss": case.graph.outputs["loss"]}, case.graph.updates)
+    slope = checks.slope(loss_graph, leaf_values, directions)
     checks.assert_slope(
         slope, {n: results[f"d/{n}"] * d for n, d in directions.items()}, f"seed {seed}"
     )

@@ -21,7 +21,7 @@ BUSY = {"most": 0}
 
 @dataclass(frozen=True, slots=True)
 class Streamed(SeparateHost):
-    """Copies are made when somebody waits for them, if `is_late`, and until then the copy is NaN; or at once, and then the
+    """Copies are made when somebody waits for them, if `is_late`, and are NaN until then; or at once, and then the
     source is read no more."""
 
     is_late: bool = True

@@ -73,7 +73,7 @@ def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
 def test_an_addition_that_is_left_out_is_seen(name, left_out, tmp_path, monkeypatch):
     original_low = BlockBuilder.lora_of
     monkeypatch.setattr(
-        BlockBuilder, "low", lambda part, n: None if n == left_out else original_low(part, n)
+        BlockBuilder, "lora_of", lambda part, n: None if n == left_out else original_low(part, n)
     )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_beside(name, tmp_path)

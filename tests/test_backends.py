@@ -333,7 +333,7 @@ for homes in (roles, one):
     request = PlanRequest(AdamW(), replace(fast, backend_rates={"far": slow}), target=on)
     whole = request.make_plans(shape)
     assert whole.device_spaces == ["far"]
-    most = {s: request.peak_nbytes(whole, s) + (1 << 20) * (s == HOST) for s in (HOST, "far")}  # recomputed calls take some
+    most = {s: request.peak_nbytes(whole, s) + (1 << 20) * (s == HOST) for s in (HOST, "far")}
     limits = {HOST: most[HOST], "far": most["far"] - whole.largest_plan_in("far").arena("far").nbytes // 5}
     answer = find_fastest_shape(shape, replace(request, limits=limits))
     assert answer.is_within_limits and answer.shape != shape, (homes, answer)

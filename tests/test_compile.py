@@ -40,7 +40,7 @@ def test_the_fastest_way_that_fits_is_taken(
 
 @pytest.mark.parametrize("name", ["simd", *ahead.LARGER])
 def test_what_does_not_fit_is_refused_with_what_it_needs(name: str):
-    required_mib = 50 + ahead.LARGER.get(name, ahead.SINGLE_MIB)
+    required_mib = 50 + ahead.peak_mib(name)
     with pytest.raises(
         DoesNotFit, match=f"needs {required_mib} MiB.*packtrain compile.*{required_mib}MiB"
     ):
@@ -75,8 +75,10 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
             time.sleep(0.01)
         assert child.stdout.read().split() == [name]
     assert (tmp_path / store.folder_name(name) / store.CHECKSUM_FILE).exists()
-    assert peak <= ahead.LARGER.get(name, ahead.SINGLE_MIB) * MIB
-    assert name not in ahead.LARGER or peak > max(0.7 * ahead.LARGER[name], ahead.SINGLE_MIB) * MIB
+    assert peak <= ahead.peak_mib(name) * MIB
+    assert (
+        name not in ahead.LARGER or peak > max(0.7 * ahead.peak_mib(name), ahead.SINGLE_MIB) * MIB
+    )
 
 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):

@@ -232,7 +232,7 @@ def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     """Rows go through by parts; turned ones by whole heads, to the same bytes."""
     write_checkpoint(tmp_path / "model", intermediate_size=4096)
     convert(tmp_path / "model", tmp_path / "whole.gguf", "bf16")
-    monkeypatch.setattr("packtrain.conversion.hugging_face.tensor_names.MAX_PART_VALUES", 1 << 11)
+    monkeypatch.setattr("packtrain.conversion.hugging_face.tensor_names.PART", 1 << 11)
     tracemalloc.start()
     convert(tmp_path / "model", tmp_path / "model.gguf", "bf16")
     peak = tracemalloc.get_traced_memory()[1]

@@ -376,7 +376,8 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(
     """Sent to the parent, or as a terminal does to both; also where it only sets a flag in the parent."""
     code = (
         "from pathlib import Path\nfrom contextlib import nullcontext\n"
-        "from packtrain.data.text import CorpusRecipe, prepare_corpus\nfrom packtrain.common.signals import stop_on_signals\n"
+        "from packtrain.data.text import CorpusRecipe, prepare_corpus\n"
+        "from packtrain.common.signals import stop_on_signals\n"
         f"with stop_on_signals() if {noted} else nullcontext():\n"
         "    text = CorpusRecipe(Path('data.txt'), Path('vocab.gguf'), 320, True, None, 0.0)\n"
         "    prepare_corpus(text, Path('cache'), print)"

@@ -250,7 +250,8 @@ def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
 
 
 GEMMA_4 = {
-    "sliding_window_pattern is array([1., 0., 1., 0.], dtype=float32); it": {WINDOWS: MetadataValue("f32", [1, 0, 1, 0])},
+    "sliding_window_pattern is array([1., 0., 1., 0.], dtype=float32); it":
+        {WINDOWS: MetadataValue("f32", [1, 0, 1, 0])},
     "sliding_window_pattern is array([ True]); it must be 4 times": {WINDOWS: MetadataValue("bool", [True])},
     "head_count_kv is array([3, 1, 3, 1], dtype=int32); it must be a": {KV: MetadataValue("i32", [3, 1, 3, 1])},
     "key_length_swa is 63; it must be even": dict.fromkeys(WINDOW_WIDTHS, MetadataValue("u32", 63)),

@@ -41,7 +41,7 @@ from packtrain.inference.generator import Generator
 from packtrain.models.model_file import open_model
 
 def logits(path):
-    return Generator.of(open_model(path), 9).feed(list(range(3, 12))).copy()
+    return Generator.from_model(open_model(path), 9).feed(list(range(3, 12))).copy()
 
 def run(*command):
     with contextlib.redirect_stdout(io.StringIO()):

@@ -19,7 +19,7 @@ from packtrain.common.options import option, positional
 @dataclass(frozen=True)
 class Count:
     text: Path = positional("a text file")
-    least: int = option(1, "say nothing of letters that are there less often", least=1)
+    least: int = option(1, "say nothing of letters that are there less often", min_value=1)
 
 
 def run(settings: Count) -> int:

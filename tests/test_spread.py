@@ -155,7 +155,7 @@ def test_losses_are_those_of_one_memory(
     assert list(done.losses) == expected_losses
     plans = done.plan.plans
     spaces = {space for space in settings["device"].split(",") if space != "cpu"}
-    assert peak_nbytes.keys() == spaces == {*plans.spaces}
+    assert peak_nbytes.keys() == spaces == {*plans.device_spaces}
     for space, nbytes in peak_nbytes.items():
         assert nbytes <= plans.nbytes_in(space), space
         assert nbytes > 0.95 * plans.nbytes_in(space), space
@@ -198,7 +198,7 @@ def test_a_memory_of_pytorch_beside_the_cpu(folder: Path, expected_losses: list[
         assert list(done.losses) == pytest.approx(expected_losses, rel=1e-4)
     done = run_training(folder, device="cpu:1,torch:cpu:1")
     assert list(done.losses) == pytest.approx(expected_losses, rel=1e-4)
-    assert done.plan.plans.spaces == ["cpu:1", "torch:cpu:1"]
+    assert done.plan.plans.device_spaces == ["cpu:1", "torch:cpu:1"]
 
 
 # ---- limits --------------------------------------------------------------------------------------------------

@@ -418,7 +418,7 @@ def test_a_run_is_seen_while_it_goes_on_and_keeps_to_its_memory(watching: Any) -
         assert run.get(path)[0] == 404, path
     assert run.get("/data?since=x&session=y")[0] == run.get("/data?since=" + "9" * 99)[0] == 200
     assert run.get("/data", host="elsewhere.example")[0] == 400
-    assert run.ended() == 0, run.said
+    assert run.wait_for_exit() == 0, run.said
     end = run.records[-1]
     assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 100 << 20
     for client in stalled:
@@ -431,7 +431,7 @@ def test_ctrl_c_saves_and_ends_a_watched_run(watching: Any) -> None:
     stalled.sendall(b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
     run.until(5)
     run.process.send_signal(signal.SIGINT)
-    assert run.ended() == 130
+    assert run.wait_for_exit() == 130
     assert "--resume" in run.said[-1] and "Traceback" not in "".join(run.said)
     with pytest.raises(OSError):
         run.get("/data")

@@ -71,7 +71,8 @@ def settings(rng: random.Random, names: list[str]) -> dict[str, Any]:
         "exclude_modules": [rng.choice(names)], "use_dora": True, "bias": rng.choice(("all", "lora_only")),
         "lora_bias": True, "init_lora_weights": rng.choice(STARTS), "init_lora_weights ": rng.choice(STARTS),
         "modules_to_save": [rng.choice(("lm_head", "norm", "embed_tokens"))], "trainable_token_indices": [3, 4],
-        "layer_replication": [[0, 2], [1, 2]], "target_modules": [*target_names, rng.choice(("lm_head", "embed_tokens"))],
+        "layer_replication": [[0, 2], [1, 2]],
+        "target_modules": [*target_names, rng.choice(("lm_head", "embed_tokens"))],
         "fan_in_fan_out": True, "lora_dropout": 0.3, "task_type": "CAUSAL_LM", "use_qalora": True,
         "target_parameters": ["mlp.experts.gate_up_proj"], "alora_invocation_tokens": [5, 6],
     }  # fmt: skip

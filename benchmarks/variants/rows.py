@@ -35,7 +35,8 @@ TURN: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
 }  # fmt: skip
 # key of a row
 ROW: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
-    **dict.fromkeys(FLAGS, ((OFF, REFUSE), (ON, NO_EFFECT))), "weight": ((OFF, REFUSE), (ON, NO_EFFECT), ((0.5, 2), REFUSE)),
+    **dict.fromkeys(FLAGS, ((OFF, REFUSE), (ON, NO_EFFECT))),
+    "weight": ((OFF, REFUSE), (ON, NO_EFFECT), ((0.5, 2), REFUSE)),
     "label": (((False, "false", 0, "0", "False"), REFUSE), ((True, 1, "spam"), NO_EFFECT)),
     "kto_tag": (((False,), REFUSE), ((True,), NO_EFFECT)), "sample_weight": (((0.5, 2, 0), REFUSE), ((1,), NO_EFFECT)),
     "loss_weight": (((0.2,), REFUSE),), "loss_scale": (((0.2,), REFUSE), ((1,), NO_EFFECT)),
@@ -55,7 +56,8 @@ ROW: dict[str, tuple[tuple[tuple[Any, ...], str], ...]] = {
     "question": ((("WORD",), SHOWN),), "query": ((("WORD",), SHOWN),), "response": ((("WORD",), SHOWN),),
     "answer": ((("WORD",), SHOWN),), "output": ((("WORD",), SHOWN),), "rejected": ((("WORD",), SHOWN),),
     "tools": ((([{"type": "function", "function": {"name": "WORD", "parameters": {}}}],), SHOWN),),
-    "id": (((7, "a"), NO_EFFECT),), "source": ((("web",), NO_EFFECT),), "score": (((0.5,), NO_EFFECT),), "lang": ((("en",), NO_EFFECT),),
+    "id": (((7, "a"), NO_EFFECT),), "source": ((("web",), NO_EFFECT),), "score": (((0.5,), NO_EFFECT),),
+    "lang": ((("en",), NO_EFFECT),),
     "note": ((("some",), NO_EFFECT),), "category": ((("x",), NO_EFFECT),), "split": ((("train",), NO_EFFECT),),
 }  # fmt: skip
 

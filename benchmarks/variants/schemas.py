@@ -74,7 +74,8 @@ def arrays(rng: random.Random, depth: int, refs: list[str]) -> Schema:
     """An array with some of its keywords."""
     keyword_options = {
         "items": schema(rng, depth - 1, refs), "minItems": rng.randrange(3), "maxItems": rng.randrange(1, 4),
-        "prefixItems": [scalar_schema(rng), scalar_schema(rng)], "uniqueItems": rng.random() < 0.5, "contains": {"const": 1},
+        "prefixItems": [scalar_schema(rng), scalar_schema(rng)], "uniqueItems": rng.random() < 0.5,
+        "contains": {"const": 1},
     }  # fmt: skip
     keys = rng.sample(
         [*keyword_options][: 4 if rng.random() < 0.8 else 6], rng.choice((1, 1, 2, 3))

@@ -147,7 +147,8 @@ def post_processor(rng: random.Random) -> Json | None:
         "ByteLevel", add_prefix_space=rng.random() < 0.5, trim_offsets=False, use_regex=True
     )
     return rng.choice((
-        None, template, template, spelled, sequence("processors", spelled, template), step("BertProcessing", **end_tokens),
+        None, template, template, spelled, sequence("processors", spelled, template),
+        step("BertProcessing", **end_tokens),
         step("RobertaProcessing", **end_tokens, trim_offsets=True, add_prefix_space=True),
     ))  # fmt: skip
 
@@ -157,7 +158,8 @@ def decoder(rng: random.Random, pieces: bool) -> Json | None:
     back = step("Replace", pattern={"String": SPACE}, content=" ")
     common_decoder = sequence("decoders", back, step("ByteFallback"), step("Fuse"), strip)
     return rng.choice((
-        common_decoder if pieces else step("ByteLevel"), metaspace(), step("WordPiece", prefix="##", cleanup=True), None,
+        common_decoder if pieces else step("ByteLevel"), metaspace(), step("WordPiece", prefix="##", cleanup=True),
+        None,
         step("BPEDecoder", suffix="</w>"), step("CTC", pad_token="<s>", word_delimiter_token="|", cleanup=True),
         sequence("decoders", back, step("Fuse"), step("Strip", content="l", start=1, stop=1)), step("Fuse"),
     ))  # fmt: skip

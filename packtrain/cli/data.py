@@ -12,14 +12,8 @@ from packtrain.cli import print_message
 from packtrain.common.errors import InputError, printable
 from packtrain.common.options import COLUMNS, option, positional, required, unescape
 from packtrain.common.text import plural, use_colour
+from packtrain.data import conversations
 from packtrain.data.chat_template import load_template
-from packtrain.data.conversations import (
-    TRUNCATE_CHOICES,
-    DatasetRecipe,
-    SampleDataset,
-    TokenizedSamples,
-    prepare_dataset,
-)
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
@@ -45,9 +39,9 @@ class DataSettings:
         None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", min_value=1
     )
     truncate: str = option(
-        TRUNCATE_CHOICES[0],
+        conversations.TRUNCATE_CHOICES[0],
         "longer conversations: cut their end, drop or split them",
-        choices=TRUNCATE_CHOICES,
+        choices=conversations.TRUNCATE_CHOICES,
     )
     mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
     train_on: str = option(
@@ -66,9 +60,8 @@ def run(settings: DataSettings) -> int:
     """Print the description, and samples if asked. Raises InputError."""
     check_rules(settings, (VAL_SPLIT_RULE, TRAIN_ON_RULE))
     metadata = GGUF(settings.model).metadata
-    dataset = prepare_dataset(
-        _recipe(settings, metadata), writable(cache_root() / "tokens"), print_message
-    )
+    recipe, folder = _recipe(settings, metadata), writable(cache_root() / "tokens")
+    dataset = conversations.prepare_dataset(recipe, folder, print_message)
     for line in description_lines(dataset):
         print(printable(line))
     if settings.show:
@@ -80,14 +73,14 @@ def run(settings: DataSettings) -> int:
     return 0
 
 
-def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> DatasetRecipe:
+def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> conversations.DatasetRecipe:
     key = f"{metadata.get('general.architecture')}.context_length"
     context = metadata.get(key, CONTEXT)
     if not isinstance(context, int) or context < 1:
         raise InputError(
             f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
         )
-    return DatasetRecipe(
+    return conversations.DatasetRecipe(
         settings.data,
         settings.model,
         settings.ctx or min(context, CONTEXT),
@@ -103,7 +96,7 @@ def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> DatasetRecipe:
     )
 
 
-def description_lines(dataset: SampleDataset) -> Iterator[str]:
+def description_lines(dataset: conversations.SampleDataset) -> Iterator[str]:
     """Yield lines about the data's formats, and the size of each split."""
     yield from dataset.notes
     for name, samples in (("training", dataset.train), ("validation", dataset.valid)):
@@ -111,7 +104,7 @@ def description_lines(dataset: SampleDataset) -> Iterator[str]:
             yield f"{name}: {_size_text(samples)}"
 
 
-def _size_text(samples: TokenizedSamples) -> str:
+def _size_text(samples: conversations.TokenizedSamples) -> str:
     """Format counts of samples, tokens and targets, and quantiles of the samples' lengths."""
     total, lengths = samples.ids.size, samples.lengths - 1  # inputs, without the last token
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")

@@ -22,15 +22,9 @@ from pkgutil import get_data
 from typing import Any, NoReturn
 
 from packtrain.cli import drop_output
+from packtrain.common import errors
 from packtrain.common.debug import flags as debug_flags
-from packtrain.common.errors import (
-    DiskFull,
-    DoesNotFit,
-    InputError,
-    Interrupted,
-    RankLost,
-    printable,
-)
+from packtrain.common.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
 from packtrain.common.gc_control import gc_paused
 from packtrain.common.options import add_flags, from_flags, positionals
 from packtrain.common.text import did_you_mean
@@ -62,7 +56,7 @@ COMMANDS = {
     "compile": ("compile", "CompileSettings"),
 }
 RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
-EXPECTED_ERRORS = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
+EXPECTED_ERRORS = InputError, DoesNotFit, DiskFull, errors.RankLost, Interrupted, ArithmeticError
 BAD_INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 MAX_HELP_WIDTH = 100  # most columns of a help
 

@@ -18,11 +18,9 @@ class RowEvents(Events):
 def run(settings: QuantizeSettings) -> int:
     """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
     is_long_task = settings.calibrate is not None or settings.imatrix is not None
-    events = (
-        import_module("packtrain.cli.event_output").TerminalEvents()
-        if is_long_task
-        else RowEvents()
-    )
+    events = RowEvents()
+    if is_long_task:
+        events = import_module("packtrain.cli.event_output").TerminalEvents()
     result = quantize(settings, events)
     print(
         f"{result.output}: {settings.type.upper()}, {plural(result.count, 'tensor')}, "

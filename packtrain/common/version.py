@@ -1,3 +1,3 @@
 """Version of packtrain, which the command line prints and written files record."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

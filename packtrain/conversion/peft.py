@@ -279,11 +279,8 @@ def _stacked(path: Path, name: str, by_expert: Mapping[int | None, Pair], num_ex
     if None in by_expert:
         return by_expert[None]
     first_pair = next(iter(by_expert.values()))
-    if any(
-        matrix.shape != first_matrix.shape
-        for pair in by_expert.values()
-        for matrix, first_matrix in zip(pair, first_pair, strict=True)
-    ):
+    shapes = {(a.shape, b.shape) for a, b in by_expert.values()}
+    if len(shapes) > 1:
         raise InputError(
             f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
         )
@@ -325,9 +322,7 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
 def _peft_config(adapter: Adapter, modules: Mapping[str, AdaptedMatrix]) -> dict[str, Any]:
     """Return the adapter_config.json with which PEFT computes what the adapter does here."""
-    ranks = {
-        module: adapter.lora_pairs[place.tensor][1].shape[-1] for module, place in modules.items()
-    }
+    ranks = {m: adapter.lora_pairs[place.tensor][1].shape[-1] for m, place in modules.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     other_ranks = {re.escape(module): r for module, r in ranks.items() if r != rank}
     return {

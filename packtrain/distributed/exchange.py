@@ -113,9 +113,8 @@ class Exchange:
                 piece.copy_(buffer_part)
 
     def _reduce_scatter(self, array: Any, local_sum: Any, fresh: bool) -> None:
-        rank_parts = [
-            array[rank_slice(len(array), i, self.world_size)] for i in range(self.world_size)
-        ]
+        size = self.world_size
+        rank_parts = [array[rank_slice(len(array), i, size)] for i in range(size)]
         for ((_, run_start, run_end),) in _runs([len(rank_parts[0])], BUCKET // self.world_size):
             outgoing, incoming = self._room_views(run_end - run_start)
             for piece, buffer_part in zip(rank_parts, outgoing, strict=True):
@@ -128,14 +127,10 @@ class Exchange:
                 local_part.add_(summed)
 
     def _all_gather(self, arrays: Sequence[Any]) -> None:
-        rank_parts = [
-            [array[rank_slice(len(array), i, self.world_size)] for array in arrays]
-            for i in range(self.world_size)
-        ]
+        size = self.world_size
+        rank_parts = [[a[rank_slice(len(a), i, size)] for a in arrays] for i in range(size)]
         # the first rank has the longest parts, the last may have none
-        for runs in _runs(
-            [len(rank_part) for rank_part in rank_parts[0]], BUCKET // self.world_size
-        ):
+        for runs in _runs([len(part) for part in rank_parts[0]], BUCKET // size):
             (outgoing, *_), incoming = self._room_views(sum(end - start for _, start, end in runs))
             local_pieces = [rank_parts[self.rank][i][a:run_end] for i, a, run_end in runs]
             for piece, place in _places(local_pieces, outgoing, runs):
@@ -147,9 +142,7 @@ class Exchange:
 
     def _room_views(self, count: int) -> tuple[Any, Any]:
         """Return room for `count` numbers to each rank, and room for `count` numbers from each."""
-        outgoing, incoming = (
-            room[: count * self.world_size] for room in (self.send_room, self.theirs)
-        )
+        outgoing, incoming = (r[: count * self.world_size] for r in (self.send_room, self.theirs))
         return outgoing.view(self.world_size, count), incoming.view(self.world_size, count)
 
     def _sum_in_order(self, incoming: Any, outgoing: Any) -> Any:

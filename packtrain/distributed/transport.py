@@ -41,10 +41,8 @@ def check_device(device: str, has_cpu_blocks: bool = False) -> None:
             f"--device {device}: of several processes each takes a GPU of its own; give --device cuda"
         )
     is_single = re.fullmatch(SINGLE_PROCESS_DEVICES, device)
-    reason = " works in one process" if is_single else ": several processes have no such device"
-    raise InputError(
-        f"--device {device}{reason}; give cpu, torch:cpu or cuda, or leave out --nproc"
-    )
+    cause = " works in one process" if is_single else ": several processes have no such device"
+    raise InputError(f"--device {device}{cause}; give cpu, torch:cpu or cuda, or leave out --nproc")
 
 
 def select_device(device: str) -> None:
@@ -107,7 +105,5 @@ class Carrier:
         peers = [peer for peer in range(len(incoming)) if peer != rank]
         transfers = [(self.dist.irecv, incoming[peer], peer) for peer in peers]
         transfers += [(self.dist.isend, outgoing[peer], peer) for peer in peers]
-        operations = [
-            self.dist.P2POp(operation, tensor, i, self.group) for operation, tensor, i in transfers
-        ]
+        operations = [self.dist.P2POp(op, tensor, i, self.group) for op, tensor, i in transfers]
         return [*self.dist.batch_isend_irecv(operations)]  # NCCL requires all operations at once

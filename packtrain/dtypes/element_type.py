@@ -135,9 +135,7 @@ class Dtype:
         """Register a function (w, i) of the i-th 64 codes, see int8_dot; max_code is their size without code_offset."""
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.code["codes"] = CompiledFunction(
-                function, code_offset=code_offset, max_code=max_code
-            )
+            self.code["codes"] = CompiledFunction(function, False, code_offset, max_code)
             return function
 
         return declare

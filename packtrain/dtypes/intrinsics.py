@@ -7,6 +7,8 @@ numba: a Placeholder is an empty object until kernels are compiled, and then tel
 from collections.abc import Callable
 from typing import Any
 
+Function = Callable[..., Any]
+
 
 class Placeholder:
     """A function that compiled code calls by its name."""
@@ -28,18 +30,10 @@ class CompiledFunction(Placeholder):
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        is_inlined: bool = False,
-        code_offset: int = 0,
-        max_code: int = 0,
+        self, function: Function, is_inlined: bool = False, code_offset: int = 0, max_code: int = 0
     ) -> None:
-        self.function, self.is_inlined, self.code_offset, self.max_code = (
-            function,
-            is_inlined,
-            code_offset,
-            max_code,
-        )
+        self.function, self.is_inlined = function, is_inlined
+        self.code_offset, self.max_code = code_offset, max_code
         self.is_signed = code_offset == 128
 
 
@@ -58,12 +52,12 @@ class U8x64:
 PLACEHOLDERS: dict[str, Placeholder] = {}  # placeholders by name
 
 
-def part(function: Callable[..., Any]) -> Any:
+def part(function: Function) -> Any:
     """Mark a small function, which is compiled into its callers."""
     return CompiledFunction(function, is_inlined=True)
 
 
-def compiled_function(function: Callable[..., Any]) -> Any:
+def compiled_function(function: Function) -> Any:
     """Mark a function that is compiled once."""
     return CompiledFunction(function)
 

@@ -7,16 +7,7 @@ import numpy as np
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.element_type import Bytes, CodeLayout, Dtype, block_dtype
 from packtrain.dtypes.grids import IQ2_XS_GRID, IQ3_S_GRID, IQ3_XXS_GRID, ONE, TWO_S, TWO_XXS
-from packtrain.dtypes.intrinsics import (
-    F32x16,
-    byte_at,
-    half_at,
-    load,
-    part,
-    short_at,
-    store,
-    to_floats,
-)
+from packtrain.dtypes.intrinsics import F32x16, byte_at, half_at, load, part, short_at, store
 from packtrain.dtypes.iq_points import POINTS
 from packtrain.dtypes.k import q2_K, q3_K, q4_K, q5_K
 
@@ -30,16 +21,13 @@ EVEN_SIGNS = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int
 def iq4_xs_scales(raw: Bytes) -> tuple[np.ndarray]:
     """Return the scales of iq4_xs: the low four bits of all eight, and the other two bits, stored before them."""
     groups = np.arange(8, dtype=np.uint8)
-    low_bits, high_bits = (
-        raw[..., 4 + groups // 2] >> groups % 2 * 4,
-        raw[..., 2 + groups // 4] >> groups % 4 * 2,
-    )
+    low_bits = raw[..., 4 + groups // 2] >> groups % 2 * 4
+    high_bits = raw[..., 2 + groups // 4] >> groups % 4 * 2
     return (((low_bits & 15) | (high_bits & 3) << 4).astype(f32) - f32(32),)
 
 
-iq4_nl = block_dtype(
-    *("iq4_nl", 20, 32, 18), richer=q5_K, layout=CodeLayout(32, 16, 0, (0,), 2, table=NL)
-)
+iq4_nl_layout = CodeLayout(32, 16, 0, (0,), 2, table=NL)
+iq4_nl = block_dtype(*("iq4_nl", 20, 32, 18), richer=q5_K, layout=iq4_nl_layout)
 iq4_xs = block_dtype(
     *("iq4_xs", 23, 256, 136),
     smaller=iq4_nl,
@@ -70,31 +58,18 @@ iq3_xxs, iq3_s = on_grid("iq3_xxs", 18, 98, q3_K, "blocks"), on_grid("iq3_s", 21
 iq4_nl.mix("IQ4_NL", 25, attn_v_grouped=q5_K, first_ffn_down_unweighted=q5_K)
 iq4_xs.mix("IQ4_XS", 30, attn_v_grouped=q5_K, first_ffn_down_unweighted=q5_K)
 iq3_xxs.mix(
-    "IQ3_XXS",
-    23,
-    attn_v_grouped=q4_K,
-    attn_qk=iq2_s,
-    attn_output=iq3_s,
-    token_embd=iq3_s,
-    output_head=q5_K,
-)
+    "IQ3_XXS", 23, attn_v_grouped=q4_K, attn_qk=iq2_s, attn_output=iq3_s, token_embd=iq3_s, output_head=q5_K,
+)  # fmt: skip
 iq3_s.mix("IQ3_XS", 22, attn_v_grouped=q4_K, attn_qk=iq3_xxs, ffn_gate_up_middle=iq3_xxs)
 iq3_s.mix(
-    "IQ3_M",
-    27,
-    attn_v=q4_K,
-    attn_output=q4_K,
-    first_ffn_down_weighted=q4_K,
-    first_ffn_down_unweighted=q4_K,
-    ffn_down_8_experts=q4_K,
-)
+    "IQ3_M", 27, attn_v=q4_K, attn_output=q4_K, first_ffn_down_weighted=q4_K,
+    first_ffn_down_unweighted=q4_K, ffn_down_8_experts=q4_K,
+)  # fmt: skip
 iq3_s.mix("IQ3_S", 26, attn_v_grouped=q4_K)
 SMALL_MIX: dict[str, Any] = {"is_smallest": True, "output_head": q5_K}
-RICHER_MIX = (
-    dict.fromkeys(("attn_v", "attn_output", "token_embd", "first_ffn_down_weighted"), iq3_s)
-    | SMALL_MIX
-)
-POORER_MIX = dict.fromkeys(("attn_v", "token_embd", "first_ffn_down_weighted"), q2_K) | SMALL_MIX
+MIXED_TENSORS = "attn_v", "token_embd", "first_ffn_down_weighted"
+RICHER_MIX = dict.fromkeys(("attn_output", *MIXED_TENSORS), iq3_s) | SMALL_MIX
+POORER_MIX = dict.fromkeys(MIXED_TENSORS, q2_K) | SMALL_MIX
 iq2_xs.mix("IQ2_S", 28, **RICHER_MIX)
 iq2_s.mix("IQ2_M", 29, **RICHER_MIX)
 iq2_xxs.mix("IQ2_XXS", 19, **POORER_MIX)
@@ -135,7 +110,11 @@ def unpack_iq1_s(y, x, n):
             first = ONE[byte_at(block, 2 + 2 * i) | ((index_bits & 7) << 8)]
             second = ONE[byte_at(block, 3 + 2 * i) | ((index_bits >> 3 & 7) << 8)]
             shift = level_shifts(high_bits >> 15, high_bits >> 15)
-            store(y, out + i * 16, (to_floats(intrinsics.bytes_of(first, second)) + shift) * scale)
+            store(
+                y,
+                out + i * 16,
+                (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale,
+            )
 
 
 @iq1_m.unpack
@@ -153,7 +132,11 @@ def unpack_iq1_m(y, x, n):
             first = ONE[byte_at(at, 2 * i) | ((high_bits & 7) << 8)]
             second = ONE[byte_at(at, 2 * i + 1) | ((high_bits >> 4 & 7) << 8)]
             shift = level_shifts(high_bits >> 3, high_bits >> 7)
-            store(y, out + i * 16, (to_floats(intrinsics.bytes_of(first, second)) + shift) * scale)
+            store(
+                y,
+                out + i * 16,
+                (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale,
+            )
 
 
 @iq2_xxs.unpack
@@ -167,7 +150,11 @@ def unpack_iq2_xxs(y, x, n):
             )
             scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.25)
             v = intrinsics.bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
-            store(y, out + i * 16, signed(to_floats(v) * scale, two_signs(word >> (i % 2 * 14))))
+            store(
+                y,
+                out + i * 16,
+                signed(intrinsics.to_floats(v) * scale, two_signs(word >> (i % 2 * 14))),
+            )
 
 
 @iq2_xs.unpack
@@ -180,7 +167,7 @@ def unpack_iq2_xs(y, x, n):
             scale = half_at(block, 0) * (f32(scale) + f32(0.5)) * f32(0.25)
             v = intrinsics.bytes_of(IQ2_XS_GRID[first_point & 511], IQ2_XS_GRID[second_point & 511])
             signs = two_signs((first_point >> 9) | (second_point >> 9 << 7))
-            store(y, out + i * 16, signed(to_floats(v) * scale, signs))
+            store(y, out + i * 16, signed(intrinsics.to_floats(v) * scale, signs))
 
 
 @iq2_s.unpack
@@ -193,7 +180,7 @@ def unpack_iq2_s(y, x, n):
             second_point = TWO_S[byte_at(block, 3 + 2 * i) | ((high_bits >> 2 & 3) << 8)]
             nibble = byte_at(block, 74 + i // 2) >> (i % 2 * 4) & 15
             scale = half_at(block, 0) * (f32(nibble) + f32(0.5)) * f32(0.25)
-            v = to_floats(intrinsics.bytes_of(first_point, second_point)) * scale
+            v = intrinsics.to_floats(intrinsics.bytes_of(first_point, second_point)) * scale
             store(y, out + i * 16, signed(v, short_at(block, 17 + i)))
 
 
@@ -206,7 +193,7 @@ def unpack_iq3_xxs(y, x, n):
             scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.5)
             first = IQ3_XXS_GRID[byte_at(indices, 0)] | (IQ3_XXS_GRID[byte_at(indices, 1)] << 32)
             second = IQ3_XXS_GRID[byte_at(indices, 2)] | (IQ3_XXS_GRID[byte_at(indices, 3)] << 32)
-            v = to_floats(intrinsics.bytes_of(first, second)) * scale
+            v = intrinsics.to_floats(intrinsics.bytes_of(first, second)) * scale
             store(y, out + i * 16, signed(v, two_signs(word >> (i % 2 * 14))))
 
 
@@ -223,8 +210,8 @@ def unpack_iq3_s(y, x, n):
                 intrinsics.put_word(code_values, four, IQ3_S_GRID[index])
             signs = (intrinsics.spread_bits(short_at(at + 74, i)) >> intrinsics.lane_numbers()) & 1
             scale = d * f32((byte_at(at, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
-            v = to_floats(intrinsics.bytes_at(code_values, 0)) * scale
-            store(y, out + i * 16, v * (to_floats(signs) * -2.0 + 1.0))
+            v = intrinsics.to_floats(intrinsics.bytes_at(code_values, 0)) * scale
+            store(y, out + i * 16, v * (intrinsics.to_floats(signs) * -2.0 + 1.0))
 
 
 @part
@@ -243,7 +230,9 @@ def dot_iq3_s(x, w, n):
         for i in range(16):
             ninth = byte_at(w, 66 + i // 2) >> (i % 2 * 4)
             at = w + 2 + i * 4
-            v = to_floats(intrinsics.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2)))
+            v = intrinsics.to_floats(
+                intrinsics.bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2))
+            )
             scale = d * f32((byte_at(w, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
             v = v * scale
             a = intrinsics.fma(
@@ -305,7 +294,7 @@ def dot_iq4_xs(x, w, n):
         group = intrinsics.lane_numbers() & 7
         low_bits = (intrinsics.spread_bits(intrinsics.word_at(w + 4, 0)) >> (group << 2)) & 15
         high_bits = (intrinsics.spread_bits(short_at(w, 1)) >> (group << 1)) & 3
-        store(scales, 0, to_floats((low_bits | (high_bits << 4)) - 32) * half_at(w, 0))
+        store(scales, 0, intrinsics.to_floats((low_bits | (high_bits << 4)) - 32) * half_at(w, 0))
         for i in range(8):
             v, q = code_values * intrinsics.peek(scales, i), intrinsics.bytes_at(w, 8 + i * 16)
             a = intrinsics.fma(intrinsics.pick(v, q), load(x, p + i * 32), a)

@@ -9,16 +9,7 @@ import numpy as np
 
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.element_type import Bytes, CodeLayout, block_dtype
-from packtrain.dtypes.intrinsics import (
-    byte_at,
-    bytes_at,
-    half_at,
-    load,
-    low_2,
-    peek,
-    store,
-    to_floats,
-)
+from packtrain.dtypes.intrinsics import byte_at, bytes_at, half_at, load, peek, store, to_floats
 from packtrain.dtypes.legacy import q4_0, q5_0, q5_1, q8_0
 
 f32 = np.float32
@@ -86,14 +77,8 @@ q2_K.mix("Q2_K", 10, attn_v=q3_K, attn_v_grouped=q4_K, ffn_down=q3_K, attn_outpu
 q3_K.mix("Q3_K_S", 11)
 q3_K.mix("Q3_K_L", 13, attn_v=q5_K, ffn_down=q5_K, attn_output=q5_K)
 q3_K.mix(
-    "Q3_K_M",
-    12,
-    attn_v=q4_K,
-    ffn_down=q4_K,
-    attn_output=q4_K,
-    first_layers=q5_K,
-    has_few_first=True,
-)
+    "Q3_K_M", 12, attn_v=q4_K, ffn_down=q4_K, attn_output=q4_K, first_layers=q5_K, has_few_first=True,
+)  # fmt: skip
 q4_K.mix("Q4_K_S", 14, first_layers=q5_K)
 q4_K.mix("Q4_K_M", 15, outer_layers=q6_K)
 q5_K.mix("Q5_K_S", 16)
@@ -127,8 +112,10 @@ def dot_q2_K(x, w, n):
         for half_index in range(2):
             q, r = bytes_at(w, 16 + half_index * 32), bytes_at(w, 32 + half_index * 32)
             for i in range(half_index * 8, half_index * 8 + 8, 2):
-                a = intrinsics.fma(low_2(q, peek(scales, i), peek(mins, i)), load(x, p + i * 16), a)
-                v = low_2(r, peek(scales, i + 1), peek(mins, i + 1))
+                a = intrinsics.fma(
+                    intrinsics.low_2(q, peek(scales, i), peek(mins, i)), load(x, p + i * 16), a
+                )
+                v = intrinsics.low_2(r, peek(scales, i + 1), peek(mins, i + 1))
                 b = intrinsics.fma(v, load(x, p + i * 16 + 16), b)
                 q, r = q >> 2, r >> 2
         w += 84
@@ -158,11 +145,15 @@ def dot_q3_K(x, w, n):
             for i in range(half_index * 8, half_index * 8 + 8, 2):
                 d, e = peek(scales, i), peek(scales, i + 1)
                 v = intrinsics.put_where(
-                    low_2(q, d, d * f32(-4)), intrinsics.set_lanes(top & 1), low_2(q, d, f32(0))
+                    intrinsics.low_2(q, d, d * f32(-4)),
+                    intrinsics.set_lanes(top & 1),
+                    intrinsics.low_2(q, d, f32(0)),
                 )
                 a = intrinsics.fma(v, load(x, p + i * 16), a)
                 v = intrinsics.put_where(
-                    low_2(r, e, e * f32(-4)), intrinsics.set_lanes(over & 1), low_2(r, e, f32(0))
+                    intrinsics.low_2(r, e, e * f32(-4)),
+                    intrinsics.set_lanes(over & 1),
+                    intrinsics.low_2(r, e, f32(0)),
                 )
                 b = intrinsics.fma(v, load(x, p + i * 16 + 16), b)
                 q, r, top, over = q >> 2, r >> 2, top >> 1, over >> 1
@@ -255,13 +246,11 @@ def unpack_q6_K(y, x, n):
 
 
 @intrinsics.part
-def put_scale_bits(
-    y: int, i: int, scale: int, min_code: int, scale_4: int, min_code_4: int
-) -> None:
+def put_scale_bits(y: int, i: int, scale: int, offset: int, scale_4: int, offset_4: int) -> None:
     """Write scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
     intrinsics.put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
-    intrinsics.put_byte(y, 8 + i, min_code | (min_code_4 >> 4 << 6))
-    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((min_code_4 & 15) << 4))
+    intrinsics.put_byte(y, 8 + i, offset | (offset_4 >> 4 << 6))
+    intrinsics.put_byte(y, 12 + i, (scale_4 & 15) | ((offset_4 & 15) << 4))
 
 
 @intrinsics.compiled_function
@@ -282,14 +271,8 @@ def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_tri
         scale = intrinsics.rounded_int(inverse_scale * peek(scales, i), 63)
         min_code = intrinsics.rounded_int(inverse_min * peek(mins, i), 63)
         scale_4 = intrinsics.rounded_int(inverse_scale * peek(scales, i + 4), 63)
-        put_scale_bits(
-            y,
-            i,
-            scale,
-            min_code,
-            scale_4,
-            intrinsics.rounded_int(inverse_min * peek(mins, i + 4), 63),
-        )
+        min_code_4 = intrinsics.rounded_int(inverse_min * peek(mins, i + 4), 63)
+        put_scale_bits(y, i, scale, min_code, scale_4, min_code_4)
 
 
 @intrinsics.part

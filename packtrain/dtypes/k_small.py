@@ -59,9 +59,8 @@ def pack_q2_K(y, x, n):
         inverse_min = f32(15) / lowest_min if lowest_min < 0 else f32(0)
         for i in range(16):
             min_code = intrinsics.rounded_int(inverse_min * peek(mins, i), 15)
-            put_byte(
-                block, i, intrinsics.rounded_int(by_scale * peek(scales, i), 15) | (min_code << 4)
-            )
+            scale_code = intrinsics.rounded_int(by_scale * peek(scales, i), 15)
+            put_byte(block, i, scale_code | (min_code << 4))
         put_q2_K_codes(block, at, codes)
 
 

@@ -12,9 +12,8 @@ f32 = np.float32
 q4_0 = block_dtype("q4_0", 2, 32, 18, layout=CodeLayout(32, 16, -8, (0,), 2))
 q4_1 = block_dtype("q4_1", 3, 32, 20, layout=CodeLayout(32, 16, None, (0, 2), 4))
 q5_0 = block_dtype("q5_0", 6, 32, 22, layout=CodeLayout(32, 32, -16, (0,), 6, high=2, high_runs=4))
-q5_1 = block_dtype(
-    "q5_1", 7, 32, 24, layout=CodeLayout(32, 32, None, (0, 2), 8, high=4, high_runs=4)
-)
+q5_1_layout = CodeLayout(32, 32, None, (0, 2), 8, high=4, high_runs=4)
+q5_1 = block_dtype("q5_1", 7, 32, 24, layout=q5_1_layout)
 q8_0 = block_dtype("q8_0", 8, 32, 34, layout=CodeLayout(32, 255, -127, (0,), 2))
 q4_0.mix("Q4_0", 2, first_ffn_down_weighted=q4_1)
 q4_1.mix("Q4_1", 3)

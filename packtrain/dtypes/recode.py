@@ -233,13 +233,9 @@ def nearest_iq4_codes(x: int, lane: int, d: f32) -> I32x16:
     num_below = num_below + is_above(f32(69), v) + is_above(f32(89), v)
     lower_code = intrinsics.to_bits(num_below)
     lower_value, upper_value = pick(code_values, lower_code), pick(code_values, lower_code + 1)
-    return intrinsics.to_bits(
-        num_below
-        + is_above(
-            f32(0.5),
-            (v - lower_value) / (upper_value - lower_value) + load(x + RESIDUAL_OFFSET, lane),
-        )
-    )
+    share = (v - lower_value) / (upper_value - lower_value)
+    num_below = num_below + is_above(f32(0.5), share + load(x + RESIDUAL_OFFSET, lane))
+    return intrinsics.to_bits(num_below)
 
 
 @iq4_nl.recode

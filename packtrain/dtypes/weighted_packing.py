@@ -224,9 +224,8 @@ def weigh_q6_K(y, x, w, n):
         block, src = y + b * 210, x + b * 1024
         for i in range(16):
             group = i * 64
-            poke(
-                scales, i, intrinsics.even(src + group, w + b * 1024 + group, 16, 32, codes + group)
-            )
+            weights = w + b * 1024 + group
+            poke(scales, i, intrinsics.even(src + group, weights, 16, 32, codes + group))
         extreme_scale = intrinsics.extreme(scales, 16)
         if abs(extreme_scale) < f32(1e-15):
             for i in range(210):
@@ -235,9 +234,8 @@ def weigh_q6_K(y, x, w, n):
         inverse = f32(-128) / extreme_scale
         put_half(block, 104, f32(1) / inverse)
         for i in range(16):
-            intrinsics.put_byte(
-                block, 192 + i, intrinsics.rounded_int(inverse * peek(scales, i), 127)
-            )
+            scale_code = intrinsics.rounded_int(inverse * peek(scales, i), 127)
+            intrinsics.put_byte(block, 192 + i, scale_code)
             d = intrinsics.half_at(block, 104) * f32(intrinsics.char_at(block, 192 + i))
             requantize(codes + i * 64, src + i * 64, d, f32(0), f32(-32), f32(31))
         put_q6_K_codes(block, codes)

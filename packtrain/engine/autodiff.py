@@ -14,15 +14,7 @@ from packtrain.engine.call_site import written_for
 from packtrain.engine.graph import Graph
 from packtrain.engine.ops.elementwise import add
 from packtrain.engine.ops.stored_values import rereads_stored_weight
-from packtrain.engine.tensor import (
-    Call,
-    GraphError,
-    RequirementError,
-    Tensor,
-    constant,
-    named,
-    require,
-)
+from packtrain.engine.tensor import Call, GraphError, RequirementError, Tensor, constant, named
 
 GradientSink = Callable[[Tensor, Tensor], None]
 Gradients = dict[Tensor, Tensor]
@@ -94,9 +86,7 @@ def _checked(loss: Tensor, wrt: Sequence[Tensor]) -> tuple[Sequence[Call], set[T
     unused_names = [t.label for t in wrt if t not in read_tensors]
     if unused_names:
         raise GraphError(f"the loss does not depend on {', '.join(unused_names)}")
-    missing_vjp = [
-        c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)
-    ]
+    missing_vjp = [c for c in calls if c.op.vjp_rule is None and not active.isdisjoint(c.results)]
     if missing_vjp:
         lines = [f"    {c.results[0]}" for c in missing_vjp]
         raise GraphError("\n".join([f"no gradient (vjp) for {len(missing_vjp)} calls:", *lines]))
@@ -116,7 +106,7 @@ class _Recomputation:
     """Provides forward values to the backward pass: saved ones as they are, others recomputed just before use."""
 
     def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
-        self.forward_calls, self.keeps_all = set(calls), keep is None
+        self.forward_calls = set(calls)
         self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
         self.max_rank = max(self.ranks.values(), default=0) + 1
         kept_tensors = (t for t, rank in self.ranks.items() if rank <= 0)
@@ -135,10 +125,7 @@ class _Recomputation:
         return (
             t.call is None
             or self.ranks.get(t, 1) <= 0
-            or (
-                (self.keeps_all or t.call.serial > self.last_kept_serial)
-                and not rereads_stored_weight(t.call)
-            )
+            or (t.call.serial > self.last_kept_serial and not rereads_stored_weight(t.call))
             or t.call not in self.forward_calls
             or bool(t.call.op.writes)
             or any(self.newest_handles.get(x.base, x.handle) is not x.handle for x in t.call.reads)
@@ -252,7 +239,8 @@ class _Backward:
                 gradients = list(rule(*rule_args, *inputs, **call.attrs))
                 for t, d in zip(call.inputs, gradients, strict=False):
                     if t in self.active and (d is None or d.shape != t.shape):
-                        require(d is not None, f"no gradient for its input {t.label}")
+                        if d is None:
+                            raise RequirementError(f"no gradient for its input {t.label}")
                         raise RequirementError(f"its gradient for {t.label} {t.spec} is {d.spec}")
             except RequirementError as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.location}") from None
@@ -261,9 +249,8 @@ class _Backward:
             for i, t in enumerate(call.inputs):
                 if t is not None and t in self.active:
                     earlier = None if i in folded_inputs else self.partial.get(t)
-                    self.partial[t] = (
-                        gradients[i] if earlier is None else add(earlier, gradients[i])
-                    )
+                    d = gradients[i]
+                    self.partial[t] = d if earlier is None else add(earlier, d)
 
     def _fold(self, call: Call, gradients: list[Tensor | None], newest: int) -> set[int]:
         """Let ops that can accumulate (`acc`) add their gradients to earlier ones; return the indices of these inputs.
@@ -280,10 +267,8 @@ class _Backward:
                 continue
             if producer.inputs[producer.op.acc] is not None or sum(g is d for g in gradients) > 1:
                 continue  # accumulates already, or is another input's gradient, too, which must not change
-            inputs = [
-                self.partial[t] if k == producer.op.acc else x
-                for k, x in enumerate(producer.inputs)
-            ]
+            inputs = list(producer.inputs)
+            inputs[producer.op.acc] = self.partial[t]
             replacement = producer.op(*inputs, **producer.attrs)
             gradients[:] = [
                 g if g is None or g.call is not producer else as_tuple(replacement)[g.index]
@@ -295,9 +280,8 @@ class _Backward:
     def _complete(self, call: Call | None) -> None:
         for t in self.first_use.get(call, ()):
             if t not in self.partial:
-                raise GraphError(
-                    f"no gradient reaches {t.label}: every path from it to the loss has gradient zero"
-                )
+                fact = "every path from it to the loss has gradient zero"
+                raise GraphError(f"no gradient reaches {t.label}: {fact}")
             gradient = self.partial[t]
             if gradient.name is None:
                 named(f"d/{t.stem}", gradient)

@@ -11,12 +11,9 @@ Phase = Literal["forward", "backward", "recomputed"]
 SourceLine = tuple[str, int]  # file and line
 
 INTERNAL_MODULES = (
-    "packtrain.engine.ops",
-    "packtrain.engine.tensor",
-    "packtrain.engine.autodiff",
-    "packtrain.engine.call_site",
+    "packtrain.engine.ops", "packtrain.engine.tensor", "packtrain.engine.autodiff", "packtrain.engine.call_site",
     "contextlib",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +45,8 @@ def caller_line() -> SourceLine:
         file = frame.f_code.co_filename
         is_internal = _internal_files.get(file)
         if is_internal is None:
-            is_internal = _internal_files[file] = str(frame.f_globals.get("__name__")).startswith(
-                INTERNAL_MODULES
-            )
+            module_name = str(frame.f_globals.get("__name__"))
+            is_internal = _internal_files[file] = module_name.startswith(INTERNAL_MODULES)
         if not is_internal or frame.f_back is None:
             return file, frame.f_lineno
         frame = frame.f_back

@@ -29,6 +29,7 @@ from packtrain.engine.value_checks import fitting
 K = TypeVar("K")
 StopCheck = Callable[[], bool] | None
 Names = Container[str] | None
+CallTable = CompiledCallTable | None
 
 
 class Stopped(Exception):
@@ -72,13 +73,14 @@ class Session:
     def exclusive(self) -> Iterator[None]:
         """`with session.exclusive():` keeps other runs out of this session; raises RunError if one is in progress."""
         if not self._running.acquire(blocking=False):
-            raise RunError(
-                "another executor of this session is running; its arena has room for one"
-            )
+            problem = "another executor of this session is running; its arena has room for one"
+            raise RunError(problem)
         try:
             yield
         finally:
             self._running.release()
+
+    alone = exclusive  # its name in 0.1
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
         """Use these arrays, such as weights mapped from a file, as read-only leaves. Arrays are copied only if they are
@@ -129,26 +131,21 @@ class Session:
         adopted = [self._adopt_leaf(leaf, p.home[leaf]) for p in graphs for leaf in p.graph.leaves]
         overlay_names = [name for name in self._overlays if name in self._leaves]
         overlay_ids = {id(self._leaves[name]) for name in overlay_names}
-        waiting = (
-            leaf for leaf in adopted if leaf and leaf.buffer is None and id(leaf) not in overlay_ids
-        )
+        waiting = (s for s in adopted if s and s.buffer is None and id(s) not in overlay_ids)
         new_leaves, space_nbytes = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
-        for leaf_slot in new_leaves:
-            leaf_slot.offset = space_nbytes.get(leaf_slot.backend.space, 0)
-            space_nbytes[leaf_slot.backend.space] = leaf_slot.offset + aligned(
-                leaf_slot.spec.nbytes, leaf_slot.backend.alignment
-            )
-        backends = {leaf_slot.backend.space: leaf_slot.backend for leaf_slot in new_leaves}
+        for leaf in new_leaves:
+            leaf.offset = space_nbytes.get(leaf.backend.space, 0)
+            leaf_nbytes = aligned(leaf.spec.nbytes, leaf.backend.alignment)
+            space_nbytes[leaf.backend.space] = leaf.offset + leaf_nbytes
+        backends = {leaf.backend.space: leaf.backend for leaf in new_leaves}
         buffers = {space: backend.alloc(space_nbytes[space]) for space, backend in backends.items()}
-        for leaf_slot in new_leaves:
-            leaf_slot.buffer = buffers[leaf_slot.backend.space]
+        for leaf in new_leaves:
+            leaf.buffer = buffers[leaf.backend.space]
         for name in overlay_names:
             parent_name, element_start = self._overlays[name]
-            leaf_slot, parent = self._leaves[name], self._leaves[parent_name]
-            leaf_slot.buffer, leaf_slot.offset = (
-                parent.buffer,
-                parent.offset + leaf_slot.spec.dtype.row_nbytes(element_start),
-            )
+            leaf, parent = self._leaves[name], self._leaves[parent_name]
+            leaf.buffer = parent.buffer
+            leaf.offset = parent.offset + leaf.spec.dtype.row_nbytes(element_start)
         for t, constant in self._constants.items():
             if not constant.has_value and t.value is not None:
                 constant.backend.write(constant.array, t.value)
@@ -168,9 +165,9 @@ class Session:
                 session_leaf.buffer = backend.share(fitting(leaf.label, shared, leaf.spec, "no"))
         elif session_leaf.spec != leaf.spec or session_leaf.backend.space != backend.space:
             leaf_location = f"{session_leaf.spec} on {session_leaf.backend.space}"
-            raise RunError(
-                f"{leaf.name} is {leaf_location} in this session, the graph wants {leaf.spec} on {backend.space}"
-            )
+            wanted_location = f"{leaf.spec} on {backend.space}"
+            fact = f"{leaf.name} is {leaf_location} in this session"
+            raise RunError(f"{fact}, the graph wants {wanted_location}")
         return session_leaf
 
     def array(self, t: Tensor) -> Any:
@@ -232,9 +229,8 @@ class Session:
 
     def _find_leaf(self, name: str) -> _SessionLeaf:
         if name not in self._leaves:
-            raise RunError(
-                f"no leaf is called {name}; there are {', '.join(sorted(self._leaves)) or 'none'}"
-            )
+            names = ", ".join(sorted(self._leaves)) or "none"
+            raise RunError(f"no leaf is called {name}; there are {names}")
         return self._leaves[name]
 
     def unset(self, placed: Placed) -> list[str]:
@@ -253,9 +249,7 @@ class Executor:
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
         self.at, self.watchers = -1, list[tuple[str, See]]()
-        self.buffer_offsets = {
-            name: (b.place, b.offset) for b in plan.buffers for name in b.tensors
-        }
+        self.buffer_offsets = {n: (b.place, b.offset) for b in plan.buffers for n in b.tensors}
         self.works: dict[int, list[tuple[ArenaKey, int]]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
@@ -270,7 +264,7 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation, self.runs = self.session.generation, 0
-        self.table: CompiledCallTable | None = None
+        self.table: CallTable = None
         self.calls = [bound_step.run for bound_step in self._bound_steps()]
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
@@ -287,14 +281,11 @@ class Executor:
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
-        attrs = dict(step.attrs)
         workspace = self._workspace(i, step)
-        if workspace:
-            attrs["work"] = workspace
+        attrs = {**step.attrs, "work": workspace} if workspace else step.attrs
         kernel_out = results if step.call.returns_tuple and step.op is step.call.op else results[0]
-        return BoundStep(
-            step, results, inputs, workspace, partial(step.kernel.run, kernel_out, *inputs, **attrs)
-        )
+        run = partial(step.kernel.run, kernel_out, *inputs, **attrs)
+        return BoundStep(step, results, inputs, workspace, run)
 
     def _workspace(self, i: int, step: KernelStep) -> tuple[Any, ...]:
         return tuple(
@@ -358,19 +349,14 @@ class Executor:
             sync()
 
     def _run_guarded(
-        self,
-        calls: list[Run],
-        stop: StopCheck,
-        table: CompiledCallTable | None = None,
-        only: Names = None,
+        self, calls: list[Run], stop: StopCheck, table: CallTable = None, only: Names = None
     ) -> None:
         try:
             num_calls = table.num_needed_calls(only) if table else len(calls)
-            self._run(
-                calls,
-                stop,
-                range(num_calls) if table is None or stop else table.run_compiled_calls(num_calls),
-            )
+            indices: Iterable[int] = range(num_calls)
+            if table is not None and not stop:
+                indices = table.run_compiled_calls(num_calls)
+            self._run(calls, stop, indices)
         except BaseException as error:
             if self.at >= self.first_update:
                 op_name = self.placed.steps[self.at].op.name

@@ -22,9 +22,8 @@ class Graph:
         self.updates, self.offloaded = tuple(updates), frozenset[Tensor]()
         not_written = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
         if not_written:
-            raise GraphError(
-                f"updates has {', '.join(not_written)}; each must be the handle that a writing op returned"
-            )
+            requirement = "each must be the handle that a writing op returned"
+            raise GraphError(f"updates has {', '.join(not_written)}; {requirement}")
         self.calls = _reachable([*self.outputs.values(), *self.updates])
         read_tensors = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
         self.leaves = tuple(dict.fromkeys(t.base for t in read_tensors if t.base.kind))
@@ -37,9 +36,8 @@ class Graph:
         use_counts: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
             if leaf.label in use_counts:
-                raise GraphError(
-                    f"two leaves are called {leaf.name}; names of leaves must be unique"
-                )
+                fact = f"two leaves are called {leaf.name}"
+                raise GraphError(f"{fact}; names of leaves must be unique")
             names[leaf] = leaf.label
             use_counts[leaf.label] = 1
         results = (t for call in self.calls for t in call.results)
@@ -109,9 +107,8 @@ def _named_outputs(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     listed = list(tensors)
     named = {t.label: t for t in listed}
     if len(named) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
-        raise GraphError(
-            f"outputs {[t.label for t in listed]} need unique names; give a dict of name -> tensor"
-        )
+        fact = f"outputs {[t.label for t in listed]} need unique names"
+        raise GraphError(f"{fact}; give a dict of name -> tensor")
     return named
 
 

@@ -96,11 +96,8 @@ class Observer:
             self._compare(bound, saved_inputs)
         for pattern, callback in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
-                if (
-                    array is not None
-                    and bound.step.op is not BEGIN_COPY
-                    and fnmatch.fnmatchcase(self.names[t], pattern)
-                ):
+                has_value = array is not None and bound.step.op is not BEGIN_COPY
+                if has_value and fnmatch.fnmatchcase(self.names[t], pattern):
                     callback(self.names[t], backend.read(array))
         for array_backend, array in self.freed_arrays.get(i, ()):
             array_backend.fill(array, NAN_BYTE)
@@ -136,12 +133,8 @@ class Observer:
     def _check_finite(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
         step = bound.step
         for t, array in zip(step.results, bound.results, strict=True):
-            if (
-                array is None
-                or step.op is BEGIN_COPY
-                or not _is_float(t)
-                or step.backend.all_finite(array)
-            ):
+            has_floats = array is not None and step.op is not BEGIN_COPY and _is_float(t)
+            if not has_floats or step.backend.all_finite(array):
                 continue
             array = step.backend.read(array)
             bad_index = np.argwhere(~np.isfinite(array))[0].tolist()
@@ -149,32 +142,24 @@ class Observer:
                 f"{step.op.name}: {self.names[t]} is {array[tuple(bad_index)]} at {bad_index}",
                 f"  at {step.call.location} ({step.call.phase})",
             ]
-            lines += [
-                f"    {self._range_text(x, a)}"
-                for x, a in zip(step.inputs, saved_inputs, strict=True)
-                if x is not None
-            ]
+            pairs = zip(step.inputs, saved_inputs, strict=True)
+            lines += [f"    {self._range_text(x, a)}" for x, a in pairs if x is not None]
             raise FloatingPointError("\n".join(lines))
 
     def _range_text(self, t: Tensor, array: np.ndarray) -> str:
-        name = self.names.get(t) or self.names[t.base]
-        return (
-            f"{name}: {t.spec} from {array.min():.6g} to {array.max():.6g}"
-            if array.size and not array.dtype.names
-            else f"{name}: {t.spec}"
-        )
+        text = f"{self.names.get(t) or self.names[t.base]}: {t.spec}"
+        has_range = array.size and not array.dtype.names
+        return f"{text} from {array.min():.6g} to {array.max():.6g}" if has_range else text
 
     def _compare(self, bound: BoundStep, saved_inputs: list[Any]) -> None:
         """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
         step = bound.step
         if step.op is not step.call.op:
             return
-        exact_results, f32_results = (
-            self._specified(bound, saved_inputs, real) for real in (np.float64, np.float32)
-        )
-        for t, expected, f32_value, array in zip(
-            step.results, exact_results, f32_results, bound.results, strict=True
-        ):
+        exact_results = self._specified(bound, saved_inputs, np.float64)
+        f32_results = self._specified(bound, saved_inputs, np.float32)
+        columns = step.results, exact_results, f32_results, bound.results
+        for t, expected, f32_value, array in zip(*columns, strict=True):
             if expected is None or not _is_float(t):
                 continue
             actual = step.backend.read(array)

@@ -46,9 +46,8 @@ class _Interpreter:
             if t.base is t:
                 self.storage[t] = np.full(t.shape, np.nan if t.dtype is f32 else 0, self._dtype(t))
         results = tuple(self._array(t) for t in call.results)
-        call.op.kernels["numpy"].run(
-            results if call.returns_tuple else results[0], *inputs, **call.attrs
-        )
+        kernel_out = results if call.returns_tuple else results[0]
+        call.op.kernels["numpy"].run(kernel_out, *inputs, **call.attrs)
 
     def _dtype(self, t: Tensor) -> np.dtype:
         return self.real_dtype if t.dtype is f32 else t.dtype.numpy

@@ -46,9 +46,8 @@ class Placed:
     def fingerprint(self) -> str:
         """Hash of the graph's fingerprint and of its placement."""
         lines = [f"{self.names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
-        lines += [
-            f"{self.names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps
-        ]
+        named_steps = ((self.names[s.results[0]], s.backend) for s in self.steps)
+        lines += [f"{name} {backend.name} {backend.space}" for name, backend in named_steps]
         lines += [] if self.barriers is None else [f"barriers {self.barriers}"]
         text = "\n".join([self.graph.fingerprint, *lines])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -56,10 +55,8 @@ class Placed:
     @property
     def splits(self) -> list[tuple[Backend, list[KernelStep]]]:
         """Runs of consecutive steps on one backend, without copies that begin and finish beside other steps."""
-        placed_steps = (s for s in self.steps if s.op not in (BEGIN_COPY, FINISH_COPY))
-        return [
-            (b, list(steps)) for b, steps in itertools.groupby(placed_steps, lambda s: s.backend)
-        ]
+        computing = (s for s in self.steps if s.op not in (BEGIN_COPY, FINISH_COPY))
+        return [(b, list(steps)) for b, steps in itertools.groupby(computing, lambda s: s.backend)]
 
     @property
     def copies(self) -> list[KernelStep]:
@@ -97,10 +94,8 @@ def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = N
     for group in groups:
         builder.add_group(group)
     if builder.fallback_ops:
-        warnings.warn(
-            f"no kernel of {[b.name for b in target.backends]} for {sorted(builder.fallback_ops)}; using numpy's",
-            stacklevel=2,
-        )
+        names, fallback_ops = [b.name for b in target.backends], sorted(builder.fallback_ops)
+        warnings.warn(f"no kernel of {names} for {fallback_ops}; using numpy's", stacklevel=2)
     steps, barriers = builder.steps, tuple(builder.barriers)
     is_every_step = barriers == tuple(range(1, len(steps) + 1))
     if is_every_step:
@@ -123,9 +118,8 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
             raise GraphError(f"sequence: call {index}, {call.op.name}, comes twice")
         for t in call.reads:
             if t.call is not None and t.call not in done_calls:
-                raise GraphError(
-                    f"sequence: call {index}, {call.op.name}, comes before its input {graph.names[t]}"
-                )
+                problem = f"comes before its input {graph.names[t]}"
+                raise GraphError(f"sequence: call {index}, {call.op.name}, {problem}")
         done_calls.add(call)
         groups[-1].append(call)
     missing = [index for index, call in enumerate(calls) if call not in done_calls]
@@ -138,11 +132,8 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
 
 class _PlacementBuilder:
     def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
-        self.graph, self.backends, self.has_many_backends = (
-            graph,
-            target.backends,
-            len(target.every) > 1,
-        )
+        self.graph, self.backends = graph, target.backends
+        self.has_many_backends = len(target.every) > 1
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
         self.steps: list[KernelStep] = []
@@ -180,14 +171,9 @@ class _PlacementBuilder:
         self.copies.offload_values(call)
 
     def _add_copy(
-        self,
-        call: Call,
-        backend: Backend,
-        kernel: Kernel,
-        t: Tensor,
-        copy: Tensor,
+        self, call: Call, backend: Backend, kernel: Kernel, t: Tensor, copy: Tensor,
         source: Backend | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.steps.append(KernelStep(cont, call, backend, kernel, (t,), (copy,), source))
 
     @cached_property
@@ -230,10 +216,6 @@ class _PlacementBuilder:
         """Bytes that are copied if the call runs in a space: inputs to that space, results from it."""
         remote_inputs = [t for t in call.reads if self.home[t.base].space != space]
         needed = {part for t in remote_inputs if (part := self.copies.part(t, space)) is not None}
-        copied_results = (
-            t
-            for t in call.results
-            for target_space in self.reader_spaces.get(t, ())
-            if target_space != space
-        )
+        spaces = self.reader_spaces
+        copied_results = (t for t in call.results for s in spaces.get(t, ()) if s != space)
         return sum(t.spec.nbytes for t in (*needed, *copied_results))

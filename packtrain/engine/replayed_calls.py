@@ -73,23 +73,19 @@ class CompiledCallTable:
         output_names = tuple(name for name in graph.outputs if only is None or name in only)
         if output_names not in self._counts:
             output_bases = {graph.outputs[name].base for name in output_names}
+            are_all_needed = self._has_recorded_calls
             call_counts = [
-                index + 1
-                for index, step in enumerate(self._placed.steps)
-                if self._has_recorded_calls
-                or step.op.writes
-                or any(t.base in output_bases for t in step.results)
+                i + 1
+                for i, step in enumerate(self._placed.steps)
+                if are_all_needed or step.op.writes or {t.base for t in step.results} & output_bases
             ]
             self._counts[output_names] = max(call_counts, default=0)
         return self._counts[output_names]
 
     def run_compiled_calls(self, num_calls: int) -> Iterator[int]:
         """Make the first `num_calls` calls; yield the indices of calls for the caller to make: no entry, or failed."""
-        index, run_all, done_mark = (
-            0,
-            ahead.load("call").run_all,
-            ahead.load("call").DONE_BY_EARLIER_CALL,
-        )
+        index, call_module = 0, ahead.load("call")
+        run_all, done_mark = call_module.run_all, call_module.DONE_BY_EARLIER_CALL
         while (index := run_all(self.entry_rows, index, num_calls)) < num_calls:
             yield index
             index += 1

@@ -1,7 +1,6 @@
 """Spec, Op and Tensor, the nouns of every graph. Read this file first.
 
-Calling an Op on Tensors runs its shape rule and returns new Tensors that reference the Call. This module knows
-neither memory nor backends nor runs.
+Calling an Op runs its shape rule and returns Tensors that reference the Call. No memory, backends or runs here.
 """
 
 import inspect
@@ -15,11 +14,11 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 import numpy as np
 
 from packtrain.dtypes import Dtype, f32
-from packtrain.engine.call_site import Phase, caller_line, current_author
+from packtrain.engine.call_site import CallAuthor, Phase, caller_line, current_author
 
 P = ParamSpec("P")
 R = TypeVar("R")
-RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Any])
+Rule = TypeVar("Rule", bound=Callable[..., Any])
 Shape = tuple[int, ...]
 Indices = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
@@ -65,8 +64,6 @@ class Spec:
 
 
 # cached: thousands of tensors share a few dozen shapes
-
-
 @cache
 def _spec_nbytes(shape: Shape, dtype: Dtype) -> int:
     return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
@@ -148,7 +145,6 @@ class Tensor:
 
     @property
     def base(self) -> "Tensor":
-        """The tensor that owns the bytes: the source of a view or handle, else this tensor."""
         return self.shared or self
 
     @property
@@ -212,8 +208,7 @@ def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -
 
 
 def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role | None = "moment") -> Tensor:
-    """Make a leaf that starts at zero and that a run may update for the next run; a `sum` of gradients and a `cache`
-    start at zero in each process."""
+    """Make a leaf of zeros that a run may update for the next run; a `sum` or `cache` is zero in each new process."""
     return _make_leaf(name, shape, dtype, "state", role)
 
 
@@ -224,12 +219,11 @@ def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
     """Make a leaf whose value is part of the graph; for a block type, an array of blocks."""
-    exact_values = np.array(value, dtype.numpy)
-    if exact_values.dtype.kind in "iu" and not np.array_equal(exact_values, value):
+    exact = np.array(value, dtype.numpy)
+    if exact.dtype.kind in "iu" and not np.array_equal(exact, value):
         raise GraphError(f"{name}: its values are not all {dtype}")
-    value = exact_values
-    value.flags.writeable = False
-    return _make_leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value=value)
+    exact.flags.writeable = False
+    return _make_leaf(name, dtype.tensor_shape(exact.shape), dtype, "constant", value=exact)
 
 
 def _make_leaf(
@@ -237,9 +231,8 @@ def _make_leaf(
 ) -> Tensor:
     shape = tuple(int(n) for n in shape)
     if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
-        raise GraphError(
-            f"{name}: shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
-        )
+        fact = f"shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
+        raise GraphError(f"{name}: {fact}")
     spec = Spec(shape, dtype)
     return Tensor(spec, spec.strides, kind=kind, role=role, value=value, name=name)
 
@@ -248,9 +241,7 @@ def _make_leaf(
 
 _call_serials = itertools.count()
 OPS: dict[str, "Op[..., Any]"] = {}
-
-
-StridedRule = Callable[[int, Tensor], bool]
+IsStrided = Callable[[int, Tensor], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +249,12 @@ class Kernel:
     """A backend's function `run(out, *inputs, **attrs)`, which may return a quicker call for later runs."""
 
     run: Callable[..., Callable[[], None] | None]
-    strided: bool | StridedRule
+    strided: bool | IsStrided
 
     def accepts(self, index: int, t: Tensor) -> bool:
         """Whether input `index` may be t without a copy; otherwise `place` inserts a dense copy."""
-        return t.dense or (
-            self.strided if isinstance(self.strided, bool) else self.strided(index, t)
-        )
+        strided = self.strided
+        return t.dense or (strided if isinstance(strided, bool) else strided(index, t))
 
 
 class Op(Generic[P, R]):
@@ -275,24 +265,17 @@ class Op(Generic[P, R]):
     writes      inputs (leaves) that are updated; result i is the new handle of the i-th of them
     acc         an optional input that is added to result 0
     optional    results that a kernel can skip: it gets None for a result that nothing reads
-    repeatable  its writes can be repeated, as rows of a KV cache: a run may stop after it and resume. Any other write
-                that is not completed leaves the session dirty
+    repeatable  its writes can be repeated, as rows of a KV cache; other incomplete writes leave the session dirty
     """
 
     def __init__(self, rule: Callable[..., Any], declaration: "OpDeclaration") -> None:
-        self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
+        self.name = self.__name__ = self.__qualname__ = rule.__name__
+        self.rule, self.__doc__, self.__module__ = rule, rule.__doc__, rule.__module__
+        self.__signature__ = inspect.signature(rule)  # what help() and editors show
         self.view, self.writes, self.acc = declaration.view, declaration.writes, declaration.acc
         self.optional, self.repeatable = declaration.optional, declaration.repeatable
         inplace = declaration.inplace
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
-        self.__name__, self.__qualname__, self.__module__ = (
-            rule.__name__,
-            rule.__name__,
-            rule.__module__,
-        )
-        self.__signature__ = inspect.signature(
-            rule
-        )  # help() and editors show the rule's, not *args
         parameters = self.__signature__.parameters.values()
         keyword_params = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.arity = len(parameters) - len(keyword_params)
@@ -306,73 +289,66 @@ class Op(Generic[P, R]):
         if OPS.setdefault(self.name, self) is not self:
             raise GraphError(f"two ops are called {self.name}")
 
-    def vjp(self, rule: RuleFunction) -> RuleFunction:
+    def vjp(self, rule: Rule) -> Rule:
         """Declare the rule `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
         self.vjp_rule = rule
         return rule
 
-    def kernel(
-        self, backend: str, *, strided: bool | StridedRule = False
-    ) -> Callable[[RuleFunction], RuleFunction]:
+    def kernel(self, backend: str, *, strided: bool | IsStrided = False) -> Callable[[Rule], Rule]:
         """Declare a backend's kernel. The `numpy` kernel is the specification and always takes strides."""
 
-        def declare(run: RuleFunction) -> RuleFunction:
+        def declare(run: Rule) -> Rule:
             self.kernels[backend] = Kernel(run, backend == "numpy" or strided)
             return run
 
         return declare
 
-    def workspace(self, backend: str) -> Callable[[RuleFunction], RuleFunction]:
+    def workspace(self, backend: str) -> Callable[[Rule], Rule]:
         """Declare `(*inputs, **attrs) -> tuple of Spec`: scratch arrays that the kernel gets as `work`."""
 
-        def declare(rule: RuleFunction) -> RuleFunction:
+        def declare(rule: Rule) -> Rule:
             self.workspaces[backend] = rule
             return rule
 
         return declare
 
-    def cost(self, rule: RuleFunction) -> RuleFunction:
+    def cost(self, rule: Rule) -> Rule:
         """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; by default, a call only moves its bytes."""
         self.cost_rule = rule
         return rule
 
-    def samples(self, rule: RuleFunction) -> RuleFunction:
+    def samples(self, rule: Rule) -> Rule:
         """Declare a generator of small result tensors, whose calls tests and benchmarks run."""
         self.sample_rule = rule
         return rule
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: P.args, **kw: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
-        keyword_attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
-        attrs: dict[str, Any] = {**self.defaults, **keyword_attrs}
-        call_author = current_author.get()
-        origin = call_author.origin if call_author else caller_line()
+        attrs = self.defaults | {k: tuple(v) if isinstance(v, list) else v for k, v in kw.items()}
+        author = current_author.get() or CallAuthor(caller_line(), "forward")
         try:
             for i, t in enumerate(inputs):
                 if not (isinstance(t, Tensor) or (t is None and i >= self.required)):
-                    raise RequirementError(
-                        f"input {i} is {t!r}; only tensors are inputs: {self.usage}"
-                    )
+                    fact = f"input {i} is {t!r}; only tensors are inputs: {self.usage}"
+                    raise RequirementError(fact)
             ruled = self.rule(*inputs, **attrs)
         except RequirementError as error:
-            raise GraphError(refusal(self.name, str(error), inputs, origin)) from None
+            raise GraphError(refusal(self.name, str(error), inputs, author.origin)) from None
         except TypeError as error:
             if error.__traceback__ and error.__traceback__.tb_next:  # raised inside the rule
                 raise
             fact = f"{str(error).removeprefix(self.name + '() ')}; call {self.usage}"
-            raise TypeError(refusal(self.name, fact, inputs, origin)) from None
+            raise TypeError(refusal(self.name, fact, inputs, author.origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
         reads = tuple(t for t in inputs if t is not None)
-        phase = call_author.phase if call_author else "forward"
-        call = Call(self, inputs, reads, attrs, next(_call_serials), origin, phase)
+        call = Call(self, inputs, reads, attrs, next(_call_serials), author.origin, author.phase)
         results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
         object.__setattr__(call, "results", results)
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
 
     def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
         if isinstance(spec, View):
-            x = call.reads[0]
-            dense_spec = Spec(spec.shape, spec.dtype)
+            x, dense_spec = call.reads[0], Spec(spec.shape, spec.dtype)
             return Tensor(dense_spec, spec.layout, x.offset + spec.offset, call, shared=x.base)
         if index < len(self.writes):
             leaf = call.inputs[self.writes[index]]

@@ -5,25 +5,16 @@ its own size.
 """
 
 import math
-import struct
 from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
 
 from packtrain.gguf import gguf_format
-from packtrain.gguf.gguf_format import (
-    DTYPE_BY_NUMBER,
-    KINDS,
-    MAX_AXES,
-    NUMPY_CODES,
-    VERSIONS,
-    GGUFError,
-    MetadataValue,
-    TensorInfo,
-)
+from packtrain.gguf.gguf_format import KINDS, MAX_AXES, NUMPY_CODES, GGUFError, MetadataValue
 
 MIN_FILE_NBYTES = 24  # bytes of an empty file
 # keys, and tensors: real files have hundreds, and each costs more memory here than in the file
@@ -32,10 +23,8 @@ MAX_COUNT = 1 << 14
 MAX_STRINGS = 1 << 21
 MAX_ARRAY_NBYTES = 2**63 - 1  # bytes of an array without axes of 0 that NumPy and ggml can count
 MAX_TEXT_LENGTH = 80  # characters of the file's texts in an error
-U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
-SCALAR_STRUCTS = {
-    kind: struct.Struct(f"<{code}") for kind, code in zip(NUMPY_CODES, "BbHhIif?Qqd", strict=True)
-}
+U32, U64 = Struct("<I"), Struct("<Q")
+SCALAR_STRUCTS = {kind: Struct(f"<{c}") for kind, c in zip(NUMPY_CODES, "BbHhIif?Qqd", strict=True)}
 
 
 def shorten_text(text: str) -> str:
@@ -50,7 +39,7 @@ class GGUFPart:
         self.path, self.data, self.nbytes, self.at = path, data, len(data), 4
         self.num_strings = 0
         self.values: dict[str, MetadataValue] = {}
-        self.entries: dict[str, TensorInfo] = {}
+        self.entries: dict[str, gguf_format.TensorInfo] = {}
         if self.nbytes < MIN_FILE_NBYTES:
             raise self._wrong(
                 f"this is not a GGUF file: it has {self.nbytes} bytes, fewer than {MIN_FILE_NBYTES}"
@@ -61,9 +50,9 @@ class GGUFPart:
                 f" not with {gguf_format.MAGIC.decode()!r}"
             )
         version = self._read_number(U32, "version")
-        if version not in VERSIONS:
+        if version not in gguf_format.VERSIONS:
             raise self._wrong(
-                f"version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read"
+                f"version {version}; versions {gguf_format.VERSIONS[0]} and {gguf_format.VERSIONS[1]} can be read"
             )
         num_tensors, pairs = self._things("tensor count", 24), self._things("metadata count", 13)
         for _ in range(pairs):
@@ -81,17 +70,15 @@ class GGUFPart:
 
     # ---- numbers and texts
 
-    def _read_number(self, number_format: struct.Struct, title: str) -> Any:
+    def _read_number(self, number_format: Struct, title: str) -> Any:
         self._require_nbytes(number_format.size, title)
         self.at += number_format.size
         return number_format.unpack_from(self.data, self.at - number_format.size)[0]
 
-    def _require_nbytes(self, nbytes: int, title: str) -> None:
-        left_nbytes = self.nbytes - self.at
-        if nbytes > left_nbytes:
-            raise self._wrong(
-                f"{title} needs {nbytes} bytes at {self.at}, the file has {left_nbytes} left"
-            )
+    def _require_nbytes(self, size: int, title: str) -> None:
+        left = self.nbytes - self.at
+        if size > left:
+            raise self._wrong(f"{title} needs {size} bytes at {self.at}, the file has {left} left")
 
     def _read_count(self, title: str, min_nbytes: int) -> int:
         """Read a count of things of at least `min_nbytes` bytes each, which must fit into the rest of the file."""
@@ -139,11 +126,9 @@ class GGUFPart:
             return MetadataValue(value_type, self._read_strings(key, num_items))
         dtype = np.dtype(NUMPY_CODES[value_type])
         num_items = self._read_count(f"length of {key}", dtype.itemsize)
-        self.at += num_items * dtype.itemsize
-        return MetadataValue(
-            value_type,
-            np.frombuffer(self.data, dtype, num_items, self.at - num_items * dtype.itemsize),
-        )
+        values = np.frombuffer(self.data, dtype, num_items, self.at)
+        self.at += values.nbytes
+        return MetadataValue(value_type, values)
 
     def _read_value_type(self, key: str) -> str:
         type_number = self._read_number(U32, f"type of {key}")
@@ -177,9 +162,9 @@ class GGUFPart:
         shape = tuple(self._read_number(U64, f"shape of {shown}") for _ in range(num_axes))[::-1]
         type_number = self._read_number(U32, f"type of {shown}")
         offset = self._read_number(U64, f"offset of {shown}")
-        if type_number not in DTYPE_BY_NUMBER:
+        if type_number not in gguf_format.DTYPE_BY_NUMBER:
             raise self._wrong(f"{shown} has unknown tensor type {type_number}")
-        dtype, row_width = DTYPE_BY_NUMBER[type_number], shape[-1] if shape else 1
+        dtype, row_width = gguf_format.DTYPE_BY_NUMBER[type_number], shape[-1] if shape else 1
         if row_width % dtype.block:
             raise self._wrong(
                 f"rows of {shown} have {row_width} elements; {dtype} packs {dtype.block} each"
@@ -187,12 +172,12 @@ class GGUFPart:
         if math.prod(max(axis, 1) for axis in shape) * 8 > MAX_ARRAY_NBYTES:
             raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
         nbytes = gguf_format.tensor_nbytes(shape, dtype)
-        self.entries[name] = TensorInfo(name, shape, dtype, offset, nbytes)
+        self.entries[name] = gguf_format.TensorInfo(name, shape, dtype, offset, nbytes)
 
-    def _check_offsets(self, data_start: int, alignment: int) -> None:
+    def _check_offsets(self, start: int, alignment: int) -> None:
         """Check that the tensors lie within the file and share no bytes; make their offsets those of the file."""
         for e in self.entries.values():
-            shown, left_nbytes = shorten_text(e.name), self.nbytes - data_start - e.offset
+            shown, left_nbytes = shorten_text(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:
                 raise self._wrong(
                     f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
@@ -209,6 +194,4 @@ class GGUFPart:
                     f" it must begin at {data_end} or later"
                 )
             data_end, previous_name = max(data_end, e.offset + e.nbytes), e.name
-        self.entries = {
-            name: replace(e, offset=data_start + e.offset) for name, e in self.entries.items()
-        }
+        self.entries = {n: replace(e, offset=start + e.offset) for n, e in self.entries.items()}

@@ -14,15 +14,7 @@ import numpy as np
 from packtrain.common.files import Check, atomic_file, write_ahead
 from packtrain.dtypes import DTYPES_BY_NUMPY, Dtype
 from packtrain.gguf import gguf_format
-from packtrain.gguf.gguf_format import (
-    KINDS,
-    MAGIC,
-    MAX_AXES,
-    NAME_NBYTES,
-    NUMPY_CODES,
-    VERSIONS,
-    MetadataValue,
-)
+from packtrain.gguf.gguf_format import KINDS, MAGIC, NAME_NBYTES, NUMPY_CODES, MetadataValue
 
 MAX_REUSED_NBYTES = 32 << 20  # the largest block whose memory glibc keeps
 WRITE_AHEAD_NBYTES = 8 << 20  # bytes that are handed to the disk at a time
@@ -81,7 +73,7 @@ def _as_deferred(name: str, tensor: np.ndarray | DeferredTensor) -> DeferredTens
     if isinstance(tensor, DeferredTensor):
         return tensor
     dtype = DTYPES_BY_NUMPY.get(tensor.dtype)
-    if dtype is None or dtype.number is None or tensor.ndim > MAX_AXES:
+    if dtype is None or dtype.number is None or tensor.ndim > gguf_format.MAX_AXES:
         raise gguf_format.GGUFError(
             f"{name}: a {tensor.dtype} array of {tensor.ndim} axes cannot be a GGUF tensor"
         )
@@ -95,7 +87,7 @@ def _write_file(
     max_pending_nbytes: int,
 ) -> None:
     alignment = gguf_format.alignment_of(metadata)
-    file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
+    file.write(MAGIC + struct.pack("<IQQ", gguf_format.VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():
         file.write(_encode_texts(key))
         file.writelines(_encode_value(key, value))

@@ -29,7 +29,7 @@ def missing_model(path: Path) -> str:
     """Return advice for a path that cannot be opened, `; it is …`; empty if there is none."""
     if os.path.isdir(path):
         return _folder_advice(path)
-    text, siblings = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
+    text, peers = str(path), sorted(file.name for file in path.parent.glob("*.gguf"))
     path_exists = os.path.exists(path)  # False where pathlib raises, as for a name that is too long
     if (ollama_match := OLLAMA_PATTERN.fullmatch(text)) and not path_exists:
         return _ollama_advice(text, *ollama_match.groups())
@@ -41,9 +41,7 @@ def missing_model(path: Path) -> str:
         return f"; there is no folder {path.parent}"
     if path_exists:
         return ""
-    return did_you_mean(path.name, siblings) or (
-        f"; there are {shortlist(siblings)}" if siblings else ""
-    )
+    return did_you_mean(path.name, peers) or (f"; there are {shortlist(peers)}" if peers else "")
 
 
 def _hugging_face_advice(repository: str, name: str, file: str | None) -> str:

@@ -4,14 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
-from packtrain.inference.generator import (
-    GenerationLimits,
-    Speed,
-    StopTextFilter,
-    check_prompt,
-    is_loop,
-    make_chain,
-)
+from packtrain.inference import generator
+from packtrain.inference.generator import GenerationLimits, Speed, check_prompt, is_loop, make_chain
 from packtrain.inference.kv_cache import Context
 from packtrain.inference.sampling import Chain, Constraint, SamplerInput, Sampling
 
@@ -24,7 +18,7 @@ class ParallelAnswer:
     ) -> None:
         self.chain, self.seed, self.ids, self.end_reason = chain, chain.seed, list[int](), ""
         self.text, self._eos_ids = "", tokenizer.eog_ids
-        self._pieces, self._stream = StopTextFilter(stops), StreamDecoder(tokenizer)
+        self._pieces, self._stream = generator.StopTextFilter(stops), StreamDecoder(tokenizer)
         for id in prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
 

@@ -26,14 +26,8 @@ GENERATION_KERNELS = (
 )  # fmt: skip
 # the optimizer's own modules come on top
 TRAINING_KERNELS = (
-    *GENERATION_KERNELS,
-    "attention",
-    "attention_back",
-    "cast",
-    "loss",
-    "packing",
-    "reduce",
-)
+    *GENERATION_KERNELS, "attention", "attention_back", "cast", "loss", "packing", "reduce",
+)  # fmt: skip
 EXPERT_KERNELS = ("experts", "softmax")
 CONV_KERNELS = ("short_conv",)
 SCAN_KERNELS = ("short_conv", "scan")
@@ -45,14 +39,10 @@ QUANTIZE_KERNELS = ("quantize",)
 WEIGHTED_QUANTIZE_KERNELS = ("weighing", "snapping")
 REQUANTIZE_KERNELS = ("recoding",)  # for training in the blocks of quantized matrices
 WINDOW_KERNELS = ("convolution", "windows")  # for convolutions and pools
+# for training graphs of any ops
 OP_KERNELS = (
-    *EXPERT_KERNELS,
-    *SCAN_KERNELS,
-    *DELTA_KERNELS,
-    *REQUANTIZE_KERNELS,
-    *WINDOW_KERNELS,
-    *AMX_LOSS_KERNELS,
-)  # for training graphs of any ops
+    *EXPERT_KERNELS, *SCAN_KERNELS, *DELTA_KERNELS, *REQUANTIZE_KERNELS, *WINDOW_KERNELS, *AMX_LOSS_KERNELS,
+)  # fmt: skip
 
 
 def torch() -> ModuleType:

@@ -30,7 +30,9 @@ MIB = 1 << 20
 # most private memory in MiB of a child that compiles several modules, and of one that ends after one module;
 # 38 are numba and numpy
 LASTING, SINGLE_MIB = 320, 152
-LARGER = {"rounded": 330}  # MiB of modules that take more, and have a child of their own
+# MiB of modules that take more, and have a child of their own: with AVX-512, and without, where LLVM turns vectors of
+# 64 bytes into long code
+LARGER = {"rounded": (330, 800)}
 MAX_CHILDREN = 2  # most children at a time
 loaded_modules: dict[str, Any] = {}  # the modules of this process
 complete_modules = set[str]()  # modules whose code is in the cache, with that of all they need
@@ -38,6 +40,15 @@ load_lock = threading.RLock()
 # most private memory of this process and its children, where a call has no limit
 memory_budget: int | None = None
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
+
+
+@cache
+def peak_mib(name: str) -> int:
+    """Return the most private memory in MiB of a child that compiles this module alone."""
+    features = runtime.chosen_cpu().get("CPU_FEATURES")
+    with contextlib.suppress(OSError):  # without llvmlite, which takes 30 MiB in this process
+        features = features or Path("/proc/cpuinfo").read_text()
+    return LARGER.get(name, (SINGLE_MIB,) * 2)["avx512f" not in (features or "")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +60,7 @@ class CompileMode:
 
     def max_nbytes(self, names: Collection[str]) -> int:
         """Return the most private memory of the children while they compile these modules."""
-        largest_module = max((LARGER.get(name, SINGLE_MIB) for name in names), default=SINGLE_MIB)
+        largest_module = max(map(peak_mib, names), default=SINGLE_MIB)
         return (
             self.children * MIB * (max(LASTING, largest_module) if self.lasting else largest_module)
         )

@@ -19,20 +19,9 @@ llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
 i32, i64, void = types.int32, types.int64, types.void
 IS_BUSY, OPEN, INSIDE, WAITING, USED = crew.IS_BUSY, crew.OPEN, crew.INSIDE, crew.WAITING, crew.USED
-TASK, TASK_ARGS, REGION_THREADS, NUMBER, NUM_STARTED = (
-    crew.TASK,
-    crew.TASK_ARGS,
-    crew.REGION_THREADS,
-    crew.NUMBER,
-    crew.NUM_STARTED,
-)
-THREAD_WORDS, NEXT, END, TIME, IS_ASLEEP = (
-    crew.THREAD_WORDS,
-    crew.NEXT,
-    crew.END,
-    crew.TIME,
-    crew.IS_ASLEEP,
-)
+TASK, TASK_ARGS, REGION_THREADS = crew.TASK, crew.TASK_ARGS, crew.REGION_THREADS
+NUMBER, NUM_STARTED, THREAD_WORDS = crew.NUMBER, crew.NUM_STARTED, crew.THREAD_WORDS
+NEXT, END, TIME, IS_ASLEEP = crew.NEXT, crew.END, crew.TIME, crew.IS_ASLEEP
 BED, MAIN_SEMAPHORE, SIZE = crew.BED, crew.MAIN_SEMAPHORE, crew.SIZE
 # Threads spin longer than the serial work between two products of a token: waking a thread takes as long as a 768 x 768
 # product. Threads that only spin, as libgomp's can, stop a step for time slices where another program has a core.
@@ -197,11 +186,9 @@ def run_region(task, task_args, num_tasks):
         swap_word(THREAD_WORDS + thread * SIZE + END, (thread + 1) * num_tasks // num_workers)
     swap_word(OPEN, add_word(NUMBER, 1) + 1)
     for thread in range(1, num_workers):
-        if (
-            load_word(THREAD_WORDS + thread * SIZE + IS_ASLEEP) == 1
-            and swap_word(THREAD_WORDS + thread * SIZE + IS_ASLEEP, 0) == 1
-        ):
-            sem_post(word_address(THREAD_WORDS + thread * SIZE + BED))
+        thread_slot = THREAD_WORDS + thread * SIZE
+        if load_word(thread_slot + IS_ASLEEP) == 1 and swap_word(thread_slot + IS_ASLEEP, 0) == 1:
+            sem_post(word_address(thread_slot + BED))
     run_tasks(0, num_workers)
     swap_word(OPEN, 0)
     await_region_end()

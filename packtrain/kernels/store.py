@@ -100,10 +100,7 @@ distrusted_folders: set[Path] = set()  # damaged folders that cannot be written
 def kernel_modules() -> list[str]:
     """Return the kernel modules, those that most others import first, then the largest."""
     num_users = {name: sum(name in needed(user) for user in MADE_OF) for name in MADE_OF}
-    sizes = {
-        module_name: (KERNELS_FOLDER / f"{module_name}.py").stat().st_size
-        for module_name in MADE_OF
-    }
+    sizes = {name: (KERNELS_FOLDER / f"{name}.py").stat().st_size for name in MADE_OF}
     return sorted(MADE_OF, key=lambda name: (-num_users[name], -sizes[name]))
 
 
@@ -117,14 +114,11 @@ def fingerprint(name: str) -> str:
     """Return a hash of everything a module's code depends on: the platform and the sources, not their location."""
     hashed_parts = list(platform_identity())
     for module_name in sorted(needed(name)):
-        hashed_parts += [
-            module_name,
-            (KERNELS_FOLDER / f"{module_name}.py").read_text(encoding="utf-8"),
-        ]
+        module_file = KERNELS_FOLDER / f"{module_name}.py"
+        hashed_parts += [module_name, module_file.read_text(encoding="utf-8")]
         if module_name in MODULE_ROLES:
-            sources = (
-                file.read_text(encoding="utf-8") for file in sorted(DTYPES_FOLDER.glob("*.py"))
-            )
+            files = sorted(DTYPES_FOLDER.glob("*.py"))
+            sources = (file.read_text(encoding="utf-8") for file in files)
             hashed_parts.append(role_source("\n".join(sources), MODULE_ROLES[module_name]))
     return hashlib.sha256("\0".join(hashed_parts).encode()).hexdigest()[:16]
 
@@ -166,10 +160,8 @@ def folder_name(name: str) -> str:
 
 def fingerprints_file() -> str:
     """Return the name of the file of all fingerprints: a hash of all sources, faster than parsing them."""
-    files = [
-        *(KERNELS_FOLDER / f"{name}.py" for name in MADE_OF),
-        *sorted(DTYPES_FOLDER.glob("*.py")),
-    ]
+    files = [KERNELS_FOLDER / f"{name}.py" for name in MADE_OF]
+    files += sorted(DTYPES_FOLDER.glob("*.py"))
     hashed_parts = [
         *platform_identity(),
         repr(MADE_OF),
@@ -235,15 +227,9 @@ def target_folder() -> Path:
     if child_folder:
         return child_folder
     default_folder = cache_root() / "kernels"
-    usable_folder = next(
-        (
-            root
-            for root in (default_folder, *private_folder(create=True))
-            if write_error(root) is None
-        ),
-        None,
-    )
-    usable_folder = usable_folder or writable(default_folder)
+    roots = default_folder, *private_folder(create=True)
+    usable_folders = (root for root in roots if write_error(root) is None)
+    usable_folder = next(usable_folders, None) or writable(default_folder)
     if usable_folder not in cache_roots():
         cache_roots().append(usable_folder)
     return usable_folder

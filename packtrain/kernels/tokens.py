@@ -232,22 +232,10 @@ def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_wor
 
 @kernel(
     i64(
-        u8_type,
-        ints_type,
-        i64,
-        longs,
-        vocabulary_type,
-        i64,
-        i64,
-        i64,
-        boolean,
-        u8_rows,
-        int_rows_type,
-        rooms,
-        ints_type,
-        longs,
+        u8_type, ints_type, i64, longs, vocabulary_type, i64, i64, i64, boolean, u8_rows, int_rows_type,
+        rooms, ints_type, longs,
     )
-)
+)  # fmt: skip
 def encode(
     raw, word_ends, num_words, part_ends, vocabulary, tokens, unknown, look_up_mode, by_char,
     cached_text, cached_words, buffers, ids, part_totals
@@ -261,9 +249,8 @@ def encode(
     for n in range(num_words):
         stop = i64(word_ends[n])
         slot, first_id = hash_bytes(raw, start, stop) & mask, num_ids
-        if cached_words[slot, LENGTH] == stop - start and equal_bytes(
-            cached_text[slot], 0, raw, start, stop - start
-        ):
+        is_cached = cached_words[slot, LENGTH] == stop - start
+        if is_cached and equal_bytes(cached_text[slot], 0, raw, start, stop - start):
             for k in range(cached_words[slot, COUNT]):
                 ids[num_ids + k] = cached_words[slot, IDS + k]
             num_ids += cached_words[slot, COUNT]

@@ -206,9 +206,7 @@ def write_adapter(
         **({AWARE_KEY: MetadataValue("bool", True)} if adapter.aware else {}),
     }
     adapter_tensors: dict[str, np.ndarray | DeferredTensor] = {
-        base_name + suffix: array
-        for base_name, pair in adapter.lora_pairs.items()
-        for suffix, array in zip(SUFFIXES, pair, strict=True)
+        n + s: a for n, p in adapter.lora_pairs.items() for s, a in zip(SUFFIXES, p, strict=True)
     }
     for base_name, factor in expert_factors.items():
         adapter_tensors[base_name + SUFFIXES[1]] = _times(adapter.lora_pairs[base_name][1], factor)
@@ -217,6 +215,4 @@ def write_adapter(
 
 def _times(b: np.ndarray, by: np.ndarray) -> DeferredTensor:
     """Multiply B of each expert by the expert's factor, one expert at a time while writing."""
-    return DeferredTensor(
-        f32, b.shape, lambda: (expert_b * factor for expert_b, factor in zip(b, by, strict=True))
-    )
+    return DeferredTensor(f32, b.shape, lambda: (e * f for e, f in zip(b, by, strict=True)))

@@ -90,10 +90,8 @@ def attention(block: BlockBuilder, x: Tensor, rope_tables: RopeTables, mixer: Mi
         qk = block.norm_heads(qk)
     rope = config.rope_of(i)
     if rope is not None:
-        rope_inputs = zip("qk", qk, rope_tables[rope], strict=False)
-        qk = [
-            block.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in rope_inputs
-        ]
+        inputs = zip("qk", qk, rope_tables[rope], strict=False)
+        qk = [block.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in inputs]
         if config.has_unweighted_qk_norms:
             qk = [ops.rms_norm(block.saved(x), eps=config.rms_eps) for x in qk]
     elif traits.chunk_temperature:
@@ -146,9 +144,8 @@ def dense_and_experts(block: BlockBuilder, x: Tensor, h: Tensor) -> Tensor:
     eps, router_scale = block.config.rms_eps, block.config.embedding_length**-0.5
     y = block.linear("ffn_down", block.saved(gated(block, x)))
     y = block.norm("post_ffw_norm_1", block.saved(y))
-    router_input = ops.mul(
-        ops.rms_norm(block.saved(h), eps=eps), block.weight("ffn_gate_inp", "scale")
-    )
+    normalized = ops.rms_norm(block.saved(h), eps=eps)
+    router_input = ops.mul(normalized, block.weight("ffn_gate_inp", "scale"))
     expert_input = block.saved(block.norm("pre_ffw_norm_2", h))
     experts_output = block.named(
         "ffn_experts",
@@ -204,11 +201,8 @@ def mixture(block: BlockBuilder, x: Tensor, h: Tensor | None, read: Tensor | Non
     weights = {key: block.weight(name) for key, name in names.items()}
     adapters_or_none = {key: block.lora_of(name) for key, name in names.items()}
     low = {key: adapter for key, adapter in adapters_or_none.items() if adapter is not None}
-    biases = {
-        key: block.weight(name, "bias")
-        for key, name in names.items()
-        if f"{name}.bias" in config.optional
-    }
+    biased = {key: name for key, name in names.items() if f"{name}.bias" in config.optional}
+    biases = {key: block.weight(name, "bias") for key, name in biased.items()}
     offsets = block.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
     matrices = weights["gate_inp"], weights["gate"], weights.get("up"), weights["down"]
     return ops.experts(

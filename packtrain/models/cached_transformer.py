@@ -128,9 +128,7 @@ def cell_mixer(
 
     states = cache.scan_states(config)
     num_lines = count_lines(time, cache.max_sequences)
-    state_slots = (
-        [input(f"state_{name}", (num_lines,), i32) for name in ("from", "to")] if states else []
-    )
+    state_slots = [input(f"state_{n}", (num_lines,), i32) for n in ("from", "to")] if states else []
 
     def convolve_states(i: int, x: Tensor, filters: Tensor) -> Tensor:
         handle, y = ops.short_conv_states(states[f"c.{i}"], x, filters, line, *state_slots)

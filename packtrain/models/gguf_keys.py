@@ -74,13 +74,10 @@ class MetadataReader:
         value = self.get(key, default)
         if key in PER_BLOCK_KEYS and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             value = int(value[0]) if len({*value.tolist()}) == 1 else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or not min_size <= value <= MAX_SIZE
-        ):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or not min_size <= value <= MAX_SIZE:
             raise self.wrong(key, value, f"a whole number from {min_size} to {MAX_SIZE}")
-        return value
+        return int(value)
 
     def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
         value = self.get(key, default)

@@ -93,8 +93,7 @@ class CellTable:
             for seq in cell_seqs:
                 new_cells.setdefault(seq, []).append(new_cell)
         new_orders = {
-            seq: np.append(self.ordered_cells(seq), np.array(added_cells, np.int32))
-            for seq, added_cells in new_cells.items()
+            s: np.append(self.ordered_cells(s), np.array(c, np.int32)) for s, c in new_cells.items()
         }
         self.pos[cells] = pos
         for seq, added_cells in new_cells.items():

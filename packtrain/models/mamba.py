@@ -5,13 +5,8 @@ Gated delta nets replace the scan by the gated delta rule. Yang et al. 2024, arX
 
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
-from packtrain.models.arch.architecture import (
-    DELTA_EACH,
-    DELTA_HEADS,
-    DELTA_IN,
-    SCAN_IN,
-    UNSUFFIXED_SCAN_WEIGHTS,
-)
+from packtrain.models.arch import architecture as arch
+from packtrain.models.arch.architecture import DELTA_EACH, DELTA_HEADS, DELTA_IN, SCAN_IN
 from packtrain.models.block_weights import BlockBuilder, Mixer
 
 
@@ -27,7 +22,7 @@ def mix_scan(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
     delta = block.saved(ops.softplus(block.saved(ops.add(step, block.weight("ssm_dt", "bias")))))
     a, skip = (
         ops.reshape(block.w[f"blk.{i}.{name}"], shape=(scan_sizes.heads,))
-        for name in UNSUFFIXED_SCAN_WEIGHTS
+        for name in arch.UNSUFFIXED_SCAN_WEIGHTS
     )
     y = block.saved(block.named("ssm_scan", mixer.scan(i, y, delta, a, skip)))
     y = block.named("ssm_gated", ops.swiglu(gate, y))
@@ -49,9 +44,8 @@ def mix_delta_rule(block: BlockBuilder, x: Tensor, mixer: Mixer) -> Tensor:
     y = mixer.convolve_states(i, x, block.weight("ssm_conv1d"))
     y = block.saved(block.named("ssm_conv1d", ops.silu(block.saved(y))))
     time_step = ops.softplus(block.saved(ops.add(time_step, block.weight("ssm_dt", "bias"))))
-    decay = block.saved(
-        ops.mul(block.saved(time_step), block.w[f"blk.{i}.{UNSUFFIXED_SCAN_WEIGHTS[0]}"])
-    )
+    a = block.w[f"blk.{i}.{arch.UNSUFFIXED_SCAN_WEIGHTS[0]}"]
+    decay = block.saved(ops.mul(block.saved(time_step), a))
     y = block.named("delta_rule", mixer.delta_rule(i, y, decay, block.saved(ops.sigmoid(beta))))
     head_shape = (*leading_shape, scan_sizes.heads, scan_sizes.inner // scan_sizes.heads)
     y = block.saved(block.norm("ssm_norm", ops.reshape(block.saved(y), shape=head_shape)))

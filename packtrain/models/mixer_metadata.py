@@ -42,11 +42,8 @@ def mixing(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
     ):
         return {"head_count_kv": keys.size(KV, heads), **scan}
     kv_heads = keys.get(KV)
-    each = (
-        kv_heads.tolist()
-        if isinstance(kv_heads, np.ndarray) and kv_heads.dtype.kind in "iu"
-        else []
-    )
+    is_array = isinstance(kv_heads, np.ndarray) and kv_heads.dtype.kind in "iu"
+    each = kv_heads.tolist() if is_array else []
     nonzero_counts = {*each} - {0}
     if len(each) != blocks or len(nonzero_counts) != 1 or min(nonzero_counts) < 0 or all(each):
         raise keys.wrong(
@@ -190,9 +187,6 @@ def _latent_sizes(config: Config) -> dict[str, int]:
     }
     if config.has_latent_cache:
         sizes |= dict(zip(MLA_WIDTHS, (head_width, value_width), strict=True))
-        sizes |= {
-            KV: 1,
-            "attention.key_length": rank + config.rope_width,
-            "attention.value_length": rank,
-        }
+        sizes[KV], sizes["attention.value_length"] = 1, rank
+        sizes["attention.key_length"] = rank + config.rope_width
     return sizes | ({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {})

@@ -169,10 +169,8 @@ def save_model(
             stored, shape, lambda: _stored_chunks(path, tensor, read_weight(tensor), shape, stored)
         )
 
-    tensors = {
-        leaf.label: defer_tensor(leaf.label, leaf.shape)
-        for leaf in transformer.weights(config).values()
-    }
+    leaves = transformer.weights(config).values()
+    tensors = {leaf.label: defer_tensor(leaf.label, leaf.shape) for leaf in leaves}
     write_gguf(path, {**model_metadata(config, name, dtype), **vocabulary, **extra}, tensors)
 
 

@@ -14,12 +14,7 @@ from packtrain.gguf import GGUF, QUANTIZATION_VERSION, MetadataValue
 from packtrain.models import expert_metadata
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, ScalingType
-from packtrain.models.expert_metadata import (
-    EXPERT_WIDTH,
-    expert_sizes,
-    feed_forward_length,
-    read_expert_fields,
-)
+from packtrain.models.expert_metadata import EXPERT_WIDTH, expert_sizes, feed_forward_length
 from packtrain.models.gguf_keys import MAX_SIZE, ROPE_FREQ_BASE, MetadataReader, eps_key
 from packtrain.models.mixer_metadata import KV_LORA_RANK, mixer_metadata, mixing
 from packtrain.models.per_block_metadata import FEED_FORWARD, PER_LAYER, kinds, per_block_metadata
@@ -59,7 +54,7 @@ def read_config(gguf: GGUF) -> Config:
         logit_scale=reader.read_optional_float("logit_scale"),
         **{**_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows},
         **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
-        **read_expert_fields(reader),
+        **expert_metadata.read_expert_fields(reader),
     )
     _check_widths(reader, config)
     _check_heads(reader, config)
@@ -236,14 +231,10 @@ def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, M
     if config.traits.learned_positions:
         del sizes["rope.dimension_count"], float_values["rope.freq_base"]
     if config.key_length is not None:
-        sizes |= dict.fromkeys(
-            ("attention.key_length", "attention.value_length"), config.key_length
-        )
+        sizes["attention.key_length"] = sizes["attention.value_length"] = config.key_length
     if config.expert_count:
-        sizes |= {
-            "expert_count": config.expert_count,
-            "expert_used_count": config.expert_used_count,
-        }
+        sizes["expert_count"] = config.expert_count
+        sizes["expert_used_count"] = config.expert_used_count
     sizes |= expert_sizes(config)
     return {
         **_general_metadata(arch, name, dtype),
@@ -277,15 +268,10 @@ def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, Metada
         "rope.scaling.yarn_beta_slow": (rope_scaling.beta_slow, 1.0),
         "attention.temperature_scale": (config.temperature_scale, 0.0),
     }
-    keys = {
-        key: MetadataValue("f32", float_value)
-        for key, (float_value, default) in float_values.items()
-        if float_value != default
-    }
+    keys = {k: MetadataValue("f32", v) for k, (v, default) in float_values.items() if v != default}
     if rope_scaling.original_context:
-        keys["rope.scaling.original_context_length"] = MetadataValue(
-            "u32", rope_scaling.original_context
-        )
+        context = MetadataValue("u32", rope_scaling.original_context)
+        keys["rope.scaling.original_context_length"] = context
     if rope_scaling.type != "none":
         keys["rope.scaling.type"] = MetadataValue("string", rope_scaling.type)
     return keys

@@ -63,14 +63,9 @@ def adapted(
     ranks, adapter_values, owners = [], {}, []
     for name in adapted_names:
         _check_unmerged(model, name, by_token)
-        numbered_adapters = [
-            (n, *scaled_b) for n, scaled_b in enumerate(adapters) if name in scaled_b[0].lora_pairs
-        ]
-        lora_pairs = [adapter.lora_pairs[name] for _, adapter, _ in numbered_adapters]
-        scales = [
-            np.float32((1 if by_token else scale) * scaled_adapter.scale_of(name))
-            for _, scaled_adapter, scale in numbered_adapters
-        ]
+        numbered = [(n, *b) for n, b in enumerate(adapters) if name in b[0].lora_pairs]
+        lora_pairs = [adapter.lora_pairs[name] for _, adapter, _ in numbered]
+        scales = [np.float32((1 if by_token else s) * a.scale_of(name)) for _, a, s in numbered]
         rank_axis = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
         adapter_values[name + A] = np.concatenate([a for a, _ in lora_pairs], axis=rank_axis)
         scaled_b = [scale * b for scale, (_, b) in zip(scales, lora_pairs, strict=True)]
@@ -79,7 +74,7 @@ def adapted(
             raise InputError(f"{name}: the adapter's values, or its scale, are too large")
         ranks.append((name, adapter_values[name + B].shape[-1]))
         rows = [b.shape[-1] for _, b in lora_pairs]
-        owners.append((name, tuple(np.repeat([n for n, *_ in numbered_adapters], rows).tolist())))
+        owners.append((name, tuple(np.repeat([n for n, *_ in numbered], rows).tolist())))
     token_owners = tuple(owners) if by_token else ()
     lora = Lora(tuple(ranks), owners=token_owners, aware=aware) if ranks else None
     return replace(model, config=replace(model.config, lora=lora), adapter_values=adapter_values)

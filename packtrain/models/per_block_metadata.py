@@ -77,15 +77,13 @@ def _read_num_kv_blocks(keys: MetadataReader, blocks: int, pattern: Sequence[boo
 
     llama.cpp gives later blocks the keys and values of the last of these, if they have no window, or of the one before.
     """
-    max_owning = keys.architecture.num_kv_blocks
-    num_shared = max(blocks - max_owning, 0) if max_owning else keys.size(SHARED_KV, min_size=0)
+    limit = keys.architecture.num_kv_blocks
+    num_shared = max(blocks - limit, 0) if limit else keys.size(SHARED_KV, min_size=0)
     num_owning = blocks - num_shared
     if num_shared and (num_owning < 2 or pattern[num_owning - 1] or not pattern[num_owning - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
-        if max_owning:
-            right = (
-                f"such that block {max_owning - 2} has a window and block {max_owning - 1} has none"
-            )
+        if limit:
+            right = f"such that block {limit - 2} has a window and block {limit - 1} has none"
             raise keys.wrong(WINDOW_PATTERN, keys.get(WINDOW_PATTERN), right)
         raise keys.wrong(SHARED_KV, num_shared, right)
     return num_owning if num_shared else 0
@@ -101,10 +99,8 @@ def per_block_metadata(config: Config) -> dict[str, MetadataValue]:
         PER_LAYER: MetadataValue("u32", config.embedding_length_per_layer),
     }
     if config.traits.num_streams:
-        metadata |= {
-            ALTUP_KEYS[0]: MetadataValue("u32", 0),
-            ALTUP_KEYS[1]: MetadataValue("u32", config.traits.num_streams),
-        }
+        metadata[ALTUP_KEYS[0]] = MetadataValue("u32", 0)
+        metadata[ALTUP_KEYS[1]] = MetadataValue("u32", config.traits.num_streams)
     if config.feed_forward_lengths:
         metadata[FEED_FORWARD] = MetadataValue("i32", [config.feed_forward_of(i) for i in every])
     if config.head_count_kv_swa:

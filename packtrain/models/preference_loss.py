@@ -113,11 +113,8 @@ class PreferenceLoss:
             right_loss, wrong_loss = np.logaddexp(0, -z), np.logaddexp(0, z)
             pair_losses = (1 - self.smoothing) * right_loss + self.smoothing * wrong_loss
         losses = self.by * pair_losses - self.nll * s[:, 0] * token_shares
-        return {
-            "loss": losses,
-            "chosen": self.beta * rewards[:, 0],
-            "rejected": self.beta * rewards[:, 1],
-        }
+        chosen, rejected = self.beta * rewards[:, 0], self.beta * rewards[:, 1]
+        return {"loss": losses, "chosen": chosen, "rejected": rejected}
 
 
 def _log_odds(logps: Tensor) -> Tensor:
@@ -139,6 +136,4 @@ KINDS = {
 
 def make_preference(name: str, **settings: Any) -> PreferenceLoss:
     """Return the loss of this name with these settings; None keeps the loss's own setting."""
-    return replace(
-        KINDS[name], **{key: value for key, value in settings.items() if value is not None}
-    )
+    return replace(KINDS[name], **{k: value for k, value in settings.items() if value is not None})

@@ -37,9 +37,7 @@ UNCHANGED_NAMES = (
 
 
 MIXES = {mix.name: mix for dtype in PACKABLE for mix in dtype.mixes}
-MIXES |= {
-    dtype.name.upper(): dtype.mixes[-1] for dtype in PACKABLE if dtype.name.upper() not in MIXES
-}
+MIXES |= {d.name.upper(): d.mixes[-1] for d in PACKABLE if d.name.upper() not in MIXES}
 
 
 def tensor_dtypes(
@@ -179,9 +177,8 @@ class _DtypeRules:
         if architecture is None or not self.blocks or self.blocks != architecture.blocks_70b:
             return False
         heads = self._number("attention.head_count")
-        return (
-            not architecture.grouped_70b or self._number("attention.head_count_kv", heads) != heads
-        )
+        any_heads = not architecture.grouped_70b
+        return any_heads or self._number("attention.head_count_kv", heads) != heads
 
     def _next_index(self, pattern: str, name: str) -> int:
         """Count a tensor of this kind and return its index; with experts, the index of its block."""

@@ -43,10 +43,8 @@ class AwareMergedRows:
     def __call__(self, row_start: int, row_stop: int) -> QuantizedBlocks:
         a, b = self.adapter.lora_pairs[self.tensor_name]
         scale, stored = self.adapter.scale_of(self.tensor_name), self.array[row_start:row_stop]
-        return QuantizedBlocks(
-            stored_rows(stored, a, b[row_start:row_stop], scale, row_start),
-            self.exact_rows(row_start, row_stop),
-        )
+        rows = stored_rows(stored, a, b[row_start:row_stop], scale, row_start)
+        return QuantizedBlocks(rows, self.exact_rows(row_start, row_stop))
 
 
 def is_recodable(base: GGUF, name: str) -> bool:
@@ -58,10 +56,8 @@ def is_recodable(base: GGUF, name: str) -> bool:
 def aware_merged_rows(base: GGUF, adapter: Adapter) -> dict[str, ReadRows | AwareMergedRows]:
     """Return readers of merged rows for an aware-trained adapter, whose matrices stay in their blocks."""
     return {
-        name: AwareMergedRows(base.array(name), adapter, name, read_rows)
-        if is_recodable(base, name)
-        else read_rows
-        for name, read_rows in merged_rows(base, [(adapter, 1.0)]).items()
+        name: AwareMergedRows(base.array(name), adapter, name, r) if is_recodable(base, name) else r
+        for name, r in merged_rows(base, [(adapter, 1.0)]).items()
     }
 
 

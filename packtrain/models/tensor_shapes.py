@@ -1,13 +1,6 @@
 """Names and shapes of a model's tensors, for every architecture. Names are those of GGUF files."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    LAYER_SCALE,
-    SCAN_FILTERS,
-    SCAN_OUT,
-    UNSUFFIXED_SCAN_WEIGHTS,
-)
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
@@ -23,19 +16,14 @@ def weight_shapes(config: Config) -> Shapes:
         shapes_by_name[POSITIONS] = (config.context_length, c)
     shapes_by_name |= _layer_shapes(config) if config.embedding_length_per_layer else {}
     if num_extra := config.traits.num_streams and config.traits.num_streams - 1:
-        shapes_by_name |= {
-            f"{name}.weight": (num_extra, c, c) for name in (arch.STREAMS_IN, arch.STREAMS_OUT)
-        }
+        names = f"{arch.STREAMS_IN}.weight", f"{arch.STREAMS_OUT}.weight"
+        shapes_by_name |= dict.fromkeys(names, (num_extra, c, c))
     for i in range(config.block_count):
-        shapes_by_name |= {
-            f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()
-        }
+        shapes_by_name |= {f"blk.{i}.{n}": shape for n, shape in block_shapes(config, i).items()}
     shapes_by_name |= _with_biases(config, {config.traits.last_norm: (c,)})
     if not config.tied:
         shapes_by_name |= _with_biases(config, {"output": (config.vocab_size, c)})
-    shapes_by_name |= {
-        name: (config.rope_width // 2,) for name in optional if name.startswith("rope_")
-    }
+    shapes_by_name |= {n: (config.rope_width // 2,) for n in optional if n.startswith("rope_")}
     if config.lora is not None:
         unread_names = {*unused_weights(config)}
         read = {name: shape for name, shape in shapes_by_name.items() if name not in unread_names}
@@ -59,20 +47,20 @@ def block_shapes(config: Config, i: int) -> Shapes:
         named_shapes |= {"inp_gate": (p, width), "proj": (width, p), "post_norm": (width,)}
     named_shapes |= _stream_shapes(config) if config.traits.num_streams else {}
     shapes_by_name = _with_biases(config, named_shapes)
-    shapes_by_name |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
+    shapes_by_name |= {arch.LAYER_SCALE: (1,)} if arch.LAYER_SCALE in config.optional else {}
     if has_experts and has_dense:
         scale_shapes = (config.embedding_length,), (config.expert_count,)
         shapes_by_name |= dict(zip(arch.EXPERT_SCALES, scale_shapes, strict=True))
     if config.has_scan(i) and config.scan is not None:
         num_heads = config.scan.heads
         unsuffixed = (
-            {UNSUFFIXED_SCAN_WEIGHTS[0]: (num_heads,)}
+            {arch.UNSUFFIXED_SCAN_WEIGHTS[0]: (num_heads,)}
             if config.traits.delta
-            else dict.fromkeys(UNSUFFIXED_SCAN_WEIGHTS, (num_heads, 1))
+            else dict.fromkeys(arch.UNSUFFIXED_SCAN_WEIGHTS, (num_heads, 1))
         )
         shapes_by_name |= {"ssm_dt.bias": (num_heads,), **unsuffixed}
-    has_choice_bias = config.has_experts(i) and CHOICE in config.optional
-    return shapes_by_name | ({CHOICE: (config.expert_count,)} if has_choice_bias else {})
+    has_choice_bias = config.has_experts(i) and arch.CHOICE in config.optional
+    return shapes_by_name | ({arch.CHOICE: (config.expert_count,)} if has_choice_bias else {})
 
 
 def _layer_shapes(config: Config) -> Shapes:
@@ -169,13 +157,13 @@ def _scan_shapes(config: Config) -> Shapes:
     assert scan is not None
     group_width = scan.inner // scan.groups
     norm: Shapes = {"ssm_norm": (scan.groups, group_width)} if config.has_weight("ssm_norm") else {}
-    filter_shapes = {SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps)}
+    filter_shapes = {arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps)}
     return {
         "attn_norm": (width,),
         arch.SCAN_INPUT: (sum(scan.input_rows), width),
         **filter_shapes,
         **norm,
-        SCAN_OUT: (width, scan.inner),
+        arch.SCAN_OUT: (width, scan.inner),
     }
 
 
@@ -189,10 +177,10 @@ def _delta_shapes(config: Config) -> Shapes:
         "attn_norm": (width,),
         "attn_qkv": (scan.conv_channels, width),
         "attn_gate": (scan.inner, width),
-        SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps),
+        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps),
         **head_shapes,
         "ssm_norm": (scan.inner // scan.heads,),
-        SCAN_OUT: (width, scan.inner),
+        arch.SCAN_OUT: (width, scan.inner),
     }
 
 

@@ -44,28 +44,20 @@ def plan_within_limits(
             kernels.load()
         plans = plan_in_process(unlimited(shape, request), request)
     else:
-        unsearched_plans = None  # plans without a search, where a search would exceed the limit
+        direct = None  # plans without a search, where a search would exceed the limit
+        direct_nbytes = math.inf
         if private_nbytes() + search_child_nbytes(shape) > host_limit:
-            unsearched_plans = plan_in_process(unlimited(shape, request), request)
-        if (
-            unsearched_plans
-            and nbytes_with_margin(unsearched_plans, HOST) <= host_limit
-            and not full(unsearched_plans, request.limits, "")
-        ):
-            plans = unsearched_plans
+            direct = plan_in_process(unlimited(shape, request), request)
+            direct_nbytes = nbytes_with_margin(direct, HOST)
+        if direct and direct_nbytes <= host_limit and not full(direct, request.limits, ""):
+            plans = direct
         else:
             plans, change = search_plans(shape, request, report)
-            peak_nbytes = (
-                min(plans.search_nbytes, nbytes_with_margin(unsearched_plans, HOST))
-                if unsearched_plans
-                else plans.search_nbytes
-            )
-            plans = replace(plans, search_nbytes=peak_nbytes)
-        del unsearched_plans
+            plans = replace(plans, search_nbytes=int(min(plans.search_nbytes, direct_nbytes)))
+        del direct
         uncertain_nbytes = kernels.uncertain_nbytes + REUSABLE_NBYTES * request.loads_kernels
-        if plans.needed_nbytes - uncertain_nbytes <= host_limit and (
-            request.loads_kernels or kernels.uncertain_nbytes
-        ):
+        may_load = request.loads_kernels or kernels.uncertain_nbytes
+        if may_load and plans.needed_nbytes - uncertain_nbytes <= host_limit:
             kernels.load()
             plans = with_process_baseline(plans, plans.search_nbytes)
             replan_nbytes = private_nbytes() + search_child_nbytes(shape)
@@ -92,38 +84,31 @@ def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
     """Search plans within the limits in a child; also return a change of settings that would fit if none do."""
-    space_limits = dict(request.limits)
-    if HOST in space_limits:
-        space_limits |= {s: space_limits.get(s, space_limits[HOST]) for s in request.target.aside}
-    shown_limit = space_limits.get(request.target.space, min(space_limits.values()))
+    limits = dict(request.limits)
+    if HOST in limits:
+        limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
+    shown_limit = limits.get(request.target.space, min(limits.values()))
 
     @cache
-    def report_start() -> None:
+    def announce() -> None:
         report(f"planning a run that fits into {size_text(shown_limit)} …")
 
-    search_nbytes, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in space_limits}
+    search_nbytes, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
     for _ in range(MAX_SEARCHES):
         search_nbytes = max(search_nbytes, private_nbytes() + search_child_nbytes(shape))
-        adjusted_limits = {space: limit - reserves[space] for space, limit in space_limits.items()}
-        answer = run_in_child(
-            report_start, find_fastest_shape, shape, replace(request, limits=adjusted_limits)
-        )
+        reduced = {space: limit - reserves[space] for space, limit in limits.items()}
+        answer = run_in_child(announce, find_fastest_shape, shape, replace(request, limits=reduced))
         plans = plan_in_process(answer.shape, request, search_nbytes)
-        excess = {
-            space: max(nbytes_with_margin(plans, space) - limit, 0)
-            for space, limit in space_limits.items()
-        }
+        excess = {s: max(nbytes_with_margin(plans, s) - limit, 0) for s, limit in limits.items()}
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
         if not answer.is_within_limits or not any(excess.values()):
             return plans, answer.suggested_change
         # reserve twice the excess: each search leaves the process a little larger
-        reserves = {
-            space: nbytes + 2 * excess[space] + SEARCH_GROWTH_NBYTES * (excess[space] > 0)
-            for space, nbytes in reserves.items()
-        }
+        for space, nbytes in excess.items():
+            reserves[space] += 2 * nbytes + SEARCH_GROWTH_NBYTES * (nbytes > 0)
         del answer, plans  # the process would grow if the next plans were made beside these
         release_memory()
-    smallest_shape = run_in_child(report_start, smallest, shape, request)
+    smallest_shape = run_in_child(announce, smallest, shape, request)
     return plan_in_process(smallest_shape, request, search_nbytes), ""
 
 
@@ -132,23 +117,17 @@ def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
     return plans.total_nbytes + KERNEL_MARGIN_NBYTES if space == HOST else plans.nbytes_in(space)
 
 
-def plan_in_process(
-    shape: StepShape, request: PlanRequest, search_nbytes: int = 0
-) -> TrainingPlans:
+def plan_in_process(shape: StepShape, request: PlanRequest, search: int = 0) -> TrainingPlans:
     """Make plans in this process; if packing loads some kernels, load the others, too."""
     plans = request.make_plans(shape)
     request.kernels.load_remaining()
-    return with_process_baseline(plans, search_nbytes, request.kernels.pending_nbytes)
+    return with_process_baseline(plans, search, request.kernels.pending_nbytes)
 
 
-def with_process_baseline(
-    plans: TrainingPlans, search_nbytes: int = 0, extra_nbytes: int = 0
-) -> TrainingPlans:
-    """Return the plans with the memory of this process now, plus `extra_nbytes` that it will take before the run."""
+def with_process_baseline(plans: TrainingPlans, search: int = 0, extra: int = 0) -> TrainingPlans:
+    """Return the plans with the memory of this process now, plus `extra` that it will take before the run."""
     release_memory()
-    return replace(
-        plans, baseline_nbytes=private_nbytes() + extra_nbytes, search_nbytes=search_nbytes
-    )
+    return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search)
 
 
 def search_child_nbytes(shape: StepShape) -> int:

@@ -15,13 +15,8 @@ MIN_PARALLEL_NBYTES = 1 << 17  # bytes from which a parallel region pays
 NUM_BALANCED_TASKS = 64  # tasks that keep all threads busy to the end
 # rates of unmeasured kinds of work, as shares of the floating-point operations per second
 SHARES = {
-    "multiply": 0.5,
-    "multiply bf16": 1.0,
-    "multiply bf16x3": 0.5,
-    "attend": 0.4,
-    "attend back": 0.4,
-    "pack": 0.03,
-}
+    "multiply": 0.5, "multiply bf16": 1.0, "multiply bf16x3": 0.5, "attend": 0.4, "attend back": 0.4, "pack": 0.03,
+}  # fmt: skip
 SHARE = 0.02  # share of every other kind of work
 
 
@@ -62,18 +57,10 @@ class BackendRates:
     def on(self, backend: str) -> "BackendRates":
         return self.backend_rates.get(backend, self)
 
-    def with_data_shares(self, attended_share: float, target_share: float = 1.0) -> "BackendRates":
+    def with_data_shares(self, attended: float, targets: float = 1.0) -> "BackendRates":
         """Return the rates of all backends for data with these shares of attended blocks and of target positions."""
-        other_rates = {
-            name: rates.with_data_shares(attended_share, target_share)
-            for name, rates in self.backend_rates.items()
-        }
-        return replace(
-            self,
-            attended_share=attended_share,
-            target_share=target_share,
-            backend_rates=other_rates,
-        )
+        peers = {n: r.with_data_shares(attended, targets) for n, r in self.backend_rates.items()}
+        return replace(self, attended_share=attended, target_share=targets, backend_rates=peers)
 
     def for_threads(self, threads: int) -> "BackendRates":
         """Return the rates of `threads` times as many threads, each as fast as now."""
@@ -85,31 +72,26 @@ class BackendRates:
 
     def _scaled(self, by: float) -> "BackendRates":
         kind_rates = {kind: by * rate for kind, rate in self.kinds.items()}
-        scaled = {
-            name: by * getattr(self, name) for name in ("flops", "nbytes", "cache_nbytes", "link")
-        }
+        scaled = {n: by * getattr(self, n) for n in ("flops", "nbytes", "cache_nbytes", "link")}
         return replace(self, kinds=kind_rates, **scaled)
 
     def moving(self, nbytes: float) -> float:
         """Return the seconds to move bytes."""
-        return nbytes / (
-            self.cache_nbytes if self.cache_nbytes and nbytes <= CACHE_NBYTES else self.nbytes
-        )
+        is_cached = self.cache_nbytes and nbytes <= CACHE_NBYTES
+        return nbytes / (self.cache_nbytes if is_cached else self.nbytes)
 
 
 def graph_seconds(placed: Placed, rates: BackendRates) -> float:
     """Return the expected seconds of a run of the graph. Copies overlap other steps until they are needed."""
     read_tensors = {t for step in placed.steps for t in step.reads}
-    elapsed, arrivals = 0.0, dict[Tensor | None, float]()
+    now, arrivals = 0.0, dict[Tensor | None, float]()
     for step in placed.steps:
         took = call_seconds(step, rates, read_tensors)
         if step.op is BEGIN_COPY:
-            arrivals[step.results[0]] = elapsed + took
+            arrivals[step.results[0]] = now + took
         else:
-            elapsed = (
-                max(elapsed, arrivals[step.inputs[0]]) if step.op is FINISH_COPY else elapsed + took
-            )
-    return elapsed
+            now = max(now, arrivals[step.inputs[0]]) if step.op is FINISH_COPY else now + took
+    return now
 
 
 def copy_seconds(nbytes: float, *endpoints: BackendRates) -> float:

@@ -3,6 +3,7 @@
 Blocks go to the devices in order, in proportion to the shares; moments and gradients go with their weights.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,12 +52,8 @@ class DeviceSpread:
         placed_request = replace(request, target=self.spread_blocks(shape, num_device_blocks))
         if not all(device in placed_request.target.every for device in self.devices):
             return False
-        searches = (
-            (PlanSearch(placed_request, space), limit) for space, limit in self.limits.items()
-        )
-        return all(
-            candidate.rough(shape).nbytes * (1 + SLACK) <= limit for candidate, limit in searches
-        )
+        searches = ((PlanSearch(placed_request, s), limit) for s, limit in self.limits.items())
+        return all(s.rough(shape).nbytes * (1 + SLACK) <= limit for s, limit in searches)
 
     def num_device_blocks(self, shape: StepShape) -> int:
         """Return the number of blocks on devices, plus one if the tensors behind the blocks are there, too."""
@@ -83,10 +80,7 @@ class DeviceSpread:
         for block_share in self.block_shares:
             running_share += block_share
             end_offsets.append(round(count * running_share / share_sum))
-        return [
-            self.devices[next(i for i, end_offset in enumerate(end_offsets) if at < end_offset)]
-            for at in range(count)
-        ]
+        return [self.devices[bisect_right(end_offsets, at)] for at in range(count)]
 
 
 def parse_spread(

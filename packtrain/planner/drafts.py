@@ -19,15 +19,7 @@ from packtrain.planner.estimate import GraphEstimate, StepEstimate, by_chunk, ch
 from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
 from packtrain.planner.step_shape import DEFAULT_CHUNK, StepShape
 from packtrain.planner.step_variants import CHUNK_SIZES
-from packtrain.planner.training_plans import (
-    EVALUATE,
-    MEASURE,
-    MICRO,
-    UPDATE,
-    blocks_in,
-    build_graph,
-    runs,
-)
+from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, UPDATE, blocks_in, runs
 
 SAMPLED = 3  # blocks of the longest chain from which estimates are extrapolated
 
@@ -56,11 +48,8 @@ class DraftEstimator:
     def with_fresh_chains(self) -> Self:
         """Return a copy whose chains forget measurements on all but short chains."""
         fresh = type(self)(self.request, self.space)
-        fresh._graphs, fresh._sample_estimates, fresh._step_estimates = (
-            self._graphs,
-            self._sample_estimates,
-            self._step_estimates,
-        )
+        fresh._graphs, fresh._sample_estimates = self._graphs, self._sample_estimates
+        fresh._step_estimates = self._step_estimates
         fresh._before, fresh._short_graphs = self._block_chains, self._short_graphs
         return fresh
 
@@ -87,14 +76,12 @@ class DraftEstimator:
 
         With everything saved, each such block frees the bytes of its gradients and takes those of its saved values.
         """
-        sampled_shape, full_sizes = with_num_blocks(shape, SAMPLED), self.sizes(shape.once)
-        no_blocks, one_block, all_blocks = (
-            self._sizes(replace(sampled_shape, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)
-        )
+        short, full_sizes = with_num_blocks(shape, SAMPLED), self.sizes(shape.once)
+        samples = [self._sizes(replace(short, num_two_pass_blocks=n)) for n in (0, 1, SAMPLED)]
         extra_blocks, block_costs = shape.num_two_pass_blocks - 1, self.chain(shape.once).block
         reserve_nbytes = max(block_costs.reserve - block_costs.full_nbytes, 0)
         arena = full_sizes.arena - extra_blocks * reserve_nbytes
-        quadruples = zip(full_sizes, no_blocks, one_block, all_blocks, strict=True)
+        quadruples = zip(full_sizes, *samples, strict=True)
         block_share = extra_blocks / (SAMPLED - 1)
         totals = StepEstimate(*(w + b - a + block_share * (c - b) for w, a, b, c in quadruples))
         return StepEstimate(totals.leaves, max(arena, full_sizes.other_arena_nbytes), *totals[2:])
@@ -106,16 +93,13 @@ class DraftEstimator:
         estimates = [*parts.values(), *samples]
         # the first of two passes recomputes what the second does, and needs no more bytes
         outer_parts = [*(part for name, part in parts.items() if name not in inner_names), *samples]
-        unique_leaves = {
-            name: leaf for estimate in estimates for name, leaf in estimate.leaves.items()
-        }.values()
+        unique_leaves = {n: leaf for e in estimates for n, leaf in e.leaves.items()}.values()
         block_estimate, target = parts[blocks_in(shape)], self.request.target
         leaf_nbytes = training_plans.counted(shape, unique_leaves, target, self.space)
         leaf_nbytes += rooms_nbytes(shape.world_size, self.space)
         if self.space == HOST:
-            leaf_nbytes += training_plans.transit_nbytes(
-                (t for t in unique_leaves if not training_plans.is_mapped(shape, t)), target
-            )
+            resident = (t for t in unique_leaves if not training_plans.is_mapped(shape, t))
+            leaf_nbytes += training_plans.transit_nbytes(resident, target)
         return StepEstimate(
             leaf_nbytes,
             block_estimate.arena,
@@ -141,20 +125,18 @@ class DraftEstimator:
         # the last graph is large, and garbage only as a whole: collect it before the next one is built
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             gc.collect(1)
-            return build_graph(name, shape, optimizer)
+            return training_plans.build_graph(name, shape, optimizer)
         if cache_key not in self._short_graphs:
             self._short_graphs.clear()
             gc.collect()
-            self._short_graphs[cache_key] = build_graph(*cache_key, optimizer)
+            self._short_graphs[cache_key] = training_plans.build_graph(*cache_key, optimizer)
         return self._short_graphs[cache_key]
 
     def _estimate_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config
         if config not in self._sample_estimates:
-            placed_graphs, rates = self.request.sample_graphs(shape).values(), self.request.rates
-            self._sample_estimates[config] = [
-                estimate_graph(placed_graph, rates, self.space) for placed_graph in placed_graphs
-            ]
+            graphs, rates = self.request.sample_graphs(shape).values(), self.request.rates
+            self._sample_estimates[config] = [estimate_graph(g, rates, self.space) for g in graphs]
         return self._sample_estimates[config]
 
     def chain(self, shape: StepShape) -> BlockChain:
@@ -162,10 +144,8 @@ class DraftEstimator:
         shape = replace(shape, keep=None)
         if shape not in self._block_chains:
             chunk = DEFAULT_CHUNK if shape.chunk in CHUNK_SIZES else shape.chunk
-            first, earlier_chain = (
-                replace(shape, chunk=chunk, num_two_pass_blocks=0),
-                self._before.get(shape),
-            )
+            first = replace(shape, chunk=chunk, num_two_pass_blocks=0)
+            earlier_chain = self._before.get(shape)
             similar_chain = None if first == shape else self.chain(first)
             if earlier_chain is not None:
                 self._block_chains[shape] = earlier_chain.afresh(similar_chain)
@@ -179,11 +159,8 @@ class DraftEstimator:
         target = self.request.target
         if target.is_uniform:
             return self.space == target.space
-        block_leaves = (
-            leaf
-            for name, leaf in training_plans.leaves(shape)[0].items()
-            if name.startswith("blk.")
-        )
+        leaves = training_plans.leaves(shape)[0].items()
+        block_leaves = (leaf for name, leaf in leaves if name.startswith("blk."))
         return any(target.home(leaf).space == self.space for leaf in block_leaves)
 
     def may_recompute(self, shape: StepShape) -> bool:
@@ -202,13 +179,8 @@ class DraftEstimator:
         estimate, planned_choice = self.sizes(shape), self.chain(shape).plan_choice(shape.keep)
         seconds = estimate.seconds + repeats(shape) * planned_choice.seconds
         arena_nbytes = max(planned_choice.arena, int(estimate.other_arena_nbytes))
-        recomputed_calls = shape.num_passes * planned_choice.calls
-        return PlanDraft(
-            shape,
-            self._nbytes(shape, estimate, recomputed_calls)
-            + self._allocated_nbytes(estimate, arena_nbytes),
-            seconds,
-        )
+        nbytes = self._nbytes(shape, estimate, shape.num_passes * planned_choice.calls)
+        return PlanDraft(shape, nbytes + self._allocated_nbytes(estimate, arena_nbytes), seconds)
 
     def _allocated_nbytes(self, sizes: StepEstimate, arena: int) -> int:
         """Return the bytes that an allocator takes for the arena, and beyond the leaves' own bytes."""
@@ -231,16 +203,9 @@ def repeats(shape: StepShape) -> int:
 def _cache_key_shape(name: str, shape: StepShape) -> StepShape:
     """Return the shape without fields that do not affect a graph without recomputation, as a cache key."""
     if name == UPDATE:
-        key_shape = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)
-        return replace(
-            key_shape,
-            micro_batch_size=1,
-            seq_len=1,
-            num_micro_batches=2,
-            layered=False,
-            num_evaluations=1,
-            world_size=1,
-        )
+        key = replace(shape.once, keep=None, evaluate=False, chunk=DEFAULT_CHUNK, layered=False)
+        key = replace(key, micro_batch_size=1, seq_len=1, num_micro_batches=2)
+        return replace(key, num_evaluations=1, world_size=1)
     if name == EVALUATE:
         return StepShape(shape.config, shape.micro_batch_size, shape.seq_len, base=shape.base)
     return replace(shape, keep=None, evaluate=False, chunk=DEFAULT_CHUNK)

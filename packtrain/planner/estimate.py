@@ -14,28 +14,14 @@ from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor
-from packtrain.planner import cost_model
+from packtrain.planner import checkpointing, cost_model, training_plans
 from packtrain.planner.block_extrapolation import num_reached_blocks, with_num_blocks
-from packtrain.planner.checkpointing import (
-    ALIGNMENT,
-    NEVER_OFFLOAD,
-    BlockChain,
-    BuiltGraph,
-    RecomputeChoice,
-    aligned_nbytes,
-)
+from packtrain.planner.checkpointing import ALIGNMENT, BlockChain, BuiltGraph, aligned_nbytes
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.plan_request import CALL_NBYTES, PlanRequest
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.step_variants import CHUNK_SIZES
-from packtrain.planner.training_plans import (
-    BOUND_NBYTES,
-    STEP,
-    blocks_in,
-    build_graph,
-    lasting,
-    leaves,
-)
+from packtrain.planner.training_plans import STEP, blocks_in, build_graph, lasting, leaves
 
 TOGETHER = 32  # strategies of a block measured in one graph
 
@@ -81,29 +67,23 @@ def by_chunk(
     placed: Placed, rates: BackendRates, space: str, chunks: Iterable[int]
 ) -> dict[int, GraphEstimate]:
     """Return estimates of the graph for several chunk sizes of its loss head, by chunk."""
-    stored_tensors = storage_lifetimes(placed, space)
+    stored = storage_lifetimes(placed, space)
     read = {t for step in placed.steps for t in step.reads}
-    start_steps, end_steps, size = lifetime_columns(stored_tensors, ALIGNMENT)
-    work = [
-        index
-        for index, storage in enumerate(stored_tensors)
-        if (storage.op, storage.category) == (HEAD.name, "workspace")
-    ]
+    start_steps, end_steps, size = lifetime_columns(stored, ALIGNMENT)
+    work = [i for i, s in enumerate(stored) if (s.op, s.category) == (HEAD.name, "workspace")]
     head_steps = [step for step in placed.steps if step.op is HEAD]
     other_steps = [step for step in placed.steps if step.op is not HEAD]
     seconds = sum(cost_model.call_seconds(step, rates, read) for step in other_steps)
-    estimates = dict[int, GraphEstimate]()
+    result = dict[int, GraphEstimate]()
     for chunk in chunks:
         cut = [_with_chunk(step, chunk) for step in head_steps]
         if work:
             size[work] = [aligned_nbytes(spec) for step in cut for spec in step.workspaces]
-        arena_nbytes, _ = lower_bound(start_steps, end_steps, size)
-        total_seconds = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
-        kernel_nbytes = pool_nbytes((*other_steps, *cut), space)
-        estimates[chunk] = GraphEstimate(
-            arena_nbytes, total_seconds, len(placed.graph.calls), lasting(placed), kernel_nbytes
-        )
-    return estimates
+        arena, _ = lower_bound(start_steps, end_steps, size)
+        total = seconds + sum(cost_model.call_seconds(step, rates, read) for step in cut)
+        pool = pool_nbytes((*other_steps, *cut), space)
+        result[chunk] = GraphEstimate(arena, total, len(placed.graph.calls), lasting(placed), pool)
+    return result
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
@@ -134,33 +114,27 @@ def chain(
     name, num_blocks = blocks_in(shape), num_reached_blocks(shape)
     space = space or request.target.space
 
-    def build_variant(count: int, choice: RecomputeChoice | None) -> BuiltGraph:
+    def build_variant(count: int, choice: checkpointing.RecomputeChoice | None) -> BuiltGraph:
         variant = shape if count == num_blocks else with_num_blocks(shape, count)
         return build(name, replace(variant, keep=choice), request.optimizer)
 
-    def build_two_pass(count: int, choice: RecomputeChoice | None) -> BuiltGraph:
+    def build_two_pass(count: int, choice: checkpointing.RecomputeChoice | None) -> BuiltGraph:
         variant = replace(with_num_blocks(shape, count), num_two_pass_blocks=count, keep=choice)
         return build(name, variant, request.optimizer)
 
     gradients_wait = name == STEP and shape.max_norm is not None and not shape.two_passes
     reserved = _gradient_nbytes(shape) if gradients_wait else (0, 0)
-    call_nbytes = (CALL_NBYTES + BOUND_NBYTES) * shape.num_passes if space == HOST else 0
+    call_nbytes = (
+        (CALL_NBYTES + training_plans.BOUND_NBYTES) * shape.num_passes if space == HOST else 0
+    )
     if calls is None:
         calls = len(build_variant(num_blocks, None).graph.calls)
 
     heads = {chunk: partial(with_chunk, chunk=chunk) for chunk in (shape.chunk, *CHUNK_SIZES)}
-    offload_mode = NEVER_OFFLOAD if space == HOST else request.offload_mode
+    offload_mode = checkpointing.NEVER_OFFLOAD if space == HOST else request.offload_mode
     options = reserved, call_nbytes, calls, like, TOGETHER, request.target, space, offload_mode
-    return BlockChain(
-        build_variant,
-        num_blocks,
-        request.rates,
-        *options,
-        shape.num_two_pass_blocks,
-        build_two_pass,
-        heads,
-        shape.chunk,
-    )
+    two_pass = shape.num_two_pass_blocks, build_two_pass, heads, shape.chunk
+    return BlockChain(build_variant, num_blocks, request.rates, *options, *two_pass)
 
 
 def _gradient_nbytes(shape: StepShape) -> tuple[int, int]:

@@ -58,10 +58,8 @@ def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, 
         if len(step_times) != NUM_COMPARED_STEPS + 1:
             return None
         compared_times = step_times[1:]
-        median_seconds, wait_seconds = (
-            statistics.median(compared_times),
-            processor_wait_seconds() - initial_wait,
-        )
+        median_seconds = statistics.median(compared_times)
+        wait_seconds = processor_wait_seconds() - initial_wait
         deviation = abs(median_seconds - expected)
         if deviation <= MIN_DEVIATION * expected or deviation * left < MIN_DEVIATION_SECONDS:
             return None

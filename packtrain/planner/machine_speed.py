@@ -55,11 +55,8 @@ def load_rates(
     if cached is not None and cached.covers_types(types):
         return cached.corrected_rates
     dtypes_by_kind = {laying(t): t for t in READABLE}
-    types_in_cache = (
-        ()
-        if cached is None
-        else [dtypes_by_kind[k] for k in cached.rates.kinds if k in dtypes_by_kind]
-    )
+    kinds = [] if cached is None else [*cached.rates.kinds]
+    types_in_cache = [dtypes_by_kind[kind] for kind in kinds if kind in dtypes_by_kind]
     new_rates, quiet = measure_rates({*types, *types_in_cache} - {DTYPES["f32"]}, target=target)
     if cached is not None and not quiet:
         new_rates = fastest_rates(new_rates, cached.rates)
@@ -102,9 +99,7 @@ def measure_rates_in_children(
             for sentence in messages:
                 report(sentence)
     first_name, *other_names = by_backend
-    return replace(
-        by_backend[first_name], backend_rates={name: by_backend[name] for name in other_names}
-    )
+    return replace(by_backend[first_name], backend_rates={n: by_backend[n] for n in other_names})
 
 
 def _load_rates_in_child(
@@ -118,36 +113,26 @@ def _load_rates_in_child(
 def fastest_rates(a: BackendRates, b: BackendRates) -> BackendRates:
     """Return the faster of each rate: other programs can only slow a measurement down."""
     kind_rates = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
-    best_throughput = {
-        name: max(getattr(a, name), getattr(b, name))
-        for name in ("flops", "nbytes", "cache_nbytes")
-    }
-    best_latency = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
-    return replace(a, kinds=kind_rates, **best_throughput, **best_latency)
+    speeds = {n: max(getattr(a, n), getattr(b, n)) for n in ("flops", "nbytes", "cache_nbytes")}
+    overheads = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
+    return replace(a, kinds=kind_rates, **speeds, **overheads)
 
 
 def rates_path(num_threads: int, target: Target = CPU) -> Path:
     """Return the path of the cached rates of this version, machine, backend and number of threads."""
     name = target.backends[0].name
-    key_parts = (
-        __version__,
-        str(num_threads),
-        *platform_identity(),
-        *([] if name == "cpu" else [name]),
-    )
-    name = hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:16]
+    parts = __version__, str(num_threads), *platform_identity(), *([] if name == "cpu" else [name])
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_root() / f"rates-{name}.json"
 
 
 def read_rates(path: Path) -> CachedRates | None:
     """Return the cached rates; None if the file is missing or incomplete."""
     try:
-        file_data = json.loads(path.read_text())
-        if file_data["format"] != FILE_FORMAT:
+        data = json.loads(path.read_text())
+        if data["format"] != FILE_FORMAT:
             return None
-        return CachedRates(
-            BackendRates(**file_data["rates"]), bool(file_data["quiet"]), float(file_data["off"])
-        )
+        return CachedRates(BackendRates(**data["rates"]), bool(data["quiet"]), float(data["off"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -16,12 +16,9 @@ from packtrain.planner.training_plans import Name, TrainingPlans, leaves, make_p
 SAMPLED = (64,)  # tokens of a sample's prompt per run
 # how activations are offloaded, by --offload
 OFFLOAD_MODES = {
-    "auto": MAY_OFFLOAD,
-    "none": NEVER_OFFLOAD,
-    "moments": NEVER_OFFLOAD,
-    "activations": ALWAYS_OFFLOAD,
+    "auto": MAY_OFFLOAD, "none": NEVER_OFFLOAD, "moments": NEVER_OFFLOAD, "activations": ALWAYS_OFFLOAD,
     "all": ALWAYS_OFFLOAD,
-}
+}  # fmt: skip
 NO_KERNELS = KernelMemory(0)
 CALL_NBYTES = 2_000  # bytes of this process for each call of a planned graph, measured
 
@@ -61,22 +58,14 @@ class PlanRequest:
     def offloaded(self, shape: StepShape) -> "PlanRequest":
         """Return the request with moments in the process's memory where their weights live in another memory."""
         weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
-        local_weights = weights
+        local = weights
         if shape.moment_share is not None:  # this process has only moments of its share
-            local_weights = [
-                part for w in weights if (part := part_of_weight(w, shape.moment_share)) is not None
-            ]
-        moments = [moment for weight in local_weights for moment in self.optimizer.states(weight)]
+            local = [p for w in weights if (p := part_of_weight(w, shape.moment_share)) is not None]
+        moments = [moment for weight in local for moment in self.optimizer.states(weight)]
         weight_homes = {name: home for name, home in self.target.homes.items() if "/" not in name}
-        target = replace(
-            self.target, homes={**weight_homes, **{moment.label: cpu for moment in moments}}
-        )
-        return replace(
-            self,
-            optimizer=self.optimizer.with_offloaded_state(),
-            target=target,
-            offloads_moments=True,
-        )
+        target = replace(self.target, homes={**weight_homes, **{m.label: cpu for m in moments}})
+        optimizer = self.optimizer.with_offloaded_state()
+        return replace(self, optimizer=optimizer, target=target, offloads_moments=True)
 
     def with_optimizer(self, optimizer: Optimizer, shape: StepShape) -> "PlanRequest":
         """Return the request with another optimizer, whose moments are offloaded as before."""

@@ -24,14 +24,9 @@ from heapq import heapify, heappop, heappush
 
 from packtrain.engine.backends import HOST
 from packtrain.engine.optim import Optimizer, leaner_optimizers
+from packtrain.planner import checkpointing
 from packtrain.planner.block_extrapolation import even, num_reached_blocks
-from packtrain.planner.checkpointing import (
-    ALWAYS_OFFLOAD,
-    NEVER_OFFLOAD,
-    checkpoint_spacing,
-    spaced_choice,
-    uniform_choice,
-)
+from packtrain.planner.checkpointing import ALWAYS_OFFLOAD, NEVER_OFFLOAD, uniform_choice
 from packtrain.planner.drafts import DraftEstimator, PlanDraft, repeats
 from packtrain.planner.plan_request import PlanRequest
 from packtrain.planner.step_shape import StepShape
@@ -73,10 +68,7 @@ def find_fastest_shape(shape: StepShape, request: PlanRequest) -> SearchResult:
     if best_draft is not None:
         return SearchResult(best_draft.shape, True)
     smallest_shape = searches[0].smallest_draft(shape, request.fixed).shape
-    full_search = next(
-        (current for current in searches if current.draft(smallest_shape).nbytes > current.limit),
-        None,
-    )
+    full_search = next((s for s in searches if s.draft(smallest_shape).nbytes > s.limit), None)
     if full_search is None:
         return SearchResult(smallest_shape, True)
     if full_search is not searches[0]:  # a refusal names the least bytes of the space that is full
@@ -115,14 +107,8 @@ class PlanSearch(DraftEstimator):
         if best_draft is not None and best_draft.shape == shape:
             return best_draft
         # offloaded values return for the first backward pass and stay for the second, so offloading would save nothing
-        may_run_twice = (
-            self.request.target.space == HOST or self.request.offload_mode == NEVER_OFFLOAD
-        )
-        forms = [
-            variant
-            for variant in candidates(shape, fixed)
-            if may_run_twice or not variant.num_two_pass_blocks
-        ]
+        may_repeat = self.request.target.space == HOST or self.request.offload_mode == NEVER_OFFLOAD
+        forms = [v for v in candidates(shape, fixed) if may_repeat or not v.num_two_pass_blocks]
         queue = [(0.0, index, 0) for index in range(len(forms))]
         bound_functions = self._repeat_seconds_bound, self._step_seconds_bound, self._takes_by_ways
         while queue:
@@ -134,30 +120,24 @@ class PlanSearch(DraftEstimator):
                 lower_bound = max(seconds, bound_functions[level](forms[index], limit))
                 heappush(queue, (lower_bound, index, level + 1))
             else:
-                best_draft = self._best_chunk(forms[index], limit, max_seconds, fixed) or best_draft
+                best_draft = self._by_chunk(forms[index], limit, max_seconds, fixed) or best_draft
         return best_draft
 
     def _repeat_seconds_bound(self, variant: StepShape, limit: int) -> float:
         """Return the least seconds of a step with blocks that run twice, estimated from a pass; inf if nothing fits."""
         if self._at_least(replace(variant, chunk=min(CHUNK_SIZES))) > limit * (1 + SLACK):
             return math.inf
-        repeated_blocks = (
-            2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks
-        )
-        if not repeated_blocks:
+        n = 2 * num_reached_blocks(variant) if variant.two_passes else variant.num_two_pass_blocks
+        if not n:
             return 0.0
-        single_pass = variant.once
-        return (
-            self.sizes(single_pass).seconds
-            + repeated_blocks * self.chain(single_pass).block.forward_seconds
-        )
+        single = variant.once
+        return self.sizes(single).seconds + n * self.chain(single).block.forward_seconds
 
     def _step_seconds_bound(self, variant: StepShape, limit: int) -> float:
         """Return a lower bound of a step's seconds from the cheapest recomputation by byte; inf if nothing fits."""
         estimate, min_chunk = self.sizes(variant), replace(variant, chunk=min(CHUNK_SIZES))
-        outer_nbytes = self.sizes(
-            min_chunk
-        ).other_arena_nbytes  # graphs without gradients have a loss head, too
+        # graphs without gradients have a loss head, too
+        outer_nbytes = self.sizes(min_chunk).other_arena_nbytes
         if self._nbytes(variant, estimate, 0) + outer_nbytes * (1 - SLACK) > limit:
             return math.inf
         if not self.may_recompute(variant):
@@ -179,14 +159,11 @@ class PlanSearch(DraftEstimator):
         remaining_nbytes = int(self._remaining_nbytes(shape, limit) * (1 + SLACK))
         return seconds + repeats(shape) * self.chain(shape).seconds_bound(remaining_nbytes)
 
-    def _best_chunk(
-        self, form: StepShape, limit: int, below: float, fixed: bool
-    ) -> PlanDraft | None:
+    def _by_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> PlanDraft | None:
         """Return the fastest draft over the loss head's chunks if a step takes less than `below` seconds, else None."""
         best_draft, head_nbytes = None, math.inf
-        min_saving = MIN_SAVING_SHARE * (
-            self._at_least(form) - self.request.baseline_in(self.space)
-        )  # independent of the limit
+        run_nbytes = self._at_least(form) - self.request.baseline_in(self.space)
+        min_saving = MIN_SAVING_SHARE * run_nbytes  # independent of the limit
         for chunk in (form.chunk,) if fixed else CHUNK_SIZES:
             variant = replace(form, chunk=chunk)
             estimate = self.sizes(variant)
@@ -223,12 +200,8 @@ class PlanSearch(DraftEstimator):
 
     def _fits(self, draft: PlanDraft, limit: int) -> bool:
         """Whether a draft is within `limit` and within the limits of the other searches."""
-        other_usages = (
-            (peer.draft(draft.shape).nbytes, peer.limit) for peer in self.other_searches
-        )
-        return draft.nbytes <= limit and all(
-            nbytes <= max_nbytes for nbytes, max_nbytes in other_usages
-        )
+        shape, peers = draft.shape, self.other_searches
+        return draft.nbytes <= limit and all(s.draft(shape).nbytes <= s.limit for s in peers)
 
     def _requested_draft(self, shape: StepShape, limit: int) -> PlanDraft | None:
         """Return the draft with the requested recomputation; None if the draft exceeds the limit."""
@@ -253,7 +226,9 @@ class PlanSearch(DraftEstimator):
         if self.request.recompute == "blocks":
             keep = uniform_choice(num_blocks, ())
         elif self.request.recompute == "sqrt":
-            keep = spaced_choice(num_blocks, checkpoint_spacing(self.chain(shape)))
+            keep = checkpointing.spaced_choice(
+                num_blocks, checkpointing.checkpoint_spacing(self.chain(shape))
+            )
         if num_blocks and self.request.offload_mode == ALWAYS_OFFLOAD:
             keep = (keep or uniform_choice(num_blocks, self.chain(shape).block.read)).as_offloaded()
         return replace(shape, keep=keep)
@@ -261,21 +236,15 @@ class PlanSearch(DraftEstimator):
     def with_free_recompute(self, shape: StepShape) -> StepShape:
         """Return the shape with the requested recomputation; `auto` recomputes what takes at most FREE of a step."""
         num_blocks, requested = num_reached_blocks(shape), self.with_requested_recompute(shape)
-        if (
-            not num_blocks
-            or not self.may_recompute(shape)
-            or self.request.offload_mode == ALWAYS_OFFLOAD
-        ):
+        must_offload = self.request.offload_mode == ALWAYS_OFFLOAD
+        if not num_blocks or not self.may_recompute(shape) or must_offload:
             return requested
-        full_draft = self.rough(shape)
-        free_seconds = FREE * full_draft.seconds
+        full = self.rough(shape)
+        free_seconds = FREE * full.seconds
         kept_places = self.chain(shape).block.free(free_seconds / (num_blocks * repeats(shape)))
-        recomputing_draft = self.draft(replace(shape, keep=uniform_choice(num_blocks, kept_places)))
-        saves_bytes = (
-            recomputing_draft.nbytes < full_draft.nbytes
-            and recomputing_draft.seconds <= full_draft.seconds + free_seconds
-        )
-        return recomputing_draft.shape if saves_bytes else requested
+        leaner = self.draft(replace(shape, keep=uniform_choice(num_blocks, kept_places)))
+        saves_bytes = leaner.nbytes < full.nbytes and leaner.seconds <= full.seconds + free_seconds
+        return leaner.shape if saves_bytes else requested
 
     # ---- fewest bytes
 
@@ -286,12 +255,10 @@ class PlanSearch(DraftEstimator):
         """
         if even(shape):
             return self._or_recompute_all(self.smallest_of(extreme_shapes(shape, fixed)))
-        fresh_search = self.with_fresh_chains()
-        best_draft = fresh_search.smallest_of(extreme_shapes(shape, fixed))
-        while smaller_draft := fresh_search.fastest_draft(
-            shape, int(best_draft.nbytes * (1 - SLACK)), fixed
-        ):
-            best_draft = smaller_draft
+        fresh = self.with_fresh_chains()
+        best_draft = fresh.smallest_of(extreme_shapes(shape, fixed))
+        while smaller := fresh.fastest_draft(shape, int(best_draft.nbytes * (1 - SLACK)), fixed):
+            best_draft = smaller
         return self._or_recompute_all(best_draft)
 
     def _or_recompute_all(self, best_draft: PlanDraft) -> PlanDraft:
@@ -299,32 +266,26 @@ class PlanSearch(DraftEstimator):
         shape = best_draft.shape
         if shape.keep is not None or not self.may_recompute(shape):
             return best_draft
-        recomputing_draft = self.draft(
-            replace(shape, keep=uniform_choice(num_reached_blocks(shape), ()))
-        )
-        return min(best_draft, recomputing_draft, key=lambda draft: draft.nbytes)
+        leaner = self.draft(replace(shape, keep=uniform_choice(num_reached_blocks(shape), ())))
+        return min(best_draft, leaner, key=lambda draft: draft.nbytes)
 
     def smallest_of(self, shapes: Iterable[StepShape]) -> PlanDraft:
         """Return the draft of the fewest bytes among the shapes; builds only shapes whose estimates come close."""
-        best_draft: PlanDraft | None = None
-        queue = [
-            (self._at_least(candidate), False, at, candidate) for at, candidate in enumerate(shapes)
-        ]
+        best: PlanDraft | None = None
+        queue = [(self._at_least(s), False, at, s) for at, s in enumerate(shapes)]
         heapify(queue)
         while queue:
             nbytes, is_estimated, index, shape = heappop(queue)
-            if best_draft is not None and nbytes > best_draft.nbytes * (1 + CLOSE_ESTIMATES):
+            if best is not None and nbytes > best.nbytes * (1 + CLOSE_ESTIMATES):
                 break
             if not is_estimated:
                 for position, (nbytes, candidate) in enumerate(self._estimated_shapes(shape)):
                     heappush(queue, (nbytes, True, 2 * index + position, candidate))
                 continue
             draft = self.draft(shape)
-            best_draft = (
-                draft if best_draft is None or draft.nbytes < best_draft.nbytes else best_draft
-            )
-        assert best_draft is not None
-        return best_draft
+            best = draft if best is None or draft.nbytes < best.nbytes else best
+        assert best is not None
+        return best
 
     def _at_least(self, shape: StepShape) -> int:
         """Return a lower bound of the shape's bytes with any recomputation; two passes are estimated from one."""
@@ -339,15 +300,10 @@ class PlanSearch(DraftEstimator):
         if not self.may_recompute(shape):
             requested_draft = self.draft(self.with_requested_recompute(shape))
             return [(requested_draft.nbytes, requested_draft.shape)]
-        estimate, smallest_choice = self.sizes(shape), self.chain(shape).smallest_choice
-        block_nbytes = smallest_choice.nbytes - int(self.chain(shape).call_nbytes * estimate.inside)
-        min_nbytes = self._nbytes(shape, estimate, 0) + max(
-            block_nbytes, int(estimate.other_arena_nbytes)
-        )
-        return [
-            (self.rough(shape).nbytes, shape),
-            (min_nbytes, replace(shape, keep=smallest_choice.choice)),
-        ]
+        estimate, fewest = self.sizes(shape), self.chain(shape).smallest_choice
+        inner = fewest.nbytes - int(self.chain(shape).call_nbytes * estimate.inside)
+        min_nbytes = self._nbytes(shape, estimate, 0) + max(inner, int(estimate.other_arena_nbytes))
+        return [(self.rough(shape).nbytes, shape), (min_nbytes, replace(shape, keep=fewest.choice))]
 
     def suggest_change(self, shape: StepShape) -> str:
         """Return advice for the user: the first change of settings (context, optimizer, model) that would fit."""
@@ -355,13 +311,11 @@ class PlanSearch(DraftEstimator):
         contexts = [shape.seq_len >> halved for halved in range(1, shape.seq_len.bit_length() - 1)]
         if self._nbytes(replace(shape, seq_len=2), self.sizes(shape), 0) > limit:
             contexts = []  # a shorter context shrinks only the arena
-        context_index = bisect_left(
-            contexts,
-            True,
-            key=lambda context: self._could_fit(replace(shape, seq_len=context), limit),
+        at = bisect_left(
+            contexts, True, key=lambda n: self._could_fit(replace(shape, seq_len=n), limit)
         )
-        if context_index < len(contexts):
-            return f"it would fit with --ctx {contexts[context_index]}"
+        if at < len(contexts):
+            return f"it would fit with --ctx {contexts[at]}"
         for leaner_optimizer in leaner_optimizers(self.request.optimizer):
             changed_shape = replace(shape, num_evaluations=leaner_optimizer.evaluations)
             if self._with(leaner_optimizer, shape)._could_fit(changed_shape, limit):
@@ -370,17 +324,12 @@ class PlanSearch(DraftEstimator):
 
     def _with(self, optimizer: Optimizer, shape: StepShape) -> "PlanSearch":
         """Return a search for another optimizer that shares all measurements that do not depend on the optimizer."""
-        new_search = PlanSearch(self.request.with_optimizer(optimizer, shape), self.space)
-        new_search._sample_estimates = self._sample_estimates
-        new_search._graphs = {
-            key: cached for key, cached in self._graphs.items() if key[0] in OPTIMIZER_FREE_GRAPHS
-        }
-        new_search._block_chains = {
-            chain_shape: cached
-            for chain_shape, cached in self._block_chains.items()
-            if blocks_in(chain_shape) in OPTIMIZER_FREE_GRAPHS
-        }
-        return new_search
+        graphs, chains = self._graphs.items(), self._block_chains.items()
+        search = PlanSearch(self.request.with_optimizer(optimizer, shape), self.space)
+        search._sample_estimates = self._sample_estimates
+        search._graphs = {k: v for k, v in graphs if k[0] in OPTIMIZER_FREE_GRAPHS}
+        search._block_chains = {k: v for k, v in chains if blocks_in(k) in OPTIMIZER_FREE_GRAPHS}
+        return search
 
     def _could_fit(self, shape: StepShape, limit: int) -> bool:
         """Whether a plan of the shape fits; builds the plan only where the estimate is within SLACK of the limit."""

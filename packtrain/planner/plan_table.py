@@ -61,37 +61,24 @@ def _parameters_text(plans: TrainingPlans) -> str:
     for leaf in leaves(plans.shape)[1]:
         counts[str(leaf.dtype)] += leaf.spec.size
     first_text, *other_texts = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
-    return ", ".join(
-        [first_text.format("parameters "), *(template.format("") for template in other_texts)]
-    )
+    return ", ".join([first_text.format("parameters "), *(text.format("") for text in other_texts)])
 
 
 def memory_rows(plans: TrainingPlans, space: str = HOST) -> list[tuple[str, int, str]]:
     """Return rows (name, bytes, reason) of a memory space outside the arena."""
-    local_leaves = (
-        leaf for leaf in plans.resident_leaves.values() if plans.target.home(leaf).space == space
-    )
-    resident_nbytes = buffer_nbytes(local_leaves, plans.target)
+    local = (t for t in plans.resident_leaves.values() if plans.target.home(t).space == space)
+    resident_nbytes = buffer_nbytes(local, plans.target)
     mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - resident_nbytes
+    moments, world_size = plans.role_nbytes("moment", "cache", space=space), plans.shape.world_size
+    allocator_text = "PyTorch's own, for its tensors"
+    allocator_text += " and what kernels make" if space != HOST else ""
     table_rows = [
         ("base", mapped, "mapped from its file" if space == HOST else "copied from its file"),
         ("weights", plans.role_nbytes("weight", "table", space=space), _parameters_text(plans)),
-        (
-            "optimizer",
-            plans.role_nbytes("moment", "cache", space=space),
-            "moments of the optimizer, and a cache for samples",
-        ),
+        ("optimizer", moments, "moments of the optimizer, and a cache for samples"),
         ("gradients", plans.role_nbytes("sum", space=space), "sums over micro-batches"),
-        (
-            "exchange",
-            rooms_nbytes(plans.shape.world_size, space),
-            "what processes send to each other",
-        ),
-        (
-            "pool",
-            plans.pool_nbytes(space),
-            "PyTorch's own, for its tensors" + (" and what kernels make" if space != HOST else ""),
-        ),
+        ("exchange", rooms_nbytes(world_size, space), "what processes send to each other"),
+        ("pool", plans.pool_nbytes(space), allocator_text),
     ]
     if space == HOST:
         table_rows += [
@@ -108,9 +95,8 @@ def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
     entries += [*_arena_row(plans, HOST), loop_row, process_row]
     if spare_nbytes:
         planning = max(plans.search_nbytes - plans.total_nbytes, 0)
-        entries += [("planning", planning, "by which the search before the run needs more")] * bool(
-            planning
-        )
+        if planning:
+            entries.append(("planning", planning, "by which the search before the run needs more"))
         entries += [("spare", spare_nbytes - planning, "by which a process differs from the next")]
     entries.append(("total", plans.total_nbytes + spare_nbytes, ""))
     base = plans.shape.base
@@ -142,18 +128,11 @@ def _row_line(memory_row: tuple[str, int, str]) -> str:
 def choice_texts(plans: TrainingPlans) -> list[str]:
     """Return texts of the choices that save memory."""
     shape = plans.shape
-    num_recomputed = sum(
-        call.phase == "recomputed" and not call.op.view
-        for placed in plans.placed_graphs.values()
-        for call in placed.graph.calls
-    )
+    calls = (call for placed in plans.placed_graphs.values() for call in placed.graph.calls)
+    num_recomputed = sum(call.phase == "recomputed" and not call.op.view for call in calls)
     lines = [f"{plural(num_recomputed, 'operation')} recomputed"] if num_recomputed else []
-    activation_nbytes = offloaded_activation_nbytes(plans)
-    lines += (
-        [f"{size_text(activation_nbytes)} of activations wait in the memory of this process"]
-        if activation_nbytes
-        else []
-    )
+    if nbytes := offloaded_activation_nbytes(plans):
+        lines.append(f"{size_text(nbytes)} of activations wait in the memory of this process")
     lines += ["a first pass measures the gradient norm"] if shape.two_passes else []
     note = (
         f"gradients of {shape.num_two_pass_blocks} of {num_reached_blocks(shape)} blocks are computed twice,"

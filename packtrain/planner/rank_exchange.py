@@ -11,6 +11,7 @@ from packtrain.distributed import BUCKET
 from packtrain.engine.placement import Placed
 from packtrain.engine.tensor import Tensor
 from packtrain.planner import cost_model
+from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.training_plans import MICRO, UPDATE, TrainingPlans, runs
 
 LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines in a room
@@ -49,7 +50,7 @@ class ExchangeTimes:
         return self.compute_seconds + self.waiting
 
 
-def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float) -> ExchangeTimes:
+def shared(plans: TrainingPlans, rates: BackendRates, link_rate: float) -> ExchangeTimes:
     """Predict the seconds of a step over several processes, linked by `link_rate` bytes per second.
 
     Each bucket leaves when it is complete and the link is free; an update per evaluation waits for the last bucket.
@@ -57,17 +58,12 @@ def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: floa
     ranks, micro_graph = plans.shape.world_size, plans.placed_graphs[MICRO]
     num_runs = runs(plans.shape)
     micro_seconds = cost_model.graph_seconds(micro_graph, rates)
-    compute_seconds = num_runs[MICRO] * micro_seconds + num_runs[UPDATE] * cost_model.graph_seconds(
-        plans.placed_graphs[UPDATE], rates
-    )
+    update_seconds = cost_model.graph_seconds(plans.placed_graphs[UPDATE], rates)
+    compute_seconds = num_runs[MICRO] * micro_seconds + num_runs[UPDATE] * update_seconds
     sent = [(at, sum(t.spec.size for t in sums)) for at, sums in gradient_buckets(micro_graph)]
     durations = [transfer_seconds(num_sums, ranks, rates, link_rate) for _, num_sums in sent]
-    delay = (
-        last_arrival_time(
-            _ready_times(micro_graph, rates, [step_index for step_index, _ in sent]), durations
-        )
-        - micro_seconds
-    )
+    start_times = _ready_times(micro_graph, rates, [step_index for step_index, _ in sent])
+    delay = last_arrival_time(start_times, durations) - micro_seconds
     busy, stalled = _scatter_times(plans, rates, link_rate)
     messages = NUM_STEP_MESSAGES * round_seconds(ranks)
     spread = 0.0
@@ -79,9 +75,7 @@ def shared(plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: floa
     return ExchangeTimes(compute_seconds, exchanging, waiting)
 
 
-def _scatter_times(
-    plans: TrainingPlans, rates: cost_model.BackendRates, link_rate: float
-) -> tuple[float, float]:
+def _scatter_times(plans: TrainingPlans, rates: BackendRates, link: float) -> tuple[float, float]:
     """Return the seconds of a busy link, and those that a micro-batch waits for it, if ranks share out gradients."""
     micro_graph, ranks = plans.placed_graphs[MICRO], plans.shape.world_size
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
@@ -89,25 +83,22 @@ def _scatter_times(
     for step in micro_graph.steps:
         elapsed += cost_model.call_seconds(step, rates, read_tensors)
         if step.op.name == "reduce_scatter":
-            send_seconds = transfer_seconds(step.reads[1].spec.size, ranks, rates, link_rate) / 2
+            send_seconds = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
             free_time, busy = max(free_time, elapsed) + send_seconds, busy + send_seconds
         elif step.op.name == "arrive" and free_time > elapsed:
             elapsed, stalled_seconds = free_time, stalled_seconds + free_time - elapsed
     return busy, stalled_seconds
 
 
-def transfer_seconds(
-    num_values: int, ranks: int, rates: cost_model.BackendRates, link_rate: float
-) -> float:
+def transfer_seconds(num_values: int, ranks: int, rates: BackendRates, link_rate: float) -> float:
     """Return the seconds to add up f32 numbers over ranks, in as many exchanges as they need.
 
     Each rank sends 2 (k - 1) / k of the numbers. In an exchange, a process handles k - 1 messages one by one.
     """
     num_exchanges = 2 * -(-num_values // BUCKET)
     sent_share = 2 * (ranks - 1) / ranks
-    return num_exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * num_values * (
-        sent_share / (PAYLOAD * link_rate) + MEMORY_PASSES / rates.nbytes
-    )
+    byte_seconds = sent_share / (PAYLOAD * link_rate) + MEMORY_PASSES / rates.nbytes
+    return num_exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * num_values * byte_seconds
 
 
 def round_seconds(ranks: int) -> float:
@@ -123,13 +114,11 @@ def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) 
     return free_time
 
 
-def _ready_times(
-    micro_graph: Placed, rates: cost_model.BackendRates, step_indices: Sequence[int]
-) -> list[float]:
+def _ready_times(micro_graph: Placed, rates: BackendRates, indices: Sequence[int]) -> list[float]:
     """Return the times at which these steps of a graph are done."""
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
     done_times, elapsed = list[float](), 0.0
     for step in micro_graph.steps:
         elapsed += cost_model.call_seconds(step, rates, read_tensors)
         done_times.append(elapsed)
-    return [done_times[min(step_index, len(done_times) - 1)] for step_index in step_indices]
+    return [done_times[min(step_index, len(done_times) - 1)] for step_index in indices]

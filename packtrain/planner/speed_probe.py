@@ -25,14 +25,8 @@ from packtrain.engine.placement import Placed, place
 from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Spec, Tensor, input, weight
 from packtrain.kernels.runtime import supports_precision
-from packtrain.planner.cost_model import (
-    BackendRates,
-    call_cost,
-    call_seconds,
-    graph_seconds,
-    idle_factor,
-    traffic_nbytes,
-)
+from packtrain.planner import cost_model
+from packtrain.planner.cost_model import BackendRates, call_cost, call_seconds, graph_seconds
 
 # rounds of a call, and seconds after which no further round begins
 MIN_ROUNDS, MAX_ROUNDS, SPENT = 3, 30, 0.04
@@ -109,17 +103,13 @@ class ProbeTimings:
 
     def time_rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
         """Return the seconds of all calls together, for each of several rounds."""
-        times, waited_before, wall_start = (
-            list[float](),
-            processor_wait_seconds(),
-            time.perf_counter(),
-        )
+        times, waited_before, start = list[float](), processor_wait_seconds(), time.perf_counter()
         while len(times) < MIN_ROUNDS or (len(times) < MAX_ROUNDS and sum(times) < SPENT):
             start_time = self.clock()
             for call in calls:
                 call()
             times.append(self.clock() - start_time)
-        self.wall_seconds += time.perf_counter() - wall_start
+        self.wall_seconds += time.perf_counter() - start
         self.waited += processor_wait_seconds() - waited_before
         return times
 
@@ -150,30 +140,24 @@ def warm_executor(y: Tensor, target: Target = CPU) -> Executor:
     return run
 
 
-def solve_rate(rates: BackendRates, rate_kind: str, step: KernelStep, took: float) -> BackendRates:
-    """Return the rates with a new rate of `rate_kind` that explains the seconds that the call took."""
+def solve_rate(rates: BackendRates, kind: str, step: KernelStep, took: float) -> BackendRates:
+    """Return the rates with a new rate of `kind` that explains the seconds that the call took."""
     cost = call_cost(step, step.results)
-    if rate_kind == "call":
+    if kind == "call":
         return replace(rates, call=took)
-    if rate_kind == "region":
+    if kind == "region":
         base_seconds = call_seconds(step, replace(rates, region=0.0))
         return replace(rates, region=max(took - base_seconds, 0.0))
     left = took - rates.call - rates.region
-    if rate_kind in MEMORY_KINDS:
-        rate = traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
-        return (
-            replace(rates, cache_nbytes=rate)
-            if rate_kind == "near"
-            else replace(rates, nbytes=rate)
-        )
-    work_amount = cost.work[rate_kind]
-    other_seconds = sum(
-        n / rates.rate_of(work_kind) for work_kind, n in cost.work.items() if work_kind != rate_kind
-    )
-    left = left / idle_factor(cost.num_tasks, threads=rates.threads) - other_seconds
+    if kind in MEMORY_KINDS:
+        rate = cost_model.traffic_nbytes(step, cost) / max(left, MIN_TIME_SHARE * took)
+        return replace(rates, cache_nbytes=rate) if kind == "near" else replace(rates, nbytes=rate)
+    work_amount = cost.work[kind]
+    other_seconds = sum(n / rates.rate_of(k) for k, n in cost.work.items() if k != kind)
+    left = left / cost_model.idle_factor(cost.num_tasks, threads=rates.threads) - other_seconds
     rate = work_amount / max(left, MIN_TIME_SHARE * took)
-    flops = 2 * rate if rate_kind == "multiply" else rates.flops
-    return replace(rates, flops=flops, kinds={**rates.kinds, rate_kind: rate})
+    flops = 2 * rate if kind == "multiply" else rates.flops
+    return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
 
 
 def measure_rates(
@@ -190,9 +174,8 @@ def measure_rates(
         return replace(new_rates, link=copying(timing)) if target.is_separate else new_rates, True
     kernels.set_threads(1)
     try:
-        single_thread = time_probes(
-            ProbeTimings(time.thread_time, statistics.median), types
-        ).solve_rates(1, fallback)
+        timing = ProbeTimings(time.thread_time, statistics.median)
+        single_thread = time_probes(timing, types).solve_rates(1, fallback)
     finally:
         kernels.set_threads(num_threads)
     return single_thread.for_threads(num_threads), False

@@ -44,11 +44,9 @@ class BaseModel:
         if config.lora is not None:
             return name.endswith(SUFFIXES)
         first = config.block_count - self.num_trained_blocks if self.num_trained_blocks else 0
-        is_selected = (
-            int(name.split(".")[1]) >= first
-            if name.startswith("blk.")
-            else not self.num_trained_blocks
-        )
+        is_selected = not self.num_trained_blocks
+        if name.startswith("blk."):
+            is_selected = int(name.split(".")[1]) >= first
         return is_selected and not any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
 

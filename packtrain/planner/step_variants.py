@@ -15,28 +15,21 @@ NUM_UNEVEN_COUNTS = 2  # how many if blocks differ: each number then needs a gra
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
     """Yield shapes that compute the shape's result, except for its chunk; with `fixed`, bit for bit the same result."""
-    is_one_pass, num_blocks = not shape.has_separate_update, shape.config.block_count
+    once, is_one_pass = shape.once, not shape.has_separate_update
     clips_norm = shape.max_norm is not None and is_one_pass
     for rows in [shape.micro_batch_size] if fixed else divisors(shape.micro_batch_size):
-        num_micro_batches = shape.num_micro_batches * shape.micro_batch_size // rows
+        count = shape.num_micro_batches * shape.micro_batch_size // rows
         for is_layered in (shape.layered,) if fixed else (False, True):
-            is_small = 1 < num_micro_batches <= min(PARTS, MAX_GRAPH_BLOCKS // num_blocks)
+            is_small = 1 < count <= min(PARTS, MAX_GRAPH_BLOCKS // shape.config.block_count)
             if is_layered and not (is_small and is_one_pass):
                 continue
-            candidate = replace(
-                shape.once,
-                micro_batch_size=rows,
-                num_micro_batches=num_micro_batches,
-                layered=is_layered,
-            )
-            yield candidate
-            if clips_norm and (is_layered or num_micro_batches == 1):
-                for num_two_pass_blocks in spaced_counts(
-                    num_reached_blocks(shape),
-                    NUM_TWO_PASS_COUNTS if even(shape) else NUM_UNEVEN_COUNTS,
-                ):
-                    yield replace(candidate, num_two_pass_blocks=num_two_pass_blocks)
-                yield replace(candidate, two_passes=True)
+            form = replace(once, micro_batch_size=rows, num_micro_batches=count, layered=is_layered)
+            yield form
+            if clips_norm and (is_layered or count == 1):
+                num_counts = NUM_TWO_PASS_COUNTS if even(shape) else NUM_UNEVEN_COUNTS
+                for n in spaced_counts(num_reached_blocks(shape), num_counts):
+                    yield replace(form, num_two_pass_blocks=n)
+                yield replace(form, two_passes=True)
 
 
 def spaced_counts(max_count: int, num_counts: int) -> list[int]:
@@ -52,10 +45,6 @@ def divisors(dividend: int) -> list[int]:
 
 def extreme_shapes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Return candidates for the least memory: all rows of a step in one micro-batch, or as few as possible."""
-    all_shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1]), fixed))
-    extreme_rows = all_shapes[0].micro_batch_size, all_shapes[-1].micro_batch_size
-    return [
-        candidate
-        for candidate in all_shapes
-        if candidate.micro_batch_size in extreme_rows and not candidate.num_two_pass_blocks
-    ]
+    shapes = list(candidates(shape if fixed else replace(shape, chunk=CHUNK_SIZES[-1]), fixed))
+    extreme_rows = shapes[0].micro_batch_size, shapes[-1].micro_batch_size
+    return [s for s in shapes if s.micro_batch_size in extreme_rows and not s.num_two_pass_blocks]

@@ -12,17 +12,11 @@ from typing import get_args
 
 from packtrain.distributed import rooms_nbytes
 from packtrain.dtypes import Dtype, f32
+from packtrain.engine import optim
 from packtrain.engine.backends import CPU, HOST, Target, aligned
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, make_plan
-from packtrain.engine.optim import (
-    Optimizer,
-    accumulation_graph,
-    applying_graph,
-    measuring_graph,
-    training_graph,
-    update_graph,
-)
+from packtrain.engine.optim import Optimizer
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import GraphError, Role, Tensor
 from packtrain.models import transformer
@@ -44,6 +38,7 @@ BOUND_NBYTES = 1_100  # bytes of an executor for each call, measured in a heap w
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 Name = str | int  # name of a graph; graphs that generate samples are named by their tokens per run
+Graphs = Mapping[Name, Placed]
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class TrainingPlans:
     """
 
     shape: StepShape
-    placed_graphs: Mapping[Name, Placed]
+    placed_graphs: Graphs
     plans: Mapping[Name, Plan]
     target: Target = CPU
     baseline_nbytes: int = 0
@@ -66,9 +61,7 @@ class TrainingPlans:
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
         """All weights and states of all graphs, by name."""
-        return {
-            n: leaf for placed in self.placed_graphs.values() for n, leaf in lasting(placed).items()
-        }
+        return {n: leaf for p in self.placed_graphs.values() for n, leaf in lasting(p).items()}
 
     @cached_property
     def resident_leaves(self) -> dict[str, Tensor]:
@@ -82,11 +75,7 @@ class TrainingPlans:
     @property
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Leaves that a checkpoint stores: trained weights and moments. Sums and KV caches start from zero."""
-        return {
-            name: leaf
-            for name, leaf in self.resident_leaves.items()
-            if leaf.role not in ("sum", "cache")
-        }
+        return {n: t for n, t in self.resident_leaves.items() if t.role not in ("sum", "cache")}
 
     @property
     def mapped_nbytes(self) -> int:
@@ -108,10 +97,8 @@ class TrainingPlans:
 
     def role_nbytes(self, *roles: Role, space: str | None = None) -> int:
         """Return the bytes of allocated leaves with these roles, in one memory space or in all."""
-        matching_leaves = (leaf for leaf in self.resident_leaves.values() if leaf.role in roles)
-        return leaves_nbytes(
-            leaf for leaf in matching_leaves if space in (None, self.target.home(leaf).space)
-        )
+        matching = (leaf for leaf in self.resident_leaves.values() if leaf.role in roles)
+        return leaves_nbytes(t for t in matching if space in (None, self.target.home(t).space))
 
     @property
     def state_nbytes(self) -> int:
@@ -169,10 +156,8 @@ class TrainingPlans:
         leaf_nbytes = counted(self.shape, self.leaves.values(), self.target, space)
         constant_nbytes = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         overhead_nbytes = self.loop_nbytes if space == HOST else constant_nbytes
-        arena, rooms = (
-            self.largest_plan_in(space).arena(space),
-            rooms_nbytes(self.shape.world_size, space),
-        )
+        arena = self.largest_plan_in(space).arena(space)
+        rooms = rooms_nbytes(self.shape.world_size, space)
         return leaf_nbytes + arena.nbytes + overhead_nbytes + rooms + self.pool_nbytes(space)
 
     def pool_nbytes(self, space: str) -> int:
@@ -182,26 +167,16 @@ class TrainingPlans:
 
     def _buffer_nbytes(self, space: str) -> list[int]:
         """Return sizes of a session's buffers in a space: copies from a file, other leaves and constants, the arena."""
-        local_leaves = [
-            leaf for leaf in self.leaves.values() if self.target.home(leaf).space == space
-        ]
-        mapped = [leaf.spec.nbytes for leaf in local_leaves if is_mapped(self.shape, leaf)]
-        resident_nbytes = buffer_nbytes(
-            (leaf for leaf in local_leaves if not is_mapped(self.shape, leaf)), self.target
-        )
+        local = [t for t in self.leaves.values() if self.target.home(t).space == space]
+        mapped = [leaf.spec.nbytes for leaf in local if is_mapped(self.shape, leaf)]
+        resident = buffer_nbytes((t for t in local if not is_mapped(self.shape, t)), self.target)
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
-        return [
-            *mapped,
-            resident_nbytes + constants,
-            self.largest_plan_in(space).arena(space).nbytes,
-        ]
+        return [*mapped, resident + constants, self.largest_plan_in(space).arena(space).nbytes]
 
     def step_seconds(self, rates: cost_model.BackendRates) -> float:
         """Return the expected seconds of a training step."""
-        return sum(
-            num_runs * cost_model.graph_seconds(self.placed_graphs[name], rates)
-            for name, num_runs in runs(self.shape).items()
-        )
+        graphs, counts = self.placed_graphs, runs(self.shape).items()
+        return sum(n * cost_model.graph_seconds(graphs[name], rates) for name, n in counts)
 
     def op_names(self, plan: Plan) -> list[str]:
         name = next(name for name, candidate in self.plans.items() if candidate is plan)
@@ -233,19 +208,12 @@ def packed_weight_types(shape: StepShape) -> set[Dtype]:
     return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
-def counted(
-    shape: StepShape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST
-) -> int:
+def counted(shape: StepShape, of: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
     """Return the bytes of leaves in a memory space; mapped leaves count only if they were copied, or if `strict`."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
-    local_leaves = [leaf for leaf in leaves if target.home(leaf).space == space]
-    resident_nbytes = buffer_nbytes(
-        (leaf for leaf in local_leaves if not is_mapped(shape, leaf)), target
-    )
-    return (
-        resident_nbytes
-        + leaves_nbytes(leaf for leaf in local_leaves if is_mapped(shape, leaf)) * strict
-    )
+    local = [leaf for leaf in of if target.home(leaf).space == space]
+    resident_nbytes = buffer_nbytes((t for t in local if not is_mapped(shape, t)), target)
+    return resident_nbytes + leaves_nbytes(t for t in local if is_mapped(shape, t)) * strict
 
 
 def transit_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
@@ -258,28 +226,22 @@ def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Return the bytes of the training loop outside the session: executors, batches, files."""
     # tokens, targets, weights, pos, seq; the answer of each target; values of a teacher or the base
     num_targets = 0 if shape.distill is None else shape.distill.numbers(shape.seq_len)
-    batch_nbytes = (
-        4 * shape.micro_batch_size * ((5 + 2 * shape.max_pairs) * shape.seq_len + num_targets)
-    )
+    nbytes = 4 * shape.micro_batch_size * ((5 + 2 * shape.max_pairs) * shape.seq_len + num_targets)
     # batches as read, with their share of the loss, and either joined for the graph or those of earlier evaluations
     num_copies = 3 if shape.layered or shape.num_evaluations > 1 else 2
     fixed_nbytes = LOOP_NBYTES + THREADS_NBYTES * (shape.world_size > 1)
     if isinstance(shape.distill, ReplayLoss):
         fixed_nbytes += REPLAY_NBYTES + shape.distill.nbytes
-    return fixed_nbytes + BOUND_NBYTES * calls + num_copies * batch_nbytes * shape.num_micro_batches
+    return fixed_nbytes + BOUND_NBYTES * calls + num_copies * nbytes * shape.num_micro_batches
 
 
 def make_plans(
-    shape: StepShape,
-    optimizer: Optimizer,
-    extra_graphs: Mapping[Name, Placed] | None = None,
-    target: Target = CPU,
+    shape: StepShape, optimizer: Optimizer, extra_graphs: Graphs | None = None, target: Target = CPU
 ) -> TrainingPlans:
     """Make plans for training, for evaluation if the shape has it, and for `extra_graphs` on the same leaves."""
     graphs = ((name, build_graph(name, shape, optimizer).graph) for name in graph_names(shape))
-    placed = dict[Name, Placed]((name, place(graph, target)) for name, graph in graphs) | dict(
-        extra_graphs or {}
-    )
+    placed = dict[Name, Placed]((name, place(graph, target)) for name, graph in graphs)
+    placed |= extra_graphs or {}
     plans = TrainingPlans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
     placed_names = {name for name in target.homes if not name.startswith("cache.")}
     unknown_names = placed_names - plans.leaves.keys() - {*get_args(Role)}
@@ -295,11 +257,8 @@ def graph_names(shape: StepShape) -> tuple[str, ...]:
 
 def runs(shape: StepShape) -> dict[str, int]:
     """Return how often each graph runs in a step, by name."""
-    runs_by_name = {
-        MICRO: shape.num_micro_batches * shape.num_evaluations,
-        UPDATE: shape.num_evaluations,
-    }
-    return {name: runs_by_name.get(name, 1) for name in _step_graph_names(shape)}
+    counts = {MICRO: shape.num_micro_batches * shape.num_evaluations, UPDATE: shape.num_evaluations}
+    return {name: counts.get(name, 1) for name in _step_graph_names(shape)}
 
 
 def _step_graph_names(shape: StepShape) -> tuple[str, ...]:
@@ -315,22 +274,19 @@ def blocks_in(shape: StepShape) -> str:
 
 def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
     """Build a graph of a run, with the stream of values between the blocks that its backward pass reaches."""
-    weights, trained = leaves(shape)
+    (weights, trained), clip = leaves(shape), shape.clip_options
     if name == UPDATE:
         kind = shape.moment_share, shape.scatters_gradients
-        return BuiltGraph(update_graph(trained, optimizer, *kind, **shape.clip_options), [], {})
+        return BuiltGraph(optim.update_graph(trained, optimizer, *kind, **clip), [], {})
     parts = shape.num_micro_batches if shape.layered and name != EVALUATE else 1
     config = shape.config.still if name == EVALUATE else shape.config
-    preference, head = shape.preference, {"chunk": shape.chunk, "num_parts": parts}
+    preference, size = shape.preference, (shape.micro_batch_size * parts, shape.seq_len)
     even = name != EVALUATE and preference is not None
-    loss = transformer.loss(
-        config, weights, shape.micro_batch_size * parts, shape.seq_len, even=even, **head
-    )
+    loss = transformer.loss(config, weights, *size, even=even, chunk=shape.chunk, num_parts=parts)
     outputs = {"loss": loss.loss}
     if name == EVALUATE:
-        return BuiltGraph(
-            Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.block_outputs, {}
-        )
+        outputs |= {"losses": loss.losses, "right": loss.right}
+        return BuiltGraph(Graph(outputs), loss.block_outputs, {})
     if preference is not None:
         outputs["loss"], outputs["logps"] = preference.loss(loss.losses, shape.max_pairs)
     elif shape.distill is not None:
@@ -340,18 +296,16 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph
     keep = None if shape.keep is None else shape.keep.tensor_ranks(reached_stream)
     if name == MICRO:
         sum_share = shape.moment_share if shape.scatters_gradients else None
-        graph = accumulation_graph(outputs, trained, keep=keep, inner=inner, share=sum_share)
+        graph = optim.accumulation_graph(outputs, trained, keep=keep, inner=inner, share=sum_share)
     elif name == MEASURE:
-        graph = measuring_graph(outputs, trained, keep=keep, inner=inner)
+        graph = optim.measuring_graph(outputs, trained, keep=keep, inner=inner)
     elif name == APPLY:
-        graph = applying_graph(
-            outputs, trained, optimizer, keep=keep, inner=inner, **shape.clip_options
-        )
+        graph = optim.applying_graph(outputs, trained, optimizer, keep=keep, inner=inner, **clip)
     else:
         next_blocks = reached_stream[shape.num_two_pass_blocks * parts :][:parts]
         split_pass = (_of_twice(shape, trained), next_blocks) if shape.num_two_pass_blocks else None
-        options = shape.clip_options | {"two_pass": split_pass}
-        graph = training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **options)
+        options = clip | {"two_pass": split_pass}
+        graph = optim.training_graph(outputs, trained, optimizer, keep=keep, inner=inner, **options)
     graph.offloaded = frozenset(t for t, rank in (keep or {}).items() if rank == OFFLOADED)
     return BuiltGraph(graph, reached_stream, inner)
 

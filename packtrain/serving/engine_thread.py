@@ -16,16 +16,8 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.inference.sampling import Chain, SamplerInput
 from packtrain.models.kv_cell_table import CacheFull
-from packtrain.serving.generation_jobs import (
-    CANCELLED,
-    FAILED,
-    AnswerEnd,
-    GenerationJob,
-    JobEvent,
-    JobTicket,
-    ServerBusy,
-    TokenCounts,
-)
+from packtrain.serving import generation_jobs
+from packtrain.serving.generation_jobs import CANCELLED, FAILED, AnswerEnd, JobTicket, TokenCounts
 from packtrain.serving.slots import Slot, SlotAnswer
 
 T = TypeVar("T")
@@ -86,14 +78,16 @@ class ServingEngine:
 
     # ---- from any thread
 
-    def submit_job(self, job: GenerationJob, tell: Callable[[JobEvent], None]) -> JobTicket:
+    def submit_job(
+        self, job: generation_jobs.GenerationJob, tell: Callable[[generation_jobs.JobEvent], None]
+    ) -> JobTicket:
         """Queue a job, whose events go to `tell`. Raises ServerBusy."""
         ticket = JobTicket(job, tell)
         with self._condition:
             if self._is_closing:
-                raise ServerBusy("the server is shutting down")
+                raise generation_jobs.ServerBusy("the server is shutting down")
             if len(self._queue) >= self._max_waiting:
-                raise ServerBusy(
+                raise generation_jobs.ServerBusy(
                     f"{self._max_waiting} requests are waiting already; try again later"
                 )
             self._queue.append(ticket)
@@ -112,7 +106,7 @@ class ServingEngine:
 
         with self._condition:
             if self._is_closing:
-                raise ServerBusy("the server is shutting down")
+                raise generation_jobs.ServerBusy("the server is shutting down")
             self._pending_calls.append(run_call)
             self._condition.notify()
         return future
@@ -200,16 +194,11 @@ class ServingEngine:
                 except Exception as error:
                     if slot.answer is None:
                         error_message = f"internal error: {type(error).__name__}"
-                        ticket.tell(
-                            AnswerEnd(
-                                FAILED,
-                                TokenCounts(len(ticket.job.prompt)),
-                                error_message=error_message,
-                            )
-                        )
+                        counts = TokenCounts(len(ticket.job.prompt))
+                        ticket.tell(AnswerEnd(FAILED, counts, error_message=error_message))
                     raise
 
-    def _slot_for(self, job: GenerationJob) -> Slot | None:
+    def _slot_for(self, job: generation_jobs.GenerationJob) -> Slot | None:
         """Choose an idle slot for a job, preferably one that knows its prompt; None: the job waits."""
         free_slots = [slot for slot in self.slots if not slot.answer]
         if job.slot >= 0:
@@ -228,14 +217,14 @@ class ServingEngine:
         can_share = not pools.parts and not pools.ring_cells
         return can_share and len(pools.all.of(slot.index)) > 2 * num_cached
 
-    def _num_cached(self, slot: Slot, job: GenerationJob) -> int:
+    def _num_cached(self, slot: Slot, job: generation_jobs.GenerationJob) -> int:
         """Return how many tokens of a job's prompt are in the cells of a slot."""
         if slot.scales != job.adapter_scales:
             return 0
         pools = self.context.pools
         return common_prefix_length(pools.tokens[pools.all.of(slot.index)], job.prompt)
 
-    def _is_being_read(self, job: GenerationJob) -> bool:
+    def _is_being_read(self, job: generation_jobs.GenerationJob) -> bool:
         """Return whether a slot is reading a prompt that shares more of this one than any slot has in its cells."""
         num_cached = max(self._num_cached(slot, job) for slot in self.slots)
         shared_lengths = (
@@ -266,7 +255,7 @@ class ServingEngine:
         self.totals.cached += answer.num_cached
         answer.tell_progress()
 
-    def _share_cells(self, slot: Slot, job: GenerationJob) -> None:
+    def _share_cells(self, slot: Slot, job: generation_jobs.GenerationJob) -> None:
         """Share the cells of another slot that knows more of the prompt, if there is one."""
         if self.context.pools.parts:
             return

@@ -53,11 +53,8 @@ def make_response(
     """Create the response to a request, a stream or a document. Raises InputError."""
     for job in jobs:
         server.check_job(job)
-    return (
-        EventStreamResponse(server, jobs, response_format)
-        if is_stream
-        else FullResponse(server, jobs, response_format)
-    )
+    response_class = EventStreamResponse if is_stream else FullResponse
+    return response_class(server, jobs, response_format)
 
 
 class _JobResponse(Response):

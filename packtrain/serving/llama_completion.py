@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.serving.generation_jobs import (
-    AnswerEnd,
-    GeneratedToken,
-    GenerationJob,
-    PromptProgress,
-    TextDelta,
-    TokenCounts,
-)
+from packtrain.serving import generation_jobs
+from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, GenerationJob, TokenCounts
 from packtrain.serving.json_fields import FIELDS, JsonBody
 from packtrain.serving.response_shapes import progress_fields, timing_fields, token_entry
 
@@ -73,7 +67,7 @@ class LlamaCompletionFormat:
     def start_events(self) -> list[dict[str, Any]]:
         return []
 
-    def delta_events(self, number: int, delta: TextDelta) -> list[dict[str, Any]]:
+    def delta_events(self, number: int, delta: generation_jobs.TextDelta) -> list[dict[str, Any]]:
         """Return the events of a stream for a piece of text."""
         self._texts[number] += delta.text
         token_ids = [token.token_id for token in delta.tokens]
@@ -82,7 +76,9 @@ class LlamaCompletionFormat:
             event["timings"] = timing_fields(delta.counts)
         return [event | self._probabilities(number, delta.tokens)]
 
-    def progress_events(self, number: int, update: PromptProgress) -> list[dict[str, Any]]:
+    def progress_events(
+        self, number: int, update: generation_jobs.PromptProgress
+    ) -> list[dict[str, Any]]:
         """Return the events of a stream while a prompt is read."""
         return [self._piece(number, "", [], 0) | progress_fields(update)]
 

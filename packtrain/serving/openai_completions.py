@@ -6,25 +6,12 @@ from typing import Any
 
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.generator import StopTextFilter
-from packtrain.serving.generation_jobs import (
-    AnswerEnd,
-    GeneratedToken,
-    PromptProgress,
-    TextDelta,
-    TokenCounts,
-)
+from packtrain.serving import generation_jobs, response_shapes
+from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, PromptProgress, TextDelta
 from packtrain.serving.llama_completion import LlamaCompletionFormat
 from packtrain.serving.reasoning_text import ReasoningSplitter, split_reasoning
 from packtrain.serving.request_parsing import OpenAIRequest
-from packtrain.serving.response_shapes import (
-    finish,
-    new_id,
-    progress_fields,
-    response_head,
-    timing_fields,
-    token_entry,
-    usage,
-)
+from packtrain.serving.response_shapes import finish, new_id, timing_fields, token_entry, usage
 
 AnswerResults = Sequence[tuple[str, tuple[GeneratedToken, ...], AnswerEnd]]
 JsonObject = dict[str, Any]
@@ -58,7 +45,7 @@ class TextCompletionFormat:
         self._text_lengths = [0] * len(request.jobs)
 
     def _response_head(self, object_type: str) -> JsonObject:
-        return response_head(object_type, self._response_id, self._model)
+        return response_shapes.response_head(object_type, self._response_id, self._model)
 
     def _chunk_event(
         self,
@@ -83,7 +70,7 @@ class TextCompletionFormat:
         return {"timings": timing_fields(delta.counts)} if self._request.has_timings else {}
 
     def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
-        return [self._chunk_event(number, {"text": ""}) | progress_fields(update)]
+        return [self._chunk_event(number, {"text": ""}) | response_shapes.progress_fields(update)]
 
     def end_events(self, number: int, end: AnswerEnd) -> list[JsonObject]:
         extra = self._verbose_fields(number, "", end) | {"timings": timing_fields(end.counts)}
@@ -93,7 +80,7 @@ class TextCompletionFormat:
         """Return /completion's fields of an answer if the request is verbose."""
         return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
-    def close_events(self, counts: Sequence[TokenCounts]) -> list[JsonObject]:
+    def close_events(self, counts: Sequence[generation_jobs.TokenCounts]) -> list[JsonObject]:
         """Return the last events of a stream: the token counts, if they are requested."""
         if not self._request.has_usage:
             return []
@@ -199,7 +186,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return self._delta(number, {"role": "assistant", "content": None})
 
     def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
-        events = [self._role_event(number) | progress_fields(update)]
+        events = [self._role_event(number) | response_shapes.progress_fields(update)]
         return [*events, self._role_event(number)] if update.read == update.total_tokens else events
 
     def delta_events(self, number: int, text_delta: TextDelta) -> list[JsonObject]:
@@ -243,12 +230,8 @@ class ChatCompletionFormat(TextCompletionFormat):
             events.append(self._delta(number, {"tool_calls": [{"index": call_index, **tool_call}]}))
         finish_word = "tool_calls" if tool_calls and finish_word == "stop" else finish_word
         extra_fields = {} if self._request.has_usage else {"timings": timing_fields(end.counts)}
-        return [
-            *events,
-            self._delta(number, {}, finish_word)
-            | self._verbose_fields(number, "", end)
-            | extra_fields,
-        ]
+        delta = self._delta(number, {}, finish_word)
+        return [*events, delta | self._verbose_fields(number, "", end) | extra_fields]
 
     def _parse_calls(self, text: str) -> tuple[str, list[JsonObject]]:
         return self._tools.parse(text) if self._tools else (text.removeprefix(self._leading), [])
@@ -257,11 +240,9 @@ class ChatCompletionFormat(TextCompletionFormat):
         self, number: int, text: str, tokens: Sequence[GeneratedToken], end: AnswerEnd
     ) -> JsonObject:
         starts_thinking = self._request.starts_thinking
-        thought, text = (
-            ("", text)
-            if starts_thinking is None
-            else split_reasoning(text, starts_thinking, self._request.think_marks)
-        )
+        thought = ""
+        if starts_thinking is not None:
+            thought, text = split_reasoning(text, starts_thinking, self._request.think_marks)
         content, calls = self._parse_calls(text)
         message: JsonObject = {"role": "assistant", "content": content or (None if calls else "")}
         if thought:
@@ -271,9 +252,9 @@ class ChatCompletionFormat(TextCompletionFormat):
         finish_word = finish(end)
         finish_word = "tool_calls" if calls and finish_word == "stop" else finish_word
         choice = {"index": number, "message": message, "finish_reason": finish_word}
-        return choice | (
-            {"logprobs": self._probabilities(number, tokens)} if self._has_logprobs else {}
-        )
+        if self._has_logprobs:
+            choice["logprobs"] = self._probabilities(number, tokens)
+        return choice
 
     def _probabilities(self, number: int, tokens: Sequence[GeneratedToken]) -> JsonObject:
         return {"content": self._token_entries(tokens)}

@@ -7,15 +7,10 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.messages import RECORD_ADVICE, Conversation, Message, question
 from packtrain.inference.grammar import Grammar
+from packtrain.serving import json_fields
 from packtrain.serving import json_fields as request_fields
 from packtrain.serving.generation_jobs import GenerationJob
-from packtrain.serving.json_fields import (
-    MAX_ANSWERS,
-    MAX_GRAMMAR_CHARS,
-    MOST_TOP,
-    JsonBody,
-    parse_prompts,
-)
+from packtrain.serving.json_fields import MAX_ANSWERS, MAX_GRAMMAR_CHARS, MOST_TOP, JsonBody
 from packtrain.serving.reasoning_text import FORMATS, MARKS, NONE, is_thinking
 from packtrain.serving.server_state import Server
 from packtrain.serving.tool_calls import RequestTools, with_tools_prompt
@@ -68,17 +63,14 @@ def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int
     if shown is None:
         return job
     top = max(shown, 1)
-    num_tokens, max_tokens = (
-        min(job.max_tokens, server.engine.max_seq_tokens),
-        MOST_TOLD // (top * answers),
-    )
+    num_tokens = min(job.max_tokens, server.engine.max_seq_tokens)
+    max_tokens = MOST_TOLD // (top * answers)
     if max(num_tokens, 1) > max_tokens:
         raise InputError(
             f"{top} probabilities of each token are more than {MOST_TOLD:,} in all; ask for fewer, or for fewer tokens"
         )
-    return replace(
-        job, num_top_logprobs=top, max_tokens=max_tokens if job.max_tokens < 0 else job.max_tokens
-    )
+    max_tokens = max_tokens if job.max_tokens < 0 else job.max_tokens
+    return replace(job, num_top_logprobs=top, max_tokens=max_tokens)
 
 
 def seeded_jobs(job: GenerationJob, count: int) -> list[GenerationJob]:
@@ -142,13 +134,12 @@ def parse_response_format(response_format: JsonBody) -> Any:
 
 def parse_llama_completion(server: Server, body: JsonBody) -> list[GenerationJob]:
     """Parse a request of /completion into jobs. Raises InputError."""
-    prompts = parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
+    prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     num_top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
     prompt_jobs = [parse_job(server, body, prompt, grammar) for prompt in prompts]
-    prompt_jobs = [
-        replace(job, is_post_sampling=body.get_flag("post_sampling_probs")) for job in prompt_jobs
-    ]
+    is_post_sampling = body.get_flag("post_sampling_probs")
+    prompt_jobs = [replace(job, is_post_sampling=is_post_sampling) for job in prompt_jobs]
     jobs = [with_top(server, job, num_top or None, len(prompt_jobs)) for job in prompt_jobs]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
@@ -189,7 +180,7 @@ def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
 
 def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     """Parse a request of /v1/completions. Raises InputError."""
-    prompts = parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
+    prompts = json_fields.parse_prompts(body.get("prompt"), server.tokenizer, MAX_ANSWERS)
     grammar = parse_grammar(server, body)
     logprobs = body.get("logprobs")
     has_logprobs = bool(logprobs) if isinstance(logprobs, bool) else body.has("logprobs")
@@ -241,23 +232,17 @@ def parse_chat_completion(server: Server, body: JsonBody) -> OpenAIRequest:
     job = parse_job(server, body, server.encode_prompt(text), grammar)
     has_special_tokens = tools is not None and tools.has_tokens(server.tokenizer)
     num_answers = body.number("n", 1, 1, MAX_ANSWERS)
-    job = replace(
-        with_top(server, job, num_logprobs, num_answers), has_special_tokens=has_special_tokens
-    )
+    job = with_top(server, job, num_logprobs, num_answers)
+    job = replace(job, has_special_tokens=has_special_tokens)
     thinks, marks = thinks_of(server, body, text, conversation), server.think_marks or MARKS
     style_options: dict[str, Any] = {
         "starts_thinking": thinks,
         "think_marks": marks,
         "words_prefix": server.style.words_prefix,
     }
-    return OpenAIRequest(
-        seeded_jobs(job, num_answers),
-        num_answers,
-        num_logprobs,
-        tools=tools,
-        **style_options,
-        **parse_stream_counts(body),
-    )
+    jobs = seeded_jobs(job, num_answers)
+    options = style_options | parse_stream_counts(body)
+    return OpenAIRequest(jobs, num_answers, num_logprobs, tools=tools, **options)
 
 
 def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversation) -> bool | None:
@@ -270,11 +255,8 @@ def thinks_of(server: Server, body: JsonBody, text: str, conversation: Conversat
     if reasoning_format == NONE or server.think_marks is None:
         return None
     last_message = conversation.messages[-1]
-    return is_thinking(
-        text,
-        last_message["content"] if last_message["role"] == "assistant" else None,
-        server.think_marks,
-    )
+    prefix = last_message["content"] if last_message["role"] == "assistant" else None
+    return is_thinking(text, prefix, server.think_marks)
 
 
 def parse_conversation(body: JsonBody) -> Conversation:

@@ -48,17 +48,15 @@ def completion(server: Server, body: JsonBody, request: Request) -> Response:
 
 def text_completion(server: Server, body: JsonBody, request: Request) -> Response:
     text_request = request_parsing.parse_text_completion(server, body)
-    response_format = TextCompletionFormat(
-        server.name, server.tokenizer, text_request, verbose_format(server, body, text_request)
-    )
+    verbose, names = verbose_format(server, body, text_request), (server.name, server.tokenizer)
+    response_format = TextCompletionFormat(*names, text_request, verbose)
     return make_response(server, text_request.jobs, response_format, body.get_flag("stream"))
 
 
 def chat_completion(server: Server, body: JsonBody, request: Request) -> Response:
     chat_request = request_parsing.parse_chat_completion(server, body)
-    response_format = ChatCompletionFormat(
-        server.name, server.tokenizer, chat_request, verbose_format(server, body, chat_request)
-    )
+    verbose, names = verbose_format(server, body, chat_request), (server.name, server.tokenizer)
+    response_format = ChatCompletionFormat(*names, chat_request, verbose)
     return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
 
 

@@ -9,14 +9,8 @@ from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import StopTextFilter, make_chain
 from packtrain.inference.sampling import SamplerInput
 from packtrain.inference.sampling.candidates import Candidates
-from packtrain.serving.generation_jobs import (
-    AnswerEnd,
-    GeneratedToken,
-    JobTicket,
-    PromptProgress,
-    TextDelta,
-    TokenCounts,
-)
+from packtrain.serving import generation_jobs
+from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, JobTicket, PromptProgress
 
 
 @dataclass(slots=True)
@@ -54,10 +48,8 @@ class SlotAnswer:
         self.num_cached, self.num_waited_runs, self.is_paused = 0, 0, False
         self.chain = make_chain(tokenizer, job.sampling, job.seed, job.prompt, job.grammar)
         self.chain.whole = job.num_top_logprobs > 0
-        self._pieces, self._stream = (
-            StopTextFilter(job.stops),
-            StreamDecoder(tokenizer, job.has_special_tokens),
-        )
+        self._pieces = StopTextFilter(job.stops)
+        self._stream = StreamDecoder(tokenizer, job.has_special_tokens)
         for id in job.prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
         self._unsent_tokens, self.is_ended = list[GeneratedToken](), False
@@ -99,11 +91,8 @@ class SlotAnswer:
         self.output_ids.append(next_token)
         self.text_ids.append(next_token)
         self.left = [next_token]
-        self._unsent_tokens.append(
-            describe_token(
-                remaining_candidates or candidates, next_token, self.job.num_top_logprobs
-            )
-        )
+        candidates, top = remaining_candidates or candidates, self.job.num_top_logprobs
+        self._unsent_tokens.append(describe_token(candidates, next_token, top))
         text = self._pieces.add(self._stream.feed(next_token))
         _, end, line = text.rpartition("\n")
         self._line, self._has_line = line if end else self._line + line, self._has_line or bool(end)
@@ -133,15 +122,10 @@ class SlotAnswer:
         stop_text = self._pieces.matched_stop if reason == "stop" else ""
         self.ticket.tell(AnswerEnd(reason, self._token_counts(), self._slot, stop_text, message))
 
-    def _token_counts(self) -> TokenCounts:
+    def _token_counts(self) -> generation_jobs.TokenCounts:
         seconds = self._first - self._start_time, time.perf_counter() - self._first
-        return TokenCounts(
-            len(self.job.prompt),
-            self.num_cached,
-            len(self.output_ids),
-            *seconds,
-            self._num_forgotten,
-        )
+        counts = len(self.job.prompt), self.num_cached, len(self.output_ids)
+        return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten)
 
     def tell_progress(self) -> None:
         """Report how much of the prompt has been read, if the job asks for that."""
@@ -152,7 +136,8 @@ class SlotAnswer:
 
     def _tell(self, text: str, is_last: bool = False) -> None:
         if text or (is_last and self._unsent_tokens):
-            self.ticket.tell(TextDelta(text, tuple(self._unsent_tokens), self._token_counts()))
+            tokens = tuple(self._unsent_tokens)
+            self.ticket.tell(generation_jobs.TextDelta(text, tokens, self._token_counts()))
             self._unsent_tokens.clear()
 
 

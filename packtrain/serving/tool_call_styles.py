@@ -15,13 +15,8 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer, common_suffix
 from packtrain.data.conversations.messages import Conversation
-from packtrain.serving.call_arguments import (
-    ParsedCall,
-    read_bare,
-    read_document,
-    read_keywords,
-    read_value,
-)
+from packtrain.serving import call_arguments
+from packtrain.serving.call_arguments import ParsedCall, read_bare, read_document, read_keywords
 
 NAME, PROBE_LAST, PROBE_WORDS = "probename", "probelast", "probewords"
 KEYS, PROBE_VALUES = ("probekey", "otherkey"), ("probevalue", "othervalue")
@@ -67,9 +62,8 @@ class ToolCallStyle:
     def value_separator(self, kind: str) -> str:
         """Return the text between key and value, for a value of this type of JSON Schema."""
         assert self.pair is not None
-        return dict(self.typed_separators).get(
-            kind if kind != "number" else "integer", self.pair[1]
-        )
+        kind = kind if kind != "number" else "integer"
+        return dict(self.typed_separators).get(kind, self.pair[1])
 
     def example(self) -> str:
         """Return an example of a call, for a model that has to be told the style."""
@@ -178,7 +172,7 @@ class ToolCallStyle:
             value = (
                 pair_match[3]
                 if self.typed_separators and pair_match[2] is not None
-                else read_value(pair_match[3])
+                else call_arguments.read_value(pair_match[3])
             )
             keyword_args[pair_match[1].strip()], end = value, pair_match.end()
         return name_match[1], keyword_args, end
@@ -235,9 +229,9 @@ def _rendered_style(renderer: ConversationRenderer) -> ToolCallStyle | None:
     style = _object_style(one_call, two_calls) or _name_first_style(one_call, two_calls)
     if style and re.fullmatch(r"\w+\n", words_prefix):
         style = replace(style, words_prefix=words_prefix)
-    return (
-        replace(style, typed_separators=_typed(renderer, style)) if style and style.pair else style
-    )
+    if style and style.pair:
+        return replace(style, typed_separators=_typed(renderer, style))
+    return style
 
 
 def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[str, str], ...]:
@@ -333,21 +327,18 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
         document, object_end = read_document(rest, match.start())
         if _value_kind(document) == "arguments":
             name_suffix, closing = re.sub(r"\d+", COUNT, rest[: match.start()]), rest[object_end:]
-            return ToolCallStyle(
-                opening, _text_after_arguments(two_calls, "}"), closing, middle=name_suffix
-            )
+            separator = _text_after_arguments(two_calls, "}")
+            return ToolCallStyle(opening, separator, closing, middle=name_suffix)
     if (notation_match := _match_python_call(rest)) is not None:
         separator = two_calls.partition(notation_match[0])[2].partition(PROBE_LAST)[0]
         closing = f"){rest[notation_match.end() :]}"
-        return ToolCallStyle(
-            opening, f"){separator}", closing, middle="(", python=notation_match["quote"]
-        )
+        separator, quote = f"){separator}", notation_match["quote"]
+        return ToolCallStyle(opening, separator, closing, middle="(", python=quote)
     if (notation_match := _match_bare_object(rest)) is not None:
         separator = two_calls.partition(notation_match[0])[2].partition(PROBE_LAST)[0]
         name_suffix, closing = rest[: notation_match.start()], rest[notation_match.end() :]
-        return ToolCallStyle(
-            opening, separator, closing, middle=name_suffix, quote=notation_match["quote"]
-        )
+        quote = notation_match["quote"]
+        return ToolCallStyle(opening, separator, closing, middle=name_suffix, quote=quote)
     places = [rest.find(word) for pair in zip(KEYS, PROBE_VALUES, strict=True) for word in pair]
     if -1 in places or places != sorted(places):
         return None
@@ -361,13 +352,9 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
     if not after_value.strip() or not before_key.strip() or not tail.startswith(after_value):
         return None
     pair, name_suffix = (before_key, between, after_value), head[: len(head) - len(before_key)]
-    return ToolCallStyle(
-        opening,
-        _text_after_arguments(two_calls, after_value),
-        tail[len(after_value) :],
-        middle=name_suffix,
-        pair=pair,
-    )
+    separator = _text_after_arguments(two_calls, after_value)
+    closing = tail[len(after_value) :]
+    return ToolCallStyle(opening, separator, closing, middle=name_suffix, pair=pair)
 
 
 def _match_python_call(rest: str) -> re.Match[str] | None:

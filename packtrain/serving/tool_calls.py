@@ -218,13 +218,8 @@ class RequestTools:
     def has_tokens(self, tokenizer: Tokenizer) -> bool:
         """Return whether control tokens are part of calls: the text of an answer must then show them."""
         builder, style = ToolCallRules(tokenizer, WILD), self.style
-        texts = (
-            style.opening,
-            style.separator,
-            style.closing,
-            style.middle or "",
-            *(style.pair or ()),
-        )
+        texts = [style.opening, style.separator, style.closing, style.middle or ""]
+        texts += style.pair or ()
         return any(isinstance(part, int) for text in texts for part in builder.split_tokens(text))
 
     def parse(self, text: str) -> tuple[str, list[Call]]:

@@ -19,8 +19,8 @@ def shard_offsets(plans: TrainingPlans) -> dict[str, tuple[str, int]]:
         return {}
     weight_sizes = {name: plans.leaves[name].spec.size for name in plans.trained_names}
     return {
-        PART_PREFIX + name: (name, rank_slice(size, *rank_share).start)
-        for name, size in weight_sizes.items()
+        PART_PREFIX + n: (n, rank_slice(size, *rank_share).start)
+        for n, size in weight_sizes.items()
     }
 
 
@@ -107,8 +107,6 @@ class GatheredArrays(Mapping[str, np.ndarray]):
 def checkpoint_arrays(session: Session, plans: TrainingPlans) -> Mapping[str, np.ndarray]:
     """Map the names of all checkpoint leaves to whole arrays, also where ranks share out the moments."""
     rank_share = plans.shape.moment_share
-    return (
-        SessionArrays(session, plans.checkpoint_tensors)
-        if rank_share is None
-        else GatheredArrays(session, plans, rank_share)
-    )
+    if rank_share is None:
+        return SessionArrays(session, plans.checkpoint_tensors)
+    return GatheredArrays(session, plans, rank_share)

@@ -113,11 +113,8 @@ def save(
     }
     if path.exists():
         link_file(path, previous_path(path))
-    write_gguf(
-        path,
-        metadata,
-        {name: DeferredTensor.from_reader(arrays.__getitem__, name) for name in arrays},
-    )
+    tensors = {n: DeferredTensor.from_reader(arrays.__getitem__, n) for n in arrays}
+    write_gguf(path, metadata, tensors)
 
 
 def link_file(path: Path, target: Path) -> None:

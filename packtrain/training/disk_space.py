@@ -48,10 +48,8 @@ def run_files(job: TrainingJob, plans: TrainingPlans) -> Iterator[tuple[Path, st
     saved_nbytes = leaves_nbytes(plans.checkpoint_tensors.values())
     existing_nbytes = sum(_file_nbytes(path) for path in (checkpoint, previous_path(checkpoint)))
     yield checkpoint, "two checkpoints", max(2 * saved_nbytes - existing_nbytes, 0)
-    s, weights_nbytes = (
-        job.settings,
-        leaves_nbytes(plans.resident_leaves[name] for name in plans.trained_names),
-    )
+    s = job.settings
+    weights_nbytes = leaves_nbytes(plans.resident_leaves[name] for name in plans.trained_names)
     num_saves = job.steps // s.save_every + 1 if s.save_every else 1
     if s.save_name:
         yield checkpoint, "numbered checkpoints", num_saves * saved_nbytes

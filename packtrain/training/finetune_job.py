@@ -34,29 +34,13 @@ from packtrain.models.model_file import ModelFile, check_vocabularies, fingerpri
 from packtrain.models.replay_loss import ReplayLoss
 from packtrain.models.rewrite_model import ReadRows, stored_dtype, write_changed
 from packtrain.planner.step_shape import BaseModel
-from packtrain.training.finetune_defaults import (
-    REPLAY_TOKENS,
-    default_alpha,
-    num_replay_texts,
-    prospect_text,
-    with_defaults,
-    with_saved_choices,
-)
+from packtrain.training import finetune_defaults, training_job
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.pair_batches import PairBatches
 from packtrain.training.reference_logprobs import uses_reference
 from packtrain.training.replay_texts import ReplayBatches
 from packtrain.training.sample_batches import SampleBatches, row_length
 from packtrain.training.teacher_logits import TeacherBatches
-from packtrain.training.training_job import (
-    HEAD_NBYTES,
-    TrainingJob,
-    WeightReader,
-    check_split,
-    make_optimizer,
-    make_schedule,
-    shape_of,
-)
 
 CONTEXT = 2048  # most tokens of a row, without --ctx
 UNPACK_CHUNK = 1 << 16  # values unpacked at a time, while the run holds all its memory
@@ -80,11 +64,9 @@ class TunedModel:
     @property
     def extra_metadata(self) -> Mapping[str, MetadataValue]:
         """Metadata that the tuned model adds to that of its base."""
-        return (
-            {}
-            if self.chat_template is None
-            else {TEMPLATE: MetadataValue("string", self.chat_template)}
-        )
+        if self.chat_template is None:
+            return {}
+        return {TEMPLATE: MetadataValue("string", self.chat_template)}
 
     @property
     def trained_names(self) -> list[str]:
@@ -107,17 +89,14 @@ class TunedModel:
                 stored = self.model.gguf.array(name)
                 session.fill(name, partial(_unpack_into, stored=stored))
 
-    def save_weights(self, path: Path, view: WeightReader) -> None:
+    def save_weights(self, path: Path, view: training_job.WeightReader) -> None:
         if self.config.lora is not None:
             write_adapter(path, self._adapter(view, self.config.lora), path.stem, self.model.gguf)
         else:
-            write_gguf(
-                path,
-                {},
-                {name: DeferredTensor.from_reader(view, name) for name in self.trained_names},
-            )
+            tensors = {n: DeferredTensor.from_reader(view, n) for n in self.trained_names}
+            write_gguf(path, {}, tensors)
 
-    def write_result(self, view: WeightReader) -> None:
+    def write_result(self, view: training_job.WeightReader) -> None:
         """Write the adapter, which is merged once the run's memory is free; or with --full the tuned model."""
         s = self.settings
         if self.config.lora is not None:
@@ -140,23 +119,17 @@ class TunedModel:
         changed_rows = {name: row_reader(name) for name in self.trained_names}
         dtype = DTYPES[s.type] if s.type else None
         name = name_of(s.output)
-        write_changed(
-            s.output,
-            self.model.gguf,
-            changed_rows,
-            name=name,
-            dtype=dtype,
-            extra_metadata=self.extra_metadata,
-        )
+        base, extra = self.model.gguf, self.extra_metadata
+        write_changed(s.output, base, changed_rows, name=name, dtype=dtype, extra_metadata=extra)
 
     def output_files(self) -> Mapping[Path, int]:
         s, gguf = self.settings, self.model.gguf
         output_dtype, sizes = DTYPES[s.type] if s.type else None, transformer.weights(self.config)
         trained_specs = [sizes[name].spec for name in self.trained_names]
-        adapter = sum(spec.size * 4 for spec in trained_specs) + HEAD_NBYTES
+        adapter = sum(spec.size * 4 for spec in trained_specs) + training_job.HEAD_NBYTES
         if s.merge == "none":
             return {s.output: adapter, s.folder / ADAPTER: adapter}
-        sizes_by_path = {s.output: gguf.nbytes + HEAD_NBYTES}
+        sizes_by_path = {s.output: gguf.nbytes + training_job.HEAD_NBYTES}
         changed_names = {
             n.removesuffix(B) for n in self.trained_names if not n.endswith(A)
         } & gguf.entries.keys()
@@ -170,7 +143,7 @@ class TunedModel:
             sizes_by_path |= dict.fromkeys(filter(None, (s.folder / ADAPTER, s.adapter)), adapter)
         return sizes_by_path
 
-    def _adapter(self, view: WeightReader, lora: Lora) -> Adapter:
+    def _adapter(self, view: training_job.WeightReader, lora: Lora) -> Adapter:
         names = [name.removesuffix(A) for name in self.trained_names if name.endswith(A)]
         pairs = {name: (view(name + A), view(name + B)) for name in names}
         return Adapter(self.config.architecture, lora.alpha, pairs, aware=lora.aware)
@@ -209,12 +182,12 @@ def _unpack_into(array: np.ndarray, stored: np.ndarray) -> None:
 # ---- building the job ------------------------------------------------------------------------------------------------
 
 
-def build_job(settings: TuneSettings, report: Callable[[str], None]) -> TrainingJob:
+def build_job(settings: TuneSettings, report: Callable[[str], None]) -> training_job.TrainingJob:
     """Open the model, tokenize the data, fill in open settings, and return the job. Raises InputError."""
     for name, value in (("the model", settings.model), ("--data", settings.data)):
         if value is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
-    settings = with_saved_choices(settings)
+    settings = finetune_defaults.with_saved_choices(settings)
     assert settings.model is not None and settings.data is not None
     require_existing(settings.data, "--data")
     model = open_model(settings.model)
@@ -226,28 +199,28 @@ def build_job(settings: TuneSettings, report: Callable[[str], None]) -> Training
     if not TunedModel(settings, model, config, base).trained_names:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, dataset = _make_batches(settings, model, config, report)
-    settings = with_defaults(settings, config.embedding_length, len(dataset.train), train.windows)
+    sizes = config.embedding_length, len(dataset.train), train.windows
+    settings = finetune_defaults.with_defaults(settings, *sizes)
     settings = replace(settings, replay=train.num_texts)
     for batches in filter(None, (train, valid)):
         batches.rows = settings.batch_size
-    schedule = make_schedule(settings, len(train))
-    report(prospect_text(len(dataset.train), schedule.steps, train.windows, settings))
+    schedule = training_job.make_schedule(settings, len(train))
+    num_samples, num_steps = len(dataset.train), schedule.steps
+    report(finetune_defaults.prospect_text(num_samples, num_steps, train.windows, settings))
     needs_eval = valid is not None or uses_reference(settings.preference)
-    shape = shape_of(settings, config, train.rows, train.time, needs_eval, base, report)
+    size = train.rows, train.time
+    shape = training_job.shape_of(settings, config, *size, needs_eval, base, report)
     if isinstance(train, PairBatches):
         shape = replace(shape, preference=settings.preference, max_pairs=train.max_pairs)
     if isinstance(train, TeacherBatches | ReplayBatches):
         shape = replace(shape, distill=train.loss_settings)
-    return TrainingJob(
+    optimizer = training_job.make_optimizer(settings)
+    return training_job.TrainingJob(
         settings,
         f"{model.gguf.path.name}, {train.rows} × {train.time} tokens",
         TunedModel(settings, model, config, base).with_data(dataset),
         f"{dataset.fingerprint} {fingerprint(model)}",
-        shape,
-        make_optimizer(settings),
-        schedule,
-        train,
-        valid,
+        *(shape, optimizer, schedule, train, valid),
     )
 
 
@@ -269,7 +242,7 @@ def _make_batches(
         valid_class = partial(PairBatches, loss_settings=preference)
         time = row_length(2 * length, *map(PairBatches.item_lengths, sample_sets))
     size, train_class = (max(settings.batch_size, 1), time), valid_class
-    num_texts = num_replay_texts(settings, config, dataset.train)
+    num_texts = finetune_defaults.num_replay_texts(settings, config, dataset.train)
     if settings.distill is not None and settings.teacher is not None:
         teacher = open_model(require_existing(settings.teacher, "--teacher"))
         check_vocabularies(model, teacher, "a teacher")
@@ -278,11 +251,10 @@ def _make_batches(
                 f"--teacher: {model.gguf.path.name} caps its logits, which it is not for"
             )
         mark = fingerprint(teacher)
-        train_class = partial(
-            TeacherBatches, loss_settings=settings.distill, teacher=teacher, mark=mark
-        )
+        distill = settings.distill
+        train_class = partial(TeacherBatches, loss_settings=distill, teacher=teacher, mark=mark)
     elif num_texts:
-        length, width = min(REPLAY_TOKENS, time), config.embedding_length
+        length, width = min(finetune_defaults.REPLAY_TOKENS, time), config.embedding_length
         replay = ReplayLoss(length, settings.replay_weight, num_texts, width)
         train_class = partial(ReplayBatches, loss_settings=replay, base=model)
     train, valid = train_class(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
@@ -330,7 +302,7 @@ def _is_chat(settings: TuneSettings, model: ModelFile, dataset: SampleDataset) -
 
 
 def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:
-    check_split(settings.val_split)
+    training_job.check_split(settings.val_split)
     assert settings.model is not None and settings.data is not None
     return DatasetRecipe(
         settings.data,
@@ -374,7 +346,7 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     alpha = settings.lora_alpha
     if alpha is None:
         default_ranks = [text for text in settings.lora_rank if "=" not in text]
-        alpha = default_alpha(
+        alpha = finetune_defaults.default_alpha(
             settings.rslora, _rank([*TuneSettings.lora_rank, *default_ranks][-1])[1]
         )
     if settings.rslora:

@@ -74,8 +74,6 @@ def make_gradient_exchange(
 ) -> GradientExchange | None:
     """Create the gradient exchange of several ranks; None for a single process."""
     world: World = current_world()
-    return (
-        GradientExchange(session, plans, micro)
-        if world.world_size > 1 and micro is not None
-        else None
-    )
+    if micro is None or world.world_size == 1:
+        return None
+    return GradientExchange(session, plans, micro)

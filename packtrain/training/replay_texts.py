@@ -53,12 +53,8 @@ class ReplayBatches(SampleBatches):
         seed: int = 0, pack: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, pack=pack)
-        self.time, self.loss_settings, self.base, self.num_texts = (
-            time + loss_settings.length,
-            loss_settings,
-            base,
-            loss_settings.num_texts,
-        )
+        self.time, self.loss_settings = time + loss_settings.length, loss_settings
+        self.base, self.num_texts = base, loss_settings.num_texts
         shape = loss_settings.num_texts, loss_settings.length
         self.text_arrays: dict[str, np.ndarray] = {
             "tokens": np.full((loss_settings.num_texts, loss_settings.length + 1), -1, np.int32),
@@ -74,9 +70,8 @@ class ReplayBatches(SampleBatches):
         batch["pos"][:, span] = np.arange(self.loss_settings.length)
         batch["seq"][:, span] = batch["seq"].max(-1, keepdims=True) + 1
         target_weight = batch["weights"].sum(-1, keepdims=True)
-        batch["weights"][:, span] = target_weight * (
-            self.loss_settings.weight / self.loss_settings.length
-        )
+        token_weight = self.loss_settings.weight / self.loss_settings.length
+        batch["weights"][:, span] = target_weight * token_weight
         return batch | {IDS: tokens[:, 1:], MEANS: means.astype(np.float32), CONSTANTS: constants}
 
 
@@ -113,10 +108,8 @@ def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:
     mean_placed = place(_head_mean_graph(base, rows), target)
     drawing_seconds = rows * base.config.vocab_size * LOGIT_SECONDS
     each = graph_seconds(placed, rates) + graph_seconds(mean_placed, rates) + drawing_seconds
-    num_runs = (
-        -(-train.loss_settings.num_texts // (rows * current_world().world_size))
-        * train.loss_settings.length
-    )
+    num_rounds = -(-train.loss_settings.num_texts // (rows * current_world().world_size))
+    num_runs = num_rounds * train.loss_settings.length
     return num_runs * each
 
 

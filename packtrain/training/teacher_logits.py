@@ -46,11 +46,8 @@ class TeacherBatches(SampleBatches):
         mark: str, *, seed: int = 0, pack: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, pack=pack)
-        self.loss_settings, self.teacher, self.mark = (
-            loss_settings,
-            teacher,
-            f"{mark} {loss_settings.top}",
-        )
+        self.loss_settings, self.teacher = loss_settings, teacher
+        self.mark = f"{mark} {loss_settings.top}"
         self._check_teacher(samples)
         target_counts = [int(samples[i][1][1:].sum()) for i in range(len(samples))]
         self.target_starts = np.append(0, np.cumsum(target_counts))
@@ -180,12 +177,8 @@ def _fill(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -
     num_done = 0
 
     def read(index: int) -> list[tuple[list[int], np.ndarray]]:
-        return [
-            (
-                batches.row_items(index)[0],
-                reader.read_targets(batches[index], train.loss_settings.top),
-            )
-        ]
+        targets = reader.read_targets(batches[index], train.loss_settings.top)
+        return [(batches.row_items(index)[0], targets)]
 
     for batch_results in precomputed.in_rank_order(len(batches), read):
         for row_items, records in batch_results:

@@ -14,16 +14,8 @@ from packtrain.engine.executor import Executor, Session
 from packtrain.engine.optim import ROUNDING, Optimizer
 from packtrain.models.lora import KEY
 from packtrain.models.preference_loss import PAIRS, PreferenceLoss
-from packtrain.planner.training_plans import (
-    APPLY,
-    EVALUATE,
-    MEASURE,
-    MICRO,
-    STEP,
-    UPDATE,
-    Name,
-    TrainingPlans,
-)
+from packtrain.planner import training_plans
+from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, STEP, UPDATE, TrainingPlans
 from packtrain.training.checkpoint_shards import shard_offsets
 from packtrain.training.gradient_sums import GradientExchange, make_gradient_exchange
 from packtrain.training.pair_batches import answer_logps, chosen_wins, pair_measures, pair_summary
@@ -84,7 +76,7 @@ class EngineStep:
 
     def __init__(
         self,
-        run: Mapping[Name, Executor],
+        run: Mapping[training_plans.Name, Executor],
         batch_shares: Sequence[Batch],
         rounding: Batch,
         before: "EngineStep | None" = None,
@@ -111,7 +103,7 @@ class EngineStep:
             return {**self.evaluate(), **self.update(hyper)}
         (measured_outputs,) = self._run_graph(MEASURE, self.batch_shares)
         numbers = {**hyper, **self.rounding, "squares": measured_outputs["squares"]}
-        self.run[APPLY]({**self.batch_shares[0], **numbers})
+        self.run[training_plans.APPLY]({**self.batch_shares[0], **numbers})
         return measured_outputs
 
     def evaluate(self) -> Batch:
@@ -226,9 +218,8 @@ class TrainingEngine:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            first_number = (
-                (step_number - 1) * current_world().world_size + current_world().rank
-            ) * len(shares)
+            world = current_world()
+            first_number = ((step_number - 1) * world.world_size + world.rank) * len(shares)
             numbers = range(first_number, first_number + len(shares))
             keys = (np.array([self.seed, n], np.int64) for n in numbers)
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
@@ -241,9 +232,8 @@ class TrainingEngine:
 
     def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:
         """Evaluate batches with this engine's plan, shared out over all ranks, see the function `evaluate`."""
-        return evaluate(
-            self.run[EVALUATE], batches, self.plans.shape.preference, current_world(), eog_ids
-        )
+        preference = self.plans.shape.preference
+        return evaluate(self.run[EVALUATE], batches, preference, current_world(), eog_ids)
 
 
 def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> bool:

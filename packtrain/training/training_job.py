@@ -109,10 +109,8 @@ class TrainingJob:
         # if a step is an epoch, its order stays, so that optimizers can compare evaluations
         is_fixed = self.shape.num_evaluations > 1 and len(self.train) <= num_accumulated
         first_index = 0 if is_fixed else (step - 1) * num_accumulated
-        size, num_rows = (
-            self.settings.batch_size,
-            self.shape.micro_batch_size * self.shape.num_micro_batches,
-        )
+        size = self.settings.batch_size
+        num_rows = self.shape.micro_batch_size * self.shape.num_micro_batches
         # each rank takes an equal run of the step's rows
         row_start = current_world().rank * num_rows
         micro_batches = list[Batch]()
@@ -136,9 +134,8 @@ class TrainingJob:
 
     def counted(self, report: Callable[[int, int], None]) -> Iterator[Batch]:
         """Yield the batches of one validation, and report progress after each."""
-        num_parts = self.num_eval_batches * -(
-            -self.settings.batch_size // self.shape.micro_batch_size
-        )
+        size = self.shape.micro_batch_size
+        num_parts = self.num_eval_batches * -(-self.settings.batch_size // size)
         for num_done, batch in enumerate(self.validation_batches(), 1):
             yield batch
             report(num_done, num_parts)
@@ -234,9 +231,8 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
         raise InputError(
             "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )
-    corpus = prepare_corpus(
-        _text_request(settings), writable(cache_root() / "tokens"), report, settings.memory
-    )
+    folder = writable(cache_root() / "tokens")
+    corpus = prepare_corpus(_text_request(settings), folder, report, settings.memory)
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
     for note in (*corpus.notes, *_context_warning(settings.preset, config.context_length)):
         report(note)
@@ -249,16 +245,13 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
     valid = None
     if corpus.valid is not None:
         valid = TextBatches(corpus.valid, *size, shuffle=False, fill=fill)
+    schedule = make_schedule(settings, len(train))
     return TrainingJob(
         settings,
         f"{settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
         NewModel(settings, config, corpus.vocabulary),
         corpus.fingerprint,
-        shape,
-        make_optimizer(settings),
-        make_schedule(settings, len(train)),
-        train,
-        valid,
+        *(shape, make_optimizer(settings), schedule, train, valid),
     )
 
 
@@ -290,13 +283,9 @@ def shape_of(
     max_norm, max_value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:
         max_norm = max_value = None
+    micro_rows = math.gcd(rows, rank_rows)
     return StepShape(
-        config,
-        math.gcd(rows, rank_rows),
-        time,
-        rank_rows // math.gcd(rows, rank_rows),
-        max_norm,
-        has_eval,
+        *(config, micro_rows, time, rank_rows // micro_rows, max_norm, has_eval),
         num_evaluations=optimizer.evaluations,
         world_size=num_ranks,
         moment_share=_moment_share(settings, optimizer, base),
@@ -366,16 +355,9 @@ def _text_request(settings: TrainSettings) -> CorpusRecipe:
     separator = settings.sample_start if has_sample_start else settings.separator
     separator = separator and unescape(separator)
     split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
+    vocabulary = settings.vocab, size, is_auto
     return CorpusRecipe(
-        settings.data,
-        settings.vocab,
-        size,
-        is_auto,
-        separator,
-        split,
-        skip,
-        has_sample_start,
-        columns,
+        settings.data, *vocabulary, separator, split, skip, has_sample_start, columns
     )
 
 
@@ -394,17 +376,10 @@ def make_schedule(settings: RunSettings, batches: int) -> LrSchedule:
     if OPTIMIZERS[settings.optimizer].first_length is not None:
         return LrSchedule("constant", rate, rate, 0, steps)
     floor = (0 if decay == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
-    return LrSchedule(
-        decay,
-        rate,
-        floor,
-        math.ceil(settings.warmup_ratio * steps),
-        steps,
-        settings.lr_cycles,
-        settings.lr_cycle_growth,
-        settings.warmup_lr,
-        settings.lr_half_every or math.ceil(batches / settings.grad_accumulation_steps),
-    )
+    half_every = settings.lr_half_every or math.ceil(batches / settings.grad_accumulation_steps)
+    num_warmup = math.ceil(settings.warmup_ratio * steps)
+    cycles = settings.lr_cycles, settings.lr_cycle_growth, settings.warmup_lr, half_every
+    return LrSchedule(decay, rate, floor, num_warmup, steps, *cycles)
 
 
 def check_precision(precision: str, device: str) -> None:

@@ -48,9 +48,8 @@ class TrainingLoop:
         self.progress = replace(checkpoint.progress, shuffled=self.job.train.shuffle_key)
         if before != now:
             self.progress = replace(self.progress, since=self.progress.step)
-            has_moments = any(
-                leaf.role == "moment" for leaf in self.engine.plans.checkpoint_tensors.values()
-            )
+            leaves = self.engine.plans.checkpoint_tensors.values()
+            has_moments = any(leaf.role == "moment" for leaf in leaves)
             self.events.message(
                 f"--optimizer was {before} and is {now}: moments of {before} are dropped, and {now} begins"
                 f" {'with zero moments' if has_moments else 'without moments'}"
@@ -62,11 +61,8 @@ class TrainingLoop:
         ):
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)
-        if (
-            current_world().rank == 0
-            and checkpoint.path != self.checkpoint
-            and self.checkpoint.exists()
-        ):
+        is_old = checkpoint.path != self.checkpoint
+        if current_world().rank == 0 and is_old and self.checkpoint.exists():
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 

@@ -54,9 +54,8 @@ def write(
     candidates = reading_plans(model, inside, data.time, data.windows, max_tokens=TOKENS)
     reading = fitting_reading(settings.memory, candidates, "quantize with --calibrate")
     events.message(f"quantizing {reading}, {size_text(reading.nbytes)}")
-    unpacked_rows = {
-        name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))
-    }
+    names = (*inside, *({EMBEDDING} & changed.keys()))
+    unpacked_rows = {name: unpacked(model.gguf, name) for name in names}
     with atomic_path(settings.output) as temporary_path:
         write_file(temporary_path, values, tensors)
         with events.counting("quantizing", "block") as report_progress:

@@ -9,24 +9,12 @@ from packtrain.common.errors import InputError, name_keywords
 from packtrain.common.events import Events
 from packtrain.common.options import option
 from packtrain.common.text import plural
-from packtrain.data.chat_template import (
-    ChatTemplate,
-    choose_template,
-    load_template,
-    template_source,
-)
+from packtrain.data import chat_template as templates
+from packtrain.data.chat_template import ChatTemplate, choose_template, load_template
 from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.train_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import (
-    CONTEXT,
-    MAX_SEED,
-    GeneratedText,
-    GenerationSettings,
-    cells,
-    make_drafter,
-    opened,
-)
+from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
 from packtrain.workflows.warmup import warm
 
 
@@ -54,17 +42,19 @@ class ChatSession:
     def __init__(self, settings: ChatSettings, events: Events) -> None:
         """Open the model. Raises InputError, DoesNotFit."""
         settings.check()
-        model = opened(settings, events.message)
+        model = generation_settings.opened(settings, events.message)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
         self._grammar = generation_settings.load_grammar(settings, self._tokenizer)
         metadata = model.gguf.metadata
         template_choice = settings.chat_template and load_template(settings.chat_template)
-        template = choose_template(metadata, template_source(metadata), template_choice)
+        template = choose_template(metadata, templates.template_source(metadata), template_choice)
         if template.reason:
             events.message(template.note)
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(template.source, self._bos, self._text(self._tokenizer.eos))
-        self.cells = cells(settings, model.config, CONTEXT, events)
+        self.cells = generation_settings.cells(
+            settings, model.config, generation_settings.CONTEXT, events
+        )
         if settings.warmup:
             warm(model, events)
         self._drafter = make_drafter(settings, model, self.cells)
@@ -121,7 +111,7 @@ class ChatSession:
         return prompt_ids
 
     def _reply(self, ids: list[int], limits: GenerationLimits) -> GeneratedText:
-        seed = (self._seed + self._num_answers) % (MAX_SEED + 1)
+        seed = (self._seed + self._num_answers) % (generation_settings.MAX_SEED + 1)
         self._num_answers += 1
         sampling = self._settings.sampling
         reply_options = self._drafter, self._settings.draft_max, self._grammar

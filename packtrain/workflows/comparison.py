@@ -143,12 +143,8 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
     losses = texts = None
     if not questions[0].pair:
         names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
-        losses = evaluate(
-            EvaluateSettings(
-                **{setting_name: getattr(settings, setting_name) for setting_name in names}
-            ),
-            events,
-        )
+        eval_settings = EvaluateSettings(**{name: getattr(settings, name) for name in names})
+        losses = evaluate(eval_settings, events)
     if settings.text is not None:
         texts = evaluate(EvaluateSettings(settings.model, settings.text), events)
     model_answers = [list(_answers(settings, path, questions, events)) for path in settings.model]
@@ -163,18 +159,16 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
     ]
     scores = _judge_scores(settings, judge_command, questions, answers_by_model)
     for path, answers, model_scores in zip(settings.model, answers_by_model, scores, strict=True):
-        is_right = [
-            final_answer(final, answer) == reference_answer
-            for answer, reference_answer in zip(answers, references, strict=True)
-        ]
+        answer_pairs = zip(answers, references, strict=True)
+        is_right = [final_answer(final, a) == reference for a, reference in answer_pairs]
         first = subjects[0] if subjects else None
         win_signs = [] if first is None else _win_signs(settings.rule, first, answers, is_right)
         data_loss, text_loss = (
             None if measured is None else measured.loss(str(path)) for measured in (losses, texts)
         )
-        num_wins, num_losses = win_signs.count(1), win_signs.count(-1)
+        counts = win_signs.count(1), win_signs.count(-1)
         has = [] if style is None else [style.search(answer) is not None for answer in answers]
-        figures = data_loss, answers, is_right, num_wins, num_losses, text_loss, has, model_scores
+        figures = data_loss, answers, is_right, *counts, text_loss, has, model_scores
         subjects.append(ComparedModel(str(path), *figures))
     return ComparisonResult(questions, subjects, losses is None or losses.same)
 

@@ -91,13 +91,9 @@ def _until_stopped(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Ite
 
 def _after_steps(run_plan: PlannedRun, progress: TrainingProgress, events: Events) -> None:
     """Merge the adapter, measure the result and check its answers. The memory of the run is already free."""
-    FinishedFinetune(
-        run_plan.job, run_plan.plans.shape, progress, run_plan.budget, events
-    ).merge_and_measure()
-    settings, subject = (
-        cast(TuneSettings, run_plan.job.settings),
-        cast(TunedModel, run_plan.job.model),
-    )
+    job, shape = run_plan.job, run_plan.plans.shape
+    FinishedFinetune(job, shape, progress, run_plan.budget, events).merge_and_measure()
+    settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     _write_modelfile(settings, subject.model)
     check_answers(run_plan.job, run_plan.budget, events)
 

@@ -100,11 +100,8 @@ class FinishedFinetune:
             return
         losses = self._measure_losses(adapter)
         self.events.message(str(losses))
-        if (
-            losses.adapter_loss is not None
-            and losses.kept_share < MIN_KEPT_SHARE
-            and adapter is not None
-        ):
+        has_loss = losses.adapter_loss is not None
+        if adapter is not None and has_loss and losses.kept_share < MIN_KEPT_SHARE:
             self._suggest_merge(adapter, losses, error_by_matrix)
 
     # ---- merging
@@ -144,17 +141,15 @@ class FinishedFinetune:
         adapter_loss = None
         if adapter is not None:
             adapted_model = adapted(base, [(adapter, 1.0)], aware=adapter.aware)
-            adapter_loss = (
-                last if math.isfinite(last) else self._validation_loss(adapted_model, "the adapter")
-            )
+            adapter_loss = last
+            if not math.isfinite(last):
+                adapter_loss = self._validation_loss(adapted_model, "the adapter")
         result_loss, is_unmerged = adapter_loss, self.settings.merge == "none"
         if result_loss is None or not is_unmerged:
             result_loss = self._validation_loss(open_model(self.settings.output), "the result")
-        base_loss = (
-            progress.base
-            if math.isfinite(progress.base)
-            else self._validation_loss(base, "the base")
-        )
+        base_loss = progress.base
+        if not math.isfinite(base_loss):
+            base_loss = self._validation_loss(base, "the base")
         return MergeLosses(base_loss, result_loss, None if is_unmerged else adapter_loss)
 
     def _validation_loss(self, model: ModelFile, label: str) -> float:
@@ -183,11 +178,10 @@ class FinishedFinetune:
                     f"warning: plain rounding loses much of the gain; merge again with: {command} --merge calibrated"
                 )
                 return
-            error_by_matrix = {}
         trial = self.settings.folder / TRIAL
         try:
             now = make_merge(self.subject, adapter, self.settings.tensor_type)
-            for types in larger_types(now.calibrated, now.base.gguf.entries, error_by_matrix):
+            for types in larger_types(now.calibrated, now.base.gguf.entries, error_by_matrix or {}):
                 trial.unlink(missing_ok=True)  # the previous trial
                 flags = flags_of(types)
                 merge = make_merge(self.subject, adapter, (*self.settings.tensor_type, *flags))
@@ -195,18 +189,14 @@ class FinishedFinetune:
                     f"the merge keeps less than {MIN_KEPT_SHARE:.0%} of the gain; trying {', '.join(flags)} …"
                 )
                 self._write_merged(merge, trial)
-                kept_gain = MergeLosses(
-                    losses.base,
-                    self._validation_loss(open_model(trial), "the trial"),
-                    losses.adapter_loss,
-                ).kept_share
+                trial_loss = self._validation_loss(open_model(trial), "the trial")
+                kept_gain = MergeLosses(losses.base, trial_loss, losses.adapter_loss).kept_share
                 if kept_gain >= MIN_KEPT_SHARE:
                     extra_nbytes = trial.stat().st_size - self.settings.output.stat().st_size
                     flag_text = " ".join(f"--tensor-type {shlex.quote(flag)}" for flag in flags)
                     self.events.message(
                         f"with these types the merge keeps {kept_gain:.0%}, and the file is"
-                        f" {size_text(extra_nbytes)} larger:"
-                        f" {command} {flag_text}"
+                        f" {size_text(extra_nbytes)} larger: {command} {flag_text}"
                     )
                     return
         finally:
@@ -245,10 +235,8 @@ def merge_files(job: TrainingJob) -> Iterator[tuple[Path, str, int]]:
         return
     settings, subject = cast(TuneSettings, job.settings), cast(TunedModel, job.model)
     merge = replace(make_merge(subject, adapter, settings.tensor_type), use_data=False)
-    base, planned_nbytes = (
-        merge.base.gguf.nbytes + HEAD_NBYTES,
-        subject.output_files()[settings.output],
-    )
+    base = merge.base.gguf.nbytes + HEAD_NBYTES
+    planned_nbytes = subject.output_files()[settings.output]
     if base + merge.extra_nbytes > planned_nbytes:
         yield settings.output, "its larger types", base + merge.extra_nbytes - planned_nbytes
     trials = [*larger_types(merge.calibrated, merge.base.gguf.entries, {})]

@@ -11,12 +11,8 @@ from packtrain.common.events import Events
 from packtrain.common.files import read_text, remove_temp_files
 from packtrain.common.memory import parse_size
 from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
-from packtrain.data.chat_template import (
-    ChatTemplate,
-    choose_template,
-    load_template,
-    template_source,
-)
+from packtrain.data import chat_template as templates
+from packtrain.data.chat_template import ChatTemplate, choose_template, load_template
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import PRECISIONS
@@ -36,14 +32,7 @@ from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
 from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP
-from packtrain.workflows.generation_settings import (
-    CACHE_HELP,
-    LORA_HELP,
-    MAX_SEED,
-    ModelArgument,
-    check_cache,
-    opened,
-)
+from packtrain.workflows import generation_settings
 
 CONTEXT = 8192  # most tokens, without --ctx
 MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
@@ -52,7 +41,7 @@ REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and 
 
 
 @dataclass(frozen=True)
-class ServeSettings(Sampling, ModelArgument):
+class ServeSettings(Sampling, generation_settings.ModelArgument):
     """Settings of the server: llama-server's names and defaults, where it has them."""
 
     COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
@@ -95,14 +84,18 @@ class ServeSettings(Sampling, ModelArgument):
     queue: int = option(256, "most requests that wait for a slot; others are refused", min_value=1)
     timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", min_value=1)
     seed: int = SAMPLING(
-        -1, "random seed; -1: a new one each time", flags="-s", min_value=-1, max_value=MAX_SEED
+        -1,
+        "random seed; -1: a new one each time",
+        flags="-s",
+        min_value=-1,
+        max_value=generation_settings.MAX_SEED,
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
-    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE_HELP, choices=("f16", "f32", "q8_0"))
+    lora: tuple[str, ...] = MODEL((), generation_settings.LORA_HELP, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", generation_settings.CACHE_HELP, choices=("f16", "f32", "q8_0"))
     swa_full: bool = MODEL(
         False, "layers with a sliding window keep all tokens in the cache, not only the window's"
     )
@@ -158,7 +151,7 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         if not folder.is_dir():
             raise InputError(f"--slot-save-path: {folder} is not a folder")
         remove_temp_files(folder)
-    model = opened(settings, events.message, by_token=True)
+    model = generation_settings.opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
     renderer, template_text, bos_text = load_renderer(settings, model, tokenizer, events)
     kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(model.config)))
@@ -200,7 +193,7 @@ def make_contexts(
     """Create the context of answers, and with --embeddings that of embeddings. Raises InputError, DoesNotFit."""
     context_length = settings.ctx or min(model.config.context_length, CONTEXT)
     check_context(model.config, context_length, events.message)
-    check_cache(model, context_length, settings.cache_type)
+    generation_settings.check_cache(model, context_length, settings.cache_type)
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
     context_options: Any = {
         "cache": settings.cache_type,
@@ -208,23 +201,16 @@ def make_contexts(
         "say": events.message,
         "memory": limit_nbytes,
     }
-    reserved_nbytes = REQUESTS_NBYTES
-    embedder = None
+    reserved_nbytes, embedder = REQUESTS_NBYTES, None
     if settings.embeddings:
         embedding_cells = min(context_length, MAX_EMBEDDING_TOKENS)
         embedder = Context(
-            model,
-            cells=embedding_cells,
-            sequences=settings.parallel,
-            checkpoints=0,
-            hidden=True,
-            beside=reserved_nbytes,
-            **context_options,
-        )
+            model, cells=embedding_cells, sequences=settings.parallel, checkpoints=0, hidden=True,
+            beside=reserved_nbytes, **context_options,
+        )  # fmt: skip
         if limit_nbytes is not None:
-            reserved_nbytes += graphs_nbytes(
-                {name: run.placed for name, run in embedder.runs.items()}, model.stored()
-            )
+            placed_graphs = {name: run.placed for name, run in embedder.runs.items()}
+            reserved_nbytes += graphs_nbytes(placed_graphs, model.stored())
     context = Context(
         model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
@@ -243,7 +229,7 @@ def load_renderer(
     """Load the conversation renderer, the template's source, and the text of BOS. Raises InputError."""
     metadata = model.gguf.metadata
     template_choice = settings.chat_template and load_template(settings.chat_template)
-    template = choose_template(metadata, template_source(metadata), template_choice)
+    template = choose_template(metadata, templates.template_source(metadata), template_choice)
     if template.reason:
         events.message(template.note)
     bos, eos = (

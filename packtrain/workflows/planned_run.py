@@ -18,13 +18,8 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.distributed import current_world
 from packtrain.engine.backends import HOST, Target, cpu
 from packtrain.engine.memory_plan import size_text
-from packtrain.planner.budget import (
-    ReportFunction,
-    enough,
-    followed,
-    minimum_budget,
-    plan_within_limits,
-)
+from packtrain.planner import budget as budgets
+from packtrain.planner.budget import ReportFunction, followed, minimum_budget, plan_within_limits
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.device_spread import AUTO
 from packtrain.planner.expected_pace import attended_share, num_trained_tokens
@@ -64,8 +59,9 @@ class PlannedRun:
     found: TrainingCheckpoint | None  # checkpoint to resume from
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
-    # times of a step over a link of so many bytes per second
-    shared: Callable[[float], ExchangeTimes]
+    shared: Callable[
+        [float], ExchangeTimes
+    ]  # times of a step over a link of so many bytes per second
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # besides the job's: path, description, bytes
 
@@ -90,10 +86,8 @@ class PlannedRun:
     @property
     def ended(self) -> str:
         """A message for a resumed run that has no steps left; empty for all others."""
-        settings, progress = (
-            self.job.settings,
-            self.found.progress if self.found else TrainingProgress(),
-        )
+        settings = self.job.settings
+        progress = self.found.progress if self.found else TrainingProgress()
         finishing_note = f"; finishing {settings.output}"
         if progress.step >= self.job.steps:
             return f"{plural(progress.step, 'step')} done, none left{finishing_note}"
@@ -248,29 +242,21 @@ def _plan_job(
     request = replace(request, offload_mode=OFFLOAD_MODES[offload_mode])
     offloaded_request = request.offloaded(job.shape)
     if offloaded_request.target == request.target:
-        return (
-            replace(job, offloaded=False),
-            plan_within_limits(job.shape, request, report),
-            request,
-        )
+        plans = plan_within_limits(job.shape, request, report)
+        return replace(job, offloaded=False), plans, request
     requests = {False: request, True: offloaded_request}
     if job.offloaded is not None or offload_mode != "auto":
         chosen = offload_mode in ("moments", "all") if job.offloaded is None else job.offloaded
-        return (
-            replace(job, offloaded=chosen),
-            plan_within_limits(job.shape, requests[chosen], report),
-            requests[chosen],
-        )
+        plans = plan_within_limits(job.shape, requests[chosen], report)
+        return replace(job, offloaded=chosen), plans, requests[chosen]
     candidates = {False: plan_within_limits(job.shape, request, report)}
     if candidates[False].refusal or candidates[False].shape != job.shape:
         candidates[True] = plan_within_limits(job.shape, offloaded_request, report)
 
     def plan_cost(is_offloaded: bool) -> tuple[bool, float]:
         plans = candidates[is_offloaded]
-        is_refused, space_nbytes = (
-            plans.refusal is not None,
-            map(plans.nbytes_in, plans.device_spaces),
-        )
+        is_refused = plans.refusal is not None
+        space_nbytes = map(plans.nbytes_in, plans.device_spaces)
         return is_refused, sum(space_nbytes) if is_refused else plans.step_seconds(request.rates)
 
     best = min(candidates, key=plan_cost)
@@ -293,7 +279,7 @@ def _spread_target(
 def _min_budget(
     plans: TrainingPlans, shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> int:
-    return enough(plans) if plans.refusal else minimum_budget(shape, request, report)
+    return budgets.enough(plans) if plans.refusal else minimum_budget(shape, request, report)
 
 
 def _build_checked_job(
@@ -322,9 +308,8 @@ def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[Backe
     remeasure, target = job.settings.measure_speed, job.settings.target
     if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
         target = replace(target, homes={**target.homes, "moment": cpu})
-    rates = measure_rates_in_children(
-        remeasure, report, packed_weight_types(job.shape), free, target
-    )
+    packed_types = packed_weight_types(job.shape)
+    rates = measure_rates_in_children(remeasure, report, packed_types, free, target)
     data_glimpse = job.first_batches()
     num_positions = job.shape.num_positions
     tokens = num_trained_tokens(data_glimpse, num_positions)
@@ -350,10 +335,8 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
     chunk = int(checkpoint_info.get("chunk", shape.chunk))
     if (shape.micro_batch_size * shape.num_micro_batches) % rows:
         return shape  # other settings: `check_compatible` reports it
-    micros, layered = (
-        shape.micro_batch_size * shape.num_micro_batches // rows,
-        bool(checkpoint_info.get("layered", False)),
-    )
+    micros = shape.micro_batch_size * shape.num_micro_batches // rows
+    layered = bool(checkpoint_info.get("layered", False))
     return replace(
         shape,
         micro_batch_size=rows,

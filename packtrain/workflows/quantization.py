@@ -9,21 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain import gguf as gguf_files
 from packtrain.common.errors import InputError, printable
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
 from packtrain.common.options import COLUMNS, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.dtypes.element_type import QuantMix
-from packtrain.gguf import (
-    GGUF,
-    QUANTIZATION_VERSION,
-    DeferredTensor,
-    MetadataValue,
-    TensorInfo,
-    tensor_nbytes,
-    write_gguf,
-)
+from packtrain.gguf import GGUF, QUANTIZATION_VERSION, DeferredTensor, MetadataValue, TensorInfo
 from packtrain.kernels.quantized_arrays import WeightedValues, dequantize, packed, sum_of_squares
 from packtrain.models.quant_recipe import EMBEDDING_NAMES as EMBEDDINGS
 from packtrain.models.quant_recipe import MIXES, OUTPUT, tensor_dtypes
@@ -117,7 +110,7 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     }
     metadata_values = file_metadata(gguf, mix) | imatrix_metadata
     if settings.calibrate is None:
-        write_gguf(settings.output, metadata_values, converted, WAITING)
+        gguf_files.write_gguf(settings.output, metadata_values, converted, WAITING)
     else:
         calibrated_module = import_module("packtrain.workflows.calibrated_quantization")
         calibrated_module.write(settings, types, metadata_values, converted, events)
@@ -145,11 +138,8 @@ def _check_weights(
     outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():
         dtype, weightless_demand = types[name], ("blocks" if name in outside else "")
-        if (
-            dtype is not entry.dtype
-            and name not in weights_by_tensor
-            and dtype.column_weights_need not in ("", weightless_demand)
-        ):
+        is_changed = dtype is not entry.dtype and name not in weights_by_tensor
+        if is_changed and dtype.column_weights_need not in ("", weightless_demand):
             advice = f"choose another for it with {outside[name]}" if name in outside else WEIGHTS
             raise InputError(
                 f"type: {name} would be {dtype}, which is written only with weights of its columns",
@@ -270,6 +260,6 @@ def line(entry: TensorInfo, dtype: Dtype, error: float | None = None) -> str:
     row_prefix = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
         return f"{row_prefix} kept {entry.nbytes / MIB:18.2f} MiB"
-    new_nbytes = tensor_nbytes(entry.shape, dtype)
+    new_nbytes = gguf_files.tensor_nbytes(entry.shape, dtype)
     size_text = f"{entry.nbytes / MIB:8.2f} -> {new_nbytes / MIB:.2f} MiB"
     return f"{row_prefix} -> {dtype!s:5} {size_text}  error {error:.2%}"

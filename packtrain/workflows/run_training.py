@@ -55,12 +55,8 @@ def execute_run(
     settings: RunSettings,
     prepare_run: PrepareRun,
     events: Events,
-    before_steps: Callable[
-        [TrainingLoop, Events, Callable[[], bool]], None
-    ] = lambda fit, events, stopped: None,
-    after_steps: Callable[
-        [PlannedRun, TrainingProgress, Events], None
-    ] = lambda run_plan, progress, events: None,
+    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None] = lambda *_: None,
+    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None] = lambda *_: None,
 ) -> TrainingResult:
     """Plan and execute a run. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
@@ -163,10 +159,9 @@ def _train_steps(
         events.training(job.steps, planned_nbytes, settings.steps_per_report, run_plan.budget),
     ):
         show_run(folder, lambda: watch.peak.nbytes)
+        paths = settings.output, folder
         if not _prepare_texts(run_plan, folder, events, stopped):
-            return TrainingResult(
-                settings.output, folder, run_plan, TrainingProgress(), watch.peak.nbytes, True
-            )
+            return TrainingResult(*paths, run_plan, TrainingProgress(), watch.peak.nbytes, True)
         engine = TrainingEngine(run_plan.plans, job.optimizer, job.model.shared(), settings.seed)
         fit = TrainingLoop(job, engine, folder, step_timer(run_plan), events=events)
         if run_plan.tokenizer is not None and is_writer:
@@ -181,14 +176,11 @@ def _train_steps(
             fit.train(watch, stopped)
         except Interrupted as error:
             events.notice(f"{error}; continue with: {run_plan.resume}")
-            return TrainingResult(
-                settings.output, folder, run_plan, fit.progress, watch.peak.nbytes, True
-            )
+            return TrainingResult(*paths, run_plan, fit.progress, watch.peak.nbytes, True)
         if is_writer:
             fit.write_result()
             watch.record_end(_run_summary(fit, run_plan, watch))
-        peak_nbytes = watch.peak.nbytes
-        return TrainingResult(settings.output, folder, run_plan, fit.progress, peak_nbytes, False)
+        return TrainingResult(*paths, run_plan, fit.progress, watch.peak.nbytes, False)
 
 
 def _prepare_texts(

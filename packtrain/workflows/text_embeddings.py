@@ -12,32 +12,18 @@ from packtrain.common.options import MODEL, option
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, target
-from packtrain.inference.embeddings import (
-    POOLINGS,
-    check_texts,
-    context_dimensions,
-    embed_texts,
-    model_pooling,
-    normalize_vector,
-)
+from packtrain.inference import embeddings
 from packtrain.inference.kv_cache import Context
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
 from packtrain.training.train_settings import DEVICE_HELP
-from packtrain.workflows.generation_settings import (
-    CACHE_HELP,
-    CTX_HELP,
-    LORA_HELP,
-    ModelArgument,
-    check_cache,
-    opened,
-)
+from packtrain.workflows import generation_settings
 
 
 @dataclass(frozen=True)
-class EmbedSettings(ModelArgument):
+class EmbedSettings(generation_settings.ModelArgument):
     """Compute embeddings of texts."""
 
     prompt: tuple[str, ...] = option((), "a text; repeatable", flags="-p")
@@ -45,7 +31,7 @@ class EmbedSettings(ModelArgument):
     pooling: str | None = option(
         None,
         "the mean of all tokens' vectors, the first token's (cls) or the last one's; default: the file's, else mean",
-        choices=POOLINGS,
+        choices=embeddings.POOLINGS,
     )
     embd_normalize: int = option(
         2,
@@ -53,9 +39,9 @@ class EmbedSettings(ModelArgument):
         min_value=-1,
         max_value=100,
     )
-    ctx: int | None = MODEL(None, CTX_HELP, flags="-c", min_value=1)
-    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE_HELP, choices=CACHE_TYPES)
+    ctx: int | None = MODEL(None, generation_settings.CTX_HELP, flags="-c", min_value=1)
+    lora: tuple[str, ...] = MODEL((), generation_settings.LORA_HELP, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", generation_settings.CACHE_HELP, choices=CACHE_TYPES)
     flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
     precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
@@ -74,27 +60,28 @@ class TextEmbeddings:
 def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     """Compute the embeddings of texts. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
     texts = _read_texts(settings)
-    model = opened(settings, events.message)
-    pooling = settings.pooling or model_pooling(model)
+    model = generation_settings.opened(settings, events.message)
+    pooling = settings.pooling or embeddings.model_pooling(model)
     token_ids = _encode_texts(model.tokenizer(), texts)
     max_tokens = settings.ctx or model.config.context_length
-    check_texts(token_ids, max_tokens)
+    embeddings.check_texts(token_ids, max_tokens)
     max_text_tokens = settings.ctx or max(map(len, token_ids))
     check_context(model.config, max_text_tokens, events.message)
-    num_cells, num_sequences = context_dimensions([len(text_ids) for text_ids in token_ids])
-    check_cache(model, num_cells, settings.cache_type)
+    lengths = [len(text_ids) for text_ids in token_ids]
+    num_cells, num_sequences = embeddings.context_dimensions(lengths)
+    generation_settings.check_cache(model, num_cells, settings.cache_type)
     context = Context(
         model, cells=num_cells, sequences=num_sequences, cache=settings.cache_type, checkpoints=0, hidden=True,
         target=target(settings.device), longest=max_text_tokens,
     )  # fmt: skip
     vectors = list[np.ndarray]()
     with events.counting("embedding", "text") as report_progress, events.stopping() as stopped:
-        for vector in embed_texts(context, token_ids, pooling):
+        for vector in embeddings.embed_texts(context, token_ids, pooling):
             if stopped():
                 raise Interrupted(
                     f"stopped after {len(vectors)} of {len(token_ids)} texts, without a result"
                 )
-            vectors.append(normalize_vector(vector, settings.embd_normalize))
+            vectors.append(embeddings.normalize_vector(vector, settings.embd_normalize))
             report_progress(len(vectors), len(token_ids))
     return TextEmbeddings(np.stack(vectors), tuple(map(len, token_ids)), pooling)
 

@@ -18,15 +18,7 @@ from packtrain.models.config import Config
 from packtrain.models.kv_cell_table import SEQUENCES
 from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import (
-    CONTEXT,
-    MAX_SEED,
-    GeneratedText,
-    GenerationSettings,
-    cells,
-    make_drafter,
-    opened,
-)
+from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
 from packtrain.workflows.warmup import warm
 
 SAMPLING_FLAGS = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
@@ -82,7 +74,7 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     prompt = _read_prompt(settings)
     settings.check()
     _check_beams(settings)
-    model = opened(settings, events.message)
+    model = generation_settings.opened(settings, events.message)
     tokenizer = model.tokenizer()
     grammar = generation_settings.load_grammar(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
@@ -118,8 +110,10 @@ def _context_sizes(
 ) -> tuple[int, int]:
     """Return the most tokens of one text, and of all texts together, which share the prompt."""
     max_new_tokens = settings.n_predict
-    num_tokens = CONTEXT if max_new_tokens < 0 else prompt + max_new_tokens
-    max_seq_tokens = cells(settings, config, max(num_tokens, prompt + 1), events)
+    num_tokens = generation_settings.CONTEXT if max_new_tokens < 0 else prompt + max_new_tokens
+    max_seq_tokens = generation_settings.cells(
+        settings, config, max(num_tokens, prompt + 1), events
+    )
     if settings.ctx is not None or max_new_tokens < 0:
         return max_seq_tokens, max_seq_tokens
     total_size = max_seq_tokens + (num_sequences - 1) * max(max_seq_tokens - prompt, 0)
@@ -139,7 +133,7 @@ def generate_parallel(
     events: Events,
 ) -> GeneratedText:
     """Generate --parallel answers, each with the seed after that of the previous answer."""
-    seeds = [(seed + n) % (MAX_SEED + 1) for n in range(settings.parallel)]
+    seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(settings.parallel)]
     shown_index = -1
     with events.stopping() as stopped:
         limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
@@ -177,9 +171,8 @@ def generate_beams(
     events: Events,
 ) -> GeneratedText:
     """Search for the likeliest texts, and return the --parallel best ones."""
-    search_config = BeamSearchConfig(
-        settings.num_beams, settings.parallel, settings.length_penalty, settings.biases
-    )
+    s = settings
+    search_config = BeamSearchConfig(s.num_beams, s.parallel, s.length_penalty, s.biases)
     with events.stopping() as stopped:
         limits = GenerationLimits(settings.n_predict, settings.stop, stopped)
         beams = BeamSearch(context, tokenizer, ids, search_config, limits)

@@ -155,12 +155,9 @@ def _try_types(
     """Write and measure every candidate; leaves the best file at `best_path`, and returns all trials."""
     progress_events, tuned_path = ProgressEvents(events), settings.tuned
     if _is_adapter(tuned_path):
-        merge(
-            MergeSettings(
-                settings.model, (str(tuned_path),), merged_path, type="f32", overwrite=True
-            ),
-            progress_events,
-        )
+        adapters = (str(tuned_path),)
+        merge_settings = MergeSettings(settings.model, adapters, merged_path, "f32", overwrite=True)
+        merge(merge_settings, progress_events)
         tuned_path = merged_path
     measure_loss = partial(_measure_loss, settings, progress_events)
     before, after = measure_loss(settings.model), measure_loss(tuned_path)

@@ -184,9 +184,7 @@ class StreamGraphs:
     ) -> "StreamGraphs":
         """Return graphs whose merged stream reads these matrices, of these types, from the merged file."""
         x = transformer.weights(adapted.config, adapted.matrix_dtypes())
-        unmerged_leaves = {
-            name: leaf for name, leaf in x.items() if name not in adapted.adapter_values
-        }
+        unmerged_leaves = {n: leaf for n, leaf in x.items() if n not in adapted.adapter_values}
         merged_leaves = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
         merged_names = {leaf: name for name, leaf in merged_leaves.items()}
         return cls(adapted, x, unmerged_leaves | merged_leaves, merged_names, shape)
@@ -194,12 +192,10 @@ class StreamGraphs:
     def embedding(self) -> Graph:
         """Build the graph that embeds the tokens of a batch in both streams."""
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
-        config, weights_by_stream = self.adapted.config, {"x": self.x, "z": self.z}
-        first = {
-            n: transformer.embedding(config, w, tokens, pos) for n, w in weights_by_stream.items()
-        }
+        config, streams = self.adapted.config, {"x": self.x, "z": self.z}
+        first = {n: transformer.embedding(config, w, tokens, pos) for n, w in streams.items()}
         if config.traits.num_streams:
-            first = {n: altup.spread(config, weights_by_stream[n], h) for n, h in first.items()}
+            first = {n: altup.spread(config, streams[n], h) for n, h in first.items()}
         return Graph(first)
 
     def build_block(self, i: int) -> StreamBlock:
@@ -226,18 +222,14 @@ class StreamGraphs:
         return StreamBlock(matrix_inputs, outputs["x"], outputs["z"], shared_kv)
 
 
-def _sites(
-    x: Tensor, z: Tensor, merged_names: Mapping[Tensor, str], experts: int
-) -> list[MatrixInput]:
+def _sites(x: Tensor, z: Tensor, merged: Mapping[Tensor, str], experts: int) -> list[MatrixInput]:
     """Return the inputs of the matrices that only the merged stream has, in computed order."""
     x_sources = {leaf.label: source for leaf, source, _ in _matrix_reads(x)}
-    sites_by_source: dict[
-        Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]
-    ] = {}
+    sites: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _matrix_reads(z):
-        if leaf not in merged_names:
+        if leaf not in merged:
             continue
-        name, expert_rows = merged_names[leaf], None
+        name, expert_rows = merged[leaf], None
         if expert is not None:
             call = source.call
             # rows are gathered by token: the input of all tokens serves as well
@@ -249,13 +241,10 @@ def _sites(
                 x_source, expert_rows = None, expert
         else:
             x_source = x_sources[name]
-        names, _, _ = sites_by_source.setdefault(source, ([], x_source, expert_rows))
+        names, _, _ = sites.setdefault(source, ([], x_source, expert_rows))
         if name not in names:
             names.append(name)
-    return [
-        MatrixInput(tuple(names), x_input, z, expert_rows, experts)
-        for z, (names, x_input, expert_rows) in sites_by_source.items()
-    ]
+    return [MatrixInput(tuple(names), x, z, rows, experts) for z, (names, x, rows) in sites.items()]
 
 
 def _matrix_reads(output: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:

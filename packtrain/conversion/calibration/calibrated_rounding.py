@@ -170,6 +170,5 @@ class MatrixSlice:
         equal_weights = np.ones(self.columns.stop - self.columns.start, np.float32)
         for packed_rows, rows in self._row_parts():
             dtype = dtype_of(packed_rows)
-            packed_rows[...] = quantize(
-                rows, dtype, equal_weights if dtype.column_weights_need else None
-            )
+            weights = equal_weights if dtype.column_weights_need else None
+            packed_rows[...] = quantize(rows, dtype, weights)

@@ -97,9 +97,7 @@ def reading(
 ) -> ReadingPlan | None:
     """Return the plan of the most tokens, then columns, that fits `limit` bytes; None if not even the minimum fits."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
-    return next(
-        (candidate for candidate in candidates if limit is None or candidate.nbytes <= limit), None
-    )
+    return next((c for c in candidates if limit is None or c.nbytes <= limit), None)
 
 
 def reading_plans(
@@ -135,9 +133,7 @@ def reading_plans(
         and max_device_nbytes + sum(leaf.spec.nbytes for leaf in weight_leaves) > target.limit
     ):
         return
-    fixed = (
-        arena_nbytes + sum(array.nbytes for array in adapted.adapter_values.values()) + OTHER_NBYTES
-    )
+    fixed = arena_nbytes + sum(a.nbytes for a in adapted.adapter_values.values()) + OTHER_NBYTES
     max_batches = min(max_tokens or MAX_TOKENS, num_rows * seq_len) // (at_once * seq_len) or 1
     for batches, width in _ladder(max_batches, MIN_TOKENS // (at_once * seq_len) or 1, max_width):
         stream_nbytes = 2 * 4 * batches * at_once * seq_len * values_per_token(adapted.config)

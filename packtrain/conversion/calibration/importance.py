@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.conversion.calibration.block_streams import (
-    MatrixInput,
-    StreamBlock,
-    StreamPair,
-    TokenBatch,
-    padding_mask,
-)
+from packtrain.conversion.calibration import block_streams
 from packtrain.conversion.calibration.calibrated_rounding import BlockProgress
 from packtrain.engine.graph import Graph
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
@@ -68,11 +62,8 @@ def save_importance(path: Path, importance: ImportanceMatrix) -> None:
         is_dense = len(sums) == 1
         tensors[name + SUMS] = sums[0] if is_dense else sums
         tensors[name + COUNTS] = counts if is_dense else counts[:, None]
-    write_gguf(
-        path,
-        importance.metadata(),
-        {n: np.asarray(tensor, np.float32) for n, tensor in tensors.items()},
-    )
+    f32_tensors = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+    write_gguf(path, importance.metadata(), f32_tensors)
 
 
 def load_importance(path: Path) -> ImportanceMatrix:
@@ -120,7 +111,7 @@ class _RunningSums:
 
 def measure_importance(
     model: ModelFile,
-    groups: Sequence[Sequence[TokenBatch]],
+    groups: Sequence[Sequence[block_streams.TokenBatch]],
     source_text: str,
     report_block: BlockProgress = lambda block, blocks: None,
 ) -> ImportanceMatrix:
@@ -128,13 +119,11 @@ def measure_importance(
 
     Inputs that all experts of a stack read, as those of ffn_gate_exps, count for each expert.
     """
-    stored = {
-        name: array for name, array in model.stored().items() if name in model.matrix_dtypes()
-    }
+    stored = {n: array for n, array in model.stored().items() if n in model.matrix_dtypes()}
     block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
     running_sums, num_blocks = _RunningSums(), model.config.block_count
     for group_index, batches in enumerate(groups):
-        streams = StreamPair(model, block_matrices, batches)
+        streams = block_streams.StreamPair(model, block_matrices, batches)
         for i in range(num_blocks):
             _add_block(streams, streams.block(i), running_sums, stored)
             report_block(group_index * num_blocks + i + 1, len(groups) * num_blocks)
@@ -143,21 +132,20 @@ def measure_importance(
         if not np.isfinite(running_sum).all():
             raise InputError(f"the inputs of {name} are not finite; weights may be damaged")
     chunk_size = groups[0][0]["tokens"].shape[-1]
-    num_rows = sum(int((~padding_mask(b)).any(-1).sum()) for batches in groups for b in batches)
+    masks = (~block_streams.padding_mask(batch) for batches in groups for batch in batches)
+    num_rows = sum(int(mask.any(-1).sum()) for mask in masks)
     counts = {n: running_sum.astype(np.float32) for n, running_sum in running_sums.counts.items()}
     return ImportanceMatrix(sums, counts, source_text, num_rows, chunk_size)
 
 
 def _add_block(
-    streams: StreamPair,
-    block: StreamBlock,
+    streams: block_streams.StreamPair,
+    block: block_streams.StreamBlock,
     running_sums: _RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
-    shared_z = {
-        name: shared_tensor for name, shared_tensor in block.shared.items() if name.startswith("z")
-    }
+    shared_z = {n: shared_tensor for n, shared_tensor in block.shared.items() if n.startswith("z")}
     outputs = {"z": block.z, **shared_z}
     for number, site in enumerate(block.matrix_inputs):
         outputs[str(number)] = site.z
@@ -179,7 +167,7 @@ def _add_block(
 
 
 def _input_sums(
-    site: MatrixInput,
+    site: block_streams.MatrixInput,
     x: np.ndarray,
     real_rows: np.ndarray,
     expert: np.ndarray | None,

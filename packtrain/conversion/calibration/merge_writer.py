@@ -14,14 +14,7 @@ from packtrain.models.adapter_file import Adapter
 from packtrain.models.lora import SUFFIXES, Lora
 from packtrain.models.model_file import ModelFile
 from packtrain.models.model_with_adapters import Scaled
-from packtrain.models.rewrite_model import (
-    AwareMergedRows,
-    ReadRows,
-    aware_merged_rows,
-    is_recodable,
-    merged_rows,
-    stored_dtype,
-)
+from packtrain.models.rewrite_model import ReadRows, is_recodable, merged_rows, stored_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +54,8 @@ class AdapterMerge:
         """How many bytes larger the changed tensors are than those of the base."""
         entries = self.base.gguf.entries
         names = {name for adapter, _ in self.adapters for name in adapter.lora_pairs}
-        return sum(
-            tensor_nbytes(entries[n].shape, self.stored(n)) - entries[n].nbytes for n in names
-        )
+        changed = [(entries[name], self.stored(name)) for name in names]
+        return sum(tensor_nbytes(entry.shape, dtype) - entry.nbytes for entry, dtype in changed)
 
     @property
     def calibrated(self) -> dict[str, Dtype]:
@@ -85,11 +77,7 @@ class AdapterMerge:
         pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.lora_pairs.items()}
         block_pairs = {name: pair for name, pair in pairs.items() if name.startswith("blk.")}
         ranks = tuple((name, b.shape[-1]) for name, (_, b) in block_pairs.items())
-        added = {
-            name + suffix: half
-            for name, pair in block_pairs.items()
-            for suffix, half in zip(SUFFIXES, pair, strict=True)
-        }
+        added = {n + s: h for n, p in block_pairs.items() for s, h in zip(SUFFIXES, p, strict=True)}
         config = replace(self.base.config, lora=Lora(ranks) if ranks else None)
         return replace(self.base, config=config, adapter_values=added)
 
@@ -114,11 +102,10 @@ class AdapterMerge:
         rounded = set(self.calibrated) if reading is not None else set[str]()
         # a matrix that keeps its type keeps the base's grid: only the addition is rounded there
         same_type = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
-        plain_changes: Mapping[str, ReadRows | AwareMergedRows] = {
-            n: changes[n] for n in changes.keys() - same_type
-        }
+        plain_changes: Mapping[str, ReadRows | rewrite_model.AwareMergedRows]
+        plain_changes = {n: changes[n] for n in changes.keys() - same_type}
         if self.aware is not None:
-            plain_changes = aware_merged_rows(self.base.gguf, self.aware)
+            plain_changes = rewrite_model.aware_merged_rows(self.base.gguf, self.aware)
 
         def write_plainly(output_path: Path) -> None:
             rewrite_model.write_changed(
@@ -132,6 +119,5 @@ class AdapterMerge:
         with atomic_path(path) as part_path:
             write_plainly(part_path)
             calibration_args = reading.read(data), reading.max_columns, block, reading.target
-            return calibrate(
-                part_path, self.adapted, changes, *calibration_args, searched=rounded - same_type
-            )
+            searched = rounded - same_type
+            return calibrate(part_path, self.adapted, changes, *calibration_args, searched=searched)

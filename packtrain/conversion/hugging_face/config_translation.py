@@ -73,14 +73,12 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     architecture, family = supported[kind]
     hf_config = family.normalize_config(hf_config)
     _check_activation(hf_config, architecture)
-    model_sizes = _model_sizes(hf_config, family)
+    model_sizes, optional = _model_sizes(hf_config, family), family.optional_tensors
     config = Config(
         **asdict(model_sizes),
         tied=hf_config.flag("tie_word_embeddings", family.tied_by_default),
         architecture=architecture.name,
-        optional=family.optional_tensors(hf_config)
-        if family.optional_tensors
-        else _bias_names(hf_config, family),
+        optional=optional(hf_config) if optional else _bias_names(hf_config, family),
         **family.per_block_fields(hf_config),
     )
     tensors = convert_tensors(checkpoint, config, family)
@@ -200,11 +198,7 @@ def _rope_keys(
     """Return the keys of rope scaling, if the config has any, and tensors of divisors of frequencies."""
     rope_params, kind = c.full_rotation(), c.scaling()
     tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
-    computed = [
-        name
-        for name, tensor in tensor_by_scaling.items()
-        if tensor in architecture.optional_tensors
-    ]
+    computed = [name for name, t in tensor_by_scaling.items() if t in architecture.optional_tensors]
     if kind == "llama3" in computed:
         return {}, {FACTORS: _llama3(c, c.rope_base(family.rope_freq_base), sizes.head_width)}
     if kind == "longrope" in computed:
@@ -218,9 +212,8 @@ def _rope_keys(
         "rope.scaling.type": kind,
         "rope.scaling.factor": c.number("rope_scaling.factor", rope_params.get("factor")),
     }
-    return (
-        _yarn(c, sizes, architecture, family, keys, family_keys) if kind == "yarn" else (keys, {})
-    )
+    is_yarn = kind == "yarn"
+    return _yarn(c, sizes, architecture, family, keys, family_keys) if is_yarn else (keys, {})
 
 
 RAMP_ENDS_ROUNDED = (
@@ -246,10 +239,9 @@ def _yarn(
     (fast_turns, slow_turns), is_latent = turns.values(), bool(family.latent_module)
     multiplier = float(str(family_keys.get(MULTIPLIER_KEY, 0.0)))
     scaling = RopeScaling("yarn", factor, 0, 1.0, fast_turns, slow_turns, multiplier)
-    rotary_width = (
-        c.rotated_width(sizes.head_width) if architecture.partial_rope else sizes.head_width
-    )
-    ramp_place = sizes.rope_dims or rotary_width, c.rope_base(family.rope_freq_base), int(original)
+    width = sizes.head_width
+    width = c.rotated_width(width) if architecture.partial_rope else width
+    ramp_place = sizes.rope_dims or width, c.rope_base(family.rope_freq_base), int(original)
     ramp_blend = scaling.blend(*ramp_place, truncate=rope_params.get("truncate") is not False)
     ramp_start, ramp_end = ramp_blend or (0.0, 1.0)
     held_keys = {key for key in YARN if f"rope.scaling.yarn_{key}" in architecture.key_defaults}

@@ -11,24 +11,19 @@ from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
 from packtrain.conversion.hugging_face.safetensors import SafetensorsTensor
 from packtrain.dtypes import BLOCK_TYPES
+from packtrain.engine.tensor import Shape
 from packtrain.kernels import quantized_arrays
-from packtrain.models.arch.architecture import (
-    LAYER_INPUTS,
-    UNSUFFIXED_SCAN_WEIGHTS,
-    Changed,
-    ExpertLayout,
-    Family,
-    RowSpans,
-)
+from packtrain.models.arch import architecture as arch
 from packtrain.models.config import Config
 from packtrain.models.tensor_shapes import POSITIONS, block_shapes, unused_weights, weight_shapes
 
 HEAD_PREFIX = "lm_head."
 GATED = "ssm_norm"
-ONE_AXIS_PARTS = (*UNSUFFIXED_SCAN_WEIGHTS, GATED)  # tensors that have one axis in checkpoints
+ONE_AXIS_PARTS = (*arch.UNSUFFIXED_SCAN_WEIGHTS, GATED)  # tensors that have one axis in checkpoints
 MXFP4 = BLOCK_TYPES["mxfp4"]
 HALF_BLOCK = MXFP4.block // 2
 ArrayIndex = tuple[EllipsisType | slice, ...]
+Converted = Iterator["ConvertedTensor"]
 PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
@@ -53,15 +48,15 @@ class ConvertedTensor:
     permuted_heads: int = 0
     shift: float = 0.0
     is_transposed: bool = False
-    row_spans: RowSpans = ()
-    column_spans: RowSpans = ()
+    row_spans: arch.RowSpans = ()
+    column_spans: arch.RowSpans = ()
     heads: int = 0
     cut: ArrayIndex = (...,)
-    change_rows: Changed | None = None
+    change_rows: arch.Changed | None = None
     num_padding_rows: int = 0
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         part_shape = self._source_part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
         rows = (sum(end - at for at, end in self.row_spans),) if self.row_spans else part_shape[:1]
         if self.is_stacked:
@@ -102,14 +97,13 @@ class ConvertedTensor:
 class ZeroTensor(ConvertedTensor):
     """A tensor of zeros that the checkpoint lacks; its source only names the checkpoint.
 
-    llama.cpp demands key and value matrices of Gemma 3n's sharing blocks, which checkpoints saved by transformers lack.
-    Nothing reads them, and no run trains them.
+    llama.cpp demands key and value matrices of Gemma 3n's sharing blocks: nothing reads them, and no run trains them.
     """
 
-    zero_shape: tuple[int, ...] = ()
+    zero_shape: Shape = ()
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return self.zero_shape
 
     def value_parts(self) -> Iterator[np.ndarray]:
@@ -125,7 +119,7 @@ class MXFP4Tensor(ConvertedTensor):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         count, rows, groups = np.broadcast_to(np.uint8(0), self.sources[1].shape)[self.cut].shape
         return count, rows, groups * MXFP4.block
 
@@ -139,7 +133,7 @@ class MXFP4Tensor(ConvertedTensor):
             yield np.ascontiguousarray(block_bytes).view(MXFP4.numpy)[..., 0]
 
 
-def order(spans: RowSpans) -> np.ndarray:
+def order(spans: arch.RowSpans) -> np.ndarray:
     """Return the numbers in these spans, one span after the other."""
     return np.concatenate([np.arange(span_start, span_end) for span_start, span_end in spans])
 
@@ -156,15 +150,13 @@ def halved(weight_rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(head_pairs.swapaxes(1, 2)).reshape(weight_rows.shape)
 
 
-class _SourceTensors:
+class _Sources:
     """The tensors of a checkpoint that no tensor of the file has taken yet."""
 
-    def __init__(self, checkpoint: CheckpointFolder, family: Family, blocks: int) -> None:
+    def __init__(self, checkpoint: CheckpointFolder, family: arch.Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
-        self.tensors, self.first_tensor = (
-            dict[str, SafetensorsTensor](),
-            next(iter(checkpoint.tensors.values())),
-        )
+        self.tensors = dict[str, SafetensorsTensor]()
+        self.first_tensor = next(iter(checkpoint.tensors.values()))
         block_prefix = f"{prefix}{family.names.blocks}."
         for name, stored_tensor in checkpoint.tensors.items():
             block_text = name.removeprefix(block_prefix).split(".")[0] if family.more_blocks else ""
@@ -178,7 +170,7 @@ class _SourceTensors:
                 has_prefix = name.startswith((prefix, HEAD_PREFIX))
                 self.tensors[name if has_prefix else prefix + name] = stored_tensor
 
-    def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> SafetensorsTensor:
+    def take(self, name: str, shape: Shape, *, flat: bool = False) -> SafetensorsTensor:
         """Remove and return a tensor of this shape; with `flat`, the checkpoint stores one axis. Raises InputError."""
         stored_tensor = self.tensors.pop(name, None)
         if stored_tensor is None:
@@ -208,12 +200,11 @@ def _is_zero_bias(name: str, stored: SafetensorsTensor) -> bool:
 
 
 def convert_tensors(
-    checkpoint: CheckpointFolder, config: Config, family: Family
+    checkpoint: CheckpointFolder, config: Config, family: arch.Family
 ) -> list[ConvertedTensor]:
     """Return every tensor of the file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    sources = _SourceTensors(checkpoint, family, config.block_count)
-    width = config.embedding_length
-    names = family.names
+    sources = _Sources(checkpoint, family, config.block_count)
+    width, names = config.embedding_length, family.names
     embedding = sources.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
     tensors = [ConvertedTensor("token_embd.weight", (embedding,))]
     if names.positions:
@@ -234,9 +225,7 @@ def convert_tensors(
     return [replace(tensor, change_rows=changes.get(_part_name(tensor.name))) for tensor in tensors]
 
 
-def _head_tensors(
-    sources: _SourceTensors, embedding: SafetensorsTensor, config: Config
-) -> Iterator[ConvertedTensor]:
+def _head_tensors(sources: _Sources, embedding: SafetensorsTensor, config: Config) -> Converted:
     """Yield the output head's tensors. Folders of tied models may repeat the embedding; a head that differs counts."""
     name, traits = f"{HEAD_PREFIX}weight", config.traits
     head_tensor = sources.tensors.get(name)
@@ -252,51 +241,44 @@ def _head_tensors(
         yield from _both(sources, HEAD_PREFIX[:-1], "output", embedding.shape, config)
 
 
-def _outer_tensor(
-    sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
-) -> ConvertedTensor:
+def _outer_tensor(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
     """Return a tensor outside blocks; embeddings for blocks may lack the last tokens, those of images and sounds."""
-    if "{}" in source:
-        return _stack_tensors(sources, source, name, shape)
-    stored = sources.tensors.get(source)
-    may_lack_tokens = stored and name == f"{LAYER_INPUTS[0]}.weight"
+    if "{}" in key:
+        return _stack_tensors(sources, key, name, shape)
+    stored = sources.tensors.get(key)
+    may_lack_tokens = stored and name == f"{arch.LAYER_INPUTS[0]}.weight"
     num_rows = min(stored.shape[0], shape[0]) if stored and may_lack_tokens else shape[0]
-    return ConvertedTensor(
-        name, (sources.take(source, (num_rows, *shape[1:])),), num_padding_rows=shape[0] - num_rows
-    )
+    source = sources.take(key, (num_rows, *shape[1:]))
+    return ConvertedTensor(name, (source,), num_padding_rows=shape[0] - num_rows)
 
 
 def _part_name(name: str) -> str:
     """Return a tensor's name within its block, without its ending."""
-    inner_name = name.split(".", 2)[2] if name.startswith("blk.") else name
-    return inner_name.removesuffix(".weight")
+    return (name.split(".", 2)[2] if name.startswith("blk.") else name).removesuffix(".weight")
 
 
 def _both(
-    sources: _SourceTensors,
+    sources: _Sources,
     module: str,
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     config: Config,
     shift: float = 0.0,
-) -> Iterator[ConvertedTensor]:
+) -> Converted:
     """Yield a weight, and its bias if the model has one."""
     yield ConvertedTensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)
     if f"{name}.bias" in config.optional:
         yield ConvertedTensor(f"{name}.bias", (sources.take(f"{module}.bias", shape[:1]),))
 
 
-def _block_tensors(
-    sources: _SourceTensors, i: int, config: Config, family: Family
-) -> Iterator[ConvertedTensor]:
+def _block_tensors(sources: _Sources, i: int, config: Config, family: arch.Family) -> Converted:
     """Yield the tensors of a block: weights and biases, then those of its experts."""
     part_shapes, permuted_heads = block_shapes(config, i), turned_heads(config, family)
     row_spans, column_spans = family.row_spans(config), family.column_spans(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block_modules.items():
         for suffix in ("weight", "bias"):
-            is_unsuffixed = suffix == "weight" and part in part_shapes
-            name = part if is_unsuffixed else f"{part}.{suffix}"
+            name = part if suffix == "weight" and part in part_shapes else f"{part}.{suffix}"
             shape = part_shapes.get(name)
             is_unused = f"blk.{i}.{name}" in unused_weights(config)
             if shape is None and is_unused:
@@ -330,8 +312,8 @@ def _block_tensors(
 
 
 def _split_joined(
-    sources: _SourceTensors, at: str, i: int, config: Config, family: Family
-) -> Iterator[ConvertedTensor]:
+    sources: _Sources, at: str, i: int, config: Config, family: arch.Family
+) -> Converted:
     """Yield the tensors that share out the rows of a fused matrix of the checkpoint."""
     part_shapes = block_shapes(config, i)
     for module, part_names in family.fused_modules.items():
@@ -339,20 +321,16 @@ def _split_joined(
             row_spans, width = family.row_spans(config), config.embedding_length
             permuted_heads = turned_heads(config, family)
             num_rows = sum(end - start for part in part_names for start, end in row_spans[part])
-            source_tensor = sources.take(f"{at}.{module}.weight", (num_rows, width))
-            for part_name in part_names:
-                num_heads = permuted_heads.get(part_name, 0)
-                yield ConvertedTensor(
-                    f"blk.{i}.{part_name}.weight",
-                    (source_tensor,),
-                    permuted_heads=num_heads,
-                    row_spans=row_spans[part_name],
-                )
+            source = sources.take(f"{at}.{module}.weight", (num_rows, width))
+            for part in part_names:
+                name, heads = f"blk.{i}.{part}.weight", permuted_heads.get(part, 0)
+                spans = row_spans[part]
+                yield ConvertedTensor(name, (source,), permuted_heads=heads, row_spans=spans)
 
 
 def _expert_tensors(
-    sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
-) -> Iterator[ConvertedTensor]:
+    sources: _Sources, at: str, i: int, config: Config, experts: arch.ExpertLayout
+) -> Converted:
     """Yield the tensors of experts; some checkpoints store each expert's, some store them stacked."""
     matrices, part_shapes = experts.matrix_modules, block_shapes(config, i)
     is_separate = any(f"{at}.{module.format(0)}.weight" in sources.tensors for module in matrices)
@@ -365,26 +343,20 @@ def _expert_tensors(
         yield _stack_tensors(sources, f"{at}.{module}.weight", f"blk.{i}.{name}", part_shapes[name])
 
 
-def _latent_kv_tensors(
-    sources: _SourceTensors, name: str, i: int, config: Config
-) -> Iterator[ConvertedTensor]:
+def _latent_kv_tensors(sources: _Sources, name: str, i: int, config: Config) -> Converted:
     """Yield the matrices that make keys and values from a narrow vector, out of one in which each head has both."""
     heads, nope_width = config.head_count, config.head_width - config.rope_width
     rows_per_head = nope_width + config.value_width
     source = sources.take(name, (heads * rows_per_head, config.kv_lora_rank))
-    for part, row_slice in (
-        ("attn_k_b", slice(0, nope_width)),
-        ("attn_v_b", slice(nope_width, rows_per_head)),
-    ):
-        cut, is_transposed = (slice(None), row_slice), part == "attn_k_b"
-        yield ConvertedTensor(
-            f"blk.{i}.{part}.weight", (source,), is_transposed=is_transposed, heads=heads, cut=cut
-        )
+    row_slices = {"attn_k_b": slice(0, nope_width), "attn_v_b": slice(nope_width, rows_per_head)}
+    for part, row_slice in row_slices.items():
+        name, is_key, cut = f"blk.{i}.{part}.weight", part == "attn_k_b", (slice(None), row_slice)
+        yield ConvertedTensor(name, (source,), is_transposed=is_key, heads=heads, cut=cut)
 
 
 def _stacked_expert_tensors(
-    sources: _SourceTensors, at: str, i: int, config: Config, experts: ExpertLayout
-) -> Iterator[ConvertedTensor]:
+    sources: _Sources, at: str, i: int, config: Config, experts: arch.ExpertLayout
+) -> Converted:
     """Yield the tensors of experts that the checkpoint has stacked, two of them maybe as one."""
     part_shapes, loaded_tensors = block_shapes(config, i), dict[str, SafetensorsTensor]()
     for part_name, (module, first_row, stride) in experts.stacked_matrices.items():
@@ -399,9 +371,7 @@ def _stacked_expert_tensors(
             if experts.is_contiguous:
                 chosen = slice(first_row * num_outputs, (first_row + 1) * num_outputs)
             by_rows = experts.rows or not inputs
-            source_index: ArrayIndex = (
-                (..., chosen, *(slice(None) for _ in inputs)) if experts.rows else (..., chosen)
-            )
+            source_index: ArrayIndex = (..., chosen, *(slice(None) for _ in inputs if experts.rows))
             if blocks_name in sources.tensors.keys() | loaded_tensors.keys() and inputs:
                 groups, source_index = (*rows, inputs[0] // MXFP4.block), (slice(None), chosen)
                 shapes_of = {blocks_name: (*groups, HALF_BLOCK), f"{at}.{module}_scales": groups}
@@ -410,24 +380,20 @@ def _stacked_expert_tensors(
             for source_name, required_shape in shapes_of.items():
                 if source_name not in loaded_tensors:
                     loaded_tensors[source_name] = sources.take(source_name, required_shape)
-            yield (MXFP4Tensor if len(shapes_of) > 1 else ConvertedTensor)(
-                f"blk.{i}.{part_name}.{suffix}",
-                tuple(loaded_tensors[source_name] for source_name in shapes_of),
-                is_transposed=not by_rows,
-                cut=source_index,
-            )
+            tensor_class = MXFP4Tensor if len(shapes_of) > 1 else ConvertedTensor
+            parts = tuple(loaded_tensors[source_name] for source_name in shapes_of)
+            name = f"blk.{i}.{part_name}.{suffix}"
+            yield tensor_class(name, parts, is_transposed=not by_rows, cut=source_index)
 
 
-def _stack_tensors(
-    sources: _SourceTensors, source: str, name: str, shape: tuple[int, ...]
-) -> ConvertedTensor:
+def _stack_tensors(sources: _Sources, key: str, name: str, shape: Shape) -> ConvertedTensor:
     """Return a tensor stacked from those of each expert or head, whose number is {} in their names."""
     num_slices, *slice_shape = shape
-    slices = tuple(sources.take(source.format(n), tuple(slice_shape)) for n in range(num_slices))
+    slices = tuple(sources.take(key.format(n), tuple(slice_shape)) for n in range(num_slices))
     return ConvertedTensor(name, slices, is_stacked=True)
 
 
-def turned_heads(config: Config, family: Family) -> dict[str, int]:
+def turned_heads(config: Config, family: arch.Family) -> dict[str, int]:
     """Return the number of heads by tensor whose rows are permuted in GGUF files, because checkpoints pair halves."""
     head_counts = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves or family.interleaved_rope else head_counts

@@ -214,9 +214,7 @@ def _read_byte_steps(
     patterns = tuple(filter(None, (_split_pattern(path, step) for step in cuts)))
     pre_tokenizers = known_patterns()
     if patterns not in pre_tokenizers:
-        names = dict.fromkeys(
-            name for variants in pre_tokenizers.values() for name in variants.values()
-        )
+        names = dict.fromkeys(name for v in pre_tokenizers.values() for name in v.values())
         raise InputError(
             f"{path}: pre_tokenizer splits words by {' '.join(map(repr, patterns))[:200]}; only those of"
             f" {', '.join(names)} are known"

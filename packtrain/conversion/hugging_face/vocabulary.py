@@ -13,13 +13,9 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.errors import InputError
+from packtrain.conversion.hugging_face import plain_checkpoint
 from packtrain.conversion.hugging_face.checkpoint_folder import CheckpointFolder
-from packtrain.conversion.hugging_face.plain_checkpoint import (
-    as_list,
-    as_object,
-    read_json,
-    read_text,
-)
+from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object, read_json
 from packtrain.conversion.hugging_face.tokenizer_agreement import check_agreement
 from packtrain.conversion.hugging_face.tokenizer_pieces import read_pieces
 from packtrain.conversion.hugging_face.tokenizer_steps import SPACE, flatten_steps, read_steps
@@ -64,11 +60,9 @@ def vocabulary_metadata(
     if space_prefix is not None:
         values["add_space_prefix"] = MetadataValue("bool", space_prefix)
     metadata = {KEYS + name: value for name, value in values.items()} | chat_templates
-    raw_metadata = {key: value.value for key, value in metadata.items()}
+    raw = {k: v.value for k, v in metadata.items()} | {"general.name": folder.resolve().name}
     try:
-        tokenizer = Tokenizer(
-            raw_metadata | {"general.name": folder.resolve().name}, compile_threshold=sys.maxsize
-        )
+        tokenizer = Tokenizer(raw, compile_threshold=sys.maxsize)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
     table.check_strips(tokenizer)
@@ -77,11 +71,8 @@ def vocabulary_metadata(
         notes.append(
             "remove_extra_whitespaces is true: runs of spaces count as one there, and readers of a GGUF keep them"
         )
-    encode_reference, path = (
-        model.encoder(tokenizer.strips_leading_space) if model else None,
-        table.path,
-    )
-    path = path if table.fast else folder / MODEL
+    encode_reference = model.encoder(tokenizer.strips_leading_space) if model else None
+    path = table.path if table.fast else folder / MODEL
     check_agreement(path, table.fast, steps, encode_reference, tokenizer, joins_spaces)
     for note in notes:
         report(f"{path}: {note}")
@@ -173,9 +164,7 @@ class _VocabularyFiles:
             "scores": MetadataValue("f32", self.scores),
             "token_type": MetadataValue("i32", self.token_types),
         }
-        return (
-            values_by_key if scores else {k: v for k, v in values_by_key.items() if k != "scores"}
-        )
+        return {k: v for k, v in values_by_key.items() if scores or k != "scores"}
 
 
 def _looks_special(text: str) -> bool:
@@ -303,9 +292,7 @@ def _bos_eos_flags(
 ) -> dict[str, MetadataValue]:
     """Return whether to add BOS and EOS: by the post-processor, else by the tokenizer's config."""
     post_steps = flatten_steps(table.path, "post_processor", table.fast.get("post_processor"))
-    added_texts = [
-        [text for step in post_steps for text in _around(table.path, step)[at]] for at in (0, 1)
-    ]
+    added_texts = [[t for s in post_steps for t in _around(table.path, s)[at]] for at in (0, 1)]
     flags: dict[str, bool] = {}
     for name, texts, place in zip(("bos", "eos"), added_texts, ("before", "after"), strict=True):
         configured, id = table.about.get(f"add_{name}_token"), values.get(f"{name}_token_id")
@@ -344,7 +331,7 @@ def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Metadat
         files["default"] = folder / "chat_template.jinja"
     if files:
         chat_template = [
-            {"name": name, "template": read_text(path)} for name, path in files.items()
+            {"name": n, "template": plain_checkpoint.read_text(path)} for n, path in files.items()
         ]
     elif chat_template is None:
         chat_template = _optional(folder / "chat_template.json").get("chat_template")
@@ -359,9 +346,8 @@ def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Metadat
         name, template = (_text(template_entry.get(key)) for key in ("name", "template"))
         if name and template is not None:
             name = "".join(c if c in allowed else "_" for c in name)
-            values_by_key["" if name == "default" else f".{name}"] = MetadataValue(
-                "string", template
-            )
+            suffix = "" if name == "default" else f".{name}"
+            values_by_key[suffix] = MetadataValue("string", template)
     values = {f"tokenizer.chat_template{name}": value for name, value in values_by_key.items()}
     template_names = [name[1:].encode() for name in values_by_key if name]
     if template_names:

@@ -91,9 +91,8 @@ class ChatTemplate:
             return reply
         _stop_child(child)
         self._child = None
-        failure = (
-            f"took longer than {self._seconds:g} s" if timed_out.is_set() else "ended its process"
-        )
+        too_long = f"took longer than {self._seconds:g} s"
+        failure = too_long if timed_out.is_set() else "ended its process"
         raise TemplateError(f"the chat template {failure}")
 
 

@@ -5,9 +5,5 @@ from packtrain.data.conversations.samples_cache import SampleDataset, prepare_da
 from packtrain.data.conversations.samples_store import TokenizedSamples
 
 __all__ = [
-    "TRUNCATE_CHOICES",
-    "DatasetRecipe",
-    "SampleDataset",
-    "TokenizedSamples",
-    "prepare_dataset",
-]
+    "TRUNCATE_CHOICES", "DatasetRecipe", "SampleDataset", "TokenizedSamples", "prepare_dataset",
+]  # fmt: skip

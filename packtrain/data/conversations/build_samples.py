@@ -14,13 +14,8 @@ from typing import Any
 
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
-from packtrain.data.chat_template import (
-    MEMORY_NBYTES,
-    ChatTemplate,
-    TemplateChoice,
-    choose_template,
-    template_source,
-)
+from packtrain.data import chat_template
+from packtrain.data.chat_template import MEMORY_NBYTES, ChatTemplate, TemplateChoice
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.conversations.loss_mask import LossMasker, MaskedSample, windows
 from packtrain.data.conversations.messages import AnswerPair, Conversation
@@ -93,10 +88,9 @@ def write_dataset(
 ) -> None:
     """Fill a folder with the samples of a recipe. Raises InputError for bad data."""
     file = GGUF(recipe.model)
+    renderer_room = MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
     try:
-        maker = SampleBuilder(
-            recipe, file.metadata, MEMORY_NBYTES if room is None else room // RENDERER_DIVISOR
-        )
+        maker = SampleBuilder(recipe, file.metadata, renderer_room)
     except InputError as error:
         raise InputError(f"{recipe.model}: {error}") from None
     sources = sources_of(recipe)
@@ -104,12 +98,8 @@ def write_dataset(
     splits = splits_of(recipe, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0
     with ExitStack() as stack:
-        files = {
-            part: stack.enter_context(
-                write_samples(folder, part, maker.masker.tokenizer.vocab_size)
-            )
-            for part in splits
-        }
+        vocab_size = maker.masker.tokenizer.vocab_size
+        files = {p: stack.enter_context(write_samples(folder, p, vocab_size)) for p in splits}
         for source in sources:
             reader = RecordReader(source, recipe.separator, recipe.skip_bad, recipe.columns)
             _write_records(reader, report, splitter, maker, files)
@@ -238,8 +228,8 @@ class SampleBuilder:
     def _renderer_for(self, has_tools: bool) -> ConversationRenderer:
         """Return the renderer of the model's chat template, or of its template for tools; created on first use."""
         if has_tools not in self._chosen:
-            model_template = template_source(self._metadata, has_tools)
-            self._chosen[has_tools] = choose_template(
+            model_template = chat_template.template_source(self._metadata, has_tools)
+            self._chosen[has_tools] = chat_template.choose_template(
                 self._metadata, model_template, self.recipe.template
             )
         choice = self._chosen[has_tools]
@@ -262,12 +252,9 @@ class SampleBuilder:
             raise InputError(f"{record.location} {MISMATCH_FACTS[requires_pairs]}")
         if isinstance(record, PlainText):
             return _locate_errors(self._text_samples(record), record.location)
-        samples = (
-            self._pair_samples(record)
-            if isinstance(record, AnswerPair)
-            else self._conversation_samples(record)
-        )
-        return iter(list(_locate_errors(samples, record.location)))
+        if isinstance(record, AnswerPair):
+            return iter(list(_locate_errors(self._pair_samples(record), record.location)))
+        return iter(list(_locate_errors(self._conversation_samples(record), record.location)))
 
     def _text_samples(self, record: PlainText) -> Iterator[MaskedSample]:
         ids = self.masker.encode_text(record.pieces, record.parse_special)
@@ -276,11 +263,7 @@ class SampleBuilder:
 
     def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
         """Yield the samples of both answers, chosen first, if both have trained tokens."""
-        answers = [
-            sample
-            for conversation in (record.chosen, record.rejected)
-            for sample in self._last_sample(conversation)
-        ]
+        answers = [s for c in (record.chosen, record.rejected) for s in self._last_sample(c)]
         if len(answers) == 2 and answers[0] != answers[1]:
             yield from answers
         else:

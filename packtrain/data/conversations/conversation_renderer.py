@@ -131,18 +131,11 @@ class ConversationRenderer:
             self.notes[WEIGHTLESS] += len(answers) - len(turns)
         thinks = bool(self._thought_field) and any(m.get(self._thought_field) for m in messages)
         options = {"extra_variables": THINKING} if thinks else {}
-        renderings = [
-            self._turn(messages, i, tools, options) for i in turns[-1 if self.last_only else 0 :]
-        ]
+        turns = turns[-1 if self.last_only else 0 :]
+        renderings = [self._turn(messages, i, tools, options) for i in turns]
         full_text = renderings[-1].text
-        if all(
-            full_text.startswith(rendered.text[: rendered.spans[0][1]]) for rendered in renderings
-        ):
-            return [
-                RenderedConversation(
-                    full_text, [span for rendered in renderings for span in rendered.spans]
-                )
-            ]
+        if all(full_text.startswith(r.text[: r.spans[0][1]]) for r in renderings):
+            return [RenderedConversation(full_text, [span for r in renderings for span in r.spans])]
         self.notes[UNSTABLE] += 1
         return renderings
 

@@ -65,9 +65,8 @@ class LossMasker:
         num_added = 1 if self.tokenizer.add_bos else 0
         if self.everything:
             return MaskedSample(ids, [1] * len(ids))
-        spans = [
-            (_nbytes(text, a - dropped), _nbytes(text, b - dropped)) for a, b in rendered.spans
-        ]
+        text_spans = ((start - dropped, end - dropped) for start, end in rendered.spans)
+        spans = [(_nbytes(text, start), _nbytes(text, end)) for start, end in text_spans]
         token_spans = chain.from_iterable(places_of(self.tokenizer, ids[num_added:], text.encode()))
         token_starts, token_ends = np.fromiter(token_spans, np.int64).reshape(-1, 2).T
         weights = np.zeros(len(ids), np.uint8)

@@ -14,14 +14,9 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural, shortlist
+from packtrain.data.conversations import field_meanings
 from packtrain.data.conversations import messages as sample_messages
-from packtrain.data.conversations.field_meanings import (
-    CONTEXT_TABLE,
-    LABEL,
-    OTHER_FIELDS_TABLE,
-    ROW_TABLE,
-    check,
-)
+from packtrain.data.conversations.field_meanings import CONTEXT_TABLE, LABEL, ROW_TABLE, check
 from packtrain.data.conversations.messages import (
     RECORD_ADVICE,
     AnswerPair,
@@ -121,7 +116,7 @@ class RecordReader:
         column_names = {name.strip().lower() for name in self.report.column_names}
         is_guessed = not (self.report.requested_fields or column_names >= {"prompt", *form.needed})
         guessed_table = (
-            (OTHER_FIELDS_TABLE if "prompt" in known_fields else CONTEXT_TABLE)
+            (field_meanings.OTHER_FIELDS_TABLE if "prompt" in known_fields else CONTEXT_TABLE)
             if is_guessed
             else {}
         )
@@ -153,11 +148,8 @@ class RecordReader:
         if self.report.unused_columns:
             summary += f"; not used: {shortlist(sorted(self.report.unused_columns))}"
         num_repeated = len(self.hashes) - len(np.unique(self.hashes))
-        repeat_notes = (
-            [f"{name}: {plural(num_repeated, 'record')} repeat another, word for word"]
-            if num_repeated
-            else []
-        )
+        repeat_note = f"{name}: {plural(num_repeated, 'record')} repeat another, word for word"
+        repeat_notes = [repeat_note] if num_repeated else []
         conversations_text = plural(self.num_opened, "conversation")
         opened = [f"{name}: {conversations_text} started with the assistant; that turn is dropped"]
         return [summary, *(opened if self.num_opened else ()), *self.report.notes, *repeat_notes]
@@ -187,10 +179,8 @@ def _detect_format(record: Mapping[str, Any], location: str, report: ReadingRepo
 
 
 def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
-    turns = record["messages"] if "messages" in record else record["conversations"]
-    messages = sample_messages.read_messages(
-        turns, location, "messages" if "messages" in record else "conversations"
-    )
+    field = "messages" if "messages" in record else "conversations"
+    messages = sample_messages.read_messages(record[field], location, field)
     system = record.get("system")
     if system:
         messages.insert(0, new_message("system", system, f"{location}: system"))
@@ -202,10 +192,8 @@ def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
     messages: list[Message] = []
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{location}: system"))
-    history = record.get("history")
-    for i, turns in enumerate(
-        sample_messages.as_list(sample_messages.parse_if_json(history, f"{location}: history"))
-    ):
+    history = sample_messages.parse_if_json(record.get("history"), f"{location}: history")
+    for i, turns in enumerate(sample_messages.as_list(history)):
         at = f"{location}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
@@ -231,10 +219,8 @@ def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
     elif texts:
         prompt = [new_message("user", record[field or ""], f"{location}: {field}")]
     else:
-        shared_prefix = takewhile(
-            lambda pair: pair[0] == pair[1], zip(*answers.values(), strict=False)
-        )
-        prompt = [message for message, _ in shared_prefix]
+        pairs = zip(*answers.values(), strict=False)
+        prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         while prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()
         answers = {name: messages[len(prompt) :] for name, messages in answers.items()}

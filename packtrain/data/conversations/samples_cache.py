@@ -90,9 +90,7 @@ def read_dataset(
 
     def rename_files(texts: Sequence[str]) -> tuple[str, ...]:
         split = (text.partition(": ") for text in texts)
-        return tuple(
-            f"{current_names.get(first, first)}{colon}{rest}" for first, colon, rest in split
-        )
+        return tuple(f"{current_names.get(f, f)}{colon}{rest}" for f, colon, rest in split)
 
     notes, locations = rename_files(metadata["notes"]), rename_files(metadata["places"])
     eog_ids = frozenset(metadata["ends"])

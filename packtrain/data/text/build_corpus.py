@@ -44,9 +44,8 @@ def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgre
     has_packed = any(is_packed(source.path) for source in sources)
 
     def read(activity: str, reports: list[ReadingReport], nbytes: int) -> Iterator[TextPiece]:
-        pieces = corpus_documents.read_documents(
-            sources, text.separator, reports, text.keep_separators
-        )
+        separator, keep = text.separator, text.keep_separators
+        pieces = corpus_documents.read_documents(sources, separator, reports, keep)
         return _with_progress(pieces, activity, nbytes, report_progress)
 
     reports = _reports_of(text, sources)
@@ -62,9 +61,8 @@ def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgre
     split = 0.0 if any(source.split for source in sources) else text.val_split
 
     def divided(activity: str) -> Iterator[TextPiece]:
-        return assign_splits(
-            read(activity, _reports_of(text, sources), survey_result.nbytes), survey_result, split
-        )
+        pieces = read(activity, _reports_of(text, sources), survey_result.nbytes)
+        return assign_splits(pieces, survey_result, split)
 
     vocabulary, note = _make_vocabulary(text, survey_result, divided("sampling for the vocabulary"))
     tokenizer = _make_tokenizer(text, vocabulary)

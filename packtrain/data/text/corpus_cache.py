@@ -8,16 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.common.errors import InputError
+from packtrain.data.text import documents
 from packtrain.data.text.build_corpus import NOTES_FILE, VOCABULARY_FILE
-from packtrain.data.text.documents import (
-    TRAIN,
-    VALID,
-    CorpusRecipe,
-    SourceFile,
-    find_sources,
-    splits_of,
-    unread_notes,
-)
 from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.data.text.token_files import DocumentTokens, read_tokens
 from packtrain.data.token_cache import ReportProgress, build_folder
@@ -40,16 +32,16 @@ class Corpus:
 
 
 def prepare_corpus(
-    text: CorpusRecipe, cache: Path, report: ReportProgress, memory: str | None = None
+    text: documents.CorpusRecipe, cache: Path, report: ReportProgress, memory: str | None = None
 ) -> Corpus:
     """Return the corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError, and as `build_folder`."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
-    sources = find_sources(text.data)
+    sources = documents.find_sources(text.data)
     vocabulary = vocabulary_of(text.vocab) if text.vocab else None
     fingerprint = _fingerprint(text, sources, vocabulary)
     folder = cache / fingerprint
-    splits = splits_of(text, sources)
+    splits = documents.splits_of(text, sources)
     try:
         corpus = read_corpus(folder, splits)
     except (OSError, ValueError):  # missing or damaged
@@ -58,36 +50,31 @@ def prepare_corpus(
         vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
         build_folder(folder, __package__, request, report, memory, vocab_size)
         corpus = read_corpus(folder, splits)
-    return replace(corpus, notes=(*unread_notes(text.data, sources), *corpus.notes))
+    return replace(corpus, notes=(*documents.unread_notes(text.data, sources), *corpus.notes))
 
 
 def _fingerprint(
-    text: CorpusRecipe,
-    sources: Sequence[SourceFile],
+    text: documents.CorpusRecipe,
+    sources: Sequence[documents.SourceFile],
     vocabulary: Mapping[str, MetadataValue] | None,
 ) -> str:
-    vocab_options = (
-        (text.vocab_size, text.auto) if vocabulary is None else plain_metadata(vocabulary)
-    )
+    vocab = (text.vocab_size, text.auto) if vocabulary is None else plain_metadata(vocabulary)
     # only if they are set, so that older caches are still found
-    extra_options = [
-        *(["kept"] if text.keep_separators else []),
-        *([text.columns] if text.columns else []),
-    ]
-    options = FORMAT, text.separator, text.val_split, text.skip_bad, vocab_options, *extra_options
+    extra_options = ["kept"] if text.keep_separators else []
+    extra_options += [text.columns] if text.columns else []
+    options = FORMAT, text.separator, text.val_split, text.skip_bad, vocab, *extra_options
     return checksum(options, sources)
 
 
-def checksum(options: object, sources: Sequence[SourceFile]) -> str:
+def checksum(options: object, sources: Sequence[documents.SourceFile]) -> str:
     """Return a hash of everything that the result depends on: options, vocabulary, format, and file contents."""
     digest = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         suffix = suffix_of(source.path)
-        digest.update(
-            f"{source.split} {suffix if suffix in RECORDS else 'text'} {content}\n".encode()
-        )
+        kind = suffix if suffix in RECORDS else "text"
+        digest.update(f"{source.split} {kind} {content}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -106,8 +93,8 @@ def read_corpus(folder: Path, splits: Sequence[str]) -> Corpus:
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"].value)
     return Corpus(
         vocabulary,
-        read_tokens(folder, TRAIN, vocab_size),
-        read_tokens(folder, VALID, vocab_size) if VALID in splits else None,
+        read_tokens(folder, documents.TRAIN, vocab_size),
+        read_tokens(folder, documents.VALID, vocab_size) if documents.VALID in splits else None,
         folder.name,
         tuple(notes),
     )

@@ -14,17 +14,11 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.files import require_existing
 from packtrain.common.text import shortlist
+from packtrain.data.text import text_streams
 from packtrain.data.text.field_names import unknown_header
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.records import read_records
-from packtrain.data.text.text_streams import (
-    CHUNK_NBYTES,
-    DATA_SUFFIXES,
-    RECORDS,
-    TEXT_SUFFIXES,
-    suffix_of,
-    text_chunks,
-)
+from packtrain.data.text.text_streams import CHUNK_NBYTES, RECORDS, suffix_of, text_chunks
 
 END_OF_TEXT = "<|endoftext|>"  # on a line of its own, separates documents by default
 SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
@@ -86,7 +80,9 @@ class TextSurvey:
 # ---- files
 
 
-def find_sources(data: Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> tuple[SourceFile, ...]:
+def find_sources(
+    data: Path, suffixes: Sequence[str] = text_streams.TEXT_SUFFIXES
+) -> tuple[SourceFile, ...]:
     """Return a file; or a folder's train and valid files; or its files with these suffixes. Raises InputError."""
     require_existing(data, "--data")
     if not data.is_dir():
@@ -123,16 +119,13 @@ def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:
     if not data.is_dir():
         return ()
     used_paths = {source.path for source in sources}
-    unused_paths = [
-        p for p in sorted(data.iterdir()) if p not in used_paths and not p.name.startswith(".")
-    ]
+    paths = (path for path in sorted(data.iterdir()) if not path.name.startswith("."))
+    unused_paths = [path for path in paths if path not in used_paths]
     return (f"{data}: not read: {_listed(unused_paths)}",) if unused_paths else ()
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    return shortlist(
-        [f"{path.name}/" if path.is_dir() else path.name for path in paths], MAX_LISTED
-    )
+    return shortlist([f"{p.name}/" if p.is_dir() else p.name for p in paths], MAX_LISTED)
 
 
 def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
@@ -146,7 +139,7 @@ def splits_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> tuple[str, .
 
 def find_file(folder: Path, *names: str) -> Path | None:
     """Return the only file of a folder with one of these names. Raises InputError if there are several."""
-    paths = [folder / f"{name}{suffix}" for name in names for suffix in DATA_SUFFIXES]
+    paths = [folder / f"{name}{suffix}" for name in names for suffix in text_streams.DATA_SUFFIXES]
     existing_paths = [path for path in paths if path.is_file()]
     if len(existing_paths) > 1:
         raise InputError(

@@ -54,9 +54,8 @@ def fields_of(names: Collection[str], columns: Mapping[str, str]) -> dict[str, s
     name_pair = next((pair for pair in NAME_PAIRS if field_names.issuperset(pair)), None)
     if name_pair is not None and not field_names & set(CONVERSATION_FIELDS):
         fields.setdefault(name_pair[0], "prompt")
-        fields.setdefault(
-            name_pair[1], "chosen" if field_names & {"chosen", "rejected"} else "completion"
-        )
+        answer_field = "chosen" if field_names & {"chosen", "rejected"} else "completion"
+        fields.setdefault(name_pair[1], answer_field)
         if "prompt" not in columns.values():
             fields = dict.fromkeys(JOINED_NAMES, "prompt") | fields
     return fields
@@ -95,9 +94,7 @@ def unknown_header(
         )
     longest = sorted(names, key=lambda name: -len(str(record.get(name.lower()))))[: len(fields)]
     columns = sorted(longest, key=names.index)
-    named = ",".join(
-        f"{_quote_name(name)}={field}" for name, field in zip(columns, fields, strict=False)
-    )
+    named = ",".join(f"{_quote_name(n)}={field}" for n, field in zip(columns, fields, strict=False))
     return InputError(
         f"{location} names the columns {shortlist(names)}; say which to read as {' and '.join(fields)}, for example"
         f" --columns {shlex.quote(named)}; if this row is no header: --columns {numbered_columns}"

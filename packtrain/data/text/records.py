@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.errors import InputError
+from packtrain.data.text import text_streams
 from packtrain.data.text.columnar_files import column_rows
 from packtrain.data.text.reading_report import ReadingReport, reading_position
 from packtrain.data.text.spreadsheet_tables import table_rows
-from packtrain.data.text.text_streams import (
-    COLUMNS,
-    JSON_SUFFIX,
-    TABLES,
-    as_utf_8,
-    open_decompressed,
-    suffix_of,
-    text_chunks,
-)
 
 MAX_RECORD_LENGTH = 1 << 26  # characters of one record
 TOO_LONG_FACT = f"has more than {MAX_RECORD_LENGTH:,} characters; a record may have as many"
@@ -33,13 +25,13 @@ NON_SPACE = re.compile(r"[^ \t\r\n]")
 def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
     """Yield the place and value of each record of the report's file; errors quote `example`, a good record."""
     path = report.path
-    suffix = suffix_of(path)
+    suffix = text_streams.suffix_of(path)
     raw_records: Iterator[tuple[str, Any]]
-    if suffix == JSON_SUFFIX:
+    if suffix == text_streams.JSON_SUFFIX:
         raw_records = iter(_JsonArray(path, example))
-    elif suffix in TABLES:
+    elif suffix in text_streams.TABLES:
         raw_records = table_rows(report)
-    elif suffix in COLUMNS:
+    elif suffix in text_streams.COLUMNS:
         raw_records = column_rows(path)
     else:
         raw_records = _json_lines(example, report)
@@ -56,7 +48,7 @@ def read_records(example: str, report: ReadingReport) -> Iterator[tuple[str, Any
 
 def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]]:
     path = report.path
-    with open_decompressed(path) as file:
+    with text_streams.open_decompressed(path) as file:
         for line_number, line in enumerate(
             iter(partial(file.readline, MAX_RECORD_LENGTH + 1), b""), 1
         ):
@@ -68,7 +60,7 @@ def _json_lines(example: str, report: ReadingReport) -> Iterator[tuple[str, Any]
             try:
                 value = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                report.reject(InputError(f"{location} is not UTF-8", as_utf_8(path)))
+                report.reject(InputError(f"{location} is not UTF-8", text_streams.as_utf_8(path)))
             except (ValueError, RecursionError):
                 report.reject(InputError(f"{location} is not JSON", example))
             else:
@@ -84,7 +76,7 @@ class _JsonArray:
     def __init__(self, path: Path, example: str) -> None:
         self.path, self.example = path, example
         self.buffer, self.at, self.line = "", 0, 1
-        self._chunks = text_chunks(path)
+        self._chunks = text_streams.text_chunks(path)
         self._decode = json.JSONDecoder().raw_decode
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

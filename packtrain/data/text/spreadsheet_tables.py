@@ -30,11 +30,7 @@ def table_rows(report: ReadingReport) -> Iterator[tuple[str, dict[str, str]]]:
     rows = sheet_rows(report) if suffix_of(report.path) in SHEET_SUFFIXES else _csv_rows(report)
     location, header = next(rows, ("", []))
     report.header = location
-    if (
-        header
-        and report.requested_fields
-        and all(column.isdecimal() for column in report.requested_fields)
-    ):
+    if header and report.requested_fields and all(c.isdecimal() for c in report.requested_fields):
         if renamed := renaming(header, fields_of([name.strip().lower() for name in header], {})):
             raise InputError(
                 f"--columns: {location} is a header: {renamed}; leave --columns out, or name its columns"

@@ -159,8 +159,7 @@ def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[
     character_sets = list({instruction.characters for instruction in places})
     columns: dict[tuple[bool, ...], int] = {}
     class_numbers = [
-        columns.setdefault(tuple(character in of for of in character_sets), len(columns))
-        for character in alphabet
+        columns.setdefault(tuple(c in of for of in character_sets), len(columns)) for c in alphabet
     ]
     return "".join(alphabet[class_numbers.index(n)] for n in range(len(columns))), class_numbers
 

@@ -9,24 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.data.tokenizer import compiled, token_table
 from packtrain.data.tokenizer.bpe_merges import merge_parts
-from packtrain.data.tokenizer.compiled import (
-    NONE,
-    EncodingTables,
-    PatternSplitter,
-    StringTable,
-    pair_table,
-)
+from packtrain.data.tokenizer.compiled import NONE, EncodingTables, StringTable, pair_table
 from packtrain.data.tokenizer.split_rules import RULES, SplitRule, after_any
-from packtrain.data.tokenizer.token_table import (
-    KEYS,
-    NORMAL,
-    TokenizerError,
-    TokenTable,
-    flag,
-    read_numbers,
-    read_strings,
-)
+from packtrain.data.tokenizer.token_table import KEYS, NORMAL, TokenTable, flag, read_strings
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, WordSplitter, lowered
 
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
@@ -49,7 +36,7 @@ class BytePairEncoding:
         name = metadata.get(f"{KEYS}pre", "default")
         name = "gemma4" if metadata.get(f"{KEYS}model") == "gemma4" else name
         if not isinstance(name, str) or name not in RULES:
-            raise TokenizerError(
+            raise token_table.TokenizerError(
                 f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
             )
         has_no_merges = name == "kimi-k2" and f"{KEYS}merges" not in metadata  # as in llama.cpp
@@ -60,7 +47,7 @@ class BytePairEncoding:
         tokens = read_strings(metadata, "tokens")
         token_types = np.full(len(tokens), NORMAL)
         if f"{KEYS}token_type" in metadata:
-            token_types = read_numbers(metadata, "token_type", len(tokens))
+            token_types = token_table.read_numbers(metadata, "token_type", len(tokens))
         self.table = TokenTable(metadata, tokens, token_types)
         self._word_cache: dict[str, list[int]] = {}
 
@@ -80,7 +67,7 @@ class BytePairEncoding:
         """Build the compiled encoder's tables of the vocabulary."""
         index, rule = self.table.index, self._rule
         merge_pairs, extra_ids = pair_table(self._merges, index)
-        splitter = PatternSplitter(self._splitter.patterns, self._splitter.classes)
+        splitter = compiled.PatternSplitter(self._splitter.patterns, self._splitter.classes)
         if not rule.byte_level:
             byte_ids = [NONE if id is None else id for id in map(self._byte_id, range(256))]
             strings = StringTable.of([*self.table.tokens, *extra_ids])
@@ -138,11 +125,7 @@ class BytePairEncoding:
         is_looked_up = rule.ignore_merges and (rule.ignore_merges != "lines" or word[0] == "\n")
         id = index.get(spelled_word.encode()) if is_looked_up else None
         parts = [] if id is not None else merge_parts([c.encode() for c in spelled_word], cost)
-        ids = (
-            [token_id for part in parts for token_id in self._part_ids(part, rule)]
-            if id is None
-            else [id]
-        )
+        ids = [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
         if len(word) <= CACHED_LENGTH and len(self._word_cache) < CACHED_TEXTS:
             self._word_cache[word] = ids
         return ids

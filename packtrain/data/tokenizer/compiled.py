@@ -84,11 +84,9 @@ def pair_table(
 
     def part_id(part: bytes) -> int:
         token_id = index.get(part)
-        return (
-            extra_ids.setdefault(part, len(index) + len(extra_ids))
-            if token_id is None
-            else token_id
-        )
+        if token_id is None:
+            return extra_ids.setdefault(part, len(index) + len(extra_ids))
+        return token_id
 
     merge_parts = [split_merge(merge) for merge in merges]
     lefts = np.array([part_id(left) for left, _ in merge_parts], np.int32)
@@ -118,9 +116,7 @@ class PatternSplitter:
 
     def __init__(self, patterns: Sequence[str | DigitGroups], classes: CharacterClasses) -> None:
         alphabet = "".join(map(chr, range(128))) + classes.names
-        expressions = [
-            pattern.of if isinstance(pattern, DigitGroups) else pattern for pattern in patterns
-        ]
+        expressions = [p.of if isinstance(p, DigitGroups) else p for p in patterns]
         step_tables, numbers = build_automata(expressions, alphabet)
         self._split_steps = [
             _DigitRuns(pattern, alphabet, numbers) if isinstance(pattern, DigitGroups) else steps

@@ -9,16 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, BoundarySplitter, EncodingTables, StringTable
-from packtrain.data.tokenizer.token_table import (
-    KEYS,
-    TokenizerError,
-    TokenTable,
-    flag,
-    read_numbers,
-    read_strings,
-)
+from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_numbers, read_strings
 
 SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
@@ -94,9 +88,7 @@ class SentencePieceEncoding:
     @cached_property
     def _has_words(self) -> bool:
         """Whether no token spans several words, so that words can be encoded one by one."""
-        return not any(
-            "\n" in pair or (pair.endswith(SPACE) and pair != SPACE * 2) for pair in self._joins
-        )
+        return not any("\n" in p or (p.endswith(SPACE) and p != SPACE * 2) for p in self._joins)
 
     @cached_property
     def _byte_ids(self) -> list[int | None]:
@@ -138,7 +130,7 @@ class SentencePieceEncoding:
         if len(ids) == len(part):
             return ids
         if self.table.unk is None:
-            raise TokenizerError(
+            raise token_table.TokenizerError(
                 f"no token for {part.decode(errors='replace')!r}, none for its bytes {part.hex(' ')}, and no"
                 f" unknown token; {KEYS}unknown_token_id must name one"
             )

@@ -89,9 +89,8 @@ class TokenTable:
         self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # GGUF's spelling
         self.eot = self._id(metadata, "eot", None)
         self.eog_ids = self._find_eog_ids(metadata)
-        special_ids = (
-            np.isin(self.token_types, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
-        )
+        is_special = np.isin(self.token_types, (CONTROL, USER_DEFINED, UNKNOWN))
+        special_ids = is_special.nonzero()[0].tolist()
         special_ids.sort(key=lambda id: -len(self.tokens[id]))
         self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in special_ids]
         self.rstrip_ids = self._find_rstrip_ids(metadata)

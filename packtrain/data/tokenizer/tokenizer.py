@@ -9,27 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from packtrain.data.tokenizer import compiled, token_table
 from packtrain.data.tokenizer.bpe import BytePairEncoding, WhitespaceEncoding
-from packtrain.data.tokenizer.compiled import (
-    COMPILE_THRESHOLD,
-    CompiledEncoder,
-    EncodingTables,
-    NameFinder,
-)
+from packtrain.data.tokenizer.compiled import CompiledEncoder, EncodingTables, NameFinder
 from packtrain.data.tokenizer.spm import SentencePieceEncoding
-from packtrain.data.tokenizer.token_table import (
-    BYTE,
-    BYTE_NAME,
-    CONTROL,
-    KEYS,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
-    TokenizerError,
-    TokenTable,
-    flag,
-    read_required,
-)
+from packtrain.data.tokenizer.token_table import BYTE, CONTROL, KEYS, UNKNOWN, TokenizerError, flag
 from packtrain.data.tokenizer.unigram import UnigramEncoding
 from packtrain.data.tokenizer.wordpiece import WordPieceEncoding
 
@@ -56,7 +40,7 @@ class Encoding(Protocol):
     has_tables            the compiled encoder supports the vocabulary, by `build_tables`
     """
 
-    table: TokenTable
+    table: token_table.TokenTable
     adds_bos: bool
     adds_eos: bool
     adds_space: bool
@@ -94,19 +78,16 @@ class Tokenizer:
     """
 
     def __init__(
-        self, metadata: Mapping[str, Any], compile_threshold: int = COMPILE_THRESHOLD
+        self, metadata: Mapping[str, Any], compile_threshold: int = compiled.COMPILE_THRESHOLD
     ) -> None:
         """compile_threshold: characters that are encoded before compiled code is loaded."""
-        model = read_required(metadata, "model")
+        model = token_table.read_required(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
         self._encoding: Encoding = KINDS[model](metadata)
         self._token_table = table = self._encoding.table
-        self.tokens, self.token_types, self.vocab_size = (
-            table.tokens,
-            table.token_types,
-            len(table.tokens),
-        )
+        self.tokens, self.token_types = table.tokens, table.token_types
+        self.vocab_size = len(table.tokens)
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
         self.eog_ids = table.eog_ids
         self.rstrip_ids, self.lstrip_ids = table.rstrip_ids, table.lstrip_ids
@@ -129,7 +110,7 @@ class Tokenizer:
         self._tables: EncodingTables | None = None
         self._name_finders: dict[bool, NameFinder] = {}
         self._user_defined = [
-            (t, id) for t, id in table.specials if table.token_types[id] == USER_DEFINED
+            (t, id) for t, id in table.specials if table.token_types[id] == token_table.USER_DEFINED
         ]
 
     # ---- text to ids
@@ -178,10 +159,8 @@ class Tokenizer:
     def arrays(self, batch: Sequence[TextParts], lane: CompiledEncoder | None) -> list[np.ndarray]:
         """Return the ids (i32) of each list of parts; may be called on several threads, with an encoder each."""
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
-        encoded_texts = iter(self._encode_texts(texts, lane))
-        id_parts = (
-            [[p] if isinstance(p, int) else next(encoded_texts) for p in parts] for parts in batch
-        )
+        ids = iter(self._encode_texts(texts, lane))
+        id_parts = ([[p] if isinstance(p, int) else next(ids) for p in parts] for parts in batch)
         return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
 
     def _find_cut(self, text: str, min_position: int) -> int:
@@ -204,9 +183,8 @@ class Tokenizer:
             self._encoder = self.new_encoder()
         ids: list[int] = []
         for batch in self._batches(text_parts):
-            encoded_texts = iter(
-                self._encode_texts([p for p in batch if isinstance(p, str)], self._encoder)
-            )
+            texts = [part for part in batch if isinstance(part, str)]
+            encoded_texts = iter(self._encode_texts(texts, self._encoder))
             for part in batch:
                 ids += [part] if isinstance(part, int) else _to_list(next(encoded_texts))
         return ids
@@ -218,9 +196,8 @@ class Tokenizer:
             return
         for part in text_parts:
             while isinstance(part, str) and len(part) > BATCH_CHARACTERS:
-                cut = self._find_cut(part[:BATCH_CHARACTERS], 0) or self._find_cut(
-                    part, BATCH_CHARACTERS
-                )
+                cut = self._find_cut(part[:BATCH_CHARACTERS], 0)
+                cut = cut or self._find_cut(part, BATCH_CHARACTERS)
                 if not cut:
                     break
                 yield [part[:cut]]
@@ -234,9 +211,7 @@ class Tokenizer:
         ids_and_ends = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
         if ids_and_ends is None:
             return map(self._encoding.encode, texts)  # raises an error if a text has no ids
-        return (
-            ids_and_ends[0][start:end] for start, end in pairwise([0, *ids_and_ends[1].tolist()])
-        )
+        return (ids_and_ends[0][s:end] for s, end in pairwise([0, *ids_and_ends[1].tolist()]))
 
     def _boundary_ids(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """Return the BOS and EOS ids to add around the ids of a text; None: as the file says."""
@@ -294,11 +269,11 @@ class Tokenizer:
         if not 0 <= operator.index(id) < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
         token, kind = self.tokens[id], self.token_types[id]
-        if kind == NORMAL:
+        if kind == token_table.NORMAL:
             return self._encoding.piece(token)
-        if kind in (CONTROL, USER_DEFINED, UNKNOWN):
+        if kind in (CONTROL, token_table.USER_DEFINED, UNKNOWN):
             return token
-        byte_match = BYTE_NAME.fullmatch(token) if kind == BYTE else None
+        byte_match = token_table.BYTE_NAME.fullmatch(token) if kind == BYTE else None
         return bytes([int(byte_match[1], 16)]) if byte_match else b""
 
     def decode(self, ids: Iterable[int], special: bool = False, clean: bool = False) -> str:

@@ -8,17 +8,11 @@ import numpy as np
 
 from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.compiled import EncodingTables
-from packtrain.data.tokenizer.token_table import (
-    KEYS,
-    NORMAL,
-    UNUSED,
-    USER_DEFINED,
-    TokenizerError,
-    flag,
-)
+from packtrain.data.tokenizer.token_table import KEYS, NORMAL, USER_DEFINED, TokenizerError, flag
 
 SPACE = "\u2581".encode()
-MATCHED_TYPES = (NORMAL, USER_DEFINED, UNUSED)  # types of tokens into which texts are divided
+# types of tokens into which texts are divided
+MATCHED_TYPES = (NORMAL, USER_DEFINED, token_table.UNUSED)
 UNKNOWN_PENALTY = np.float32(10)  # score of the worst token less that of an unknown character
 LEAF_BIT, WIDE_BIT, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the character map
 
@@ -78,11 +72,8 @@ class UnigramEncoding:
                         best[end], predecessors[end], token[end] = sum + self._scores[id], start, id
             end = min(start + width, length)
             if not has_char_token and sum + self._unknown_score > best[end]:
-                best[end], predecessors[end], token[end] = (
-                    sum + self._unknown_score,
-                    start,
-                    self._unknown_id,
-                )
+                best[end], predecessors[end] = sum + self._unknown_score, start
+                token[end] = self._unknown_id
             start = end
         ids: list[int] = []
         while length > 0:

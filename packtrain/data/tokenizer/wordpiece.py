@@ -9,16 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.compiled import EncodingTables
-from packtrain.data.tokenizer.token_table import (
-    KEYS,
-    NORMAL,
-    TokenizerError,
-    TokenTable,
-    flag,
-    read_numbers,
-    read_strings,
-)
+from packtrain.data.tokenizer.token_table import KEYS, NORMAL, TokenTable, flag, read_numbers
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, Ranges, category, in_ranges, lowered
 
 WORD_START = "\u2581"
@@ -38,7 +31,7 @@ class WordPieceEncoding:
     adds_space = strips_leading_space = has_tables = False
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        tokens = read_strings(metadata, "tokens")
+        tokens = token_table.read_strings(metadata, "tokens")
         token_types = np.full(len(tokens), NORMAL)
         if f"{KEYS}token_type" in metadata:
             token_types = read_numbers(metadata, "token_type", len(tokens))
@@ -104,7 +97,7 @@ class WordPieceEncoding:
 
     def _unknown_id(self) -> int:
         if self.table.unk is None:
-            raise TokenizerError(
+            raise token_table.TokenizerError(
                 f"a word is not in the vocabulary, which has no unknown token; {KEYS}unknown_token_id must name one"
             )
         return self.table.unk

@@ -136,19 +136,15 @@ def sentence(machine: dict[str, Any]) -> str:
 
 
 def rates_table(rates: MachineRates) -> BenchTable:
+    shape = " × ".join(map(str, PRODUCT_SHAPE))
     rows = [
         ("multiply-adds in registers, one thread", rates.fma_one / 1e9, "GFLOP/s"),
         (f"multiply-adds in registers, {rates.threads} threads", rates.fma / 1e9, "GFLOP/s"),
-        (
-            f"our f32 product of {' × '.join(map(str, PRODUCT_SHAPE))}",
-            rates.product / 1e9,
-            "GFLOP/s",
-        ),
+        (f"our f32 product of {shape}", rates.product / 1e9, "GFLOP/s"),
         ("copying within a cache, bytes read and written", rates.cache_bandwidth / 1e9, "GB/s"),
         ("copying in memory, bytes read and written", rates.far / 1e9, "GB/s"),
     ]
     efficiency = rates.product / rates.fma
     note = f"The product reaches {efficiency:.0%} of what multiply-adds in registers do."
-    return BenchTable(
-        "machine", "The machine", {"what": "", "rate": ".1f", "unit": ""}, rows, (note,)
-    )
+    columns = {"what": "", "rate": ".1f", "unit": ""}
+    return BenchTable("machine", "The machine", columns, rows, (note,))

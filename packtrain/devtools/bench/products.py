@@ -171,9 +171,8 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
     ratios = [timed.ratio for timed, _ in cases]
     columns = {"type": "", **COLUMNS, "f32 GFLOP/s": ".1f", "× f32": ".2f"}
     title = "Products with packed weights"
-    return BenchTable(
-        "packed", title, columns, rows, [ratio_summary(ratios, "our f32 with the same values")]
-    )
+    notes = [ratio_summary(ratios, "our f32 with the same values")]
+    return BenchTable("packed", title, columns, rows, notes)
 
 
 def tables(is_short: bool, rounds: int, counting: ProgressCounter) -> Iterator[BenchTable]:
@@ -182,7 +181,6 @@ def tables(is_short: bool, rounds: int, counting: ProgressCounter) -> Iterator[B
         timed_products = time_beside_torch(SHORT_SHAPES if is_short else SHAPES, rounds, count)
     yield products_table(timed_products)
     with counting("packed weights", "product") as count:
-        packed_products = packed_table(
-            SHORT_PACKED_SHAPES if is_short else PACKED_SHAPES, rounds, count
-        )
+        shapes = SHORT_PACKED_SHAPES if is_short else PACKED_SHAPES
+        packed_products = packed_table(shapes, rounds, count)
     yield packed_products

@@ -55,10 +55,8 @@ class ProcessorWait:
 
     def __exit__(self, *error: object) -> None:
         start_time, start_waited = self._start
-        self.wall_seconds, self.waited = (
-            time.perf_counter() - start_time,
-            processor_wait_seconds() - start_waited,
-        )
+        self.wall_seconds = time.perf_counter() - start_time
+        self.waited = processor_wait_seconds() - start_waited
 
     @property
     def waited_share(self) -> float:
@@ -96,9 +94,8 @@ class BenchProgram:
     @property
     def waited_share(self) -> float:
         """Return the share of the time in which the program's threads waited for the processor."""
-        return sum(step.waited for step in self.steps) / sum(
-            step.wall_seconds for step in self.steps
-        )
+        wall_seconds = sum(step.wall_seconds for step in self.steps)
+        return sum(step.waited for step in self.steps) / wall_seconds
 
 
 def timed_steps(step: Callable[[], float]) -> Callable[..., TimedStep]:

@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packtrain import kernels
+from packtrain.devtools.check import op_samples
 from packtrain.devtools.check import op_samples as input_samples
 from packtrain.devtools.check.function_checks import FUNCTIONS, FunctionSample, samples_of
 from packtrain.devtools.check.gradients import WEIGHTINGS, dense, slope_error, softened
-from packtrain.devtools.check.op_samples import (
-    TypedSample,
-    Values,
-    graph_of,
-    random_values,
-    samples_of_op,
-    typed_samples,
-)
+from packtrain.devtools.check.op_samples import Values, graph_of, random_values, samples_of_op
 from packtrain.devtools.check.running import TOLERANCE, error_limit, max_difference, run_graph
 from packtrain.dtypes import READABLE, dtype_of, f32
 from packtrain.engine import ops
@@ -120,7 +114,7 @@ def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Itera
             for backend in backends:
                 case = f"sample {k} times {scale:g}"
                 yield _compared(name, kind(sample), backend, case, graph, leaf_values, expected)
-    for variant in typed_samples(name) if name in OPS else ():
+    for variant in op_samples.typed_samples(name) if name in OPS else ():
         graph, leaf_values, unpacked_values = _unpack_variant(variant, seed)
         wide_results = interpret(graph_of(variant.f32_call.results), unpacked_values)
         rounded = {n: v for n, v in interpret(graph, leaf_values).items() if v.dtype != np.float64}
@@ -132,7 +126,7 @@ def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Itera
 
 
 def _unpack_variant(
-    variant: TypedSample, seed: int
+    variant: op_samples.TypedSample, seed: int
 ) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the graph of a typed sample, values of its leaves, and these values with the packed operand unpacked."""
     graph = graph_of(variant.call.results)
@@ -181,14 +175,13 @@ def check_slopes(name: str) -> Iterator[CheckResult]:
     for k, (sample, leaf_values) in enumerate(samples_with_values(name)):
         y = sample.results[0]
         finite = np.isfinite(interpret(Graph({"y": y}), leaf_values)["y"]).all()
-        weightings = (
-            (dense,) if y.spec.size >= LARGE_SIZE else WEIGHTINGS if finite else (softened,)
-        )
+        weightings = WEIGHTINGS if finite else (softened,)
+        weightings = (dense,) if y.spec.size >= LARGE_SIZE else weightings
         for weighting in weightings:
             case = f"sample {k}, result {weighting.__name__}"
             error = slope_error(y, weighting, leaf_values)
             yield CheckResult(name, "f32", FLOAT64, SLOPE, case, error, allowed)
-    for variant in typed_samples(name) if name in OPS else ():
+    for variant in op_samples.typed_samples(name) if name in OPS else ():
         y = variant.call.results[0]
         if y.dtype == f32 and any(
             t.dtype == f32 and t.label != variant.packed_name for t in variant.call.reads
@@ -275,6 +268,5 @@ def _peer_gradients(
     for i, gradient in zip(places, expected, strict=True):
         error = max_difference(grad_values[str(i)], gradient.numpy())
         case = f"sample {k}, gradient of input {i}"
-        yield CheckResult(
-            name, kind(sample), FLOAT64, PEER, case, error, error_limit(grad_values[str(i)])
-        )
+        limit = error_limit(grad_values[str(i)])
+        yield CheckResult(name, kind(sample), FLOAT64, PEER, case, error, limit)

@@ -6,21 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.common.text import plural
-from packtrain.devtools.check.check_cases import (
-    PEER,
-    SLOPE,
-    VALUE,
-    CheckResult,
-    has_gradient,
-    has_torch,
-    load_peers,
-)
+from packtrain.devtools.check import check_cases
 from packtrain.devtools.check.function_checks import FUNCTIONS
 from packtrain.devtools.check.op_samples import typed_samples
 from packtrain.dtypes import READABLE, f32
 from packtrain.engine.tensor import OPS
 
-CHECKS = (VALUE, SLOPE, PEER)
+CHECKS = (check_cases.VALUE, check_cases.SLOPE, check_cases.PEER)
 GGML = re.compile(r"\bggml_\w+")
 CITATION = re.compile(r"(\bggml_\w+(, | and | to )?)+[.;,]?")
 PAGE = """# Ops
@@ -46,9 +38,9 @@ class CheckRow:
     worst: dict[str, float]
 
 
-def group_rows(results: Iterable[CheckResult]) -> list[CheckRow]:
+def group_rows(results: Iterable[check_cases.CheckResult]) -> list[CheckRow]:
     """Group results by op, type and backend, in the order of the results."""
-    groups: dict[tuple[str, str, str], list[CheckResult]] = {}
+    groups: dict[tuple[str, str, str], list[check_cases.CheckResult]] = {}
     for result in results:
         groups.setdefault((result.op, result.dtype, result.backend), []).append(result)
     return [
@@ -61,11 +53,11 @@ def group_rows(results: Iterable[CheckResult]) -> list[CheckRow]:
     ]
 
 
-def _worst_error(results: Iterable[CheckResult], check: str) -> float | None:
+def _worst_error(results: Iterable[check_cases.CheckResult], check: str) -> float | None:
     return max((result.error for result in results if result.check == check), default=None)
 
 
-def table_lines(results: Sequence[CheckResult], seconds: float) -> Iterator[str]:
+def table_lines(results: Sequence[check_cases.CheckResult], seconds: float) -> Iterator[str]:
     """Yield the lines of the table as text, and below it how much was checked."""
     yield f"{'op':20} {'type':8} {'on':8} {'cases':>5}" + "".join(f"{c:>10}" for c in CHECKS)
     for row in group_rows(results):
@@ -78,18 +70,18 @@ def table_lines(results: Sequence[CheckResult], seconds: float) -> Iterator[str]
         f"{plural(len(results), 'case')} of {plural(len(names), 'op or function', 'ops and functions')} in"
         f" {seconds:.0f} s; errors are of the largest value, or of 1 where all are smaller"
     )
-    if not has_torch():
+    if not check_cases.has_torch():
         yield "nothing was compared with PyTorch: that takes PyTorch and a checkout of the repository"
-    elif names_without_peer := [name for name in names if name not in load_peers()]:
+    elif names_without_peer := [name for name in names if name not in check_cases.load_peers()]:
         yield f"no peer in PyTorch: {', '.join(names_without_peer)}"
 
 
-def to_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
+def to_json(results: Sequence[check_cases.CheckResult], seconds: float) -> dict[str, Any]:
     """Return the plain data that --json writes."""
     return {
         "cases": len(results),
         "seconds": round(seconds, 1),
-        "pytorch": has_torch(),
+        "pytorch": check_cases.has_torch(),
         "rows": [asdict(row) for row in group_rows(results)],
         "failed": [str(result) for result in results if not result.has_passed],
     }
@@ -98,9 +90,9 @@ def to_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
 # ---- the page of all ops -------------------------------------------------------------------------------------
 
 
-def ops_page(results: Sequence[CheckResult]) -> str:
+def ops_page(results: Sequence[check_cases.CheckResult]) -> str:
     """Return the text of docs/ops.md, one row per op."""
-    by_op: dict[str, list[CheckResult]] = {}
+    by_op: dict[str, list[check_cases.CheckResult]] = {}
     for result in results:
         by_op.setdefault(result.op, []).append(result)
     return PAGE + "".join(
@@ -120,7 +112,7 @@ def op_columns(name: str) -> list[str]:
         ", ".join(dict.fromkeys(GGML.findall(text))),
         "; ".join(_packed_types(name)),
         kernels or "none: a view",
-        "yes" if has_gradient(name) else "no",
+        "yes" if check_cases.has_gradient(name) else "no",
     ]
 
 
@@ -135,12 +127,16 @@ def _packed_types(name: str) -> Iterator[str]:
 
 
 def peer_column(name: str) -> str:
-    return "yes" if has_torch() and name in load_peers() else "no"
+    return "yes" if check_cases.has_torch() and name in check_cases.load_peers() else "no"
 
 
-def _errors(results: Sequence[CheckResult]) -> list[str]:
-    value_error = _worst_error(results, VALUE)
-    slope_errors = [e for c in (SLOPE, PEER) if (e := _worst_error(results, c)) is not None]
+def _errors(results: Sequence[check_cases.CheckResult]) -> list[str]:
+    value_error = _worst_error(results, check_cases.VALUE)
+    slope_errors = [
+        e
+        for c in (check_cases.SLOPE, check_cases.PEER)
+        if (e := _worst_error(results, c)) is not None
+    ]
     return ["" if e is None else _power(e) for e in (value_error, max(slope_errors, default=None))]
 
 

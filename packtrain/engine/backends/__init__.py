@@ -3,15 +3,8 @@
 from importlib import import_module
 
 from packtrain.common.errors import InputError, name_keywords
-from packtrain.engine.backends.host import (
-    BACKENDS,
-    HOST,
-    Backend,
-    Host,
-    OpCall,
-    SeparateHost,
-    aligned,
-)
+from packtrain.engine.backends import host
+from packtrain.engine.backends.host import HOST, Backend, Host, OpCall, SeparateHost, aligned
 from packtrain.engine.backends.target import CPU, Target
 
 __all__ = [
@@ -19,7 +12,7 @@ __all__ = [
     "numpy", "target",
 ]  # fmt: skip
 
-cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
+cpu, numpy = host.BACKENDS["cpu"], host.BACKENDS["numpy"]
 # device -> module of this package that is loaded on first use and holds the backend in its BACKENDS
 DEVICES = {"cpu": "host", "numpy": "host"}
 DEVICES |= dict.fromkeys(("torch:cpu", "cuda", "mps"), "torch_backend")

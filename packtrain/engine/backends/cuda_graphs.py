@@ -53,11 +53,8 @@ def record_graphs(device: str, calls: Sequence[Run], recordable: Sequence[bool])
         return recorded_calls
     for is_recordable, flag_run in groupby(recordable):
         stop = start + len([*flag_run])
-        if (
-            is_recordable
-            and stop - start >= MIN_GRAPH_CALLS
-            and (replay := _record_graph(device, calls[start:stop]))
-        ):
+        is_graph = is_recordable and stop - start >= MIN_GRAPH_CALLS
+        if is_graph and (replay := _record_graph(device, calls[start:stop])):
             recorded_calls[start:stop] = [*[later] * (stop - start - 1), replay]
         start = stop
     return recorded_calls

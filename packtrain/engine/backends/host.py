@@ -17,6 +17,7 @@ LARGE = 1 << 16  # bytes from which malloc maps an allocation by itself
 
 Inputs = tuple[Tensor | None, ...]
 Run = Callable[[], Any]
+Runs = Sequence[Run]
 OpCall = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes of a call
 
 
@@ -125,9 +126,7 @@ class Backend(Protocol):
     def lock_pages(self, buffer: Any) -> None:
         """Lock the pages of a host buffer as long as it exists, so that copies need no detour."""
 
-    def recorded_calls(
-        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
-    ) -> Sequence[Run]:
+    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
         """Return calls that do the work of `calls`, perhaps with less work of the host; some may be `later`. The calls
         are consecutive in one plan and have run once; None in `op_calls` is a copy. Arrays keep their addresses."""
 
@@ -212,9 +211,7 @@ class Host:
     def lock_pages(self, buffer: Any) -> None:
         """Do nothing: this backend copies from ordinary memory."""
 
-    def recorded_calls(
-        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
-    ) -> Sequence[Run]:
+    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
         return calls
 
 

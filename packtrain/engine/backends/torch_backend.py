@@ -26,7 +26,7 @@ from packtrain.engine.backends.cuda_caching import (
     pool_nbytes,
 )
 from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, record_graphs
-from packtrain.engine.backends.host import LARGE, LIBC, Backend, Host, Inputs, OpCall, Run
+from packtrain.engine.backends.host import LARGE, LIBC, Backend, Host, Inputs, OpCall, Runs
 from packtrain.engine.backends.torch_temporaries import (
     KernelFootprint,
     kernel_footprint,
@@ -305,9 +305,7 @@ class TorchDevice:
     def lock_pages(self, buffer: Any) -> None:
         cuda_streams.lock_pages(self.device, buffer)
 
-    def recorded_calls(
-        self, op_calls: Sequence[OpCall | None], calls: Sequence[Run]
-    ) -> Sequence[Run]:
+    def recorded_calls(self, op_calls: Sequence[OpCall | None], calls: Runs) -> Runs:
         recordable = [call is not None and self._measured(*call).is_recordable for call in op_calls]
         return record_graphs(self.device, calls, recordable)
 
@@ -337,9 +335,8 @@ class _LazyBackends(dict[str, Backend]):
         if name == "torch:cpu":
             return self.setdefault(name, TorchHost(name))
         device = "cpu" if device_kind == "cpu" else name
-        return self.setdefault(
-            name, TorchDevice(name, device, fused=device_kind == "cuda" and triton.is_installed())
-        )
+        is_fused = device_kind == "cuda" and triton.is_installed()
+        return self.setdefault(name, TorchDevice(name, device, fused=is_fused))
 
 
 def _has_device(device_kind: str, device_index: int) -> bool:

@@ -66,22 +66,20 @@ def kernel_footprint(
 def _measure_kernel(call: OpCall, kernel: str) -> KernelFootprint:
     """Run the kernel on tensors without values, or on zeros if it needs values; return its footprint."""
     try:
-        memory_meter, num_host_accesses = _watch_kernel(call, kernel)
+        meter, num_host_accesses = _watch_kernel(call, kernel)
         if num_host_accesses:  # a kernel brings its tables once, and keeps them
             _, num_host_accesses = _watch_kernel(call, kernel)
     except (RuntimeError, NotImplementedError):
-        memory_meter, num_host_accesses = _run_kernel(call, "torch", "cpu"), 1
-    return KernelFootprint(
-        memory_meter.peak_nbytes, not num_host_accesses, tuple(memory_meter.trace)
-    )
+        meter, num_host_accesses = _run_kernel(call, "torch", "cpu"), 1
+    return KernelFootprint(meter.peak_nbytes, not num_host_accesses, tuple(meter.trace))
 
 
 def _watch_kernel(call: OpCall, kernel: str) -> tuple[Any, int]:
     """Run the kernel on `meta`; return the meter of its allocations and the count of its host accesses."""
     accesses_before = HOST_READS["times"]
     with host_transfer_counter()() as transfer_counter:
-        memory_meter = _run_kernel(call, kernel, "meta")
-    return memory_meter, HOST_READS["times"] - accesses_before + transfer_counter.times
+        meter = _run_kernel(call, kernel, "meta")
+    return meter, HOST_READS["times"] - accesses_before + transfer_counter.times
 
 
 def _run_kernel(call: OpCall, kernel: str, device: str) -> Any:
@@ -92,11 +90,11 @@ def _run_kernel(call: OpCall, kernel: str, device: str) -> Any:
     wrote = [arrays[i] for i in op.writes]
     fresh_arrays = [empty_array(spec, spec.strides, device) for spec in specs[len(wrote) :]]
     results = (*wrote, *fresh_arrays)
-    with allocation_meter()() as memory_meter:
+    with allocation_meter()() as meter:
         op.kernels[kernel].run(
             results if len(results) > 1 or op.writes else results[0], *arrays, **attrs
         )
-    return memory_meter
+    return meter
 
 
 def empty_array(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
@@ -149,9 +147,8 @@ def allocation_meter() -> Any:
             for storage in _tensor_storages(results):
                 if id(storage) not in earlier_ids:
                     self._add(storage)
-            self.peak_nbytes = max(
-                self.peak_nbytes, self.current_nbytes + untracked_nbytes(function, args)
-            )
+            nbytes = self.current_nbytes + untracked_nbytes(function, args)
+            self.peak_nbytes = max(self.peak_nbytes, nbytes)
             return results
 
         def _add(self, storage: Any) -> None:

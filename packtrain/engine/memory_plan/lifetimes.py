@@ -84,9 +84,7 @@ class _LifetimeAnalysis:
                 if t.base.kind or (t not in self.reading_steps and index in step.op.optional):
                     continue
                 arena = self.arena_of(names[t])
-                storage = (
-                    self._reusable_storage(step, index, i, reused, arena) if self.reuse else None
-                )
+                storage = self._reusable_storage(step, index, i, reused, arena)
                 if storage is None:
                     kind, nbytes = _category(step, t, self.outputs), t.spec.nbytes
                     storage = Storage(names[t], step.op.name, kind, space, nbytes, i, end, arena)
@@ -113,19 +111,15 @@ class _LifetimeAnalysis:
         """Return the storage of an input that result `index` may overwrite: last read here, once, whole and dense, and
         by no other step since a barrier, because such a step may run at the same time."""
         result, released = step.results[index], self.placed.released
-        for input_index in step.op.inplace.get(index, ()):
+        for input_index in step.op.inplace.get(index, ()) if self.reuse else ():
             t = step.inputs[input_index]
             storage = None if t is None else self.storage_of.get(t.base)
             if t is None or storage is None or storage in reused or storage.arena != arena:
                 continue
             *earlier_reads, last_read = self.reading_steps[t.base][-2:]
             is_last_read = last_read == i and (not earlier_reads or released(earlier_reads[0]) <= i)
-            is_same_layout = (
-                t.dense
-                and t.offset == 0
-                and t.spec == result.spec
-                and t.spec.nbytes == t.base.spec.nbytes
-            )
+            is_whole = t.dense and t.offset == 0 and t.spec.nbytes == t.base.spec.nbytes
+            is_same_layout = is_whole and t.spec == result.spec
             if is_same_layout and is_last_read and storage.nbytes == result.spec.nbytes:
                 return storage
         return None
@@ -141,6 +135,5 @@ def lifetime_columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray
 def _category(step: KernelStep, t: Tensor, outputs: set[Tensor]) -> str:
     if t in outputs:
         return "output"
-    return {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}[
-        step.call.phase
-    ]
+    categories = {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}
+    return categories[step.call.phase]

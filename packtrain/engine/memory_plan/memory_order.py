@@ -77,14 +77,12 @@ def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
     """Return each call's peak bytes minus the bytes that it leaves, as if no value were read twice."""
     call_peaks, call_remains = list[int](), list[int]()
     for call, predecessors in zip(graph.calls, needs, strict=True):
-        live_nbytes = 0
-        peak_nbytes = 0
+        live_nbytes = peak_nbytes = 0
         for k in sorted(predecessors, key=lambda k: call_remains[k] - call_peaks[k]):
             peak_nbytes = max(peak_nbytes, live_nbytes + call_peaks[k])
             live_nbytes += call_remains[k]
-        result_nbytes = (
-            0 if call.op.view else sum(t.spec.nbytes for t in call.results if not t.base.kind)
-        )
+        new_results = () if call.op.view else (t for t in call.results if not t.base.kind)
+        result_nbytes = sum(t.spec.nbytes for t in new_results)
         call_peaks.append(max(peak_nbytes, live_nbytes + result_nbytes))
         call_remains.append(live_nbytes if call.op.view else result_nbytes)
     return [peak_nbytes - rest for peak_nbytes, rest in zip(call_peaks, call_remains, strict=True)]

@@ -7,12 +7,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from packtrain.engine.backends import HOST, aligned
-from packtrain.engine.memory_plan.lifetimes import (
-    Storage,
-    default_arena,
-    lifetime_columns,
-    storage_lifetimes,
-)
+from packtrain.engine.memory_plan import lifetimes
+from packtrain.engine.memory_plan.lifetimes import Storage, lifetime_columns, storage_lifetimes
 from packtrain.engine.packing import lower_bound, pack, packing_height
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import KernelStep
@@ -126,10 +122,8 @@ class Plan:
         try:
             fields = json.loads(text)
             arenas = tuple(Arena(**a) for a in fields.pop("arenas"))
-            buffers = tuple(
-                Buffer(**{**b, "tensors": tuple(b["tensors"])}) for b in fields.pop("buffers")
-            )
-            return Plan(**fields, arenas=arenas, buffers=buffers)
+            buffers = [Buffer(**{**b, "tensors": (*b["tensors"],)}) for b in fields.pop("buffers")]
+            return Plan(**fields, arenas=arenas, buffers=tuple(buffers))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON: {error}") from None
 
@@ -137,9 +131,8 @@ class Plan:
         lines = [f"plan of {self.steps} steps for graph {self.fingerprint}"]
         for a in self.arenas:
             lines.append(str(a))
-            arena_buffers = sorted(
-                (b for b in self.buffers if b.place == a.place), key=lambda b: (b.offset, b.start)
-            )
+            arena_buffers = [b for b in self.buffers if b.place == a.place]
+            arena_buffers.sort(key=lambda b: (b.offset, b.start))
             lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
             lines += [
                 f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  "
@@ -162,13 +155,12 @@ def make_plan(
     *,
     packer: Packer = pack,
     reuse: bool = True,
-    arenas: Mapping[str, str] | Callable[[str], str] = default_arena,
+    arenas: Mapping[str, str] | Callable[[str], str] = lifetimes.default_arena,
 ) -> Plan:
     """Return a Plan with an offset for every storage, in one arena per memory space, or in several.
 
     packer  (start, end, size) -> offsets, see pack
-    reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong
-            result
+    reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong result
     arenas  name of a tensor -> name of its arena in the space where it lives; others are in one without a name
     """
     arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
@@ -197,17 +189,13 @@ def make_plan(
 def pool_nbytes(steps: Iterable[KernelStep], space: str) -> int:
     """Return the bytes that the kernels of these steps take of a space beside their workspaces."""
     pooled_steps = [s for s in steps if s.backend.space == space and not s.is_host_copy]
-    return sum(
-        backend.pool(s.op_call for s in pooled_steps if s.backend is backend)
-        for backend in {s.backend for s in pooled_steps}
-    )
+    backends = {s.backend for s in pooled_steps}
+    return sum(b.pool(s.op_call for s in pooled_steps if s.backend is b) for b in backends)
 
 
 def _check_known(arenas: Mapping[str, str], all_storages: list[Storage], placed: Placed) -> None:
-    valid_names = {s.name for s in all_storages} | {
-        placed.names[t] for s in all_storages for t in s.tensors
-    }
-    if unknown_names := sorted(arenas.keys() - valid_names):
+    tensor_names = {placed.names[t] for s in all_storages for t in s.tensors}
+    if unknown_names := sorted(arenas.keys() - {s.name for s in all_storages} - tensor_names):
         raise GraphError(f"arenas names {', '.join(unknown_names)}, which has no bytes in an arena")
 
 

@@ -11,6 +11,7 @@ from packtrain.engine.step import BEGIN_COPY, FINISH_COPY, KernelStep
 from packtrain.engine.tensor import Tensor
 
 Extent = tuple[ArenaKey, int, int]  # arena, first unit, unit after the last
+Extents = list[Extent]
 FREE_OWNER, WORKSPACE_OWNER = 0, 1
 
 
@@ -77,9 +78,8 @@ class _PlanReplay:
             raise PlanError(f"{who}: {self._name(step.reads[0])} did not begin from its source")
         for t, source in self.travelling.items():
             if source in written_bases or any(x.base is t for x in step.reads):
-                raise PlanError(
-                    f"{who} touches {self._name(t)} or its source, before it has arrived"
-                )
+                name = self._name(t)
+                raise PlanError(f"{who} touches {name} or its source, before it has arrived")
         if step.op is BEGIN_COPY:
             self.travelling[step.results[0]] = step.reads[0].base
 
@@ -93,10 +93,8 @@ class _PlanReplay:
                 if x is None or not _in_arena(x) or not _overlap(extent, self._extent(x.base)):
                     continue
                 if not (_may_overwrite(step, k, x, t) and extent == self._extent(x.base)):
-                    name = self._name(x)
-                    raise PlanError(
-                        f"{who}: result {self._name(t)} overwrites input {name} while it is read"
-                    )
+                    overwritten = f"{self._name(t)} overwrites input {self._name(x)}"
+                    raise PlanError(f"{who}: result {overwritten} while it is read")
             self._check_disjoint(who, self._name(t), extent, written_extents)
         for spec, b in self._workspace(i, step):
             extent = self._clip(b)
@@ -131,20 +129,15 @@ class _PlanReplay:
 
     def _is_stored(self, step: KernelStep, t: Tensor, read_bases: set[Tensor]) -> bool:
         """Whether a result needs bytes of the arena: no leaf's handle, and no optional result that nothing reads."""
-        is_left_out = (
-            t.index in step.op.optional
-            and t not in read_bases
-            and self.placed.names[t] not in self.buffer_of
-        )
-        return not t.base.kind and not is_left_out
+        is_needed = t.index not in step.op.optional or t in read_bases
+        return not t.base.kind and (is_needed or self.placed.names[t] in self.buffer_of)
 
     def _workspace(self, i: int, step: KernelStep):  # type: ignore[no-untyped-def]
         specs = step.workspaces
         buffers = self.works.get((i, step.backend.space), [])
         if len(buffers) != len(specs):
-            raise PlanError(
-                f"step {i} {step.op.name}: {len(buffers)} workspaces planned, {len(specs)} needed"
-            )
+            counts = f"{len(buffers)} workspaces planned, {len(specs)} needed"
+            raise PlanError(f"step {i} {step.op.name}: {counts}")
         return zip(specs, buffers, strict=True)
 
     def _check_disjoint(
@@ -168,10 +161,8 @@ class _PlanReplay:
         space, unit_start, unit_end = self._extent(base)
         owners = self.byte_owners[space][unit_start:unit_end]
         if base not in self.owner_ids or not (owners == self.owner_ids[base]).all():
-            thief = next(
-                (self._name(x) for x, k in self.owner_ids.items() if k in owners and x is not base),
-                "a workspace",
-            )
+            thieves = (x for x, k in self.owner_ids.items() if k in owners and x is not base)
+            thief = next(map(self._name, thieves), "a workspace")
             raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
 
     def _record_use(self, b: Buffer, i: int) -> None:
@@ -183,9 +174,8 @@ class _PlanReplay:
         """Check the plan's lifetimes, arena sizes and lower bounds against this replay."""
         for b in self.plan.buffers:
             if self.used.get(b) != (b.start, b.end):
-                raise PlanError(
-                    f"{b.name}: planned for steps [{b.start}, {b.end}), used in {self.used.get(b)}"
-                )
+                planned = f"planned for steps [{b.start}, {b.end})"
+                raise PlanError(f"{b.name}: {planned}, used in {self.used.get(b)}")
         for a in self.plan.arenas:
             alive, unit = [0] * (self.plan.steps + 2), self.units[a.space]
             arena_buffers = [b for b in self.plan.buffers if b.place == a.place]
@@ -194,9 +184,8 @@ class _PlanReplay:
                 for i in range(b.start, b.end):
                     alive[i] += nbytes
             if (max(alive), alive.index(max(alive))) != (a.lower_bound, a.peak_step):
-                raise PlanError(
-                    f"{a.space}: lower bound {a.lower_bound} at step {a.peak_step}, counted {max(alive)}"
-                )
+                planned = f"lower bound {a.lower_bound} at step {a.peak_step}"
+                raise PlanError(f"{a.space}: {planned}, counted {max(alive)}")
 
     def _buffer(self, t: Tensor) -> Buffer:
         buffer = self.buffer_of.get(self._name(t))
@@ -217,9 +206,8 @@ class _PlanReplay:
         if b.place not in self.byte_owners:
             raise PlanError(f"{b.name}: the plan has no arena {b.arena} on {b.space}")
         if b.offset % unit or b.offset < 0 or unit_end > len(self.byte_owners[b.place]):
-            raise PlanError(
-                f"{b.name}: offset {b.offset} is not a multiple of {unit} inside the arena"
-            )
+            fact = f"offset {b.offset} is not a multiple of {unit} inside the arena"
+            raise PlanError(f"{b.name}: {fact}")
         return b.place, unit_start, unit_end
 
     def _name(self, t: Tensor) -> str:
@@ -230,13 +218,11 @@ class ConcurrentSteps:
     """The steps since a barrier: bytes that each reads and writes, and the steps whose results it needs."""
 
     def __init__(self) -> None:
-        self.step_extents: dict[int, tuple[list[Extent], list[Extent]]] = {}
+        self.step_extents: dict[int, tuple[Extents, Extents]] = {}
         self.needs: dict[int, set[int]] = {}
         self.producers: dict[Tensor, int] = {}
 
-    def add(
-        self, i: int, step: KernelStep, reads: list[Extent], writes: list[Extent]
-    ) -> int | None:
+    def add(self, i: int, step: KernelStep, reads: Extents, writes: Extents) -> int | None:
         """Add a step; return an earlier step whose bytes conflict with its own, or None."""
         direct = {self.producers[t.handle] for t in step.reads if t.handle in self.producers}
         self.needs[i] = direct.union(*(self.needs[k] for k in direct))
@@ -266,7 +252,7 @@ def _leaf_extent(t: Tensor) -> Extent:
     return ("leaf", t.base.label), 0, 1
 
 
-def _any_overlap(extents: list[Extent], other_extents: list[Extent]) -> bool:
+def _any_overlap(extents: Extents, other_extents: Extents) -> bool:
     return any(_overlap(a, b) for a in extents for b in other_extents)
 
 

@@ -294,10 +294,9 @@ def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
 
 @attention_back.kernel("cpu")
 def attention_back_cpu(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, softcap, work=()):
-    score_attrs, out_arrays = (scale, window, softcap), (*out, *(work or out[1:]))
-    kernels.attention_back.attention_back(
-        out_arrays, dy, y, lse, q, k, v, *_position_arrays(*mask_inputs), *score_attrs
-    )
+    out_arrays = *out, *(work or out[1:])
+    options = *_position_arrays(*mask_inputs), scale, window, softcap
+    kernels.attention_back.attention_back(out_arrays, dy, y, lse, q, k, v, *options)
 
 
 attention_back.kernel("torch")(torch_attention.attention_back)

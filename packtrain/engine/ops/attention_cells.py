@@ -17,19 +17,15 @@ CACHE_DTYPES = f32, f16, BLOCK_TYPES["q8_0"]
 
 def _check_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
-    require(
-        len(q.shape) == len(k.shape) == 3 and q.dtype == f32, f"{fact}; all need three axes, q f32"
-    )
-    require(
-        k.spec == v.spec and k.dtype in CACHE_DTYPES,
-        f"{fact}; k and v must be equal: f32, f16 or q8_0",
-    )
+    is_valid = len(q.shape) == len(k.shape) == 3 and q.dtype == f32
+    require(is_valid, f"{fact}; all need three axes, q f32")
+    is_valid = k.spec == v.spec and k.dtype in CACHE_DTYPES
+    require(is_valid, f"{fact}; k and v must be equal: f32, f16 or q8_0")
     is_valid = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
     require(is_valid, f"{fact}; heads must be equally wide, and those of k divide those of q")
     heads = Spec(q.shape[1:2])
-    require(
-        sinks is None or sinks.spec == heads, f"sinks is {sinks and sinks.spec}; it must be {heads}"
-    )
+    is_valid = sinks is None or sinks.spec == heads
+    require(is_valid, f"sinks is {sinks and sinks.spec}; it must be {heads}")
 
 
 @op()

@@ -96,9 +96,8 @@ def draw_numpy(y, ids, x, numbers, counts):
 
 @draw.kernel("cpu")
 def draw_cpu(y, ids, x, numbers, counts):
-    return run_replayable(
-        kernels.choosing.draw, flatten(y), rows(ids), rows(x), rows(numbers), rows(counts)
-    )
+    inputs = rows(ids), rows(x), rows(numbers), rows(counts)
+    return run_replayable(kernels.choosing.draw, flatten(y), *inputs)
 
 
 draw.kernel("torch")(torch_choosing.draw)

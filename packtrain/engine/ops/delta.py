@@ -29,9 +29,8 @@ def _check_inputs(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: in
         is_valid,
         f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {required_spec}",
     )
-    require(
-        groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads"
-    )
+    is_valid = groups > 0 < heads and heads % groups == 0
+    require(is_valid, f"{groups} groups must divide {heads} heads")
     x_width = heads * p + 2 * groups * width
     is_valid = p > 0 < width and x.shape[-1] == x_width
     require(is_valid, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")

@@ -41,9 +41,8 @@ def f32_only(x: Tensor) -> Spec:
 def add(a: Tensor, b: Tensor) -> Spec:
     """y = a + b in f32, broadcast as in NumPy; a and b of any readable type. ggml_add, ggml_add1, ggml_add_cast."""
     unreadable = [t for t in (a, b) if t.dtype not in READABLE]
-    require(
-        not unreadable, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read"
-    )
+    fact = f"a is {a.spec} and b is {b.spec}; both must be of types that can be read"
+    require(not unreadable, fact)
     return _broadcast_spec(a, b)
 
 
@@ -117,13 +116,11 @@ def _binary_cpu(name, ufunc):
         if y.size < MIN_PARALLEL_VALUES or not (a.flags.c_contiguous and b.flags.c_contiguous):
             ufunc(a, b, out=y)
         elif a.shape == b.shape:
-            kernels.elementwise.binary(
-                kernels.elementwise.BINARY[name], flatten(y), flatten(a), flatten(b)
-            )
+            operation = kernels.elementwise.BINARY[name]
+            kernels.elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.size == 1:
-            kernels.elementwise.binary_scalar(
-                kernels.elementwise.BINARY[name], flatten(y), flatten(a), flatten(b)
-            )
+            operation = kernels.elementwise.BINARY[name]
+            kernels.elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.shape == a.shape[-1:]:
             kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
         else:

@@ -203,9 +203,8 @@ def set_rows_cpu(out, leaf, x, ids):
     else:
         type_number, leaf_blocks = packed(as_matrix(leaf, 1))
         kernel, leaf_args = kernels.rows.pack_rows, (type_number == f16.number, leaf_blocks)
-    return run_replayable(
-        kernel, *leaf_args, *source_args, check=partial(_check, "set_rows", ids, len(leaf))
-    )
+    check = partial(_check, "set_rows", ids, len(leaf))
+    return run_replayable(kernel, *leaf_args, *source_args, check=check)
 
 
 @set_rows.kernel("torch")

@@ -26,9 +26,8 @@ MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
-    require(
-        targets.spec == Spec(shape, i32), f"targets is {targets.spec}; it must be i32{[*shape]}"
-    )
+    is_valid = targets.spec == Spec(shape, i32)
+    require(is_valid, f"targets is {targets.spec}; it must be i32{[*shape]}")
     require(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
 
 
@@ -110,10 +109,8 @@ def cross_entropy_numpy(out, logits, targets, weights):
 @cross_entropy.kernel("cpu")
 def cross_entropy_cpu(out, logits, targets, weights):
     _check_target_ids("cross_entropy", targets, logits.shape[-1])
-    loss, losses = out
-    kernels.loss.cross_entropy(
-        flatten(loss), flatten(losses), rows(logits), flatten(targets), flatten(weights)
-    )
+    loss, losses = map(flatten, out)
+    kernels.loss.cross_entropy(loss, losses, rows(logits), flatten(targets), flatten(weights))
 
 
 def _targets(shape, v):
@@ -176,16 +173,12 @@ def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: flo
         x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
         f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
     )
-    require(
-        x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}"
-    )
+    fact = f"last axis of x {x.spec} must equal last axis of w {w.spec}"
+    require(x.shape[-1:] == w.shape[1:], fact)
     is_valid = b is None or b.spec == Spec(w.shape[:1])
     require(is_valid, f"b is {b and b.spec}; for w {w.spec} it must be f32{[*w.shape[:1]]}")
-    is_in_range = chunk > 0 <= softcap
-    require(
-        is_in_range,
-        f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more",
-    )
+    fact = f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more"
+    require(chunk > 0 <= softcap, fact)
 
 
 @op(optional=(2, 3, 4, 5))
@@ -195,9 +188,8 @@ def linear_cross_entropy(
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Cross-entropy of the logits x @ w.T (+ b), `chunk` rows at a time, so that all logits never exist at once.
 
-    In bf16 with AMX, chunks have up to 4 * chunk rows, and logits are computed twice. With a softcap of c, the loss is
-    that of c * tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits; a graph that reads none
-    (evaluation) pays for none.
+    In bf16 with AMX, chunks have up to 4 * chunk rows, and logits are computed twice. With a softcap of c, of c *
+    tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits, unless the graph reads none.
 
         x        (..., C)  f32
         w        (V, C)    any readable type

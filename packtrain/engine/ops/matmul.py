@@ -139,9 +139,8 @@ def matmul_workspace(x, w, acc, precision):
 
 def _uses_integers(dtype):
     """Whether products with this type are faster in integers: without VNNI, signed codes are faster in f32."""
-    return dtype in ROUNDABLE and (
-        has_cpu_feature("avx512vnni") or not dtype.code["codes"].is_signed
-    )
+    has_vnni = has_cpu_feature("avx512vnni")
+    return dtype in ROUNDABLE and (has_vnni or not dtype.code["codes"].is_signed)
 
 
 @matmul.cost
@@ -193,9 +192,8 @@ def matmul_back(
     arrays.check_precision(precision)
     require(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
     _check_readable(w)
-    require(
-        dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}"
-    )
+    fact = f"last axis of dy {dy.spec} must equal first of w {w.spec}"
+    require(dy.shape[-1:] == w.shape[:1], fact)
     dx = Spec((*dy.shape[:-1], w.shape[1]))
     require(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
     return dx
@@ -225,9 +223,8 @@ def matmul_back_cpu(dx, dy, w, acc, precision):
 def matmul_back_torch(dx, dy, w, acc, precision, unpack_size=CHUNK):
     if acc is not None:
         torch_copy_acc(dx, acc)
-    add_product_back(
-        rows_of(dx), rows_of(dy), w, precision, fresh=acc is None, unpack_size=unpack_size
-    )
+    options = {"fresh": acc is None, "unpack_size": unpack_size}
+    add_product_back(rows_of(dx), rows_of(dy), w, precision, **options)
 
 
 matmul_back.kernel("cuda")(partial(matmul_back_torch, unpack_size=LARGE))
@@ -257,9 +254,8 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str 
     """
     arrays.check_precision(precision)
     require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
-    require(
-        a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal"
-    )
+    fact = f"leading axes of a {a.spec} and b {b.spec} must be equal"
+    require(a.shape[:-1] == b.shape[:-1], fact)
     y = Spec((a.shape[-1], b.shape[-1]))
     require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y

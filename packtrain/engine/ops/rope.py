@@ -176,10 +176,8 @@ def rope_numpy(y, x, table, *, neox, inverse):
 def rope_cpu(y, x, table, *, neox, inverse):
     n = math.prod(x.shape[:-2])
     heads = (n, *x.shape[-2:])
-    row_tables = table.reshape(n, *table.shape[-2:])
-    return run_replayable(
-        kernels.rope.rope, y.reshape(heads), x.reshape(heads), row_tables, neox, inverse
-    )
+    arrays = y.reshape(heads), x.reshape(heads), table.reshape(n, *table.shape[-2:])
+    return run_replayable(kernels.rope.rope, *arrays, neox, inverse)
 
 
 @rope.kernel("torch")

@@ -5,15 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.engine.ops import arrays, costs
-from packtrain.engine.ops.arrays import (
-    copy_acc,
-    flatten,
-    floats,
-    integers_of,
-    packed,
-    rows,
-    run_replayable,
-)
+from packtrain.engine.ops.arrays import copy_acc, flatten, floats, integers_of, packed, rows
 from packtrain.engine.ops.torch_kernels import add_product, copied
 from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
 from packtrain.engine.ops.torch_kernels import rows as rows_of
@@ -58,7 +50,7 @@ rounded.kernel("numpy")(arrays.assigned(_round_numpy))
 
 @rounded.kernel("cpu")
 def rounded_cpu(y, x):
-    return run_replayable(kernels.rounded.rounded, flatten(y), flatten(x))
+    return arrays.run_replayable(kernels.rounded.rounded, flatten(y), flatten(x))
 
 
 def _round_torch(x):
@@ -84,9 +76,8 @@ def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     y    (..., N)   f32
     """
     _check_blocks(x)
-    require(
-        w.dtype in ROUNDABLE and len(w.shape) == 2, f"w is {w.spec}; its products are not rounded"
-    )
+    has_products = w.dtype in ROUNDABLE and len(w.shape) == 2
+    require(has_products, f"w is {w.spec}; its products are not rounded")
     k, rows_k = x.shape[-1], w.shape[-1]
     require(k == rows_k, f"last axis of x {x.spec} ({k}) must equal that of w {w.spec} ({rows_k})")
     y = Spec((*x.shape[:-1], w.shape[0]))
@@ -115,9 +106,9 @@ def matmul_rounded_cpu(y, x, w, acc, *, work):
     is_in_place = copy_acc(y, acc)
     args = rows(y), rows(x), *packed(w), acc is not None
     if len(args[1]) > MAX_DOT_ROWS:
-        call = run_replayable(kernels.rounded.product_of_many, *args, work[0])
+        call = arrays.run_replayable(kernels.rounded.product_of_many, *args, work[0])
     else:
-        call = run_replayable(kernels.rounded.product, *args, 1, work[0])
+        call = arrays.run_replayable(kernels.rounded.product, *args, 1, work[0])
     return call if is_in_place else None
 
 

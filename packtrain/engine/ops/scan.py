@@ -22,13 +22,10 @@ def check_scan(x: Tensor, delta: Tensor, a: Tensor, skip: Tensor, groups: int, w
     """Validate the inputs; return H P, the width of y."""
     heads, p = _head_sizes(x, delta, groups, width)
     is_valid = x.dtype == f32 and delta.spec == Spec((*x.shape[:-1], heads))
-    require(
-        is_valid,
-        f"x is {x.spec} and delta is {delta.spec}; they must be f32[..., W] and f32[..., H]",
-    )
-    require(
-        groups > 0 < heads and heads % groups == 0, f"{groups} groups must divide {heads} heads"
-    )
+    fact = f"x is {x.spec} and delta is {delta.spec}; they must be f32[..., W] and f32[..., H]"
+    require(is_valid, fact)
+    is_valid = groups > 0 < heads and heads % groups == 0
+    require(is_valid, f"{groups} groups must divide {heads} heads")
     x_width = heads * p + 2 * groups * width
     is_valid = p > 0 < width and x.shape[-1] == x_width
     require(is_valid, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")

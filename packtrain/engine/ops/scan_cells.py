@@ -137,9 +137,7 @@ def short_conv_states_numpy(out, leaf, x, w, line, source, target):
             leaf[state_index, k] = leaf[state_index, k + 1] if k + 1 < last_tap else x[t]
 
 
-short_conv_states.workspace("cpu")(
-    lambda leaf, x, w, *other_inputs: (Spec((w.shape[1], w.shape[0])),)
-)
+short_conv_states.workspace("cpu")(lambda leaf, x, w, *inputs: (Spec((w.shape[1], w.shape[0])),))
 
 
 @short_conv_states.kernel("cpu")

@@ -158,9 +158,8 @@ def cont_samples():
 @op(inplace=(1,), acc=1)
 def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
     """Add dy at `start` of one axis to acc, or to zeros that are `size` long there: the gradient of narrow."""
-    require(
-        dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added"
-    )
+    is_number = dy.dtype.numpy.kind in "fi"
+    require(is_number, f"dy is {dy.spec}; it must be of numbers that can be added")
     require(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
     end = start + dy.shape[axis]
     require(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")

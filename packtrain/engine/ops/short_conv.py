@@ -154,9 +154,7 @@ def short_conv_back_w_vjp(ddw, dw, dy, x, seq, *, taps):
     return short_conv(x, ddw, seq), short_conv_back(dy, ddw, seq), None
 
 
-short_conv_back_w.workspace("cpu")(
-    lambda dy, x, *other_inputs, taps: (Spec((taps, x.shape[2])),) * 2
-)
+short_conv_back_w.workspace("cpu")(lambda dy, x, *inputs, taps: (Spec((taps, x.shape[2])),) * 2)
 
 
 @short_conv_back_w.kernel("numpy")

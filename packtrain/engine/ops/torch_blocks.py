@@ -77,9 +77,8 @@ class DeviceTable:
     def on_device(self, device):
         if device not in self.device_tensors:
             number_type = np.float32 if self.array.dtype.kind == "f" else np.int64
-            self.device_tensors[device] = torch.tensor(
-                self.array.astype(number_type).tolist(), device=device
-            )
+            numbers = self.array.astype(number_type).tolist()
+            self.device_tensors[device] = torch.tensor(numbers, device=device)
         return self.device_tensors[device]
 
     def __getitem__(self, index):
@@ -133,11 +132,9 @@ def store(address, i, values):
 
 
 def load(at, i):
-    return (
-        at
-        if isinstance(at, DeviceTable) and i == 0
-        else at.data[:, at.offset + i : at.offset + i + 16]
-    )
+    if isinstance(at, DeviceTable) and i == 0:
+        return at
+    return at.data[:, at.offset + i : at.offset + i + 16]
 
 
 def pick(table, index):

@@ -152,9 +152,8 @@ def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
     if on_host(ids) and bool(any_invalid):
         at = int(is_invalid.reshape(-1).nonzero()[0, 0])
         invalid_id = int(ids.reshape(-1)[at])
-        valid_rows = valid_range or (
-            f"the {num_rows} rows" if min_id is None else f"{min_id} to {num_rows - 1}"
-        )
+        id_range = f"the {num_rows} rows" if min_id is None else f"{min_id} to {num_rows - 1}"
+        valid_rows = valid_range or id_range
         noun = "index" if valid_range is None else "target"
         raise IndexError(f"{name}: {noun} {invalid_id} at position {at} is outside {valid_rows}")
 

@@ -81,27 +81,20 @@ def linear_cross_entropy(
 
 def triton_linear_cross_entropy(out, *args, **attrs):
     """Run linear_cross_entropy with a loss kernel in Triton."""
-    linear_cross_entropy(
-        out,
-        *args,
-        **attrs,
-        rated=triton.lazy_kernel("head", "losses_and_gradients"),
-        unpack_size=LARGE,
-    )
+    rated = triton.lazy_kernel("head", "losses_and_gradients")
+    linear_cross_entropy(out, *args, **attrs, rated=rated, unpack_size=LARGE)
 
 
-def _head(
-    rated, unpack_size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision
-):
+def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
     """Write losses and dx of some rows, and add their parts to dw and db."""
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
-    add_product(logits, x, w, precision, fresh=True, unpack_size=unpack_size)
+    add_product(logits, x, w, precision, fresh=True, unpack_size=size)
     has_gradients = dx is not None or dw is not None or db is not None
     logit_grads = rated(logits, losses, right, targets, weights, b, softcap, has_gradients)
     if db is not None:
         db.add_(logit_grads.sum(0))
     if dx is not None:
-        add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=unpack_size)
+        add_product_back(dx, logit_grads, w, precision, fresh=True, unpack_size=size)
     if dw is not None:
         multiply(dw, logit_grads.mT, x, False, precision)
 

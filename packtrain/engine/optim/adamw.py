@@ -14,7 +14,7 @@ from packtrain.engine.ops.arrays import flatten, floats
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import real, torch
 from packtrain.engine.optim import weights
-from packtrain.engine.optim.optimizer import Optimizer, StepInputs, moment
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, Tensors, moment
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.optim.weights import decay_axes, parts_of, sampled, stored, stream_of, write
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
@@ -34,9 +34,7 @@ class AdamW(Optimizer):
 
     lr: float = 1e-3
     beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", min_value=0, max_value=0.9999)
-    beta2: float = TRAINING(
-        0.95, "AdamW: decay of the second moment", min_value=0, max_value=0.99999
-    )
+    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", min_value=0, max_value=0.99999)  # fmt: skip
     eps: float = TRAINING(
         1e-8, "AdamW: added to the root of the second moment", min_value=1e-16, max_value=1
     )
@@ -48,23 +46,20 @@ class AdamW(Optimizer):
         corrections = 1 - self.beta1**t, 1 - self.beta2**t
         return lr, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
 
-    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+    def states(self, w: Tensor) -> Tensors:
         return moment("m", w), moment("v", w)
 
-    def update(
-        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         m, v = states
         if self.away:
-            return self._update_offloaded(
-                w, opt_moments_adamw(g, m, v, step_inputs.hyper, step_inputs.gate), step_inputs
-            )
+            moments = opt_moments_adamw(g, m, v, step_inputs.hyper, step_inputs.gate)
+            return self._update_offloaded(w, moments, step_inputs)
         read = w, g, m, v, step_inputs.hyper, step_inputs.gate, step_inputs.key(w)
         return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
     def _update_offloaded(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         *handles, direction = moments_result
         lr, decay = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4))
         lr_and_decay = ops.concat([lr, decay], axis=0)
@@ -111,9 +106,8 @@ def opt_step_adamw(
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
     weights.require_weight(w, key, g, m, v)
-    require(
-        hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
-    )
+    fact = f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
+    require(hyper.spec == Spec((7,)), fact)
     require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return w.spec, m.spec, v.spec
 
@@ -189,9 +183,8 @@ def opt_moments_adamw(
         g.spec == m.spec == v.spec == Spec(g.shape),
         f"g is {g.spec}, m {m.spec} and v {v.spec}; all must be f32",
     )
-    require(
-        hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
-    )
+    fact = f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
+    require(hyper.spec == Spec((7,)), fact)
     require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return m.spec, v.spec, g.spec
 

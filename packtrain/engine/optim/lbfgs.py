@@ -12,29 +12,14 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.options import TRAINING
 from packtrain.dtypes import f32
+from packtrain.engine import tensor
 from packtrain.engine.ops.arrays import flatten
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, on_host, to_sum_dtype, torch
-from packtrain.engine.optim.linesearch import (
-    CONDITIONS,
-    NONE,
-    STRONG,
-    LinePoint,
-    LineSearch,
-    lbfgs_direction,
-)
-from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, Values
-from packtrain.engine.tensor import (
-    GraphError,
-    Spec,
-    Tensor,
-    constant,
-    input,
-    op,
-    require,
-    state,
-    weight,
-)
+from packtrain.engine.optim import linesearch
+from packtrain.engine.optim.linesearch import CONDITIONS, NONE, STRONG, LinePoint
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, Tensors, Values
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state, weight
 
 MEASURE, SLOPE, AIM, MOVE, KEEP, FORGET = range(6)
 HEAD = 3  # numbers before the coefficients: phase, index of the step's pair, length
@@ -55,19 +40,11 @@ class LBFGS(Optimizer):
     first_length: ClassVar[float | None] = 1.0
 
     lr: float = 1.0
-    history: int = TRAINING(
-        6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100
-    )
+    history: int = TRAINING(6, "L-BFGS: pairs to remember, two vectors each", min_value=1, max_value=100)  # fmt: skip
     line_search: str = TRAINING(STRONG, "L-BFGS: condition on a step's length", choices=CONDITIONS)
-    armijo: float = TRAINING(
-        1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1
-    )
-    wolfe: float = TRAINING(
-        0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999
-    )
-    trials: int = TRAINING(
-        20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000
-    )
+    armijo: float = TRAINING(1e-4, "L-BFGS: least decrease over the slope's", min_value=0, max_value=0.1)  # fmt: skip
+    wolfe: float = TRAINING(0.9, "L-BFGS: most slope left, as a share", min_value=0.1, max_value=0.999)  # fmt: skip
+    trials: int = TRAINING(20, "L-BFGS: lengths that a line search tries", min_value=1, max_value=1000)  # fmt: skip
 
     def leaf(self) -> Tensor:
         return input(self.name, (HEAD + 2 * self.history + 1,))
@@ -77,12 +54,9 @@ class LBFGS(Optimizer):
         s, y = (state(f"{vector_name}/{w.name}", pair_shape) for vector_name in "sy")
         return s, y, state(f"p/{w.name}", pair_shape[1:], role="sum")
 
-    def update(
-        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
-        raise GraphError(
-            "L-BFGS evaluates several times in a step: its update is a graph of its own"
-        )
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
+        fact = "L-BFGS evaluates several times in a step"
+        raise tensor.GraphError(f"{fact}: its update is a graph of its own")
 
     def measured(
         self, pairs: Iterable[tuple[Tensor, Tensor]], step_inputs: StepInputs
@@ -117,16 +91,15 @@ class LBFGS(Optimizer):
         if not (np.isfinite(first["loss"]) and np.isfinite(dots).all() and dots[0, 0]):
             do(FORGET)
             return values
-        coefficients = lbfgs_direction(
-            dots, [(pair_index - i) % self.history for i in range(1, self.history + 1)]
-        )
+        newest_pairs = [(pair_index - i) % self.history for i in range(1, self.history + 1)]
+        coefficients = linesearch.lbfgs_direction(dots, newest_pairs)
         slope = float(coefficients @ dots[:, 0])
         if not slope < 0:
             coefficients, slope = -np.eye(len(coefficients))[0], -dots[0, 0]
         is_steepest = not coefficients[1:].any()
         length = lr * min(1.0, dots[0, 0] ** -0.5) if is_steepest else lr
         do(AIM, coefficients=coefficients)
-        line_search = LineSearch(self.line_search, self.armijo, self.wolfe, self.trials)
+        line_search = linesearch.LineSearch(self.line_search, self.armijo, self.wolfe, self.trials)
         start_point = LinePoint(0.0, float(first["loss"]), slope)
         point, reason = line_search.find_point(start_point, float(np.float32(length)), evaluate_at)
         if reason is not None:

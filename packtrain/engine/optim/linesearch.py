@@ -77,15 +77,11 @@ class LineSearch:
             best = point if point.is_finite and point.loss < best.loss else best
             low, high_point = (low, point) if too_far else (point, high_point)
             length = next_length(low, high_point)
-            if not self.min_length <= length <= self.max_length or length in (
-                low.length,
-                point.length,
-            ):
+            is_allowed = self.min_length <= length <= self.max_length
+            if not is_allowed or length in (low.length, point.length):
                 return best, f"no length between {low.length:.3g} and {point.length:.3g} is left"
-        return (
-            best,
-            f"none of {self.max_trials} lengths, the last {point.length:.3g}, is {self.condition_text}",
-        )
+        tried = f"none of {self.max_trials} lengths, the last {point.length:.3g}"
+        return best, f"{tried}, is {self.condition_text}"
 
     @property
     def condition_text(self) -> str:

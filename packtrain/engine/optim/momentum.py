@@ -20,9 +20,8 @@ def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[
         b.spec == g.spec == Spec(g.shape),
         f"b is {b.spec} and g is {g.spec}; they must be equal f32",
     )
-    require(
-        momentum.spec == gate.spec == Spec(()), f"momentum is {momentum.spec}; it must be f32[]"
-    )
+    fact = f"momentum is {momentum.spec}; it must be f32[]"
+    require(momentum.spec == gate.spec == Spec(()), fact)
     return (b.spec,)
 
 

@@ -7,7 +7,7 @@ from packtrain.common.options import TRAINING
 from packtrain.engine import ops
 from packtrain.engine.optim.adamw import HYPER, AdamW
 from packtrain.engine.optim.momentum import hyper_number, opt_momentum
-from packtrain.engine.optim.optimizer import StepInputs, moment
+from packtrain.engine.optim.optimizer import StepInputs, Tensors, moment
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.optim.weights import stream_of
 from packtrain.engine.tensor import Tensor
@@ -36,12 +36,10 @@ class Muon(AdamW):
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return *AdamW.numbers(self, t, lr), self.muon_momentum
 
-    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+    def states(self, w: Tensor) -> Tensors:
         return (moment("b", w),) if _is_orthogonalized(w) else AdamW.states(self, w)
 
-    def update(
-        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         if not _is_orthogonalized(w):
             adamw_inputs = replace(
                 step_inputs, hyper=ops.narrow(step_inputs.hyper, axis=0, start=0, length=len(HYPER))

@@ -14,6 +14,7 @@ from packtrain.dtypes import f32
 from packtrain.engine.tensor import Tensor, input, state
 
 Values = Mapping[str, np.ndarray]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,11 @@ class Optimizer:
         """Return the values of `hyper` at step t, counted from 1."""
         return (lr,)
 
-    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+    def states(self, w: Tensor) -> Tensors:
         """Return the state leaves of a weight, see `moment`."""
         return ()
 
-    def update(
-        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         """Write the update of w by gradient g; return the new handles of everything that it changes."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from packtrain.engine.ops.arrays import flatten, floats
 from packtrain.engine.ops.torch_kernels import real
 from packtrain.engine.optim import weights
 from packtrain.engine.optim.momentum import hyper_number, opt_momentum
-from packtrain.engine.optim.optimizer import Optimizer, StepInputs, moment
+from packtrain.engine.optim.optimizer import Optimizer, StepInputs, Tensors, moment
 from packtrain.engine.optim.weights import decay_axes, stored, write
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
@@ -39,12 +39,10 @@ class SGD(Optimizer):
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return lr, self.weight_decay, self.momentum
 
-    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+    def states(self, w: Tensor) -> Tensors:
         return (moment("b", w),) if self.momentum else ()
 
-    def update(
-        self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs
-    ) -> tuple[Tensor, ...]:
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         gate, handles = step_inputs.gate, tuple[Tensor, ...]()
         for b in states:
             share = hyper_number(step_inputs.hyper, 2)

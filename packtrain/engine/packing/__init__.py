@@ -14,11 +14,5 @@ from packtrain.engine.packing.pack import (
 )
 
 __all__ = [
-    "Packing",
-    "alive_nbytes",
-    "find_overlap",
-    "lower_bound",
-    "pack",
-    "packing_height",
-    "packings",
-]
+    "Packing", "alive_nbytes", "find_overlap", "lower_bound", "pack", "packing_height", "packings",
+]  # fmt: skip

@@ -53,10 +53,8 @@ def lower(
     if not can_load(clock):
         return
     unit = int(np.gcd.reduce(size))
-    packing_parts = [
-        _PackingPart(start, end, size, offsets, unit, members)
-        for members in _split_parts(start, end)
-    ]
+    columns = start, end, size, offsets, unit
+    packing_parts = [_PackingPart(*columns, members) for members in _split_parts(start, end)]
     budget = _WorkBudget(clock)
     offsets = offsets.copy()
     while True:

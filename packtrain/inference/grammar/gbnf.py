@@ -6,16 +6,7 @@ from typing import NoReturn
 
 from packtrain.common.errors import InputError
 from packtrain.inference.grammar import nodes
-from packtrain.inference.grammar.nodes import (
-    ALL_CODES,
-    SURROGATES,
-    CharSet,
-    GrammarRules,
-    Node,
-    RepeatNode,
-    RuleReference,
-    SequenceNode,
-)
+from packtrain.inference.grammar.nodes import CharSet, GrammarRules, Node, RepeatNode, RuleReference
 
 WORD, DIGITS = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
 INLINE_SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
@@ -146,7 +137,7 @@ class _GbnfParser:
             else:
                 self.fail(f"{next_char!r} is not expected")
             self.skip_space(is_multiline)
-        return parts[0] if len(parts) == 1 else SequenceNode(tuple(parts))
+        return parts[0] if len(parts) == 1 else nodes.SequenceNode(tuple(parts))
 
     def parse_item(self, next_char: str, is_multiline: bool) -> Node | None:
         if next_char == '"':
@@ -165,7 +156,7 @@ class _GbnfParser:
             return group_node
         if next_char == ".":
             self.pos += 1
-            return CharSet(ALL_CODES)
+            return CharSet(nodes.ALL_CODES)
         name_start = self.pos
         return RuleReference(self.take(WORD, ""), name_start) if WORD.match(next_char) else None
 
@@ -200,10 +191,10 @@ class _GbnfParser:
         while self.peek_char() != '"':
             char_start = self.pos
             code_points.append(self.parse_char())
-            if code_points[-1] in SURROGATES:
+            if code_points[-1] in nodes.SURROGATES:
                 self.fail(f"{code_points[-1]:X} is half a character", char_start)
         self.pos += 1
-        return SequenceNode(tuple(CharSet(((code, code),)) for code in code_points))
+        return nodes.SequenceNode(tuple(CharSet(((code, code),)) for code in code_points))
 
     def parse_set(self) -> Node:
         self.pos += 1
@@ -283,7 +274,7 @@ def first_references(node: Node, empty: dict[str, bool]) -> list[RuleReference]:
     if isinstance(node, RepeatNode):
         return first_references(node.child, empty)
     references: list[RuleReference] = []
-    for child in node.children if isinstance(node, SequenceNode) else ():
+    for child in node.children if isinstance(node, nodes.SequenceNode) else ():
         references += first_references(child, empty)
         if not is_empty(child, empty):
             break
@@ -298,7 +289,9 @@ def is_empty(node: Node, empty: dict[str, bool]) -> bool:
         return not node.min_count or is_empty(node.child, empty)
     if isinstance(node, nodes.ChoiceNode):
         return any(is_empty(child, empty) for child in node.children)
-    return isinstance(node, SequenceNode) and all(is_empty(child, empty) for child in node.children)
+    return isinstance(node, nodes.SequenceNode) and all(
+        is_empty(child, empty) for child in node.children
+    )
 
 
 def nullable_rules(rules: GrammarRules) -> dict[str, bool]:

@@ -10,23 +10,14 @@ from itertools import groupby
 from packtrain.inference.grammar import nodes as grammar_nodes
 from packtrain.inference.grammar.gbnf import is_empty, nullable_rules
 from packtrain.inference.grammar.lexer import Automaton, AutomatonTooLarge, follow_sets
-from packtrain.inference.grammar.nodes import (
-    CharSet,
-    ChoiceNode,
-    GrammarRules,
-    Node,
-    RepeatNode,
-    RuleReference,
-    SequenceNode,
-    parts_of,
-)
+from packtrain.inference.grammar.nodes import CharSet, ChoiceNode, Node, SequenceNode, parts_of
 
 LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # allow all tokens that spell a text
 MAX_GROUP_DEPTH = 120  # half of what Rust reads, which counts the groups' contents, too
 MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
-def to_lark(rules: GrammarRules) -> str:
+def to_lark(rules: grammar_nodes.GrammarRules) -> str:
     """Return the grammar in llguidance's notation."""
     lexeme_builder = _LexemeBuilder(rules)
     while True:
@@ -52,7 +43,7 @@ def to_lark(rules: GrammarRules) -> str:
 class _LexemeBuilder:
     """Divides a grammar into lexemes, `nodes`, and the rules over them."""
 
-    def __init__(self, rules: GrammarRules) -> None:
+    def __init__(self, rules: grammar_nodes.GrammarRules) -> None:
         self.rules, self.empty, self.nodes = rules, nullable_rules(rules), list[Node]()
         self._divided_nodes, self._group_nodes = set[Node](), dict[tuple[Node, ...], Node]()
         self._equal_nodes = list[list[Node]]()
@@ -76,7 +67,7 @@ class _LexemeBuilder:
 
     def group_depth(self, node: Node) -> int:
         """Return how deep the groups in a node's regular expression are nested."""
-        if isinstance(node, RuleReference):
+        if isinstance(node, grammar_nodes.RuleReference):
             return self.rule_depths[node.rule_name]
         return 1 + max(map(self.group_depth, parts_of(node)), default=0)
 
@@ -84,10 +75,10 @@ class _LexemeBuilder:
         """Divide a lexeme: the next `build_rules` reads its parts one by one."""
         self._divided_nodes.update(self._equal_nodes[lexeme_index])
 
-    def build_rules(self) -> GrammarRules:
+    def build_rules(self) -> grammar_nodes.GrammarRules:
         """Return the rules over lexemes, and number the lexemes in `nodes`."""
         self.nodes, self._equal_nodes, self._numbers = [], [], {}
-        read, waiting = GrammarRules(), ["root"]
+        read, waiting = grammar_nodes.GrammarRules(), ["root"]
         while waiting:
             name = waiting.pop()
             if name not in read:
@@ -110,8 +101,8 @@ class _LexemeBuilder:
                     [self._read(self._group(node, group))] if is_lexeme else map(self._read, group)
                 )
             return type(node)(tuple(built_nodes))
-        if isinstance(node, RepeatNode):
-            return RepeatNode(self._read(node.child), node.min_count, node.max_count)
+        if isinstance(node, grammar_nodes.RepeatNode):
+            return grammar_nodes.RepeatNode(self._read(node.child), node.min_count, node.max_count)
         return node
 
     def _is_undivided(self, node: Node) -> bool:
@@ -135,7 +126,9 @@ class _LexemeBuilder:
         return grammar_nodes.LexemeNode(lexeme_index, is_empty(node, self.empty))
 
 
-def _format_grammar(lexeme_rules: GrammarRules, lexeme_builder: _LexemeBuilder) -> str:
+def _format_grammar(
+    lexeme_rules: grammar_nodes.GrammarRules, lexeme_builder: _LexemeBuilder
+) -> str:
     names = {name: f"r{index}" for index, name in enumerate(lexeme_rules)}
     lines = [LARK_HEADER, f"start: {names['root']}"]
     lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in lexeme_rules.items()]
@@ -148,11 +141,11 @@ def _format_grammar(lexeme_rules: GrammarRules, lexeme_builder: _LexemeBuilder) 
 def _shown(node: Node, names: dict[str, str]) -> str:
     if isinstance(node, grammar_nodes.LexemeNode):
         return f"T{node.lexeme_index}{'?' * node.empty}"
-    if isinstance(node, RuleReference):
+    if isinstance(node, grammar_nodes.RuleReference):
         return names[node.rule_name]
     if isinstance(node, grammar_nodes.TokenNode):
         return f"<[{'^' * node.is_negated}{node.token_id}]>"
-    if isinstance(node, RepeatNode):
+    if isinstance(node, grammar_nodes.RepeatNode):
         return f"({_shown(node.child, names)}){_format_bounds(node)}"
     sign = " | " if isinstance(node, ChoiceNode) else " "
     return (
@@ -160,7 +153,7 @@ def _shown(node: Node, names: dict[str, str]) -> str:
     )
 
 
-def _format_bounds(node: RepeatNode) -> str:
+def _format_bounds(node: grammar_nodes.RepeatNode) -> str:
     return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
 
 
@@ -169,9 +162,9 @@ def node_regex(node: Node, texts: Mapping[str, str]) -> str:
     if isinstance(node, CharSet):
         ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
         return f"[{''.join(ranges)}]"
-    if isinstance(node, RuleReference):
+    if isinstance(node, grammar_nodes.RuleReference):
         return texts[node.rule_name]
-    if isinstance(node, RepeatNode):
+    if isinstance(node, grammar_nodes.RepeatNode):
         return f"(?:{node_regex(node.child, texts)}){_format_bounds(node)}"
     separator = "|" if isinstance(node, ChoiceNode) else ""
     return f"(?:{separator.join(node_regex(part, texts) for part in parts_of(node))})"

@@ -8,16 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from packtrain.inference.grammar import nodes
-from packtrain.inference.grammar.nodes import (
-    ChoiceNode,
-    GrammarRules,
-    LexemeNode,
-    Node,
-    Ranges,
-    RepeatNode,
-    RuleReference,
-    SequenceNode,
-)
+from packtrain.inference.grammar.nodes import ChoiceNode, LexemeNode, Node, RepeatNode, SequenceNode
 
 MAX_POSITIONS, MAX_STATES = 3000, 3000
 ANY_CHAR = -1  # in place of a lexeme: any character
@@ -40,8 +31,8 @@ class NodeSpan:
 class Automaton:
     """Positions are characters of lexemes; bits of a mask are classes of characters that no set tells apart."""
 
-    rules: GrammarRules
-    ranges: list[Ranges] = field(default_factory=list)
+    rules: nodes.GrammarRules
+    ranges: list[nodes.Ranges] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     next_positions: list[set[int]] = field(default_factory=list)
     lexeme_spans: list[NodeSpan] = field(default_factory=list)
@@ -53,7 +44,7 @@ class Automaton:
 
     def node_span(self, node: Node, lexeme_index: int) -> NodeSpan:
         """Add the positions of a node, and return its span. Raises AutomatonTooLarge."""
-        if isinstance(node, RuleReference):
+        if isinstance(node, nodes.RuleReference):
             return self.node_span(self.rules[node.rule_name], lexeme_index)
         if isinstance(node, nodes.CharSet):
             if len(self.ranges) == MAX_POSITIONS:
@@ -96,7 +87,7 @@ class Automaton:
     def classify_chars(self) -> None:
         """Compute `char_masks`, the classes of characters of each position."""
         edges = sorted({edge for r in self.ranges for low, high in r for edge in (low, high + 1)})
-        mask_by_ranges: dict[Ranges, int] = {}
+        mask_by_ranges: dict[nodes.Ranges, int] = {}
         for r in self.ranges:
             if r not in mask_by_ranges:
                 spans = ((bisect_left(edges, low), bisect_left(edges, high + 1)) for low, high in r)
@@ -151,7 +142,7 @@ class Automaton:
         return [group_positions for _, group_positions in state_groups if group_positions]
 
 
-def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
+def follow_sets(rules: nodes.GrammarRules, num_lexemes: int) -> list[set[int]]:
     """Return for each lexeme the lexemes that can come after it."""
     follow_by_lexeme: list[set[int]] = [set() for _ in range(num_lexemes)]
     rule_heads = _rule_heads(rules)
@@ -160,7 +151,7 @@ def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
     def visit(node: Node, following: set[int]) -> None:
         if isinstance(node, LexemeNode):
             follow_by_lexeme[node.lexeme_index] |= following
-        elif isinstance(node, RuleReference):
+        elif isinstance(node, nodes.RuleReference):
             follow_by_rule[node.rule_name] |= following
         elif isinstance(node, ChoiceNode):
             for child in node.children:
@@ -184,7 +175,7 @@ def follow_sets(rules: GrammarRules, num_lexemes: int) -> list[set[int]]:
 RuleHeads = dict[str, tuple[set[int], bool]]
 
 
-def _rule_heads(rules: GrammarRules) -> RuleHeads:
+def _rule_heads(rules: nodes.GrammarRules) -> RuleHeads:
     rule_heads: RuleHeads = {rule_name: (set(), False) for rule_name in rules}
     while True:
         updated = {rule_name: node_head(rule, rule_heads) for rule_name, rule in rules.items()}
@@ -199,7 +190,7 @@ def node_head(node: Node, rule_heads: RuleHeads) -> tuple[set[int], bool]:
         return {node.lexeme_index}, node.empty
     if isinstance(node, nodes.TokenNode):
         return {ANY_CHAR} if node.is_negated else set(), False
-    if isinstance(node, RuleReference):
+    if isinstance(node, nodes.RuleReference):
         return rule_heads[node.rule_name]
     if isinstance(node, RepeatNode):
         first, empty = node_head(node.child, rule_heads)

@@ -19,11 +19,8 @@ COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples"}
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # fmt: skip
-NOOP_KEYWORDS = [
-    ("uniqueItems", False),
-    ("unevaluatedProperties", False),
-    ("unevaluatedProperties", True),
-]
+UNEVALUATED = "unevaluatedProperties"
+NOOP_KEYWORDS = [("uniqueItems", False), (UNEVALUATED, False), (UNEVALUATED, True)]
 UNSUPPORTED_KEYWORDS = {
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "contains", "minContains", "maxContains", "unevaluatedItems",
@@ -84,8 +81,7 @@ def _moved(schema: Any, pointer: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     rebased_schema = {
-        key: subschema if key in LITERAL_KEYWORDS else _moved(subschema, pointer)
-        for key, subschema in schema.items()
+        k: v if k in LITERAL_KEYWORDS else _moved(v, pointer) for k, v in schema.items()
     }
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
         rebased_schema["$ref"] = pointer + ref[1:]

@@ -11,17 +11,10 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.text import plural
+from packtrain.models import kv_cell_table
 from packtrain.models.cached_transformer import STATES, CacheLayout
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import (
-    SEQUENCES,
-    CacheFull,
-    CellTable,
-    bit,
-    count_lines,
-    pad_inputs,
-    state_slot_inputs,
-)
+from packtrain.models.kv_cell_table import SEQUENCES, CacheFull, CellTable, bit, state_slot_inputs
 
 MAX_POSITION = 2**31 - 1
 RING_MARGIN = 32  # positions before its window that a sequence keeps in the ring
@@ -101,9 +94,8 @@ class CellPools:
     def __post_init__(self) -> None:
         if not 1 <= self.sequences <= SEQUENCES:
             raise ContextError(f"sequences is {self.sequences}; it must be from 1 to {SEQUENCES}")
-        self.pools = {
-            "cell_": CellTable(self.cells, self.sequences if self.parts else 1, self.width)
-        }
+        num_tables = self.sequences if self.parts else 1
+        self.pools = {"cell_": CellTable(self.cells, num_tables, self.width)}
         if self.ring_cells:
             self.pools["ring_"] = CellTable(self.ring_cells, 1, self.width)
         if self.num_states:
@@ -202,8 +194,8 @@ class CellPools:
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
         """Return the inputs of a run of `size` tokens; those beyond the piece read and write nothing."""
-        num_lines = count_lines(size, self.sequences)
-        run_inputs = pad_inputs(piece.inputs, size, num_lines)
+        num_lines = kv_cell_table.count_lines(size, self.sequences)
+        run_inputs = kv_cell_table.pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
             if (pool == "cell_" and not self.is_ring_only) or (
                 pool == "ring_" and not self.has_plain_ring

@@ -383,10 +383,8 @@ class Context:
 
     def _restore_window(self, seq: int) -> int:
         """Take a sequence back to its last checkpoint, or to nothing; returns the number of tokens it has then."""
-        checkpoint, num_retained = (
-            self._checkpoints.latest_state(seq, self.next(seq)),
-            self.pools.state_end(seq),
-        )
+        checkpoint = self._checkpoints.latest_state(seq, self.next(seq))
+        num_retained = self.pools.state_end(seq)
         if num_retained > (checkpoint[0] if checkpoint else 0):  # the last run's first state
             self.pools.drop_positions(seq, num_retained)
             return num_retained

@@ -26,20 +26,16 @@ def graphs_nbytes(placed_graphs: Mapping[RunKey, Placed], shared: Mapping[str, n
     arena_nbytes = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
     private_leaves = {
         leaf.label: leaf
-        for placed_graph in placed_graphs.values()
-        for leaf in placed_graph.graph.leaves
+        for placed in placed_graphs.values()
+        for leaf in placed.graph.leaves
         if leaf.kind != "input"
     }
     leaf_nbytes: int = sum(
         leaf.spec.nbytes for name, leaf in private_leaves.items() if name not in shared
     )
     vectors = sum(value.nbytes for value in shared.values() if not is_mapped(value))
-    return (
-        arena_nbytes
-        + leaf_nbytes
-        + vectors
-        + CALL_NBYTES * sum(len(placed_graph.steps) for placed_graph in placed_graphs.values())
-    )
+    num_steps = sum(len(placed.steps) for placed in placed_graphs.values())
+    return arena_nbytes + leaf_nbytes + vectors + CALL_NBYTES * num_steps
 
 
 def is_mapped(value: np.ndarray) -> bool:
@@ -79,9 +75,8 @@ def check_room(
 
     def context_nbytes(num_cells: int) -> int:
         layout, placed_graphs = build_graphs(num_cells)
-        return graphs_nbytes(placed_graphs, model.stored()) + windows_nbytes(
-            model.config, layout, checkpoints
-        )
+        nbytes = windows_nbytes(model.config, layout, checkpoints)
+        return graphs_nbytes(placed_graphs, model.stored()) + nbytes
 
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()

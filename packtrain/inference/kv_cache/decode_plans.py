@@ -145,13 +145,9 @@ def place_runs(
     placed_graphs = dict[RunKey, Placed]()
     for run_size in run_sizes.token_counts:
         weight_leaves = transformer.weights(config, weight_types)
+        num_rows = run_sizes.num_rows(run_size)
         run_result, handles = generation(
-            config,
-            weight_leaves,
-            run_size,
-            cache,
-            run_sizes.num_rows(run_size),
-            return_hidden=hidden,
+            config, weight_leaves, run_size, cache, num_rows, return_hidden=hidden
         )
         graph_outputs = {"result": run_result} if hidden else sampler_outputs(run_result)
         placed_graphs[run_size] = place(Graph(graph_outputs, handles), target)

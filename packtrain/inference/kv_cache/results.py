@@ -14,26 +14,23 @@ from packtrain.common.text import plural
 from packtrain.dtypes import f64, i64
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input
+from packtrain.inference import sampling
 from packtrain.inference.kv_cache.cell_pools import ContextError
-from packtrain.inference.sampling import (
-    CANDIDATES,
-    LOGITS,
-    MAX_CANDIDATES,
-    TOKEN,
-    Candidates,
-    Chain,
-    SamplerCut,
-    SamplerInput,
-)
 
-OUTPUT_NAMES = {LOGITS: ("result",), CANDIDATES: ("ids", "values"), TOKEN: ("token",)}
+OUTPUT_NAMES = {
+    sampling.LOGITS: ("result",),
+    sampling.CANDIDATES: ("ids", "values"),
+    sampling.TOKEN: ("token",),
+}
 SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 
 
 def sampler_outputs(logits: Tensor) -> dict[str, Tensor]:
     """Return the outputs of a run: logits (N, V), and from them candidates (N, k) and the token (N,) of each row."""
     n, vocab_size = logits.shape
-    candidate_ids, candidate_logits = ops.candidates(logits, k=min(MAX_CANDIDATES, vocab_size))
+    candidate_ids, candidate_logits = ops.candidates(
+        logits, k=min(sampling.MAX_CANDIDATES, vocab_size)
+    )
     numbers, int_settings = input(SAMPLER_FLOATS, (n, 3), f64), input(SAMPLER_INTS, (n, 3), i64)
     token = ops.draw(candidate_ids, candidate_logits, numbers, int_settings)
     return {"result": logits, "ids": candidate_ids, "values": candidate_logits, "token": token}
@@ -55,20 +52,20 @@ def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
 class RowResults:
     """The sampler cuts of a call's wanted rows, in order, and the results of the first rows so far."""
 
-    sampler_cuts: Sequence[SamplerCut]
-    row_results: list[SamplerInput] = field(default_factory=list)
+    sampler_cuts: Sequence[sampling.SamplerCut]
+    row_results: list[sampling.SamplerInput] = field(default_factory=list)
 
     @classmethod
-    def for_chains(cls, num_rows: int, chains: Sequence[Chain] | None) -> "RowResults":
+    def for_chains(cls, num_rows: int, chains: Sequence[sampling.Chain] | None) -> "RowResults":
         """Create results of rows with these chains; a chain's rows are consecutive tokens. None: logits."""
         if chains is None:
-            return cls([SamplerCut()] * num_rows)
+            return cls([sampling.SamplerCut()] * num_rows)
         if len(chains) != num_rows:
             raise ContextError(
                 f"{plural(num_rows, 'result')} wanted, {plural(len(chains), 'chain')} given; each result needs one"
             )
         tokens_before = Counter[int]()
-        sampler_cuts = list[SamplerCut]()
+        sampler_cuts = list[sampling.SamplerCut]()
         for chain in chains:
             sampler_cuts.append(chain.cut(tokens_before[id(chain)]))
             tokens_before[id(chain)] += 1
@@ -92,15 +89,15 @@ class RowResults:
     def add(self, num_rows: int, outputs: Mapping[str, np.ndarray]) -> None:
         """Add the outputs of a run as results of the next `num_rows` rows."""
         for row_index, sampler_cut in enumerate(self._next_cuts(num_rows)):
-            if sampler_cut.leaves == TOKEN:
+            if sampler_cut.leaves == sampling.TOKEN:
                 self.row_results.append(int(outputs["token"][row_index]))
-            elif sampler_cut.leaves == CANDIDATES:
+            elif sampler_cut.leaves == sampling.CANDIDATES:
                 ids, candidate_logits = outputs["ids"][row_index], outputs["values"][row_index]
                 self.row_results.append(
-                    Candidates(ids.astype(np.int64), candidate_logits.astype(float), True)
+                    sampling.Candidates(ids.astype(np.int64), candidate_logits.astype(float), True)
                 )
             else:
                 self.row_results.append(outputs["result"][row_index])
 
-    def _next_cuts(self, num_rows: int) -> Sequence[SamplerCut]:
+    def _next_cuts(self, num_rows: int) -> Sequence[sampling.SamplerCut]:
         return self.sampler_cuts[len(self.row_results) : len(self.row_results) + num_rows]

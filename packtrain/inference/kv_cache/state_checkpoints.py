@@ -34,8 +34,4 @@ class StateCheckpoints:
 
     def drop_after(self, seq: int, since: int) -> None:
         """Drop checkpoints of a sequence after position `since`, from which on the sequence changes."""
-        self.saved_states = [
-            saved_state
-            for saved_state in self.saved_states
-            if saved_state[0] != seq or saved_state[1] <= since
-        ]
+        self.saved_states = [s for s in self.saved_states if s[0] != seq or s[1] <= since]

@@ -31,11 +31,9 @@ def token_cut(place: SamplerCut, s: Sampling, seed: int, index: int) -> SamplerC
     """Return where to cut a chain for the token `index`; `place` is the cut for any token, see `base_cut`."""
     if place.leaves != TOKEN or place.numbers[0] <= 0:  # no draw
         return place
-    return (
-        replace(place, int_settings=(s.top_k, seed, index))
-        if seed < SEEDS
-        else SamplerCut(CANDIDATES)
-    )
+    if seed >= SEEDS:
+        return SamplerCut(CANDIDATES)
+    return replace(place, int_settings=(s.top_k, seed, index))
 
 
 def base_cut(s: Sampling) -> SamplerCut:
@@ -48,13 +46,9 @@ def base_cut(s: Sampling) -> SamplerCut:
     active = [name for name in s.order if not _is_idle(s, name)]
     is_fixed_temp = s.dynatemp_range <= 0
     if "temperature" in active and is_fixed_temp and s.temp <= 0 and GREEDY.issuperset(active):
-        return (
-            SamplerCut()
-            if max_top_k < 1
-            else SamplerCut(CANDIDATES)
-            if biases
-            else SamplerCut(TOKEN)
-        )
+        if max_top_k < 1:
+            return SamplerCut()
+        return SamplerCut(CANDIDATES if biases else TOKEN)
     # min-p needs the largest only
     limiting_sampler = next((name for name in active if name != "min_p"), "")
     if limiting_sampler != "top_k" or s.top_k > max_top_k:

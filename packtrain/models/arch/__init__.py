@@ -18,9 +18,4 @@ ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE fo
 
 def families_by_class() -> dict[str, tuple[Architecture, Family]]:
     """Architecture and family of checkpoints by their model class."""
-    return {
-        class_name: (architecture, family)
-        for architecture in ARCHITECTURES.values()
-        for family in architecture.families
-        for class_name in family.model_classes
-    }
+    return {n: (a, f) for a in ARCHITECTURES.values() for f in a.families for n in f.model_classes}

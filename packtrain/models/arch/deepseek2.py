@@ -6,14 +6,6 @@ arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, ar
 from typing import Any
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    FFN_NORM,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -54,7 +46,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts"), dense
 
 
-def routing_metadata(hf_config: HFConfig) -> Keys:
+def routing_metadata(hf_config: HFConfig) -> arch.Keys:
     """Return the keys of routing. Refuses V2 in groups: llama.cpp judges a group by its two best experts, V2 by one."""
     is_v3 = _is_v3(hf_config)
     gating_func, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
@@ -64,7 +56,7 @@ def routing_metadata(hf_config: HFConfig) -> Keys:
     if not is_v3:
         hf_config.require_one_of("norm_topk_prob", False, False)
         hf_config.require_one_of("n_group", 1, 1)
-    metadata: Keys = {
+    metadata: arch.Keys = {
         "expert_gating_func": SIGMOID_GATING if is_v3 else SOFTMAX_GATING,
         "expert_weights_scale": hf_config.real("routed_scaling_factor", None if is_v3 else 1.0),
     }
@@ -76,10 +68,10 @@ def routing_metadata(hf_config: HFConfig) -> Keys:
     return metadata
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("attention_bias", False, False)
     rank, rope_width, settings = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
-    metadata: Keys = {
+    metadata: arch.Keys = {
         "vocab_size": sizes.vocab_size,
         "attention.head_count_kv": 1,
         "attention.key_length": rank + rope_width,
@@ -107,7 +99,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return (CHOICE,) if _is_v3(hf_config) else ()
+    return (arch.CHOICE,) if _is_v3(hf_config) else ()
 
 
 def _is_v3(hf_config: HFConfig) -> bool:
@@ -121,16 +113,16 @@ KEY_DEFAULTS = {
     "expert_gating_func": 0, "expert_group_count": 0, "expert_group_used_count": 0, "expert_weights_scale": 0.0,
     "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
-EXPERTS = ExpertLayout(
+EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("n_routed_experts", 64), ("num_experts_per_tok", 8), WIDTH, shared_and_dense
 )  # fmt: skip
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "deepseek2",
     sigmoid_routing=None,
     normalized_expert_weights=None,
     key_defaults=KEY_DEFAULTS,
     ignored_keys=("attention.temperature_length",),
-    optional_tensors=("attn_kv_b.weight", CHOICE),
+    optional_tensors=("attn_kv_b.weight", arch.CHOICE),
     merge_only_weights=(
         "attn_q",
         "attn_q_a",
@@ -141,9 +133,9 @@ ARCHITECTURE = Architecture(
         "attn_v_b",
     ),
     families=(
-        Family(
+        arch.Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
+            ATTENTION | arch.FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             extra_metadata,
             EXPERTS,
             normalize_config=normalize_config,

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import ernie4_5
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    EXPERT_MODULES,
-    Architecture,
-    ExpertLayout,
-    Keys,
-)
+from packtrain.models.arch.architecture import CHOICE, Architecture, ExpertLayout, Keys
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -60,7 +54,7 @@ ARCHITECTURE = Architecture(
             block_modules=arch.BLOCK | ROUTER | arch.SHARED,
             extra_metadata=extra_metadata,
             experts=ExpertLayout(
-                EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
+                arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
             ),
             suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
             optional_tensors=lambda hf_config: (CHOICE,),

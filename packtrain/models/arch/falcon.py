@@ -3,14 +3,7 @@
 arXiv 2311.16867.
 """
 
-from packtrain.models.arch.architecture import (
-    NORM_BIASES,
-    Architecture,
-    CheckpointNames,
-    Family,
-    Keys,
-    RowSpans,
-)
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -38,14 +31,14 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("alibi", False, False)
     hf_config.require_one_of("bias", False, False)
     hf_config.require_one_of("parallel_attn", True, True)
     return {"tensor_data_layout": "jploski"}
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
+def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that reorder groups of queries, key and value to all queries, all keys, all values."""
     head_width, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
@@ -66,7 +59,7 @@ def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     return ("attn_norm.bias", "output_norm.bias", *(SECOND_NORM if has_second_norm else ()))
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "falcon",
     halves=True,
     layer_norms=True,
@@ -75,14 +68,14 @@ ARCHITECTURE = Architecture(
     gated=False,
     fused_qkv=True,
     fixed_head_width=True,
-    optional_tensors=(*NORM_BIASES, *SECOND_NORM),
+    optional_tensors=(*arch.NORM_BIASES, *SECOND_NORM),
     families=(
-        Family(
+        arch.Family(
             ("FalconForCausalLM",),
             MODULES,
             extra_metadata,
             None,
-            CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"),
+            arch.CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"),
             normalize_config,
             {"ln_mlp": "input_layernorm"},
             optional_tensors,

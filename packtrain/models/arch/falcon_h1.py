@@ -9,14 +9,6 @@ from typing import Any
 import numpy as np
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    Architecture,
-    Changed,
-    CheckpointNames,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.granitehybrid import CONV_BIAS, SCAN_NORM, read_scan, scan_metadata
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
@@ -37,7 +29,7 @@ def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     return (*optional_names, SCAN_NORM) if hf_config.flag("mamba_rms_norm") else optional_names
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     for name in ("attention_bias", "mlp_bias", "projectors_bias"):
         hf_config.require_one_of(name, False, False)
     # llama.cpp gates first
@@ -46,13 +38,12 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     if hf_config.flag("tie_word_embeddings"):  # one matrix has one multiplier
         embedding_multiplier = hf_config.real("embedding_multiplier", 1.0)
         hf_config.require_one_of("lm_head_multiplier", 1.0, embedding_multiplier)
-    head_lengths = dict.fromkeys(
-        ("attention.key_length", "attention.value_length"), sizes.head_width
-    )
+    width_keys = "attention.key_length", "attention.value_length"
+    head_lengths = dict.fromkeys(width_keys, sizes.head_width)
     return {**scan_metadata(sizes), **head_lengths, "vocab_size": sizes.vocab_size}
 
 
-def times(*factors: float | np.ndarray) -> Changed:
+def times(*factors: float | np.ndarray) -> arch.Changed:
     """Return a function that multiplies rows by factors in turn, which are numbers or have one value per row."""
 
     def change_rows(rows: np.ndarray, first: int) -> np.ndarray:
@@ -66,7 +57,7 @@ def times(*factors: float | np.ndarray) -> Changed:
     return change_rows
 
 
-def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, Changed]:
+def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, arch.Changed]:
     def by(name: str) -> float:
         return hf_config.real(name, 1.0)
 
@@ -93,7 +84,7 @@ def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, Changed]:
     }  # fmt: skip
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "falcon-h1",
     halves=True,
     parallel_scan=True,
@@ -101,11 +92,11 @@ ARCHITECTURE = Architecture(
     key_defaults=arch.SCAN_KEYS,
     optional_tensors=(CONV_BIAS, SCAN_NORM),
     families=(
-        Family(
+        arch.Family(
             ("FalconH1ForCausalLM",),
-            ATTENTION | arch.SCAN_MODULES | FEED_FORWARD,
+            arch.ATTENTION | arch.SCAN_MODULES | FEED_FORWARD,
             extra_metadata,
-            names=CheckpointNames(norm="final_layernorm"),
+            names=arch.CheckpointNames(norm="final_layernorm"),
             optional_tensors=optional_tensors,
             suffix_renames=arch.SCAN_SUFFIX_RENAMES,
             mixer_fields=mixer_fields,

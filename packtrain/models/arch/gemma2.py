@@ -25,10 +25,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     hf_config.require_window_interval(2, sizes.block_count)
     return {
         **gemma.extra_metadata(hf_config, sizes),
-        **{
-            key: hf_config.number(key, hf_config.get_nullable(key, default))
-            for key, default in SOFTCAPS.items()
-        },
+        **{k: hf_config.number(k, hf_config.get_nullable(k, d)) for k, d in SOFTCAPS.items()},
         "attention.sliding_window": hf_config.size("sliding_window", TOKENS_BACK),
     }
 

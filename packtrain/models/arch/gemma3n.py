@@ -9,13 +9,6 @@ from typing import Any
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2, gemma4
-from packtrain.models.arch.architecture import (
-    LAYER_INPUTS,
-    Architecture,
-    CheckpointNames,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import FULL, SLIDING, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -29,7 +22,7 @@ LAYER_MODULES = {
     "altup.router_norm": "altup_router_norm",
 }  # fmt: skip
 OUTSIDE = {
-    **dict(zip(gemma4.OUTSIDE, LAYER_INPUTS, strict=True)), "altup_projections.{}": arch.STREAMS_IN,
+    **dict(zip(gemma4.OUTSIDE, arch.LAYER_INPUTS, strict=True)), "altup_projections.{}": arch.STREAMS_IN,
     "altup_unembed_projections.{}": arch.STREAMS_OUT,
 }  # fmt: skip
 WIDTHS_KEY, SPARSITY_KEY = "intermediate_size", "activation_sparsity_pattern"
@@ -79,9 +72,9 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     num_blocks, block_fields = sizes.block_count, per_block_fields(hf_config)
-    metadata: Keys = {
+    metadata: arch.Keys = {
         "attention.sliding_window": hf_config.size("sliding_window"),
         "attention.sliding_window_pattern": list(block_fields["window_pattern"]),
         "attention.shared_kv_layers": num_blocks - min(num_blocks, OWNING),
@@ -92,9 +85,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
         "activation_sparsity_scale": sparsity_deviations(num_blocks),
         SOFTCAP_KEY: SOFTCAP,
     }
-    return metadata | (
-        {"feed_forward_length": hf_config.get("widths")} if hf_config.get("widths") else {}
-    )
+    widths = hf_config.get("widths")
+    return metadata | ({"feed_forward_length": widths} if widths else {})
 
 
 def sparsity_deviations(blocks: int) -> list[float]:
@@ -102,7 +94,7 @@ def sparsity_deviations(blocks: int) -> list[float]:
     return [NormalDist().inv_cdf(SHARE) if i < SPARSE else float("-inf") for i in range(blocks)]
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "gemma3n",
     halves=True,
     use_gelu=True,
@@ -126,14 +118,14 @@ ARCHITECTURE = Architecture(
     neutral={SOFTCAP_KEY: (SOFTCAP,), "embedding_length_per_layer_input": (LAYER_EMBEDDING_WIDTH,)},
     optional_tensors=(),
     families=(
-        Family(
+        arch.Family(
             ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
             {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES},
             extra_metadata,
             normalize_config=normalize_config,
             per_block_fields=per_block_fields,
             optional_tensors=lambda hf_config: (),
-            names=CheckpointNames(outside=OUTSIDE),
+            names=arch.CheckpointNames(outside=OUTSIDE),
             suffix_renames={".correct_output_scale": ".correct_output_scale.weight"},
             rope_freq_base=1e6,
             default_head_width=256,

@@ -11,14 +11,6 @@ import numpy as np
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import gemma2
-from packtrain.models.arch.architecture import (
-    FACTORS,
-    Architecture,
-    CheckpointNames,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -58,9 +50,8 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     full_layer: Mapping[str, Any] = next(iter(layer_configs.values()), {})
     full = {"head_dim": full_layer.get("head_dim", hf_config.get("global_head_dim", WIDE))}
     if hf_config.flag("attention_k_eq_v"):
-        full_kv_heads = full_layer.get(
-            "num_key_value_heads", hf_config.get("num_global_key_value_heads")
-        )
+        full_kv_heads = hf_config.get("num_global_key_value_heads")
+        full_kv_heads = full_layer.get("num_key_value_heads", full_kv_heads)
         full |= {"num_key_value_heads": full_kv_heads or heads}
     count = hf_config.size("num_experts") if hf_config.flag("enable_moe_block") else 0
     return hf_config.but(near_head_dim=window_head_dim, near_heads=heads, num_experts=count, **full)
@@ -69,9 +60,8 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     num_blocks, ffn_width = hf_config.size("num_hidden_layers"), hf_config.size("intermediate_size")
     pattern = tuple(hf_config.layer_windows(num_blocks, is_required=True))
-    num_shared, layer_width = (
-        hf_config.get(key) and hf_config.size(key) for key in (SHARED_KV_KEY, LAYER_EMBEDDING_KEY)
-    )
+    size_keys = SHARED_KV_KEY, LAYER_EMBEDDING_KEY
+    num_shared, layer_width = (hf_config.get(key) and hf_config.size(key) for key in size_keys)
     if hf_config.get_nullable(LAYER_EMBEDDING_KEY, "") == "":
         raise hf_config.wrong(LAYER_EMBEDDING_KEY, None, "a whole number, or 0")
     num_owning = num_blocks - num_shared if num_shared else 0
@@ -100,7 +90,7 @@ def factors(hf_config: HFConfig) -> np.ndarray:
     return np.repeat(np.array([1.0, UNTURNED], np.float32), (num_rotated, width // 2 - num_rotated))
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     fields = per_block_fields(hf_config)
     hf_config.require_one_of("use_bidirectional_attention", None, None, "vision")
     hf_config.require_one_of("attention_bias", False, False)
@@ -109,7 +99,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
             "rope_parameters.full_attention.rope_type", hf_config.scaling(), PROPORTIONAL_SCALING
         )
     window_width = hf_config.size("near_head_dim")
-    keys: Keys = {
+    keys: arch.Keys = {
         "attention.sliding_window": hf_config.size("sliding_window"),
         "attention.sliding_window_pattern": list(fields["window_pattern"]),
         "attention.shared_kv_layers": sizes.block_count - (fields["own_kv"] or sizes.block_count),
@@ -135,7 +125,7 @@ KEY_DEFAULTS = {
     "attention.value_length_swa": None, "embedding_length_per_layer_input": None, SOFTCAP_KEY: 30.0,
     "rope.dimension_count_swa": None, "rope.freq_base_swa": 10_000.0,
 }  # fmt: skip
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "gemma4",
     halves=True,
     use_gelu=True,
@@ -148,13 +138,13 @@ ARCHITECTURE = Architecture(
     parallel_dense_ffn=True,
     key_defaults=KEY_DEFAULTS,
     zero_keys=(SOFTCAP_KEY,),
-    optional_tensors=(FACTORS, arch.LAYER_SCALE, GATE_AND_UP),
+    optional_tensors=(arch.FACTORS, arch.LAYER_SCALE, GATE_AND_UP),
     families=(
-        Family(
+        arch.Family(
             ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
             {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES, **EXPERT_MODULES},
             extra_metadata,
-            ExpertLayout(
+            arch.ExpertLayout(
                 {},
                 ("num_experts", 0),
                 ("top_k_experts", 0),
@@ -166,11 +156,11 @@ ARCHITECTURE = Architecture(
             per_block_fields=per_block_fields,
             factors=factors,
             optional_tensors=lambda hf_config: (
-                FACTORS,
+                arch.FACTORS,
                 arch.LAYER_SCALE,
                 *([GATE_AND_UP] if hf_config.get("num_experts") else []),
             ),
-            names=CheckpointNames(outside=dict(zip(OUTSIDE, arch.LAYER_INPUTS, strict=True))),
+            names=arch.CheckpointNames(outside=dict(zip(OUTSIDE, arch.LAYER_INPUTS, strict=True))),
             suffix_renames={name: f"{name}.weight" for name in UNSUFFIXED_NAMES},
             rope_scaling_types=(PROPORTIONAL_SCALING,),
             rope_freq_base=1e6,

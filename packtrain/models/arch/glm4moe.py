@@ -5,14 +5,6 @@ guess more tokens; convert and full tunes leave them out: no loss reads them, so
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    BIASES,
-    CHOICE,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -31,7 +23,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("n_group", 1, 1)
     hf_config.require_one_of("topk_group", 1, 1)
     return {
@@ -47,8 +39,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    biases = BIASES if hf_config.flag("attention_bias") else ()
-    return (*biases, CHOICE, *(QK_NORMS if hf_config.flag("use_qk_norm") else ()))
+    biases = arch.BIASES if hf_config.flag("attention_bias") else ()
+    return (*biases, arch.CHOICE, *(QK_NORMS if hf_config.flag("use_qk_norm") else ()))
 
 
 KEY_DEFAULTS = {
@@ -56,10 +48,10 @@ KEY_DEFAULTS = {
     "expert_shared_count": None, "leading_dense_block_count": 0, "expert_weights_scale": 0.0,
     "expert_weights_norm": False, "nextn_predict_layers": 0,
 }  # fmt: skip
-EXPERTS = ExpertLayout(
+EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("n_routed_experts", 128), ("num_experts_per_tok", 8), WIDTH, shared_and_dense
 )  # fmt: skip
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "glm4moe",
     halves=True,
     ffn_norm="post_attention_norm",
@@ -68,9 +60,9 @@ ARCHITECTURE = Architecture(
     normalized_expert_weights=None,
     key_defaults=KEY_DEFAULTS,
     neutral={"expert_gating_func": (SIGMOID_GATING, 0)},
-    optional_tensors=(*BIASES, CHOICE, *QK_NORMS),
+    optional_tensors=(*arch.BIASES, arch.CHOICE, *QK_NORMS),
     families=(
-        Family(
+        arch.Family(
             ("Glm4MoeForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             extra_metadata,

@@ -1,13 +1,6 @@
 """GPT-2: learned positions instead of rope, layer norms, biases everywhere, no gate. Radford et al. 2019."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    NORM_BIASES,
-    Architecture,
-    CheckpointNames,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -29,7 +22,7 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("scale_attn_weights", True, True)
     hf_config.require_one_of("scale_attn_by_inverse_layer_idx", False, False)
     hf_config.require_one_of("add_cross_attention", False, False)
@@ -37,10 +30,10 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return ("attn_qkv.bias", *arch.UNGATED_BIASES, *NORM_BIASES)
+    return ("attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES)
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "gpt2",
     learned_positions=True,
     layer_norms=True,
@@ -48,14 +41,14 @@ ARCHITECTURE = Architecture(
     gated=False,
     fused_qkv=True,
     fixed_head_width=True,
-    optional_tensors=("attn_qkv.bias", *arch.MORE_BIASES, *NORM_BIASES),
+    optional_tensors=("attn_qkv.bias", *arch.MORE_BIASES, *arch.NORM_BIASES),
     families=(
-        Family(
+        arch.Family(
             ("GPT2LMHeadModel",),
             MODULES,
             extra_metadata,
             None,
-            CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
+            arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
             normalize_config,
             optional_tensors=optional_tensors,
             computed_suffixes=(".attn.bias", ".attn.masked_bias"),  # masks

@@ -21,17 +21,13 @@ StackedMatrices = dict[str, tuple[str, int, int]]
 def halves(module: str, suffix: str = "") -> StackedMatrices:
     """Return `stacked_matrices` of a feed-forward whose checkpoints store gate and up in one module."""
     matrix_sides = ("gate", "input", 0, 2), ("up", "input", 1, 2), ("down", "output", 0, 1)
-    return {
-        f"ffn_{matrix}{suffix}": (f"{module}.{module_side}_linear", output_index, num_outputs)
-        for matrix, module_side, output_index, num_outputs in matrix_sides
-    }
+    return {f"ffn_{m}{suffix}": (f"{module}.{s}_linear", i, o) for m, s, i, o in matrix_sides}
 
 
 def dense(hf_config: HFConfig) -> HFConfig:
     """Return the config of a model without experts: the shared expert is the feed-forward."""
-    return hf_config.but(
-        num_experts=0, intermediate_size=hf_config.size("shared_intermediate_size")
-    )
+    width = hf_config.size("shared_intermediate_size")
+    return hf_config.but(num_experts=0, intermediate_size=width)
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:

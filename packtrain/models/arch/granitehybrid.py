@@ -26,9 +26,8 @@ def other_class(hf_config: HFConfig) -> str:
     if not isinstance(kinds, list) or not kinds or any(kind not in ATTENDING for kind in kinds):
         return ""
     hf_config.require_one_of("position_embedding_type", None, "rope")
-    return (
-        granite.ALL_ATTEND if not hf_config.get("num_local_experts", 8) else granitemoe.CLASSES[1]
-    )
+    num_experts = hf_config.get("num_local_experts", 8)
+    return granitemoe.CLASSES[1] if num_experts else granite.ALL_ATTEND
 
 
 def read_scan(hf_config: HFConfig, inner_width: int) -> Scan:
@@ -67,10 +66,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     metadata = granite.extra_metadata(hf_config, sizes) | scan_metadata(sizes)
     if not sizes.expert_count:
-        metadata |= {
-            "expert_count": 0,
-            "expert_used_count": int(hf_config.get("num_experts_per_tok", 2)),
-        }
+        metadata["expert_count"] = 0
+        metadata["expert_used_count"] = int(hf_config.get("num_experts_per_tok", 2))
     return metadata | {
         "context_length": MAX_CONTEXT,
         "attention.head_count_kv": kv_head_counts,

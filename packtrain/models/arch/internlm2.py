@@ -1,13 +1,6 @@
 """InternLM 2: llama, whose checkpoints fuse queries, key and value of a group. arXiv 2403.17297."""
 
-from packtrain.models.arch.architecture import (
-    BIASES,
-    Architecture,
-    CheckpointNames,
-    Family,
-    Keys,
-    RowSpans,
-)
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -18,14 +11,14 @@ MODULES = {
 FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     """Return no metadata: dynamic scaling of rope begins after the context, where llama.cpp has none."""
     hf_config.require_one_of("bias", False, False)
     hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
+def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that pick all queries, all keys and all values from groups of them."""
     d, num_groups = sizes.head_width, sizes.head_count_kv
     each = sizes.head_count // num_groups + 2
@@ -36,17 +29,17 @@ def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
     }
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "internlm2",
     fixed_head_width=True,
     always_untied=True,
-    optional_tensors=BIASES,
+    optional_tensors=arch.BIASES,
     families=(
-        Family(
+        arch.Family(
             ("InternLM2ForCausalLM",),
             MODULES,
             extra_metadata,
-            names=CheckpointNames(embedding="tok_embeddings"),
+            names=arch.CheckpointNames(embedding="tok_embeddings"),
             suffix_renames={"output.weight": "lm_head.weight"},
             row_spans=row_spans,
             fused_modules={"attention.wqkv": FUSED_PARTS},

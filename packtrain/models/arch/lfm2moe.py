@@ -2,14 +2,6 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import lfm2
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    Architecture,
-    CheckpointNames,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -25,7 +17,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     return 0, hf_config.get("num_dense_layers", 2)
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("norm_topk_prob", True, True)
     hf_config.require_one_of("routed_scaling_factor", 1.0, 1.0)
     return lfm2.extra_metadata(hf_config, sizes) | {
@@ -35,13 +27,13 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return (CHOICE,) if hf_config.flag("use_expert_bias", True) else ()
+    return (arch.CHOICE,) if hf_config.flag("use_expert_bias", True) else ()
 
 
-EXPERTS = ExpertLayout(
+EXPERTS = arch.ExpertLayout(
     EXPERT_MODULES, ("num_experts", 32), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1792), shared_and_dense
 )  # fmt: skip
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "lfm2moe",
     halves=True,
     head_norms=True,
@@ -50,14 +42,14 @@ ARCHITECTURE = Architecture(
     sigmoid_routing=True,
     key_defaults={"shortconv.l_cache": None, **arch.ONLY_EXPERTS, "leading_dense_block_count": 0},
     neutral={"expert_gating_func": (SIGMOID_GATING,)},
-    optional_tensors=(CHOICE,),
+    optional_tensors=(arch.CHOICE,),
     families=(
-        Family(
+        arch.Family(
             ("Lfm2MoeForCausalLM",),
             lfm2.MODULES | ROUTER | lfm2.FEED_FORWARD,
             extra_metadata,
             EXPERTS,
-            CheckpointNames(norm="embedding_norm"),
+            arch.CheckpointNames(norm="embedding_norm"),
             lfm2.with_tied_embedding,
             mixer_fields=lfm2.mixer_fields,
             optional_tensors=optional_tensors,

@@ -4,24 +4,17 @@ arXiv 2409.02060.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    EXPERT_MODULES,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("norm_topk_prob", False, False)
     hf_config.require_one_of("clip_qkv", None, None)
     return {}
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "olmoe",
     halves=True,
     joint_qk_norms=True,
@@ -31,11 +24,11 @@ ARCHITECTURE = Architecture(
     key_defaults={"expert_count": None, "expert_used_count": None},
     optional_tensors=(),
     families=(
-        Family(
+        arch.Family(
             ("OlmoeForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
             extra_metadata,
-            ExpertLayout(EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)),
+            arch.ExpertLayout(arch.EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)),
         ),
     ),
 )

@@ -4,14 +4,7 @@ arXiv 2306.11644.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    FUSED_QKV,
-    NORM_BIASES,
-    Architecture,
-    CheckpointNames,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import FUSED_QKV, NORM_BIASES, Architecture, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -45,7 +38,7 @@ ARCHITECTURE = Architecture(
             MODULES,
             extra_metadata,
             None,
-            CheckpointNames(norm="final_layernorm"),
+            arch.CheckpointNames(norm="final_layernorm"),
             optional_tensors=optional_tensors,
             omitted_keys=("rope.freq_base",),
         ),

@@ -4,13 +4,7 @@ The weights of the chosen experts come from a softmax over all experts, and do n
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    EXPERT_MODULES,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import Architecture, ExpertLayout, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -37,7 +31,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 EXPERTS = ExpertLayout(
-    EXPERT_MODULES, ("num_experts", 60), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1408), shared_and_dense
+    arch.EXPERT_MODULES, ("num_experts", 60), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1408),
+    shared_and_dense,
 )  # fmt: skip
 ARCHITECTURE = Architecture(
     "qwen2moe",

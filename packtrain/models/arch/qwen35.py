@@ -1,17 +1,10 @@
 """Qwen3.5 (text): most blocks have a gated delta net instead of attention, whose heads have gates. arXiv 2412.06464."""
 
 from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import qwen3next
 from packtrain.models.arch.architecture import FEED_FORWARD, Architecture, Family, Keys, RowSpans
 from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.qwen3next import (
-    DELTA_KEYS,
-    DELTA_MODULES,
-    FFN_NORM,
-    SUFFIX_RENAMES,
-    extra_metadata,
-    mixer_fields,
-    normalize_config,
-)
+from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES, FFN_NORM, mixer_fields
 from packtrain.models.arch.size_fields import ModelSizes
 
 SECTIONS = "rope.dimension_sections"
@@ -49,13 +42,10 @@ def text_keys(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     llama.cpp gives pairs beyond the sections position 0, hence the check of files that they cover all pairs.
     """
     sections = hf_config.full_rotation().get("mrope_section", [11, 11, 10])
-    if (
-        not isinstance(sections, list)
-        or {*map(type, sections)} != {int}
-        or len(sections) not in (3, 4)
-    ):
+    has_numbers = isinstance(sections, list) and {*map(type, sections)} == {int}
+    if not has_numbers or len(sections) not in (3, 4):
         raise hf_config.wrong("mrope_section", sections, "three numbers")
-    return {**extra_metadata(hf_config, sizes), SECTIONS: [*sections, 0][:4]}
+    return {**qwen3next.extra_metadata(hf_config, sizes), SECTIONS: [*sections, 0][:4]}
 
 
 ARCHITECTURE = Architecture(
@@ -73,12 +63,12 @@ ARCHITECTURE = Architecture(
             ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
             BLOCK | FEED_FORWARD,
             text_keys,
-            normalize_config=normalize_config,
+            normalize_config=qwen3next.normalize_config,
             mixer_fields=mixer_fields,
             row_spans=row_spans,
             column_spans=column_spans,
             changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs},
-            suffix_renames=SUFFIX_RENAMES,
+            suffix_renames=qwen3next.SUFFIX_RENAMES,
             norm_shift=1.0,
             default_head_width=256,
         ),

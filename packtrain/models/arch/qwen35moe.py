@@ -2,16 +2,11 @@
 
 from dataclasses import replace
 
+from packtrain.models.arch import qwen3next
 from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout, Keys
 from packtrain.models.arch.gpt_oss import STACKED
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.qwen2moe import SHARED
-from packtrain.models.arch.qwen3next import (
-    EXPERT_KEYS,
-    SUFFIX_RENAMES,
-    normalize_config,
-    shared_and_dense,
-)
 from packtrain.models.arch.qwen35 import ARCHITECTURE as DENSE
 from packtrain.models.arch.qwen35 import BLOCK, text_keys
 from packtrain.models.arch.size_fields import ModelSizes
@@ -24,7 +19,7 @@ EXPERT_SUFFIX_RENAMES = {
 
 def normalize_expert_config(hf_config: HFConfig) -> HFConfig:
     """Return the usual config; intermediate_size, which no block uses, defaults to an expert's width."""
-    return normalize_config(
+    return qwen3next.normalize_config(
         hf_config.but(intermediate_size=hf_config.size("intermediate_size", hf_config.size(*WIDTH)))
     )
 
@@ -37,7 +32,7 @@ ARCHITECTURE = replace(
     DENSE,
     name="qwen35moe",
     gated_shared_expert=True,
-    key_defaults={**DENSE.key_defaults, **EXPERT_KEYS},
+    key_defaults={**DENSE.key_defaults, **qwen3next.EXPERT_KEYS},
     families=(
         replace(
             DENSE.families[0],
@@ -49,13 +44,13 @@ ARCHITECTURE = replace(
                 ("num_experts", 256),
                 ("num_experts_per_tok", 8),
                 WIDTH,
-                shared_and_dense,
+                qwen3next.shared_and_dense,
                 stacked_matrices=STACKED,
                 is_contiguous=True,
                 rows=True,
             ),
             normalize_config=normalize_expert_config,
-            suffix_renames=SUFFIX_RENAMES | EXPERT_SUFFIX_RENAMES,
+            suffix_renames=qwen3next.SUFFIX_RENAMES | EXPERT_SUFFIX_RENAMES,
             omitted_keys=("feed_forward_length",),
         ),
     ),

@@ -1,18 +1,11 @@
 """Qwen3 with experts in every block; the weights of the chosen experts add up to 1. arXiv 2505.09388."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    EXPERT_MODULES,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
     hf_config.require_one_of("norm_topk_prob", False, True)
     hf_config.require_one_of("decoder_sparse_step", 1, 1)
@@ -20,15 +13,15 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {}
 
 
-EXPERTS = ExpertLayout(
-    EXPERT_MODULES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
+EXPERTS = arch.ExpertLayout(
+    arch.EXPERT_MODULES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
 )  # fmt: skip
 BLOCK = arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "qwen3moe",
     halves=True,
     head_norms=True,
     key_defaults=arch.ONLY_EXPERTS,
     ignored_keys=arch.WINDOW_KEYS,
-    families=(Family(("Qwen3MoeForCausalLM",), BLOCK, extra_metadata, EXPERTS),),
+    families=(arch.Family(("Qwen3MoeForCausalLM",), BLOCK, extra_metadata, EXPERTS),),
 )

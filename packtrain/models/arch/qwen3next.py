@@ -6,14 +6,6 @@ arXiv 2412.06464. Blocks that guess more tokens are not used.
 from typing import Any
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    Architecture,
-    ExpertLayout,
-    Family,
-    Keys,
-    RowSpans,
-)
 from packtrain.models.arch.granitehybrid import scan_metadata
 from packtrain.models.arch.hf_config import FULL, HFConfig
 from packtrain.models.arch.qwen2moe import SHARED
@@ -40,7 +32,7 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
     return hf_config.size("shared_expert_intermediate_size", 512), 0
 
 
-EXPERTS = ExpertLayout(
+EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("num_experts", 512), ("num_experts_per_tok", 10), ("moe_intermediate_size", 512),
     shared_and_dense,
 )  # fmt: skip
@@ -70,7 +62,7 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {"attending": attending, "scan": Scan(num_heads * width, width, num_heads, groups, taps)}
 
 
-def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
+def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that pick attn_qkv and attn_gate from groups of queries, keys, values and gates."""
     assert sizes.scan is not None
     inner_width, head_width, _, num_groups, _ = sizes.scan
@@ -88,7 +80,7 @@ def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
     return {"attn_qkv": q + k + v, "attn_gate": z}
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     hf_config.require_one_of("attention_bias", False, False)
     return {
         **scan_metadata(sizes),
@@ -98,7 +90,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     }
 
 
-def expert_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def expert_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
     hf_config.require_one_of("norm_topk_prob", True, True)
     hf_config.require_one_of("decoder_sparse_step", 1, 1)
@@ -107,7 +99,7 @@ def expert_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {**extra_metadata(hf_config, sizes), "expert_shared_feed_forward_length": shared_width}
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "qwen3next",
     halves=True,
     head_norms=True,
@@ -119,9 +111,9 @@ ARCHITECTURE = Architecture(
     key_defaults={**EXPERT_KEYS, **DELTA_KEYS},
     optional_tensors=(),
     families=(
-        Family(
+        arch.Family(
             ("Qwen3NextForCausalLM",),
-            ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | ROUTER_MODULES | SHARED,
+            arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | ROUTER_MODULES | SHARED,
             expert_metadata,
             EXPERTS,
             normalize_config=normalize_config,

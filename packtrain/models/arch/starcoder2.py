@@ -9,10 +9,8 @@ MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     hf_config.require_one_of("norm_type", "layer_norm", "layer_norm")
-    return (
-        *NORM_BIASES,
-        *((*BIASES, *arch.UNGATED_BIASES) if hf_config.flag("use_bias", True) else ()),
-    )
+    biases = (*BIASES, *arch.UNGATED_BIASES) if hf_config.flag("use_bias", True) else ()
+    return (*NORM_BIASES, *biases)
 
 
 ARCHITECTURE = Architecture(

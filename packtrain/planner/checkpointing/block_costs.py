@@ -16,27 +16,13 @@ from packtrain.engine.packing import alive_nbytes
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import Call
 from packtrain.planner import cost_model
-from packtrain.planner.checkpointing import recompute_choice
-from packtrain.planner.checkpointing.middle_blocks import (
-    NUM_CHAIN_BLOCKS,
-    MiddleBlock,
-    backward_steps,
-    is_free_call,
-    middle,
-)
+from packtrain.planner.checkpointing import middle_blocks, recompute_choice
+from packtrain.planner.checkpointing.middle_blocks import MiddleBlock, is_free_call, middle
 from packtrain.planner.checkpointing.pareto_front import KeptSet, least_again
-from packtrain.planner.checkpointing.recompute_choice import (
-    ALIGNMENT,
-    INPUT_PLACE,
-    NEVER_OFFLOAD,
-    BlockOption,
-    InnerRanks,
-    RecomputeChoice,
-    is_offloaded,
-)
+from packtrain.planner.checkpointing.recompute_choice import BlockOption, InnerRanks
 from packtrain.planner.cost_model import BackendRates
 
-BuildGraph = Callable[[int, RecomputeChoice | None], recompute_choice.BuiltGraph]
+BuildGraph = Callable[[int, recompute_choice.RecomputeChoice | None], recompute_choice.BuiltGraph]
 
 
 class BlockCosts:
@@ -57,7 +43,7 @@ class BlockCosts:
         together: int = 1,
         target: Target = CPU,
         space: str | None = None,
-        offload_mode: int = NEVER_OFFLOAD,
+        offload_mode: int = recompute_choice.NEVER_OFFLOAD,
         is_two_pass: bool = False,
     ) -> None:
         self.is_two_pass = is_two_pass
@@ -69,7 +55,7 @@ class BlockCosts:
     @cached_property
     def _middle(self) -> MiddleBlock:
         """The middle block of a short chain that saves everything."""
-        built_graph = self.build(NUM_CHAIN_BLOCKS, None)
+        built_graph = self.build(middle_blocks.NUM_CHAIN_BLOCKS, None)
         return middle(built_graph, place(built_graph.graph, self.target), self.space, self.seconds)
 
     def afresh(self) -> "BlockCosts":
@@ -126,20 +112,15 @@ class BlockCosts:
 
         For each cut that is not saved, a variant recomputes the cut first, then each side. All may also be offloaded.
         """
-        base_strategy = tuple((place, 0) for place in kept_places)
-        resident_strategies = [
-            base_strategy,
-            *((*base_strategy, (cut, 1)) for cut in self._middle.cuts if cut not in kept_places),
-        ]
-        return (
-            [*resident_strategies, *map(recompute_choice.offload_ranks, resident_strategies)]
-            if self.offload_mode
-            else resident_strategies
-        )
+        base = tuple((place, 0) for place in kept_places)
+        forms = [base, *((*base, (cut, 1)) for cut in self._middle.cuts if cut not in kept_places)]
+        offloaded = map(recompute_choice.offload_ranks, forms if self.offload_mode else [])
+        return [*forms, *offloaded]
 
     def saved(self, strategy: InnerRanks) -> int:
         """Return the bytes of `space` that a strategy saves beside the block's input; negative if that is offloaded."""
-        return -self.stream_nbytes if is_offloaded(strategy) else self._kept_nbytes(strategy)
+        is_offloaded = recompute_choice.is_offloaded(strategy)
+        return -self.stream_nbytes if is_offloaded else self._kept_nbytes(strategy)
 
     def _kept_nbytes(self, strategy: InnerRanks) -> int:
         return self.num_parts * sum(self.value_nbytes[at] for at in _kept_places(strategy))
@@ -155,11 +136,9 @@ class BlockCosts:
 
     def offload_seconds(self, strategy: InnerRanks) -> float:
         """Return the seconds for copying a strategy's offloaded values out and back; 0 if it offloads none."""
-        return (
-            self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
-            if is_offloaded(strategy)
-            else 0.0
-        )
+        if not recompute_choice.is_offloaded(strategy):
+            return 0.0
+        return self._round_trip_seconds(self.stream_nbytes + self._kept_nbytes(strategy))
 
     def _round_trip_seconds(self, nbytes: float) -> float:
         names = [backend.name for backend in self.target.every if backend.space == self.space]
@@ -168,10 +147,7 @@ class BlockCosts:
     @property
     def options(self) -> list[BlockOption]:
         """Every strategy as an option, measured or with lower bounds."""
-        return [
-            self._measured_options.get(strategy) or self._lower_bounds[strategy]
-            for strategy in self.strategies
-        ]
+        return [self._measured_options.get(s) or self._lower_bounds[s] for s in self.strategies]
 
     @property
     def bare_options(self) -> list[BlockOption]:
@@ -187,13 +163,8 @@ class BlockCosts:
         points = self._middle.front
         if self.offload_mode:
             moved = ((self.stream_nbytes / self.num_parts + point.saved, point) for point in points)
-            points = [
-                *points,
-                *(
-                    KeptSet(0, point.recompute_seconds + self._round_trip_seconds(point_nbytes), ())
-                    for point_nbytes, point in moved
-                ),
-            ]
+            times = [p.recompute_seconds + self._round_trip_seconds(n) for n, p in moved]
+            points = [*points, *(KeptSet(0, seconds, ()) for seconds in times)]
         return self.num_parts * least_again(points, all_nbytes - nbytes / self.num_parts)
 
     # ---- lower bounds
@@ -203,16 +174,13 @@ class BlockCosts:
         """Options with lower bounds of their bytes: as if recomputed values were alive only while they are read."""
         middle_block, bounds = self._middle, dict[InnerRanks, BlockOption]()
         for point in middle_block.front:
-            recompute_seconds, num_calls = (
-                self.num_parts * point.recompute_seconds,
-                self.num_parts * middle_block.num_recomputed_calls(point.places),
-            )
+            recompute_seconds = self.num_parts * point.recompute_seconds
+            num_calls = self.num_parts * middle_block.num_recomputed_calls(point.places)
             live_nbytes = self._needed + middle_block.kept_nbytes[list(point.places)].sum(axis=0)
-            for strategy in self._forms(point.places):
-                total_seconds = recompute_seconds + self.offload_seconds(strategy)
-                bounds[strategy] = BlockOption(
-                    strategy, self.saved(strategy), total_seconds, num_calls, int(live_nbytes.max())
-                )
+            work = int(live_nbytes.max())
+            for s in self._forms(point.places):
+                total_seconds = recompute_seconds + self.offload_seconds(s)
+                bounds[s] = BlockOption(s, self.saved(s), total_seconds, num_calls, work)
         return bounds
 
     @property
@@ -223,23 +191,16 @@ class BlockCosts:
     @cached_property
     def _needed(self) -> np.ndarray:
         """Bytes of each step of the backward pass, without those that stay after later blocks or the first pass."""
-        later_nbytes = self.head_reserve + (NUM_CHAIN_BLOCKS - 2) * self.reserve
+        later_nbytes = self.head_reserve + (middle_blocks.NUM_CHAIN_BLOCKS - 2) * self.reserve
         return self._middle.needed_nbytes - later_nbytes - self.is_two_pass * self.stream_nbytes
 
     # ---- measurements
 
     def measure(self, strategies: Iterable[InnerRanks]) -> bool:
         """Measure unknown strategies, in all their variants, together in one chain; return whether there were any."""
-        kept_places = {
-            _kept_places(strategy)
-            for strategy in strategies
-            if strategy not in self._measured_options
-        }
-        unmeasured = [
-            strategy
-            for strategy in self.strategies
-            if strategy not in self._measured_options and _kept_places(strategy) in kept_places
-        ]
+        measured = self._measured_options
+        sets = {_kept_places(s) for s in strategies if s not in measured}
+        unmeasured = [s for s in self.strategies if s not in measured and _kept_places(s) in sets]
         for start in range(0, len(unmeasured), self.together):
             self._measure(unmeasured[start : start + self.together])
         return bool(unmeasured)
@@ -250,12 +211,11 @@ class BlockCosts:
         If all blocks run backward twice, the gradient behind the last block also stays, but not that block's output.
         """
         inner = (strategies[0], *strategies, strategies[-1])
-        built_graph = self.build(len(inner), RecomputeChoice((0,) * (len(inner) + 1), inner))
+        choice = recompute_choice.RecomputeChoice((0,) * (len(inner) + 1), inner)
+        built_graph = self.build(len(inner), choice)
         placed = place(built_graph.graph, self.target)
-        live_curve, step_ranges = (
-            LiveByteCurve(placed, self.space),
-            backward_steps(placed, built_graph, self.num_parts),
-        )
+        live_curve = LiveByteCurve(placed, self.space)
+        step_ranges = middle_blocks.backward_steps(placed, built_graph, self.num_parts)
         saved_sizes = list(map(self.saved, inner))
         total_nbytes = sum(saved_sizes) + (len(inner) + 1) * self.stream_nbytes
         for i, strategy in enumerate(inner):
@@ -268,22 +228,21 @@ class BlockCosts:
             later_nbytes = self.head_reserve + (len(inner) - 1 - i) * self.reserve
             work = max(live_curve.max_nbytes(first_step, last) - other_nbytes - later_nbytes, 0)
             seconds = sum(map(self.seconds, recomputed)) + self.offload_seconds(strategy)
-            self._measured_options[strategy] = BlockOption(
-                strategy, saved_sizes[i], seconds, len(recomputed), work
-            )
+            option = BlockOption(strategy, saved_sizes[i], seconds, len(recomputed), work)
+            self._measured_options[strategy] = option
 
 
 def _kept_places(strategy: InnerRanks) -> tuple[int, ...]:
-    return tuple(at for at, rank in strategy if rank <= 0 and at != INPUT_PLACE)
+    return tuple(at for at, rank in strategy if rank <= 0 and at != recompute_choice.INPUT_PLACE)
 
 
 class LiveByteCurve:
     """Bytes of a space that are alive at the steps of a placed graph."""
 
     def __init__(self, placed: Placed, space: str) -> None:
-        self._step_times, self._nbytes = alive_nbytes(
-            *lifetime_columns(storage_lifetimes(placed, space), ALIGNMENT)
-        )
+        stored = storage_lifetimes(placed, space)
+        lifetimes = lifetime_columns(stored, recompute_choice.ALIGNMENT)
+        self._step_times, self._nbytes = alive_nbytes(*lifetimes)
 
     def max_nbytes(self, first_step: int, last: int) -> int:
         """Return the most bytes alive at any step from `first_step` to `last`."""

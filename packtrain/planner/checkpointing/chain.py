@@ -20,15 +20,11 @@ from packtrain.engine.memory_plan.lifetimes import lifetime_columns, storage_lif
 from packtrain.engine.packing import lower_bound
 from packtrain.engine.placement import Placed, place
 from packtrain.planner import cost_model
+from packtrain.planner.checkpointing import recompute_choice
 from packtrain.planner.checkpointing.block_costs import BlockCosts, BuildGraph, LiveByteCurve
 from packtrain.planner.checkpointing.chain_solver import ChainSolution, ChainSolver
 from packtrain.planner.checkpointing.middle_blocks import backward_steps
-from packtrain.planner.checkpointing.recompute_choice import (
-    ALIGNMENT,
-    NEVER_OFFLOAD,
-    RecomputeChoice,
-    uniform_choice,
-)
+from packtrain.planner.checkpointing.recompute_choice import RecomputeChoice, uniform_choice
 from packtrain.planner.checkpointing.two_passes import TwoPassSolver
 from packtrain.planner.cost_model import BackendRates
 
@@ -85,7 +81,7 @@ class BlockChain:
         strategies_per_graph: int = 1,
         target: Target = CPU,
         space: str | None = None,
-        offload_mode: int = NEVER_OFFLOAD,
+        offload_mode: int = recompute_choice.NEVER_OFFLOAD,
         num_two_pass_blocks: int = 0,
         build_two_pass: BuildGraph | None = None,
         head_setters: Mapping[int, HeadSetter] = {},
@@ -147,16 +143,14 @@ class BlockChain:
         if choice not in self.planned_choices:
             graph = self.build(self.count, choice).graph
             placed = place(graph, self.target)
-            arena_nbytes, _ = lower_bound(
-                *lifetime_columns(storage_lifetimes(placed, self.space), ALIGNMENT)
-            )
-            recomputed_calls = [call for call in graph.calls if call.phase == "recomputed"]
-            nbytes = arena_nbytes + self.call_nbytes * len(graph.calls)
-            seconds = sum(map(self.block.seconds, recomputed_calls))
+            stored = storage_lifetimes(placed, self.space)
+            arena, _ = lower_bound(*lifetime_columns(stored, recompute_choice.ALIGNMENT))
+            recomputed = [call for call in graph.calls if call.phase == "recomputed"]
+            nbytes = arena + self.call_nbytes * len(graph.calls)
+            seconds = sum(map(self.block.seconds, recomputed))
             seconds += sum(cost_model.call_seconds(s, self.block.rates) for s in placed.put_away)
-            self.planned_choices[choice] = PlannedChoice(
-                choice, arena_nbytes, nbytes, seconds, len(recomputed_calls)
-            )
+            planned = PlannedChoice(choice, arena, nbytes, seconds, len(recomputed))
+            self.planned_choices[choice] = planned
         return self.planned_choices[choice]
 
     @property
@@ -188,12 +182,8 @@ class BlockChain:
             aim_nbytes -= excess_nbytes if excess_nbytes > 0 else excess_nbytes // 2
         if solution is None and self._may_fit(nbytes, below):
             self._plan_around(self.smallest_choice.choice, nbytes)
-        fitting = [
-            candidate for candidate in self.planned_choices.values() if candidate.nbytes <= nbytes
-        ]
-        return min(
-            fitting, key=lambda candidate: (candidate.seconds, candidate.nbytes), default=None
-        )
+        fitting = [c for c in self.planned_choices.values() if c.nbytes <= nbytes]
+        return min(fitting, key=lambda choice: (choice.seconds, choice.nbytes), default=None)
 
     def _is_too_large(self, choice: RecomputeChoice, nbytes: int) -> bool:
         """Whether the choice was already built and takes more than `nbytes`."""
@@ -202,12 +192,9 @@ class BlockChain:
     def _may_fit(self, nbytes: int, below: float) -> bool:
         """Whether the choice of the fewest bytes is worth building."""
         max_nbytes = nbytes * (1 + SLACK)
-        if (
-            self.floor(num_two_pass_blocks=self.num_two_pass_blocks) > max_nbytes
-            or self.smallest_choice.nbytes > max_nbytes
-        ):
+        if self.floor(num_two_pass_blocks=self.num_two_pass_blocks) > max_nbytes:
             return False
-        return self.smallest_choice.seconds < below
+        return self.smallest_choice.nbytes <= max_nbytes and self.smallest_choice.seconds < below
 
     def _solve_measured(self, nbytes: int, aim_nbytes: int, below: float) -> ChainSolution | None:
         """Return the fastest choice of at most `aim_nbytes` bytes, all of whose strategies are measured.
@@ -218,10 +205,8 @@ class BlockChain:
             solution = self._solve(self._make_solver(nbytes), aim_nbytes)
             if solution is None or solution.seconds >= below:
                 return solution
-            if not (
-                self.block.measure(solution.strategies)
-                | self.two_pass_costs.measure(solution.two_pass_strategies)
-            ):
+            is_new = self.block.measure(solution.strategies)
+            if not (self.two_pass_costs.measure(solution.two_pass_strategies) or is_new):
                 return solution
 
     def _plan_around(self, choice: RecomputeChoice, nbytes: int) -> None:
@@ -249,20 +234,13 @@ class BlockChain:
         """Return a solver over the strategies of a block; with `keep_nothing`, over those that save nothing."""
 
         def of(block: BlockCosts, count: int, head_work: int) -> ChainSolver:
-            return ChainSolver(
-                block,
-                count,
-                head_work,
-                block.bare_options if keep_nothing else block.options,
-                nbytes,
-            )
+            options = block.bare_options if keep_nothing else block.options
+            return ChainSolver(block, count, head_work, options, nbytes)
 
         later_solver = of(self.block, self.count - self.num_two_pass_blocks, self.head_work)
-        return (
-            TwoPassSolver(of(self.two_pass_costs, self.num_two_pass_blocks, 0), later_solver)
-            if self.num_two_pass_blocks
-            else later_solver
-        )
+        if not self.num_two_pass_blocks:
+            return later_solver
+        return TwoPassSolver(of(self.two_pass_costs, self.num_two_pass_blocks, 0), later_solver)
 
     def floor(self, gradients_wait: bool = True, num_two_pass_blocks: int = 0) -> int:
         """Return a lower bound of the arena: the backward pass of the second block, or of a block that runs twice.
@@ -277,14 +255,9 @@ class BlockChain:
         block_position = max(num_two_pass_blocks + 1, 2)
         num_later = self.count - block_position
         candidates = [block.min_work_nbytes + num_later * block.reserve] if num_later >= 0 else []
-        candidates += (
-            [
-                self.two_pass_costs.min_work_nbytes
-                + (self.count - num_two_pass_blocks) * block.reserve
-            ]
-            if num_two_pass_blocks
-            else []
-        )
+        if num_two_pass_blocks:
+            waiting_nbytes = (self.count - num_two_pass_blocks) * block.reserve
+            candidates.append(self.two_pass_costs.min_work_nbytes + waiting_nbytes)
         return block.stream_nbytes + block.head_reserve + max(candidates)
 
     @cached_property
@@ -293,16 +266,11 @@ class BlockChain:
         block = self.block
         max_nbytes = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
         max_nbytes += block.head_reserve + 2 * max(option.work for option in block.bare_options)
-        coarse_solver = self._make_solver(max_nbytes, keep_nothing=True)
-        fine = self._make_solver(
-            coarse_solver.min_nbytes + coarse_solver.min_nbytes // 20, keep_nothing=True
-        )
-        candidates = []
-        for aim in (
-            fine.min_nbytes,
-            *np.geomspace(fine.max_nbytes, max_nbytes, NUM_AIMS).astype(int).tolist(),
-        ):
-            solution = (fine if aim <= fine.max_nbytes else coarse_solver).best_choice(aim)
+        coarse = self._make_solver(max_nbytes, keep_nothing=True)
+        fine = self._make_solver(coarse.min_nbytes + coarse.min_nbytes // 20, keep_nothing=True)
+        candidates, aims = [], np.geomspace(fine.max_nbytes, max_nbytes, NUM_AIMS).astype(int)
+        for aim in (fine.min_nbytes, *aims.tolist()):
+            solution = (fine if aim <= fine.max_nbytes else coarse).best_choice(aim)
             assert solution is not None
             nbytes = aim + self._all_calls_nbytes + self.call_nbytes * solution.calls
             candidates.append(SmallestChoice(nbytes, solution.seconds, solution.choice))
@@ -312,10 +280,7 @@ class BlockChain:
         """Build the smallest choice and the one that recomputes all blocks; return the smallest built choice."""
         self.plan_choice(self.smallest_choice.choice)
         self.plan_choice(uniform_choice(self.count, ()))
-        return min(
-            self.planned_choices.values(),
-            key=lambda candidate: (candidate.nbytes, candidate.seconds),
-        )
+        return min(self.planned_choices.values(), key=lambda c: (c.nbytes, c.seconds))
 
 
 @dataclass(frozen=True, slots=True)

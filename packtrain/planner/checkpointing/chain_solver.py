@@ -26,13 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from packtrain.planner.checkpointing import recompute_choice
 from packtrain.planner.checkpointing.block_costs import BlockCosts
-from packtrain.planner.checkpointing.recompute_choice import (
-    ALWAYS_OFFLOAD,
-    BlockOption,
-    InnerRanks,
-    RecomputeChoice,
-)
+from packtrain.planner.checkpointing.recompute_choice import ALWAYS_OFFLOAD, BlockOption, InnerRanks
 
 NUM_SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 SlotRows = list[np.ndarray]  # by number of blocks: added seconds by slots
@@ -47,7 +43,7 @@ class ChainSolution:
     two_pass_strategies  strategies of the blocks that run backward twice
     """
 
-    choice: RecomputeChoice
+    choice: recompute_choice.RecomputeChoice
     strategies: frozenset[InnerRanks]
     seconds: float
     calls: int
@@ -62,8 +58,8 @@ class ChoiceBuilder:
         self.strategies, self.calls = set[InnerRanks](), 0
 
     @property
-    def choice(self) -> RecomputeChoice:
-        return RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
+    def choice(self) -> recompute_choice.RecomputeChoice:
+        return recompute_choice.RecomputeChoice(tuple(self.stream_ranks), tuple(self.inner))
 
     def add_block(self, at: int, option: BlockOption, rank: int) -> None:
         """Run block `at` by the option, `rank` recomputations deep."""
@@ -106,10 +102,8 @@ class ChainSolver:
         self.block, self.count = block, count
         self.max_nbytes, self.slot_nbytes = max_nbytes, max(max_nbytes / NUM_SLOTS, 1.0)
         self.num_slots = int(max_nbytes / self.slot_nbytes)
-        self.stream_slots, self.reserve = (
-            self._slots(block.stream_nbytes),
-            self._slots(block.reserve),
-        )
+        self.stream_slots = self._slots(block.stream_nbytes)
+        self.reserve = self._slots(block.reserve)
         self.head_slots, self.head_reserve = self._slots(head_work), self._slots(block.head_reserve)
         self.options = undominated(options)
         sizes = [(self._slots(option.saved), self._slots(option.work)) for option in self.options]
@@ -127,11 +121,8 @@ class ChainSolver:
         for n in range(1, self.count + 1):
             slot_row = np.full(self.num_slots + 1, np.inf)
             for move in self._moves(n, rows):
-                np.minimum(
-                    slot_row[move.min_slots :],
-                    move.seconds + sum(move.rest),
-                    out=slot_row[move.min_slots :],
-                )
+                moved = slot_row[move.min_slots :]
+                np.minimum(moved, move.seconds + sum(move.rest), out=moved)
             rows.append(slot_row)
 
     def _slots(self, nbytes: int) -> int:
@@ -140,20 +131,15 @@ class ChainSolver:
     def _moves(self, n: int, rows: SlotRows) -> Iterator[SolverMove]:
         """Yield the possible moves for the first of n blocks, each with what it leaves to the other blocks."""
         waiting_slots = 0 if rows is self.inner else self.head_reserve
-        for k, (option, (kept_slots, work_slots)) in enumerate(
-            zip(self.options, self.sizes, strict=True)
-        ):
+        for k, option in enumerate(self.options):
+            kept_slots, work_slots = self.sizes[k]
             may_keep = self.block.offload_mode != ALWAYS_OFFLOAD or n == 1 or rows is self.inner
             if not (rows is not self.inner if option.is_offloaded else may_keep):
                 continue  # only values of the forward pass are offloaded
             min_slots = max(kept_slots, work_slots + waiting_slots + (n - 1) * self.reserve)
             if min_slots <= self.num_slots:
-                yield SolverMove(
-                    k,
-                    min_slots,
-                    option.seconds,
-                    [rows[n - 1][min_slots - kept_slots : self.num_slots + 1 - kept_slots]],
-                )
+                remaining = rows[n - 1][min_slots - kept_slots : self.num_slots + 1 - kept_slots]
+                yield SolverMove(k, min_slots, option.seconds, [remaining])
         for j in range(1, n):
             rest_slots, rerun_slots = self.stream_slots, waiting_slots + (n - j) * self.reserve
             min_slots, end_slot = max(rest_slots, rerun_slots), self.num_slots + 1

@@ -50,32 +50,25 @@ def front(
     sets = np.arange(1 << len(read_places))
     keep_masks = {place: sets >> bit & 1 > 0 for bit, place in enumerate(read_places)}
     saved = sum((nbytes[at] * mask for at, mask in keep_masks.items()), np.zeros(len(sets), int))
-    seconds = _recompute_seconds(
-        calls, input_id, read_values, {value_ids[at]: mask for at, mask in keep_masks.items()}
-    )
+    masks = {value_ids[at]: mask for at, mask in keep_masks.items()}
+    seconds = _recompute_seconds(calls, input_id, read_values, masks)
     cut_sets = sets & sum(1 << bit for bit, place in enumerate(read_places) if place in cuts)
 
     def make_kept_set(set_index: int) -> KeptSet:
         kept_places = tuple(place for bit, place in enumerate(read_places) if set_index >> bit & 1)
         return KeptSet(int(saved[set_index]), float(seconds[set_index]), kept_places)
 
-    return [
-        make_kept_set(set_index)
-        for cut_set in np.unique(cut_sets)
-        for set_index in _pareto(np.flatnonzero(cut_sets == cut_set), saved, seconds)
-    ]
+    groups = (np.flatnonzero(cut_sets == cut_set) for cut_set in np.unique(cut_sets))
+    return [make_kept_set(i) for group in groups for i in _pareto(group, saved, seconds)]
 
 
 def _recompute_seconds(
-    calls: Sequence[BlockCall],
-    input_id: int,
-    read_values: Collection[int],
-    keep_masks: Mapping[int, np.ndarray],
+    calls: Sequence[BlockCall], start: int, reads: Collection[int], masks: Mapping[int, np.ndarray]
 ) -> np.ndarray:
-    """Return the seconds to recompute `read_values` for each of many sets; keep_masks[t] marks the sets that save t."""
-    absent_masks = {t: ~mask for t, mask in keep_masks.items()} | {input_id: np.False_}
-    needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(read_values, np.True_)
-    total_seconds = np.zeros(len(next(iter(keep_masks.values()), (0,))))
+    """Return the seconds to recompute `reads` from `start` for each of many sets; masks[t]: the sets that save t."""
+    absent_masks = {t: ~mask for t, mask in masks.items()} | {start: np.False_}
+    needed: dict[int, np.ndarray | np.bool_] = dict.fromkeys(reads, np.True_)
+    total_seconds = np.zeros(len(next(iter(masks.values()), (0,))))
     for call in reversed(calls):
         need_mask: np.ndarray | np.bool_ = np.False_
         for t in call.results:

@@ -11,13 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from packtrain.planner.checkpointing.chain_solver import (
-    ChainSolution,
-    ChainSolver,
-    ChoiceBuilder,
-    SlotRows,
-    SolverMove,
-)
+from packtrain.planner.checkpointing import chain_solver
+from packtrain.planner.checkpointing.chain_solver import ChainSolution, ChainSolver, SolverMove
 
 WORKS = 12  # amounts of work for which a knapsack is solved
 
@@ -45,7 +40,7 @@ class TwoPassSolver:
     def _extra_work(self, kept_slots: int, work_slots: int) -> int:
         return max(work_slots - (kept_slots - self.first_solver.stream_slots), 0)
 
-    def _work_rows(self, work_slots: int) -> SlotRows:
+    def _work_rows(self, work_slots: int) -> chain_solver.SlotRows:
         """Fill the table of first blocks whose backward passes need at most `work_slots` beside saved values."""
         later = self.later
         left = np.arange(later.num_slots + 1) - later.head_reserve - later.count * later.reserve
@@ -53,37 +48,23 @@ class TwoPassSolver:
         for _ in range(self.first_solver.count):
             slot_row = np.full(later.num_slots + 1, np.inf)
             for move in self._moves(slot_rows, work_slots):
-                np.minimum(
-                    slot_row[move.min_slots :],
-                    move.seconds + move.rest[0],
-                    out=slot_row[move.min_slots :],
-                )
+                moved = slot_row[move.min_slots :]
+                np.minimum(moved, move.seconds + move.rest[0], out=moved)
             slot_rows.append(slot_row)
         return slot_rows
 
-    def _moves(self, rows: SlotRows, work_slots: int) -> Iterator[SolverMove]:
+    def _moves(self, rows: chain_solver.SlotRows, work_slots: int) -> Iterator[SolverMove]:
         """Yield the possible moves for the next earlier block; rows[m] is the table of m first and all later blocks."""
-        first_solver, end = self.first_solver, self.first_solver.num_slots + 1
-        for k, (option, (kept_slots, needed_slots)) in enumerate(
-            zip(first_solver.options, first_solver.sizes, strict=True)
-        ):
-            if (
-                kept_slots < end
-                and not option.is_offloaded
-                and self._extra_work(kept_slots, needed_slots) <= work_slots
-            ):
+        first, end = self.first_solver, self.first_solver.num_slots + 1
+        for k, option in enumerate(first.options):
+            kept_slots, extra_work = first.sizes[k][0], self._extra_work(*first.sizes[k])
+            if kept_slots < end and not option.is_offloaded and extra_work <= work_slots:
                 yield SolverMove(k, kept_slots, 2 * option.seconds, [rows[-1][: end - kept_slots]])
         for j in range(1, len(rows) + (self.later.count > 0)):
-            rerun_seconds = j * first_solver.block.forward_seconds + float(
-                first_solver.inner[j][min(work_slots, end - 1)]
-            )
-            if first_solver.stream_slots < end and np.isfinite(rerun_seconds):
-                yield SolverMove(
-                    -j,
-                    first_solver.stream_slots,
-                    2 * rerun_seconds,
-                    [rows[-j][: end - first_solver.stream_slots]],
-                )
+            inner_seconds = float(first.inner[j][min(work_slots, end - 1)])
+            seconds = j * first.block.forward_seconds + inner_seconds
+            if (slots := first.stream_slots) < end and np.isfinite(seconds):
+                yield SolverMove(-j, slots, 2 * seconds, [rows[-j][: end - slots]])
 
     def best_choice(self, nbytes: int) -> ChainSolution | None:
         """Return the fastest choice within `nbytes` of the solvers' bytes; None if nothing fits."""
@@ -96,7 +77,7 @@ class TwoPassSolver:
         seconds = float(slot_rows[-1][slots])
         if not np.isfinite(seconds):
             return None
-        builder, at = ChoiceBuilder(first.count + later_solver.count), 0
+        builder, at = chain_solver.ChoiceBuilder(first.count + later_solver.count), 0
         while at < first.count:
             remaining_rows = slot_rows[: first.count - at]
             moves = (move for move in self._moves(remaining_rows, work) if move.min_slots <= slots)
@@ -112,13 +93,8 @@ class TwoPassSolver:
         rerun_strategies, num_calls = frozenset(builder.strategies), 2 * builder.calls
         builder.strategies, builder.calls = set(), 0
         later_solver.add_moves((at, later_solver.count, slots, 0, later_solver.outer_rows), builder)
-        return ChainSolution(
-            builder.choice,
-            frozenset(builder.strategies),
-            seconds,
-            num_calls + builder.calls,
-            rerun_strategies,
-        )
+        strategies, num_calls = frozenset(builder.strategies), num_calls + builder.calls
+        return ChainSolution(builder.choice, strategies, seconds, num_calls, rerun_strategies)
 
     @property
     def min_nbytes(self) -> int:

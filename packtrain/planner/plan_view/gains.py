@@ -4,19 +4,8 @@ import math
 from collections.abc import Sequence
 
 from packtrain.engine.memory_plan import size_text
-from packtrain.planner.plan_view.memory_chart import (
-    GRID,
-    HALO_STYLE,
-    INK,
-    LEFT,
-    RIGHT,
-    STRONG,
-    TOP,
-    byte_ticks,
-    label,
-    step_ticks,
-    svg_picture,
-)
+from packtrain.planner.plan_view import memory_chart
+from packtrain.planner.plan_view.memory_chart import GRID, INK, LEFT, RIGHT, STRONG, label
 
 HEIGHT, BOTTOM = 460, 404
 HUES = "#1d4ed8", "#ea580c", "#0f766e", "#7c3aed"
@@ -32,18 +21,15 @@ def gains_svg(points: Sequence[GainPoint], kept_share: float) -> str:
 
     def position(nbytes: float, percent: float) -> tuple[float, float]:
         x_share, y_share = nbytes / max_nbytes, (percent - low) / (high - low)
-        return LEFT + (RIGHT - LEFT) * x_share, BOTTOM - (BOTTOM - TOP) * y_share
+        return LEFT + (RIGHT - LEFT) * x_share, BOTTOM - (BOTTOM - memory_chart.TOP) * y_share
 
-    drawn = [
-        label(
-            24, 34, "Size and what is kept of the gain", "start", f'font-size="16" fill="{STRONG}"'
-        )
-    ]
-    for percent in step_ticks(high - low, 8):
+    title, style = "Size and what is kept of the gain", f'font-size="16" fill="{STRONG}"'
+    drawn = [label(24, 34, title, "start", style)]
+    for percent in memory_chart.step_ticks(high - low, 8):
         _, y = position(0, low + percent)
         drawn.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>')
         drawn.append(label(LEFT - 8, y + 4, f"{low + percent} %", "end"))
-    for nbytes in byte_ticks(int(max_nbytes), 8):
+    for nbytes in memory_chart.byte_ticks(int(max_nbytes), 8):
         x, _ = position(nbytes, 0)
         drawn.append(f'<path d="M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>')
         drawn.append(label(x, BOTTOM + 19, size_text(nbytes).replace(".0", ""), "middle"))
@@ -55,5 +41,5 @@ def gains_svg(points: Sequence[GainPoint], kept_share: float) -> str:
         for _, name, nbytes, kept_gain in method_points:
             x, y = position(nbytes, 100 * kept_gain)
             drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}" stroke="#fff"/>')
-            drawn.append(label(x + 7, y - 6, name, "start", HALO_STYLE))
-    return svg_picture("Size and what is kept of the gain", drawn, HEIGHT)
+            drawn.append(label(x + 7, y - 6, name, "start", memory_chart.HALO_STYLE))
+    return memory_chart.svg_picture(title, drawn, HEIGHT)

@@ -9,18 +9,8 @@ from html import escape
 from typing import Unpack
 
 from packtrain.engine.memory_plan import Buffer, Plan, size_text
-from packtrain.planner.plan_view.scene import (
-    CATEGORIES,
-    COLORS,
-    DASHES,
-    READING_HINT,
-    PlanScene,
-    SceneLevel,
-    SceneOptions,
-    fullest_steps,
-    make_scene,
-    printable_text,
-)
+from packtrain.planner.plan_view import scene as scenes
+from packtrain.planner.plan_view.scene import CATEGORIES, COLORS, PlanScene, printable_text
 
 WIDTH, HEIGHT = 900, 692
 LEFT, RIGHT = 84, 876  # edges of both plots within the picture
@@ -31,21 +21,20 @@ MAX_COLUMNS = 396  # columns of the plot of live bytes
 NUM_NAMED_BUFFERS = 4  # buffers named below the plots, the largest at the peak
 INK, GRID, STRONG = "#475569", "#e5e9f0", "#0f172a"
 PLAIN_STYLE = f'fill="{INK}"'
-HALO_STYLE = (
-    f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="stroke"'  # readable over anything
-)
+# readable over anything
+HALO_STYLE = f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="stroke"'
 
 
 def chart_svg(
-    plan: Plan, *, rectangles: int = MAX_RECTANGLES, **about: Unpack[SceneOptions]
+    plan: Plan, *, rectangles: int = MAX_RECTANGLES, **about: Unpack[scenes.SceneOptions]
 ) -> str:
     """Return the SVG text with at most `rectangles` rectangles, the largest ones. See SceneOptions for the others."""
-    scene = make_scene(plan, **about)
+    scene = scenes.make_scene(plan, **about)
     frame = ChartFrame(scene.last, scene.max_nbytes)
     elements = [
         label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
         label(24, 54, scene.summary, "start"),
-        label(24, 74, READING_HINT, "start"),
+        label(24, 74, scenes.READING_HINT, "start"),
         _legend(scene),
         _line_legend(scene),
         *_axes(frame),
@@ -95,7 +84,8 @@ def _rectangle_path(b: Buffer, frame: ChartFrame) -> str:
 def _live_paths(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
     """Yield the stacked categories of live bytes; each column shows its fullest step."""
     num_columns = min(MAX_COLUMNS, scene.last)
-    stack = scene.live_nbytes[:, fullest_steps(scene.live_nbytes, num_columns)].cumsum(axis=0)
+    columns = scenes.fullest_steps(scene.live_nbytes, num_columns)
+    stack = scene.live_nbytes[:, columns].cumsum(axis=0)
     column_width = (RIGHT - LEFT) / num_columns
     for category in reversed(scene.used()):  # lower ones are drawn over higher ones
         column_tops = stack[CATEGORIES.index(category)].tolist()
@@ -137,12 +127,8 @@ def byte_ticks(max_nbytes: int, max_steps: int) -> list[int]:
 
 def step_ticks(last: int, max_steps: int) -> list[int]:
     """Return multiples of 1, 2 or 5 times a power of ten from 0 to `last`, in at most `max_steps` steps."""
-    tick_step = next(
-        factor * 10**power
-        for power in range(20)
-        for factor in (1, 2, 5)
-        if last // (factor * 10**power) <= max_steps
-    )
+    sizes = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
+    tick_step = next(size for size in sizes if last // size <= max_steps)
     return list(range(0, last + 1, tick_step))
 
 
@@ -156,12 +142,12 @@ def _peak_marker(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
     yield label(x, LIVE_TOP - 10, peak_text, anchor, f'fill="{STRONG}"')
 
 
-def _level_line(level: SceneLevel, frame: ChartFrame) -> str:
+def _level_line(level: scenes.SceneLevel, frame: ChartFrame) -> str:
     return _line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind)
 
 
 def _line(x_start: float, x_end: float, y: float, line_kind: str) -> str:
-    dashes = f'stroke="{STRONG}" stroke-dasharray="{DASHES[line_kind]}"'
+    dashes = f'stroke="{STRONG}" stroke-dasharray="{scenes.DASHES[line_kind]}"'
     return f'<path d="M{x_start} {y:.1f}H{x_end}" {dashes}/>'
 
 

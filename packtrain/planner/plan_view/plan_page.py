@@ -13,30 +13,21 @@ from typing import Any, Unpack
 
 from packtrain.common.text import plural
 from packtrain.engine.memory_plan import Buffer, Plan, size_text
-from packtrain.planner.plan_view.scene import (
-    CATEGORIES,
-    COLORS,
-    DASHES,
-    NUM_PEAK_BUFFERS,
-    READING_HINT,
-    PlanScene,
-    SceneOptions,
-    make_scene,
-    printable_text,
-)
+from packtrain.planner.plan_view import scene as scenes
+from packtrain.planner.plan_view.scene import COLORS, NUM_PEAK_BUFFERS, PlanScene, printable_text
 
 MAX_LATER_NAMES = 6  # names shown of tensors that reuse a rectangle's bytes; others are counted
 
 
-def page_html(plan: Plan, **about: Unpack[SceneOptions]) -> str:
+def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
     """Return the HTML text of the page."""
-    scene = make_scene(plan, **about)
+    scene = scenes.make_scene(plan, **about)
     script = _asset_text("page.js")
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = {
         "title": escape(scene.title),
         "summary": escape(scene.summary),
-        "reading": READING_HINT,
+        "reading": scenes.READING_HINT,
         "seal": script_hash,
         "legend": _legend(scene),
         "owners": _peak_buffer_rows(scene),
@@ -70,13 +61,13 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
         "end": [b.end for b in buffers],
         "offset": [b.offset for b in buffers],
         "nbytes": [b.nbytes for b in buffers],
-        "category": [CATEGORIES.index(b.category) for b in buffers],
+        "category": [scenes.CATEGORIES.index(b.category) for b in buffers],
         "op": [op_indices[b.op] for b in buffers],
         "name": [printable_text(b.name) for b in buffers],
         "later": {k: later_tensors for k, b in enumerate(buffers) if (later_tensors := _later(b))},
         "ops": [printable_text(op) for op in op_indices],
-        "categories": [[category, COLORS[category]] for category in CATEGORIES],
-        "dashes": DASHES,
+        "categories": [[category, COLORS[category]] for category in scenes.CATEGORIES],
+        "dashes": scenes.DASHES,
         "levels": [[level.line_kind, level.nbytes] for level in scene.levels],
         "samples": scene.samples,
         "last": scene.last,
@@ -97,7 +88,7 @@ def _legend(scene: PlanScene) -> str:
     """Return the legend: the colours of the rectangles, then the lines."""
     color_items = (f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
     line_items = (
-        f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{DASHES[kind]}"/></svg>{text}</li>'
+        f'<li class="line {kind}"><svg><path d="M0 4H28" stroke-dasharray="{scenes.DASHES[kind]}"/></svg>{text}</li>'
         for kind, text in scene.legend_lines
     )
     return "".join([*color_items, *line_items])
@@ -122,9 +113,8 @@ def _peak_buffer_rows(scene: PlanScene) -> str:
     ]
     if remaining:
         nbytes = sum(b.nbytes for b in remaining)
-        table_rows.append(
-            f'<tr><td colspan="3">{plural(len(remaining), "other")}{_number_cells(scene, nbytes)}'
-        )
+        cells = _number_cells(scene, nbytes)
+        table_rows.append(f'<tr><td colspan="3">{plural(len(remaining), "other")}{cells}')
     return "\n".join(table_rows)
 
 

@@ -10,16 +10,8 @@ import numpy as np
 
 from packtrain.common.text import plural
 from packtrain.engine.memory_plan import Plan, size_text
-from packtrain.planner.plan_view.scene import (
-    CATEGORIES,
-    COLORS,
-    NUM_PEAK_BUFFERS,
-    PlanScene,
-    SceneOptions,
-    fullest_steps,
-    make_scene,
-    printable_text,
-)
+from packtrain.planner.plan_view import scene as scenes
+from packtrain.planner.plan_view.scene import CATEGORIES, COLORS, NUM_PEAK_BUFFERS, PlanScene
 
 MARGIN = 11  # columns for the labels of the axis
 NUM_LINES = 14  # lines of the picture; each shows two rows
@@ -29,15 +21,15 @@ FREE_CELL = -1
 
 
 def terminal_text(
-    plan: Plan, width: int = 80, *, color: bool = False, **about: Unpack[SceneOptions]
+    plan: Plan, width: int = 80, *, color: bool = False, **about: Unpack[scenes.SceneOptions]
 ) -> str:
     """Return lines of at most `width` columns, at least 40. See SceneOptions for the other options."""
     width = max(width, 40)
-    scene = make_scene(plan, **about)
-    column_steps = fullest_steps(scene.live_nbytes, width - MARGIN)
+    scene = scenes.make_scene(plan, **about)
+    column_steps = scenes.fullest_steps(scene.live_nbytes, width - MARGIN)
     heights = _category_grid(scene, column_steps)
     marks = _line_labels(scene)
-    lines = [printable_text(scene.title, width), *_summary_lines(scene, width)]
+    lines = [scenes.printable_text(scene.title, width), *_summary_lines(scene, width)]
     for k in range(NUM_LINES):
         upper_row, below = heights[2 * NUM_LINES - 1 - 2 * k], heights[2 * NUM_LINES - 2 - 2 * k]
         cells = zip(upper_row.tolist(), below.tolist(), strict=True)
@@ -126,12 +118,8 @@ def _owners(scene: PlanScene, width: int) -> list[str]:
     name_width = min(max((len(b.name) for b in shown), default=0), max(width - 48, 8))
     for b in shown:
         line_start = f"{size_text(b.nbytes):>10} {scene.share(b.nbytes):>6.1%}  {b.category:<10}  "
-        lines.append(
-            (
-                line_start
-                + f"{printable_text(b.name, name_width):<{name_width}}  {printable_text(b.op)}"
-            )[:width].rstrip()
-        )
+        name = f"{scenes.printable_text(b.name, name_width):<{name_width}}"
+        lines.append(f"{line_start}{name}  {scenes.printable_text(b.op)}"[:width].rstrip())
     if remaining:
         nbytes = sum(b.nbytes for b in remaining)
         lines.append(

@@ -17,16 +17,9 @@ from packtrain.common.text import plural
 from packtrain.engine.memory_plan import size_text
 from packtrain.engine.optim import AdamW, Optimizer
 from packtrain.engine.tensor import Tensor
+from packtrain.training.generic import epochs as epoch_steps
 from packtrain.training.generic.dataset import Dataset
-from packtrain.training.generic.epochs import (
-    NO_CALLBACKS,
-    Batch,
-    Callbacks,
-    as_dataset,
-    check_dataset,
-    evaluate,
-    train_steps,
-)
+from packtrain.training.generic.epochs import Batch, Callbacks, as_dataset, evaluate, train_steps
 from packtrain.training.generic.fit_model import Model
 from packtrain.training.generic.fit_record import FitRecorder
 from packtrain.training.generic.fit_result import Result
@@ -118,7 +111,7 @@ def fit(
     shuffle: bool = True,
     seed: int = 0,
     schedule: Callable[[int], float] | str | None = None,
-    callbacks: Callbacks = NO_CALLBACKS,
+    callbacks: Callbacks = epoch_steps.NO_CALLBACKS,
     folder: str | Path | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
@@ -196,7 +189,7 @@ class FitRun:
     valid_data: Dataset
     valid: np.ndarray
     seed: int | None
-    callbacks: Callbacks = NO_CALLBACKS
+    callbacks: Callbacks = epoch_steps.NO_CALLBACKS
 
     @property
     def steps(self) -> int:
@@ -239,13 +232,13 @@ def _course(
     report: ReportFunction,
 ) -> FitRun:
     """Check the datasets against the model and return the run over their whole batches. Raises InputError."""
-    check_dataset(trainer, train_data)
+    epoch_steps.check_dataset(trainer, train_data)
     order = np.arange(len(train_data))
     if seed is not None:
         order = train_data.shuffled(order, seed, 0)
     num_train, rest = len(order), order[:0]
     if valid_data is not None:
-        check_dataset(trainer, valid_data, "the validation data")
+        epoch_steps.check_dataset(trainer, valid_data, "the validation data")
         rest = np.arange(len(valid_data))
     elif val_split:
         num_train = round(num_train * (1 - val_split))

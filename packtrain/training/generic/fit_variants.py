@@ -15,15 +15,8 @@ from packtrain.engine.memory_plan import Plan, least_order, make_plan, size_text
 from packtrain.engine.optim import Optimizer, accumulation_graph, training_graph, update_graph
 from packtrain.engine.placement import Placed, place
 from packtrain.engine.tensor import GraphError, Spec, Tensor
-from packtrain.planner.training_plans import (
-    BOUND_NBYTES,
-    EVALUATE,
-    LOOP_NBYTES,
-    MICRO,
-    STEP,
-    UPDATE,
-    Name,
-)
+from packtrain.planner import training_plans
+from packtrain.planner.training_plans import BOUND_NBYTES, EVALUATE, LOOP_NBYTES, STEP, UPDATE, Name
 from packtrain.training.generic.fit_model import Model
 
 Build = Callable[[int], "Model | Tensor"]
@@ -235,7 +228,7 @@ def _training_graphs(
     loss_scale = 1 / micros if model.mean else 1.0
     shared = outputs | {"loss": ops.scale(model.loss, by=loss_scale), UNSCALED_LOSS: model.loss}
     return {
-        MICRO: accumulation_graph(shared, trained_weights, keep=keep),
+        training_plans.MICRO: accumulation_graph(shared, trained_weights, keep=keep),
         UPDATE: update_graph(trained_weights, optimizer, max_norm=norm),
     }
 

@@ -145,17 +145,15 @@ class Trainer:
     @property
     def weights(self) -> SessionArrays:
         """Weights by name, read on access; they change as the trainer runs."""
-        return SessionArrays(
-            self.session, [n for n, t in self.form.leaves.items() if t.kind == "weight"]
-        )
+        names = [n for n, t in self.form.leaves.items() if t.kind == "weight"]
+        return SessionArrays(self.session, names)
 
     @property
     def saved(self) -> SessionArrays:
         """Weights and moments: what a checkpoint holds."""
         roles = "weight", "table", "moment"
-        return SessionArrays(
-            self.session, [n for n, t in self.form.leaves.items() if t.role in roles]
-        )
+        names = [n for n, t in self.form.leaves.items() if t.role in roles]
+        return SessionArrays(self.session, names)
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -207,9 +205,8 @@ class Trainer:
         ]
         rounding = np.array([self.seed, number], np.int64)
         needs_rounding = any(ROUNDING in run.inputs for run in self.run.values())
-        engine_step = EngineStep(
-            self.run, batch_inputs, {ROUNDING: rounding} if needs_rounding else {}, self._last_step
-        )
+        shared_inputs = {ROUNDING: rounding} if needs_rounding else {}
+        engine_step = EngineStep(self.run, batch_inputs, shared_inputs, self._last_step)
         self._last_step = None
         outputs = self.optimizer.drive(engine_step, number, self.lr)
         self._last_step = engine_step if self.optimizer.evaluations > 1 else None
@@ -222,9 +219,8 @@ class Trainer:
             self.say(f"step {number}: {engine_step.note}")
         if skip_reason:
             self.say(f"step {number} skipped, its loss or gradient is not finite: {skip_reason}")
-        return FitStepResult(
-            tuple(engine_step.outputs), float(outputs["squares"]) ** 0.5, engine_step.evaluations
-        )
+        norm = float(outputs["squares"]) ** 0.5
+        return FitStepResult(tuple(engine_step.outputs), norm, engine_step.evaluations)
 
     def check_finite(self) -> None:
         """Raise NotFinite if the last step was skipped, because its loss or gradient was not finite."""

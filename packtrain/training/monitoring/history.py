@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.common.options import yaml
-from packtrain.training.monitoring import METRICS_FILE, SAMPLES_FILE
+from packtrain.training.monitoring import METRICS_FILE, SAMPLES_FILE, metric_series
 from packtrain.training.monitoring.line_reader import LineReader
-from packtrain.training.monitoring.metric_series import (
-    MetricSeries,
-    last,
-    maximum,
-    mean,
-    minimum,
-    value_sum,
-)
+from packtrain.training.monitoring.metric_series import MetricSeries, last, maximum, mean, minimum
 from packtrain.training.monitoring.metrics_file import parse_record
 
 ABOUT, SETTINGS = "run.json", "run.yaml"
@@ -35,8 +28,9 @@ QUIET_MERGE = 1800.0  # seconds after which a run whose merge has written nothin
 MODELFILE = "Modelfile"  # in the run folder
 HIDDEN = {"resume", "overwrite", "force_reshuffle", "watch"}  # settings that say nothing of a run
 TRAIN_COLUMNS = {
-    "step": last, "tokens": last, "seconds": last, "loss": mean, "low": minimum, "high": maximum, "bad": value_sum,
-    "lr": mean, "grad_norm": mean, "tokens_per_second": mean, "positions_per_second": mean,
+    "step": last, "tokens": last, "seconds": last, "loss": mean, "low": minimum, "high": maximum,
+    "bad": metric_series.value_sum, "lr": mean, "grad_norm": mean, "tokens_per_second": mean,
+    "positions_per_second": mean,
 }  # fmt: skip
 VALID_COLUMNS = {
     "step": last, "tokens": last, "seconds": last, "val_loss": mean, "val_error": mean, "val_accuracy": mean,

@@ -38,11 +38,8 @@ class LineReader:
         file_stat = os.fstat(file.fileno())
         file_key = file_stat.st_dev, file_stat.st_ino
         read_head = file.read(len(self._head_bytes))
-        if self._offset and (
-            file_key != self._file_key
-            or file_stat.st_size < self._offset
-            or read_head != self._head_bytes
-        ):
+        is_same_file = file_key == self._file_key and read_head == self._head_bytes
+        if self._offset and (not is_same_file or file_stat.st_size < self._offset):
             self._reset()
         self._file_key = file_key
         file.seek(self._offset)

@@ -23,10 +23,8 @@ def is_installed() -> bool:
 
 def runs_on(x: Any) -> bool:
     """Whether kernels in Triton run where tensor x is."""
-    return (
-        bool(x.is_cuda or (x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"))
-        and is_installed()
-    )
+    is_interpreted = x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"
+    return bool(x.is_cuda or is_interpreted) and is_installed()
 
 
 def lazy_kernel(module: str, name: str) -> Callable[..., Any]:

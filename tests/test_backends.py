@@ -460,7 +460,7 @@ for homes in ({}, there, dict.fromkeys(("weight", "moment"), far.BACKENDS["far"]
     on = Target(CPU.backends, homes=homes)
     engine = TrainingEngine(make_plans(shape, AdamW(), target=on), AdamW())
     assert bool(homes) == bool(engine.plans.device_spaces)
-    transformer.initialise(shape.config, 0, engine.session.fill)
+    transformer.initialize_weights(shape.config, 0, engine.session.fill)
     batches = [
         {"tokens": x[:, :-1], "targets": x[:, 1:], "weights": np.ones((2, 16), np.float32),
          "pos": np.tile(np.arange(16, dtype=np.int32), (2, 1)), "seq": np.zeros((2, 16), np.int32)}

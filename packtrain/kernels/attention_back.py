@@ -1,10 +1,10 @@
-"""The backward pass of attention, by the same blocks; recomputes probabilities from the log-sum-exp.
+"""The backward pass of attention, by the forward pass's blocks; recomputes probabilities from the log-sum-exp.
 
-A task is all of one kv head in one row of the batch, so that dk and dv are summed in a fixed order, without atomics. If
-there are few kv heads, a task is one query head with dk and dv of its own, which are added afterwards.
+A task covers one kv head of one batch row, so that dk and dv are summed in a fixed order, without atomics. If
+there are few kv heads, a task is one query head with dk and dv of its own, which `add_heads` adds afterwards.
 
 Worked example: one query q = 1, dy = 2, keys k = [0, ln 3], values v = [4, 8], scale 1. Forward saved y = 7 and
-lse = ln(1 + 3) = ln 4; with them each block of keys can be computed alone:
+lse = ln(1 + 3) = ln 4; with them each block of keys can be computed by itself:
 
     scores  z = q k              [0, ln 3]
     p       exp(z - lse)         [0.25, 0.75]

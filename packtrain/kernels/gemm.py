@@ -1,10 +1,10 @@
 """Multiply f32 matrices on one thread: pack both operands, then run generated register tiles of multiply-adds.
 
-Every element of c is a sum over blocks of k, each of them in order; the blocks depend on k alone.
+Every element of c adds up blocks of k, each in ascending k; the blocks depend on k alone.
 
 Worked example, with tiles of 2 rows and 1 vector of 2 lanes: a = [[1, 2], [3, 4], [5, 6]], b = [[1, 0], [2, 1]].
 
-    packed a   groups of 2 rows, k by k: [1 3 | 2 4] and [5 - | 6 -]; the place of a missing row holds anything
+    packed a   groups of 2 rows, k by k: [1 3 | 2 4] and [5 - | 6 -]; the place of a missing row may hold any value
     packed b   panels of 2 columns, k by k: [1 0 | 2 1]
     tile 0     two sums in registers, s0 = s1 = [0 0]
       k = 0    load [1 0]; s0 += 1 [1 0] = [1 0]; s1 += 3 [1 0] = [3 0]
@@ -13,7 +13,7 @@ Worked example, with tiles of 2 rows and 1 vector of 2 lanes: a = [[1, 2], [3, 4
     c          [[5, 2], [11, 4], [17, 6]]
 
 Loops over rows and vectors exist only while code is generated: `emit_k_step` emits one k, `emit_sums` the loop over k
-with a prefetch, `emit_write` a masked store. ROWS x WIDE sums, WIDE vectors of b and a value of a must fit registers.
+with a prefetch, `emit_write` a masked store. ROWS x WIDE sums, WIDE vectors of b and a value of a fit in registers.
 """
 
 from llvmlite import ir

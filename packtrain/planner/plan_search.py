@@ -1,4 +1,4 @@
-"""Searches the fastest step within a limit of bytes, among shapes that compute the same result, without packing any.
+"""Searches for the fastest step within a limit of bytes, among shapes with equal results, without packing buffers.
 
 find_fastest_shape returns a SearchResult for a StepShape and a PlanRequest with limits. The search chooses the
 micro-batch and its order through the blocks, recomputation, the loss head's chunk, and blocks that run backward twice.
@@ -6,9 +6,9 @@ micro-batch and its order through the blocks, recomputation, the loss head's chu
 Worked example: four rows within 100 MiB. Three variants of the step wait in a queue, each with a lower bound of its
 seconds; the least bound comes first. Each visit replaces the bound by a closer one, which takes longer to compute:
 
-    variant                   seconds of    seconds of a step,     seconds by the    plan that
-                              repetitions   least recomputation    chain solver      was built
-    A  1 micro-batch of 4     inf (120 MiB at least: dropped)
+    variant                   seconds that  seconds of a step,     seconds by the    plan that
+                              repeats add   least recomputation    chain solver      was built
+    A  1 micro-batch of 4     inf (it needs 120 MiB)
     B  2 micro-batches of 2   0.0           1.10                   1.15              1.20 s, 98 MiB
     C  4 micro-batches of 1   0.0           1.30
 
@@ -71,7 +71,7 @@ def find_fastest_shape(shape: StepShape, request: PlanRequest) -> SearchResult:
     full_search = next((s for s in searches if s.draft(smallest_shape).nbytes > s.limit), None)
     if full_search is None:
         return SearchResult(smallest_shape, True)
-    if full_search is not searches[0]:  # a refusal names the least bytes of the space that is full
+    if full_search is not searches[0]:  # a refusal names the fewest bytes of the space that is full
         smallest_shape = full_search.smallest_draft(shape, request.fixed).shape
     return SearchResult(smallest_shape, False, full_search.suggest_change(smallest_shape))
 

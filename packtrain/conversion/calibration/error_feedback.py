@@ -1,19 +1,19 @@
-"""Rounds one matrix to a grid with the least change of its outputs: error feedback (GPTQ), column by column.
+"""Rounds one matrix to a grid with little change of its outputs: error feedback (GPTQ), column by column.
 
-After each column, its error is added to later columns, weighted by U, where UᵀU is the inverse of H = ZᵀZ.
-Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Works on sums over inputs and knows no models. A column is a few vector
-operations over all rows, so NumPy and the engine's products suffice and no kernel must be compiled.
+After each column, its error is added to later columns, weighted by U, where UᵀU is the inverse of H = ZᵀZ and Z are
+the inputs, (tokens, columns). Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Needs the sums H and no model. A column
+is a few vector operations over all rows, so NumPy and the engine's products suffice and no kernel needs compiling.
 
-Worked example: a row with targets (0.6, 0.4) is rounded to whole numbers.
+Worked example, without DAMPING: a row with targets (0.6, 0.4) is rounded to whole numbers.
 
     H = ( 1.25  -0.5 )    its inverse = ( 1    0.5  ) = UᵀU,    U = ( 1  0.5 )
         ( -0.5   1   )                  ( 0.5  1.25 )               ( 0   1  )
 
-    column 0: 0.6 becomes 1. Its error is (1 - 0.6) / U₀₀ = 0.4, so column 1 becomes 0.4 + U₀₁ 0.4 = 0.6.
+    column 0: 0.6 becomes 1. Its error is e = (1 - 0.6) / U₀₀ = 0.4, so column 1 becomes 0.4 + U₀₁ e = 0.6.
     column 1: 0.6 becomes 1. Its error is (1 - 0.6) / U₁₁ = 0.4.
 
 The squared error of the outputs, d H dᵀ for d = (0.4, 0.6), is 0.4² + 0.4² = 0.32. The nearest numbers (1, 0) have
-d = (0.4, -0.4) and 0.52.
+d = (0.4, -0.4) and an error of 0.52.
 """
 
 from dataclasses import dataclass

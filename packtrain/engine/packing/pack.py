@@ -1,4 +1,4 @@
-"""Offsets for buffers of given (start, end, size) in one address range. Knows no tensors.
+"""Offsets for buffers of given (start, end, size) in one address range, without knowledge of tensors.
 
 `pack` returns offsets; `packings` yields better and better ones, each with its certificate, until the caller
 stops. Intervals are half-open, sizes multiples of the alignment, offsets count from zero and are multiples of the
@@ -8,10 +8,10 @@ sizes' greatest common divisor. `find_overlap` checks any offsets. An example wi
     lower bound     A, C and E are alive at step 3: no packing needs less than 1 + 2 + 2 = 5
     first fit       from step 3 outwards, in the order C E A B D, each in its lowest gap:
                     C at 0, E at 2 above C, A at 4 above E, B at 4 (3 do not fit below E), D at 2; height 7
-    exact search    at height 5, longest first, each as low as possible and never below the previous one:
+    exact search    at height 5, always the lowest gap, there the longest buffer, never below the previous one:
                     A at 0, B at 0, D at 1: a dead end, because C would lie above D at 2, and C and E, which
                     are alive together at step 3, need 4 bytes above 2
-                    back to A at 0, B at 0, then C at 1, D at 3, E at 3: height 5, the lower bound, so proved
+                    back to A at 0, B at 0, then C at 1, D at 3, E at 3: height 5, the lower bound, so it is optimal
 """
 
 import time

@@ -1,11 +1,11 @@
 """Dynamic programming over a chain of blocks: a strategy for each block and what to recompute, for least added seconds.
 
-ChainSolver returns a ChainSolution for measured options and a number of bytes. Beaumont et al. 2021 (rotor), Chen et
-al. 2016.
+ChainSolver returns a ChainSolution for measured options and bytes. Beaumont et al. 2021 (rotor), Chen et al. 2016.
 
-Worked example: three blocks, a forward pass of 1 s each, values between blocks of 1 slot, a head that needs 1 slot.
-Option S saves 3 slots inside the block; option R saves none and adds 1 s. Either backward pass needs 4 slots.
-Seconds added to n blocks by the slots beside the chain's input, "." where nothing fits:
+Worked example: three blocks, a forward pass of 1 s each, values between blocks of 1 slot, a head that needs 1 slot and
+no reserve. Option S keeps 3 slots of values in the block; option R keeps none and adds 1 s. Either backward pass needs
+4 slots. Seconds that n blocks add, for each number of slots besides the chain's input; "." where nothing fits. `outer`
+runs end with the head, `inner` runs are recomputed within a split (inner[1] is 0 from 4 slots on):
 
     slots                      4   5   6   7   8   9   10  13
     outer[1]                   1   0   0   0   0   0   0   0    n = 1: R fits 4, S fits 3 + 1 + 1 of the head

@@ -20,7 +20,7 @@ from packtrain.engine.packing import pack
 from packtrain.engine.placement import Placed
 from packtrain.engine.step import FINISH_COPY
 from packtrain.engine.transfers import TransferCopies
-from packtrain.planner.checkpointing import block_costs
+from packtrain.planner.checkpointing import middle_blocks
 from tests import bit_checks, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     case_check,
@@ -444,4 +444,4 @@ def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
 
         return early
 
-    wrap_attribute(patch, block_costs, "backward_steps", wrong)
+    wrap_attribute(patch, middle_blocks, "backward_steps", wrong)

@@ -54,7 +54,7 @@ def test_the_table_and_the_files(
         f"{report['cases']} cases of 2 ops and functions in" in shown and count == report["cases"]
     )
     assert report["failed"] == []
-    monkeypatch.setattr(check_table, "has_torch", lambda: False)
+    monkeypatch.setattr(check_cases, "has_torch", lambda: False)
     assert main(["check", "neg"]) == 0
     assert (
         "nothing was compared with PyTorch: that takes PyTorch and a checkout"

@@ -68,7 +68,7 @@ class Toy(Optimizer):
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> tuple[Tensor, ...]:
         (mu,) = states
-        return toy_step(w, g, mu, step_inputs.hyper, given.gate)
+        return toy_step(w, g, mu, step_inputs.hyper, step_inputs.gate)
 
 
 @op(writes=(0, 2))

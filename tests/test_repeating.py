@@ -55,7 +55,7 @@ def test_runs_of_compiled_code_give_the_bits_of_single_calls():
             got, want = run(one), single(one, stop=lambda: False)  # calls with `stop` are made one by one
             assert all(np.array_equal(got[name], want[name]) for name in want), number
             assert np.array_equal(session.get("kept"), other.get("kept"))
-        names = [step.op.name for step, row in zip(placed.steps, run.table.rows) if row[0]]
+        names = [step.op.name for step, row in zip(placed.steps, run.table.entry_rows) if row[0]]
         print(*names)
     """
     assert program_output(body) == "get_rows rms_norm matmul set_rows swiglu rms_norm"
@@ -88,7 +88,7 @@ def test_what_no_wanted_output_needs_is_left_out():
         whole = run(then)
         assert part.keys() == {"y"} and np.array_equal(whole["y"], part["y"])
         assert not np.array_equal(there, whole["z"])
-        print(run.table.needed({"y"}), run.table.needed(None), len(run.calls))
+        print(run.table.num_needed_calls({"y"}), run.table.num_needed_calls(None), len(run.calls))
     """
     assert program_output(body) == "5 7 7"
 
@@ -140,7 +140,7 @@ def test_products_of_the_same_rows_are_one_call_with_the_same_bits():
                     found |= {"a": matmul_rounded(x, weights(name, 9)), "b": matmul_rounded(x, weights("q5_1", 33))}
                 run, _ = outcomes(pt.Graph(found), **given)
                 if name != "q8_0":  # without VNNI f32 is multiplied in f32
-                    print(m, name, *(int(row[0] == 1) for row in run.table.rows))
+                    print(m, name, *(int(row[0] == 1) for row in run.table.entry_rows))
     """
     stdout = program_output(textwrap.dedent(HELPERS_SOURCE) + textwrap.dedent(body))
     assert stdout.splitlines() == [
@@ -178,11 +178,11 @@ def test_a_joined_call_that_fails_is_made_one_by_one():
         given = {"x": random.standard_normal((1, 96)).astype("f")}
         products = {name: ops.matmul(x, weights("q4_0", 40)) for name in "abc"}
         run, want = outcomes(pt.Graph(products), **given)
-        assert (run.table.rows[:, 0] == 1).tolist() == [False, True, True]
+        assert (run.table.entry_rows[:, 0] == 1).tolist() == [False, True, True]
         for _, array in run.outputs.values():
             array.fill(0)
-        run.table.rows[0, 0] = 0  # as if it failed
-        print(*run.table.others(3))
+        run.table.entry_rows[0, 0] = 0  # as if it failed
+        print(*run.table.run_compiled_calls(3))
         got = run(given)
         assert all(np.array_equal(got[name], want[name]) for name in want)
     """

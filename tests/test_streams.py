@@ -60,7 +60,9 @@ def test_training_with_values_that_wait_elsewhere_is_the_same(
     got = run_training(folder, **options)
     assert got.losses == resident_run.losses and not WAITING
     crossed = [
-        p for p in got.plan.plans.placed.values() if any(s.op is FINISH_COPY for s in p.steps)
+        p
+        for p in got.plan.plans.placed_graphs.values()
+        if any(s.op is FINISH_COPY for s in p.steps)
     ]
     assert len(crossed) >= 1
     (device_nbytes, host_nbytes), (base_device_nbytes, base_host_nbytes) = (

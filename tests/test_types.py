@@ -68,7 +68,7 @@ packed = quantize(x, toy)
 values = dequantize(packed)
 np.testing.assert_array_equal(values, dequantize(quantize(x, q8_0)))
 grid = grid_of(packed)
-step, low = (np.repeat(part, 32, axis=1) for part in (grid.code_steps, grid.group_lows))
+step, low = (np.repeat(part, 32, axis=1) for part in (grid.step, grid.low))
 np.testing.assert_array_equal(codes_of(packed) * step + low, values)
 name = "blk.0.ffn_up.weight"
 write_gguf("m.gguf", {"general.architecture": MetadataValue("string", "llama")}, {name: x})

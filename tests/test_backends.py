@@ -165,20 +165,20 @@ SMALL = SIZES | dict(steps_per_eval=2, sample_every=2, iters=5, overwrite=True)
 assert far.__file__.startswith(sys.argv[1])
 
 
-def near(device, more):  # which memory has the moments must not depend on how fast this machine seems to be
+def without_offload(device, more):  # where moments live must not depend on how fast this machine seems to be
     return more if device == "cpu" else {"offload": "none"} | more
 
 
 def train(device, folder=None, **more):
     folder = Path(folder or device)
     folder.mkdir(exist_ok=True)
-    return pt.train("text.txt", output=folder / "m.gguf", device=device, **SMALL | near(device, more))
+    return pt.train("text.txt", output=folder / "m.gguf", device=device, **SMALL | without_offload(device, more))
 
 
 def tune(device, **more):
     Path(device).mkdir(exist_ok=True)
     given = dict(output=f"{device}/t.gguf", device=device, iters=3, ctx=16, batch_size=2, overwrite=True)
-    return pt.finetune("q.gguf", "text.txt", **given | near(device, more))
+    return pt.finetune("q.gguf", "text.txt", **given | without_offload(device, more))
 
 
 def losses(run):

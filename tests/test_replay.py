@@ -23,6 +23,7 @@ from packtrain.models.config import Config
 from packtrain.models.model_file import open_model
 from packtrain.models.replay_loss import CONSTANTS, IDS, MEANS, ReplayLoss
 from packtrain.models.transformer import LossOutputs
+from packtrain.planner.step_shape import BaseModel
 from packtrain.training import replay_texts
 from packtrain.training.monitoring import metrics_file
 from packtrain.training.replay_texts import FILE, ReplayBatches
@@ -302,3 +303,12 @@ def test_a_tuned_model_forgets_less(folder: Path, tmp_path: Path) -> None:
         after, before = (pt.evaluate(model, data=text).loss().value for model in (output, STORIES))
         grown.append(after - before)
     assert grown[1] < grown[0] / 3, grown
+
+
+def test_marks_of_files_in_a_run_folder_keep_their_words() -> None:
+    """Files that 0.1 wrote are found again: other words would silently compute them anew."""
+    assert ReplayLoss(64, 1.0, 64, 128).mark == "Replay(length=64, weight=1.0, texts=64, width=128)"
+    base = BaseModel((("a", pt.f32),), ("x",), 3)
+    assert base.mark == (
+        "Base(types=(('a', f32),), frozen=('x',), last=3, strict=False, masters=f32)"
+    )

@@ -40,6 +40,11 @@ class ReplayLoss:
     num_texts: int
     head_width: int
 
+    @property
+    def mark(self) -> str:
+        """The text that files of a run are checked by; its words are those of files that exist."""
+        return f"Replay(length={self.length}, weight={self.weight}, texts={self.num_texts}, width={self.head_width})"
+
     def numbers(self, time: int) -> int:
         """Return how many numbers of 4 bytes the inputs of a row hold."""
         return (self.head_width + 2) * self.length

@@ -36,6 +36,12 @@ class BaseModel:
     strict: bool = False
     masters: Dtype = f32
 
+    @property
+    def mark(self) -> str:
+        """The text that files of a run are checked by; its words are those of files that exist."""
+        fields = f"types={self.types}, frozen={self.frozen}, last={self.num_trained_blocks}"
+        return f"Base({fields}, strict={self.strict}, masters={self.masters!r})"
+
     def trains(self, config: Config, leaf: Tensor) -> bool:
         """Whether a weight of the model is trained."""
         name = leaf.label

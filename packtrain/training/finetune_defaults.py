@@ -40,7 +40,7 @@ def default_rate(settings: TuneSettings, width: int) -> float:
 
 
 def default_alpha(rslora: bool, rank: int) -> float:
-    """Return LoRA's default alpha for a rank: the scale, alpha / rank, is equal at all ranks."""
+    """Return LoRA's default alpha: twice the rank, so that alpha / rank stays; with rsLoRA, one alpha for all ranks."""
     return RSLORA_ALPHA if rslora else LORA_SCALE * rank
 
 

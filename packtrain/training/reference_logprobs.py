@@ -42,11 +42,8 @@ def compute_reference_logps(
         return
     parts = {"train": job.train, "valid": job.valid}
     pair_batches = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
-    base = (
-        repr(job.shape.base).replace("BaseModel(", "Base(").replace("num_trained_blocks=", "last=")
-    )
-    # the words of the mark are those of files that exist
-    mark, path = f"{job.fingerprint} {base} {job.shape.config.precision}", folder / FILE
+    base, path = job.shape.base, folder / FILE
+    mark = f"{job.fingerprint} {base and base.mark} {job.shape.config.precision}"
     arrays = {name: batches.known_logps for name, batches in pair_batches.items()}
     precomputed.restore_arrays(path, mark, arrays)
     missing_samples = {

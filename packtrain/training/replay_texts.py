@@ -86,9 +86,7 @@ def write_texts(
     train = job.train
     if not isinstance(train, ReplayBatches):
         return
-    loss = train.loss_settings  # the words of the mark are those of files that exist
-    named = f"Replay(length={loss.length}, weight={loss.weight}, texts={loss.num_texts}, width={loss.head_width})"
-    path, mark = folder / FILE, f"{job.fingerprint} {job.settings.seed} {named}"
+    path, mark = folder / FILE, f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
     precomputed.restore_arrays(path, mark, train.text_arrays)
     missing_texts = np.flatnonzero(train.text_arrays["tokens"][:, 0] < 0)
     if missing_texts.size:

@@ -56,7 +56,7 @@ class SampleBatches:
 
     @staticmethod
     def item_lengths(samples: TokenizedSamples) -> np.ndarray:
-        """Return the targets of each item, which a row holds as a whole."""
+        """Return the number of target tokens of each sample; a row never splits a sample."""
         return samples.lengths - 1
 
     @property

@@ -611,6 +611,6 @@ def test_the_command_writes_what_the_grammar_says(tmp_path):
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("packtrain.inference.grammar.token_masks.find_spec", lambda name: None)
+    monkeypatch.setattr("packtrain.inference.grammar.vocabulary_table.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install llguidance .*extra grammar"):
         Grammar.from_gbnf(_tokenizer(), 'root ::= "a"')

@@ -45,10 +45,12 @@ PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 @cache
 def peak_mib(name: str) -> int:
     """Return the most private memory in MiB of a child that compiles this module alone."""
-    features = runtime.chosen_cpu().get("CPU_FEATURES")
+    if name not in LARGER:
+        return SINGLE_MIB
+    features = runtime.chosen_cpu().get("CPU_FEATURES") or ""
     with contextlib.suppress(OSError):  # without llvmlite, which takes 30 MiB in this process
         features = features or Path("/proc/cpuinfo").read_text()
-    return LARGER.get(name, (SINGLE_MIB,) * 2)["avx512f" not in (features or "")]
+    return LARGER[name][0 if "avx512f" in features else 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class ModuleCompiler:
         return self.error_text
 
     def _take_module(self) -> str | None:
-        """Return the next module that is ready; None when there are no more."""
+        """Wait for a module whose imports are compiled, and return its name; None when no module is left."""
         with self.state_changed:
             while self.waiting_names and not self.error_text:
                 for module_name in self.waiting_names:

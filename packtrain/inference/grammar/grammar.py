@@ -11,7 +11,7 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import schema_to_lark
-from packtrain.inference.grammar.token_masks import grammar_matcher, table
+from packtrain.inference.grammar.vocabulary_table import grammar_matcher, table
 
 DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in llguidance's messages
 TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"

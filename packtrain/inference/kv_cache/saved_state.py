@@ -190,7 +190,7 @@ def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
 
 
 def unpack_state(state: bytes, origin: StateOrigin, leaves: Leaves) -> SavedSequences:
-    """Unpack a state. Raises ContextError if its bytes are damaged, or of another origin."""
+    """Parse a saved KV cache state for `leaves`. Raises ContextError if it is damaged or of another model or cache."""
     if state[:4] != MAGIC:
         raise ContextError("this is not a state of a context; save one with packtrain")
     payload, digest = memoryview(state)[:-DIGEST_NBYTES], state[-DIGEST_NBYTES:]

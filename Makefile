@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml
 demo: $(VENV)/.ready
 	$(RUN) -m packtrain demo
 
-# While you write: types, names, layers, one op of each kind, plans.
+# While you write: lint, types, layers, names, plans, errors of ops.
 quick: $(VENV)/.ready lint
 	$(RUN) -m pytest -n 2 tests/test_layers.py tests/test_names.py tests/test_plan.py tests/test_op_errors.py
 

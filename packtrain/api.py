@@ -58,7 +58,7 @@ def command(cls: type | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _signature(cls: type, function: Callable[..., R]) -> inspect.Signature:
-    """Return the signature of `function` with the settings of `cls` and the callbacks as keywords."""
+    """Return the signature of `function` with a keyword for each field of `cls` and each callback, not `**settings`."""
     signature = inspect.signature(function)
     task_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameter_names = {p.name for p in task_parameters}

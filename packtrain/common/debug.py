@@ -43,7 +43,7 @@ def debug(text: str) -> Iterator[None]:
 
 @cache
 def _parse(text: str) -> frozenset[str]:
-    """Return the flags of a comma-separated text. Raises InputError for an unknown flag."""
+    """Return the debug flags that a comma-separated text names. Raises InputError for an unknown flag."""
     flag_names = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown_flags = sorted(flag_names - set(FLAGS))
     if unknown_flags:

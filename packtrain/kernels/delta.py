@@ -45,7 +45,7 @@ def error(state_row, k, k_scale, value, decay, beta, n):
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
-    """Advance a head's state s (p, n) by one token and write y; addresses of y and v (p,), of q and k (n,)."""
+    """Apply the gated delta rule to one token: update a head's state s (p, n) and write y; y, v (p,), q, k (n,)."""
     q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
     for i in range(p):
         state_row, dot_sums = address(s, i * n), splat(0.0)

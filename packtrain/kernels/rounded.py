@@ -272,7 +272,7 @@ def product(y, x, qtype, w, add, planes, workspace):
 
 @kernel(void(words2, i64, i64, i64, i64, i64, i64, i64))
 def product_task(every, m, k, qtype, planes, x, columns_per_part, task):
-    """Compute up to `columns_per_part` columns of one of several joined products."""
+    """Compute up to `columns_per_part` columns of one of several products (rows of `every`) with the same x."""
     i, col_start = part_of(every, columns_per_part, task)
     y, n, w, ldw, add = every[i, 0], every[i, 1], every[i, 2], every[i, 3], every[i, 4]
     dots(m, n, k, qtype, planes, x, w, ldw, y, add, col_start, min(col_start + columns_per_part, n))

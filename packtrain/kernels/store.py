@@ -172,7 +172,7 @@ def fingerprints_file() -> str:
 
 @cache
 def saved_fingerprints() -> dict[str, str]:
-    """Return the fingerprints of all modules, if they have been saved."""
+    """Return the fingerprint (hash) of each kernel module, as a cache folder holds them; {} if none does."""
     for root in cache_roots():
         with contextlib.suppress(OSError, ValueError, RecursionError):
             fingerprints = json.loads((root / fingerprints_file()).read_text())

@@ -289,7 +289,7 @@ class Config(ModelSizes):
         return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
     def has_scan(self, block: int) -> bool:
-        """Whether a block has a scan."""
+        """Return whether a block has a recurrent layer (Mamba or delta rule), beside attention or in its place."""
         return self.scan is not None and (self.traits.parallel_scan or not self.attends(block))
 
     @property

@@ -105,7 +105,7 @@ class SlotAnswer:
             self.finish("count")
 
     def _is_cut_off(self) -> bool:
-        """Return whether the answer has written for long enough, or a line begins with too few spaces."""
+        """Return whether the answer ends here: its time is up, or a line is indented less than `min_indent`."""
         job, is_timed_out = self.job, 0 < self.job.max_seconds < time.perf_counter() - self._first
         words = self._line.lstrip(" \t")
         return self._has_line and (

@@ -106,7 +106,7 @@ def _write_calibrated(
     done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
 ) -> None:
-    """Write the merged file, calibrated on data or as it was trained. Raises DoesNotFit if --memory is too small."""
+    """Write the merged file, rounded with data or as trained for it. Raises DoesNotFit if --memory is too small."""
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)
         merge_job.write_file(settings.output, name, done=done)

@@ -108,7 +108,7 @@ def reading_plans(
     target: Target = CPU,
     max_tokens: int | None = None,
 ) -> Iterator[ReadingPlan]:
-    """Yield all reading plans, those of the most memory first; none if the target's memory is too small.
+    """Yield plans to run a model over calibration rows, most memory first; none if the target's memory is too small.
 
     types       types of the calibrated matrices, by name
     num_rows    number of available rows of `seq_len` tokens

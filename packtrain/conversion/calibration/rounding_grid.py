@@ -81,7 +81,7 @@ def grid_of(rows: np.ndarray) -> RowGrid:
 
 
 def codes_of(rows: np.ndarray) -> np.ndarray:
-    """Return the codes of packed rows, u8 (R, width)."""
+    """Return the integers (codes) that rows of quantized blocks hold, one u8 for each value: (R, width)."""
     dtype, layout, raw_bytes = _row_layout(rows)
     if layout.num_codes > MIN_BYTE_LEVELS:
         signed_codes = raw_bytes[..., layout.quads : layout.quads + dtype.block].view(np.int8)
@@ -95,7 +95,7 @@ def codes_of(rows: np.ndarray) -> np.ndarray:
 
 
 def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
-    """Write codes, u8 (R, width), into packed rows."""
+    """Write integers (codes), u8 (R, width), into the bit fields of rows of quantized blocks, in place."""
     dtype, layout, raw_bytes = _row_layout(rows)
     codes = codes.reshape(*raw_bytes.shape[:2], dtype.block)
     if layout.num_codes > MIN_BYTE_LEVELS:

@@ -25,10 +25,7 @@ from packtrain.models.config import Config, RopeScaling
 from packtrain.models.gguf_keys import ROPE_FREQ_BASE, eps_key
 
 # turns of a pair in the original context, at the ends of the ramp
-YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 ATTN_FACTOR, MULTIPLIER_KEY = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 MAGNITUDE_KEYS = "attention_factor", "mscale", "mscale_all_dim"
 FACTOR_TOLERANCE = 1e-6

@@ -258,12 +258,7 @@ def _part_name(name: str) -> str:
 
 
 def _both(
-    sources: _Sources,
-    module: str,
-    name: str,
-    shape: Shape,
-    config: Config,
-    shift: float = 0.0,
+    sources: _Sources, module: str, name: str, shape: Shape, config: Config, shift: float = 0.0
 ) -> Converted:
     """Yield a weight, and its bias if the model has one."""
     yield ConvertedTensor(f"{name}.weight", (sources.take(f"{module}.weight", shape),), shift=shift)

@@ -293,7 +293,7 @@ def _name_call_ids(messages: list[Message]) -> list[Message]:
 def _join_reply(
     prompt: str, text: str, question_text: str, probe_text: str, has_calls: bool
 ) -> tuple[str, int]:
-    """Join prompt and reply if the template renders an answered prompt differently; also returns the reply's start.
+    """Return the text to train on, the prompt followed by its reply, and the index at which the reply starts.
 
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
     question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and

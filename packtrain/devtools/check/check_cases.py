@@ -105,7 +105,7 @@ def kind(sample: CheckSample) -> str:
 
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
-    """Compare each backend's results, through place, plan and run, with the specification in float64."""
+    """Run a planned op on random inputs; compare each backend's results with the specification in float64."""
     for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
         for k, sample in enumerate(samples_for(name)):
             graph = graph_of(sample.results)

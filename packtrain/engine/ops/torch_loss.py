@@ -100,7 +100,7 @@ def _head(rated, size, losses, right, dx, x, targets, weights, dw, db, w, b, sof
 
 
 def _rated(logits, losses, right, targets, weights, b, softcap, has_gradients):
-    """Write losses of logits and which are `right`; with `has_gradients`, return gradients, written over the logits."""
+    """Write each row's loss, and whether its target has the largest logit (`right`); return gradients, over logits."""
     if b is not None:
         logits.add_(b)
     target_columns, is_ignored = _target_columns(targets)

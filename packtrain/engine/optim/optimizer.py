@@ -114,7 +114,7 @@ class Optimizer:
         return {}, list(self.updates(pairs, step_inputs))
 
     def drive(self, turn: StepRunner, t: int, lr: float) -> Values:
-        """Run step t; return `loss` and `squares` of its first evaluation."""
+        """Run step t; return the loss and the gradient's sum of squares (`squares`) of its first evaluation."""
         return turn.evaluate_and_update(self.inputs(t, lr))
 
     def without_decay(self) -> "Optimizer":

@@ -171,7 +171,7 @@ class BlockCosts:
 
     @cached_property
     def _lower_bounds(self) -> dict[InnerRanks, BlockOption]:
-        """Options with lower bounds of their bytes: as if recomputed values were alive only while they are read."""
+        """Return options of a block with lower bounds of their bytes, where recomputed values live only while read."""
         middle_block, bounds = self._middle, dict[InnerRanks, BlockOption]()
         for point in middle_block.front:
             recompute_seconds = self.num_parts * point.recompute_seconds

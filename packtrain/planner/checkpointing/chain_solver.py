@@ -165,7 +165,7 @@ class ChainSolver:
         return min(int(nbytes / self.slot_nbytes), self.num_slots) - self.stream_slots
 
     def add_moves(self, block_run: BlockRun, builder: ChoiceBuilder) -> None:
-        """Walk through the table and add the best moves of a run of blocks to the builder."""
+        """Trace the table back and add the best options and splits of a run of blocks to the builder."""
         runs = [block_run]
         while runs:
             first_block, n, m, rank, slot_rows = runs.pop()

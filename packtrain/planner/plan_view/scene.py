@@ -91,7 +91,7 @@ class PlanScene:
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """Measured bytes by step, without those outside the arena; a peak alone is a horizontal line."""
+        """Return (step, bytes) of the measured memory, less bytes outside the arena; a peak alone gives a flat line."""
         samples = self.measured_memory
         if samples is None:
             return []

@@ -86,8 +86,9 @@ def test_long_attention_is_counted() -> None:
 PRODUCT = """
 import sys
 m, k, n = map(int, sys.argv[1:])
-from packtrain import backends, kernels
-kernels.set_threads(min(kernels.COUNT, 2))
+from packtrain import kernels
+from packtrain.engine import backends
+kernels.set_threads(min(kernels.MAX_THREADS, 2))
 from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 backends.backend("torch:cpu")
 import torch

@@ -177,6 +177,15 @@ def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert board.data(10**9, data["session"])["since"] == 0
 
 
+def test_a_run_that_ends_right_after_the_first_answer_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path / "a.run", metrics_line(1))
+    board = RunsPageData(dict, "a", lambda: 0)
+    assert board.data()["runs"] == []
+    board.show_run(tmp_path / "a.run", lambda: 1)
+    board.end = "finished", "a.gguf is written"
+    assert [run["state"] for run in board.data()["runs"]] == ["finished"]
+
+
 # ---- the table -------------------------------------------------------------------------------------------------
 
 

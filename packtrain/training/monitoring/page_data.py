@@ -47,6 +47,7 @@ class RunsPageData:
     def show_run(self, folder: Path, get_peak_nbytes: Callable[[], int]) -> None:
         """Show a planned run, whose folder belongs to it from here on."""
         self.find_runs, self.get_peak_nbytes = (lambda: {folder.stem: folder}), get_peak_nbytes
+        self._found_time = -1e9  # a run shorter than REFRESH_SECONDS is seen, too
 
     def message(self, text: str) -> None:
         self.messages.append(clipped_text(text))
@@ -81,7 +82,7 @@ class RunsPageData:
         self.refresh()
         if session != self.session or since_version > self.version:
             since_version = 0
-        is_single_run = len(self.runs) == 1 and self.get_peak_nbytes is not None
+        get_peak_nbytes = self.get_peak_nbytes if len(self.runs) == 1 else None
         return {
             "session": self.session,
             "version": self.version,
@@ -90,9 +91,7 @@ class RunsPageData:
             "live": self.get_peak_nbytes is not None,
             "now": time.time(),
             "differing": differing_settings(self.runs.values()),
-            "memory": {"now": private_nbytes(), "peak": self.get_peak_nbytes()}
-            if is_single_run and self.get_peak_nbytes
-            else None,
+            "memory": get_peak_nbytes and {"now": private_nbytes(), "peak": get_peak_nbytes()},
             "doing": self.current_work,
             "end": self.end,
             "messages": list(self.messages)

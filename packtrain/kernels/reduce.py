@@ -61,14 +61,16 @@ def sum_all(y, x):
     reduce_sum(y, x, False)
 
 
-@kernel(void(out1, in1))
-def sum_squares(y, x):
-    """y = sum(x**2).
+@kernel(void(out1, in1, in1))
+def sum_squares(y, x, acc):
+    """y = sum(x**2), plus acc; y may be acc.
 
-    x  (N,)  f32
-    y  (1,)  f32
+    x       (N,)  f32
+    y, acc  (1,)  f32; acc may be (0,)
     """
+    acc_value = acc[0] if acc.size else f32(0.0)
     reduce_sum(y, x, True)
+    y[0] += acc_value
 
 
 @kernel(f64(i64, i64))

@@ -104,7 +104,7 @@ def _declare_gated_back(gated_back, gelu, numpy_sigmoid, torch_activation, torch
             d[...] = grad
 
     def run_cpu(out, *inputs):
-        kernels.elementwise.gated_back(gelu, *map(flatten, (*out, *inputs)))
+        return run_replayable(kernels.elementwise.gated_back, gelu, *map(flatten, (*out, *inputs)))
 
     def run_torch(out, dy, gate, up):
         dup = dy * torch_activation(gate)

@@ -6,7 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import f16, f32, i32
 from packtrain.engine.backends import triton
 from packtrain.engine.ops import torch_attention
-from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, run_replayable
 from packtrain.engine.ops.costs import Cost, num_attended_pairs, queries_per_block
 from packtrain.engine.ops.elementwise import exp, mul, neg, sub
 from packtrain.engine.ops.reduce import sum_rows, sum_to
@@ -183,7 +183,7 @@ def attention_cpu(out, q, k, v, *mask_inputs, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
     *positions, sinks = mask_inputs
     args = *_position_arrays(*positions), flatten_or_absent(sinks), scale, window, softcap
-    kernels.attention.attention(*out, q, keys, values, *args)
+    return run_replayable(kernels.attention.attention, *out, q, keys, values, *args)
 
 
 attention.kernel("torch")(torch_attention.attention)
@@ -296,7 +296,8 @@ def attention_back_workspace(dy, y, lse, q, k, *other_inputs, **attrs):
 def attention_back_cpu(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, softcap, work=()):
     out_arrays = *out, *(work or out[1:])
     options = *_position_arrays(*mask_inputs), scale, window, softcap
-    kernels.attention_back.attention_back(out_arrays, dy, y, lse, q, k, v, *options)
+    args = out_arrays, dy, y, lse, q, k, v, *options
+    return run_replayable(kernels.attention_back.attention_back, *args)
 
 
 attention_back.kernel("torch")(torch_attention.attention_back)

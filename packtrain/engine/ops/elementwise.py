@@ -6,7 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f32
-from packtrain.engine.ops.arrays import assigned, flatten, floats, rows
+from packtrain.engine.ops.arrays import assigned, flatten, floats, rows, run_replayable
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
@@ -175,7 +175,7 @@ def scale_numpy(y, x, *, by, bias):
 
 @scale.kernel("cpu")
 def scale_cpu(y, x, *, by, bias):
-    kernels.elementwise.scale(flatten(y), flatten(x), by, bias)
+    return run_replayable(kernels.elementwise.scale, flatten(y), flatten(x), by, bias)
 
 
 @scale.kernel("torch", strided=True)

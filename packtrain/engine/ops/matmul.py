@@ -274,8 +274,10 @@ def out_prod_numpy(y, a, b, acc, precision):
 
 @out_prod.kernel("cpu")
 def out_prod_cpu(y, a, b, acc, precision):
-    arrays.copy_acc(y, acc)
-    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, num_bf16_terms(precision))
+    is_in_place = arrays.copy_acc(y, acc)
+    options = acc is not None, num_bf16_terms(precision)
+    call = run_replayable(kernels.matmul.product, y, rows(a).T, rows(b), *options)
+    return call if is_in_place else None
 
 
 @out_prod.kernel("torch")

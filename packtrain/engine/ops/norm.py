@@ -124,7 +124,8 @@ def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
 @rms_norm_back.kernel("cpu")
 def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
     dx, dw = out
-    kernels.norm.rms_norm_back(
+    return run_replayable(
+        kernels.norm.rms_norm_back,
         rows_or_absent(dx),
         flatten_or_absent(dw),
         work[0],

@@ -5,7 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.arrays import flatten, flatten_or_absent, run_replayable
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import mul, scale
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, to_sum_dtype, torch
@@ -33,10 +33,9 @@ def sum_squares_numpy(y, x, acc):
 
 @sum_squares.kernel("cpu")
 def sum_squares_cpu(y, x, acc):
-    acc_value = 0.0 if acc is None else float(acc)
-    kernels.reduce.sum_squares(flatten(y), flatten(x))
-    if acc is not None:
-        y += np.float32(acc_value)
+    return run_replayable(
+        kernels.reduce.sum_squares, flatten(y), flatten(x), flatten_or_absent(acc)
+    )
 
 
 @sum_squares.kernel("torch")

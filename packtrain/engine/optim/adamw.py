@@ -10,7 +10,7 @@ from packtrain.common.options import TRAINING
 from packtrain.dtypes import f32
 from packtrain.engine import ops
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flatten, floats
+from packtrain.engine.ops.arrays import flatten, floats, run_replayable
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import real, torch
 from packtrain.engine.optim import weights
@@ -128,7 +128,9 @@ def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, key, *, decay, stream):
 def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     dtype_number, weight_bytes, rounding_key = stored(w, key, stream)
     state_args = flatten(g), flatten(m), flatten(v), hyper, float(decay), flatten(gate)
-    kernels.update.adamw(dtype_number, weight_bytes, *state_args, rounding_key)
+    args = dtype_number, weight_bytes, *state_args, rounding_key
+    call = run_replayable(kernels.update.adamw, *args)
+    return call if key is None else None  # the rounding key changes with the step
 
 
 @opt_step_adamw.kernel("torch")

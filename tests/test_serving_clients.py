@@ -78,8 +78,9 @@ def test_a_stream_that_is_closed_frees_its_slot(api):
 
 def test_what_a_chat_may_say(api):
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " a"}]
+    lines = api.chat([{"role": "user", "content": "the\n a"}]).choices[0].message.content
+    assert api.chat([{"role": "user", "content": parts}]).choices[0].message.content == lines
     text = api.chat().choices[0].message.content
-    assert api.chat([{"role": "user", "content": parts}]).choices[0].message.content == text
     partial_answer = {
         "role": "assistant",
         "content": None,

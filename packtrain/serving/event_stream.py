@@ -197,4 +197,6 @@ class EventStreamResponse(_JobResponse):
 
 
 def _sse_data(event: Any) -> bytes:
-    return f"data: {encode_json(event)}\n\n".encode()
+    """Encode an event, which has a name where it has a type."""
+    name_line = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name_line}data: {encode_json(event)}\n\n".encode()

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from packtrain.common.errors import InputError
@@ -41,6 +41,15 @@ class JsonBody:
 
     def get(self, name: str) -> Any:
         return self._json_object.get(name)
+
+    def fact(self, name: str, words: str) -> str:
+        """Return a sentence about a field: its path and `words`."""
+        return f"{self._path_prefix}{name} {words}"
+
+    def replaced(self, removed: Collection[str], fields: dict[str, Any]) -> "JsonBody":
+        """Return the object without the `removed` fields, and with other ones."""
+        remaining_fields = {name: x for name, x in self._json_object.items() if name not in removed}
+        return JsonBody(remaining_fields | fields)
 
     def has(self, *field_names: str) -> bool:
         return any(self._json_object.get(name) is not None for name in field_names)

@@ -155,7 +155,7 @@ class OpenAIRequest:
     starts_thinking  whether answers begin within thoughts; None: thoughts are not separated
     think_marks      texts before and behind thoughts
     words_prefix     text that may stand before an answer's words, see ToolCallStyle
-    has_usage        whether a stream ends with the counts of tokens
+    has_usage        whether a stream separators with the counts of tokens
     has_timings      whether each event of a stream has the counts so far
     """
 
@@ -268,7 +268,8 @@ def parse_conversation(body: JsonBody) -> Conversation:
             "functions and function_call are not supported", "send tools and tool_choice"
         )
     try:
-        conversation = question(body.get("messages"), body.get("tools"), "request")
+        turns = [*map(with_line_breaks, body.get("messages"))]
+        conversation = question(turns, body.get("tools"), "request")
     except InputError as error:  # its advice is about files
         advice = "" if error.advice == RECORD_ADVICE else error.advice
         raise InputError(error.fact.removeprefix("request: "), advice) from None
@@ -277,6 +278,22 @@ def parse_conversation(body: JsonBody) -> Conversation:
     if [m["role"] for m in messages[-2:]] == ["assistant", "assistant"]:
         raise InputError("messages: two of the assistant's stand at the end; one can be continued")
     return replace(conversation, messages=messages)
+
+
+def with_line_breaks(message: Any) -> Any:
+    """Return a message with line breaks between its parts of text, as llama.cpp joins them."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    is_text_part = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts]
+    separators = ["\n"] * (len(parts) - 1) + [""]
+    zipped = zip(parts, is_text_part, separators, strict=True)
+    return message | {
+        "content": [
+            part | {"text": part["text"] + separator} if is_text else part
+            for part, is_text, separator in zipped
+        ]
+    }
 
 
 def template_variables(body: JsonBody) -> dict[str, Any]:
@@ -289,7 +306,7 @@ def template_variables(body: JsonBody) -> dict[str, Any]:
 
 
 def has_answer_start(body: JsonBody, has_partial_answer: bool) -> bool:
-    """Return whether the prompt ends with an answer's beginning; `continue_final_message` asks for it, too."""
+    """Return whether the prompt separators with an answer's beginning; `continue_final_message` asks for it, too."""
     has_start = body.get_flag("add_generation_prompt", True)
     if body.get_flag("continue_final_message"):
         if body.has("add_generation_prompt") and has_start:

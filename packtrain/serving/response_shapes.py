@@ -103,7 +103,11 @@ class HttpRefusal(RuntimeError):
 def error(code: int, message: str, error_type: str = "", **details: Any) -> dict[str, Any]:
     """Return the JSON body of an error."""
     error_type, message = error_type or ERROR_TYPES.get(code, "server_error"), message[:LONGEST]
-    return {"error": {"code": code, "message": message, "type": error_type} | details}
+    # "type" beside "error" is Anthropic's
+    return {
+        "type": "error",
+        "error": {"code": code, "message": message, "type": error_type} | details,
+    }
 
 
 ERROR_TYPES = {

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from packtrain.common.errors import InputError
-from packtrain.serving import request_parsing
+from packtrain.serving import anthropic_messages, openai_responses, request_parsing
 from packtrain.serving.event_stream import make_response
 from packtrain.serving.generation_jobs import GenerationJob
 from packtrain.serving.json_fields import JsonBody, adapters_of, parse_prompt, parse_prompts
@@ -57,6 +57,31 @@ def chat_completion(server: Server, body: JsonBody, request: Request) -> Respons
     chat_request = request_parsing.parse_chat_completion(server, body)
     verbose, names = verbose_format(server, body, chat_request), (server.name, server.tokenizer)
     response_format = ChatCompletionFormat(*names, chat_request, verbose)
+    return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
+
+
+def messages(server: Server, body: JsonBody, request: Request) -> Response:
+    """Answer in Anthropic's shape."""
+    chat_request = request_parsing.parse_chat_completion(server, anthropic_messages.chat_body(body))
+    names = server.name, server.tokenizer
+    warnings = anthropic_messages.unmet_settings(body)
+    response_format = anthropic_messages.MessagesFormat(*names, chat_request, warnings)
+    return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
+
+
+def count_message_tokens(server: Server, body: JsonBody, request: Request) -> Any:
+    prompt = requested_prompt(server, anthropic_messages.chat_body(body))
+    return {"input_tokens": len(server.encode_prompt(prompt))}
+
+
+def responses(server: Server, body: JsonBody, request: Request) -> Response:
+    """Answer in the shape of OpenAI's Responses."""
+    chat = openai_responses.chat_body(body, server.stored_responses)
+    chat_request = request_parsing.parse_chat_completion(server, chat)
+    names = server.name, server.tokenizer
+    response_format = openai_responses.ResponsesFormat(
+        *names, chat_request, body, chat.get("messages"), server.stored_responses
+    )
     return make_response(server, chat_request.jobs, response_format, body.get_flag("stream"))
 
 
@@ -359,6 +384,9 @@ ROUTES = (
     ("/v1/completions", "POST", text_completion),
     ("/chat/completions", "POST", chat_completion),
     ("/v1/chat/completions", "POST", chat_completion),
+    ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_message_tokens),
+    ("/v1/responses", "POST", responses),
     ("/chat/completions/input_tokens", "POST", count_tokens),
     ("/v1/chat/completions/input_tokens", "POST", count_tokens),
     ("/embedding", "POST engine", llama_embedding),

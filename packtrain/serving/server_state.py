@@ -27,6 +27,7 @@ from packtrain.serving.engine_thread import ServingEngine
 from packtrain.serving.generation_jobs import AnswerEnd, GenerationJob, JobEvent, ServerBusy
 from packtrain.serving.reasoning_text import AUTO, thinking_marks
 from packtrain.serving.response_shapes import HttpRefusal
+from packtrain.serving.stored_responses import StoredResponses
 from packtrain.serving.tool_call_styles import ToolCallStyle, detect_style
 
 T = TypeVar("T")
@@ -115,6 +116,7 @@ class Server:
     has_page: bool = True
     aliases: tuple[str, ...] = ()
     reasoning_format: str = AUTO
+    stored_responses: StoredResponses = field(default_factory=StoredResponses)
     start_time: float = field(default_factory=time.time)
     _render_lock: Lock = field(default_factory=Lock)
     # reentrant: garbage collection inside `keep` may release another resource

@@ -22,7 +22,7 @@ class BlocksFormat:
     request  the answer as a request of /v1/chat/completions, with one job
     """
 
-    ends_with_done = False
+    ends_with_done, has_named_events = False, True
 
     def __init__(self, model: str, tokenizer: Tokenizer, request: OpenAIRequest) -> None:
         self._model, self._job, self._request = model, request.jobs[0], request

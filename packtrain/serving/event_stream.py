@@ -32,6 +32,7 @@ class ResponseFormat(Protocol):
     """The JSON shape of a kind of answers, see llama_completion and openai_completions."""
 
     ends_with_done: bool
+    has_named_events: bool  # whether the type of each event is its name, too
 
     def start_events(self) -> list[dict[str, Any]]: ...
     def delta_events(self, number: int, delta: TextDelta) -> list[dict[str, Any]]: ...
@@ -158,13 +159,15 @@ class EventStreamResponse(_JobResponse):
 
     async def send_timeout(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(self._server.limits.patience):
-            await send({"type": "http.response.body", "body": _sse_data(fault), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": self._sse_data(fault), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _encoded_events(
         self, batches: AsyncIterator[list[tuple[int, JobEvent]]]
     ) -> AsyncIterator[bytes]:
-        yield b"".join(map(_sse_data, self._shape.start_events()))
+        yield b"".join(map(self._sse_data, self._shape.start_events()))
         counts, heard = dict[int, TokenCounts](), time.monotonic()
         async for batch in batches:
             event = b"".join(self._encode_batch(batch, counts))
@@ -174,7 +177,10 @@ class EventStreamResponse(_JobResponse):
             heard = time.monotonic() if event else heard
             yield event
         last_event = b"".join(
-            map(_sse_data, self._shape.close_events([counts[number] for number in sorted(counts)]))
+            map(
+                self._sse_data,
+                self._shape.close_events([counts[number] for number in sorted(counts)]),
+            )
         )
         if self._shape.ends_with_done:
             last_event += b"data: [DONE]\n\n"
@@ -186,17 +192,15 @@ class EventStreamResponse(_JobResponse):
         """Yield the encoded events of a batch, and add the token counts of answers that end."""
         for answer_index, event in batch:
             if isinstance(event, TextDelta):
-                yield from map(_sse_data, self._shape.delta_events(answer_index, event))
+                yield from map(self._sse_data, self._shape.delta_events(answer_index, event))
             elif isinstance(event, PromptProgress):
-                yield from map(_sse_data, self._shape.progress_events(answer_index, event))
+                yield from map(self._sse_data, self._shape.progress_events(answer_index, event))
             elif event.reason in (FAILED, CANCELLED):
-                yield _sse_data(failure_body(event)[0])
+                yield self._sse_data(failure_body(event)[0])
             else:
                 counts_by_answer[answer_index] = event.counts
-                yield from map(_sse_data, self._shape.end_events(answer_index, event))
+                yield from map(self._sse_data, self._shape.end_events(answer_index, event))
 
-
-def _sse_data(event: Any) -> bytes:
-    """Encode an event, which has a name where it has a type."""
-    name_line = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name_line}data: {encode_json(event)}\n\n".encode()
+    def _sse_data(self, event: Any) -> bytes:
+        name_line = f"event: {event['type']}\n" if self._shape.has_named_events else ""
+        return f"{name_line}data: {encode_json(event)}\n\n".encode()

@@ -53,7 +53,7 @@ def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, A
 class LlamaCompletionFormat:
     """The JSON shape of answers of /completion, to one prompt or several."""
 
-    ends_with_done = False  # no [DONE] at the end of a stream
+    ends_with_done, has_named_events = False, False  # no [DONE] at the end of a stream
 
     def __init__(
         self, body: JsonBody, jobs: Sequence[GenerationJob], model: str, tokenizer: Tokenizer

@@ -25,7 +25,7 @@ class TextCompletionFormat:
     """
 
     id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
-    ends_with_done = True
+    ends_with_done, has_named_events = True, False
 
     def __init__(
         self,

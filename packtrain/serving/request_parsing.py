@@ -26,7 +26,6 @@ def parse_job(
     count = -1
     for field_name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(field_name, count, -1, 1 << 30)
-    max_tokens = server.limits.max_answer_tokens
     ignore_eos = body.get_flag("ignore_eos")
     sampling = request_fields.parse_sampling(body, server.sampling, server.tokenizer)
     if ignore_eos:
@@ -40,7 +39,7 @@ def parse_job(
         prompt=tuple(prompt_ids),
         sampling=server.keep(sampling, size, "settings"),
         seed=request_fields.parse_seed(body, server.seed),
-        max_tokens=count if max_tokens < 0 else max_tokens if count < 0 else min(count, max_tokens),
+        max_tokens=count if count >= 0 else server.limits.max_answer_tokens,
         stops=stop_texts,
         grammar=grammar,
         slot=body.number("id_slot", -1, -1, 1 << 30),

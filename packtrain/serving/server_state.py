@@ -54,7 +54,7 @@ class RequestLimits:
     """Limits of requests.
 
     body               most bytes of a request
-    max_answer_tokens  most tokens of an answer; -1: as many as fit
+    max_answer_tokens  most tokens of an answer whose request says none; -1: as many as fit
     max_seconds        most seconds of an answer
     patience           seconds in which a client must send a request, and take each piece of an answer
     """

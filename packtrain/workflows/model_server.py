@@ -80,7 +80,9 @@ class ServeSettings(Sampling, generation_settings.ModelArgument):
         False,
         "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
     )
-    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", min_value=-1)
+    n_predict: int = option(
+        -1, "most tokens of an answer whose request says none; -1: no limit", flags="-n", min_value=-1
+    )  # fmt: skip
     queue: int = option(256, "most requests that wait for a slot; others are refused", min_value=1)
     timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", min_value=1)
     seed: int = SAMPLING(

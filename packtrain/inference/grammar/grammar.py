@@ -11,9 +11,9 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import schema_to_lark
-from packtrain.inference.grammar.vocabulary_table import grammar_matcher, table
+from packtrain.inference.grammar.vocabulary_table import DEAD_END, grammar_matcher, table
 
-DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in llguidance's messages
+REASON_PREFIX = "error: "  # in llguidance's messages
 TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"
 POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # a position in text that no user wrote
 

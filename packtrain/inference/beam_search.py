@@ -175,7 +175,7 @@ class BeamSearch:
         if not active_beams:
             return "found"
         length = len(active_beams[0].ids)
-        num_free = np.count_nonzero(self._context.pools.all.sets == 0)
+        num_free = int(np.count_nonzero(self._context.pools.all.sets == 0))
         is_full = length > 0 and num_free < len(active_beams)
         if reason := self._limits.end_reason(active_beams[0].ids, False, is_full):
             return reason

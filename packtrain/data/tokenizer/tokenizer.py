@@ -5,13 +5,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from packtrain.data.tokenizer import compiled, token_table
 from packtrain.data.tokenizer.bpe import BytePairEncoding, WhitespaceEncoding
 from packtrain.data.tokenizer.compiled import CompiledEncoder, EncodingTables, NameFinder
+from packtrain.data.tokenizer.encoding import Encoding
 from packtrain.data.tokenizer.spm import SentencePieceEncoding
 from packtrain.data.tokenizer.token_table import BYTE, CONTROL, KEYS, UNKNOWN, TokenizerError, flag
 from packtrain.data.tokenizer.unigram import UnigramEncoding
@@ -26,35 +27,6 @@ CLEANUP_RULES = [
     (re.compile(" (?='(?:s|m|re|ve))"), ""),
 ]
 TextParts = list[str | int]  # text, and ids of special tokens
-
-
-class Encoding(Protocol):
-    """Encodes text without special tokens, for one kind of vocabulary.
-
-    adds_bos              add a BOS token by default; `adds_eos`: an EOS token
-    adds_space            add a space before the text, and after special tokens
-    strips_leading_space  decoding removes the space before the text
-    always_adds_bos       add BOS, and EOS if it is a default, even where the file says otherwise
-    separated             the separator ends a text, not EOS
-    cleans_spaces         llama_detokenize removes spaces before punctuation
-    has_tables            the compiled encoder supports the vocabulary, by `build_tables`
-    """
-
-    table: token_table.TokenTable
-    adds_bos: bool
-    adds_eos: bool
-    adds_space: bool
-    strips_leading_space: bool
-    always_adds_bos: bool
-    separated: bool
-    cleans_spaces: bool
-    has_tables: bool
-
-    def encode(self, text: str) -> list[int]: ...
-    def raw(self, text: str) -> bytes: ...
-    def build_tables(self) -> EncodingTables: ...
-    def can_cut(self, text: str, at: int) -> bool: ...
-    def piece(self, token: bytes) -> bytes: ...
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {

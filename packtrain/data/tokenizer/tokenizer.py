@@ -133,7 +133,10 @@ class Tokenizer:
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
         ids = iter(self._encode_texts(texts, lane))
         id_parts = ([[p] if isinstance(p, int) else next(ids) for p in parts] for parts in batch)
-        return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
+        # unsafe, because an empty list is f64
+        return [
+            np.concatenate([EMPTY, *parts], dtype=np.int32, casting="unsafe") for parts in id_parts
+        ]
 
     def _find_cut(self, text: str, min_position: int) -> int:
         """Return the last place from `min_position` on where the text can be cut without changing ids, or 0."""
@@ -155,10 +158,7 @@ class Tokenizer:
             self._encoder = self.new_encoder()
         ids: list[int] = []
         for batch in self._batches(text_parts):
-            texts = [part for part in batch if isinstance(part, str)]
-            encoded_texts = iter(self._encode_texts(texts, self._encoder))
-            for part in batch:
-                ids += [part] if isinstance(part, int) else _to_list(next(encoded_texts))
+            ids += self.arrays([batch], self._encoder)[0].tolist()
         return ids
 
     def _batches(self, text_parts: TextParts) -> Iterator[TextParts]:
@@ -263,10 +263,6 @@ def _clean_text(text: str) -> str:
     for pattern, replacement in CLEANUP_RULES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _to_list(ids: list[int] | np.ndarray) -> list[int]:
-    return ids if isinstance(ids, list) else ids.tolist()
 
 
 def _check_text(text: str) -> str:

@@ -96,7 +96,11 @@ def find_sources(
     expected = "train.txt or train.jsonl"
     if valid_file:
         raise InputError(f"--data: {data} has {valid_file.name}, but no {expected}")
-    text_files = [p for p in sorted(data.iterdir()) if _has_suffix(p, suffixes) and p.is_file()]
+    text_files = [
+        p
+        for p in sorted(data.iterdir())
+        if p.name.lower().endswith(tuple(suffixes)) and p.is_file()
+    ]
     if not text_files:
         available = _listed([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
         raise InputError(
@@ -127,10 +131,6 @@ def unread_notes(data: Path, sources: Iterable[SourceFile]) -> tuple[str, ...]:
 
 def _listed(paths: Sequence[Path]) -> str:
     return shortlist([f"{p.name}/" if p.is_dir() else p.name for p in paths], MAX_LISTED)
-
-
-def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
-    return path.name.lower().endswith(tuple(suffixes))
 
 
 def splits_of(val_split: float, sources: Iterable[SourceFile]) -> tuple[str, ...]:

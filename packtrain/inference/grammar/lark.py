@@ -140,37 +140,29 @@ class _LexemeBuilder:
 
 def _format_grammar(lexeme_rules: grammar_nodes.GrammarRules, definitions: list[str]) -> str:
     names = {name: f"r{index}" for index, name in enumerate(lexeme_rules)}
-    lines = [f"{names[name]}: {_shown(rule, names)}" for name, rule in lexeme_rules.items()]
+    lines = [f"{names[name]}: {_format_node(rule, names)}" for name, rule in lexeme_rules.items()]
     return "\n".join([f"{LARK_HEADER}start: {names['root']}", *lines, *definitions, ""])
 
 
-def _shown(node: Node, names: dict[str, str]) -> str:
+def _format_node(node: Node, names: Mapping[str, str], group: str = "(", space: str = " ") -> str:
+    """Format a node over lexemes, or a regular node for Rust's regular expressions; names: of rules."""
+    if isinstance(node, CharSet):
+        ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
+        return f"[{''.join(ranges)}]"
     if isinstance(node, grammar_nodes.LexemeNode):
         return f"T{node.lexeme_index}{'?' * node.empty}"
     if isinstance(node, grammar_nodes.RuleReference):
         return names[node.rule_name]
     if isinstance(node, grammar_nodes.TokenNode):
         return f"<[{'^' * node.is_negated}{node.token_id}]>"
+    parts = [_format_node(part, names, group, space) for part in parts_of(node)]
     if isinstance(node, grammar_nodes.RepeatNode):
-        return f"({_shown(node.child, names)}){_format_bounds(node)}"
-    sign = " | " if isinstance(node, ChoiceNode) else " "
-    return (
-        f"({sign.join(_shown(part, names) for part in parts_of(node))})" if parts_of(node) else '""'
-    )
-
-
-def _format_bounds(node: grammar_nodes.RepeatNode) -> str:
-    return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
+        max_count = "" if node.max_count is None else node.max_count
+        return f"{group}{parts[0]}){{{node.min_count},{max_count}}}"
+    separator = f"{space}|{space}" if isinstance(node, ChoiceNode) else space
+    return f"{group}{separator.join(parts)})" if parts or not space else '""'
 
 
 def node_regex(node: Node, texts: Mapping[str, str]) -> str:
     """Format a regular node as a regular expression of Rust; `texts` has those of rules."""
-    if isinstance(node, CharSet):
-        ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
-        return f"[{''.join(ranges)}]"
-    if isinstance(node, grammar_nodes.RuleReference):
-        return texts[node.rule_name]
-    if isinstance(node, grammar_nodes.RepeatNode):
-        return f"(?:{node_regex(node.child, texts)}){_format_bounds(node)}"
-    separator = "|" if isinstance(node, ChoiceNode) else ""
-    return f"(?:{separator.join(node_regex(part, texts) for part in parts_of(node))})"
+    return _format_node(node, texts, "(?:", "")

@@ -76,7 +76,9 @@ def parts_of(data: Path, vocab: Path, **overrides: object) -> tuple[list[str], l
     text = text_of(data, vocab, **overrides)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(text, Path(folder), silent)
-        corpus = read_corpus(Path(folder), documents.splits_of(text, documents.find_sources(data)))
+        corpus = read_corpus(
+            Path(folder), documents.splits_of(text.val_split, documents.find_sources(data))
+        )
         valid = corpus.valid and texts_of(corpus.valid, corpus)
         return texts_of(corpus.train, corpus), valid
 
@@ -408,7 +410,7 @@ def test_a_child_that_fails_says_why(tmp_path: Path, vocab: Path, monkeypatch: p
 
 
 def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("packtrain.data.text.build_corpus.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr("packtrain.data.token_cache.SECONDS_BETWEEN_LINES", -1.0)
     monkeypatch.setattr(text_streams, "CHUNK_NBYTES", 1_000_000)
     said: list[str] = []
     folder = tmp_path / "made"

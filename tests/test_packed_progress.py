@@ -51,7 +51,7 @@ def test_progress_in_packed_files_counts_their_text(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """The text is not compared with the size of the file: that is known once all has been read."""
-    monkeypatch.setattr("packtrain.data.text.build_corpus.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr("packtrain.data.token_cache.SECONDS_BETWEEN_LINES", -1.0)
     said, path = list[str](), packed_file(tmp_path, name)
     assert path.stat().st_size < 500_000
     (tmp_path / "made").mkdir()

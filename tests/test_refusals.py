@@ -339,12 +339,12 @@ def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch): 
 
 
 def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, capsys):
-    def full(request, folder, report) -> None:
+    def full(recipe, folder, report, budget) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     request = json.dumps({"folder": str(tmp_path), "room": None})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
-    token_cache.serve_request(full, {"place": ""})
+    token_cache.serve_request(dict, full, {"place": ""})
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
 
 

@@ -31,7 +31,7 @@ from packtrain.data.conversations.record_formats import PlainText, RecordReader
 from packtrain.data.conversations.samples_cache import VOCABULARY_KEYS, read_dataset
 from packtrain.data.text import records, text_streams
 from packtrain.data.text.corpus_cache import checksum, plain_metadata
-from packtrain.data.text.documents import SourceFile, find_sources
+from packtrain.data.text.documents import SourceFile, find_sources, splits_of
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.data.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def build_dataset(data: Path, model: Path, tmp_path: Path, **options: Any) -> Sa
     folder.mkdir()
     recipe = DatasetRecipe(data, model, options.pop("length", 100), **options)
     build_samples.write_dataset(recipe, folder, lambda sentence: None)
-    parts = build_samples.splits_of(recipe, build_samples.sources_of(recipe))
+    parts = splits_of(recipe.val_split, build_samples.sources_of(recipe))
     return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
 
 
@@ -524,7 +524,7 @@ def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         raise AssertionError("made again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("packtrain.data.conversations.samples_cache.build_folder", fail_if_called)
+        patch.setattr("packtrain.data.token_cache.build_folder", fail_if_called)
         second = prepare_dataset(recipe, cache, lambda sentence: None)
     assert second.fingerprint == first.fingerprint and second.notes == first.notes
     assert not second.train.ids.flags.owndata and not second.train.ids.flags.writeable

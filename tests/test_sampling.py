@@ -17,20 +17,23 @@ from packtrain.inference.sampling import (
     find_breakers,
     token_rng,
 )
-from packtrain.inference.sampling.bias import logit_bias
 from packtrain.inference.sampling.candidates import probabilities
 from packtrain.inference.sampling.dry import dry_penalty
-from packtrain.inference.sampling.min_p import min_p
 from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
-from packtrain.inference.sampling.penalties import recent_penalties
+from packtrain.inference.sampling.samplers import (
+    dynamic_temperature,
+    logit_bias,
+    min_p,
+    recent_penalties,
+    tail_free,
+    temperature,
+    top_k,
+    top_n_sigma,
+    top_p,
+    typical,
+    xtc,
+)
 from packtrain.inference.sampling.sampling_settings import named
-from packtrain.inference.sampling.tail_free import tail_free
-from packtrain.inference.sampling.temperature import dynamic_temperature, temperature
-from packtrain.inference.sampling.top_k import top_k
-from packtrain.inference.sampling.top_n_sigma import top_n_sigma
-from packtrain.inference.sampling.top_p import top_p
-from packtrain.inference.sampling.typical import typical
-from packtrain.inference.sampling.xtc import xtc
 
 FOUR = (0.1, 0.2, 0.3, 0.4)
 RISING = np.arange(1, 10_001)

@@ -219,6 +219,17 @@ def test_many_texts_on_threads(
             assert results[:-1] == expected and results[-1] == []
 
 
+def test_a_text_without_ids_beside_others():
+    tokenizer = test_tokenizer_bpe.tiny_tokenizer(pre="gemma4", bos_token_id=0)
+    texts = [
+        "\u3002\u4e2d",
+        "a",
+    ]  # without tokens for characters or bytes, nothing is left of the first
+    chunks = encode_all(tokenizer, [(text, True) for text in texts], threads=1)
+    expected = [tokenizer.encode(text, bos=False) for text in texts]
+    assert [ids.tolist() for ids, _ in chunks] == expected and not expected[0]
+
+
 def test_an_error_while_texts_are_read_ends_the_threads():
     def pieces():
         yield "abc" * 10_000, True

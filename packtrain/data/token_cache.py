@@ -15,25 +15,53 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, UserError
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
 from packtrain.kernels import ahead
 
-DAY_SECONDS = 24 * 3600.0
+DAY_SECONDS, SECONDS_BETWEEN_LINES = 24 * 3600.0, 3.0
+PATH_FIELDS = "data", "model", "vocab"  # of recipes
 ReportProgress = Callable[[str], None]
+Recipe = TypeVar("Recipe")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
 STACK_NBYTES = 1 << 20
 CHILD_START_NBYTES = 32 << 20  # memory of a child before it reads; 20 to 27 MiB were measured
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
 TOKEN_NBYTES = 350  # per vocabulary token in both children; 330 measured with Gemma 3's 262,144
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
+
+
+def read_or_build(
+    read: Callable[[Path], Result], folder: Path, module: str, recipe: Any, *options: Any
+) -> Result:
+    """Read a folder of the cache, which a child fills first if it is missing or damaged; options of `build_folder`."""
+    try:
+        return read(folder)
+    except (OSError, ValueError):
+        build_folder(folder, module, asdict(recipe), *options)
+        return read(folder)
+
+
+def report_progress(
+    items: Iterable[Item], report: ReportProgress, sentence: Callable[[], str]
+) -> Iterator[Item]:
+    """Yield the items, and report a sentence every few seconds."""
+    last_printed = time.monotonic()
+    for item in items:
+        if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
+            last_printed = time.monotonic()
+            report(sentence())
+        yield item
 
 
 def build_folder(
@@ -78,11 +106,12 @@ def build_folder(
 
 
 def serve_request(
-    write_folder: Callable[[dict[str, Any], Path, ReportProgress], None],
+    recipe_type: Callable[..., Recipe],
+    write_folder: Callable[[Recipe, Path, ReportProgress, int | None], None],
     reading_position: Mapping[str, str],
     child_share: Callable[[int], int] = lambda room: 0,
 ) -> None:
-    """Run as the child: call `write_folder(request, folder, report)` for the request on stdin.
+    """Run as the child: call `write_folder(recipe, folder, report, budget)` for the request on stdin.
 
     reading_position  `place` is the file and row that were read last
     child_share       bytes that a child of this child takes of the memory limit
@@ -93,11 +122,13 @@ def serve_request(
         print(json.dumps([message_type, sentence]), flush=True)
 
     request = json.loads(sys.stdin.readline())
-    folder, budget_nbytes = Path(request.pop("folder")), request["room"]
+    folder, budget_nbytes = Path(request.pop("folder")), request.pop("room")
+    paths = {name: Path(request[name]) for name in PATH_FIELDS if request.get(name)}
     try:
         if budget_nbytes is not None:
             _limit_memory(budget_nbytes - child_share(budget_nbytes))
-        write_folder(request, folder, lambda sentence: send("say", sentence))
+        recipe = recipe_type(**request | paths)
+        write_folder(recipe, folder, lambda sentence: send("say", sentence), budget_nbytes)
     except UserError as error:
         send("error", str(error))
     except (MemoryError, RuntimeError) as error:
@@ -146,7 +177,7 @@ def _run_child(module: str, request: Mapping[str, Any], report: ReportProgress) 
         ) as child,
     ):
         assert child.stdin and child.stdout
-        request_line = json.dumps(request).encode() + b"\n"
+        request_line = json.dumps(request, default=str).encode() + b"\n"
         try:
             for write_step in (partial(child.stdin.write, request_line), child.stdin.close):
                 with suppress(BrokenPipeError):  # why a child has ended is read below

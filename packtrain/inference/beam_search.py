@@ -76,7 +76,8 @@ class BeamSearch:
     ) -> None:
         check_prompt(prompt, context.cache.num_cells)
         self._context, self._tokenizer, self._search = context, tokenizer, search_config
-        self._limits, self.prompt = limits, tuple(prompt)
+        # beams that repeat themselves go on
+        self._limits, self.prompt = replace(limits, loop_tokens=0), tuple(prompt)
         self.reading, self.writing = Speed(), Speed()
         self._finished_beams = list[Beam]()
 
@@ -174,12 +175,10 @@ class BeamSearch:
         if not active_beams:
             return "found"
         length = len(active_beams[0].ids)
-        if self._limits.is_interrupted():
-            return "interrupted"
-        if length == self._limits.max_tokens:
-            return "count"
-        if length and np.count_nonzero(self._context.pools.all.sets == 0) < len(active_beams):
-            return "context"
+        num_free = int(np.count_nonzero(self._context.pools.all.sets == 0))
+        is_full = length > 0 and num_free < len(active_beams)
+        if reason := self._limits.end_reason(active_beams[0].ids, False, is_full):
+            return reason
         return "found" if self._is_settled(active_beams, length) else ""
 
     def _is_settled(self, active_beams: list[Beam], length: int) -> bool:

@@ -141,6 +141,18 @@ class GenerationLimits:
     is_interrupted: Callable[[], bool] = lambda: False
     loop_tokens: int = 0
 
+    def end_reason(self, ids: Sequence[int], is_chain_over: bool, is_full: bool) -> str:
+        """Return why a reply with these tokens ends now, or ""; `is_full`: the context has no room for more."""
+        if self.is_interrupted():
+            return "interrupted"
+        if is_chain_over:
+            return "end"
+        if len(ids) == self.max_tokens:
+            return "count"
+        if is_full:
+            return "context"
+        return "loop" if self.loop_tokens and is_loop(ids, self.loop_tokens) else ""
+
 
 def is_loop(ids: Sequence[int], min_tokens: int = LOOP_TOKENS) -> bool:
     """Return whether the end of a text repeats itself.
@@ -266,16 +278,9 @@ class Reply:
 
     def _is_over(self) -> bool:
         """Return whether the reply is over, and set `end_reason` if so."""
-        if self._limits.is_interrupted():
-            self.end_reason = "interrupted"
-        elif self._chain.over:
-            self.end_reason = "end"
-        elif len(self.ids) == self._limits.max_tokens:
-            self.end_reason = "count"
-        elif not self._num_free_tokens:
-            self.end_reason = "context"
-        elif self._limits.loop_tokens and is_loop(self.ids, self._limits.loop_tokens):
-            self.end_reason = "loop"
+        is_full = not self._num_free_tokens
+        reason = self._limits.end_reason(self.ids, self._chain.over, is_full)
+        self.end_reason = reason or self.end_reason
         return bool(self.end_reason)
 
 

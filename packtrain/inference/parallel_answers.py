@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference import generator
-from packtrain.inference.generator import GenerationLimits, Speed, check_prompt, is_loop, make_chain
+from packtrain.inference.generator import GenerationLimits, Speed, check_prompt, make_chain
 from packtrain.inference.kv_cache import Context
 from packtrain.inference.sampling import Chain, Constraint, SamplerInput, Sampling
 
@@ -104,13 +104,7 @@ class ParallelAnswers:
     def _end_finished(self, active_answers: list[ParallelAnswer], room: int) -> None:
         """End the answers that may not go on, with `room` free cells."""
         for answer in active_answers:
-            if self._limits.is_interrupted():
-                answer.finish_answer("interrupted")
-            elif answer.chain.over:
-                answer.finish_answer("end")
-            elif len(answer.ids) == self._limits.max_tokens:
-                answer.finish_answer("count")
-            elif room < len(active_answers) or len(self.prompt) + len(answer.ids) > self._size:
-                answer.finish_answer("context")
-            elif self._limits.loop_tokens and is_loop(answer.ids, self._limits.loop_tokens):
-                answer.finish_answer("loop")
+            is_full = room < len(active_answers) or len(self.prompt) + len(answer.ids) > self._size
+            reason = self._limits.end_reason(answer.ids, answer.chain.over, is_full)
+            if reason:
+                answer.finish_answer(reason)

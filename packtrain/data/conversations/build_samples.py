@@ -4,7 +4,6 @@
 """
 
 import json
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,16 +19,22 @@ from packtrain.data.conversations.conversation_renderer import ConversationRende
 from packtrain.data.conversations.loss_mask import LossMasker, MaskedSample, windows
 from packtrain.data.conversations.messages import AnswerPair, Conversation
 from packtrain.data.conversations.record_formats import PlainText, RecordReader
-from packtrain.data.conversations.samples_store import SampleFile, write_samples
-from packtrain.data.text.documents import TRAIN, VALID, SourceFile, find_sources
+from packtrain.data.text.documents import (
+    SPLIT_NAMES,
+    TRAIN,
+    VALID,
+    SourceFile,
+    find_sources,
+    splits_of,
+)
 from packtrain.data.text.text_streams import COLUMNS, DATA_SUFFIXES, TABLES, suffix_of
-from packtrain.data.token_cache import ReportProgress
+from packtrain.data.text.token_files import TokenFile, write_tokens
+from packtrain.data.token_cache import ReportProgress, report_progress
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 
 NOTES_FILE = "notes.json"
 ROWS = (*TABLES, *COLUMNS)
-SECONDS_BETWEEN_LINES = 3.0
 MAX_LOCATIONS = 1000  # number of samples whose place in the data is recorded
 TRUNCATE_END, TRUNCATE_DROP, TRUNCATE_SPLIT = TRUNCATE_CHOICES = ("end", "drop", "split")
 FATES = {TRUNCATE_END: "cut at their end", TRUNCATE_DROP: "left out", TRUNCATE_SPLIT: "split"}
@@ -78,11 +83,6 @@ def sources_of(recipe: DatasetRecipe) -> tuple[SourceFile, ...]:
     return find_sources(recipe.data, DATA_SUFFIXES)
 
 
-def splits_of(recipe: DatasetRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """Return the splits that the samples have."""
-    return (TRAIN, VALID) if recipe.val_split or any(s.split for s in sources) else (TRAIN,)
-
-
 def write_dataset(
     recipe: DatasetRecipe, folder: Path, report: ReportProgress, room: int | None = None
 ) -> None:
@@ -95,11 +95,11 @@ def write_dataset(
         raise InputError(f"{recipe.model}: {error}") from None
     sources = sources_of(recipe)
     split = 0.0 if any(source.split for source in sources) else recipe.val_split
-    splits = splits_of(recipe, sources)
+    splits = splits_of(recipe.val_split, sources)
     splitter, notes, count = ValidationSplitter(round(1 / split) if split else 0), list[str](), 0
     with ExitStack() as stack:
         vocab_size = maker.masker.tokenizer.vocab_size
-        files = {p: stack.enter_context(write_samples(folder, p, vocab_size)) for p in splits}
+        files = {p: stack.enter_context(write_tokens(folder, p, vocab_size, True)) for p in splits}
         for source in sources:
             reader = RecordReader(source, recipe.separator, recipe.skip_bad, recipe.columns)
             _write_records(reader, report, splitter, maker, files)
@@ -160,10 +160,11 @@ def _write_records(
     report: ReportProgress,
     splitter: ValidationSplitter,
     builder: "SampleBuilder",
-    files: Mapping[str, SampleFile],
+    files: Mapping[str, TokenFile],
 ) -> None:
     """Write all samples of a file; samples of one conversation go to the same split."""
-    for record in _with_progress(reader, report):
+    name = reader.source.path.name
+    for record in report_progress(reader, report, lambda: f"{name}: {reader.count:,} records"):
         try:
             samples = builder.samples(record)
         except InputError as error:
@@ -173,31 +174,17 @@ def _write_records(
         for sample in samples:
             splitter.number += isinstance(record, PlainText)
             split = reader.source.split or splitter.split
-            files[split].add(sample)
+            files[split].begin_document()
+            files[split].write(sample.ids, sample.weights)
             if split == TRAIN and len(splitter.locations) < MAX_LOCATIONS:
-                splitter.locations.append(
-                    f"{reader.source.path.name}: {record.location.rpartition(': ')[2]}"
-                )
+                splitter.locations.append(f"{name}: {record.location.rpartition(': ')[2]}")
 
 
-def _with_progress(
-    reader: RecordReader, report: ReportProgress
-) -> Iterator[Conversation | AnswerPair | PlainText]:
-    """Yield the reader's records; reports progress every few seconds."""
-    last_printed = time.monotonic()
-    for record in reader:
-        if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
-            last_printed = time.monotonic()
-            report(f"{reader.source.path.name}: {reader.count:,} records")
-        yield record
-
-
-def _check_filled(recipe: DatasetRecipe, files: Mapping[str, SampleFile], notes: list[str]) -> None:
+def _check_filled(recipe: DatasetRecipe, files: Mapping[str, TokenFile], notes: list[str]) -> None:
     for split, file in files.items():
-        if not file.sample_starts:
-            split_name = {TRAIN: "training", VALID: "validation"}[split]
+        if not file.starts:
             raise InputError(
-                f"--data: {recipe.data} leaves no tokens to train on for {split_name} ({'; '.join(notes)})"
+                f"--data: {recipe.data} leaves no tokens to train on for {SPLIT_NAMES[split]} ({'; '.join(notes)})"
             )
 
 

@@ -181,59 +181,54 @@ def _detect_format(record: Mapping[str, Any], location: str, report: ReadingRepo
 def _parse_messages(record: Mapping[str, Any], location: str) -> Conversation:
     field = "messages" if "messages" in record else "conversations"
     messages = sample_messages.read_messages(record[field], location, field)
-    system = record.get("system")
-    if system:
-        messages.insert(0, new_message("system", system, f"{location}: system"))
+    messages = _system_messages(record, location) + messages
     return sample_messages.make_conversation(location, messages, record.get("tools"))
 
 
 def _parse_question(record: Mapping[str, Any], location: str) -> Conversation:
     """Parse a question and an answer, texts or lists of messages, perhaps after earlier turns."""
-    messages: list[Message] = []
-    if record.get("system"):
-        messages.append(new_message("system", record["system"], f"{location}: system"))
+    messages = _system_messages(record, location)
     history = sample_messages.parse_if_json(record.get("history"), f"{location}: history")
     for i, turns in enumerate(sample_messages.as_list(history)):
         at = f"{location}: history[{i}]"
         if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
         messages += [new_message("user", turns[0], at), new_message("assistant", turns[1], at)]
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        content = record[name]
-        if isinstance(content, list):
-            messages += sample_messages.read_messages(content, location, name)
-        else:
-            messages.append(new_message(role, content, f"{location}: {name}"))
+    messages += _turns(record, "prompt", location, "user")
+    messages += _turns(record, "completion", location, "assistant")
     return sample_messages.make_conversation(location, messages, record.get("tools"))
 
 
 def _parse_preference(record: Mapping[str, Any], location: str) -> AnswerPair:
     """Parse a pair of answers, texts or messages; without a prompt, messages that both share are the prompt."""
-    answers = {name: _answer(record[name], location, name) for name in ("chosen", "rejected")}
+    lists = {n: [v] if isinstance(v := record[n], dict) else v for n in ("chosen", "rejected")}
+    answers = {name: _turns(lists, name, location, "assistant") for name in lists}
     texts = [name for name in answers if isinstance(record[name], str)]
     field = next((name for name in PROMPTS if record.get(name)), None)
-    if isinstance(record.get(field or ""), list):
-        prompt = sample_messages.read_messages(record[field or ""], location, field or "")
-    elif texts and field is None:
+    if field is None and texts:
         raise InputError(f"{location}: {texts[0]} is a text", f"it needs a field {PROMPTS[0]}")
-    elif texts:
-        prompt = [new_message("user", record[field or ""], f"{location}: {field}")]
+    if field is not None and (texts or isinstance(record[field], list)):
+        prompt = _turns(record, field, location, "user")
     else:
         pairs = zip(*answers.values(), strict=False)
         prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         while prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()
         answers = {name: messages[len(prompt) :] for name, messages in answers.items()}
-    if record.get("system"):
-        prompt.insert(0, new_message("system", record["system"], f"{location}: system"))
+    prompt = _system_messages(record, location) + prompt
     return sample_messages.make_pair(location, prompt, answers, record.get("tools"))
 
 
-def _answer(content: Any, location: str, name: str) -> list[Message]:
-    content = [content] if isinstance(content, dict) else content
-    if isinstance(content, list):
-        return sample_messages.read_messages(content, location, name)
-    return [new_message("assistant", content, f"{location}: {name}")]
+def _turns(record: Mapping[str, Any], name: str, location: str, role: str) -> list[Message]:
+    """Parse a field that has messages, or the text of one message with this role."""
+    if isinstance(record[name], list):
+        return sample_messages.read_messages(record[name], location, name)
+    return [new_message(role, record[name], f"{location}: {name}")]
+
+
+def _system_messages(record: Mapping[str, Any], location: str) -> list[Message]:
+    system = record.get("system")
+    return [new_message("system", system, f"{location}: system")] if system else []
 
 
 def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:

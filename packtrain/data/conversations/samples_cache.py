@@ -7,18 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.common.errors import InputError
-from packtrain.data.conversations.build_samples import (
-    NOTES_FILE,
-    DatasetRecipe,
-    sources_of,
-    splits_of,
-)
+from packtrain.data.conversations.build_samples import NOTES_FILE, DatasetRecipe, sources_of
 from packtrain.data.conversations.conversation_renderer import WEIGHTLESS
 from packtrain.data.conversations.samples_store import TokenizedSamples, read_samples
 from packtrain.data.text.corpus_cache import checksum, plain_metadata
-from packtrain.data.text.documents import TRAIN, VALID, unread_notes
+from packtrain.data.text.documents import TRAIN, VALID, splits_of, unread_notes
 from packtrain.data.text.field_names import ALIASES
-from packtrain.data.token_cache import ReportProgress, build_folder
+from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
 from packtrain.gguf import GGUF
 
@@ -60,15 +55,16 @@ def prepare_dataset(
     if recipe.columns is None:  # as in runs from before the option existed
         del options["columns"]
     cache_key = sorted(options.items()), plain_metadata(values)
-    folder, splits = cache / checksum((FORMAT, *cache_key), sources), splits_of(recipe, sources)
+    folder, splits = (
+        cache / checksum((FORMAT, *cache_key), sources),
+        splits_of(recipe.val_split, sources),
+    )
     file_names = [source.path.name for source in sources]
     vocab_size = len(file.metadata.get(f"{KEYS}tokens", ()))
-    try:
-        dataset = read_dataset(folder, splits, vocab_size, file_names)
-    except (OSError, ValueError):  # missing or damaged
-        request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
-        build_folder(folder, __package__, request, report, memory, vocab_size, renders_chats=True)
-        dataset = read_dataset(folder, splits, vocab_size, file_names)
+    dataset = read_or_build(
+        lambda path: read_dataset(path, splits, vocab_size, file_names),
+        folder, __package__, recipe, report, memory, vocab_size, True,
+    )  # fmt: skip
     is_new = any(map(SINCE.search, dataset.notes))
     fingerprint = checksum((IDENTITY + is_new, *cache_key), sources)
     notes = *unread_notes(recipe.data, sources), *dataset.notes

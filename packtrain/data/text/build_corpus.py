@@ -3,7 +3,6 @@
 `write_corpus` fills an empty folder by a CorpusRecipe; `prepare_corpus` reads it. Text is streamed, two or three times.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,8 +14,8 @@ from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 from packtrain.data.text import documents as corpus_documents
 from packtrain.data.text.documents import (
+    SPLIT_NAMES,
     TRAIN,
-    VALID,
     CorpusRecipe,
     SourceFile,
     TextPiece,
@@ -27,17 +26,15 @@ from packtrain.data.text.documents import (
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.text_streams import is_packed
 from packtrain.data.text.token_files import TokenFile, write_tokens
-from packtrain.data.token_cache import ReportProgress
+from packtrain.data.token_cache import ReportProgress, report_progress
 from packtrain.data.tokenizer import KEYS, Tokenizer, encode_all
 from packtrain.data.train_vocabulary import train_vocabulary, vocabulary_of
 from packtrain.gguf import MetadataValue
 
-SPLIT_NAMES = {TRAIN: "training", VALID: "validation"}
 VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
-SECONDS_BETWEEN_LINES = 3.0
 
 
-def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgress) -> None:
+def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> None:
     """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
     sources = corpus_documents.find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
@@ -46,7 +43,7 @@ def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgre
     def read(activity: str, reports: list[ReadingReport], nbytes: int) -> Iterator[TextPiece]:
         separator, keep = text.separator, text.keep_separators
         pieces = corpus_documents.read_documents(sources, separator, reports, keep)
-        return _with_progress(pieces, activity, nbytes, report_progress)
+        return _with_progress(pieces, activity, nbytes, report)
 
     reports = _reports_of(text, sources)
     survey_result = corpus_documents.survey(read("reading", reports, 0 if has_packed else total))
@@ -66,9 +63,10 @@ def write_corpus(text: CorpusRecipe, folder: Path, report_progress: ReportProgre
 
     vocabulary, note = _make_vocabulary(text, survey_result, divided("sampling for the vocabulary"))
     tokenizer = _make_tokenizer(text, vocabulary)
-    parts = splits_of(text, sources)
+    parts = splits_of(text.val_split, sources)
     with ExitStack() as stack:
-        files = {part: stack.enter_context(write_tokens(folder, part, tokenizer)) for part in parts}
+        vocab_size = tokenizer.vocab_size
+        files = {p: stack.enter_context(write_tokens(folder, p, vocab_size)) for p in parts}
         nbytes = _write_files(divided("tokenizing"), tokenizer, files)
         _check_filled(text, files)
     if text.keep_separators and survey_result.num_documents <= len(sources):
@@ -86,13 +84,14 @@ def _reports_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> list[Readi
 def _with_progress(
     pieces: Iterable[TextPiece], activity: str, total_nbytes: int, report: ReportProgress
 ) -> Iterator[TextPiece]:
-    """Yield the pieces; reports progress every few seconds, of `total_nbytes` in all (0: unknown)."""
-    done_nbytes, last_printed = 0, time.monotonic()
+    """Yield the pieces, and report the bytes that are done, of `total_nbytes` in all (0: unknown)."""
+    done_nbytes = 0
     total_text = f" of {total_nbytes / 1e6:,.0f}" if total_nbytes else ""
-    for piece in pieces:
-        if time.monotonic() - last_printed > SECONDS_BETWEEN_LINES:
-            last_printed = time.monotonic()
-            report(f"{activity}: {done_nbytes / 1e6:,.0f}{total_text} MB")
+
+    def progress_text() -> str:
+        return f"{activity}: {done_nbytes / 1e6:,.0f}{total_text} MB"
+
+    for piece in report_progress(pieces, report, progress_text):
         yield piece
         done_nbytes += len(piece.text.encode())
 
@@ -146,10 +145,17 @@ def _write_files(
             is_first = piece.is_last
             yield piece.text, piece.is_last
 
+    is_open = False
     for ids, is_last in encode_all(tokenizer, texts()):
-        files[document_splits[0]].add(ids, is_last)
+        file = files[document_splits[0]]
+        if not is_open:
+            file.begin_document()
+            file.write([tokenizer.bos])
+        file.write(ids)
         if is_last:
+            file.write([tokenizer.eos])
             document_splits.popleft()
+        is_open = not is_last
     return split_nbytes
 
 

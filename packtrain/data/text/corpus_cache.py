@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from packtrain.data.text import documents
 from packtrain.data.text.build_corpus import NOTES_FILE, VOCABULARY_FILE
 from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.data.text.token_files import DocumentTokens, read_tokens
-from packtrain.data.token_cache import ReportProgress, build_folder
+from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
 from packtrain.data.train_vocabulary import vocabulary_of
 from packtrain.gguf import MetadataValue
@@ -40,16 +40,17 @@ def prepare_corpus(
     sources = documents.find_sources(text.data)
     vocabulary = vocabulary_of(text.vocab) if text.vocab else None
     fingerprint = _fingerprint(text, sources, vocabulary)
-    folder = cache / fingerprint
-    splits = documents.splits_of(text, sources)
-    try:
-        corpus = read_corpus(folder, splits)
-    except (OSError, ValueError):  # missing or damaged
-        request = asdict(text) | {"data": str(text.data)}
-        request["vocab"] = str(text.vocab) if text.vocab else None
-        vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
-        build_folder(folder, __package__, request, report, memory, vocab_size)
-        corpus = read_corpus(folder, splits)
+    splits = documents.splits_of(text.val_split, sources)
+    vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
+    corpus = read_or_build(
+        lambda folder: read_corpus(folder, splits),
+        cache / fingerprint,
+        __package__,
+        text,
+        report,
+        memory,
+        vocab_size,
+    )
     return replace(corpus, notes=(*documents.unread_notes(text.data, sources), *corpus.notes))
 
 

@@ -23,6 +23,7 @@ from packtrain.data.text.text_streams import CHUNK_NBYTES, RECORDS, suffix_of, t
 END_OF_TEXT = "<|endoftext|>"  # on a line of its own, separates documents by default
 SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
 TRAIN, VALID = "train", "valid"
+SPLIT_NAMES = {TRAIN: "training", VALID: "validation"}
 RECORD_ADVICE = 'it must be like {"text": "…"}'
 CHAT_FIELDS = {"messages"}, {"conversations"}, {"prompt", "completion"}
 MAX_LISTED = 5  # most files listed in a message
@@ -95,7 +96,11 @@ def find_sources(
     expected = "train.txt or train.jsonl"
     if valid_file:
         raise InputError(f"--data: {data} has {valid_file.name}, but no {expected}")
-    text_files = [p for p in sorted(data.iterdir()) if _has_suffix(p, suffixes) and p.is_file()]
+    text_files = [
+        p
+        for p in sorted(data.iterdir())
+        if p.name.lower().endswith(tuple(suffixes)) and p.is_file()
+    ]
     if not text_files:
         available = _listed([path for path in sorted(data.iterdir()) if suffix_of(path) in RECORDS])
         raise InputError(
@@ -128,13 +133,9 @@ def _listed(paths: Sequence[Path]) -> str:
     return shortlist([f"{p.name}/" if p.is_dir() else p.name for p in paths], MAX_LISTED)
 
 
-def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
-    return path.name.lower().endswith(tuple(suffixes))
-
-
-def splits_of(text: CorpusRecipe, sources: Iterable[SourceFile]) -> tuple[str, ...]:
-    """Return the splits of the corpus."""
-    return (TRAIN, VALID) if text.val_split or any(s.split for s in sources) else (TRAIN,)
+def splits_of(val_split: float, sources: Iterable[SourceFile]) -> tuple[str, ...]:
+    """Return the splits that the data have."""
+    return (TRAIN, VALID) if val_split or any(s.split for s in sources) else (TRAIN,)
 
 
 def find_file(folder: Path, *names: str) -> Path | None:

@@ -87,7 +87,8 @@ def _csv_rows(report: ReadingReport) -> Iterator[tuple[str, list[str]]]:
         try:
             cells = next(reader, None)
         except csv.Error:
-            report.reject(InputError(f"{path}: line {line}: {csv_lines.fact}", csv_lines.advice))
+            fact, advice = csv_lines.error
+            report.reject(InputError(f"{path}: line {line}: {fact}", advice))
             continue
         if cells is None:
             return
@@ -112,21 +113,13 @@ class CsvLines:
         self.has_ended = True
 
     @property
-    def fact(self) -> str:
-        """Say what is wrong with a row that csv refuses."""
+    def error(self) -> tuple[str, str]:
+        """Say what is wrong with a row that csv refuses, and what to do."""
         if self.has_ended:
-            return "a quoted cell begins here and never ends"
+            return "a quoted cell begins here and never ends", "its last quote is missing"
         if self.num_characters > MAX_CELL_LENGTH:
-            return f"a cell has more than {MAX_CELL_LENGTH:,} characters"
-        return "text follows a quoted cell"
-
-    @property
-    def advice(self) -> str:
-        if self.has_ended:
-            return "its last quote is missing"
-        if self.num_characters > MAX_CELL_LENGTH:
-            return "a quote may be missing"
-        return "a quote within quotes must be doubled"
+            return f"a cell has more than {MAX_CELL_LENGTH:,} characters", "a quote may be missing"
+        return "text follows a quoted cell", "a quote within quotes must be doubled"
 
 
 def _find_delimiter(header_line: str, suffix: str) -> str:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.common.files import atomic_file
-from packtrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,10 @@ def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
 
 def paths_of(folder: Path, split: str) -> tuple[Path, Path]:
     return folder / f"{split}.npy", folder / f"{split}.starts.npy"
+
+
+def weights_path(folder: Path, split: str) -> Path:
+    return folder / f"{split}.weights.npy"
 
 
 class ArrayFile:
@@ -72,25 +75,24 @@ def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
 
 
 class TokenFile:
-    """Writes the ids of documents to a file, one document after another; the tokenizer must have BOS and EOS."""
+    """Writes the ids of documents to a file, one document after another, and a weight of each id, if they have any."""
 
-    def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
-        self.starts, self._is_open = array("q"), False
-        self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
+    def __init__(self, ids: ArrayFile, weights: ArrayFile | None) -> None:
+        self.starts, self._ids, self._weights = array("q"), ids, weights
 
     @property
     def num_tokens(self) -> int:
-        return self._file.count
+        return self._ids.count
 
-    def add(self, ids: np.ndarray, is_last: bool) -> None:
-        """Add ids of a document; `is_last` with the document's last ids."""
-        if not self._is_open:
-            self.starts.append(self.num_tokens)
-            self._file.write([self._bos])
-        self._file.write(ids)
-        if is_last:
-            self._file.write([self._eos])
-        self._is_open = not is_last
+    def begin_document(self) -> None:
+        self.starts.append(self.num_tokens)
+
+    def write(
+        self, ids: Sequence[int | None] | np.ndarray, weights: Sequence[int] | None = None
+    ) -> None:
+        self._ids.write(ids)
+        if self._weights is not None and weights is not None:
+            self._weights.write(weights)
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -98,11 +100,14 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 @contextmanager
-def write_tokens(folder: Path, split: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
+def write_tokens(
+    folder: Path, split: str, vocab_size: int, has_weights: bool = False
+) -> Iterator[TokenFile]:
     """`with write_tokens(…) as file:` the files of a split, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, split)
-    with growing(ids_path, id_dtype(tokenizer.vocab_size)) as array_file:
-        token_file = TokenFile(array_file, tokenizer)
+    weights = growing(weights_path(folder, split), np.dtype("u1")) if has_weights else nullcontext()
+    with growing(ids_path, id_dtype(vocab_size)) as ids_file, weights as weights_file:
+        token_file = TokenFile(ids_file, weights_file)
         yield token_file
     with atomic_file(starts_path) as starts_file:
         np.save(starts_file, np.frombuffer(token_file.starts, "<i8"))

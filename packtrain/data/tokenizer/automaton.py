@@ -5,8 +5,8 @@ The state of an automaton is the list of places in the pattern where a match may
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +18,14 @@ REPEAT_COUNTS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
 
 
 class PatternInstruction(NamedTuple):
-    """An instruction by opcode: consume one character of the set; none of the set ahead; split to targets; match."""
+    """An instruction by opcode: consume one character of the set; none of the set ahead; split by steps; match."""
 
     opcode: str
     characters: frozenset[str] = frozenset()
-    targets: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()  # from this instruction to those where a match may go on
 
 
-EmitCode = Callable[[list[PatternInstruction]], None]
+Code = list[PatternInstruction]
 
 
 class PatternCompiler:
@@ -33,8 +33,7 @@ class PatternCompiler:
 
     def __init__(self, pattern: str, alphabet: str) -> None:
         self._pattern, self._alphabet, self._position = pattern, alphabet, 0
-        self.places: list[PatternInstruction] = []
-        self._parse_choice()(self.places)
+        self.places = self._parse_choice()
         if self._position < len(pattern):
             raise ValueError(f"{pattern!r} cannot be read from {self._position} on")
         self.places.append(PatternInstruction("match"))
@@ -44,85 +43,60 @@ class PatternCompiler:
         self._position += len(text) * matches
         return matches
 
-    def _parse_choice(self) -> EmitCode:
-        """Parse alternatives; as all parsers, return a function that appends the instructions to code."""
+    def _parse_choice(self) -> Code:
         branches = [self._parse_sequence()]
         while self._accept("|"):
             branches.append(self._parse_sequence())
-        return branches[0] if len(branches) == 1 else lambda code: _emit_choice(code, branches)
+        if len(branches) == 1:
+            return branches[0]
+        starts = [*accumulate((len(branch) + 1 for branch in branches), initial=1)]
+        code = [_split(*starts[:-1])]
+        for branch in branches:
+            code += branch
+            code.append(_split(starts[-1] - len(code)))
+        return code
 
-    def _parse_sequence(self) -> EmitCode:
-        emitters: list[EmitCode] = []
+    def _parse_sequence(self) -> Code:
+        code: Code = []
         while self._position < len(self._pattern) and self._pattern[self._position] not in "|)":
-            emitters.append(self._parse_repeat(self._parse_item()))
+            code += self._parse_repeat(self._parse_item())
+        return code
 
-        def emit(code: list[PatternInstruction]) -> None:
-            for emit_item in emitters:
-                emit_item(code)
-
-        return emit
-
-    def _parse_item(self) -> EmitCode:
-        if self._accept("(?!"):
-            return self._parse_lookahead("ahead")
-        if self._accept("(?:") or self._accept("("):
-            choice = self._parse_choice()
+    def _parse_item(self) -> Code:
+        is_lookahead = self._accept("(?!")
+        if not is_lookahead and (self._accept("(?:") or self._accept("(")):
+            code = self._parse_choice()
             self._accept(")")
-            return choice
-        return self._parse_character("one")
-
-    def _parse_lookahead(self, opcode: str) -> EmitCode:
-        character = self._parse_character(opcode)
-        self._accept(")")
-        return character
-
-    def _parse_character(self, opcode: str) -> EmitCode:
+            return code
         match = ATOM.match(self._pattern, self._position)
         if match is None:
             raise ValueError(f"{self._pattern!r} cannot be read from {self._position} on")
         self._position = match.end()
-        char_class = re.compile(match[0], re.ASCII)
-        place = PatternInstruction(opcode, frozenset(filter(char_class.match, self._alphabet)))
-        return lambda code: code.append(place)
+        if is_lookahead:
+            self._accept(")")
+        characters = frozenset(filter(re.compile(match[0], re.ASCII).match, self._alphabet))
+        return [PatternInstruction("ahead" if is_lookahead else "one", characters)]
 
-    def _parse_repeat(self, emit_item: EmitCode) -> EmitCode:
+    def _parse_repeat(self, item: Code) -> Code:
         match = REPEAT.match(self._pattern, self._position)
         if match is None:
-            return emit_item
+            return item
         self._position = match.end()
         min_times, max_times = (
             REPEAT_COUNTS[match[1]] if match[1] else (int(match[2]), int(match[3] or match[2]))
         )
-        return lambda code: _emit_repeat(code, emit_item, min_times, max_times)
+        if max_times is None:  # back to the split as often as there are items
+            loop = [_split(1, len(item) + 2), *item, _split(-len(item) - 1)]
+            return item * min_times + loop
+        num_optional, step = max_times - min_times, len(item) + 1
+        code = item * min_times
+        for num_left in range(num_optional, 0, -1):
+            code += [_split(1, num_left * step), *item]
+        return code
 
 
-def _emit_choice(code: list[PatternInstruction], branches: list[EmitCode]) -> None:
-    split_index, branch_ends, branch_starts = len(code), list[int](), list[int]()
-    code.append(PatternInstruction("split"))
-    for branch in branches:
-        branch_starts.append(len(code))
-        branch(code)
-        branch_ends.append(len(code))
-        code.append(PatternInstruction("split"))
-    code[split_index] = PatternInstruction("split", targets=tuple(branch_starts))
-    for branch_end in branch_ends:
-        code[branch_end] = PatternInstruction("split", targets=(len(code),))
-
-
-def _emit_repeat(
-    code: list[PatternInstruction], emit_item: EmitCode, min_times: int, max_times: int | None
-) -> None:
-    for _ in range(min_times):
-        emit_item(code)
-    split_indices = []
-    for _ in range(1 if max_times is None else max_times - min_times):
-        split_indices.append(len(code))
-        code.append(PatternInstruction("split"))
-        emit_item(code)
-    if max_times is None:
-        code.append(PatternInstruction("split", targets=(split_indices[0],)))
-    for split_index in split_indices:
-        code[split_index] = PatternInstruction("split", targets=(split_index + 1, len(code)))
+def _split(*steps: int) -> PatternInstruction:
+    return PatternInstruction("split", steps=steps)
 
 
 def build_automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -188,7 +162,7 @@ def _advance_state(
         if instruction.opcode == "match":
             return tuple(next_indices), True  # all other places rank lower
         if instruction.opcode == "split":
-            pending += reversed(instruction.targets)
+            pending += (index + step for step in reversed(instruction.steps))
         elif instruction.opcode == "ahead":
             pending += [index + 1] * (character not in instruction.characters)
         elif character in instruction.characters:

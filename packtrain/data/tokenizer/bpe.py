@@ -12,11 +12,11 @@ import numpy as np
 from packtrain.data.tokenizer import compiled, token_table
 from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, EncodingTables, StringTable, pair_table
+from packtrain.data.tokenizer.encoding import Encoding
 from packtrain.data.tokenizer.split_rules import RULES, SplitRule, after_any
-from packtrain.data.tokenizer.token_table import KEYS, NORMAL, TokenTable, flag, read_strings
+from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_strings
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, WordSplitter, lowered
 
-CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 # GPT-2's alphabet: printable bytes map to themselves, the others to characters from 256 on, in order
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [b for b in range(256) if b not in _PRINTED]
@@ -26,10 +26,9 @@ BYTES = {character: bytes([b]) for b, character in ALPHABET.items()}
 _BYTES = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(b) for b, c in ALPHABET.items()}
 
 
-class BytePairEncoding:
+class BytePairEncoding(Encoding):
     """The "gpt2" and "gemma4" kinds of vocabulary, which add no space before the text."""
 
-    adds_eos = separated = adds_space = strips_leading_space = False
     has_tables = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -44,27 +43,15 @@ class BytePairEncoding:
         self._rule, self._splitter = RULES[name], WordSplitter(RULES[name])
         self.adds_bos, self.cleans_spaces = self._rule.adds_bos, self._rule.cleans_spaces
         self.always_adds_bos = self._rule.ignore_merges == "lines"  # true for Gemma 4
-        tokens = read_strings(metadata, "tokens")
-        token_types = np.full(len(tokens), NORMAL)
-        if f"{KEYS}token_type" in metadata:
-            token_types = token_table.read_numbers(metadata, "token_type", len(tokens))
-        self.table = TokenTable(metadata, tokens, token_types)
-        self._word_cache: dict[str, list[int]] = {}
+        super().__init__(TokenTable(metadata))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, word by word; words are cached."""
-        ids: list[int] = []
-        for word in self._splitter.split(self._replace_spaces(text)):
-            cached_ids = self._word_cache.get(word)
-            ids += self._word(word) if cached_ids is None else cached_ids
-        return ids
+    def _words(self, text: str) -> list[str]:
+        return self._splitter.split(self._replace_spaces(text))
 
     def raw(self, text: str) -> bytes:
-        """Return the bytes of a text as the compiled encoder reads them."""
         return self._replace_spaces(text).encode()
 
     def build_tables(self) -> EncodingTables:
-        """Build the compiled encoder's tables of the vocabulary."""
         index, rule = self.table.index, self._rule
         merge_pairs, extra_ids = pair_table(self._merges, index)
         splitter = compiled.PatternSplitter(self._splitter.patterns, self._splitter.classes)
@@ -97,7 +84,6 @@ class BytePairEncoding:
         return not self.table.may_span(text, at) and (self._rule.border or after_any)(text, at)
 
     def piece(self, token: bytes) -> bytes:
-        """Return the bytes of a normal token."""
         if self._rule.space_text != " ":
             return token.replace(self._rule.space_text.encode(), b" ")
         return b"".join(BYTES.get(c, c.encode()) for c in token.decode(errors="replace"))
@@ -115,7 +101,7 @@ class BytePairEncoding:
     def _byte_id(self, byte: int) -> int | None:
         return self.table.index.get(b"<0x%02X>" % byte)
 
-    def _word(self, word: str) -> list[int]:
+    def _word_ids(self, word: str) -> list[int]:
         ranks, index, rule = self._merge_ranks, self.table.index, self._rule
 
         def cost(a: bytes, b: bytes) -> int | None:
@@ -125,10 +111,7 @@ class BytePairEncoding:
         is_looked_up = rule.ignore_merges and (rule.ignore_merges != "lines" or word[0] == "\n")
         id = index.get(spelled_word.encode()) if is_looked_up else None
         parts = [] if id is not None else merge_parts([c.encode() for c in spelled_word], cost)
-        ids = [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
-        if len(word) <= CACHED_LENGTH and len(self._word_cache) < CACHED_TEXTS:
-            self._word_cache[word] = ids
-        return ids
+        return [i for part in parts for i in self._part_ids(part, rule)] if id is None else [id]
 
     def _part_ids(self, part: bytes, rule: SplitRule) -> Sequence[int]:
         """Return the ids of a merged part; a part without a token becomes bytes, or nothing, as in llama.cpp."""

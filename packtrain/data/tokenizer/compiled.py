@@ -21,14 +21,7 @@ COMPILE_THRESHOLD = 1 << 18  # characters that are encoded without loading compi
 LOOKED_UP = {False: 0, True: 1, "lines": 2}  # as in kernels.tokens
 UNKNOWN_CLASS = 255  # as in kernels.splitting
 NONE = -1
-
-
-def token_kernels() -> Any:
-    return kernels.tokens
-
-
-def splitting() -> Any:
-    return kernels.splitting
+KERNELS: Any = kernels  # whose modules load on first use
 
 
 def _table_capacity(num_entries: int) -> int:
@@ -50,7 +43,7 @@ class StringTable:
         np.cumsum([*map(len, strings)], out=string_starts[1:])
         joined_text = np.frombuffer(b"".join(strings), np.uint8)
         slots = np.full(_table_capacity(len(strings)), NONE, np.int32)
-        token_kernels().fill_strings(joined_text, string_starts, slots)
+        KERNELS.tokens.fill_strings(joined_text, string_starts, slots)
         return cls(joined_text, string_starts, slots)
 
 
@@ -71,7 +64,9 @@ class NameFinder:
         """Return the numbers of the names that occur in the text, in order; names of one byte always count."""
         is_found = np.zeros(len(self._name_starts) - 1, np.uint8)
         raw = np.frombuffer(text.encode(), np.uint8)
-        splitting().spot(raw, self._text, self._name_starts, self._heads, self._items, is_found)
+        KERNELS.splitting.spot(
+            raw, self._text, self._name_starts, self._heads, self._items, is_found
+        )
         is_found[self._short_indices] = 1
         return np.flatnonzero(is_found).tolist()
 
@@ -93,7 +88,7 @@ def pair_table(
     rights = np.array([part_id(right) for _, right in merge_parts], np.int32)
     merged_ids = np.array([part_id(left + right) for left, right in merge_parts], np.int32)
     merge_pairs = np.full((_table_capacity(len(lefts)), 2), NONE, np.int64)
-    token_kernels().fill_pairs(lefts, rights, merged_ids, merge_pairs)
+    KERNELS.tokens.fill_pairs(lefts, rights, merged_ids, merge_pairs)
     return merge_pairs, extra_ids
 
 
@@ -107,7 +102,7 @@ def join_table(joins: Iterable[str]) -> np.ndarray:
     """Build a hash table of pairs of characters."""
     pair_codes = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     hash_table = np.full(_table_capacity(len(pair_codes)), NONE, np.int64)
-    splitting().fill_joins(pair_codes, hash_table)
+    KERNELS.splitting.fill_joins(pair_codes, hash_table)
     return hash_table
 
 
@@ -119,7 +114,7 @@ class PatternSplitter:
         expressions = [p.of if isinstance(p, DigitGroups) else p for p in patterns]
         step_tables, numbers = build_automata(expressions, alphabet)
         self._split_steps = [
-            _DigitRuns(pattern, alphabet, numbers) if isinstance(pattern, DigitGroups) else steps
+            _digit_runs(pattern, alphabet, numbers) if isinstance(pattern, DigitGroups) else steps
             for pattern, steps in zip(patterns, step_tables, strict=True)
         ]
         self._class_numbers = np.full(0x110000, UNKNOWN_CLASS, np.uint8)
@@ -129,31 +124,29 @@ class PatternSplitter:
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
         """Split words of a text at the patterns' matches; returns ends of words, and their number."""
-        kernel_module, symbols, at = splitting(), np.empty(len(raw), np.uint8), 0
+        kernel_module, symbols, at = KERNELS.splitting, np.empty(len(raw), np.uint8), 0
         while (at := kernel_module.classify(raw, at, self._class_numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
             self._class_numbers[code] = self._numbers_by_character[self._classes[code]]
         num_words = len(word_ends)
         for steps in self._split_steps:
             new_ends = np.empty(len(raw), np.int32)
-            if isinstance(steps, _DigitRuns):
-                num_words = kernel_module.threes(
-                    symbols, steps.inside, steps.cut_after, word_ends, num_words, new_ends
-                )
+            if isinstance(steps, tuple):
+                num_words = kernel_module.threes(symbols, *steps, word_ends, num_words, new_ends)
             else:
                 num_words = kernel_module.split(symbols, steps, 1, word_ends, num_words, new_ends)
             word_ends = new_ends
         return word_ends, num_words
 
 
-class _DigitRuns:
-    """Arguments of kernels.splitting.threes: which classes are in a run of digits, and where runs are cut."""
-
-    def __init__(self, digit_groups: DigitGroups, alphabet: str, numbers: np.ndarray) -> None:
-        char_class = re.compile(digit_groups.of, re.ASCII)
-        self.inside = np.zeros(256, np.uint8)
-        self.inside[[n for c, n in zip(alphabet, numbers, strict=True) if char_class.match(c)]] = 1
-        self.cut_after = digit_groups.cut_after
+def _digit_runs(
+    digit_groups: DigitGroups, alphabet: str, numbers: np.ndarray
+) -> tuple[np.ndarray, bool]:
+    """Return what kernels.splitting.threes takes: which classes are in runs, and whether runs are cut after groups."""
+    char_class = re.compile(digit_groups.of, re.ASCII)
+    is_inside = np.zeros(256, np.uint8)
+    is_inside[[n for c, n in zip(alphabet, numbers, strict=True) if char_class.match(c)]] = 1
+    return is_inside, digit_groups.cut_after
 
 
 class BoundarySplitter:
@@ -164,7 +157,9 @@ class BoundarySplitter:
 
     def split(self, raw: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, int]:
         new_ends = np.empty(len(raw), np.int32)
-        return new_ends, splitting().cut(raw, self._join_table, word_ends, len(word_ends), new_ends)
+        return new_ends, KERNELS.splitting.cut(
+            raw, self._join_table, word_ends, len(word_ends), new_ends
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +207,7 @@ class CompiledEncoder:
         id_ends = np.empty(len(parts), np.int64)
         strings = t.strings.joined_text, t.strings.string_starts, t.strings.slots
         vocabulary, lookup_mode = (strings, t.pairs, t.order, t.singles), LOOKED_UP[t.ignore_merges]
-        num_ids = token_kernels().encode(
+        num_ids = KERNELS.tokens.encode(
             raw, word_ends, count, parts, vocabulary, t.tokens, t.unknown, lookup_mode, t.letters,
             self._cached_text, self._cached_ids, workspace,
             ids, id_ends,

@@ -12,39 +12,27 @@ import numpy as np
 from packtrain.data.tokenizer import token_table
 from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, BoundarySplitter, EncodingTables, StringTable
-from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_numbers, read_strings
+from packtrain.data.tokenizer.encoding import SPACE, Encoding
+from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_numbers
 
-SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
 TOKEN_SEPARATOR = "\udfff"  # half of a surrogate pair, which no text contains
-CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 
 
-class SentencePieceEncoding:
+class SentencePieceEncoding(Encoding):
     """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first."""
 
-    adds_bos = True
-    adds_eos = always_adds_bos = separated = cleans_spaces = False
-    has_tables = True
+    adds_bos = has_tables = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        tokens = read_strings(metadata, "tokens")
-        token_types = read_numbers(metadata, "token_type", len(tokens))
-        self._scores = read_numbers(metadata, "scores", len(tokens))
-        self.table = TokenTable(metadata, tokens, token_types, bos=1, eos=2, unk=0)
+        super().__init__(TokenTable(metadata, requires_types=True, bos=1, eos=2, unk=0))
+        self._scores = read_numbers(metadata, "scores", len(self.table.tokens))
         self.adds_space = self.strips_leading_space = flag(metadata, "add_space_prefix", True)
-        self._word_cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; word by word, cached, if no token spans several words."""
+    def _words(self, text: str) -> list[str]:
+        """Split a text into words, if no token spans several words."""
         text = text.replace(SPACE, " ")
-        if not self._has_words:
-            return self._word(text)
-        ids: list[int] = []
-        for word in WORD.findall(text):
-            cached_ids = self._word_cache.get(word)
-            ids += self._cache_ids(word, self._word(word)) if cached_ids is None else cached_ids
-        return ids
+        return WORD.findall(text) if self._has_words else [text]
 
     def raw(self, text: str) -> bytes:
         """Return the bytes of a text as the compiled encoder reads them: U+2581 is a space, as in the tables."""
@@ -70,10 +58,6 @@ class SentencePieceEncoding:
         pair = text[at - 1 : at + 1].replace(" ", SPACE)
         return not text[at].isspace() and pair not in self._joins
 
-    def piece(self, token: bytes) -> bytes:
-        """Return the bytes of a normal token."""
-        return token.replace(SPACE.encode(), b" ")
-
     @cached_property
     def _token_costs(self) -> list[float]:
         return [-float(score) for score in self._scores]  # the best score is the smallest cost
@@ -95,20 +79,13 @@ class SentencePieceEncoding:
         index = self.table.index
         return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
 
-    def _word(self, word: str) -> list[int]:
+    def _word_ids(self, word: str) -> list[int]:
         """Return the ids of a word, encoded in pieces that cannot merge with each other."""
         word, ids = word.replace(" ", SPACE), []
         joins = self._joins
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
         for start, end in pairwise([0, *cuts, len(word)]):
-            piece = word[start:end]
-            cached_ids = self._word_cache.get(piece)
-            ids += self._cache_ids(piece, self._merged(piece)) if cached_ids is None else cached_ids
-        return ids
-
-    def _cache_ids(self, text: str, ids: list[int]) -> list[int]:
-        if len(text) <= CACHED_LENGTH and len(self._word_cache) < CACHED_TEXTS:
-            self._word_cache[text] = ids
+            ids += self._cached(word[start:end], self._merged)
         return ids
 
     def _merged(self, piece: str) -> list[int]:

@@ -71,10 +71,14 @@ class TokenTable:
     def __init__(
         self,
         metadata: Mapping[str, Any],
-        tokens: list[bytes],
-        token_types: np.ndarray,
+        requires_types: bool = False,
         **defaults: int,
     ) -> None:
+        """requires_types: the file must have types, else all tokens are normal; defaults: ids of special tokens."""
+        tokens = read_strings(metadata, "tokens")
+        token_types = np.full(len(tokens), NORMAL)
+        if requires_types or f"{KEYS}token_type" in metadata:
+            token_types = read_numbers(metadata, "token_type", len(tokens))
         self.tokens = [token or b"[EMPTY_%d]" % i for i, token in enumerate(tokens)]
         self.token_types: list[int] = token_types.astype(int).tolist()
         self.index = _index_tokens(self.tokens)

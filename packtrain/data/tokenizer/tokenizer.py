@@ -5,13 +5,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from packtrain.data.tokenizer import compiled, token_table
 from packtrain.data.tokenizer.bpe import BytePairEncoding, WhitespaceEncoding
 from packtrain.data.tokenizer.compiled import CompiledEncoder, EncodingTables, NameFinder
+from packtrain.data.tokenizer.encoding import Encoding
 from packtrain.data.tokenizer.spm import SentencePieceEncoding
 from packtrain.data.tokenizer.token_table import BYTE, CONTROL, KEYS, UNKNOWN, TokenizerError, flag
 from packtrain.data.tokenizer.unigram import UnigramEncoding
@@ -26,35 +27,6 @@ CLEANUP_RULES = [
     (re.compile(" (?='(?:s|m|re|ve))"), ""),
 ]
 TextParts = list[str | int]  # text, and ids of special tokens
-
-
-class Encoding(Protocol):
-    """Encodes text without special tokens, for one kind of vocabulary.
-
-    adds_bos              add a BOS token by default; `adds_eos`: an EOS token
-    adds_space            add a space before the text, and after special tokens
-    strips_leading_space  decoding removes the space before the text
-    always_adds_bos       add BOS, and EOS if it is a default, even where the file says otherwise
-    separated             the separator ends a text, not EOS
-    cleans_spaces         llama_detokenize removes spaces before punctuation
-    has_tables            the compiled encoder supports the vocabulary, by `build_tables`
-    """
-
-    table: token_table.TokenTable
-    adds_bos: bool
-    adds_eos: bool
-    adds_space: bool
-    strips_leading_space: bool
-    always_adds_bos: bool
-    separated: bool
-    cleans_spaces: bool
-    has_tables: bool
-
-    def encode(self, text: str) -> list[int]: ...
-    def raw(self, text: str) -> bytes: ...
-    def build_tables(self) -> EncodingTables: ...
-    def can_cut(self, text: str, at: int) -> bool: ...
-    def piece(self, token: bytes) -> bytes: ...
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
@@ -161,7 +133,10 @@ class Tokenizer:
         texts = [part for parts in batch for part in parts if isinstance(part, str)]
         ids = iter(self._encode_texts(texts, lane))
         id_parts = ([[p] if isinstance(p, int) else next(ids) for p in parts] for parts in batch)
-        return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in id_parts]
+        # unsafe, because an empty list is f64
+        return [
+            np.concatenate([EMPTY, *parts], dtype=np.int32, casting="unsafe") for parts in id_parts
+        ]
 
     def _find_cut(self, text: str, min_position: int) -> int:
         """Return the last place from `min_position` on where the text can be cut without changing ids, or 0."""
@@ -183,10 +158,7 @@ class Tokenizer:
             self._encoder = self.new_encoder()
         ids: list[int] = []
         for batch in self._batches(text_parts):
-            texts = [part for part in batch if isinstance(part, str)]
-            encoded_texts = iter(self._encode_texts(texts, self._encoder))
-            for part in batch:
-                ids += [part] if isinstance(part, int) else _to_list(next(encoded_texts))
+            ids += self.arrays([batch], self._encoder)[0].tolist()
         return ids
 
     def _batches(self, text_parts: TextParts) -> Iterator[TextParts]:
@@ -291,10 +263,6 @@ def _clean_text(text: str) -> str:
     for pattern, replacement in CLEANUP_RULES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _to_list(ids: list[int] | np.ndarray) -> list[int]:
-    return ids if isinstance(ids, list) else ids.tolist()
 
 
 def _check_text(text: str) -> str:

@@ -6,28 +6,34 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.tokenizer import token_table
-from packtrain.data.tokenizer.compiled import EncodingTables
-from packtrain.data.tokenizer.token_table import KEYS, NORMAL, USER_DEFINED, TokenizerError, flag
+from packtrain.data.tokenizer.encoding import SPACE, Encoding
+from packtrain.data.tokenizer.token_table import (
+    KEYS,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    TokenizerError,
+    TokenTable,
+    flag,
+    read_numbers,
+)
 
-SPACE = "\u2581".encode()
 # types of tokens into which texts are divided
-MATCHED_TYPES = (NORMAL, USER_DEFINED, token_table.UNUSED)
+MATCHED_TYPES = (NORMAL, USER_DEFINED, UNUSED)
 UNKNOWN_PENALTY = np.float32(10)  # score of the worst token less that of an unknown character
 LEAF_BIT, WIDE_BIT, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the character map
 
 
-class UnigramEncoding:
+class UnigramEncoding(Encoding):
     """The "t5" kind of vocabulary."""
 
-    adds_bos = always_adds_bos = separated = adds_space = cleans_spaces = has_tables = False
     adds_eos = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        tokens = token_table.read_strings(metadata, "tokens")
-        token_types = token_table.read_numbers(metadata, "token_type", len(tokens)).astype(int)
-        scores = token_table.read_numbers(metadata, "scores", len(tokens)).astype(np.float32)
-        self.table = token_table.TokenTable(metadata, tokens, token_types, eos=1, unk=2)
+        super().__init__(TokenTable(metadata, requires_types=True, eos=1, unk=2))
+        num_tokens = len(self.table.tokens)
+        token_types = read_numbers(metadata, "token_type", num_tokens).astype(int)  # as in the file
+        scores = read_numbers(metadata, "scores", num_tokens).astype(np.float32)
         if self.table.unk is None:
             raise TokenizerError(
                 f"the vocabulary has no unknown token; {KEYS}unknown_token_id must name one"
@@ -51,7 +57,7 @@ class UnigramEncoding:
     def _token_prefixes(self) -> set[bytes]:
         return _prefixes_of(self._ids_by_text)
 
-    def encode(self, text: str) -> list[int]:
+    def _word_ids(self, text: str) -> list[int]:
         """Return the ids of the best tokens (Viterbi); unknown characters side by side are one unknown token."""
         raw = self._normalized(text.encode())
         length = len(raw)
@@ -82,19 +88,6 @@ class UnigramEncoding:
             length = predecessors[length]
         return ids[::-1]
 
-    def raw(self, text: str) -> bytes:
-        return text.encode()
-
-    def build_tables(self) -> EncodingTables:
-        raise NotImplementedError("Unigram has no compiled code")
-
-    def can_cut(self, text: str, at: int) -> bool:
-        return False  # the best tokens depend on the complete text
-
-    def piece(self, token: bytes) -> bytes:
-        """Return the bytes of a normal token."""
-        return token.replace(SPACE, b" ")
-
     def _normalized(self, raw: bytes) -> bytes:
         """Replace characters by the map, spaces by U+2581, and add U+2581 before the text, or each word, if set."""
         output, has_output, in_word = bytearray(), False, False
@@ -105,13 +98,13 @@ class UnigramEncoding:
                     if not in_word and (
                         self._joins_spaces or (self.strips_leading_space and not has_output)
                     ):
-                        output += SPACE
+                        output += SPACE.encode()
                         has_output = True
                     in_word = True
                     output += byte
                 else:
                     in_word = False
-                    output += b"" if self._joins_spaces else SPACE
+                    output += b"" if self._joins_spaces else SPACE.encode()
         return bytes(output)
 
     def _replace_parts(self, raw: bytes) -> Iterator[bytes]:

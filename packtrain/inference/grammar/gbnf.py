@@ -61,10 +61,10 @@ class _GbnfParser:
         if "root" not in rules:
             self.fail("there is no rule root, where a grammar begins", 0)
         self.check_depth(rules)
-        empty = nullable_rules(rules)
-        first = {reference: first_references(rule, empty) for reference, rule in rules.items()}
-        for rule_name in rules:
-            self.check_left_recursion(first, rule_name)
+        for rule_name, (head_nodes, _) in nodes.rule_heads(rules).items():
+            for node in head_nodes:  # a rule that can begin with itself is refused, as in llama.cpp
+                if isinstance(node, RuleReference) and node.rule_name == rule_name:
+                    self.fail(f"rule {rule_name} can begin with itself", node.offset)
 
     def check_depth(self, rules: GrammarRules) -> None:
         """Fail if rules name one another in too long a chain."""
@@ -78,17 +78,6 @@ class _GbnfParser:
             path.append(iter(nodes.names_in(rules[name.rule_name])))
             if len(path) > MAX_RULE_CHAIN:
                 self.fail(f"rules name one another more than {MAX_RULE_CHAIN} deep", name.offset)
-
-    def check_left_recursion(self, first: dict[str, list[RuleReference]], rule_name: str) -> None:
-        """Fail for a rule that can begin with itself, as llama.cpp does."""
-        seen_rules, pending_references = set[str](), [*first[rule_name]]
-        while pending_references:
-            reference = pending_references.pop()
-            if reference.rule_name == rule_name:
-                self.fail(f"rule {rule_name} can begin with itself", reference.offset)
-            if reference.rule_name not in seen_rules:
-                seen_rules.add(reference.rule_name)
-                pending_references += first[reference.rule_name]
 
     def fail(self, fact: str, error_pos: int | None = None) -> NoReturn:
         text_before = self.text[: self.pos if error_pos is None else error_pos]
@@ -263,43 +252,3 @@ def repeat_depth(node: Node) -> int:
     while isinstance(node, RepeatNode):
         node, num_repeats = node.child, num_repeats + 1
     return num_repeats
-
-
-def first_references(node: Node, empty: dict[str, bool]) -> list[RuleReference]:
-    """Return references to the rules with which a text of this node can begin."""
-    if isinstance(node, RuleReference):
-        return [node]
-    if isinstance(node, nodes.ChoiceNode):
-        return [name for child in node.children for name in first_references(child, empty)]
-    if isinstance(node, RepeatNode):
-        return first_references(node.child, empty)
-    references: list[RuleReference] = []
-    for child in node.children if isinstance(node, nodes.SequenceNode) else ():
-        references += first_references(child, empty)
-        if not is_empty(child, empty):
-            break
-    return references
-
-
-def is_empty(node: Node, empty: dict[str, bool]) -> bool:
-    """Return whether a node matches the empty text; `empty` says which rules do."""
-    if isinstance(node, RuleReference):
-        return empty[node.rule_name]
-    if isinstance(node, RepeatNode):
-        return not node.min_count or is_empty(node.child, empty)
-    if isinstance(node, nodes.ChoiceNode):
-        return any(is_empty(child, empty) for child in node.children)
-    return isinstance(node, nodes.SequenceNode) and all(
-        is_empty(child, empty) for child in node.children
-    )
-
-
-def nullable_rules(rules: GrammarRules) -> dict[str, bool]:
-    """Return for each rule whether it matches the empty text."""
-    is_nullable, rule_order = dict.fromkeys(rules, False), nodes.dependency_order(rules)
-    while True:
-        num_before = sum(is_nullable.values())
-        for rule_name in rule_order:
-            is_nullable[rule_name] = is_empty(rules[rule_name], is_nullable)
-        if sum(is_nullable.values()) == num_before:
-            return is_nullable

@@ -11,9 +11,9 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import schema_to_lark
-from packtrain.inference.grammar.vocabulary_table import grammar_matcher, table
+from packtrain.inference.grammar.vocabulary_table import DEAD_END, grammar_matcher, table
 
-DEAD_END, REASON_PREFIX = "NoExtensionBias", "error: "  # in llguidance's messages
+REASON_PREFIX = "error: "  # in llguidance's messages
 TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"
 POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # a position in text that no user wrote
 
@@ -125,9 +125,8 @@ class Grammar:
             match_offsets = [at for word in self._words if (at := text.find(word)) >= 0]
             if match_offsets:
                 self.awaits_trigger = False
-                self._matcher.consume_tokens(
-                    self._token_table.greedy_tokenize(_decode_piece(text[min(match_offsets) :]))
-                )
+                began_text = text[min(match_offsets) :].decode(errors="replace")
+                self._matcher.consume_tokens(self._token_table.greedy_tokenize(began_text))
         self._check_matcher("what began with the trigger does not follow it")
 
     def _token_mask(self) -> np.ndarray:
@@ -147,7 +146,3 @@ class Grammar:
                 f" {line[len(REASON_PREFIX) :]}" for line in lines if line.startswith(REASON_PREFIX)
             )
             raise InputError(f"grammar: {fact}: {POSITION_PREFIX.sub('', lines[0])}{reasons}")
-
-
-def _decode_piece(piece: bytes) -> str:
-    return piece.decode(errors="replace")

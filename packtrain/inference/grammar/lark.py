@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from packtrain.inference.grammar import nodes as grammar_nodes
-from packtrain.inference.grammar.gbnf import is_empty, nullable_rules
-from packtrain.inference.grammar.lexer import Automaton, AutomatonTooLarge, follow_sets
+from packtrain.inference.grammar.lexer import ANY_CHAR, conflicting_lexemes, follow_sets
 from packtrain.inference.grammar.nodes import CharSet, ChoiceNode, Node, SequenceNode, parts_of
+from packtrain.inference.grammar.vocabulary_table import LARK_HEADER
 
-LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # allow all tokens that spell a text
 MAX_GROUP_DEPTH = 120  # half of what Rust reads, which counts the groups' contents, too
+NONEMPTY = " & /(?s:.+)/"
 MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
@@ -22,20 +22,14 @@ def to_lark(rules: grammar_nodes.GrammarRules) -> str:
     lexeme_builder = _LexemeBuilder(rules)
     while True:
         lexeme_rules = lexeme_builder.build_rules()
-        follow = follow_sets(lexeme_rules, len(lexeme_builder.nodes))
-        if not any(follow):
-            return _format_grammar(lexeme_rules, lexeme_builder)
-        automaton = Automaton(rules)
-        try:
-            for node in lexeme_builder.nodes:
-                automaton.add_lexeme(node)
-            automaton.classify_chars()
-            conflicting_lexemes = automaton.conflicting_lexemes(follow)
-        except (AutomatonTooLarge, RecursionError):
-            conflicting_lexemes = {*range(len(lexeme_builder.nodes))}
-        large = [n for n in conflicting_lexemes if not isinstance(lexeme_builder.nodes[n], CharSet)]
+        definitions, extensions = lexeme_builder.definitions(), list[str]()
+        for index, followers in enumerate(follow_sets(lexeme_rules, len(definitions))):
+            if followers:
+                extensions.append(f"T{index} /{lexeme_builder.head_characters(followers)}/")
+        conflicts = conflicting_lexemes(definitions, extensions) if extensions else []
+        large = [n for n in conflicts if not isinstance(lexeme_builder.nodes[n], CharSet)]
         if not large:
-            return _format_grammar(lexeme_rules, lexeme_builder)
+            return _format_grammar(lexeme_rules, definitions)
         for lexeme_index in large:
             lexeme_builder.divide_lexeme(lexeme_index)
 
@@ -44,7 +38,8 @@ class _LexemeBuilder:
     """Divides a grammar into lexemes, `nodes`, and the rules over them."""
 
     def __init__(self, rules: grammar_nodes.GrammarRules) -> None:
-        self.rules, self.empty, self.nodes = rules, nullable_rules(rules), list[Node]()
+        self.rules, self.nodes = rules, list[Node]()
+        self._heads = grammar_nodes.rule_heads(rules)
         self._divided_nodes, self._group_nodes = set[Node](), dict[tuple[Node, ...], Node]()
         self._equal_nodes = list[list[Node]]()
         self._numbers: dict[str, int] = {}
@@ -123,48 +118,51 @@ class _LexemeBuilder:
             self.nodes.append(node)
             self._equal_nodes.append([])
         self._equal_nodes[lexeme_index].append(node)
-        return grammar_nodes.LexemeNode(lexeme_index, is_empty(node, self.empty))
+        return grammar_nodes.LexemeNode(lexeme_index, self._node_heads(node)[1])
+
+    def _node_heads(self, node: Node) -> grammar_nodes.Heads:
+        return grammar_nodes.node_heads(node, self._heads)
+
+    def definitions(self) -> list[str]:
+        """Return the lexemes in llguidance's notation; their texts are never empty."""
+        return [
+            f"T{index}: /{node_regex(node, self.texts)}/{NONEMPTY if self._node_heads(node)[1] else ''}"
+            for index, node in enumerate(self.nodes)
+        ]
+
+    def head_characters(self, lexemes: set[int]) -> str:
+        """Return a regular expression of the characters with which lexemes begin."""
+        leaves = (leaf for n in lexemes - {ANY_CHAR} for leaf in self._node_heads(self.nodes[n])[0])
+        ranges = [r for leaf in leaves if isinstance(leaf, CharSet) for r in leaf.code_ranges]
+        ranges += grammar_nodes.ALL_CODES if ANY_CHAR in lexemes else ()
+        return node_regex(CharSet(grammar_nodes.merge_ranges(ranges)), {})
 
 
-def _format_grammar(
-    lexeme_rules: grammar_nodes.GrammarRules, lexeme_builder: _LexemeBuilder
-) -> str:
+def _format_grammar(lexeme_rules: grammar_nodes.GrammarRules, definitions: list[str]) -> str:
     names = {name: f"r{index}" for index, name in enumerate(lexeme_rules)}
-    lines = [LARK_HEADER, f"start: {names['root']}"]
-    lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in lexeme_rules.items()]
-    for index, node in enumerate(lexeme_builder.nodes):
-        nonempty = " & /(?s:.+)/" if is_empty(node, lexeme_builder.empty) else ""
-        lines.append(f"T{index}: /{node_regex(node, lexeme_builder.texts)}/{nonempty}")
-    return "\n".join(lines) + "\n"
+    lines = [f"{names[name]}: {_format_node(rule, names)}" for name, rule in lexeme_rules.items()]
+    return "\n".join([f"{LARK_HEADER}start: {names['root']}", *lines, *definitions, ""])
 
 
-def _shown(node: Node, names: dict[str, str]) -> str:
+def _format_node(node: Node, names: Mapping[str, str], group: str = "(", space: str = " ") -> str:
+    """Format a node over lexemes, or a regular node for Rust's regular expressions; names: of rules."""
+    if isinstance(node, CharSet):
+        ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
+        return f"[{''.join(ranges)}]"
     if isinstance(node, grammar_nodes.LexemeNode):
         return f"T{node.lexeme_index}{'?' * node.empty}"
     if isinstance(node, grammar_nodes.RuleReference):
         return names[node.rule_name]
     if isinstance(node, grammar_nodes.TokenNode):
         return f"<[{'^' * node.is_negated}{node.token_id}]>"
+    parts = [_format_node(part, names, group, space) for part in parts_of(node)]
     if isinstance(node, grammar_nodes.RepeatNode):
-        return f"({_shown(node.child, names)}){_format_bounds(node)}"
-    sign = " | " if isinstance(node, ChoiceNode) else " "
-    return (
-        f"({sign.join(_shown(part, names) for part in parts_of(node))})" if parts_of(node) else '""'
-    )
-
-
-def _format_bounds(node: grammar_nodes.RepeatNode) -> str:
-    return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
+        max_count = "" if node.max_count is None else node.max_count
+        return f"{group}{parts[0]}){{{node.min_count},{max_count}}}"
+    separator = f"{space}|{space}" if isinstance(node, ChoiceNode) else space
+    return f"{group}{separator.join(parts)})" if parts or not space else '""'
 
 
 def node_regex(node: Node, texts: Mapping[str, str]) -> str:
     """Format a regular node as a regular expression of Rust; `texts` has those of rules."""
-    if isinstance(node, CharSet):
-        ranges = (f"\\x{{{a:x}}}-\\x{{{last_code:x}}}" for a, last_code in node.code_ranges)
-        return f"[{''.join(ranges)}]"
-    if isinstance(node, grammar_nodes.RuleReference):
-        return texts[node.rule_name]
-    if isinstance(node, grammar_nodes.RepeatNode):
-        return f"(?:{node_regex(node.child, texts)}){_format_bounds(node)}"
-    separator = "|" if isinstance(node, ChoiceNode) else ""
-    return f"(?:{separator.join(node_regex(part, texts) for part in parts_of(node))})"
+    return _format_node(node, texts, "(?:", "")

@@ -60,6 +60,7 @@ class LexemeNode:
 
 Node = LexemeNode | CharSet | TokenNode | RuleReference | SequenceNode | ChoiceNode | RepeatNode
 GrammarRules = dict[str, Node]
+Heads = tuple[frozenset[Node], bool]  # see node_heads
 
 
 def parts_of(node: Node) -> "tuple[Node, ...]":
@@ -93,6 +94,34 @@ def dependency_order(rules: GrammarRules) -> list[str]:
             seen.add(next_rule)
             reference_stack.append((next_rule, iter(names_in(rules[next_rule]))))
     return rule_order[:-1]
+
+
+def rule_heads(rules: GrammarRules) -> "dict[str, Heads]":
+    """Return the heads of each rule, see `node_heads`."""
+    heads: dict[str, Heads] = dict.fromkeys(rules, (frozenset(), False))
+    rule_order = dependency_order(rules)
+    while True:
+        old_heads = heads.copy()
+        for rule_name in rule_order:
+            heads[rule_name] = node_heads(rules[rule_name], heads)
+        if heads == old_heads:
+            return heads
+
+
+def node_heads(node: Node, heads: "dict[str, Heads]") -> Heads:
+    """Return the leaves with which a text of the node can begin, and whether the text can be empty."""
+    if isinstance(node, RuleReference):
+        rule_leaves, is_nullable = heads[node.rule_name]
+        return rule_leaves | {node}, is_nullable
+    if not (parts := parts_of(node)):
+        is_nullable = node.empty if isinstance(node, LexemeNode) else isinstance(node, SequenceNode)
+        return frozenset(() if isinstance(node, SequenceNode) else (node,)), is_nullable
+    part_heads = [node_heads(part, heads) for part in parts]
+    is_nullable = (any if isinstance(node, ChoiceNode) else all)(empty for _, empty in part_heads)
+    if isinstance(node, SequenceNode) and not is_nullable:  # up to the first part with a text
+        part_heads = part_heads[: [empty for _, empty in part_heads].index(False) + 1]
+    leaves = frozenset[Node]().union(*(part_leaves for part_leaves, _ in part_heads))
+    return leaves, is_nullable or (isinstance(node, RepeatNode) and not node.min_count)
 
 
 def merge_ranges(code_ranges: list[tuple[int, int]], is_negated: bool = False) -> Ranges:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from packtrain.common.errors import InputError
-from packtrain.inference.grammar.lark import LARK_HEADER
+from packtrain.inference.grammar.vocabulary_table import LARK_HEADER
 
 # keywords whose values are no schemas
 LITERAL_KEYWORDS = {"const", "enum", "default", "examples", "required"}

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from packtrain.data.tokenizer import CONTROL, Tokenizer
-from packtrain.inference.grammar.lark import LARK_HEADER
 from packtrain.inference.grammar.schema import guidance_schema, parse_schema
+from packtrain.inference.grammar.vocabulary_table import LARK_HEADER
 
 SPACE, ANY_TEXT_RULE = r"/[ \t\n]{0,8}/", r"/(?s:.*)/"
 

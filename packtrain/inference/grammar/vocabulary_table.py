@@ -19,6 +19,8 @@ def llguidance() -> Any:
     return import_module("llguidance")
 
 
+LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # allow all tokens that spell a text
+DEAD_END = "NoExtensionBias"  # in llguidance's messages: no text can follow
 # patterns of tokens whose masks are cached: text in JSON, text in a line, words
 TOKEN_SLICES = (
     r'[^"\\\x00-\x1F\x7F]{1,10}',

@@ -271,13 +271,11 @@ class CellPools:
             moves[pool] = CellMove(source_cells.astype(np.int32), new, np.zeros(len(new), np.int32))
         return moves
 
-    def drop_positions(self, seq: int, since: int = 0, until: int | None = None) -> None:
-        for cells in self.pools.values():
-            cells.drop_positions(seq, since, until)
-
-    def drop_from_pools(self, seq: int, pools: Iterable[str]) -> None:
-        for pool in pools:
-            self.pools[pool].drop_positions(seq)
+    def drop_positions(
+        self, seq: int, since: int = 0, until: int | None = None, pools: Iterable[str] | None = None
+    ) -> None:
+        for pool in self.pools if pools is None else pools:
+            self.pools[pool].drop_positions(seq, since, until)
 
     def change_positions(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1

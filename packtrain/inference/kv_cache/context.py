@@ -395,6 +395,6 @@ class Context:
             return 0
         checkpoint_pos, saved_sequences = checkpoint
         self.pools.drop_positions(seq, checkpoint_pos)
-        self.pools.drop_from_pools(seq, saved_sequences.parts)
+        self.pools.drop_positions(seq, pools=saved_sequences.parts)
         saved_sequences.restore_cells(self.pools, self._session, [seq])
         return checkpoint_pos

@@ -1,4 +1,4 @@
-"""Sampling the next token from logits: llama.cpp's samplers, each in a room of its own, as pure functions on arrays.
+"""Sampling the next token from logits: llama.cpp's samplers as pure functions on arrays.
 
 `Chain` puts them in order and has the state of one sequence. This package knows no models.
 """
@@ -11,9 +11,9 @@ from packtrain.inference.sampling.candidate_cuts import (
     SamplerCut,
 )
 from packtrain.inference.sampling.candidates import Candidates
-from packtrain.inference.sampling.draw import token_rng
 from packtrain.inference.sampling.dry import find_breakers
 from packtrain.inference.sampling.sampler_chain import Chain, Constraint, SamplerInput
+from packtrain.inference.sampling.samplers import token_rng
 from packtrain.inference.sampling.sampling_settings import SAMPLER_ORDER, Sampling
 
 __all__ = [

@@ -6,22 +6,12 @@ from typing import Protocol
 import numpy as np
 
 from packtrain.common.errors import InputError, name_keywords
-from packtrain.inference.sampling.bias import logit_bias
+from packtrain.inference.sampling import samplers
 from packtrain.inference.sampling.candidate_cuts import SamplerCut, base_cut, token_cut
 from packtrain.inference.sampling.candidates import Candidates
-from packtrain.inference.sampling.draw import draw_token, token_rng
 from packtrain.inference.sampling.dry import Breakers, dry_penalty
-from packtrain.inference.sampling.min_p import min_p
 from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
-from packtrain.inference.sampling.penalties import recent_penalties
 from packtrain.inference.sampling.sampling_settings import Sampling
-from packtrain.inference.sampling.tail_free import tail_free
-from packtrain.inference.sampling.temperature import dynamic_temperature, temperature
-from packtrain.inference.sampling.top_k import top_k
-from packtrain.inference.sampling.top_n_sigma import top_n_sigma
-from packtrain.inference.sampling.top_p import top_p
-from packtrain.inference.sampling.typical import typical
-from packtrain.inference.sampling.xtc import xtc
 
 
 class Constraint(Protocol):
@@ -47,16 +37,16 @@ SamplerStep = Callable[["Chain", Candidates, np.random.Generator], Candidates]
 SAMPLER_STEPS: dict[str, SamplerStep] = {
     "penalties": lambda chain, c, rng: chain.penalised(c),
     "dry": lambda chain, c, rng: chain.dried(c),
-    "top_n_sigma": lambda chain, c, rng: top_n_sigma(c, chain.sampling.top_n_sigma),
-    "top_k": lambda chain, c, rng: top_k(c, chain.sampling.top_k),
-    "tfs_z": lambda chain, c, rng: tail_free(c, chain.sampling.tfs),
-    "typ_p": lambda chain, c, rng: typical(c, chain.sampling.typical),
-    "top_p": lambda chain, c, rng: top_p(c, chain.sampling.top_p),
-    "min_p": lambda chain, c, rng: min_p(c, chain.sampling.min_p),
-    "xtc": lambda chain, c, rng: xtc(
+    "top_n_sigma": lambda chain, c, rng: samplers.top_n_sigma(c, chain.sampling.top_n_sigma),
+    "top_k": lambda chain, c, rng: samplers.top_k(c, chain.sampling.top_k),
+    "tfs_z": lambda chain, c, rng: samplers.tail_free(c, chain.sampling.tfs),
+    "typ_p": lambda chain, c, rng: samplers.typical(c, chain.sampling.typical),
+    "top_p": lambda chain, c, rng: samplers.top_p(c, chain.sampling.top_p),
+    "min_p": lambda chain, c, rng: samplers.min_p(c, chain.sampling.min_p),
+    "xtc": lambda chain, c, rng: samplers.xtc(
         c, chain.sampling.xtc_probability, chain.sampling.xtc_threshold, rng
     ),
-    "temperature": lambda chain, c, rng: dynamic_temperature(
+    "temperature": lambda chain, c, rng: samplers.dynamic_temperature(
         c, chain.sampling.temp, chain.sampling.dynatemp_range, chain.sampling.dynatemp_exp
     ),
 }
@@ -125,13 +115,15 @@ class Chain:
 
     def left(self, logits: np.ndarray) -> Candidates:
         """Return the candidates that the samplers leave, from which `choose` draws. Raises InputError."""
-        return self._left(self._allowed(logits), len(logits), token_rng(self.seed, self.index))
+        return self._left(
+            self._allowed(logits), len(logits), samplers.token_rng(self.seed, self.index)
+        )
 
     def _draw_next(self, c: Candidates, vocab_size: int) -> int:
         """Apply the samplers to candidates and draw the next token."""
-        rng = token_rng(self.seed, self.index)
+        rng = samplers.token_rng(self.seed, self.index)
         c = self._left(c, vocab_size, rng)
-        id = draw_token(c, rng)
+        id = samplers.draw_token(c, rng)
         if self.sampling.mirostat:
             settings = self.sampling
             self.mu = update_mu(c, id, self.mu, settings.mirostat_ent, settings.mirostat_lr)
@@ -140,7 +132,7 @@ class Chain:
     def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
         """Apply biases and samplers to candidates. Raises InputError if no token is left."""
         if self._biases:
-            c = logit_bias(c, self._biases)
+            c = samplers.logit_bias(c, self._biases)
             c = c.select(c.logits > -np.inf)
         if not len(c.ids):
             raise InputError(
@@ -167,7 +159,7 @@ class Chain:
         """Apply the penalties on recent tokens."""
         s = self.sampling
         penalty_args = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
-        return recent_penalties(c, self.last(s.repeat_last_n), *penalty_args)
+        return samplers.recent_penalties(c, self.last(s.repeat_last_n), *penalty_args)
 
     def dried(self, c: Candidates) -> Candidates:
         """Apply DRY's penalty on repetitions."""
@@ -176,7 +168,7 @@ class Chain:
         return dry_penalty(c, self.last(settings.dry_penalty_last_n), self._breakers, *dry_args)
 
     def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
-        c = temperature(c, self.sampling.temp)
+        c = samplers.temperature(c, self.sampling.temp)
         is_version_1 = self.sampling.mirostat == 1
         return mirostat(c, self.mu, vocab_size) if is_version_1 else mirostat_2(c, self.mu)
 

@@ -1,0 +1,67 @@
+"""What all kinds of vocabulary share: texts without special tokens become ids, word by word, and words are cached."""
+
+from collections.abc import Callable, Iterable
+
+from packtrain.data.tokenizer.compiled import EncodingTables
+from packtrain.data.tokenizer.token_table import TokenTable
+
+SPACE = "\u2581"
+CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
+
+
+class Encoding:
+    """Encodes text without special tokens, for one kind of vocabulary.
+
+    adds_bos              add a BOS token by default; `adds_eos`: an EOS token
+    adds_space            add a space before the text, and after special tokens
+    strips_leading_space  decoding removes the space before the text
+    always_adds_bos       add BOS, and EOS if it is a default, even where the file says otherwise
+    separated             the separator ends a text, not EOS
+    cleans_spaces         llama_detokenize removes spaces before punctuation
+    has_tables            the compiled encoder supports the vocabulary, by `build_tables`
+    """
+
+    adds_bos = adds_eos = adds_space = strips_leading_space = always_adds_bos = False
+    separated = cleans_spaces = has_tables = False
+
+    def __init__(self, table: TokenTable) -> None:
+        self.table = table
+        self._word_cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = []
+        for word in self._words(text):
+            ids += self._cached(word, self._word_ids)
+        return ids
+
+    def _cached(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        ids = self._word_cache.get(text)
+        if ids is None:
+            ids = encode(text)
+            if len(text) <= CACHED_LENGTH and len(self._word_cache) < CACHED_TEXTS:
+                self._word_cache[text] = ids
+        return ids
+
+    def _words(self, text: str) -> Iterable[str]:
+        """Split a text into words whose ids depend on nothing else."""
+        return (text,)
+
+    def _word_ids(self, word: str) -> list[int]:
+        raise NotImplementedError
+
+    def raw(self, text: str) -> bytes:
+        """Return the bytes of a text as the compiled encoder reads them."""
+        return text.encode()
+
+    def build_tables(self) -> EncodingTables:
+        """Build the compiled encoder's tables of the vocabulary, if it `has_tables`."""
+        raise NotImplementedError
+
+    def can_cut(self, text: str, at: int) -> bool:
+        """Whether a text can be cut at a place, whatever comes before and after."""
+        return False
+
+    def piece(self, token: bytes) -> bytes:
+        """Return the bytes of a normal token."""
+        return token.replace(SPACE.encode(), b" ")

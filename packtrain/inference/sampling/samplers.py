@@ -1,0 +1,167 @@
+"""llama.cpp's samplers as pure functions of candidates, except DRY and Mirostat, which have modules of their own."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from packtrain.inference.sampling.candidates import Candidates, entropy, probabilities, ranked
+
+MAX_LOOKUPS = 1000  # fewer candidates are looked up one by one
+
+
+def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
+    """Add biases[id] to the logit of each candidate id; returns new candidates."""
+    if not biases:
+        return c
+    if len(c.ids) < MAX_LOOKUPS:
+        bias_values = [biases.get(id, 0.0) for id in c.ids.tolist()]
+        return Candidates(c.ids, c.logits + bias_values, False)
+    added_bias = np.zeros(int(c.ids.max()) + 1)
+    biased_ids = [id for id in biases if id < len(added_bias)]
+    added_bias[biased_ids] = [biases[id] for id in biased_ids]
+    return Candidates(c.ids, np.asarray(c.logits + added_bias[c.ids]), False)
+
+
+def recent_penalties(
+    c: Candidates, recent_ids: Sequence[int], repeat: float, frequency: float, presence: float
+) -> Candidates:
+    """Penalize recent tokens: logit / repeat (· repeat where negative) − count · frequency − presence."""
+    if not len(recent_ids) or (repeat, frequency, presence) == (1, 0, 0):
+        return c
+    seen_ids, counts = np.unique(np.asarray(recent_ids, np.int64), return_counts=True)
+    at = np.minimum(np.searchsorted(seen_ids, c.ids), len(seen_ids) - 1)
+    is_seen = seen_ids[at] == c.ids
+    old = c.logits[is_seen]
+    logits = c.logits.copy()
+    logits[is_seen] = (
+        np.where(old > 0, old / repeat, old * repeat) - counts[at[is_seen]] * frequency - presence
+    )
+    return Candidates(c.ids, logits, False)
+
+
+def top_k(c: Candidates, max_tokens: int) -> Candidates:
+    """Keep the `max_tokens` greatest logits, greatest first, of equals the lowest ids; 0 keeps all."""
+    if not max_tokens or (c.sorted and max_tokens >= len(c.ids)):
+        return c
+    if c.sorted:
+        return c.select(slice(max_tokens))
+    if max_tokens < len(c.ids):  # sort only those that can be among them
+        c = c.select(c.logits >= _kth_lower_bound(c.logits, max_tokens))
+    return ranked(c).select(slice(max_tokens))
+
+
+def _kth_lower_bound(logits: np.ndarray, min_count: int) -> float:
+    """Return a bound that at least `min_count` logits reach, and few more; takes a hundredth of the time of a sort."""
+    span_width = max(len(logits) // (4 * min_count), 1)
+    spans = logits[: len(logits) // span_width * span_width].reshape(-1, span_width)
+    return float(np.partition(spans.max(axis=1), -min_count)[-min_count])
+
+
+def top_p(c: Candidates, p: float) -> Candidates:
+    """Keep the likeliest tokens until their probabilities add up to p or more, at least one; 1 keeps all.
+
+    Nucleus sampling, Holtzman et al. 2020.
+    """
+    if p >= 1:
+        return c
+    c = ranked(c)
+    return c.select(slice(int(np.searchsorted(np.cumsum(probabilities(c.logits)), p)) + 1))
+
+
+def min_p(c: Candidates, p: float) -> Candidates:
+    """Keep tokens at least p times as likely as the likeliest: logit ≥ max + log p (Nguyen et al. 2024); 0: all."""
+    if p <= 0:
+        return c
+    return c.select(c.logits >= c.logits.max() + min(math.log(p), 0.0))
+
+
+def top_n_sigma(c: Candidates, n: float) -> Candidates:
+    """Keep logits ≥ max − n · std of the finite ones; n ≤ 0 keeps all (top-nσ, Tang et al. 2024).
+
+    llama.cpp keeps dropped tokens with a logit of -inf: typical sampling then computes 0 · log 0, and dynamic
+    temperature counts them.
+    """
+    if n <= 0 or len(c.ids) <= 1:
+        return c
+    finite = c.logits[np.isfinite(c.logits)]
+    return c.select(c.logits >= finite.max() - n * finite.std())
+
+
+def typical(c: Candidates, p: float) -> Candidates:
+    """Keep tokens with the least |−log p − entropy| until their probabilities add up to more than p; 1 keeps all.
+
+    Locally typical sampling, Meister et al. 2022.
+    """
+    if p >= 1:
+        return c
+    c = ranked(c)
+    c = c.select(np.isfinite(c.logits))
+    token_probs = probabilities(c.logits)
+    token_probs = np.maximum(token_probs, np.finfo(float).tiny)  # so that their surprise is finite
+    order = np.argsort(np.abs(-np.log(token_probs) - entropy(token_probs)), kind="stable")
+    kept_indices = order[: int(np.searchsorted(np.cumsum(token_probs[order]), p, side="right")) + 1]
+    return c.select(np.sort(kept_indices))
+
+
+def tail_free(c: Candidates, z: float) -> Candidates:
+    """Keep tokens until their normalized absolute second differences add up to more than z; 1 keeps all.
+
+    Where the slope of the sorted probabilities stops changing, the tail begins (Phénix and Egan 2019).
+    """
+    if z >= 1 or len(c.ids) <= 2:
+        return c
+    c = ranked(c)
+    curvature = np.abs(np.diff(probabilities(c.logits), 2))
+    total = curvature.sum()
+    shares = curvature / total if total > 1e-6 else np.full(len(curvature), 1 / len(curvature))
+    cut_indices = np.flatnonzero(np.cumsum(shares) > z)
+    cut_indices = cut_indices[cut_indices > 0]
+    return c.select(slice(int(cut_indices[0]))) if len(cut_indices) else c
+
+
+def xtc(
+    c: Candidates, probability: float, threshold: float, rng: np.random.Generator
+) -> Candidates:
+    """With this probability, drop all but the last of the tokens that reach the threshold: "exclude top choices"."""
+    if probability <= 0 or threshold > 0.5 or len(c.ids) < 2 or rng.random() > probability:
+        return c
+    c = ranked(c)
+    num_likely = int(np.count_nonzero(probabilities(c.logits) >= threshold))
+    return c.select(slice(max(num_likely - 1, 0), None))
+
+
+def temperature(c: Candidates, temp: float) -> Candidates:
+    """Divide logits by `temp`; 0 keeps only the likeliest token, of equals the lowest id."""
+    if temp <= 0:
+        best_id = c.ids[c.logits == c.logits.max()].min()
+        return c.select(c.ids == best_id)
+    with np.errstate(over="ignore"):  # −inf is correct below the largest logit, which is 0 then
+        return Candidates(c.ids, (c.logits - c.logits.max()) / temp, c.sorted)
+
+
+def dynamic_temperature(c: Candidates, temp: float, spread: float, exponent: float) -> Candidates:
+    """Apply a temperature from temp − spread to temp + spread: the greater the entropy, the higher (kalomaze)."""
+    if spread <= 0:
+        return temperature(c, temp)
+    if len(c.ids) <= 1:
+        return c
+    c = ranked(c)
+    entropy_share = max(entropy(probabilities(c.logits)) / math.log(len(c.ids)), 0.0)
+    min_temp = max(temp - spread, 0.0)
+    return temperature(c, min_temp + (temp + spread - min_temp) * entropy_share**exponent)
+
+
+def token_rng(seed: int, index: int) -> np.random.Generator:
+    """Create the random generator of token `index`: counter-based, independent of other tokens' draws.
+
+    Results then depend on seed and index, not on how the text was split.
+    """
+    return np.random.Generator(np.random.Philox(key=seed, counter=index))
+
+
+def draw_token(c: Candidates, rng: np.random.Generator) -> int:
+    """Draw an id by its probability: the first whose running sum of exp(logit − max) exceeds u · the total."""
+    total = np.cumsum(np.exp(c.logits - c.logits.max()))
+    drawn_index = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
+    return int(c.ids[min(drawn_index, len(c.ids) - 1)])

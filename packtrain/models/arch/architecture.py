@@ -5,6 +5,7 @@ Plain data; each of the other modules of this folder defines one architecture, a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,53 @@ def no_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {}
 
 
+# metadata keys that follow from the sizes of a model
+SIZE_KEYS: Mapping[str, Callable[[ModelSizes], int]] = {
+    "vocab_size": lambda sizes: sizes.vocab_size,
+    "rope.dimension_count": lambda sizes: sizes.head_width,
+    "attention.key_length": lambda sizes: sizes.head_width,
+    "attention.value_length": lambda sizes: sizes.head_width,
+    "leading_dense_block_count": lambda sizes: sizes.leading_dense_block_count,
+    "expert_shared_feed_forward_length": lambda sizes: sizes.expert_shared_feed_forward_length,
+    "expert_shared_count": lambda s: s.expert_shared_feed_forward_length // s.expert_width,
+}
+HEAD_WIDTHS = ("attention.key_length", "attention.value_length")
+SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
+
+
+def fixed(**values: Any) -> dict[str, tuple[Any, ...]]:
+    """Return `required_values` of keys that have one allowed value, which is their default."""
+    return {key: (value, value) for key, value in values.items()}
+
+
+OptionalNames = Callable[[HFConfig], tuple[str, ...]]
+
+
+def with_tensors(
+    *names: str, true_flags: tuple[str, ...] = (), **names_by_flag: tuple[str, ...]
+) -> OptionalNames:
+    """Return `optional_tensors`: these names, and those of each flag set in the config; `true_flags` by default."""
+
+    def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+        flagged = (
+            n for flag, n in names_by_flag.items() if hf_config.flag(flag, flag in true_flags)
+        )
+        return (*names, *chain(*flagged))
+
+    return optional_tensors
+
+
+def grouped_heads(sizes: ModelSizes) -> tuple[RowSpans, RowSpans, RowSpans]:
+    """Return spans of rows that pick all queries, all keys and all values from groups of queries, key and value."""
+    d, num_groups = sizes.head_width, sizes.head_count_kv
+    each = sizes.head_count // num_groups + 2
+    q, k, v = (
+        tuple(((g * each + first) * d, (g * each + end) * d) for g in range(num_groups))
+        for first, end in ((0, each - 2), (each - 2, each - 1), (each - 1, each))
+    )
+    return q, k, v
+
+
 Changed = Callable[[np.ndarray, int], np.ndarray]  # (rows, number of the first) -> rows
 
 
@@ -133,7 +181,7 @@ class Family:
     model_classes: tuple[str, ...]
     # modules of a block and the tensors they become, in the file's order; {} is the number of a head
     block_modules: Mapping[str, str] = field(default_factory=lambda: BLOCK)
-    # additional metadata; refuses configs that would compute something else
+    # additional metadata that no field below states; refuses configs that would compute something else
     extra_metadata: Callable[[HFConfig, ModelSizes], Keys] = no_metadata
     experts: ExpertLayout | None = None
     names: CheckpointNames = CheckpointNames()  # names of modules outside blocks
@@ -142,7 +190,12 @@ class Family:
     # other names of modules of a block, which some checkpoints use, and their usual names
     module_aliases: Mapping[str, str] = field(default_factory=dict)
     # biases and other tensors that only some models have, by the config; None: by its usual keys
-    optional_tensors: Callable[[HFConfig], tuple[str, ...]] | None = None
+    optional_tensors: OptionalNames | None = None
+    # by key of the config: its default, then the values without which llama.cpp would compute something else
+    required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    size_keys: tuple[str, ...] = ()  # additional metadata keys, of those in SIZE_KEYS
+    # share of a head that rope rotates unless the config says so; 0: no metadata says how much it rotates
+    rotated_share: float = 0.0
     # endings of tensors that are left out, because they are computed
     computed_suffixes: tuple[str, ...] = ()
     is_transposed: bool = False  # matrices of blocks are stored as (inputs, outputs)
@@ -188,6 +241,17 @@ class Family:
     special: Mapping[str, str] = field(default_factory=dict)
     latent_module: str = ""  # module that makes keys and values of all heads from a narrow vector
     blank: str = ""  # prefix of placeholder pieces, which stand for nothing
+
+    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+        """Return the additional metadata. Raises InputError for configs that would compute something else."""
+        for key, (default, *allowed) in self.required_values.items():
+            hf_config.require_one_of(key, default, *allowed)
+        keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
+        if self.rotated_share:
+            keys["rope.dimension_count"] = hf_config.rotated_width(
+                sizes.head_width, self.rotated_share
+            )
+        return keys | self.extra_metadata(hf_config, sizes)
 
 
 @dataclass(frozen=True, slots=True)

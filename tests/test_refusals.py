@@ -68,6 +68,7 @@ INEFFECTIVE_SETTINGS = {
         "--val-split": {"val_split": 0.2, "data": Path("split")},
         "--vocab-size": {"vocab_size": "300", "vocab": Path("m.gguf")},
         "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
+        "--preset": {"preset": "15m", "from_checkpoint": Path("old.gguf")},
         "--strict": {"strict": True},
     },
     TuneSettings: {

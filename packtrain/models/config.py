@@ -24,14 +24,11 @@ MIN_BLEND_LENGTH = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rope scaling, which extends the context beyond that of pretraining; the keys `rope.scaling.*`.
-
-    original_context  0: the model's context_length
-    """
+    """Rope scaling, which extends the context beyond that of pretraining; the keys `rope.scaling.*`."""
 
     type: ScalingType = "none"
     factor: float = 1.0
-    original_context: int = 0
+    original_context: int = 0  # 0: the model's context_length
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -90,49 +87,19 @@ def _growth(factor: float, multiplier: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of a block's queries and keys: see ops.rope_table.
-
-    use_factors  frequencies are divided by the file's rope factors, if there are any
-    """
+    """Rotation of a block's queries and keys: see ops.rope_table."""
 
     base: float
     rotated_width: int
     divisor: float = 1.0
     blend: tuple[float, float] | None = None
     magnitude: float = 1.0
-    use_factors: bool = True
+    use_factors: bool = True  # frequencies are divided by the file's rope factors, if there are any
 
 
 @dataclass(frozen=True, slots=True)
 class Config(ModelSizes):
-    """A model's sizes and settings; names follow the GGUF metadata keys.
-
-    window             sliding window: tokens, itself included, that a token attends to; 0: all
-    window_pattern     every N-th block has no window; or for each block whether it has a window
-    key_length_swa     width of heads of blocks with a window; 0: key_length
-    head_count_kv_swa  key and value heads of blocks with a window; 0: head_count_kv
-    own_kv             only the first N blocks have keys and values; later ones use those of the last block that is
-                       like them, with or without a window; 0: all blocks have their own
-    keys_are_values    blocks without a window have no value matrix: values are the keys before their norm
-    embedding_length_per_layer  width of the embedding that each block has for itself; 0: there is none
-    feed_forward_lengths  width of each block's feed-forward; empty: all have feed_forward_length
-    temperature_scale  queries are scaled by this factor times the logarithm of their position
-    score_scale        factor of attention scores; 0: 1 / sqrt(width)
-    embedding_scale    factor of embeddings; 0: none
-    residual_scale     factor of the outputs of attention and feed-forward; 0: none
-    logit_scale        divisor of logits; 0: none
-    expert_weights_scale  factor of the chosen experts' output; 0: none
-    expert_gating_func    2: an expert's weight is the sigmoid of its logit, if the architecture leaves that to models
-    expert_group_count, expert_group_used_count  groups of experts, and groups in which experts are chosen; 0: one
-    expert_weights_norm   experts' weights are divided by their sum, if the architecture leaves that to models
-    turned             rope rotates queries and keys
-    optional           optional tensors of this model, such as "attn_q.bias" (in all blocks) or "rope_freqs.weight"
-    lora               LoRA adapters of the model's matrices
-    precision          precision of a training step's products, see ops.matmul; not part of a file
-    saved              element type in which activations are saved for the backward pass: f32 or bf16
-    activations        f32, or q8: rounded for products with quantized weights; not part of a file
-    flash              attention is one op, else written out, see unfused_attention; not part of a file
-    """
+    """A model's sizes and settings; names follow the GGUF metadata keys."""
 
     rope_freq_base: float = 10_000.0
     rms_eps: float = 1e-5
@@ -140,32 +107,46 @@ class Config(ModelSizes):
     architecture: str = "llama"
     rope_freq_base_swa: float | None = None
     rope_scaling: RopeScaling = RopeScaling()
-    window: int = 0
+    window: int = 0  # sliding window: tokens, itself included, that a token attends to; 0: all
+    # every N-th block has no window; or for each block whether it has a window
     window_pattern: int | tuple[bool, ...] = 1
-    key_length_swa: int = 0
-    head_count_kv_swa: int = 0
+    key_length_swa: int = 0  # width of heads of blocks with a window; 0: key_length
+    head_count_kv_swa: int = 0  # key and value heads of blocks with a window; 0: head_count_kv
+    # only the first N blocks have keys and values; later ones use those of the last block that is like them, with or
+    # without a window; 0: all blocks have their own
     own_kv: int = 0
+    # blocks without a window have no value matrix: values are the keys before their norm
     keys_are_values: bool = False
+    # width of the embedding that each block has for itself; 0: there is none
     embedding_length_per_layer: int = 0
+    # width of each block's feed-forward; empty: all have feed_forward_length
     feed_forward_lengths: tuple[int, ...] = ()
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    # queries are scaled by this factor times the logarithm of their position
     temperature_scale: float = 0.0
-    score_scale: float = 0.0
-    embedding_scale: float = 0.0
-    residual_scale: float = 0.0
-    logit_scale: float = 0.0
-    expert_weights_scale: float = 0.0
+    score_scale: float = 0.0  # factor of attention scores; 0: 1 / sqrt(width)
+    embedding_scale: float = 0.0  # factor of embeddings; 0: none
+    residual_scale: float = 0.0  # factor of the outputs of attention and feed-forward; 0: none
+    logit_scale: float = 0.0  # divisor of logits; 0: none
+    expert_weights_scale: float = 0.0  # factor of the chosen experts' output; 0: none
+    # experts' weights are divided by their sum, if the architecture leaves that to models
     expert_weights_norm: bool = False
+    # 2: an expert's weight is the sigmoid of its logit, if the architecture leaves that to models
     expert_gating_func: int = 0
-    expert_group_count: int = 0
-    expert_group_used_count: int = 0
-    turned: bool = True
+    expert_group_count: int = 0  # groups of experts; 0: one
+    expert_group_used_count: int = 0  # groups in which experts are chosen
+    turned: bool = True  # rope rotates queries and keys
+    # optional tensors of this model, such as "attn_q.bias" (in all blocks) or "rope_freqs.weight"
     optional: tuple[str, ...] = ()
-    lora: Lora | None = None
+    lora: Lora | None = None  # LoRA adapters of the model's matrices
+    # precision of a training step's products, see ops.matmul; not part of a file
     precision: str = "f32"
+    # element type in which activations are saved for the backward pass: f32 or bf16
     saved: str = "f32"
+    # f32, or q8: rounded for products with quantized weights; not part of a file
     activations: str = "f32"
+    # attention is one op, else written out, see unfused_attention; not part of a file
     flash: bool = True
 
     @property

@@ -19,21 +19,16 @@ KEY = "dropout"  # input that seeds dropout: seed and step
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA adapters of a model: which matrices of the blocks have one, and whether the embedding has one.
+    """LoRA adapters of a model: which matrices of the blocks have one, and whether the embedding has one."""
 
-    ranks    (pattern of tensor names, rank): the first match counts; a tensor without a match has no adapter
-    last     only the last N blocks have adapters; 0: all
-    alpha    the scale is alpha / rank; 0 means a scale of 1
-    dropout  dropout probability of A's input in training
-    aware    quantized matrices compute as they will be stored after merging: see ops.stored_sum
-    owners   by tensor name, the adapter of each row of A, where each token has its own scale for each adapter
-    """
-
+    # (pattern of tensor names, rank): the first match counts; a tensor without a match has no adapter
     ranks: tuple[tuple[str, int], ...]
-    last: int = 0
-    alpha: float = 0.0
-    dropout: float = 0.0
+    last: int = 0  # only the last N blocks have adapters; 0: all
+    alpha: float = 0.0  # the scale is alpha / rank; 0 means a scale of 1
+    dropout: float = 0.0  # dropout probability of A's input in training
+    # by tensor name, the adapter of each row of A, where each token has its own scale for each adapter
     owners: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # quantized matrices compute as they will be stored after merging: see ops.stored_sum
     aware: bool = False
 
     def rank_of(self, name: str) -> int:

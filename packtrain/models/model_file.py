@@ -83,7 +83,7 @@ def open_model(path: str | Path) -> ModelFile:
         )
     config = read_config(gguf)
     _check_vocabulary(gguf, config)
-    _check_tensors(gguf, config)
+    check_tensors(gguf, config)
     return ModelFile(gguf, config)
 
 
@@ -112,13 +112,18 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
         raise reader.wrong("vocab_size", reader.get("vocab_size"), expected)
 
 
-def _check_tensors(gguf: GGUF, config: Config) -> None:
+def check_tensors(gguf: GGUF, config: Config) -> None:
     """Raise InputError unless the file has exactly the model's tensors, in their shapes and in readable types."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
     unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unused_weights(config))
     unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
+        if unknown[0].startswith("optimizer."):
+            raise InputError(
+                f"{gguf.path}: this is a training checkpoint, not a model; packtrain train --from {gguf.path} goes on"
+                " from its weights"
+            )
         raise InputError(
             f"{gguf.path}: tensor {unknown[0]} is not part of a {config.architecture} of {config.block_count} blocks;"
             f" packtrain cannot use it ({len(unknown)} in total)"

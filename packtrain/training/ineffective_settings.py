@@ -87,6 +87,11 @@ RULES_BY_SETTINGS: tuple[tuple[type, tuple[EffectRule, ...]], ...] = (
     (
         TrainSettings,
         (
+            (
+                "preset vocab_size",
+                lambda s: s.from_checkpoint is not None,
+                "with --from, whose file has its own sizes",
+            ),
             ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
             ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
             (

@@ -17,6 +17,7 @@ from packtrain.training.lr_schedule import LR_SCHEDULES
 
 T = TypeVar("T")
 PRESET_RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
+CHECKPOINT_RATE = 1e-3  # that of train-text-from-scratch
 MATRIX_TYPES = ("f32", "f16", "bf16")
 SKIP_BAD_HELP = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
@@ -102,7 +103,7 @@ class RunSettings:
     )
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m, 1 with lbfgs)",
+        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m, 1e-3 with --from, 1 with lbfgs)",
         flags="--learning-rate -lr",
         min_value=0,
     )
@@ -303,6 +304,12 @@ class TrainSettings(RunSettings):
     )
 
     preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
+    from_checkpoint: Path | None = MODEL(
+        None,
+        "begin with the weights of this checkpoint of llama.cpp's former train-text-from-scratch, a GGUF file; its"
+        " sizes, and its vocabulary if it has one, replace the preset's",
+        flags="--from",
+    )
     dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", min_value=1)
     layers: int | None = MODEL(
         None, "number of blocks (default: the preset's)", min_value=1, max_value=1024
@@ -345,7 +352,7 @@ class TrainSettings(RunSettings):
 
     @property
     def default_rate(self) -> float:
-        return PRESET_RATES[self.preset]
+        return PRESET_RATES[self.preset] if self.from_checkpoint is None else CHECKPOINT_RATE
 
     def config(self, vocab_size: int) -> Config:
         """Return the model's configuration for a vocabulary size. Raises InputError if its sizes do not match."""
@@ -381,9 +388,9 @@ def run_folder(output: Path) -> Path:
 
 # Settings that may differ when a run is resumed: they change no bit of a step, or the checkpoint holds what they became
 RESUMABLE_NAMES = """
-model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
-val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
-check_answers sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
-zero device_memory offload
+model adapter from_checkpoint strict data vocab vocab_size output iters epochs memory measure_speed recompute threads
+steps_per_eval val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name
+save_model check_answers sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite
+force_reshuffle nproc zero device_memory offload
 """
 RESUMABLE = frozenset(RESUMABLE_NAMES.split())

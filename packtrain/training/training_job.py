@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from packtrain.kernels.runtime import cache_root, supports_precision, writable
 from packtrain.models import transformer
 from packtrain.models.attention_choice import with_flash
 from packtrain.models.config import PRESETS, Config
+from packtrain.models.llama_cpp_checkpoint import LlamaCppCheckpoint, open_start
 from packtrain.models.model_file import save_model
 from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.training.lr_schedule import LrSchedule, steps_per_eval
@@ -188,12 +190,16 @@ class NewModel:
     settings: TrainSettings
     config: Config
     vocabulary: Mapping[str, MetadataValue]
+    start: LlamaCppCheckpoint | None = None  # with the initial weights; None: random ones
 
     def shared(self) -> Mapping[str, np.ndarray]:
         return {}
 
     def init_weights(self, session: Session) -> None:
-        transformer.initialize_weights(self.config, self.settings.seed, session.fill)
+        if self.start is not None:
+            self.start.init_weights(session)
+        else:
+            transformer.initialize_weights(self.config, self.settings.seed, session.fill)
 
     def save_weights(self, path: Path, view: WeightReader) -> None:
         self._save(path, view, "f32")
@@ -224,32 +230,31 @@ class NewModel:
 def build_job(settings: TrainSettings, report: Callable[[str], None]) -> TrainingJob:
     """Read and tokenize the data, fill in open settings, and return the job. Raises InputError."""
     if settings.data is None:
-        if settings.resume:
-            raise InputError(
-                f"--resume: {settings.folder} holds no run to continue; -o names its model"
-            )
         raise InputError(
-            "--data must be given: a text file, or a folder with train.txt and valid.txt"
+            f"--resume: {settings.folder} holds no run to continue; -o names its model"
+            if settings.resume
+            else "--data must be given: a text file, or a folder with train.txt and valid.txt"
         )
     folder = writable(cache_root() / "tokens")
-    corpus = prepare_corpus(_text_request(settings), folder, report, settings.memory)
-    config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
-    for note in (*corpus.notes, *_context_warning(settings.preset, config.context_length)):
+    start = open_start(settings)
+    corpus = prepare_corpus(_text_request(settings, start), folder, report, settings.memory)
+    config = (start or settings).config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
+    notes = (
+        start.notes(settings) if start else _context_warning(settings.preset, config.context_length)
+    )
+    for note in (*corpus.notes, *notes):
         report(note)
     size = settings.batch_size, config.context_length
     shape = shape_of(settings, config, *size, corpus.valid is not None, report=report)
     fill = settings.fill_samples and settings.sample_start is None
-    train = TextBatches(
-        corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
-    )
-    valid = None
-    if corpus.valid is not None:
-        valid = TextBatches(corpus.valid, *size, shuffle=False, fill=fill)
+    batches = partial(TextBatches, rows=size[0], time=size[1], fill=fill)
+    train = batches(corpus.train, seed=settings.seed, random_offsets=settings.random_offsets)
+    valid = None if corpus.valid is None else batches(corpus.valid, shuffle=False)
     schedule = make_schedule(settings, len(train))
     return TrainingJob(
         settings,
-        f"{settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
-        NewModel(settings, config, corpus.vocabulary),
+        f"{start.name if start else settings.preset}, {shape.micro_batch_size} × {shape.seq_len} tokens",
+        NewModel(settings, config, corpus.vocabulary, start),
         corpus.fingerprint,
         *(shape, make_optimizer(settings), schedule, train, valid),
     )
@@ -340,7 +345,7 @@ def make_optimizer(settings: RunSettings) -> Optimizer:
     return optimizer_class(**options | {"lr": settings.learning_rate})
 
 
-def _text_request(settings: TrainSettings) -> CorpusRecipe:
+def _text_request(settings: TrainSettings, start: LlamaCppCheckpoint | None) -> CorpusRecipe:
     is_auto = settings.vocab_size == "auto"
     if not is_auto and not settings.vocab_size.isdecimal():
         raise InputError(f"--vocab-size {settings.vocab_size}: it must be a number, or auto")
@@ -355,7 +360,7 @@ def _text_request(settings: TrainSettings) -> CorpusRecipe:
     separator = settings.sample_start if has_sample_start else settings.separator
     separator = separator and unescape(separator)
     split, skip, columns = settings.val_split, settings.skip_bad, settings.columns
-    vocabulary = settings.vocab, size, is_auto
+    vocabulary = start.vocab if start else settings.vocab, size, is_auto
     return CorpusRecipe(
         settings.data, *vocabulary, separator, split, skip, has_sample_start, columns
     )

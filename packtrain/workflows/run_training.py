@@ -213,7 +213,10 @@ def _share_cores(ranks: int) -> None:
 def _check_outputs(settings: RunSettings) -> None:
     """Raise InputError if an output cannot be written or would replace another file, before any work."""
     check_writable(settings.output, "--output")
-    input_paths = [*data_files(settings.data), getattr(settings, "vocab", None)]
+    input_paths = [
+        *data_files(settings.data),
+        *(getattr(settings, n, None) for n in ("vocab", "from_checkpoint")),
+    ]
     check_not_read(settings.output, "--output", input_paths)
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT

@@ -79,7 +79,7 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
         **family.per_block_fields(hf_config),
     )
     tensors = convert_tensors(checkpoint, config, family)
-    family_keys = family.extra_metadata(hf_config, model_sizes)
+    family_keys = family.metadata(hf_config, model_sizes)
     rope_keys, computed = _rope_keys(hf_config, model_sizes, architecture, family, family_keys)
     keys = _common_keys(hf_config, model_sizes, architecture, family) | rope_keys | family_keys
     keys |= _expert_keys(model_sizes)

@@ -29,31 +29,23 @@ PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """A tensor to write, made of `sources` of the checkpoint; `is_stacked`: they become slices of one tensor.
-
-    permuted_heads    number of heads whose rows are permuted from halves to pairs, 0 for none
-    shift             number added to every value
-    is_transposed     the source has columns instead of rows
-    row_spans         rows of the source in the order of the file, each (from, to); none: all, in their order
-    column_spans      columns of the source, likewise
-    heads             number of heads into which the source's rows divide; each becomes a matrix
-    cut               index of the elements of the source that are used
-    change_rows       changes the values of rows; its second argument is the number of the first row
-    num_padding_rows  rows of zeros behind those of the source
-    """
+    """A tensor to write, made of `sources` of the checkpoint; `is_stacked`: they become slices of one tensor."""
 
     name: str
     sources: tuple[SafetensorsTensor, ...]
     is_stacked: bool = False
+    # number of heads whose rows are permuted from halves to pairs, 0 for none
     permuted_heads: int = 0
-    shift: float = 0.0
-    is_transposed: bool = False
+    shift: float = 0.0  # number added to every value
+    is_transposed: bool = False  # the source has columns instead of rows
+    # rows of the source in the order of the file, each (from, to); none: all, in their order
     row_spans: arch.RowSpans = ()
-    column_spans: arch.RowSpans = ()
-    heads: int = 0
-    cut: ArrayIndex = (...,)
+    column_spans: arch.RowSpans = ()  # columns of the source, likewise
+    heads: int = 0  # number of heads into which the source's rows divide; each becomes a matrix
+    cut: ArrayIndex = (...,)  # index of the elements of the source that are used
+    # changes the values of rows; its second argument is the number of the first row
     change_rows: arch.Changed | None = None
-    num_padding_rows: int = 0
+    num_padding_rows: int = 0  # rows of zeros behind those of the source
 
     @property
     def shape(self) -> Shape:

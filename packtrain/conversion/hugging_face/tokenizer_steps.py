@@ -51,26 +51,20 @@ BYTE_STEPS: dict[str, AllowedSteps] = MODEL_STEPS | {
 
 @dataclass(slots=True)
 class TokenizerSteps:
-    """The steps of a tokenizer.json, as far as a GGUF vocabulary performs them.
+    """The steps of a tokenizer.json, as far as a GGUF vocabulary performs them."""
 
-    merges          pairs in their order
-    use_pieces      tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
-    pre             name of the pre-tokenizer
-    adds_space      a space is put before a text
-    replaces        a normalizer writes spaces as U+2581, before tokens with normalized: true are found
-    notes           sentences about what readers of the GGUF do otherwise
-    special_frames  texts around a special token that both read alike
-    normalize_text  removes from a text what both read differently
-    """
-
-    merges: list[tuple[str, str]]
+    merges: list[tuple[str, str]]  # pairs in their order
+    # tokens are texts with U+2581 for spaces, and bytes as <0x0A>; else in GPT-2's alphabet of bytes
     use_pieces: bool = True
-    pre: str = "default"
-    adds_space: bool = False
+    pre: str = "default"  # name of the pre-tokenizer
+    adds_space: bool = False  # a space is put before a text
+    # a normalizer writes spaces as U+2581, before tokens with normalized: true are found
     replaces: bool = False
+    # sentences about what readers of the GGUF do otherwise
     notes: list[str] = field(default_factory=list)
+    # texts around a special token that both read alike
     special_frames: tuple[str, ...] = ("{}", "a{}b", "x {} y {}")
-    normalize_text: Callable[[str], str] = str
+    normalize_text: Callable[[str], str] = str  # removes from a text what both read differently
 
 
 def read_steps(path: Path, fast: Step) -> TokenizerSteps:

@@ -5,6 +5,7 @@ Plain data; each of the other modules of this folder defines one architecture, a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,53 @@ def no_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {}
 
 
+# metadata keys that follow from the sizes of a model
+SIZE_KEYS: Mapping[str, Callable[[ModelSizes], int]] = {
+    "vocab_size": lambda sizes: sizes.vocab_size,
+    "rope.dimension_count": lambda sizes: sizes.head_width,
+    "attention.key_length": lambda sizes: sizes.head_width,
+    "attention.value_length": lambda sizes: sizes.head_width,
+    "leading_dense_block_count": lambda sizes: sizes.leading_dense_block_count,
+    "expert_shared_feed_forward_length": lambda sizes: sizes.expert_shared_feed_forward_length,
+    "expert_shared_count": lambda s: s.expert_shared_feed_forward_length // s.expert_width,
+}
+HEAD_WIDTHS = ("attention.key_length", "attention.value_length")
+SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
+
+
+def fixed(**values: Any) -> dict[str, tuple[Any, ...]]:
+    """Return `required_values` of keys that have one allowed value, which is their default."""
+    return {key: (value, value) for key, value in values.items()}
+
+
+OptionalNames = Callable[[HFConfig], tuple[str, ...]]
+
+
+def with_tensors(
+    *names: str, true_flags: tuple[str, ...] = (), **names_by_flag: tuple[str, ...]
+) -> OptionalNames:
+    """Return `optional_tensors`: these names, and those of each flag set in the config; `true_flags` by default."""
+
+    def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
+        flagged = (
+            n for flag, n in names_by_flag.items() if hf_config.flag(flag, flag in true_flags)
+        )
+        return (*names, *chain(*flagged))
+
+    return optional_tensors
+
+
+def grouped_heads(sizes: ModelSizes) -> tuple[RowSpans, RowSpans, RowSpans]:
+    """Return spans of rows that pick all queries, all keys and all values from groups of queries, key and value."""
+    d, num_groups = sizes.head_width, sizes.head_count_kv
+    each = sizes.head_count // num_groups + 2
+    q, k, v = (
+        tuple(((g * each + first) * d, (g * each + end) * d) for g in range(num_groups))
+        for first, end in ((0, each - 2), (each - 2, each - 1), (each - 1, each))
+    )
+    return q, k, v
+
+
 Changed = Callable[[np.ndarray, int], np.ndarray]  # (rows, number of the first) -> rows
 
 
@@ -95,25 +143,20 @@ def decays_from_logs(rows: np.ndarray, first: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """The experts of a checkpoint's blocks. A size is a key of the config and a default.
+    """The experts of a checkpoint's blocks. A size is a key of the config and a default."""
 
-    matrix_modules    modules of one expert, with {} for its number, and the tensors that stack them for all experts
-    width             width of an expert; None: the feed-forward's
-    stacked_matrices  by tensor, for modules that stack experts (E, inputs, outputs) already: the module, which of its
-                      matrices the tensor is, and how many matrices share the module's outputs
-    is_contiguous     outputs of each matrix stand together in the module, not in turn
-    rows              stacked modules are (E, outputs, inputs)
-    shared_and_dense  width of the shared expert, and number of first blocks without experts
-    """
-
+    # modules of one expert, with {} for its number, and the tensors that stack them for all experts
     matrix_modules: Mapping[str, str]
     count_key: tuple[str, int]
     used_count_key: tuple[str, int]
-    width: tuple[str, int] | None = None
+    width: tuple[str, int] | None = None  # width of an expert; None: the feed-forward's
+    # width of the shared expert, and number of first blocks without experts
     shared_and_dense: Callable[[HFConfig], tuple[int, int]] = lambda hf_config: (0, 0)
+    # by tensor, for modules that stack experts (E, inputs, outputs) already: the module, which of its matrices the
+    # tensor is, and how many matrices share the module's outputs
     stacked_matrices: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
-    is_contiguous: bool = False
-    rows: bool = False
+    is_contiguous: bool = False  # outputs of each matrix stand together in the module, not in turn
+    rows: bool = False  # stacked modules are (E, outputs, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,198 +176,173 @@ class CheckpointNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture.
-
-    block_modules        modules of a block and the tensors they become, in the file's order; {} is the number of a head
-    names                names of modules outside blocks
-    normalize_config     returns the config with the keys that most families have
-    module_aliases       other names of modules of a block, which some checkpoints use, and their usual names
-    optional_tensors     biases and other tensors that only some models have, by the config; None: by its usual keys
-    computed_suffixes    endings of tensors that are left out, because they are computed
-    is_transposed        matrices of blocks are stored as (inputs, outputs)
-    row_spans            by tensor: rows of the checkpoint's tensor, each (from, to), in the file's order
-    column_spans         by tensor: columns of the checkpoint's tensor, each (from, to), in the file's order
-    fused_modules        modules whose rows belong to several tensors
-    rope_scaling_types   types of rope scaling that `extra_metadata` describes
-    omitted_keys         keys that llama.cpp's converter leaves out; here, too, if they have their default
-    extra_metadata       additional metadata; refuses configs that would compute something else
-    mixer_fields         Config fields: which blocks attend, and sizes of convolutions or scans; empty: all attend
-    per_block_fields     Config fields by which blocks differ otherwise
-    factors              divisors of rope's frequencies that only the config knows
-    changes              functions that change values, by the names of tensors within their block
-    has_scaled_matrices  conversion scales matrices by factors of the config, so that PEFT's adapters do not fit files
-    tied_by_default      default of whether the embedding is also the output head
-    norm_shift           added to the weights of norms
-    default_head_width   width of a head if the config has none; 0: hidden_size / num_attention_heads
-    has_qkv_bias         queries, keys and values have biases, whatever the config says
-    interleaved_rope     rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
-    space_prefix         whether to add a space before texts; None: as the tokenizer's config says
-    merged               GGUF's tokenizer model for vocabularies that spell bytes as <0x0A> and have merges; "": scores
-                         replace the merges
-    latent_module        module that makes keys and values of all heads from a narrow vector
-    suffix_renames       endings of tensors' names, and the usual endings
-    more_blocks          checkpoints may have blocks after the last, which only guess more tokens
-    other_class          model class whose family fits a config instead; "": this family fits
-    blank                prefix of placeholder pieces, which stand for nothing
-    special              special tokens by GGUF's names, for vocabularies that have them if the folder names no others
-    """
+    """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture."""
 
     model_classes: tuple[str, ...]
+    # modules of a block and the tensors they become, in the file's order; {} is the number of a head
     block_modules: Mapping[str, str] = field(default_factory=lambda: BLOCK)
+    # additional metadata that no field below states; refuses configs that would compute something else
     extra_metadata: Callable[[HFConfig, ModelSizes], Keys] = no_metadata
     experts: ExpertLayout | None = None
-    names: CheckpointNames = CheckpointNames()
+    names: CheckpointNames = CheckpointNames()  # names of modules outside blocks
+    # returns the config with the keys that most families have
     normalize_config: Callable[[HFConfig], HFConfig] = lambda hf_config: hf_config
+    # other names of modules of a block, which some checkpoints use, and their usual names
     module_aliases: Mapping[str, str] = field(default_factory=dict)
-    optional_tensors: Callable[[HFConfig], tuple[str, ...]] | None = None
+    # biases and other tensors that only some models have, by the config; None: by its usual keys
+    optional_tensors: OptionalNames | None = None
+    # by key of the config: its default, then the values without which llama.cpp would compute something else
+    required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    size_keys: tuple[str, ...] = ()  # additional metadata keys, of those in SIZE_KEYS
+    # share of a head that rope rotates unless the config says so; 0: no metadata says how much it rotates
+    rotated_share: float = 0.0
+    # endings of tensors that are left out, because they are computed
     computed_suffixes: tuple[str, ...] = ()
-    is_transposed: bool = False
+    is_transposed: bool = False  # matrices of blocks are stored as (inputs, outputs)
+    # by tensor: rows of the checkpoint's tensor, each (from, to), in the file's order
     row_spans: Callable[[ModelSizes], Mapping[str, RowSpans]] = lambda sizes: {}
+    # by tensor: columns of the checkpoint's tensor, each (from, to), in the file's order
     column_spans: Callable[[ModelSizes], Mapping[str, RowSpans]] = lambda sizes: {}
+    # modules whose rows belong to several tensors
     fused_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # types of rope scaling that `extra_metadata` describes
     rope_scaling_types: tuple[str, ...] = ()
+    # keys that llama.cpp's converter leaves out; here, too, if they have their default
     omitted_keys: tuple[str, ...] = ()
+    # Config fields: which blocks attend, and sizes of convolutions or scans; empty: all attend
     mixer_fields: Callable[[HFConfig], Mapping[str, Any]] = lambda hf_config: {}
+    # Config fields by which blocks differ otherwise
     per_block_fields: Callable[[HFConfig], Mapping[str, Any]] = lambda hf_config: {}
+    # divisors of rope's frequencies that only the config knows
     factors: Callable[[HFConfig], np.ndarray] | None = None
+    # functions that change values, by the names of tensors within their block
     changes: Callable[[HFConfig, ModelSizes], Mapping[str, Changed]] = lambda hf_config, sizes: {}
+    # conversion scales matrices by factors of the config, so that PEFT's adapters do not fit files
     has_scaled_matrices: bool = False
-    tied_by_default: bool = False
-    norm_shift: float = 0.0
+    tied_by_default: bool = False  # default of whether the embedding is also the output head
+    norm_shift: float = 0.0  # added to the weights of norms
     rope_freq_base: float = 10_000.0
+    # width of a head if the config has none; 0: hidden_size / num_attention_heads
     default_head_width: int = 0
-    has_qkv_bias: bool = False
+    has_qkv_bias: bool = False  # queries, keys and values have biases, whatever the config says
+    # rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     interleaved_rope: bool = False
+    # whether to add a space before texts; None: as the tokenizer's config says
     space_prefix: bool | None = None
+    # GGUF's tokenizer model for vocabularies that spell bytes as <0x0A> and have merges; "": scores replace the merges
     merged: str = ""
+    # endings of tensors' names, and the usual endings
     suffix_renames: Mapping[str, str] = field(default_factory=dict)
+    # checkpoints may have blocks after the last, which only guess more tokens
     more_blocks: bool = False
+    # model class whose family fits a config instead; "": this family fits
     other_class: Callable[[HFConfig], str] = lambda hf_config: ""
+    # special tokens by GGUF's names, for vocabularies that have them if the folder names no others
     special: Mapping[str, str] = field(default_factory=dict)
-    latent_module: str = ""
-    blank: str = ""
+    latent_module: str = ""  # module that makes keys and values of all heads from a narrow vector
+    blank: str = ""  # prefix of placeholder pieces, which stand for nothing
+
+    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+        """Return the additional metadata. Raises InputError for configs that would compute something else."""
+        for key, (default, *allowed) in self.required_values.items():
+            hf_config.require_one_of(key, default, *allowed)
+        keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
+        if self.rotated_share:
+            keys["rope.dimension_count"] = hf_config.rotated_width(
+                sizes.head_width, self.rotated_share
+            )
+        return keys | self.extra_metadata(hf_config, sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Differences between the models of one architecture and llama, and its keys in files and checkpoints.
-
-    halves                     rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
-    use_gelu                   the feed-forward's activation is gelu (tanh form), not silu
-    gated                      the feed-forward has a gate; else its activation is gelu or the square of relu
-    layer_norms                norms subtract the mean, and may have biases
-    is_parallel                attention and feed-forward read the output of one norm, if there is no second norm
-    learned_positions          positions have embeddings, which are added to those of tokens; there is no rope
-    multiplies_logits          logits are multiplied by the key logit_scale, not divided
-    scaled_embedding           embeddings are multiplied by sqrt(embedding_length)
-    head_norms                 queries and keys are normalized per head, before rope
-    qk_norms_after_rope        queries and keys are normalized per head, after rope
-    unweighted_qk_norms        rotated queries and keys are normalized without weights, unless there are 128 experts
-    joint_qk_norms             queries and keys are normalized before rope, all heads together
-    pre_norms                  inputs of attention and feed-forward are normalized
-    ffn_norm                   name of the norm before the feed-forward
-    last_norm                  name of the norm before the head
-    post_norms                 outputs of attention and feed-forward are normalized before they are added
-    fused_qkv                  attn_qkv stacks queries, keys and values
-    fused_ffn                  ffn_up stacks gate and up
-    always_tied                there is never a separate output head
-    always_untied              there is always a separate output head
-    fixed_head_width           heads are embedding_length / head_count wide, whatever the keys say
-    partial_rope               rope may rotate only a part of each head
-    rope_pause                 every N-th block has no rope
-    attention_chunk            in blocks with a window, tokens see only their chunk of N tokens, whatever the key says
-    chunk_temperature          blocks without rope multiply queries by 1 + this factor * log(number of the chunk)
-    rope_only_in_windows       in a model with windows, blocks without a window have no rope
-    unscaled_window_rope       blocks with a window have rope without scaling
-    wide_score_blocks          a model with this many blocks scales scores by embedding_length / head_count
-    sigmoid_routing            an expert's weight is the sigmoid of its logit, not a softmax; None: as the key says
-    weigh_expert_inputs        inputs of experts are multiplied by the experts' weights, not their outputs
-    shared_expert_alike        there is a shared expert, as wide as the others
-    normalized_expert_weights  weights of the chosen experts are divided by their sum; None: as the key says
-    attention_sinks            each head has a logit without a value, which every query sees beside those of keys
-    clamped                    experts have gpt-oss's clamped activation
-    gated_shared_expert        the shared expert's output is multiplied by the sigmoid of a logit
-    parallel_scan              blocks with attention also have a scan of the same input; both outputs are added
-    value_norms                values are normalized per head, without weights
-    unscaled_scores            attention scores are not divided
-    far_factors                factors of rope are for blocks without a window only
-    parallel_dense_ffn         blocks with experts also have a dense feed-forward; outputs are normalized, then added
-    unsuffixed_ffn_norm        the name of the feed-forward's norm has no ending
-    num_streams                residual streams, of which a block computes with the first; 0: the usual one
-    laurel_rank                rank of a product beside attention with the same input; both are added and divided by
-                               sqrt(2); 0: there is none
-    num_sparse_blocks          in the first N blocks, gates below their mean + 1.64 deviations are 0
-    num_kv_blocks              blocks after the first N use earlier keys and values, whatever keys say; 0: as keys say
-    delta                      scans are gated delta nets with heads "grouped" (by group) or "tiled" (groups in turn)
-    gated_heads                a head's output is multiplied by the sigmoid of a gate, whose rows follow the query's
-
-    key_defaults        additional GGUF keys with their defaults; None: required
-    ignored_keys        keys without effect, as in llama.cpp
-    neutral             the only values that these keys may have
-    zero_keys           keys that may be 0 although that is not their default
-    optional_tensors    tensors that a model may have: those of blocks by their name within one
-    merge_only_weights  matrices of a block whose adapters llama.cpp applies only when merged
-    window_blocks       only a model with this many blocks has windows; 0: every model
-    blocks_70b          a model with this many blocks is a 70B, to which llama-quantize gives more bits
-    grouped_70b         a 70B gets more bits only if it has fewer value heads than query heads
-    """
+    """Differences between the models of one architecture and llama, and its keys in files and checkpoints."""
 
     name: str
-    halves: bool = False
-    use_gelu: bool = False
+    halves: bool = False  # rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
+    use_gelu: bool = False  # the feed-forward's activation is gelu (tanh form), not silu
+    # the feed-forward has a gate; else its activation is gelu or the square of relu
     gated: bool = True
-    layer_norms: bool = False
+    layer_norms: bool = False  # norms subtract the mean, and may have biases
+    # attention and feed-forward read the output of one norm, if there is no second norm
     is_parallel: bool = False
+    # positions have embeddings, which are added to those of tokens; there is no rope
     learned_positions: bool = False
-    multiplies_logits: bool = False
-    scaled_embedding: bool = False
-    head_norms: bool = False
-    qk_norms_after_rope: bool = False
+    multiplies_logits: bool = False  # logits are multiplied by the key logit_scale, not divided
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(embedding_length)
+    head_norms: bool = False  # queries and keys are normalized per head, before rope
+    qk_norms_after_rope: bool = False  # queries and keys are normalized per head, after rope
+    # rotated queries and keys are normalized without weights, unless there are 128 experts
     unweighted_qk_norms: bool = False
-    joint_qk_norms: bool = False
-    pre_norms: bool = True
-    ffn_norm: str = "ffn_norm"
-    last_norm: str = "output_norm"
+    joint_qk_norms: bool = False  # queries and keys are normalized before rope, all heads together
+    pre_norms: bool = True  # inputs of attention and feed-forward are normalized
+    ffn_norm: str = "ffn_norm"  # name of the norm before the feed-forward
+    last_norm: str = "output_norm"  # name of the norm before the head
+    # outputs of attention and feed-forward are normalized before they are added
     post_norms: bool = False
-    fused_qkv: bool = False
-    fused_ffn: bool = False
-    always_tied: bool = False
-    always_untied: bool = False
+    fused_qkv: bool = False  # attn_qkv stacks queries, keys and values
+    fused_ffn: bool = False  # ffn_up stacks gate and up
+    always_tied: bool = False  # there is never a separate output head
+    always_untied: bool = False  # there is always a separate output head
+    # heads are embedding_length / head_count wide, whatever the keys say
     fixed_head_width: bool = False
-    partial_rope: bool = False
-    rope_pause: int = 0
+    partial_rope: bool = False  # rope may rotate only a part of each head
+    rope_pause: int = 0  # every N-th block has no rope
+    # in blocks with a window, tokens see only their chunk of N tokens, whatever the key says
     attention_chunk: int = 0
+    # blocks without rope multiply queries by 1 + this factor * log(number of the chunk)
     chunk_temperature: float = 0.0
+    # in a model with windows, blocks without a window have no rope
     rope_only_in_windows: bool = False
-    unscaled_window_rope: bool = False
+    unscaled_window_rope: bool = False  # blocks with a window have rope without scaling
+    # a model with this many blocks scales scores by embedding_length / head_count
     wide_score_blocks: int = 0
+    # an expert's weight is the sigmoid of its logit, not a softmax; None: as the key says
     sigmoid_routing: bool | None = False
+    # inputs of experts are multiplied by the experts' weights, not their outputs
     weigh_expert_inputs: bool = False
-    shared_expert_alike: bool = False
+    shared_expert_alike: bool = False  # there is a shared expert, as wide as the others
+    # weights of the chosen experts are divided by their sum; None: as the key says
     normalized_expert_weights: bool | None = True
+    # each head has a logit without a value, which every query sees beside those of keys
     attention_sinks: bool = False
-    clamped: bool = False
+    clamped: bool = False  # experts have gpt-oss's clamped activation
+    # the shared expert's output is multiplied by the sigmoid of a logit
     gated_shared_expert: bool = False
+    # blocks with attention also have a scan of the same input; both outputs are added
     parallel_scan: bool = False
-    value_norms: bool = False
-    unscaled_scores: bool = False
-    far_factors: bool = False
+    value_norms: bool = False  # values are normalized per head, without weights
+    unscaled_scores: bool = False  # attention scores are not divided
+    far_factors: bool = False  # factors of rope are for blocks without a window only
+    # blocks with experts also have a dense feed-forward; outputs are normalized, then added
     parallel_dense_ffn: bool = False
-    unsuffixed_ffn_norm: bool = False
+    unsuffixed_ffn_norm: bool = False  # the name of the feed-forward's norm has no ending
+    # residual streams, of which a block computes with the first; 0: the usual one
     num_streams: int = 0
+    # rank of a product beside attention with the same input; both are added and divided by sqrt(2); 0: there is none
     laurel_rank: int = 0
+    # in the first N blocks, gates below their mean + 1.64 deviations are 0
     num_sparse_blocks: int = 0
+    # blocks after the first N use earlier keys and values, whatever keys say; 0: as keys say
     num_kv_blocks: int = 0
+    # scans are gated delta nets with heads "grouped" (by group) or "tiled" (groups in turn)
     delta: str = ""
+    # a head's output is multiplied by the sigmoid of a gate, whose rows follow the query's
     gated_heads: bool = False
+    # additional GGUF keys with their defaults; None: required
     key_defaults: Mapping[str, Any] = field(default_factory=dict)
-    ignored_keys: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()  # keys without effect, as in llama.cpp
+    # the only values that these keys may have
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    zero_keys: tuple[str, ...] = ()
+    zero_keys: tuple[str, ...] = ()  # keys that may be 0 although that is not their default
+    # tensors that a model may have: those of blocks by their name within one
     optional_tensors: tuple[str, ...] = BIASES
+    # matrices of a block whose adapters llama.cpp applies only when merged
     merge_only_weights: tuple[str, ...] = ()
-    window_blocks: int = 0
+    window_blocks: int = 0  # only a model with this many blocks has windows; 0: every model
+    # a model with this many blocks is a 70B, to which llama-quantize gives more bits
     blocks_70b: int = 0
+    # a 70B gets more bits only if it has fewer value heads than query heads
     grouped_70b: bool = False
     families: tuple[Family, ...] = ()
 

@@ -1,7 +1,14 @@
 """Command R7B and A: attention and feed-forward in parallel, windows, and rope only within them. arXiv 2504.00698."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    FEED_FORWARD,
+    Architecture,
+    Family,
+    Keys,
+    fixed,
+)  # fmt: skip
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -9,16 +16,12 @@ EVERY = 4
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    hf_config.require_one_of("use_qk_norm", False, False)
-    hf_config.require_one_of("layer_switch", EVERY, EVERY)
-    hf_config.require_one_of("sliding_window_pattern", EVERY, EVERY)
     if hf_config.scaling() != "default":
         raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "default")
     hf_config.require_window_interval(EVERY, sizes.block_count)
     return {
         "logit_scale": hf_config.real("logit_scale", 0.0625),
         "attention.sliding_window": hf_config.size("sliding_window", 4096),
-        "vocab_size": sizes.vocab_size,
         "rope.dimension_count": int(hf_config.real("rotary_pct", 1.0) * sizes.head_width),
         "rope.scaling.type": "none",
     }
@@ -45,6 +48,10 @@ ARCHITECTURE = Architecture(
             ("Cohere2ForCausalLM",),
             ATTENTION | FEED_FORWARD,
             extra_metadata=extra_metadata,
+            required_values=fixed(
+                use_qk_norm=False, layer_switch=EVERY, sliding_window_pattern=EVERY
+            ),
+            size_keys=("vocab_size",),
             tied_by_default=True,
             interleaved_rope=True,
         ),

@@ -69,10 +69,8 @@ def routing_metadata(hf_config: HFConfig) -> arch.Keys:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("attention_bias", False, False)
     rank, rope_width, settings = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
     metadata: arch.Keys = {
-        "vocab_size": sizes.vocab_size,
         "attention.head_count_kv": 1,
         "attention.key_length": rank + rope_width,
         "attention.value_length": rank,
@@ -80,8 +78,6 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
         "attention.value_length_mla": sizes.value_width,
         "attention.kv_lora_rank": rank,
         "rope.dimension_count": rope_width,
-        "leading_dense_block_count": sizes.leading_dense_block_count,
-        "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
         **routing_metadata(hf_config),
     }
     if sizes.q_lora_rank:
@@ -139,6 +135,8 @@ ARCHITECTURE = arch.Architecture(
             extra_metadata,
             EXPERTS,
             normalize_config=normalize_config,
+            required_values=arch.fixed(attention_bias=False),
+            size_keys=("vocab_size", *arch.SHARED_AND_DENSE),
             optional_tensors=optional_tensors,
             suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
             more_blocks=True,

@@ -24,17 +24,10 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    ernie4_5.extra_metadata(hf_config, sizes)
-    hf_config.require_one_of("moe_layer_interval", 1, 1)
     hf_config.require_one_of("moe_layer_end_index", -1, -1, sizes.block_count - 1)
     shared_width = sizes.expert_shared_feed_forward_length
     shared_keys: Keys = {"expert_shared_feed_forward_length": shared_width} if shared_width else {}
-    return {
-        **shared_keys,
-        "interleave_moe_layer_step": 1,
-        "leading_dense_block_count": sizes.leading_dense_block_count,
-        "expert_shared_count": shared_width // sizes.expert_width,
-    }
+    return {**shared_keys, "interleave_moe_layer_step": 1}
 
 
 KEY_DEFAULTS = {
@@ -53,11 +46,13 @@ ARCHITECTURE = Architecture(
             model_classes=("Ernie4_5_MoeForCausalLM",),
             block_modules=arch.BLOCK | ROUTER | arch.SHARED,
             extra_metadata=extra_metadata,
+            required_values=arch.fixed(use_bias=False, moe_layer_interval=1),
+            size_keys=arch.SHARED_AND_DENSE,
             experts=ExpertLayout(
                 arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
             ),
             suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
-            optional_tensors=lambda hf_config: (CHOICE,),
+            optional_tensors=arch.with_tensors(CHOICE),
             computed_suffixes=("rotary_emb.inv_freq",),
             default_head_width=0,
         )

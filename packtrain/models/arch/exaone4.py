@@ -12,7 +12,7 @@ BLOCKS = 64  # blocks of the 32B, the only one with windows in llama.cpp
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    num_blocks, metadata = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
+    num_blocks, metadata = sizes.block_count, Keys()
     windows = hf_config.layer_windows(sizes.block_count)
     window = hf_config.get_nullable("sliding_window", True)  # transformers' default is a window
     if window is True or (num_blocks == BLOCKS) != bool(window) or bool(window) != any(windows):
@@ -36,5 +36,7 @@ ARCHITECTURE = Architecture(
     key_defaults={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
     ignored_keys=("rope.freq_base_swa",),
     optional_tensors=(FACTORS,),
-    families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata),),
+    families=(
+        Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),
+    ),
 )

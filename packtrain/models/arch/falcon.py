@@ -31,24 +31,10 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("alibi", False, False)
-    hf_config.require_one_of("bias", False, False)
-    hf_config.require_one_of("parallel_attn", True, True)
-    return {"tensor_data_layout": "jploski"}
-
-
 def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
     """Return spans of rows that reorder groups of queries, key and value to all queries, all keys, all values."""
-    head_width, num_groups = sizes.head_width, sizes.head_count_kv
-    each = sizes.head_count // num_groups + 2
-    group_parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # heads of a group
-    qkv_spans = [
-        ((group * each + first_head) * head_width, (group * each + end_head) * head_width)
-        for first_head, end_head in group_parts
-        for group in range(num_groups)
-    ]
-    return {"attn_qkv": tuple(qkv_spans)}
+    q, k, v = arch.grouped_heads(sizes)
+    return {"attn_qkv": q + k + v}
 
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
@@ -73,12 +59,13 @@ ARCHITECTURE = arch.Architecture(
         arch.Family(
             ("FalconForCausalLM",),
             MODULES,
-            extra_metadata,
+            lambda hf_config, sizes: {"tensor_data_layout": "jploski"},
             None,
             arch.CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"),
             normalize_config,
             {"ln_mlp": "input_layernorm"},
             optional_tensors,
+            required_values=arch.fixed(alibi=False, bias=False, parallel_attn=True),
             row_spans=row_spans,
             omitted_keys=("rope.freq_base",),
             tied_by_default=True,

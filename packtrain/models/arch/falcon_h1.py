@@ -24,23 +24,14 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {"scan": read_scan(hf_config, hf_config.size("mamba_d_ssm", default_inner))}
 
 
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    optional_names = (CONV_BIAS,) if hf_config.flag("mamba_conv_bias", True) else ()
-    return (*optional_names, SCAN_NORM) if hf_config.flag("mamba_rms_norm") else optional_names
-
-
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    for name in ("attention_bias", "mlp_bias", "projectors_bias"):
-        hf_config.require_one_of(name, False, False)
     # llama.cpp gates first
     if hf_config.get("mamba_norm_before_gate", True) and hf_config.flag("mamba_rms_norm"):
         hf_config.require_one_of("mamba_norm_before_gate", True, False)
     if hf_config.flag("tie_word_embeddings"):  # one matrix has one multiplier
         embedding_multiplier = hf_config.real("embedding_multiplier", 1.0)
         hf_config.require_one_of("lm_head_multiplier", 1.0, embedding_multiplier)
-    width_keys = "attention.key_length", "attention.value_length"
-    head_lengths = dict.fromkeys(width_keys, sizes.head_width)
-    return {**scan_metadata(sizes), **head_lengths, "vocab_size": sizes.vocab_size}
+    return scan_metadata(sizes)
 
 
 def times(*factors: float | np.ndarray) -> arch.Changed:
@@ -97,7 +88,13 @@ ARCHITECTURE = arch.Architecture(
             arch.ATTENTION | arch.SCAN_MODULES | FEED_FORWARD,
             extra_metadata,
             names=arch.CheckpointNames(norm="final_layernorm"),
-            optional_tensors=optional_tensors,
+            optional_tensors=arch.with_tensors(
+                true_flags=("mamba_conv_bias",),
+                mamba_conv_bias=(CONV_BIAS,),
+                mamba_rms_norm=(SCAN_NORM,),
+            ),
+            required_values=arch.fixed(attention_bias=False, mlp_bias=False, projectors_bias=False),
+            size_keys=(*arch.HEAD_WIDTHS, "vocab_size"),
             suffix_renames=arch.SCAN_SUFFIX_RENAMES,
             mixer_fields=mixer_fields,
             changes=changes,

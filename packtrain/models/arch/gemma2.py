@@ -24,7 +24,6 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     check_score_scale(ARCHITECTURE, hf_config, sizes)
     hf_config.require_window_interval(2, sizes.block_count)
     return {
-        **gemma.extra_metadata(hf_config, sizes),
         **{k: hf_config.number(k, hf_config.get_nullable(k, d)) for k, d in SOFTCAPS.items()},
         "attention.sliding_window": hf_config.size("sliding_window", TOKENS_BACK),
     }

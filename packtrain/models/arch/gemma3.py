@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from packtrain.models.arch import gemma, gemma2
-from packtrain.models.arch.architecture import HEAD_NORMS, Architecture, Keys
+from packtrain.models.arch import gemma2
+from packtrain.models.arch.architecture import HEAD_NORMS, Architecture, Keys, fixed
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -12,15 +12,11 @@ EVERY, WINDOW_ROPE_BASE = 6, 10_000.0
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     gemma2.check_score_scale(ARCHITECTURE, hf_config, sizes)
-    hf_config.require_one_of("attn_logit_softcapping", None, None)
-    hf_config.require_one_of("sliding_window_pattern", EVERY, EVERY)
-    hf_config.require_one_of("_sliding_window_pattern", EVERY, EVERY)
     hf_config.require_window_interval(EVERY, sizes.block_count)
     metadata: Keys = {
-        **gemma.extra_metadata(hf_config, sizes),
         "attention.sliding_window": hf_config.size("sliding_window", gemma2.TOKENS_BACK),
+        "rope.freq_base_swa": hf_config.window_rope_base(),
     }
-    metadata["rope.freq_base_swa"] = hf_config.window_rope_base()
     if hf_config.get("final_logit_softcapping") is not None:
         metadata["final_logit_softcapping"] = hf_config.real("final_logit_softcapping")
     return metadata
@@ -47,6 +43,11 @@ ARCHITECTURE = Architecture(
             block_modules={**gemma2.FAMILY.block_modules, **HEAD_NORMS},
             omitted_keys=(),
             extra_metadata=extra_metadata,
+            required_values=fixed(
+                attn_logit_softcapping=None,
+                sliding_window_pattern=EVERY,
+                _sliding_window_pattern=EVERY,
+            ),
             rope_freq_base=1_000_000.0,
         ),
     ),

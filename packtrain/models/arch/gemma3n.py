@@ -38,19 +38,17 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     return hf_config.but(intermediate_size=widths[0], widths=widths)
 
 
+# numbers in llama.cpp's code, which configs must state
+REQUIRED_VALUES = {
+    "altup_num_inputs": (None, NUM_STREAMS), "altup_active_idx": (None, 0), "laurel_rank": (None, RANK),
+    "hidden_size_per_layer_input": (None, LAYER_EMBEDDING_WIDTH), SOFTCAP_KEY: (None, SOFTCAP),
+    **arch.fixed(attention_bias=False, altup_correct_scale=True),
+}  # fmt: skip
+
+
 def check_fixed_values(hf_config: HFConfig, blocks: int) -> None:
-    """Raise InputError for config values that differ from the numbers in llama.cpp's code."""
-    for key, value in (
-        ("altup_num_inputs", NUM_STREAMS),
-        ("altup_active_idx", 0),
-        ("laurel_rank", RANK),
-        ("hidden_size_per_layer_input", LAYER_EMBEDDING_WIDTH),
-        ("num_kv_shared_layers", blocks - min(blocks, OWNING)),
-        (SOFTCAP_KEY, SOFTCAP),
-    ):
-        hf_config.require_one_of(key, None, value)
-    hf_config.require_one_of("attention_bias", False, False)
-    hf_config.require_one_of("altup_correct_scale", True, True)
+    """Raise InputError for config values by block that differ from the numbers in llama.cpp's code."""
+    hf_config.require_one_of("num_kv_shared_layers", None, blocks - min(blocks, OWNING))
     sparse_shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
     if hf_config.get(SPARSITY_KEY) != sparse_shares:
         expected = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
@@ -124,7 +122,8 @@ ARCHITECTURE = arch.Architecture(
             extra_metadata,
             normalize_config=normalize_config,
             per_block_fields=per_block_fields,
-            optional_tensors=lambda hf_config: (),
+            optional_tensors=arch.with_tensors(),
+            required_values=REQUIRED_VALUES,
             names=arch.CheckpointNames(outside=OUTSIDE),
             suffix_renames={".correct_output_scale": ".correct_output_scale.weight"},
             rope_freq_base=1e6,

@@ -92,8 +92,6 @@ def factors(hf_config: HFConfig) -> np.ndarray:
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     fields = per_block_fields(hf_config)
-    hf_config.require_one_of("use_bidirectional_attention", None, None, "vision")
-    hf_config.require_one_of("attention_bias", False, False)
     if hf_config.scaling() != PROPORTIONAL_SCALING:
         raise hf_config.wrong(
             "rope_parameters.full_attention.rope_type", hf_config.scaling(), PROPORTIONAL_SCALING
@@ -154,6 +152,10 @@ ARCHITECTURE = arch.Architecture(
             ),
             normalize_config=normalize_config,
             per_block_fields=per_block_fields,
+            required_values={
+                "use_bidirectional_attention": (None, None, "vision"),
+                **arch.fixed(attention_bias=False),
+            },
             factors=factors,
             optional_tensors=lambda hf_config: (
                 arch.FACTORS,

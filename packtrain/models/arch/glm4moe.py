@@ -18,29 +18,20 @@ FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts", 1), hf_config.size(
-        "first_k_dense_replace", 1
+    num_shared, num_dense = (
+        hf_config.size(key, 1) for key in ("n_shared_experts", "first_k_dense_replace")
     )
+    return hf_config.size(*WIDTH) * num_shared, num_dense
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("n_group", 1, 1)
-    hf_config.require_one_of("topk_group", 1, 1)
     return {
-        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5),
         "expert_group_count": 1,
         "expert_group_used_count": 1,
-        "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
-        "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_gating_func": SIGMOID_GATING,
         "expert_weights_scale": hf_config.real("routed_scaling_factor", 1.0),
         "expert_weights_norm": hf_config.flag("norm_topk_prob", True),
     }
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    biases = arch.BIASES if hf_config.flag("attention_bias") else ()
-    return (*biases, arch.CHOICE, *(QK_NORMS if hf_config.flag("use_qk_norm") else ()))
 
 
 KEY_DEFAULTS = {
@@ -67,7 +58,12 @@ ARCHITECTURE = arch.Architecture(
             arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
             extra_metadata,
             EXPERTS,
-            optional_tensors=optional_tensors,
+            optional_tensors=arch.with_tensors(
+                arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=QK_NORMS
+            ),
+            required_values=arch.fixed(n_group=1, topk_group=1),
+            size_keys=arch.SHARED_AND_DENSE,
+            rotated_share=0.5,
             suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
             more_blocks=True,
             special=SPECIAL,

@@ -2,7 +2,6 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = {
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
@@ -22,17 +21,6 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("scale_attn_weights", True, True)
-    hf_config.require_one_of("scale_attn_by_inverse_layer_idx", False, False)
-    hf_config.require_one_of("add_cross_attention", False, False)
-    return {}
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return ("attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES)
-
-
 ARCHITECTURE = arch.Architecture(
     "gpt2",
     learned_positions=True,
@@ -46,11 +34,16 @@ ARCHITECTURE = arch.Architecture(
         arch.Family(
             ("GPT2LMHeadModel",),
             MODULES,
-            extra_metadata,
-            None,
-            arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
-            normalize_config,
-            optional_tensors=optional_tensors,
+            names=arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
+            normalize_config=normalize_config,
+            optional_tensors=arch.with_tensors(
+                "attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES
+            ),
+            required_values=arch.fixed(
+                scale_attn_weights=True,
+                scale_attn_by_inverse_layer_idx=False,
+                add_cross_attention=False,
+            ),
             computed_suffixes=(".attn.bias", ".attn.masked_bias"),  # masks
             is_transposed=True,
             omitted_keys=("rope.freq_base", "attention.head_count_kv"),

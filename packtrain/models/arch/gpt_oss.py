@@ -35,9 +35,6 @@ for name in ("gate_up_proj", "down_proj"):
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     hf_config.require_window_interval(EVERY, sizes.block_count)
-    hf_config.require_one_of("swiglu_limit", 7.0, 7.0)
-    hf_config.require_one_of("swiglu_alpha", 1.702, 1.702)
-    hf_config.require_one_of("attention_bias", True, True)
     return {"attention.sliding_window": hf_config.size("sliding_window", 128)}
 
 
@@ -54,7 +51,8 @@ ARCHITECTURE = Architecture(
     optional_tensors=ALL_BIASES,
     families=(
         Family(
-            ("GptOssForCausalLM",), BLOCK, extra_metadata, EXPERTS, optional_tensors=lambda hf_config: ALL_BIASES,
+            ("GptOssForCausalLM",), BLOCK, extra_metadata, EXPERTS, optional_tensors=arch.with_tensors(*ALL_BIASES),
+            required_values=arch.fixed(swiglu_limit=7.0, swiglu_alpha=1.702, attention_bias=True),
             rope_freq_base=0.0, default_head_width=64, suffix_renames=SUFFIX_RENAMES,
         ),
     ),

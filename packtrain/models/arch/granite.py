@@ -31,8 +31,7 @@ def dense(hf_config: HFConfig) -> HFConfig:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    scales = {key: hf_config.real(name, 1.0) for name, key in SCALE_KEYS.items()}
-    return {**llama.extra_metadata(hf_config, sizes), **scales}
+    return {key: hf_config.real(name, 1.0) for name, key in SCALE_KEYS.items()}
 
 
 ARCHITECTURE = Architecture(
@@ -42,7 +41,12 @@ ARCHITECTURE = Architecture(
     ignored_keys=(*arch.SCAN_KEYS, SHARED_WIDTH),
     optional_tensors=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
     families=(
-        Family(("GraniteForCausalLM",), extra_metadata=extra_metadata, tied_by_default=True),
+        Family(
+            ("GraniteForCausalLM",),
+            extra_metadata=extra_metadata,
+            size_keys=llama.SIZE_KEYS,
+            tied_by_default=True,
+        ),
         Family(
             (ALL_ATTEND,),
             arch.ATTENTION | arch.FFN_NORM,
@@ -56,6 +60,7 @@ ARCHITECTURE = Architecture(
                 rows=True,
             ),
             normalize_config=dense,
+            size_keys=llama.SIZE_KEYS,
         ),
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ There is no rope unless the file asks for it.
 from typing import Any
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch import granite, granitemoe
+from packtrain.models.arch import granite, granitemoe, llama
 from packtrain.models.arch.architecture import SCAN_KEYS, Architecture, ExpertLayout, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes, Scan
@@ -51,10 +51,6 @@ def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {"attending": attending_blocks, "scan": read_scan(hf_config, inner_width)}
 
 
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return (CONV_BIAS, SCAN_NORM) if hf_config.flag("mamba_conv_bias", True) else (SCAN_NORM,)
-
-
 def scan_metadata(sizes: ModelSizes) -> Keys:
     assert sizes.scan is not None
     inner_width, state, num_heads, num_groups, num_taps = sizes.scan
@@ -62,7 +58,6 @@ def scan_metadata(sizes: ModelSizes) -> Keys:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    hf_config.require_one_of("position_embedding_type", "nope", "nope", None)
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     metadata = granite.extra_metadata(hf_config, sizes) | scan_metadata(sizes)
     if not sizes.expert_count:
@@ -104,7 +99,11 @@ ARCHITECTURE = Architecture(
             ),
             normalize_config=normalize_config,
             other_class=other_class,
-            optional_tensors=optional_tensors,
+            optional_tensors=arch.with_tensors(
+                SCAN_NORM, true_flags=("mamba_conv_bias",), mamba_conv_bias=(CONV_BIAS,)
+            ),
+            required_values={"position_embedding_type": ("nope", "nope", None)},
+            size_keys=llama.SIZE_KEYS,
             suffix_renames=arch.SCAN_SUFFIX_RENAMES,
             mixer_fields=mixer_fields,
             changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs},

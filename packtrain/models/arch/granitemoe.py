@@ -1,7 +1,7 @@
 """Granite 3 with experts: granite's scales, experts routed as in llama, and in some models a shared expert."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch import granite
+from packtrain.models.arch import granite, llama
 from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family, Keys
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
@@ -40,6 +40,7 @@ ARCHITECTURE = Architecture(
             arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             extra_metadata,
             EXPERTS,
+            size_keys=llama.SIZE_KEYS,
             tied_by_default=True,
         ),
     ),

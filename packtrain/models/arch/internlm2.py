@@ -13,20 +13,12 @@ FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     """Return no metadata: dynamic scaling of rope begins after the context, where llama.cpp has none."""
-    hf_config.require_one_of("bias", False, False)
     hf_config.full_rotation().get("factor")  # without effect within the context
     return {}
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
-    """Return spans of rows that pick all queries, all keys and all values from groups of them."""
-    d, num_groups = sizes.head_width, sizes.head_count_kv
-    each = sizes.head_count // num_groups + 2
-    group_spans = (0, each - 2), (each - 2, each - 1), (each - 1, each)  # heads of a group
-    return {
-        name: tuple(((g * each + first) * d, (g * each + end_head) * d) for g in range(num_groups))
-        for name, (first, end_head) in zip(FUSED_PARTS, group_spans, strict=True)
-    }
+    return dict(zip(FUSED_PARTS, arch.grouped_heads(sizes), strict=True))
 
 
 ARCHITECTURE = arch.Architecture(
@@ -41,6 +33,7 @@ ARCHITECTURE = arch.Architecture(
             extra_metadata,
             names=arch.CheckpointNames(embedding="tok_embeddings"),
             suffix_renames={"output.weight": "lm_head.weight"},
+            required_values=arch.fixed(bias=False),
             row_spans=row_spans,
             fused_modules={"attention.wqkv": FUSED_PARTS},
             rope_scaling_types=("dynamic",),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from packtrain.models.arch.architecture import Architecture, CheckpointNames, Family, Keys
+from packtrain.models.arch.architecture import Architecture, CheckpointNames, Family, Keys, fixed
 from packtrain.models.arch.hf_config import FULL, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -44,7 +44,6 @@ def with_tied_embedding(hf_config: HFConfig) -> HFConfig:
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     """Return which blocks attend, and the width of the other blocks' convolutions."""
     kinds = hf_config.layer_types(hf_config.size("num_hidden_layers"), FULL, CONV_TYPE, every=True)
-    hf_config.require_one_of("conv_bias", False, False)
     attending_blocks = tuple(layer_type == FULL for layer_type in kinds)
     return {"attending": attending_blocks, "conv_width": hf_config.size("conv_L_cache", 3)}
 
@@ -53,7 +52,6 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     kv_head_counts = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
     return {
         "attention.head_count_kv": kv_head_counts,
-        "vocab_size": sizes.vocab_size,
         "shortconv.l_cache": hf_config.size("conv_L_cache", 3),
     }
 
@@ -74,6 +72,8 @@ ARCHITECTURE = Architecture(
             names=CheckpointNames(norm="embedding_norm"),
             normalize_config=normalize_config,
             mixer_fields=mixer_fields,
+            required_values=fixed(conv_bias=False),
+            size_keys=("vocab_size",),
             tied_by_default=True,
             rope_freq_base=1e6,
         ),

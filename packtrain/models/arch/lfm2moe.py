@@ -13,25 +13,13 @@ EXPERT_MODULES = {
 ROUTER = {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b"}
 
 
-def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    return 0, hf_config.get("num_dense_layers", 2)
-
-
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("norm_topk_prob", True, True)
-    hf_config.require_one_of("routed_scaling_factor", 1.0, 1.0)
-    return lfm2.extra_metadata(hf_config, sizes) | {
-        "leading_dense_block_count": sizes.leading_dense_block_count,
-        "expert_gating_func": SIGMOID_GATING,
-    }
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return (arch.CHOICE,) if hf_config.flag("use_expert_bias", True) else ()
+    return lfm2.extra_metadata(hf_config, sizes) | {"expert_gating_func": SIGMOID_GATING}
 
 
 EXPERTS = arch.ExpertLayout(
-    EXPERT_MODULES, ("num_experts", 32), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1792), shared_and_dense
+    EXPERT_MODULES, ("num_experts", 32), ("num_experts_per_tok", 4), ("moe_intermediate_size", 1792),
+    lambda hf_config: (0, hf_config.get("num_dense_layers", 2)),
 )  # fmt: skip
 ARCHITECTURE = arch.Architecture(
     "lfm2moe",
@@ -52,7 +40,13 @@ ARCHITECTURE = arch.Architecture(
             arch.CheckpointNames(norm="embedding_norm"),
             lfm2.with_tied_embedding,
             mixer_fields=lfm2.mixer_fields,
-            optional_tensors=optional_tensors,
+            optional_tensors=arch.with_tensors(
+                true_flags=("use_expert_bias",), use_expert_bias=(arch.CHOICE,)
+            ),
+            required_values=arch.fixed(
+                conv_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0
+            ),
+            size_keys=("vocab_size", "leading_dense_block_count"),
             suffix_renames={"expert_bias": "expert_bias.bias"},
             tied_by_default=True,
             rope_freq_base=1e6,

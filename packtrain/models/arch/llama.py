@@ -1,15 +1,9 @@
 """Llama, and models that compute like it: Mistral, and Mixtral with experts. arXiv 2302.13971, 2401.04088."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family
 
-
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width}
-
-
+SIZE_KEYS = ("vocab_size", "rope.dimension_count")
 EXPERT_MODULES = {
     "block_sparse_moe.experts.{}.w1": "ffn_gate_exps", "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
     "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
@@ -22,12 +16,14 @@ ARCHITECTURE = Architecture(
     blocks_70b=80,
     grouped_70b=True,
     families=(
-        Family(("LlamaForCausalLM", "MistralForCausalLM"), extra_metadata=extra_metadata),
+        Family(("LlamaForCausalLM", "MistralForCausalLM"), size_keys=SIZE_KEYS),
         Family(
             ("MixtralForCausalLM",),
             arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.gate": "ffn_gate_inp"},
-            extra_metadata,
-            ExpertLayout(EXPERT_MODULES, ("num_local_experts", 8), ("num_experts_per_tok", 2)),
+            experts=ExpertLayout(
+                EXPERT_MODULES, ("num_local_experts", 8), ("num_experts_per_tok", 2)
+            ),
+            size_keys=SIZE_KEYS,
             rope_freq_base=1_000_000.0,
         ),
     ),

@@ -4,6 +4,7 @@ Meta, Llama 4 Scout and Maverick; llama.cpp's llama4.cpp, which takes chunks of 
 """
 
 from packtrain.models.arch import architecture as arch
+from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import ATTENTION, Architecture, ExpertLayout, Family, Keys
 from packtrain.models.arch.hf_config import FULL, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
@@ -46,7 +47,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
         ("attention_bias", False), ("moe_layers", list(range(step - 1, sizes.block_count, step))),
     ):  # fmt: skip
         hf_config.require_one_of(key, expected, expected, *alternatives)
-    return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width, STEP: step}
+    return {STEP: step}
 
 
 KEY_DEFAULTS = {
@@ -80,6 +81,7 @@ ARCHITECTURE = Architecture(
                 is_contiguous=True,
             ),
             normalize_config=normalize_config,
+            size_keys=llama.SIZE_KEYS,
             mixer_fields=lambda hf_config: {STEP: hf_config.size(STEP, 1)},
             rope_freq_base=500_000.0,
             interleaved_rope=True,

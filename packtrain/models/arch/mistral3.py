@@ -12,7 +12,7 @@ ROPE_METADATA_KEYS = {
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    settings, metadata = hf_config.full_rotation(), llama.extra_metadata(hf_config, sizes)
+    settings, metadata = hf_config.full_rotation(), Keys()
     for name, key in ROPE_METADATA_KEYS.items():
         if settings.get(name) is not None:
             metadata[key] = hf_config.number(f"rope_parameters.{name}", settings[name])
@@ -27,6 +27,7 @@ ARCHITECTURE = Architecture(
         Family(
             ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
             extra_metadata=extra_metadata,
+            size_keys=llama.SIZE_KEYS,
             rope_freq_base=0.0,
         ),
     ),

@@ -10,20 +10,8 @@ MODULES = arch.ATTENTION | arch.FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_p
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     none: Keys = {"rope.scaling.type": "none"} if hf_config.scaling() == "default" else {}
-    return none | {
-        "vocab_size": sizes.vocab_size,
-        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5),
-        "attention.layer_norm_rms_epsilon": hf_config.real("norm_eps", 1e-5),  # unread
-    }
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    attention_biases = (*BIASES, UNGATED_BIASES[0]) if hf_config.flag("attention_bias") else ()
-    return (
-        *arch.NORM_BIASES,
-        *attention_biases,
-        *(UNGATED_BIASES[1:] if hf_config.flag("mlp_bias") else ()),
-    )
+    eps = hf_config.real("norm_eps", 1e-5)
+    return none | {"attention.layer_norm_rms_epsilon": eps}  # unread
 
 
 ARCHITECTURE = Architecture(
@@ -39,7 +27,13 @@ ARCHITECTURE = Architecture(
         Family(
             ("NemotronForCausalLM",),
             MODULES,
-            optional_tensors=optional_tensors,
+            size_keys=("vocab_size",),
+            rotated_share=0.5,
+            optional_tensors=arch.with_tensors(
+                *arch.NORM_BIASES,
+                attention_bias=(*BIASES, UNGATED_BIASES[0]),
+                mlp_bias=UNGATED_BIASES[1:],
+            ),
             extra_metadata=extra_metadata,
             norm_shift=1.0,
         ),

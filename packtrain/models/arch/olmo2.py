@@ -4,7 +4,14 @@ OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.1396
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import FEED_FORWARD, HEAD_NORMS, Architecture, Family, Keys
+from packtrain.models.arch.architecture import (
+    FEED_FORWARD,
+    HEAD_NORMS,
+    Architecture,
+    Family,
+    Keys,
+    fixed,
+)  # fmt: skip
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -16,18 +23,12 @@ NORMS_BEHIND = {
 MODULES = MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    hf_config.require_one_of("clip_qkv", None, None)
-    return {}
-
-
 def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
     base = hf_config.rope_base(BASE)
     if hf_config.window_rope_base(BASE) != base:
         raise hf_config.wrong("rope_theta", base, f"{BASE} in all layers, those with a window, too")
     return {
-        **extra_metadata(hf_config, sizes),
         "attention.sliding_window": hf_config.size("sliding_window"),
         "rope.freq_base_swa": base,
         "attention.sliding_window_pattern": hf_config.layer_windows(sizes.block_count) or every,
@@ -49,9 +50,8 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Olmo3ForCausalLM",), MODULES, window_metadata, rope_freq_base=BASE,
+            required_values=fixed(clip_qkv=None),
         ),
-        Family(
-            ("Olmo2ForCausalLM",), MODULES, extra_metadata,
-        ),
+        Family(("Olmo2ForCausalLM",), MODULES, required_values=fixed(clip_qkv=None)),
     ),
 )  # fmt: skip

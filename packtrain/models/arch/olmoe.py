@@ -4,15 +4,6 @@ arXiv 2409.02060.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
-
-
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("norm_topk_prob", False, False)
-    hf_config.require_one_of("clip_qkv", None, None)
-    return {}
-
 
 ARCHITECTURE = arch.Architecture(
     "olmoe",
@@ -27,8 +18,10 @@ ARCHITECTURE = arch.Architecture(
         arch.Family(
             ("OlmoeForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
-            extra_metadata,
-            arch.ExpertLayout(arch.EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)),
+            experts=arch.ExpertLayout(
+                arch.EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)
+            ),
+            required_values=arch.fixed(norm_topk_prob=False, clip_qkv=None),
         ),
     ),
 )

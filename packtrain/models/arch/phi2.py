@@ -4,21 +4,10 @@ arXiv 2306.11644.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import FUSED_QKV, NORM_BIASES, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.architecture import FUSED_QKV, NORM_BIASES, Architecture, Family
 
 MODULES = {module: name for module, name in arch.ATTENTION.items() if name != "attn_output"}
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
-
-
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    hf_config.require_one_of("qk_layernorm", False, False)
-    return {"rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.5)}
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    return (*arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias")
 
 
 ARCHITECTURE = Architecture(
@@ -36,10 +25,12 @@ ARCHITECTURE = Architecture(
         Family(
             ("PhiForCausalLM",),
             MODULES,
-            extra_metadata,
-            None,
-            arch.CheckpointNames(norm="final_layernorm"),
-            optional_tensors=optional_tensors,
+            names=arch.CheckpointNames(norm="final_layernorm"),
+            optional_tensors=arch.with_tensors(
+                *arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias"
+            ),
+            required_values=arch.fixed(qk_layernorm=False),
+            rotated_share=0.5,
             omitted_keys=("rope.freq_base",),
         ),
     ),

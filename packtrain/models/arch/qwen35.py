@@ -63,6 +63,8 @@ ARCHITECTURE = Architecture(
             ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
             BLOCK | FEED_FORWARD,
             text_keys,
+            required_values=arch.fixed(attention_bias=False),
+            rotated_share=0.25,
             normalize_config=qwen3next.normalize_config,
             mixer_fields=mixer_fields,
             row_spans=row_spans,

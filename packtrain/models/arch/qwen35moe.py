@@ -3,15 +3,14 @@
 from dataclasses import replace
 
 from packtrain.models.arch import qwen3next
-from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout, Keys
+from packtrain.models.arch.architecture import EXPERT_MODULES, ExpertLayout
 from packtrain.models.arch.gpt_oss import STACKED
 from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.qwen2moe import SHARED
+from packtrain.models.arch.qwen2moe import SHARED, SHARED_WIDTH
 from packtrain.models.arch.qwen35 import ARCHITECTURE as DENSE
-from packtrain.models.arch.qwen35 import BLOCK, text_keys
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.qwen35 import BLOCK
 
-WIDTH, SHARED_WIDTH = ("moe_intermediate_size", 512), "expert_shared_feed_forward_length"
+WIDTH = ("moe_intermediate_size", 512)
 EXPERT_SUFFIX_RENAMES = {
     f"experts.{name}": f"experts.{name}.weight" for name in ("gate_up_proj", "down_proj")
 }
@@ -24,10 +23,6 @@ def normalize_expert_config(hf_config: HFConfig) -> HFConfig:
     )
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    return {**text_keys(hf_config, sizes), SHARED_WIDTH: sizes.expert_shared_feed_forward_length}
-
-
 ARCHITECTURE = replace(
     DENSE,
     name="qwen35moe",
@@ -38,7 +33,7 @@ ARCHITECTURE = replace(
             DENSE.families[0],
             model_classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
             block_modules=BLOCK | {"mlp.gate": "ffn_gate_inp"} | SHARED,
-            extra_metadata=extra_metadata,
+            size_keys=(SHARED_WIDTH,),
             experts=ExpertLayout(
                 EXPERT_MODULES,
                 ("num_experts", 256),

@@ -1,17 +1,7 @@
 """Qwen3 with experts in every block; the weights of the chosen experts add up to 1. arXiv 2505.09388."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
-
-
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
-    hf_config.require_one_of("norm_topk_prob", False, True)
-    hf_config.require_one_of("decoder_sparse_step", 1, 1)
-    hf_config.require_one_of("mlp_only_layers", [], [])
-    return {}
-
+from packtrain.models.arch.qwen2moe import EXPERTS_EVERYWHERE
 
 EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)
@@ -23,5 +13,12 @@ ARCHITECTURE = arch.Architecture(
     head_norms=True,
     key_defaults=arch.ONLY_EXPERTS,
     ignored_keys=arch.WINDOW_KEYS,
-    families=(arch.Family(("Qwen3MoeForCausalLM",), BLOCK, extra_metadata, EXPERTS),),
+    families=(
+        arch.Family(
+            ("Qwen3MoeForCausalLM",),
+            BLOCK,
+            experts=EXPERTS,
+            required_values=EXPERTS_EVERYWHERE | {"norm_topk_prob": (False, True)},
+        ),
+    ),
 )

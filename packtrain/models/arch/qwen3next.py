@@ -8,7 +8,7 @@ from typing import Any
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.granitehybrid import scan_metadata
 from packtrain.models.arch.hf_config import FULL, HFConfig
-from packtrain.models.arch.qwen2moe import SHARED
+from packtrain.models.arch.qwen2moe import EXPERTS_EVERYWHERE, SHARED, SHARED_WIDTH
 from packtrain.models.arch.size_fields import ModelSizes, Scan
 
 LINEAR = "linear_attention"
@@ -25,7 +25,7 @@ DELTA_KEYS = {
     "attention.recurrent_layers": None,
     "nextn_predict_layers": 0,
 }
-EXPERT_KEYS = {**arch.ONLY_EXPERTS, "expert_shared_feed_forward_length": 0}
+EXPERT_KEYS = {**arch.ONLY_EXPERTS, SHARED_WIDTH: 0}
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
@@ -81,22 +81,11 @@ def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    hf_config.require_one_of("attention_bias", False, False)
     return {
         **scan_metadata(sizes),
         "attention.recurrent_layers": [not attends for attends in sizes.attending],
         "full_attention_interval": hf_config.size("full_attention_interval", 4),
-        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.25),
     }
-
-
-def expert_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
-    """Refuse configs that llama.cpp cannot compute: all blocks need experts whose weights add up to 1."""
-    hf_config.require_one_of("norm_topk_prob", True, True)
-    hf_config.require_one_of("decoder_sparse_step", 1, 1)
-    hf_config.require_one_of("mlp_only_layers", [], [])
-    shared_width = sizes.expert_shared_feed_forward_length
-    return {**extra_metadata(hf_config, sizes), "expert_shared_feed_forward_length": shared_width}
 
 
 ARCHITECTURE = arch.Architecture(
@@ -114,8 +103,12 @@ ARCHITECTURE = arch.Architecture(
         arch.Family(
             ("Qwen3NextForCausalLM",),
             arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | ROUTER_MODULES | SHARED,
-            expert_metadata,
+            extra_metadata,
             EXPERTS,
+            required_values=EXPERTS_EVERYWHERE
+            | arch.fixed(attention_bias=False, norm_topk_prob=True),
+            size_keys=(SHARED_WIDTH,),
+            rotated_share=0.25,
             normalize_config=normalize_config,
             mixer_fields=mixer_fields,
             row_spans=row_spans,

@@ -1,18 +1,9 @@
 """Seed-OSS: llama with biases of queries, keys and values, and another name of the second norm."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family, Keys
-from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.size_fields import ModelSizes
+from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family
 
 POST_ATTENTION_NORM = "post_attention_norm"
-
-
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    hf_config.require_one_of("attention_bias", True, True)
-    hf_config.require_one_of("attention_out_bias", False, False)
-    hf_config.require_one_of("mlp_bias", False, False)
-    return {}
 
 
 ARCHITECTURE = Architecture(
@@ -25,7 +16,9 @@ ARCHITECTURE = Architecture(
         Family(
             ("SeedOssForCausalLM",),
             ATTENTION | {"post_attention_layernorm": POST_ATTENTION_NORM} | FEED_FORWARD,
-            extra_metadata,
+            required_values=arch.fixed(
+                attention_bias=True, attention_out_bias=False, mlp_bias=False
+            ),
             default_head_width=128,
             has_qkv_bias=True,
         ),

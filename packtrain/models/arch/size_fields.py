@@ -29,20 +29,7 @@ class Scan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A model's sizes; names follow the GGUF metadata keys.
-
-    key_length                  width of a head; None: embedding_length / head_count
-    value_length                width of a head's values; None: key_length
-    rope_dims                   elements of a head that rope rotates; None: all
-    expert_feed_forward_length  width of an expert; None: feed_forward_length
-    expert_shared_feed_forward_length  width of the shared expert; 0: there is none
-    leading_dense_block_count   number of first blocks without experts
-    interleave_moe_layer_step   of the later blocks, only every N-th has experts
-    attending                   for each block, whether it attends, else it has a convolution or scan; empty: all attend
-    conv_width                  tokens, itself included, that a token sees in a short convolution
-    q_lora_rank, kv_lora_rank   width of the vector from which queries, or keys and values, are made; 0: they read x
-    scan                        sizes of scans; None: there are none
-    """
+    """A model's sizes; names follow the GGUF metadata keys."""
 
     vocab_size: int
     context_length: int
@@ -51,20 +38,21 @@ class ModelSizes:
     feed_forward_length: int
     head_count: int
     head_count_kv: int
-    key_length: int | None = None
+    key_length: int | None = None  # width of a head; None: embedding_length / head_count
     expert_count: int = 0
     expert_used_count: int = 0
-    expert_feed_forward_length: int | None = None
-    expert_shared_feed_forward_length: int = 0
-    leading_dense_block_count: int = 0
+    expert_feed_forward_length: int | None = None  # width of an expert; None: feed_forward_length
+    expert_shared_feed_forward_length: int = 0  # width of the shared expert; 0: there is none
+    leading_dense_block_count: int = 0  # number of first blocks without experts
+    # for each block, whether it attends, else it has a convolution or scan; empty: all attend
     attending: tuple[bool, ...] = ()
-    conv_width: int = 0
-    value_length: int | None = None
-    rope_dims: int | None = None
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    interleave_moe_layer_step: int = 1
-    scan: Scan | None = None
+    conv_width: int = 0  # tokens, itself included, that a token sees in a short convolution
+    value_length: int | None = None  # width of a head's values; None: key_length
+    rope_dims: int | None = None  # elements of a head that rope rotates; None: all
+    q_lora_rank: int = 0  # width of the vector from which queries are made; 0: they read x
+    kv_lora_rank: int = 0  # width of the vector from which keys and values are made; 0: they read x
+    interleave_moe_layer_step: int = 1  # of the later blocks, only every N-th has experts
+    scan: Scan | None = None  # sizes of scans; None: there are none
 
     @property
     def head_width(self) -> int:

@@ -15,10 +15,7 @@ HEAD_NORM_MODULES = {
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    return {
-        "rope.dimension_count": hf_config.rotated_width(sizes.head_width, 0.25),
-        "use_parallel_residual": hf_config.flag("use_parallel_residual"),
-    }
+    return {"use_parallel_residual": hf_config.flag("use_parallel_residual")}
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
@@ -50,6 +47,7 @@ ARCHITECTURE = Architecture(
             optional_tensors=optional_tensors,
             omitted_keys=("rope.freq_base",),
             extra_metadata=extra_metadata,
+            rotated_share=0.25,
             normalize_config=normalize_config,
         ),
     ),

@@ -2,15 +2,8 @@
 
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, BIASES, NORM_BIASES, Architecture, Family
-from packtrain.models.arch.hf_config import HFConfig
 
 MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
-
-
-def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
-    hf_config.require_one_of("norm_type", "layer_norm", "layer_norm")
-    biases = (*BIASES, *arch.UNGATED_BIASES) if hf_config.flag("use_bias", True) else ()
-    return (*NORM_BIASES, *biases)
 
 
 ARCHITECTURE = Architecture(
@@ -26,7 +19,12 @@ ARCHITECTURE = Architecture(
         Family(
             ("Starcoder2ForCausalLM",),
             MODULES,
-            optional_tensors=optional_tensors,
+            optional_tensors=arch.with_tensors(
+                *NORM_BIASES,
+                true_flags=("use_bias",),
+                use_bias=(*BIASES, *arch.UNGATED_BIASES),
+            ),
+            required_values=arch.fixed(norm_type="layer_norm"),
             tied_by_default=True,
         ),
     ),

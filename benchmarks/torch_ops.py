@@ -206,10 +206,10 @@ def opt_step_sgd(w, g, hyper, gate, key, *, decay, stream):
     """One step of torch.optim.SGD; its decay is not decoupled, so that is done before."""
     if not gate.isfinite():
         return (w,)
-    lr, weight_decay = hyper.tolist()
+    lr, weight_decay, *rate = hyper.tolist()
     parameter = (w.detach() * (1 - lr * weight_decay * decay)).requires_grad_()
     parameter.grad = (g * gate).detach()
-    torch.optim.SGD([parameter], lr).step()
+    torch.optim.SGD([parameter], *(rate or [lr])).step()
     return (parameter.detach(),)
 
 
@@ -248,12 +248,12 @@ def pool_2d(x, *, largest, window, stride, padding):
 
 
 def opt_moments_adamw(g, m, v, hyper, gate):
-    _, beta1, beta2, eps, _, c1, c2 = hyper
+    _, beta1, beta2, eps, _, _, c2 = hyper
     if not gate.isfinite():
         return m, v, torch.zeros_like(g)
     m = torch.lerp(g * gate, m, beta1)
     v = torch.lerp((g * gate).square(), v, beta2)
-    return m, v, m / c1 / ((v / c2).sqrt() + eps)
+    return m, v, m / ((v / c2).sqrt() + eps)
 
 
 def reduce_scatter(total, g, fresh, *, share):

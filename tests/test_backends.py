@@ -264,6 +264,27 @@ same("cpu", "far", "f.gguf")
     run(folder, script)
 
 
+def test_offloaded_moments_give_the_bits_of_moments_beside_their_weights(folder: Path) -> None:
+    script = """
+kinds = dict(), dict(optimizer="muon"), dict(max_grad_value=1e-3), dict(optimizer="sgd", momentum=0.9)
+for i, more in enumerate(kinds):
+    runs = {mode: train("far", f"{mode}{i}", offload=mode, weight_decay=0.3, **more) for mode in ("none", "moments")}
+    assert runs["none"].losses == runs["moments"].losses and len(runs["none"].losses) == 5
+    moved = [run.plan.plans.nbytes_in("far") for run in runs.values()]
+    assert moved[1] < moved[0], moved
+    same(f"none{i}", f"moments{i}", "m.gguf")
+pt.quantize("cpu/m.gguf", "b.gguf", "bf16")
+for mode in ("none", "moments"):  # weights in bf16, rounded stochastically
+    Path(mode).mkdir()
+    more = dict(full=True, masters="bf16", iters=3, ctx=16, offload=mode)
+    tuned = pt.finetune("b.gguf", "text.txt", output=f"{mode}/b.gguf", device="far", **more)
+    weights = [leaf for leaf in tuned.plan.plans.leaves.values() if leaf.kind == "weight"]
+    assert any(leaf.dtype.name == "bf16" for leaf in weights)
+same("none", "moments", "b.gguf")
+"""
+    run(folder, script)
+
+
 def test_its_memory_has_a_limit_of_its_own(folder: Path) -> None:
     """Where little is there, values are computed again; where too little is, the run is refused with its name."""
     script = """
@@ -362,7 +383,9 @@ assert "does not fit into the memory of far" in made.refusal, made.refusal
 def test_it_is_watched_as_the_cpu_is(folder: Path) -> None:
     script = """
 with pt.debug("nan,poison,compare,time"):
-    assert train("far", "watched", iters=2, sample_every=0).losses == losses("cpu/m.run")[:2]
+    for mode in ("none", "moments", "all"):  # these copy values between memories
+        watched = train("far", "watched", iters=2, sample_every=0, offload=mode)
+        assert watched.losses == losses("cpu/m.run")[:2]
 w = pt.weight("w", (3,))
 graph = pt.Graph({"y": pt.ops.mul(pt.named("bad", pt.ops.log(w)), w)})
 session = pt.Session()

@@ -276,7 +276,7 @@ def test_moments_that_stay_here_train_the_same(
         run_training(folder, device="cpu:1", offload=offload, **settings)
         for offload in ("none", "moments")
     )
-    assert list(offloaded.losses) == pytest.approx(list(on_device.losses), rel=1e-5)
+    assert list(offloaded.losses) == list(on_device.losses)
     plans = on_device.plan.plans, offloaded.plan.plans
     moved = plans[0].role_nbytes("moment", space="cpu:1")
     assert moved and not plans[1].role_nbytes("moment", space="cpu:1")

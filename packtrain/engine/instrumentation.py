@@ -83,7 +83,8 @@ class Observer:
     def _run_step(self, i: int, bound: BoundStep) -> None:
         backend, saved_inputs = bound.step.backend, []
         if self.on & {"compare", "nan"}:
-            saved_inputs = [None if x is None else backend.read(x) for x in bound.inputs]
+            home, pairs = self.placed.home, zip(bound.step.inputs, bound.inputs, strict=True)
+            saved_inputs = [None if t is None else home[t.base].read(x) for t, x in pairs]
         if "poison" in self.on:
             self._poison_fresh(bound)
         start_time = time.perf_counter()

@@ -101,7 +101,7 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key):
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
 def sgd_span(w, g, hyper, decay, gate, span_start, span_stop):
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
-    rate = splat(-hyper[0] * gate)
+    rate = splat(-hyper[2 if hyper.size == 3 else 0] * gate)
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         w_new = fma(rate, load_part(g, i, num_left), load_part(w, i, num_left) * decay_factor)
@@ -123,11 +123,11 @@ def sgd_part(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
 
 @kernel(void(i64, bytes1_type, in1, in1, f32, in1, i64))
 def sgd(qtype, w, g, hyper, decay, gate, key):
-    """Update w in place by SGD: w = w * (1 - lr * wd * decay) - lr * gate * g.
+    """Update w in place by SGD: w = w * (1 - lr * wd * decay) - rate * gate * g.
 
     qtype, w     F32 or BF16, and the bytes of N of them
     g      (N,)  f32
-    hyper  (2,)  f32: lr, wd
+    hyper  (2,)  f32: lr, wd; rate = lr, or the third of (3,) numbers
     decay        f32: 0 or 1
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
     key          i64: key of bf16's stochastic rounding, see counter

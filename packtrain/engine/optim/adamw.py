@@ -61,12 +61,12 @@ class AdamW(Optimizer):
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
         *handles, direction = moments_result
-        lr, decay = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4))
-        lr_and_decay = ops.concat([lr, decay], axis=0)
+        numbers = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
+        lr, weight_decay, c1 = numbers
         op_inputs = (
             w,
             direction,
-            lr_and_decay,
+            ops.concat([lr, weight_decay, ops.div(lr, c1)], axis=0),
             ops.div(step_inputs.gate, step_inputs.gate),  # 1, or NaN
             step_inputs.key(w),
         )
@@ -174,11 +174,13 @@ def opt_moments_adamw(
     g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor
 ) -> tuple[Spec, ...]:
     """Update AdamW's moments where they live in another memory than the weight; return the handles of m and v, and the
-    direction = (m / c1) / (sqrt(v / c2) + eps) of the step, or 0 if the gate is not finite. See opt_step_adamw.
+    direction = m / (sqrt(v / c2) + eps) of the step, or 0 if the gate is not finite. See opt_step_adamw.
 
         g, m, v, direction  (...)  f32
-        hyper               (7,)   f32   see HYPER; lr and weight_decay play no part
+        hyper               (7,)   f32   see HYPER; lr, weight_decay and c1 play no part
         gate                ()     f32
+    A step of lr / c1 along the direction then rounds as often as opt_step_adamw does, so kernels of the cpu on both
+    sides give the bits that they give without offloading.
     A gradient out and a step back move half of what two moments would each way (ZeRO-Offload, arXiv 2101.06840).
     """
     require(
@@ -207,9 +209,9 @@ def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
 
 
 def _write_direction(step_kernel, direction, g, m, v, hyper, gate):
-    """Step a weight of 0 at a rate of -1: the weight becomes the direction."""
+    """Step a weight of 0 at a rate of -1 with c1 = 1: the weight becomes the direction."""
     direction[...] = 0
-    hyper[0] = -1
+    hyper[0], hyper[5] = -1, 1
     step_kernel(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)
 
 

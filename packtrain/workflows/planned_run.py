@@ -73,15 +73,18 @@ class PlannedRun:
 
     def about(self) -> str:
         """Return the run's figures that a page shows besides settings and curves, as JSON."""
-        plans = self.plans
-        arena = plans.largest_plan_in(HOST).arena(HOST)
-        rows = [*memory_rows(plans), ("arena", arena.nbytes, "activations, gradients, workspaces")]
         summary = {
             "title": self.job.title,
             "steps": self.job.steps,
             "planned_bytes": self.planned_nbytes,
         }
-        return json.dumps(summary | {"budget_bytes": self.budget, "rows": rows})
+        return json.dumps(summary | {"budget_bytes": self.budget, "rows": self._memory_rows()})
+
+    def _memory_rows(self) -> list[tuple[str, int, str]]:
+        """Return rows (name, bytes, reason) of the process's memory, the arena last."""
+        arena = self.plans.largest_plan_in(HOST).arena(HOST)
+        arena_row = ("arena", arena.nbytes, "activations, gradients, workspaces")
+        return [*memory_rows(self.plans), arena_row]
 
     @property
     def ended(self) -> str:
@@ -128,7 +131,10 @@ class PlannedRun:
         """The table of bytes, and the picture of the plan's largest buffers."""
         rows = [
             (label, size_text(nbytes), description)
-            for label, nbytes, description in memory_rows(self.plans)
+            for label, nbytes, description in [
+                *self._memory_rows(),
+                ("total", self.planned_nbytes, ""),
+            ]
         ]
         plan_picture = chart_svg(self.plans.largest_plan, **facts(self), rectangles=MAX_RECTANGLES)
         return f"<pre>{escape(repr(self))}</pre>{html_table(rows)}{plan_picture}"

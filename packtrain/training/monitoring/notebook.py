@@ -26,7 +26,7 @@ from packtrain.training.monitoring.progress import ProgressLine
 from packtrain.training.monitoring.work_progress import WorkCounter
 
 REDRAW_SECONDS = 0.5  # between two drawings of the progress bar
-TABLE_TAG = '<table style="text-align:left;font-variant-numeric:tabular-nums">'
+TABLE_TAG = '<table style="font-variant-numeric:tabular-nums">'
 
 
 def notebook_display() -> Callable[..., Any] | None:
@@ -53,7 +53,8 @@ class Html:
 
 def html_table(rows: Iterable[Sequence[str]]) -> str:
     """Format rows of texts as an HTML table."""
-    row_cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    cell_tag = '<td style="text-align:left">'  # a notebook's own style aligns cells, not tables
+    row_cells = ("".join(f"{cell_tag}{escape(cell)}</td>" for cell in row) for row in rows)
     return f"{TABLE_TAG}{''.join(f'<tr>{row}</tr>' for row in row_cells)}</table>"
 
 

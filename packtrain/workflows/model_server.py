@@ -19,7 +19,8 @@ from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, target
 from packtrain.inference.embeddings import POOLINGS, model_pooling
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.kv_cache.context_size import graphs_nbytes
+from packtrain.inference.kv_cache.context_size import ContextPlan
+from packtrain.inference.kv_cache.decode_plans import RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
@@ -195,27 +196,28 @@ def make_contexts(
     check_context(model.config, context_length, events.message)
     generation_settings.check_cache(model, context_length, settings.cache_type)
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    context_options: Any = {
-        "cache": settings.cache_type,
-        "target": target(settings.device),
-        "say": events.message,
-        "memory": limit_nbytes,
-    }
-    reserved_nbytes, embedder = REQUESTS_NBYTES, None
-    if settings.embeddings:
-        embedding_cells = min(context_length, MAX_EMBEDDING_TOKENS)
-        embedder = Context(
-            model, cells=embedding_cells, sequences=settings.parallel, checkpoints=0, hidden=True,
-            beside=reserved_nbytes, **context_options,
-        )  # fmt: skip
-        if limit_nbytes is not None:
-            placed_graphs = {name: run.placed for name, run in embedder.runs.items()}
-            reserved_nbytes += graphs_nbytes(placed_graphs, model.stored())
+    context_target = target(settings.device)
+    shared_options: Any = {"cache": settings.cache_type, "target": context_target}
+    embedding_cells, embedder = min(context_length, MAX_EMBEDDING_TOKENS), None
+    embedder_plan = ContextPlan(
+        model, RunSizes.of(embedding_cells, 0), settings.parallel, hidden=True, **shared_options
+    )
+
+    def reserved_nbytes(num_cells: int) -> int:
+        num_cells = min(num_cells, embedding_cells) if settings.embeddings else 0
+        return REQUESTS_NBYTES + (embedder_plan.nbytes(num_cells) if num_cells else 0)
+
     context = Context(
         model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
-        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
-        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=reserved_nbytes, **context_options,
+        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), swa_full=settings.swa_full,
+        checkpoints=settings.swa_checkpoints, say=events.message, memory=limit_nbytes, beside=reserved_nbytes,
+        **shared_options,
     )  # fmt: skip
+    if settings.embeddings:  # its memory is reserved above
+        embedder = Context(
+            model, cells=embedding_cells, sequences=settings.parallel, checkpoints=0, hidden=True,
+            say=events.message, **shared_options,
+        )  # fmt: skip
     for opened_context in (context, embedder):
         if opened_context is not None:  # loads the kernels
             opened_context.decode([0])

@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ from packtrain.inference.kv_cache.saved_state import (
     unpack_state,
 )
 from packtrain.models.config import Config
-from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
 from tests.models import bind_graph, seeded_batch, seeded_weights, step_graph
 from tests.test_context import Q8_0, RING, WINDOWED, context, max_relative_error
@@ -340,7 +338,7 @@ def test_few_plans_tell_the_largest_context():
         return 1000 * num_cells
 
     for cells in (64, 4000, 4200, 100_000):
-        with pytest.raises(DoesNotFit, match="is the least, for a context of 32$"):
+        with pytest.raises(DoesNotFit, match=r"is the least, for a context of 32$"):
             context_size.check_room(cells, 1, counted)
     assert len(planned_cells) == 8
 

@@ -196,28 +196,25 @@ def make_contexts(
     check_context(model.config, context_length, events.message)
     generation_settings.check_cache(model, context_length, settings.cache_type)
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    context_target = target(settings.device)
-    shared_options: Any = {"cache": settings.cache_type, "target": context_target}
+    plan_options: Any = {"cache": settings.cache_type, "target": target(settings.device)}
+    context_options: Any = plan_options | {"sequences": settings.parallel, "say": events.message}
     embedding_cells, embedder = min(context_length, MAX_EMBEDDING_TOKENS), None
-    embedder_plan = ContextPlan(
-        model, RunSizes.of(embedding_cells, 0), settings.parallel, hidden=True, **shared_options
-    )
+    run_sizes = RunSizes.of(embedding_cells, 0)
+    embedder_plan = ContextPlan(model, run_sizes, settings.parallel, hidden=True, **plan_options)
 
     def reserved_nbytes(num_cells: int) -> int:
         num_cells = min(num_cells, embedding_cells) if settings.embeddings else 0
         return REQUESTS_NBYTES + (embedder_plan.nbytes(num_cells) if num_cells else 0)
 
     context = Context(
-        model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
-        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), swa_full=settings.swa_full,
-        checkpoints=settings.swa_checkpoints, say=events.message, memory=limit_nbytes, beside=reserved_nbytes,
-        **shared_options,
+        model, cells=context_length, parts=not settings.kv_unified, swa_full=settings.swa_full,
+        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
+        memory=limit_nbytes, beside=reserved_nbytes, **context_options,
     )  # fmt: skip
-    if settings.embeddings:  # its memory is reserved above
+    if settings.embeddings:  # in the memory that is reserved above
         embedder = Context(
-            model, cells=embedding_cells, sequences=settings.parallel, checkpoints=0, hidden=True,
-            say=events.message, **shared_options,
-        )  # fmt: skip
+            model, cells=embedding_cells, checkpoints=0, hidden=True, **context_options
+        )
     for opened_context in (context, embedder):
         if opened_context is not None:  # loads the kernels
             opened_context.decode([0])

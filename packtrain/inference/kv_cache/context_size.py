@@ -107,8 +107,10 @@ def check_room(
     """
 
     def needed_nbytes(num_cells: int) -> int:
-        others = reserved_nbytes if isinstance(reserved_nbytes, int) else reserved_nbytes(num_cells)
-        return context_nbytes(num_cells) + others
+        nbytes = context_nbytes(num_cells)
+        if isinstance(reserved_nbytes, int):
+            return nbytes + reserved_nbytes
+        return nbytes + reserved_nbytes(num_cells)
 
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()

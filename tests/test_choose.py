@@ -3,6 +3,7 @@
 import json
 import random
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,12 @@ import pytest
 
 import packtrain as pt
 from packtrain.cli.main import main
-from packtrain.common.errors import InputError
+from packtrain.common.errors import DoesNotFit, InputError
+from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
+from packtrain.dtypes import DTYPES, Dtype
 from packtrain.gguf import GGUF
+from packtrain.models.model_file import ModelFile
+from packtrain.workflows import type_choice
 from packtrain.workflows.type_choice import TypeTrial, _trial_rank
 from tests.architectures import random_model
 
@@ -65,6 +70,26 @@ def test_the_smallest_that_keeps_enough_is_written(folder: Path, tmp_path: Path)
     sufficient = [attempt for attempt in choice.tries if attempt.kept >= 0.98]
     assert choice.enough and choice.best.nbytes == min(attempt.nbytes for attempt in sufficient)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf"]
+
+
+def test_memory_is_refused_before_the_first_trial_with_what_the_largest_needs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first type needs less than the second: its number would be refused again after the first trial."""
+
+    def plans(model: ModelFile, types: Mapping[str, Dtype], *sizes: int) -> list[ReadingPlan]:
+        nbytes = 3 << 30 if DTYPES["q8_0"] in types.values() else 2 << 30
+        return [ReadingPlan(1, 1, 1, 1, nbytes)]
+
+    monkeypatch.setattr(type_choice, "reading_plans", plans)
+    rows = list[str]()
+    train, test = folder / "train.jsonl", folder / "test.jsonl"
+    models = folder / "base.gguf", folder / "tuned.gguf"
+    options = {"type": ["q6_k", "q8_0"], "calibrate": train, "on_message": rows.append}
+    with pytest.raises(DoesNotFit, match="write all of the types with calibrate") as error:
+        pt.choose(*models, tmp_path / "out.gguf", test, memory="1GiB", **options)
+    assert 3 << 10 < int(str(error.value).split()[-1].removesuffix("MiB")) < 5 << 10
+    assert not any("keeps" in row for row in rows)
 
 
 def test_none_is_enough(folder: Path, tmp_path: Path, capsys) -> None:

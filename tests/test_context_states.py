@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ from packtrain.inference.kv_cache.saved_state import (
     unpack_state,
 )
 from packtrain.models.config import Config
-from packtrain.models.model_file import open_model
 from tests.architectures import CONFIGS, random_model
 from tests.models import bind_graph, seeded_batch, seeded_weights, step_graph
 from tests.test_context import Q8_0, RING, WINDOWED, context, max_relative_error
@@ -331,20 +329,17 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     assert Context(model, cells=64, memory="16GiB").cache.num_cells == 64
 
 
-def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_few_plans_tell_the_largest_context():
     """Also where all cells together need less than the slack."""
     planned_cells = list[int]()
 
-    def counted(placed: Any, stored: Any) -> int:
-        planned_cells.append(placed["cells"])
-        return 1000 * planned_cells[-1]
+    def counted(num_cells: int) -> int:
+        planned_cells.append(num_cells)
+        return 1000 * num_cells
 
-    monkeypatch.setattr(context_size, "graphs_nbytes", counted)
-    random_model(tmp_path / "m.gguf", "llama")
-    make_cache: Any = lambda cells: (CacheLayout(cells), {"cells": cells})  # noqa: E731
     for cells in (64, 4000, 4200, 100_000):
-        with pytest.raises(DoesNotFit, match="is the least"):
-            context_size.check_room(cells, 1, make_cache, open_model(tmp_path / "m.gguf"), 0)
+        with pytest.raises(DoesNotFit, match=r"is the least, for a context of 32$"):
+            context_size.check_room(cells, 1, counted)
     assert len(planned_cells) == 8
 
 

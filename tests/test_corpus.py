@@ -17,7 +17,8 @@ import pytest
 
 from packtrain import gguf, kernels
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.memory import private_nbytes, release_memory
+from packtrain.common.memory import parse_size, private_nbytes, release_memory
+from packtrain.data import token_cache
 from packtrain.data.text import (
     Corpus,
     CorpusRecipe,
@@ -432,6 +433,18 @@ def test_a_reader_stays_within_memory_or_names_the_row(tmp_path):
         prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{used}B")
     with pytest.raises(DoesNotFit, match="reading the data needs at least"):
         prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
+
+
+def test_the_least_memory_to_read_the_data_leaves_room_for_a_larger_process(tmp_path, monkeypatch):
+    """The named limit is that of the next process, which may take some megabytes more before it reads."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a b"}\n', encoding="utf-8")
+    monkeypatch.setattr(token_cache, "private_nbytes", lambda: 100 << 20)
+    with pytest.raises(DoesNotFit, match="needs at least") as error:
+        prepare_corpus(text_of(data), tmp_path / "cache", silent, "8MiB")
+    named = parse_size(str(error.value).split()[-1], "--memory")
+    monkeypatch.setattr(token_cache, "private_nbytes", lambda: 103 << 20)
+    prepare_corpus(text_of(data), tmp_path / "cache", silent, f"{named}B")
 
 
 def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):

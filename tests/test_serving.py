@@ -4,6 +4,9 @@ import asyncio
 import base64
 import hashlib
 import json
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,6 +404,43 @@ def test_embeddings_are_those_of_embed(model):
             np.testing.assert_allclose(native[0]["embedding"][0], expected[1], atol=1e-6)
     finally:
         server.engine.close(0)
+
+
+SERVED = """import sys
+from pathlib import Path
+from packtrain.common.errors import DoesNotFit
+from packtrain.common.events import Events
+from packtrain.workflows.model_server import ServeSettings, load_server
+model, ctx, memory = sys.argv[1:4]
+settings = ServeSettings(
+    model=Path(model), ctx=int(ctx), memory=memory, embeddings=True, parallel=8,
+    lora=tuple(sys.argv[4:]), chat_template="chatml",
+)
+try:
+    load_server(settings, Events()).engine.close(0)
+    print("started")
+except DoesNotFit as error:
+    print(error)
+"""
+
+
+def test_every_limit_that_a_refusal_names_is_enough_for_answers_and_embeddings(model, tmp_path):
+    """Both contexts count, not the first alone; the limits are given as they are printed."""
+    adapter = tmp_path / "a.gguf"
+    random_adapter(adapter, open_model(model))
+
+    def served(ctx: int, memory: str) -> str:
+        command = (sys.executable, "-c", SERVED, str(model), str(ctx), memory, str(adapter))
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    refusal = re.fullmatch(
+        r"a context of 8,192 tokens needs (.*), and 1.0 MiB are allowed;"
+        r" (.*) is the least, for a context of 32",
+        served(8192, "1MiB"),
+    )
+    assert refusal
+    assert served(8192, refusal[1]) == "started"
+    assert served(32, refusal[2]) == "started"
 
 
 def test_memory_is_planned_before_it_listens(model):

@@ -37,6 +37,7 @@ STACK_NBYTES = 1 << 20
 CHILD_START_NBYTES = 32 << 20  # memory of a child before it reads; 20 to 27 MiB were measured
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20
+SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 TOKEN_NBYTES = 350  # per vocabulary token in both children; 330 measured with Gemma 3's 262,144
 DATA = re.compile(r"^VmData:\s+(\d+) kB$", re.MULTILINE)
 
@@ -87,7 +88,7 @@ def build_folder(
         min_nbytes = CHILD_START_NBYTES + RENDERING_NBYTES * renders_chats
         min_nbytes += TOKEN_NBYTES * vocab_size
         if budget_nbytes < min_nbytes:
-            min_mib = -(-(used_nbytes + min_nbytes) // (1 << 20))
+            min_mib = -(-(used_nbytes + min_nbytes + SPARE_NBYTES) // (1 << 20))
             raise DoesNotFit(f"--memory: reading the data needs at least {min_mib}MiB")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from packtrain.gguf import DeferredTensor, MetadataValue
 from packtrain.gguf import write_gguf as write_file
 from packtrain.kernels.quantized_arrays import quantize_measured
 from packtrain.models.lora import EMBEDDING
-from packtrain.models.model_file import open_model
+from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.rewrite_model import unpacked
 from packtrain.workflows.calibration_data import calibration, enough, fitting_reading
 from packtrain.workflows.quantization import QuantizeSettings, line
@@ -25,6 +25,13 @@ NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chos
 ALREADY = (
     "has its matrices in these types already, and they would be copied; give its F32 or F16 file"
 )
+
+
+def calibrated_types(tensor_types: Mapping[str, Dtype], model: ModelFile) -> dict[str, Dtype]:
+    """Return the new types of the matrices whose codes are chosen by what they change on the data."""
+    entries = model.gguf.entries
+    new_types = ((n, dtype) for n, dtype in tensor_types.items() if dtype != entries[n].dtype)
+    return {n: dtype for n, dtype in new_types if n.startswith("blk.") and dtype.quantized}
 
 
 def write(
@@ -39,7 +46,7 @@ def write(
     model = open_model(settings.model)
     tensor_entries = model.gguf.entries
     changed = {n: dtype for n, dtype in tensor_types.items() if dtype != tensor_entries[n].dtype}
-    inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
+    inside = calibrated_types(tensor_types, model)
     if not any(dtype.chosen for dtype in inside.values()):
         is_unchanged = not changed and any(dtype.chosen for dtype in tensor_types.values())
         raise InputError(f"--calibrate: {settings.model} {ALREADY}" if is_unchanged else NOTHING)

@@ -19,7 +19,8 @@ from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, target
 from packtrain.inference.embeddings import POOLINGS, model_pooling
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.kv_cache.context_size import graphs_nbytes
+from packtrain.inference.kv_cache.context_size import ContextPlan
+from packtrain.inference.kv_cache.decode_plans import RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
@@ -197,27 +198,25 @@ def make_contexts(
     check_context(model.config, context_length, events.message)
     generation_settings.check_cache(model, context_length, settings.cache_type)
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    context_options: Any = {
-        "cache": settings.cache_type,
-        "target": target(settings.device),
-        "say": events.message,
-        "memory": limit_nbytes,
-    }
-    reserved_nbytes, embedder = REQUESTS_NBYTES, None
-    if settings.embeddings:
-        embedding_cells = min(context_length, MAX_EMBEDDING_TOKENS)
-        embedder = Context(
-            model, cells=embedding_cells, sequences=settings.parallel, checkpoints=0, hidden=True,
-            beside=reserved_nbytes, **context_options,
-        )  # fmt: skip
-        if limit_nbytes is not None:
-            placed_graphs = {name: run.placed for name, run in embedder.runs.items()}
-            reserved_nbytes += graphs_nbytes(placed_graphs, model.stored())
+    plan_options: Any = {"cache": settings.cache_type, "target": target(settings.device)}
+    context_options: Any = plan_options | {"sequences": settings.parallel, "say": events.message}
+    embedding_cells, embedder = min(context_length, MAX_EMBEDDING_TOKENS), None
+    run_sizes = RunSizes.of(embedding_cells, 0)
+    embedder_plan = ContextPlan(model, run_sizes, settings.parallel, hidden=True, **plan_options)
+
+    def reserved_nbytes(num_cells: int) -> int:
+        num_cells = min(num_cells, embedding_cells) if settings.embeddings else 0
+        return REQUESTS_NBYTES + (embedder_plan.nbytes(num_cells) if num_cells else 0)
+
     context = Context(
-        model, cells=context_length, sequences=settings.parallel, parts=not settings.kv_unified,
-        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
-        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=reserved_nbytes, **context_options,
+        model, cells=context_length, parts=not settings.kv_unified, swa_full=settings.swa_full,
+        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
+        memory=limit_nbytes, beside=reserved_nbytes, **context_options,
     )  # fmt: skip
+    if settings.embeddings:  # in the memory that is reserved above
+        embedder = Context(
+            model, cells=embedding_cells, checkpoints=0, hidden=True, **context_options
+        )
     for opened_context in (context, embedder):
         if opened_context is not None:  # loads the kernels
             opened_context.decode([0])

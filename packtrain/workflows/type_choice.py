@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from packtrain.common.errors import InputError
 from packtrain.common.events import Counted, Events
 from packtrain.common.files import atomic_path, check_output, remove_temp_files, require_existing
 from packtrain.common.options import COLUMNS, option, positional, required
+from packtrain.conversion.calibration.calibration_inputs import reading_plans
+from packtrain.conversion.calibration.merge_writer import AdapterMerge
 from packtrain.data.text.text_streams import data_files
 from packtrain.gguf import GGUF
-from packtrain.models.quant_recipe import MIXES
+from packtrain.models.model_file import open_model
+from packtrain.models.model_with_adapters import read_scaled
+from packtrain.models.quant_recipe import MIXES, tensor_dtypes
 from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows.adapter_merge import MergeSettings, merge
+from packtrain.workflows.calibrated_quantization import calibrated_types
+from packtrain.workflows.calibration_data import calibration, fitting_reading
 from packtrain.workflows.evaluation import EvaluateSettings, evaluate
 from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, quantize
 
@@ -167,6 +174,7 @@ def _try_types(
             " there is nothing to keep"
         )
     events.message(f"loss: base {before:.4f}, tuned {after:.4f}")
+    _check_memory(settings, tuned_path, progress_events)
     type_trials = list[TypeTrial]()
     for name, method, write_file in _candidates(settings, tuned_path, progress_events):
         write_file(trial)
@@ -180,6 +188,33 @@ def _try_types(
             os.replace(trial, best_path)
     best_trial = min(type_trials, key=partial(_trial_rank, settings.keep))
     return TypeChoiceResult(settings.output, before, after, settings.keep, best_trial, type_trials)
+
+
+def _check_memory(settings: ChooseSettings, tuned: Path, events: Events) -> None:
+    """Raise DoesNotFit, before the first trial, if --memory is too small to write one of the types with data."""
+    if settings.memory is None or settings.calibrate is None:
+        return
+    model, memory = open_model(tuned), settings.memory
+    rows = calibration(
+        settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
+    )
+    mixes = [MIXES[name.upper()] for name in settings.type or DEFAULT_TYPES]
+    typed_models = [
+        (model, calibrated_types(tensor_dtypes(model.gguf, mix), model)) for mix in mixes
+    ]
+    if _is_adapter(settings.tuned):
+        base = open_model(settings.model)
+        adapters = read_scaled((str(settings.tuned),), base.gguf)
+        merge_job = AdapterMerge(base, adapters, None, {}, use_data=True)
+        typed_models.append((merge_job.adapted, merge_job.calibrated))
+    least_readings = [
+        min(reading_plans(typed_model, types, rows.time, rows.windows), key=attrgetter("nbytes"))
+        for typed_model, types in typed_models
+        if types
+    ]
+    if least_readings:
+        largest = max(least_readings, key=attrgetter("nbytes"))
+        fitting_reading(memory, [largest], "write all of the types with --calibrate")
 
 
 def _trial_rank(min_kept_share: float, trial: TypeTrial) -> tuple[bool, float]:

@@ -12,11 +12,10 @@ from packtrain.common.errors import name_keywords
 from packtrain.common.files import atomic_file
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.executor import Executor, Session
-from packtrain.engine.placement import Placed
 from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
 from packtrain.inference.kv_cache.adapters import AdapterScales
 from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, ContextError, PlacedTokens
-from packtrain.inference.kv_cache.context_size import check_room
+from packtrain.inference.kv_cache.context_size import ContextPlan, check_room
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
 from packtrain.inference.kv_cache.state_checkpoints import REREAD_MESSAGE, StateCheckpoints
 from packtrain.inference.sampling import Chain, SamplerInput
@@ -44,7 +43,8 @@ class Context:
     checkpoints  number of saved states of windows, from which a text can go back without being read again
     spacing      tokens between checkpoints; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
-    memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need; DoesNotFit names what fits
+    memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need, a number or a function
+                 of the cells; DoesNotFit names what fits
     say          called with messages
     """
 
@@ -64,7 +64,7 @@ class Context:
         spacing: int = 0,
         hidden: bool = False,
         memory: int | str | None = None,
-        beside: int = 0,
+        beside: int | Callable[[int], int] = 0,
         target: Target = CPU,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -72,17 +72,11 @@ class Context:
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
         run_sizes = decode_plans.RunSizes.of(cells, rows or (0 if hidden else sequences), prompts)
-        kind = sequences, cache, run_sizes.token_counts[0], swa_full
-
-        def build_graphs(num_cells: int) -> tuple[CacheLayout, dict[decode_plans.RunKey, Placed]]:
-            max_seq_cells = longest or (num_cells // sequences if parts else num_cells)
-            layout = decode_plans.make_cache(file.config, num_cells, *kind, longest=max_seq_cells)
-            graph_args = file.config, layout, run_sizes, file.matrix_dtypes(), target
-            return layout, decode_plans.place_runs(*graph_args, hidden=hidden, has_moves=True)
-
-        layout, graphs = build_graphs(cells)
+        plan_options = swa_full, parts, longest, checkpoints, hidden, target
+        plan = ContextPlan(file, run_sizes, sequences, cache, *plan_options)
+        layout, graphs = plan.graphs(cells)
         if memory is not None:
-            check_room(cells, memory, build_graphs, file, checkpoints, beside)
+            check_room(cells, memory, plan.nbytes, beside)
         session = Session(target.limits)
         session.share(file.stored())
         self._set_up(file.config, layout, run_sizes, session.executors(graphs), sequences, parts)

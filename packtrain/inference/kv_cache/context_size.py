@@ -1,15 +1,18 @@
 """Check that a context fits a memory limit, and find the largest one that does."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from packtrain.common.errors import DoesNotFit
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
+from packtrain.engine.backends import CPU, Target
 from packtrain.engine.memory_plan import make_plan, size_text
 from packtrain.engine.placement import Placed
 from packtrain.inference.kv_cache.cell_pools import RING_MARGIN
-from packtrain.inference.kv_cache.decode_plans import RunKey
+from packtrain.inference.kv_cache.decode_plans import RunKey, RunSizes, make_cache, place_runs
 from packtrain.models.cached_transformer import STATES, CacheLayout
 from packtrain.models.config import Config
 from packtrain.models.model_file import ModelFile
@@ -60,42 +63,81 @@ def windows_nbytes(config: Config, cache: CacheLayout, num_checkpoints: int) -> 
     return state_nbytes + (num_checkpoints + 1) * window_cells * (ring_nbytes // cache.ring)
 
 
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """The graphs of a context with any number of cells, and their bytes; the fields are `Context`'s settings."""
+
+    model: ModelFile
+    run_sizes: RunSizes
+    sequences: int
+    cache: str
+    swa_full: bool = False
+    parts: bool = False
+    longest: int = 0
+    checkpoints: int = 0
+    hidden: bool = False
+    target: Target = CPU
+
+    def graphs(self, num_cells: int) -> tuple[CacheLayout, dict[RunKey, Placed]]:
+        """Lay out the cells and place the graphs. Raises ContextError."""
+        config, sizes = self.model.config, self.run_sizes
+        max_seq_cells = self.longest or (num_cells // self.sequences if self.parts else num_cells)
+        kind = self.sequences, self.cache, sizes.token_counts[0], self.swa_full
+        layout = make_cache(config, num_cells, *kind, longest=max_seq_cells)
+        graph_args = config, layout, sizes, self.model.matrix_dtypes(), self.target
+        return layout, place_runs(*graph_args, hidden=self.hidden, has_moves=True)
+
+    def nbytes(self, num_cells: int) -> int:
+        """Return the private bytes of the context and of its checkpoints."""
+        layout, placed_graphs = self.graphs(num_cells)
+        nbytes = windows_nbytes(self.model.config, layout, self.checkpoints)
+        return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
+
+
 def check_room(
     num_cells: int,
     memory: int | str,
-    build_graphs: Callable[[int], tuple[CacheLayout, Mapping[RunKey, Placed]]],
-    model: ModelFile,
-    checkpoints: int,
-    reserved_nbytes: int = 0,
+    context_nbytes: Callable[[int], int],
+    reserved_nbytes: int | Callable[[int], int] = 0,
 ) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `num_cells` need more than `memory`.
 
-    reserved_nbytes  bytes that others will need
+    context_nbytes   bytes of a context with so many cells
+    reserved_nbytes  bytes that others will need, with so many cells
     """
 
-    def context_nbytes(num_cells: int) -> int:
-        layout, placed_graphs = build_graphs(num_cells)
-        nbytes = windows_nbytes(model.config, layout, checkpoints)
-        return graphs_nbytes(placed_graphs, model.stored()) + nbytes
+    def needed_nbytes(num_cells: int) -> int:
+        nbytes = context_nbytes(num_cells)
+        if isinstance(reserved_nbytes, int):
+            return nbytes + reserved_nbytes
+        return nbytes + reserved_nbytes(num_cells)
 
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()
-    used_nbytes = private_nbytes() + OVERHEAD_NBYTES + reserved_nbytes
-    total = used_nbytes + context_nbytes(num_cells)
+    used_nbytes = private_nbytes() + OVERHEAD_NBYTES
+    total = used_nbytes + needed_nbytes(num_cells)
     if total <= limit:
         return
     used_nbytes += SLACK_NBYTES
     total += SLACK_NBYTES  # so that the named size is enough for the next process, too
-    min_nbytes = used_nbytes + context_nbytes(STEP)
-    per_cell_nbytes = max((total - min_nbytes) / max(num_cells - STEP, 1), 1.0)
+    min_cells = min(STEP, num_cells)
+    min_nbytes = used_nbytes + needed_nbytes(min_cells)
+    per_cell_nbytes = max((total - min_nbytes) / max(num_cells - min_cells, 1), 1.0)
     max_cells = min(STEP + int((limit - min_nbytes) / per_cell_nbytes) // STEP * STEP, num_cells)
-    while max_cells > 0 and used_nbytes + context_nbytes(max_cells) > limit:
+    while max_cells > 0 and used_nbytes + needed_nbytes(max_cells) > limit:
         max_cells -= STEP
     advice = (
         f"the largest that fits is {max_cells:,}"
         if max_cells > 0
-        else f"{size_text(min_nbytes)} is the least"
+        else f"{_sufficient_size(min_nbytes)} is the least, for a context of {min_cells}"
     )
     raise DoesNotFit(
-        f"a context of {num_cells:,} tokens needs {size_text(total)}, and {size_text(limit)} are allowed; {advice}"
+        f"a context of {num_cells:,} tokens needs {_sufficient_size(total)}, and {size_text(limit)} are allowed;"
+        f" {advice}"
     )
+
+
+def _sufficient_size(nbytes: int) -> str:
+    """Format bytes as `size_text` does, but rounded up, so that a limit of the printed size is enough."""
+    tenth = 1024 ** (max(nbytes.bit_length() - 1, 0) // 10) / 10
+    return size_text(math.ceil(math.ceil(nbytes / tenth) * tenth))

@@ -4,8 +4,10 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+import packtrain as pt
 from tests.clients import Api, model_api, openai
 
 
@@ -86,9 +88,55 @@ def test_completions_with_probabilities(api):
     assert api.write().choices[0].logprobs is None
 
 
+LONG_PROMPT = "the a e the " * 12  # is read in several runs
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_tokens_of_a_prompt_have_their_probabilities(api, max_tokens, has_bos):
+    """They are those of all logits of the model, though the prompt is in the cache already."""
+    ids = api.server.tokenizer.encode(LONG_PROMPT, bos=has_bos, eos=False)
+    api.write(prompt=ids)
+    options = {"prompt": ids, "echo": True, "max_tokens": max_tokens, "logprobs": 3}
+    choice = api.write(**options).choices[0]
+    context = pt.Context(api.server.model, cells=256)
+    logits = context.decode(ids, wanted=range(len(ids))).astype(float)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = [logprobs[i, id] for i, id in enumerate(ids[1:])]
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None and choice.logprobs.top_logprobs[0] is None
+    assert others[: len(expected)] == pytest.approx(expected, abs=2e-4)
+    assert len(others) == len(expected) + max_tokens
+    for row, top in zip(logprobs, choice.logprobs.top_logprobs[1:], strict=False):
+        assert max(top.values()) == pytest.approx(row.max(), abs=2e-4) and len(top) <= 3
+    streamed = [part.choices[0].logprobs for part in api.write(**options, stream=True)]
+    tokens = [token for part in streamed if part for token in part.tokens]
+    assert tokens == choice.logprobs.tokens
+
+
+def test_offsets_of_a_prompts_tokens_are_those_of_its_text(api):
+    """lm-eval's `gguf` model finds a continuation by them; its `local-completions` counts tokens."""
+    context_text, continuation = "the a e", " the a"
+    choice = api.write(prompt=context_text + continuation, echo=True, max_tokens=1, logprobs=1)
+    logprobs = choice.choices[0].logprobs
+    pairs = zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    text = choice.choices[0].text
+    assert all(text[max(at, 0) :].startswith(name) for at, name in [*pairs][2:] if ":" not in name)
+    by_offset = next(i for i, at in enumerate(logprobs.text_offset) if at >= len(context_text))
+    num_context = len(api.server.tokenizer.encode(context_text, eos=False))
+    assert by_offset == num_context
+    both = api.write(prompt=["the a e the a", "the a"], echo=True, max_tokens=1, logprobs=1)
+    assert both.choices[0].logprobs.token_logprobs == pytest.approx(logprobs.token_logprobs)
+
+
+def test_a_long_prompt_has_no_more_probabilities_than_a_request_may(api):
+    with pytest.raises(openai.BadRequestError, match="probabilities of each token are more than"):
+        api.write(prompt="the a " * 800, echo=True, max_tokens=1, logprobs=20, n=2)
+
+
 def test_what_completions_do_not_do_is_refused(api):
     api.write(suffix="", best_of=1, max_tokens=1)
-    for unsupported_options in ({"suffix": "end"}, {"best_of": 2}, {"echo": True, "logprobs": 1}):
+    for unsupported_options in ({"suffix": "end"}, {"best_of": 2}):
         with pytest.raises(openai.BadRequestError, match="is not supported"):
             api.write(**unsupported_options)
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Tokens of one run. While 4,000 tokens are read, a short prompt waits 2.8 to 3.4 times as long for its first token
 # with 128, and 1.9 to 2.5 times with 64, as in an idle server.
 CHUNK = 64
+MAX_SCORED_TOKENS = 16  # tokens of one run whose prompt is scored: each has all logits
 MAX_WAIT_RUNS = 4  # runs after which a prompt is read even if shorter ones wait
 SHARED = 16  # tokens that another prompt must have in common with this one to be waited for
 SIMILAR = 0.1  # share of a prompt that a slot must know to be preferred, as llama-server's -sps
@@ -276,9 +277,9 @@ class ServingEngine:
             assert slot.answer
             tokens += slot.answer.left[:num_tokens]
             seqs += [slot.index] * num_tokens
-            if num_tokens == len(slot.answer.left):
-                output_rows.append(len(tokens) - 1)
-                chains.append(slot.answer.chain)
+            rows = slot.answer.wanted_rows(num_tokens)
+            output_rows += [len(tokens) - num_tokens + row for row in rows]
+            chains += [slot.answer.chain] * len(rows)
         if not tokens:
             return
         start_time = time.perf_counter()
@@ -298,7 +299,8 @@ class ServingEngine:
         prompt_answers.sort(key=lambda p: (p[1].num_waited_runs < MAX_WAIT_RUNS, len(p[1].left)))
         num_free_tokens = self._chunk_tokens - len(batch)
         for i, (slot, answer) in enumerate(prompt_answers):
-            count = min(len(answer.left), num_free_tokens)
+            max_tokens = MAX_SCORED_TOKENS if answer.job.scores_prompt else len(answer.left)
+            count = min(len(answer.left), num_free_tokens, max_tokens)
             answer.num_waited_runs += 1
             if i == 0 or count == len(answer.left):  # short ones do not wait for parts of others
                 batch.append((slot, count))
@@ -311,14 +313,17 @@ class ServingEngine:
         for slot, num_tokens in batch:
             answer = slot.answer
             assert answer
-            answer.left = answer.left[num_tokens:]
-            answer.tell_progress()
-            if answer.left:
-                continue
-            length = len(answer.job.prompt) + len(answer.output_ids) + 1
-            self.totals.max_text_tokens = max(self.totals.max_text_tokens, length)
+            results = [next(result_iterator) for _ in answer.wanted_rows(num_tokens)]
             try:
-                answer.choose_token(next(result_iterator))
+                if answer.job.scores_prompt and not answer.output_ids:
+                    answer.score_prompt(results)
+                answer.left = answer.left[num_tokens:]
+                answer.tell_progress()
+                if answer.left:
+                    continue
+                length = len(answer.job.prompt) + len(answer.output_ids) + 1
+                self.totals.max_text_tokens = max(self.totals.max_text_tokens, length)
+                answer.choose_token(results[-1])
             except InputError as error:
                 self._finish_answer(slot, FAILED, str(error))
                 continue

@@ -22,6 +22,7 @@ class GenerationJob:
     max_tokens          most tokens to write; -1: until it ends or the context is full
     stops               texts before which it ends
     num_top_logprobs    likeliest tokens returned with each token; 0: none, nor its own probability
+    scores_prompt       the prompt's tokens are returned with probabilities, too; none of them comes from the cache
     is_post_sampling    return probabilities after the samplers, else before them
     slot                slot to take; -1: the slot that knows most of the prompt
     use_cache           whether a beginning of the prompt that is in the cache is used
@@ -42,6 +43,7 @@ class GenerationJob:
     stops: tuple[str, ...] = ()
     grammar: Grammar | None = None
     num_top_logprobs: int = 0
+    scores_prompt: bool = False
     is_post_sampling: bool = False
     slot: int = -1
     use_cache: bool = True
@@ -57,10 +59,10 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token that was written, its log-probability, and the likeliest tokens with theirs."""
+    """A token, its log-probability (None: nothing stands before it), and the likeliest tokens with theirs."""
 
     token_id: int
-    logprob: float = 0.0
+    logprob: float | None = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 

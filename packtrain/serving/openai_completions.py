@@ -42,7 +42,10 @@ class TextCompletionFormat:
         )
         self._response_id, self._has_logprobs = new_id(self.id_prefix), request.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
-        self._text_lengths = [0] * len(request.jobs)
+        self._text_lengths = [
+            self._hidden_length(*echo) for echo in enumerate(request.echoed_texts)
+        ]
+        self._text_lengths = self._text_lengths or [0] * len(request.jobs)
 
     def _response_head(self, object_type: str) -> JsonObject:
         return response_shapes.response_head(object_type, self._response_id, self._model)
@@ -115,7 +118,10 @@ class TextCompletionFormat:
             "tokens": names,
             "token_logprobs": [token_entry["logprob"] for token_entry in content],
             "top_logprobs": [
-                {_name(top): top["logprob"] for top in entry["top_logprobs"]} for entry in content
+                None
+                if entry["logprob"] is None
+                else {_name(top): top["logprob"] for top in entry["top_logprobs"]}
+                for entry in content
             ],
             "text_offset": offsets,
         }
@@ -124,7 +130,13 @@ class TextCompletionFormat:
         """Return the offset in an answer's text at which the next token begins."""
         before = self._text_lengths[number]
         self._text_lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
-        return before if name.startswith(BYTES_PREFIX) else self._text_lengths[number] - len(name)
+        is_text = not name.startswith(BYTES_PREFIX)
+        return max(self._text_lengths[number] - len(name) if is_text else before, 0)
+
+    def _hidden_length(self, number: int, echoed_text: str) -> int:
+        """Return the negative length of what the tokens of an echoed prompt have before its text, such as a space."""
+        pieces = map(self._tokenizer.piece, self._request.jobs[number].prompt)
+        return len(echoed_text) - len(b"".join(pieces).decode(errors="replace"))
 
 
 def _name(token: JsonObject) -> str:

@@ -62,8 +62,9 @@ def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int
     if shown is None:
         return job
     top = max(shown, 1)
+    num_prompt_tokens = len(job.prompt) if job.scores_prompt else 0
     num_tokens = min(job.max_tokens, server.engine.max_seq_tokens)
-    max_tokens = MOST_TOLD // (top * answers)
+    max_tokens = MOST_TOLD // (top * answers) - num_prompt_tokens
     if max(num_tokens, 1) > max_tokens:
         raise InputError(
             f"{top} probabilities of each token are more than {MOST_TOLD:,} in all; ask for fewer, or for fewer tokens"
@@ -192,9 +193,9 @@ def parse_text_completion(server: Server, body: JsonBody) -> OpenAIRequest:
         raise InputError("suffix is not supported: no text is inserted before another")
     if body.number("best_of", 1, 1) > count:
         raise InputError("best_of is not supported: ask for n answers, and choose")
-    if body.get_flag("echo") and has_logprobs:
-        raise InputError("echo with logprobs is not supported: ask for one of them")
     prompt_jobs = [parse_job(server, body, prompt, grammar) for prompt in prompts]
+    if body.get_flag("echo") and has_logprobs:
+        prompt_jobs = [replace(job, scores_prompt=True, use_cache=False) for job in prompt_jobs]
     total_answers = count * len(prompt_jobs)
     jobs = [
         job

@@ -83,10 +83,10 @@ def token_entry(
 ) -> dict[str, Any]:
     """Return a token's JSON: text, bytes, log-probability, and at most `max_top` likeliest tokens."""
 
-    def describe_token(token_id: int, logprob: float) -> dict[str, Any]:
+    def describe_token(token_id: int, logprob: float | None) -> dict[str, Any]:
         piece = tokenizer.piece(token_id)
-        text = piece.decode(errors="replace")
-        return {"id": token_id, "token": text, "bytes": [*piece], "logprob": min(logprob, 0.0)}
+        text, logprob = piece.decode(errors="replace"), logprob and min(logprob, 0.0)
+        return {"id": token_id, "token": text, "bytes": [*piece], "logprob": logprob}
 
     top_entries = [describe_token(id, logprob) for id, logprob in token.top_logprobs[:max_top]]
     return {**describe_token(token.token_id, token.logprob), "top_logprobs": top_entries}

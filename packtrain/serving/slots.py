@@ -1,6 +1,7 @@
 """Slots, which are sequences of the context, and the answers that are written in them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import StopTextFilter, make_chain
 from packtrain.inference.sampling import SamplerInput
 from packtrain.inference.sampling.candidates import Candidates
+from packtrain.inference.sampling.sampler_chain import check_finite_logits
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, JobTicket, PromptProgress
 
@@ -53,6 +55,7 @@ class SlotAnswer:
         for id in job.prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
         self._unsent_tokens, self.is_ended = list[GeneratedToken](), False
+        self._prompt_tokens = [GeneratedToken(job.prompt[0], None)]  # those with a score so far
         self._line, self._has_line = "", False  # the last line, and whether one has ended
         self._start_time = self._first = time.perf_counter()
 
@@ -60,6 +63,22 @@ class SlotAnswer:
     def reading(self) -> bool:
         """Whether the answer reads its prompt, or reads a text again, instead of writing."""
         return not self.output_ids or len(self.left) > 1
+
+    def wanted_rows(self, num_tokens: int) -> range:
+        """Return which of the next `num_tokens` rows have results that this answer needs."""
+        if self.job.scores_prompt and not self.output_ids:
+            return range(num_tokens)
+        return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
+
+    def score_prompt(self, row_results: Sequence[SamplerInput]) -> None:
+        """Keep the probabilities of prompt tokens from the rows before them. Raises InputError."""
+        start, prompt = len(self.text_ids) - len(self.left), self.job.prompt
+        for position, result in enumerate(row_results, start + 1):
+            if position == len(self._prompt_tokens) < len(prompt):
+                assert isinstance(result, np.ndarray)
+                check_finite_logits(np.arange(len(result)), result)
+                scored_token = describe_token(result, prompt[position], self.job.num_top_logprobs)
+                self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
         """Forget the middle of the text; returns its bounds. The text's last token is not in the KV cache yet."""
@@ -75,6 +94,7 @@ class SlotAnswer:
         """Choose the next token, and report the text that it completes. Raises InputError."""
         if not self.output_ids:
             self._first = time.perf_counter()
+            self._unsent_tokens += self._prompt_tokens if self.job.scores_prompt else ()
         if self.job.max_tokens == 0:
             self.finish("count")
             return

@@ -103,10 +103,10 @@ def test_tokens_of_a_prompt_have_their_probabilities(api, max_tokens, has_bos):
     logits = context.decode(ids, wanted=range(len(ids))).astype(float)
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     expected = [logprobs[i, id] for i, id in enumerate(ids[1:])]
-    first, *others = choice.logprobs.token_logprobs
+    first, *scores = choice.logprobs.token_logprobs
     assert first is None and choice.logprobs.top_logprobs[0] is None
-    assert others[: len(expected)] == pytest.approx(expected, abs=2e-4)
-    assert len(others) == len(expected) + max_tokens
+    assert scores[: len(expected)] == pytest.approx(expected, abs=2e-4)
+    assert len(scores) == len(expected) + max_tokens
     for row, top in zip(logprobs, choice.logprobs.top_logprobs[1:], strict=False):
         assert max(top.values()) == pytest.approx(row.max(), abs=2e-4) and len(top) <= 3
     streamed = [part.choices[0].logprobs for part in api.write(**options, stream=True)]

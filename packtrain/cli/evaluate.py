@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from packtrain.cli.event_output import TerminalEvents
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
+from packtrain.workflows.kl_divergence import Divergence
 
 
 def run(settings: EvaluateSettings) -> int:
@@ -12,6 +13,9 @@ def run(settings: EvaluateSettings) -> int:
     result = evaluate(settings, TerminalEvents())
     for line in _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result):
         print(line)
+    for name, divergence in result.divergences.items():
+        for line in _divergence_lines(divergence):
+            print(line if len(result.divergences) == 1 else f"{name}: {line}")
     print(result.method)
     if not result.same:
         print(
@@ -23,6 +27,14 @@ def run(settings: EvaluateSettings) -> int:
 def _single_model_lines(result: EvalResult) -> Iterator[str]:
     loss = result.loss()
     yield f"loss {loss} nats per token, perplexity {loss.exponential}"
+
+
+def _divergence_lines(divergence: Divergence) -> Iterator[str]:
+    median, high, highest = (f"{value:.6f}" for value in divergence.quantiles.values())
+    kl, top = divergence.mean_kl, divergence.same_top
+    yield f"KL divergence {kl.value:.6f} ± {kl.error:.6f} nats; median {median}, 99 % {high}, 99.9 % {highest}"
+    ratio = divergence.perplexity_ratio
+    yield f"same likeliest token {100 * top.value:.2f} ± {100 * top.error:.2f} %; perplexity × {ratio} of the base's"
 
 
 def _table_lines(result: EvalResult) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from packtrain.training.sample_batches import SampleBatches, row_length
 from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP
 from packtrain.training.training_job import check_precision
 from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, check_cache
+from packtrain.workflows.kl_divergence import Divergence, kl_divergence
 from packtrain.workflows.kv_cache_loss import CachedLoss
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
@@ -84,6 +85,10 @@ class EvaluateSettings:
     lora: tuple[str, ...] = option(
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
+    kl_base: Path | None = option(
+        None, "a model of the same vocabulary, such as the unquantized one: print how far predictions are from its own",
+        metavar="FILE",
+    )  # fmt: skip
     compare: bool = option(False, "measure the first model alone, then with each --lora")
     batch_size: int | None = option(
         None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
@@ -124,14 +129,16 @@ class EvalData:
 class EvalResult:
     """Losses of models on the same data.
 
-    losses  loss of each scored token, (N,) f32 in nats, by the name of the model: its path, with its adapters
-    method  what was scored, as a sentence
-    same    whether all models tokenize the data alike, so that their losses can be compared
+    losses       loss of each scored token, (N,) f32 in nats, by the name of the model: its path, with its adapters
+    method       what was scored, as a sentence
+    divergences  KL divergences from the predictions of --kl-base, by the name of the model
+    same         whether all models tokenize the data alike, so that their losses can be compared
     """
 
     losses: Mapping[str, np.ndarray]
     method: str
     same: bool
+    divergences: Mapping[str, Divergence] = field(default_factory=dict)
 
     def loss(self, name: str | None = None) -> MeanEstimate:
         """Return a model's mean loss, by default the first's, with its error; `.exponential` is the perplexity."""
@@ -158,7 +165,40 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     first_data, *other_data = datasets.values()
     is_same = all(np.array_equal(first_data.ids, other.ids) for other in other_data)
     cache_note = settings.cache_type and f"; read through a cache in {settings.cache_type}"
-    return EvalResult(losses, first_data.description + (cache_note or ""), is_same)
+    divergences = _divergences(settings, named_models, datasets, device, events)
+    return EvalResult(losses, first_data.description + (cache_note or ""), is_same, divergences)
+
+
+def _divergences(
+    settings: EvaluateSettings,
+    named_models: Sequence[tuple[str, ModelFile]],
+    datasets: Mapping[Path, EvalData],
+    device: Target,
+    events: Events,
+) -> dict[str, Divergence]:
+    """Measure how far each model is from --kl-base; {} without it. Raises InputError, Interrupted."""
+    if settings.kl_base is None:
+        return {}
+    reference, divergences = (
+        _open_model(settings, settings.kl_base, events.message),
+        dict[str, Divergence](),
+    )
+    for name, model in named_models:
+        batches = datasets[model.gguf.path].batches
+        if not isinstance(batches, PerplexityWindows):
+            raise InputError(
+                "--kl-base needs one text",
+                "give a text file, and --separator '' for several documents",
+            )
+        events.message(f"comparing {name} with {settings.kl_base} …")
+        with (
+            events.counting("comparing", "window") as report_progress,
+            events.stopping() as stopped,
+        ):
+            divergences[name] = kl_divergence(
+                reference, model, batches, device, stopped, report_progress
+            )
+    return divergences
 
 
 def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) -> ModelFile:

@@ -69,6 +69,8 @@ INEFFECTIVE_SETTINGS = {
         "--vocab-size": {"vocab_size": "300", "vocab": Path("m.gguf")},
         "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
         "--strict": {"strict": True},
+        "--shuffle-samples": {"shuffle_samples": True, "fill_samples": False},
+        "--no-shuffle-samples": {"shuffle_samples": False, "sample_start": "\n"},
     },
     TuneSettings: {
         "--lora-rank": {"full": True, "lora_rank": ("4",)},
@@ -90,6 +92,7 @@ INEFFECTIVE_SETTINGS = {
         "--distill-top": {"distill_top": 9},
         "--replay-weight": {"replay": 0, "replay_weight": 2.0},
         "--teacher": {"teacher": Path("large.gguf"), "loss": "dpo"},
+        "--shuffle-samples": {"shuffle_samples": True, "pack": False},
     },
 }
 

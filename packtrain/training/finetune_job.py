@@ -257,7 +257,8 @@ def _make_batches(
         length, width = min(finetune_defaults.REPLAY_TOKENS, time), config.embedding_length
         replay = ReplayLoss(length, settings.replay_weight, num_texts, width)
         train_class = partial(ReplayBatches, loss_settings=replay, base=model)
-    train, valid = train_class(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
+    order = {"pack": settings.pack, "shuffle_samples": settings.shuffle_samples is not False}
+    train, valid = train_class(dataset.train, *size, seed=settings.seed, **order), None
     if dataset.valid is not None:
         valid = valid_class(dataset.valid, size[0], train.time, shuffle=False, pack=settings.pack)
     return train, valid, dataset

@@ -88,9 +88,13 @@ RULES_BY_SETTINGS: tuple[tuple[type, tuple[EffectRule, ...]], ...] = (
         TrainSettings,
         (
             ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
-            ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
             (
-                "separator random_offsets fill_samples",
+                "random_offsets shuffle_samples",
+                lambda s: not s.fill_samples,
+                "with --no-fill-samples",
+            ),
+            (
+                "separator random_offsets fill_samples shuffle_samples",
                 lambda s: s.sample_start is not None,
                 "with --sample-start, which begins windows there",
             ),
@@ -131,6 +135,7 @@ RULES_BY_SETTINGS: tuple[tuple[type, tuple[EffectRule, ...]], ...] = (
                 "with --aware, which merges as it trains",
             ),
             TRAIN_ON_RULE,
+            ("shuffle_samples", lambda s: not s.pack, "with --no-pack"),
         ),
     ),
 )

@@ -8,6 +8,7 @@ vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were le
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,10 +50,10 @@ class ReplayBatches(SampleBatches):
     """
 
     def __init__(
-        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: ReplayLoss, base: ModelFile, *,
-        seed: int = 0, pack: bool = True,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: ReplayLoss, base: ModelFile,
+        **order: Any,
     ) -> None:  # fmt: skip
-        super().__init__(samples, rows, time, seed=seed, pack=pack)
+        super().__init__(samples, rows, time, **order)
         self.time, self.loss_settings = time + loss_settings.length, loss_settings
         self.base, self.num_texts = base, loss_settings.num_texts
         shape = loss_settings.num_texts, loss_settings.length

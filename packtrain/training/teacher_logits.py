@@ -43,9 +43,9 @@ class TeacherBatches(SampleBatches):
 
     def __init__(
         self, samples: TokenizedSamples, rows: int, time: int, loss_settings: DistillationLoss, teacher: ModelFile,
-        mark: str, *, seed: int = 0, pack: bool = True,
+        mark: str, **order: Any,
     ) -> None:  # fmt: skip
-        super().__init__(samples, rows, time, seed=seed, pack=pack)
+        super().__init__(samples, rows, time, **order)
         self.loss_settings, self.teacher = loss_settings, teacher
         self.mark = f"{mark} {loss_settings.top}"
         self._check_teacher(samples)

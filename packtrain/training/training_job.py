@@ -25,6 +25,7 @@ from packtrain.models.attention_choice import with_flash
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.model_file import save_model
 from packtrain.planner.step_shape import BaseModel, StepShape
+from packtrain.training.indexed_batches import Batch, IndexedBatches
 from packtrain.training.lr_schedule import LrSchedule, steps_per_eval
 from packtrain.training.text_batches import TextBatches
 from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
@@ -34,20 +35,7 @@ GLIMPSE_POSITIONS = 1 << 17  # most positions of the data that are examined befo
 HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
 SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
 
-Batch = dict[str, np.ndarray]
 WeightReader = Callable[[str], np.ndarray]
-
-
-class IndexedBatches(Protocol):
-    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch.
-
-    shuffle_key  another number gives another random order
-    """
-
-    shuffle_key: int
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Batch: ...
 
 
 class TrainableModel(Protocol):
@@ -168,6 +156,7 @@ class TrainingJob:
         info = {
             **{name: getattr(s, name) for name in setting_names},
             **asdict(self.config),
+            "shuffle_samples": self.train.shuffle_samples,
             "data": self.fingerprint,
             "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
             "steps": self.steps,
@@ -240,7 +229,12 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
     shape = shape_of(settings, config, *size, corpus.valid is not None, report=report)
     fill = settings.fill_samples and settings.sample_start is None
     train = TextBatches(
-        corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
+        corpus.train,
+        *size,
+        seed=settings.seed,
+        random_offsets=settings.random_offsets,
+        fill=fill,
+        shuffle_samples=settings.shuffle_samples is not False,
     )
     valid = None
     if corpus.valid is not None:

@@ -6,7 +6,6 @@ vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were le
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,14 @@ def write_texts(
     train = job.train
     if not isinstance(train, ReplayBatches):
         return
-    path, mark = folder / FILE, f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
-    precomputed.restore_arrays(path, mark, train.text_arrays)
+    mark = f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
+    saved_arrays = folder / FILE, mark, train.text_arrays
+    precomputed.restore_arrays(*saved_arrays)
     missing_texts = np.flatnonzero(train.text_arrays["tokens"][:, 0] < 0)
     if missing_texts.size:
         progress = _write_missing(train, job, missing_texts, limit)
-        save = partial(precomputed.write_arrays, path, mark, train.text_arrays)
         labels = "texts of the base", "text"
-        precomputed.follow(progress, len(missing_texts), events, *labels, stopped, save)
+        precomputed.follow(progress, len(missing_texts), events, *labels, stopped, saved_arrays)
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:

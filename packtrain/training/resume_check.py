@@ -57,11 +57,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: 
     if messages:
         return messages
     # no setting explains these, for example another version of packtrain
-    compared_fields = (
-        {*current}
-        - {"steps", "lora", "data", "sources", "ranks"}
-        - {f.name for f in fields(settings)}
-    )
+    setting_names = {f.name for f in fields(settings)}
+    compared_fields = {*current} - {"steps", "lora", "data", "sources", "ranks"} - setting_names
     if saved.get("ranks", 1) != current.get("ranks", 1) or _changed_optimizer(saved, current):
         compared_fields -= {*ORDER_FIELDS}
     return [

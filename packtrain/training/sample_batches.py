@@ -49,9 +49,7 @@ class SampleBatches(IndexedBatches):
         longest_item, self.max_sample_length = int(lengths.max()), int(samples.lengths.max()) - 1
         if longest_item > time:
             raise ValueError(f"a sample of {longest_item} targets does not fit a row of {time}")
-        self._sample_time = (
-            time  # targets of a row that samples may fill: replayed texts add to `time`
-        )
+        self._sample_time = time  # of a row, for samples; replayed texts add to `time`
         # packed by length alone, so that every epoch has the same number of rows
         self._order = np.arange(len(lengths), dtype=np.int32)
         row_of = self._order
@@ -145,10 +143,8 @@ class SampleBatches(IndexedBatches):
             row["seq"][span] = sample_number
             offset = span.stop
         padding = np.arange(self.time - offset)
-        row["pos"][offset:], row["seq"][offset:] = (
-            padding % self.max_sample_length,
-            len(items) + padding // self.max_sample_length,
-        )
+        row["pos"][offset:] = padding % self.max_sample_length
+        row["seq"][offset:] = len(items) + padding // self.max_sample_length
         return row
 
 

@@ -1,5 +1,6 @@
 """Batches: every token is a target once, masks and positions follow the documents, an index says everything."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -91,12 +92,55 @@ def test_random_offsets_leave_out_at_most_one_target(time: int):
     assert len(first_missing) > 5  # other places in other epochs
 
 
-def test_an_index_says_everything():
+def followers(batches: TextBatches, epoch: int) -> set[tuple[int, int]]:
+    """Last token of a document and first token of the next one in its window."""
+    pairs = set()
+    for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
+        batch = batches[index]
+        for tokens, seq in zip(batch["tokens"], batch["seq"], strict=True):
+            for at in np.flatnonzero(np.diff(seq)):
+                if tokens[at] == EOS and 0 < at < len(tokens) - 2 and tokens[at + 2]:
+                    pairs.add((int(tokens[at - 1]), int(tokens[at + 2])))
+    return pairs
+
+
+@pytest.mark.parametrize("random_offsets", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 33, 100])
+def test_shuffled_documents_have_other_neighbours_in_each_epoch(count: int, random_offsets: bool):
+    tokens = tokens_of(*np.random.default_rng(count).integers(1, 12, count))
+    options = {"seed": 5, "random_offsets": random_offsets}
+    batches = TextBatches(tokens, 2, 40, shuffle_samples=True, **options)
+    assert len(batches) == len(TextBatches(tokens, 2, 40, **options))
+    for epoch in range(4):
+        missing = expected_pairs(tokens) - target_pairs(batches, epoch)
+        assert missing.total() <= random_offsets
+        assert not target_pairs(batches, epoch) - expected_pairs(tokens)
+    if count >= 15:
+        pairs = [followers(batches, epoch) for epoch in range(6)]
+        for now, following in itertools.pairwise(pairs):
+            assert len(now & following) < len(now) / 3
+
+
+def test_runs_that_began_without_shuffled_documents_keep_their_order():
+    """Recorded from packtrain 0.2.0."""
+    batches = TextBatches(tokens_of(3, 5, 1, 2), 1, 8, seed=5)
+    rows = [batches[index]["tokens"][0].tolist() for index in range(4)]
+    assert rows == [
+        [22, 2, 0, 0, 0, 0, 0, 0],
+        [25, 26, 2, 1, 10, 11, 12, 2],
+        [1, 15, 16, 17, 18, 19, 2, 1],
+        [2, 1, 15, 16, 17, 18, 19, 2],
+    ]
+
+
+@pytest.mark.parametrize("shuffle_samples", [True, False])
+def test_an_index_says_everything(shuffle_samples: bool):
     tokens = tokens_of(*range(1, 30))
-    batches = TextBatches(tokens, 2, 8, seed=7)
+    options = {"seed": 7, "shuffle_samples": shuffle_samples}
+    batches = TextBatches(tokens, 2, 8, **options)
     order = [*range(3 * len(batches))]
     expected = [as_lists(batches[i]) for i in order]
-    reordered = {i: as_lists(TextBatches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
+    reordered = {i: as_lists(TextBatches(tokens, 2, 8, **options)[i]) for i in reversed(order)}
     assert all(expected[i] == reordered[i] for i in order)
     for i in (40, 2, 70, 2):
         assert as_lists(batches[i]) == expected[i]

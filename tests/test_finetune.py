@@ -28,7 +28,7 @@ from tests.checks import assert_close
 from tests.kill import RUN_KINDS, sample_chats, sample_text, survive_kills, without_times
 from tests.room import memory_limit
 from tests.test_model_file import CONFIG, save
-from tests.test_train import said, signal_after, weight_bytes
+from tests.test_train import assert_old_order_resumes, said, signal_after, weight_bytes
 
 COMMON_FLAGS = [
     *("--batch-size", "2", "--ctx", "64", "--lr", "0.01", "--val-batches", "2"),
@@ -168,6 +168,13 @@ def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
         frozen = name.startswith(("token_embd", "blk.0."))
         assert (new.array(name).tobytes() == old.array(name).tobytes()) == frozen, name
         assert new.entries[name].dtype == old.entries[name].dtype
+
+
+def test_a_run_from_before_samples_were_shuffled_keeps_its_order(folder, tmp_path, capsys):
+    def run(output: Path, *flags: str) -> int:
+        return run_finetune(folder, "q8_0", output, "--merge", "none", *flags)
+
+    assert_old_order_resumes(run, tmp_path, capsys)
 
 
 LORA, MASTERS = ["--lora-dropout", "0.2"], ["--full", "--masters", "bf16"]

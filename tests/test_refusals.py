@@ -70,6 +70,8 @@ INEFFECTIVE_SETTINGS = {
         "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
         "--preset": {"preset": "15m", "from_checkpoint": Path("old.gguf")},
         "--strict": {"strict": True},
+        "--shuffle-samples": {"shuffle_samples": True, "fill_samples": False},
+        "--no-shuffle-samples": {"shuffle_samples": False, "sample_start": "\n"},
     },
     TuneSettings: {
         "--lora-rank": {"full": True, "lora_rank": ("4",)},
@@ -91,6 +93,7 @@ INEFFECTIVE_SETTINGS = {
         "--distill-top": {"distill_top": 9},
         "--replay-weight": {"replay": 0, "replay_weight": 2.0},
         "--teacher": {"teacher": Path("large.gguf"), "loss": "dpo"},
+        "--shuffle-samples": {"shuffle_samples": True, "pack": False},
     },
 }
 

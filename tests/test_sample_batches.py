@@ -1,5 +1,6 @@
 """Rows of samples: each is there once an epoch, alone in its attention; packed and unpacked learn the same."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -69,6 +70,59 @@ def test_an_index_says_everything(pack: bool):
     assert any(not models.same_bits(other[i], expected[i]) for i in range(len(other)))
     epochs = [expected[i]["tokens"].tolist() for i in (0, len(batches))]
     assert epochs[0] != epochs[1]
+
+
+def neighbours(batches: SampleBatches, epoch: int) -> set[tuple[int, int]]:
+    """Pairs of samples that share a row in an epoch; each sample must be in one row."""
+    indices = range(epoch * len(batches), (epoch + 1) * len(batches))
+    rows = [items for index in indices for items in batches.row_items(index)]
+    assert sorted(item for items in rows for item in items) == [*range(len(batches.samples))]
+    assert all(rows[: batches.windows]) and not any(rows[batches.windows :])
+    assert max(map(len, rows)) <= batches.max_items
+    return {(a, b) for items in rows for a in items for b in items if a < b}
+
+
+@pytest.mark.parametrize("max_length, time", [(60, 100), (90, 100), (100, 400)])
+def test_shuffled_samples_have_other_neighbours_in_each_epoch(max_length: int, time: int):
+    """Rows and their most samples are those of longest first, so that a plan holds for all epochs."""
+    samples = samples_of(*np.random.default_rng(max_length).integers(5, max_length, 60))
+    batches = SampleBatches(samples, 2, time, seed=3, shuffle_samples=True)
+    packed_once = SampleBatches(samples, 2, time, seed=3)
+    assert len(batches) == len(packed_once) and batches.max_items == packed_once.max_items
+    for epoch in range(4):
+        assert count_batch_samples(batches, epoch) == count_samples(samples)
+    pairs = [neighbours(batches, epoch) for epoch in range(6)]
+    for now, following in itertools.pairwise(pairs):
+        assert len(now & following) < len(now) / 2
+    batches.shuffle_key = 7
+    assert neighbours(batches, 0) != pairs[0]
+
+
+def test_shuffled_samples_are_a_function_of_the_index():
+    samples = samples_of(*np.random.default_rng(0).integers(5, 60, 40))
+    options = {"seed": 5, "shuffle_samples": True}
+    expected = [SampleBatches(samples, 2, 100, **options)[i] for i in range(20)]
+    batches = SampleBatches(samples, 2, 100, **options)
+    for i in (19, 0, 11, 3, 11):
+        assert models.same_bits(batches[i], expected[i])
+
+
+@pytest.mark.parametrize("lengths", [(7, 6, 6, 5), (12, 12, 6, 6), (8, 8, 8, 4, 4, 4)])
+def test_shuffled_samples_take_no_more_rows_where_only_longest_first_fits(lengths: tuple[int, ...]):
+    batches = SampleBatches(samples_of(*lengths), 1, 12, shuffle_samples=True)
+    assert batches.windows == sum(lengths) // 12
+    for epoch in range(20):
+        assert count_batch_samples(batches, epoch) == count_samples(batches.samples)
+
+
+def test_runs_that_began_without_shuffled_samples_keep_their_order():
+    """Recorded from packtrain 0.2.0."""
+    batches = SampleBatches(samples_of(5, 1, 9, 3, 3, 10, 2, 7, 7, 1, 4), 2, 12, seed=5)
+    rows = [batches.row_items(index) for index in range(6)]
+    assert rows == [
+        *([[7, 0], [8, 10, 9]], [[3, 1], [2, 4]], [[5, 6], []]),
+        *([[3, 9], [7, 10, 1]], [[5, 6], [2, 4]], [[8, 0], []]),
+    ]
 
 
 def test_a_packed_row():

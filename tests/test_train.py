@@ -18,6 +18,7 @@ from benchmarks.watched import run_packtrain
 from packtrain.cli.main import main
 from packtrain.common.files import file_lock
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
+from packtrain.training import checkpoints
 from packtrain.training.checkpoints import load_checkpoint
 from packtrain.training.monitoring import RunMonitor, metrics_file
 from packtrain.training.train_settings import TrainSettings
@@ -139,6 +140,46 @@ def test_resume_is_bit_for_bit(data, tmp_path, capsys, extra_flags):
     )
     a, b = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
     assert a == b
+
+
+def forget_setting(run_folder, name: str) -> None:
+    """As if the run had begun before there was such a setting."""
+    settings = yaml.safe_load((run_folder / "run.yaml").read_text())
+    del settings[name]
+    (run_folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    path = run_folder / "checkpoint.gguf"
+    checkpoint = load_checkpoint(path, print)
+    arrays = {n: np.array(checkpoint.array(n)) for n in checkpoint.gguf.entries}
+    about = {key: value for key, value in checkpoint.about.items() if key != name}
+    checkpoints.save(path, checkpoint.progress, about, arrays)
+
+
+def assert_old_order_resumes(run, folder, capsys) -> None:
+    """A run from before samples were shuffled goes on in its order, bit for bit; a new one has another.
+
+    run(output, *flags)  runs the command, three steps with --iters 3, and returns its exit code
+    """
+    old, uninterrupted, new = (folder / f"{name}.gguf" for name in ("old", "uninterrupted", "new"))
+    constant = ["--lr-scheduler", "constant", "--warmup-ratio", "0"]
+    assert run(old, *constant, "--iters", "3", "--no-shuffle-samples") == 0, said(capsys)
+    assert run(uninterrupted, *constant, "--iters", "6", "--no-shuffle-samples") == 0
+    assert run(new, *constant, "--iters", "6") == 0
+    forget_setting(folder / "old.run", "shuffle_samples")
+    assert run(old, *constant, "--iters", "6", "--resume", "--shuffle-samples") == 2
+    assert "--shuffle-samples was off and is on" in said(capsys)[-1]
+    assert run(old, *constant, "--iters", "6", "--resume") == 0, said(capsys)
+    assert weight_bytes(old) == weight_bytes(uninterrupted) != weight_bytes(new)
+    assert run(old, *constant, "--iters", "7", "--resume") == 0, said(capsys)
+    assert (
+        load_checkpoint(folder / "old.run/checkpoint.gguf", print).about["shuffle_samples"] is False
+    )
+
+
+def test_a_run_from_before_samples_were_shuffled_keeps_its_order(data, tmp_path, capsys):
+    def run(output, *flags: str) -> int:
+        return main(train_arguments(data, output, "--separator", "\n", *flags))
+
+    assert_old_order_resumes(run, tmp_path, capsys)
 
 
 def test_a_run_without_a_checkpoint_resumes_from_the_beginning(data, tmp_path, capsys):

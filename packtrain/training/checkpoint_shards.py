@@ -1,6 +1,6 @@
 """Checkpoints of runs whose ranks share out the moments: rank 0 writes whole tensors, each rank reads its part."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -39,26 +39,27 @@ def restored(
         session.set({name: value})
 
 
-class SessionArrays(Mapping[str, np.ndarray]):
-    """Mapping from leaf names to arrays of a session, each read on access by Session.view."""
+class LazyArrays(Mapping[str, np.ndarray]):
+    """Mapping from names to arrays, each read on access, such as leaves by Session.view."""
 
-    def __init__(self, session: "Session", leaf_names: Iterable[str]) -> None:
-        self._session, self._leaf_names = session, tuple(leaf_names)
+    def __init__(self, read: Callable[[str], np.ndarray], names: Iterable[str]) -> None:
+        self._read, self._names = read, tuple(names)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._session.view(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._leaf_names)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._leaf_names)
+        return len(self._names)
 
 
-class GatheredArrays(Mapping[str, np.ndarray]):
+class GatheredArrays(LazyArrays):
     """Leaves of all ranks by name, for rank 0; the others run `serve_shards`. Reading one ends the previous array."""
 
     def __init__(self, session: Session, plans: TrainingPlans, rank_share: RankShare) -> None:
+        super().__init__(session.view, map(unsplit_name, plans.checkpoint_tensors))
         self.session, self.plans, self.rank_share = session, plans, rank_share
         self.moment_names = {
             unsplit_name(name): name for name in plans.checkpoint_tensors if PART_PREFIX in name
@@ -66,15 +67,9 @@ class GatheredArrays(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.moment_names:
-            return self.session.view(name)
+            return super().__getitem__(name)
         current_world().from_first(name)
         return self._gather(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (unsplit_name(name) for name in self.plans.checkpoint_tensors)
-
-    def __len__(self) -> int:
-        return len(self.plans.checkpoint_tensors)
 
     def serve_shards(self) -> None:
         """Send this rank's part of each leaf that rank 0 reads, until rank 0 calls `finish`."""
@@ -108,5 +103,5 @@ def checkpoint_arrays(session: Session, plans: TrainingPlans) -> Mapping[str, np
     """Map the names of all checkpoint leaves to whole arrays, also where ranks share out the moments."""
     rank_share = plans.shape.moment_share
     if rank_share is None:
-        return SessionArrays(session, plans.checkpoint_tensors)
+        return LazyArrays(session.view, plans.checkpoint_tensors)
     return GatheredArrays(session, plans, rank_share)

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +203,16 @@ def _read_checkpoint(path: Path) -> TrainingCheckpoint:
 
 
 def _is_progress(value: Any) -> bool:
-    """Return whether plain data has valid fields of TrainingProgress; checkpoints of older versions lack `later`."""
-    kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
-    later = {"best_step": int, "last": float, "base": float, "batches": int}
-    later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}
-    later |= {"ends": list, "since": int}
-    signed = {"recent", "lowest", "ends"}
+    """Return whether plain data has valid fields of TrainingProgress; checkpoints of older versions lack later ones."""
+    kinds = {
+        f.name: list if type(f.default) is tuple else type(f.default)
+        for f in fields(TrainingProgress)
+    }
     return (
         isinstance(value, dict)
-        and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
-        and all(type(field_value) is (kinds | later)[name] for name, field_value in value.items())
-        and all(field_value >= 0 for name, field_value in value.items() if name not in signed)
+        and {"step", "tokens", "seconds", "best", "stale"} <= value.keys() <= kinds.keys()
+        and all(type(field_value) is kinds[name] for name, field_value in value.items())
+        and all(v >= 0 for name, v in value.items() if name not in ("recent", "lowest", "ends"))
         and all(type(loss) is float for loss in value.get("recent", ()))
         and [type(count) for count in value.get("ends", (0, 0))] == [int, int]
         and value["step"] < 1 << 63

@@ -30,6 +30,25 @@ def item_at(index: int, num_items: int, keys: RoundKeys, salt: int = 0) -> int:
             return index
 
 
+def items_at(positions: np.ndarray, num_items: int, keys: RoundKeys) -> np.ndarray:
+    """Return the items at many positions of a keyed order of `num_items` items, which is another than `item_at`'s.
+
+    Four rounds of multiply, add and xor-shift: each maps the numbers below a power of two one to one.
+    """
+    num_bits = (num_items - 1).bit_length()
+    mask, shift = (1 << num_bits) - 1, num_bits + 1 >> 1
+    items = positions.astype(np.uint64)
+    outside = np.arange(len(items))
+    while len(outside):
+        walked: np.ndarray = items[outside]
+        for key in keys[:4]:
+            walked = walked * (key | 1) + (key >> 32) & mask
+            walked ^= walked >> shift
+        items[outside] = walked
+        outside = outside[walked >= num_items]
+    return items.astype(np.int64)
+
+
 def mix64(z: int) -> int:
     """Hash 64 bits to 64 bits."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64_MASK

@@ -32,7 +32,7 @@ from packtrain.models.config import Config, check_context
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.model_file import ModelFile, check_vocabularies, fingerprint, open_model
 from packtrain.models.replay_loss import ReplayLoss
-from packtrain.models.rewrite_model import ReadRows, stored_dtype, write_changed
+from packtrain.models.rewrite_model import stored_dtype, write_changed
 from packtrain.planner.step_shape import BaseModel
 from packtrain.training import finetune_defaults, training_job
 from packtrain.training.finetune_settings import TuneSettings
@@ -107,16 +107,7 @@ class TunedModel:
             return
 
         latest = lru_cache(1)(view)  # a view of device memory is a copy: keep one at a time
-
-        def row_reader(name: str) -> ReadRows:
-            def read_rows(row_start: int, row_stop: int) -> np.ndarray:
-                array = latest(name)
-                row_array = array.reshape(-1, array.shape[-1])[row_start:row_stop]
-                return row_array if dtype_of(array) == f32 else dequantize(row_array)
-
-            return read_rows
-
-        changed_rows = {name: row_reader(name) for name in self.trained_names}
+        changed_rows = {name: partial(_read_rows, latest, name) for name in self.trained_names}
         dtype = DTYPES[s.type] if s.type else None
         name = name_of(s.output)
         base, extra = self.model.gguf, self.extra_metadata
@@ -162,6 +153,14 @@ class TunedModel:
 def name_of(output: Path) -> str:
     """Return the model's name for the metadata of the output file."""
     return output.stem.encode(errors="replace").decode()
+
+
+def _read_rows(
+    view: training_job.WeightReader, name: str, row_start: int, row_stop: int
+) -> np.ndarray:
+    array = view(name)
+    row_array = array.reshape(-1, array.shape[-1])[row_start:row_stop]
+    return row_array if dtype_of(array) == f32 else dequantize(row_array)
 
 
 def _init_uniform(array: np.ndarray, draw: np.random.Generator) -> None:
@@ -257,7 +256,8 @@ def _make_batches(
         length, width = min(finetune_defaults.REPLAY_TOKENS, time), config.embedding_length
         replay = ReplayLoss(length, settings.replay_weight, num_texts, width)
         train_class = partial(ReplayBatches, loss_settings=replay, base=model)
-    train, valid = train_class(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
+    order = {"pack": settings.pack, "shuffle_samples": settings.shuffle_samples is not False}
+    train, valid = train_class(dataset.train, *size, seed=settings.seed, **order), None
     if dataset.valid is not None:
         valid = valid_class(dataset.valid, size[0], train.time, shuffle=False, pack=settings.pack)
     return train, valid, dataset

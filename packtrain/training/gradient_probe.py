@@ -38,17 +38,12 @@ def check_gradients(
     result = engine.step(job.batches(1), 1, PROBE_RATE)
     if result.skip_reason:
         raise NoGradient(f"before step 1 a gradient is not finite: {result.skip_reason}")
-    still = {
-        name: [
-            i
-            for i, digest in enumerate(_part_digests(session.view(name)))
-            if digest == initial_digests[name][i]
-        ]
-        for name in names
-    }
-    _report_unreached(
-        {name: unchanged for name, unchanged in still.items() if unchanged}, initial_digests, report
-    )
+    still = dict[str, list[int]]()
+    for name in names:
+        digest_pairs = zip(_part_digests(session.view(name)), initial_digests[name], strict=True)
+        unchanged = [i for i, (digest, initial) in enumerate(digest_pairs) if digest == initial]
+        still |= {name: unchanged} if unchanged else {}
+    _report_unreached(still, initial_digests, report)
     for name in engine.plans.resident_leaves.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
     job.model.init_weights(session)

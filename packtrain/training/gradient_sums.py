@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from packtrain.distributed import World, current_world
+from packtrain.distributed import current_world
 from packtrain.engine.backends.host import later
 from packtrain.engine.executor import Executor, Session
 from packtrain.engine.tensor import Tensor
@@ -67,13 +67,3 @@ class GradientExchange:
             "exchange_seconds": current_world().exchange_seconds - exchanged_before,
             "waited_seconds": current_world().waited - waited_before,
         }
-
-
-def make_gradient_exchange(
-    session: Session, plans: TrainingPlans, micro: Executor | None
-) -> GradientExchange | None:
-    """Create the gradient exchange of several ranks; None for a single process."""
-    world: World = current_world()
-    if micro is None or world.world_size == 1:
-        return None
-    return GradientExchange(session, plans, micro)

@@ -41,103 +41,85 @@ TRAIN_ON_RULE: EffectRule = (
     "with --no-mask-prompt, which trains on all turns",
 )
 
+RUN_RULES: tuple[EffectRule, ...] = (
+    ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
+    ("lr_min", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
+    (
+        "lr_cycles",
+        lambda s: s.lr_scheduler not in ("cosine", "linear"),
+        "without --lr-scheduler cosine or linear",
+    ),
+    ("lr_cycle_growth", lambda s: s.lr_cycles == 1, "without --lr-cycles"),
+    ("lr_half_every", lambda s: s.lr_scheduler != "halving", "without --lr-scheduler halving"),
+    ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
+    *optimizer_rules(),
+    (
+        "lr_scheduler lr_min lr_cycles warmup_ratio warmup_lr max_grad_norm max_grad_value",
+        lambda s: OPTIMIZERS[s.optimizer].first_length is not None,
+        "with --optimizer lbfgs, which searches for the length of each step",
+    ),
+    ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
+    ("nesterov", lambda s: not s.momentum, "without --momentum"),
+    ("delta", lambda s: not s.past, "without --past"),
+    ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
+    ("overwrite", lambda s: s.resume, "with --resume"),
+    ("force_reshuffle", lambda s: not s.resume, "without --resume"),
+    (
+        "patience",
+        lambda s: s.steps_per_eval == 0,
+        "with --steps-per-eval 0, which validates once, at the end",
+    ),
+    ("offload", lambda s: s.spread.target.private, "without a --device with a memory of its own"),
+    VAL_SPLIT_RULE,
+)
+TRAIN_RULES: tuple[EffectRule, ...] = (
+    (
+        "preset vocab_size",
+        lambda s: s.from_checkpoint is not None,
+        "with --from, whose file has its own sizes",
+    ),
+    ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
+    ("random_offsets shuffle_samples", lambda s: not s.fill_samples, "with --no-fill-samples"),
+    (
+        "separator random_offsets fill_samples shuffle_samples",
+        lambda s: s.sample_start is not None,
+        "with --sample-start, which begins windows there",
+    ),
+    ("strict", lambda s: True, "in train, which maps no weights from a file"),
+)
+TUNE_RULES: tuple[EffectRule, ...] = (
+    (
+        "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type aware",
+        lambda s: s.full,
+        "with --full, which trains the weights themselves",
+    ),
+    ("save_model", lambda s: s.full, "with --full, whose checkpoints hold the weights"),
+    (
+        "type adapter tensor_type",
+        lambda s: s.merge == "none",
+        "with --merge none, which writes the adapter alone",
+    ),
+    (
+        "distill_weight distill_temperature distill_top",
+        lambda s: s.teacher is None,
+        "without --teacher",
+    ),
+    ("teacher", lambda s: s.loss != NEXT_TOKEN, "with a loss of pairs"),
+    ("replay_weight", lambda s: s.replay == 0, "with --replay 0"),
+    ("masters freeze", lambda s: not s.full, "without --full"),
+    (
+        "type tensor_type lora_dropout",
+        lambda s: s.aware,
+        "with --aware, which trains what the matrices' own blocks can hold",
+    ),
+    ("merge", lambda s: s.aware and s.merge == "plain", "with --aware, which merges as it trains"),
+    TRAIN_ON_RULE,
+    ("shuffle_samples", lambda s: not s.pack, "with --no-pack"),
+)
 RULES_BY_SETTINGS: tuple[tuple[type, tuple[EffectRule, ...]], ...] = (
-    (
-        RunSettings,
-        (
-            ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
-            ("lr_min", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
-            (
-                "lr_cycles",
-                lambda s: s.lr_scheduler not in ("cosine", "linear"),
-                "without --lr-scheduler cosine or linear",
-            ),
-            ("lr_cycle_growth", lambda s: s.lr_cycles == 1, "without --lr-cycles"),
-            (
-                "lr_half_every",
-                lambda s: s.lr_scheduler != "halving",
-                "without --lr-scheduler halving",
-            ),
-            ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
-            *optimizer_rules(),
-            (
-                "lr_scheduler lr_min lr_cycles warmup_ratio warmup_lr max_grad_norm max_grad_value",
-                lambda s: OPTIMIZERS[s.optimizer].first_length is not None,
-                "with --optimizer lbfgs, which searches for the length of each step",
-            ),
-            ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
-            ("nesterov", lambda s: not s.momentum, "without --momentum"),
-            ("delta", lambda s: not s.past, "without --past"),
-            ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
-            ("overwrite", lambda s: s.resume, "with --resume"),
-            ("force_reshuffle", lambda s: not s.resume, "without --resume"),
-            (
-                "patience",
-                lambda s: s.steps_per_eval == 0,
-                "with --steps-per-eval 0, which validates once, at the end",
-            ),
-            (
-                "offload",
-                lambda s: s.spread.target.private,
-                "without a --device with a memory of its own",
-            ),
-            VAL_SPLIT_RULE,
-        ),
-    ),
-    (
-        TrainSettings,
-        (
-            (
-                "preset vocab_size",
-                lambda s: s.from_checkpoint is not None,
-                "with --from, whose file has its own sizes",
-            ),
-            ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
-            ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
-            (
-                "separator random_offsets fill_samples",
-                lambda s: s.sample_start is not None,
-                "with --sample-start, which begins windows there",
-            ),
-            ("strict", lambda s: True, "in train, which maps no weights from a file"),
-        ),
-    ),
-    (
-        TuneSettings,
-        (
-            (
-                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type"
-                " aware",
-                lambda s: s.full,
-                "with --full, which trains the weights themselves",
-            ),
-            ("save_model", lambda s: s.full, "with --full, whose checkpoints hold the weights"),
-            (
-                "type adapter tensor_type",
-                lambda s: s.merge == "none",
-                "with --merge none, which writes the adapter alone",
-            ),
-            (
-                "distill_weight distill_temperature distill_top",
-                lambda s: s.teacher is None,
-                "without --teacher",
-            ),
-            ("teacher", lambda s: s.loss != NEXT_TOKEN, "with a loss of pairs"),
-            ("replay_weight", lambda s: s.replay == 0, "with --replay 0"),
-            ("masters freeze", lambda s: not s.full, "without --full"),
-            (
-                "type tensor_type lora_dropout",
-                lambda s: s.aware,
-                "with --aware, which trains what the matrices' own blocks can hold",
-            ),
-            (
-                "merge",
-                lambda s: s.aware and s.merge == "plain",
-                "with --aware, which merges as it trains",
-            ),
-            TRAIN_ON_RULE,
-        ),
-    ),
+    (RunSettings, RUN_RULES),
+    (TrainSettings, TRAIN_RULES),
+    (TuneSettings, TUNE_RULES),
 )
 VALIDATION_RULES: tuple[EffectRule, ...] = (
     ("patience steps_per_eval val_batches", lambda s: True, "without validation data"),

@@ -24,10 +24,8 @@ def loss_executor(
     model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> Executor:
     """Create an executor that returns the `losses` of batches with mapped weights, see transformer.loss."""
-    leaves, session = (
-        transformer.weights(model.config, model.matrix_dtypes()),
-        Session(target.limits),
-    )
+    leaves = transformer.weights(model.config, model.matrix_dtypes())
+    session = Session(target.limits)
     session.share(model.stored())
     loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": loss.losses}), target)

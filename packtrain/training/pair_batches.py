@@ -4,6 +4,7 @@ The samples 2i and 2i + 1 are the chosen and the rejected answer of pair i; a ro
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +29,11 @@ class PairBatches(SampleBatches):
     """
 
     def __init__(
-        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: PreferenceLoss, *, seed: int = 0,
-        shuffle: bool = True, pack: bool = True,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: PreferenceLoss,
+        **order: Any,
     ) -> None:  # fmt: skip
-        super().__init__(samples, rows, time, seed=seed, shuffle=shuffle, pack=pack)
-        self.loss_settings, self.max_pairs = loss_settings, int(np.diff(self._row_starts).max())
+        super().__init__(samples, rows, time, **order)
+        self.loss_settings, self.max_pairs = loss_settings, self.max_items
         self.known_logps = np.full(len(samples), np.nan)
 
     @staticmethod

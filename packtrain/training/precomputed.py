@@ -67,22 +67,25 @@ def in_rank_order(num_items: int, read_item: Callable[[int], list[T]]) -> Iterat
 
 def follow(
     progress: Iterator[int], num_total: int, events: Events, label: str, unit: str, stopped: Callable[[], bool],
-    save: Callable[[], None],
+    saved_arrays: tuple[Path, str, Mapping[str, np.ndarray]],
 ) -> None:  # fmt: skip
-    """Run `progress`, which yields how many of `num_total` parts are done, and report it; save now and then and at the
-    end. Raises Interrupted, after saving, if `stopped()` on any rank."""
+    """Run `progress`, which yields how many of `num_total` parts are done, and report it.
+
+    saved_arrays  what `write_arrays` saves now and then and at the end
+    Raises Interrupted, after saving, if `stopped()` on any rank.
+    """
     last_save_time = time.monotonic()
     with events.counting(label, unit) as counter:
         for num_done in progress:
             counter(num_done, num_total)
             stop_requested = current_world().any_rank(stopped())
             if stop_requested or time.monotonic() - last_save_time > SAVE_SECONDS:
-                save()
+                write_arrays(*saved_arrays)
                 last_save_time = time.monotonic()
             if stop_requested:
                 raise Interrupted("stopped before step 1")
     release_memory()  # the model that read the texts is gone
-    save()
+    write_arrays(*saved_arrays)
 
 
 def restore_arrays(path: Path, mark: str, arrays: Mapping[str, np.ndarray]) -> None:

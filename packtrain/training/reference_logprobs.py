@@ -5,7 +5,6 @@ answer is read once, by one of the ranks; rank 0 saves the numbers in the run fo
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -42,10 +41,11 @@ def compute_reference_logps(
         return
     parts = {"train": job.train, "valid": job.valid}
     pair_batches = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
-    base, path = job.shape.base, folder / FILE
+    base = job.shape.base
     mark = f"{job.fingerprint} {base and base.mark} {job.shape.config.precision}"
     arrays = {name: batches.known_logps for name, batches in pair_batches.items()}
-    precomputed.restore_arrays(path, mark, arrays)
+    saved_arrays = folder / FILE, mark, arrays
+    precomputed.restore_arrays(*saved_arrays)
     missing_samples = {
         name: precomputed.missing_samples(job, batches, np.isnan(batches.known_logps))
         for name, batches in pair_batches.items()
@@ -57,10 +57,8 @@ def compute_reference_logps(
     done_counts = chain.from_iterable(
         _fill(job, engine, batches, missing_samples[n]) for n, batches in pair_batches.items()
     )
-    save = partial(precomputed.write_arrays, path, mark, arrays)
-    precomputed.follow(
-        accumulate(done_counts), num_missing, events, "reference model", "answer", stopped, save
-    )
+    labels, progress = ("reference model", "answer"), accumulate(done_counts)
+    precomputed.follow(progress, num_missing, events, *labels, stopped, saved_arrays)
 
 
 def _fill(

@@ -6,8 +6,8 @@ vocabulary: the likeliest 64 tokens plus the drawn one, though unbiased, were le
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,10 +49,10 @@ class ReplayBatches(SampleBatches):
     """
 
     def __init__(
-        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: ReplayLoss, base: ModelFile, *,
-        seed: int = 0, pack: bool = True,
+        self, samples: TokenizedSamples, rows: int, time: int, loss_settings: ReplayLoss, base: ModelFile,
+        **order: Any,
     ) -> None:  # fmt: skip
-        super().__init__(samples, rows, time, seed=seed, pack=pack)
+        super().__init__(samples, rows, time, **order)
         self.time, self.loss_settings = time + loss_settings.length, loss_settings
         self.base, self.num_texts = base, loss_settings.num_texts
         shape = loss_settings.num_texts, loss_settings.length
@@ -86,14 +86,14 @@ def write_texts(
     train = job.train
     if not isinstance(train, ReplayBatches):
         return
-    path, mark = folder / FILE, f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
-    precomputed.restore_arrays(path, mark, train.text_arrays)
+    mark = f"{job.fingerprint} {job.settings.seed} {train.loss_settings.mark}"
+    saved_arrays = folder / FILE, mark, train.text_arrays
+    precomputed.restore_arrays(*saved_arrays)
     missing_texts = np.flatnonzero(train.text_arrays["tokens"][:, 0] < 0)
     if missing_texts.size:
         progress = _write_missing(train, job, missing_texts, limit)
-        save = partial(precomputed.write_arrays, path, mark, train.text_arrays)
         labels = "texts of the base", "text"
-        precomputed.follow(progress, len(missing_texts), events, *labels, stopped, save)
+        precomputed.follow(progress, len(missing_texts), events, *labels, stopped, saved_arrays)
 
 
 def writing_seconds(job: TrainingJob, rates: BackendRates) -> float:

@@ -15,6 +15,8 @@ from packtrain.training.training_job import SOURCES, TrainingJob
 
 # settings that determine how the data is tokenized
 READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
+# values in checkpoints that lack a setting, where those are not its default
+LEGACY_VALUES = {"shuffle_samples": False}
 ORDER_FIELDS = ("rows", "chunk", "layered")  # they fix the order of floating-point additions
 # settings that may change together with the optimizer
 RATES = """lr lr_min lr_scheduler lr_cycles lr_cycle_growth lr_half_every warmup_ratio warmup_lr
@@ -55,11 +57,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: 
     if messages:
         return messages
     # no setting explains these, for example another version of packtrain
-    compared_fields = (
-        {*current}
-        - {"steps", "lora", "data", "sources", "ranks"}
-        - {f.name for f in fields(settings)}
-    )
+    setting_names = {f.name for f in fields(settings)}
+    compared_fields = {*current} - {"steps", "lora", "data", "sources", "ranks"} - setting_names
     if saved.get("ranks", 1) != current.get("ranks", 1) or _changed_optimizer(saved, current):
         compared_fields -= {*ORDER_FIELDS}
     return [
@@ -79,7 +78,8 @@ def _changed_settings(
         # `data` is a checksum in the checkpoint
         if field.name not in current or field.name in resumable_names:
             continue
-        default = [*field.default] if isinstance(field.default, tuple) else field.default
+        default = LEGACY_VALUES.get(field.name, field.default)
+        default = [*default] if isinstance(default, tuple) else default
         old_value, is_ = saved.get(field.name, default), current[field.name]
         if old_value != is_:
             yield field.name, f"{flag(field.name)} was {_shown(old_value)} and is {_shown(is_)}"

@@ -5,7 +5,6 @@ folder, where a resumed run reads them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,9 @@ class TeacherBatches(SampleBatches):
 
     def __init__(
         self, samples: TokenizedSamples, rows: int, time: int, loss_settings: DistillationLoss, teacher: ModelFile,
-        mark: str, *, seed: int = 0, pack: bool = True,
+        mark: str, **order: Any,
     ) -> None:  # fmt: skip
-        super().__init__(samples, rows, time, seed=seed, pack=pack)
+        super().__init__(samples, rows, time, **order)
         self.loss_settings, self.teacher = loss_settings, teacher
         self.mark = f"{mark} {loss_settings.top}"
         self._check_teacher(samples)
@@ -83,10 +82,8 @@ class TeacherBatches(SampleBatches):
         spans = [np.arange(self.target_starts[i], self.target_starts[i + 1]) for i in items]
         if spans:
             records = self.known_logits[np.concatenate(spans)]
-            ids[1:, positions], parts[:, positions] = (
-                records["ids"].T,
-                self.loss_settings.row_weights(records["logits"]).T,
-            )
+            ids[1:, positions] = records["ids"].T
+            parts[:, positions] = self.loss_settings.row_weights(records["logits"]).T
         return {**row, TEACHER_IDS: ids, TEACHER_PARTS: parts}
 
 
@@ -137,9 +134,8 @@ class TeacherReader:
             padded = np.resize(chunk_positions, CHUNK_TOKENS)
             outputs = self._run["likely"]({"hidden": np.ascontiguousarray(hidden[padded])})
             chunk_records = records[chunk_start : chunk_start + CHUNK_TOKENS]
-            chunk_records["ids"], chunk_records["logits"] = (
-                outputs[name][: len(chunk_positions)] for name in ("ids", "logits")
-            )
+            for name in ("ids", "logits"):
+                chunk_records[name] = outputs[name][: len(chunk_positions)]
         return records
 
 
@@ -154,20 +150,19 @@ def compute_teacher_logits(
     train = job.train
     if not isinstance(train, TeacherBatches):
         return
-    path, mark = folder / TEACHER_FILE, f"{job.fingerprint} {train.mark}"
     arrays = {name: train.known_logits[name] for name in ("ids", "logits")}
-    precomputed.restore_arrays(path, mark, arrays)
+    saved_arrays = folder / TEACHER_FILE, f"{job.fingerprint} {train.mark}", arrays
+    precomputed.restore_arrays(*saved_arrays)
     missing = precomputed.missing_samples(job, train, train.is_unknown)
     if missing:
         num_shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
         logit_sizes = train.loss_settings.top, num_shared
-        progress = _fill(
-            train,
-            TeacherReader(train.teacher, train.time, logit_sizes, limit, job.settings.target),
-            missing,
+        target = job.settings.target
+        reader = TeacherReader(train.teacher, train.time, logit_sizes, limit, target)
+        progress = _fill(train, reader, missing)
+        precomputed.follow(
+            progress, len(missing), events, "teacher", "sample", stopped, saved_arrays
         )
-        save = partial(precomputed.write_arrays, path, mark, arrays)
-        precomputed.follow(progress, len(missing), events, "teacher", "sample", stopped, save)
 
 
 def _fill(train: TeacherBatches, reader: TeacherReader, sample_ids: list[int]) -> Iterator[int]:

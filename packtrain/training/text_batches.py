@@ -1,25 +1,29 @@
-"""Batches as a pure function of an index: a resumed run needs only the index.
+"""Batches of running text: windows over a stream of documents, as inputs of `transformer.loss`.
 
-Turns tokens into inputs of `transformer.loss`; `weights` is 1 for a target in the loss, and 0 for padding and the step
-from one document to the next. It knows no model and no optimizer.
+`weights` is 1 for a target in the loss, and 0 for padding and the step from one document to the next.
 """
 
 import numpy as np
 
 from packtrain.data.text import DocumentTokens
-from packtrain.training.epoch_order import RoundKeys, item_at, round_keys
+from packtrain.training.epoch_order import RoundKeys, item_at, items_at
+from packtrain.training.indexed_batches import Batch, IndexedBatches
 
 OFFSET_SALT = 1  # salt of the offset at which an epoch begins to read
+BLOCK = 16  # documents of a block: a place in the shuffled stream is found by the first places of blocks
+CHUNK = 512 * BLOCK  # documents whose order is computed at a time
 
 
-class TextBatches:
-    """Windows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
+class TextBatches(IndexedBatches):
+    """Windows of `time` tokens.
 
     fill            windows run over the whole stream, and a short document is followed by the next one in its row;
                     otherwise each document starts a new window and its last window is padded
-    shuffle         each epoch visits the windows in a new random order; otherwise in file order
+    shuffle         otherwise the windows are in file order
     random_offsets  with fill and shuffle: each epoch reads the stream as a ring from a new random offset, and leaves
                     out the one target that would close the ring
+    shuffle_samples  with fill and shuffle: the stream of each epoch has the documents in a new random order, so that
+                    other documents share a window
     """
 
     def __init__(
@@ -32,11 +36,13 @@ class TextBatches:
         shuffle: bool = True,
         random_offsets: bool = True,
         fill: bool = True,
+        shuffle_samples: bool = False,
     ) -> None:
-        self.tokens, self.rows, self.time = tokens, rows, time
-        self.seed, self.shuffle, self.fill = seed, shuffle, fill
-        self.shuffle_key = 0
+        super().__init__(rows, time, seed, shuffle, shuffle_samples and fill)
+        self.tokens, self.fill = tokens, fill
         self.random_offsets = random_offsets and shuffle and fill
+        self._ordered_keys: RoundKeys = ()  # of the epoch in whose stream blocks begin at these places
+        self._block_starts = np.zeros(-(-len(tokens.starts) // BLOCK), np.int64)
         self.size = len(tokens.ids)
         end_offsets = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
         self._stretch_starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
@@ -48,32 +54,63 @@ class TextBatches:
     def windows(self) -> int:
         return int(self._first_windows[-1])
 
-    def __len__(self) -> int:
-        """Batches in one epoch; the last one is padded."""
-        return -(-self.windows // self.rows)
+    def row_at(self, position: int, keys: RoundKeys) -> Batch:
+        return self._make_row(*self._window_at(position, keys), keys)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
-        epoch, batch = divmod(index, len(self))
-        keys = round_keys(self.seed, epoch, self.shuffle_key)
-        offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
-        window_positions = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._make_row(*self._window_at(place, keys, offset)) for place in window_positions]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _window_at(self, window_position: int, keys: RoundKeys, offset: int) -> tuple[int, int]:
+    def _window_at(self, position: int, keys: RoundKeys) -> tuple[int, int]:
         """Return the start in the stream and the number of targets of the window at a position of the epoch."""
-        if window_position >= self.windows:
+        if position >= self.windows:
             return 0, 0
-        window = item_at(window_position, self.windows, keys) if self.shuffle else window_position
+        offset = item_at(0, self.size, keys, OFFSET_SALT) if self.random_offsets else 0
+        window = item_at(position, self.windows, keys) if self.shuffle else position
         stretch = int(np.searchsorted(self._first_windows, window, side="right")) - 1
         skipped = (window - int(self._first_windows[stretch])) * self.time
         num_targets = min(self.time, int(self._stretch_targets[stretch]) - skipped)
         return int(self._stretch_starts[stretch]) + skipped + offset, num_targets
 
-    def _make_row(self, token_start: int, count: int) -> dict[str, np.ndarray]:
+    def _shuffled_positions(self, token_start: int, count: int, keys: RoundKeys) -> np.ndarray:
+        """Return the positions in the file of `count` tokens of the epoch's stream, a ring, from `token_start` on."""
+        if keys != self._ordered_keys:
+            self._find_blocks(keys)
+            self._ordered_keys = keys
+        num_blocks, token_start = len(self._block_starts), token_start % self.size
+        block = int(np.searchsorted(self._block_starts, token_start, side="right")) - 1
+        places = token_start - int(self._block_starts[block]) + np.arange(count)
+        starts = lengths = np.zeros(0, np.int64)
+        while lengths.sum() <= places[-1]:
+            block_starts, block_lengths = self._shuffled_documents(block * BLOCK, BLOCK, keys)
+            starts, lengths = np.append(starts, block_starts), np.append(lengths, block_lengths)
+            block = (block + 1) % num_blocks
+        place_ends = np.cumsum(lengths)
+        document = np.searchsorted(place_ends, places, side="right")
+        return np.asarray(starts[document] + places - (place_ends - lengths)[document])
+
+    def _find_blocks(self, keys: RoundKeys) -> None:
+        """Find the place in the epoch's stream at which each block of documents begins."""
+        place = 0
+        for first in range(0, len(self.tokens.starts), CHUNK):
+            _, lengths = self._shuffled_documents(first, CHUNK, keys)
+            block_lengths = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
+            block_ends, at = place + np.cumsum(block_lengths), first // BLOCK
+            self._block_starts[at : at + len(block_ends)] = block_ends - block_lengths
+            place = int(block_ends[-1])
+
+    def _shuffled_documents(
+        self, first: int, count: int, keys: RoundKeys
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return where up to `count` documents of the epoch's order begin in the file, and their numbers of tokens."""
+        starts = self.tokens.starts
+        order = np.arange(first, min(first + count, len(starts)))
+        documents = items_at(order, len(starts), keys)
+        next_starts = starts[(documents + 1) % len(starts)]
+        next_starts[documents + 1 == len(starts)] = self.size
+        return starts[documents], next_starts - starts[documents]
+
+    def _make_row(self, token_start: int, count: int, keys: RoundKeys) -> Batch:
         """Build the row of `count` targets after `token_start`; the rest is padding, as a separate document."""
         positions = (token_start + np.arange(count + 1)) % self.size
+        if self.shuffle_samples:
+            positions = self._shuffled_positions(token_start, count + 1, keys)
         document_indices = np.searchsorted(self.tokens.starts, positions, side="right") - 1
         is_document_start = self.tokens.starts[document_indices] == positions
         ids = self.tokens.ids[positions].astype(np.int32)

@@ -82,6 +82,11 @@ class RunSettings:
         max_value=0.5,
     )
     skip_bad: bool = DATA(False, SKIP_BAD_HELP)
+    shuffle_samples: bool | None = DATA(
+        None,
+        "shuffle samples before short ones share a window, anew in each epoch, so that their neighbours change"
+        " (default: on; a resumed run that began without it stays without)",
+    )
     columns: str | None = DATA(None, COLUMNS, metavar="NAME=FIELD,…")
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", min_value=1)

@@ -11,13 +11,14 @@ import numpy as np
 
 from packtrain.distributed import SINGLE_PROCESS, World, current_world
 from packtrain.engine.executor import Executor, Session
+from packtrain.engine.memory_plan import Plan
 from packtrain.engine.optim import ROUNDING, Optimizer
 from packtrain.models.lora import KEY
 from packtrain.models.preference_loss import PAIRS, PreferenceLoss
 from packtrain.planner import training_plans
 from packtrain.planner.training_plans import EVALUATE, MEASURE, MICRO, STEP, UPDATE, TrainingPlans
 from packtrain.training.checkpoint_shards import shard_offsets
-from packtrain.training.gradient_sums import GradientExchange, make_gradient_exchange
+from packtrain.training.gradient_sums import GradientExchange
 from packtrain.training.pair_batches import answer_logps, chosen_wins, pair_measures, pair_summary
 
 T = TypeVar("T")
@@ -145,12 +146,64 @@ class EngineStep:
         return next(filter(None, diagnoses), None)
 
 
-class TrainingEngine:
+class StepEngine:
+    """An executor for each plan of a run on one session, and the steps that an optimizer drives on them.
+
+    seed           of dropout and stochastic rounding
+    num_bad_steps  steps in a row whose loss or gradient was not finite
+    before         the last step, if its gradients are still there
+    sums           exchange of several ranks
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        placed_graphs: training_plans.Graphs,
+        plans: Mapping[training_plans.Name, Plan],
+        seed: int,
+    ) -> None:
+        self.session, self.seed, self.num_bad_steps = session, seed, 0
+        self.run = session.executors(placed_graphs, plans)
+        self.before: EngineStep | None = None
+        self.sums: GradientExchange | None = None
+
+    def drive(
+        self, optimizer: Optimizer, batch_shares: Sequence[Batch], step_number: int, num_updates: int, lr: float
+    ) -> tuple[EngineStep, Batch]:  # fmt: skip
+        """Let the optimizer take a step, its update `num_updates`, on a step's inputs; returns its outputs, too."""
+        is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
+        rounding = {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
+        engine_step = EngineStep(self.run, batch_shares, rounding, self.before, self.sums)
+        if self.sums is not None:
+            self.sums.begin_step()
+        self.before = None
+        outputs = optimizer.drive(engine_step, num_updates, lr)
+        self.before = engine_step if optimizer.evaluations > 1 else None
+        return engine_step, outputs
+
+    def diagnose(self, engine_step: EngineStep, outputs: Batch) -> str | None:
+        """Return the op, tensor and source line that made a step bad, or None.
+
+        The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed
+        nothing, and repeating it gives the same values; without, it may have changed tensors before the first bad
+        gradient, and the repetition can differ. Raises NotFinite after MAX_BAD_STEPS bad steps.
+        """
+        if np.isfinite(outputs["loss"]) and np.isfinite(outputs["squares"]):
+            self.num_bad_steps = 0
+            return None
+        diagnosis = engine_step.diagnose() or "it is finite when run again"
+        if self.num_bad_steps + 1 == MAX_BAD_STEPS:
+            raise NotFinite(
+                f"{MAX_BAD_STEPS} steps in a row without a finite loss and gradient; {diagnosis}"
+            )
+        self.num_bad_steps += 1
+        return diagnosis
+
+
+class TrainingEngine(StepEngine):
     """The session of a run with an executor for each of its plans.
 
     shared           frozen leaves that are read in place
-    seed             of dropout and stochastic rounding
-    num_bad_steps    steps in a row whose loss or gradient was not finite
     optimizer_start  the step after which the optimizer began: it counts its own steps
     """
 
@@ -161,26 +214,21 @@ class TrainingEngine:
         shared: Mapping[str, np.ndarray] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
-        self.plans, self.optimizer, self.seed = plans, optimizer, seed
-        self.session = Session()
-        self.session.share(shared)
-        self.session.overlay(shard_offsets(plans))
-        self.num_bad_steps, self.optimizer_start = 0, 0
-        self.before: EngineStep | None = None  # the last step, if its gradients are still there
-        self.run = self.session.executors(plans.placed_graphs, plans.plans)
-        self.sums = make_gradient_exchange(self.session, plans, self.run.get(MICRO))
+        self.plans, self.optimizer, self.optimizer_start = plans, optimizer, 0
+        session = Session()
+        session.share(shared)
+        session.overlay(shard_offsets(plans))
+        super().__init__(session, plans.placed_graphs, plans.plans, seed)
+        if MICRO in self.run and current_world().world_size > 1:
+            self.sums = GradientExchange(session, plans, self.run[MICRO])
 
     def step(self, batches: Sequence[Batch], step_number: int, lr: float) -> TrainStepResult:
         """Train on the micro-batches of a step, counted from 1. Raises NotFinite after MAX_BAD_STEPS bad steps."""
         tokens = current_world().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, step_number)
-        turn = EngineStep(self.run, shares, self._rounding(step_number), self.before, self.sums)
-        if self.sums is not None:
-            self.sums.begin_step()
-        self.before = None
-        result = self.optimizer.drive(turn, step_number - self.optimizer_start, lr)
-        self.before = turn if self.optimizer.evaluations > 1 else None
-        self.num_bad_steps, skip_reason = diagnose_step(result, turn, self.num_bad_steps)
+        num_updates = step_number - self.optimizer_start
+        turn, result = self.drive(self.optimizer, shares, step_number, num_updates, lr)
+        skip_reason = self.diagnose(turn, result)
         norm, preference = float(result["squares"]) ** 0.5, self.plans.shape.preference
         extra_metrics = {}
         if preference:
@@ -225,11 +273,6 @@ class TrainingEngine:
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
         return [*shares]
 
-    def _rounding(self, step_number: int) -> Batch:
-        """Return the seed and step as input of stochastic rounding; {} if weights are rounded to nearest."""
-        is_stochastic = any(ROUNDING in executor.inputs for executor in self.run.values())
-        return {ROUNDING: np.array([self.seed, step_number], np.int64)} if is_stochastic else {}
-
     def evaluate(self, batches: Iterable[Batch], eog_ids: Sequence[int] = ()) -> ValidationResult:
         """Evaluate batches with this engine's plan, shared out over all ranks, see the function `evaluate`."""
         preference = self.plans.shape.preference
@@ -240,23 +283,6 @@ def _same_batches(batches: Sequence[Batch], other_batches: Sequence[Batch]) -> b
     batch_pairs = zip(batches, other_batches, strict=False)
     matches = (np.array_equal(a[name], b[name]) for a, b in batch_pairs for name in b)
     return len(batches) == len(other_batches) and all(matches)
-
-
-def diagnose_step(result: Batch, engine_step: EngineStep, num_bad: int) -> tuple[int, str | None]:
-    """Return the bad steps in a row after this step, and the op, tensor and source line that made it bad, or None.
-
-    The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed nothing,
-    and repeating it gives the same values; without, it may have changed tensors before the first bad gradient, and the
-    repetition can differ. Raises NotFinite for MAX_BAD_STEPS bad steps; before this step, `num_bad` were bad.
-    """
-    if np.isfinite(result["loss"]) and np.isfinite(result["squares"]):
-        return 0, None
-    diagnosis = engine_step.diagnose() or "it is finite when run again"
-    if num_bad + 1 == MAX_BAD_STEPS:
-        raise NotFinite(
-            f"{MAX_BAD_STEPS} steps in a row without a finite loss and gradient; {diagnosis}"
-        )
-    return num_bad + 1, diagnosis
 
 
 def with_targets(batch: Batch) -> Batch:

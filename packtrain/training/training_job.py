@@ -27,6 +27,7 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.models.llama_cpp_checkpoint import LlamaCppCheckpoint, open_start
 from packtrain.models.model_file import save_model
 from packtrain.planner.step_shape import BaseModel, StepShape
+from packtrain.training.indexed_batches import Batch, IndexedBatches
 from packtrain.training.lr_schedule import LrSchedule, steps_per_eval
 from packtrain.training.text_batches import TextBatches
 from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
@@ -36,20 +37,7 @@ GLIMPSE_POSITIONS = 1 << 17  # most positions of the data that are examined befo
 HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
 SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
 
-Batch = dict[str, np.ndarray]
 WeightReader = Callable[[str], np.ndarray]
-
-
-class IndexedBatches(Protocol):
-    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch.
-
-    shuffle_key  another number gives another random order
-    """
-
-    shuffle_key: int
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Batch: ...
 
 
 class TrainableModel(Protocol):
@@ -170,6 +158,7 @@ class TrainingJob:
         info = {
             **{name: getattr(s, name) for name in setting_names},
             **asdict(self.config),
+            "shuffle_samples": self.train.shuffle_samples,
             "data": self.fingerprint,
             "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
             "steps": self.steps,
@@ -248,7 +237,10 @@ def build_job(settings: TrainSettings, report: Callable[[str], None]) -> Trainin
     shape = shape_of(settings, config, *size, corpus.valid is not None, report=report)
     fill = settings.fill_samples and settings.sample_start is None
     batches = partial(TextBatches, rows=size[0], time=size[1], fill=fill)
-    train = batches(corpus.train, seed=settings.seed, random_offsets=settings.random_offsets)
+    shuffles, offsets = settings.shuffle_samples is not False, settings.random_offsets
+    train = batches(
+        corpus.train, seed=settings.seed, random_offsets=offsets, shuffle_samples=shuffles
+    )
     valid = None if corpus.valid is None else batches(corpus.valid, shuffle=False)
     schedule = make_schedule(settings, len(train))
     return TrainingJob(

@@ -17,8 +17,8 @@ from packtrain.training.checkpoints import TrainingProgress
 from packtrain.training.finetune_job import TunedModel, build_job
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.gradient_probe import check_gradients
+from packtrain.training.indexed_batches import Batch
 from packtrain.training.monitoring.history import MODELFILE
-from packtrain.training.training_job import Batch
 from packtrain.training.training_loop import TrainingLoop
 from packtrain.workflows.behaviour_check import check_answers
 from packtrain.workflows.merge_after_training import FinishedFinetune, merge_files, note

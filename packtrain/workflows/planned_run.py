@@ -219,7 +219,7 @@ def _request(
     return PlanRequest(
         job.optimizer,
         machine_rates,
-        private_nbytes() + module_memory.pending_nbytes,
+        private_nbytes() + module_memory.pending_nbytes + job.train.epoch_nbytes,
         job.config.context_length if settings.sample_every > 0 else 0,
         settings.target,
         settings.recompute,
@@ -331,6 +331,8 @@ def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJ
     """Return the job with the data order and the micro-batches of its checkpoint."""
     is_reshuffled, progress = job.settings.force_reshuffle, checkpoint.progress
     job.train.shuffle_key = progress.step if is_reshuffled else progress.shuffled
+    if job.settings.shuffle_samples is None:  # its default was another when old runs began
+        job.train.shuffle_samples = bool(checkpoint.about.get("shuffle_samples"))
     is_offloaded = bool(checkpoint.about.get("offloaded"))
     return replace(job, shape=resume_shape(job.shape, checkpoint.about), offloaded=is_offloaded)
 

@@ -100,12 +100,8 @@ class Model:
             if not any(fnmatchcase(leaf.label, pattern) for leaf in weights):
                 names = ", ".join(leaf.label for leaf in weights)
                 raise GraphError(f"frozen={pattern!r} is no weight of the loss; it has {names}")
-        return [
-            leaf
-            for leaf in weights
-            if leaf.dtype in TRAINABLE
-            and not any(fnmatchcase(leaf.label, pattern) for pattern in patterns)
-        ]
+        frozen = {t.label for t in weights for pattern in patterns if fnmatchcase(t.label, pattern)}
+        return [t for t in weights if t.dtype in TRAINABLE and t.label not in frozen]
 
 
 def _classes(t: Tensor) -> Tensor:

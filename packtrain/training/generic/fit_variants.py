@@ -9,14 +9,14 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.memory import private_nbytes, release_memory
 from packtrain.common.text import plural
 from packtrain.engine import ops
-from packtrain.engine.backends import HOST, Target, aligned
+from packtrain.engine.backends import HOST, Target
 from packtrain.engine.graph import Graph
 from packtrain.engine.memory_plan import Plan, least_order, make_plan, size_text
 from packtrain.engine.optim import Optimizer, accumulation_graph, training_graph, update_graph
 from packtrain.engine.placement import Placed, place
-from packtrain.engine.tensor import GraphError, Spec, Tensor
+from packtrain.engine.tensor import Call, GraphError, Spec, Tensor
 from packtrain.planner import training_plans
-from packtrain.planner.training_plans import BOUND_NBYTES, EVALUATE, LOOP_NBYTES, STEP, UPDATE, Name
+from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, Name
 from packtrain.training.generic.fit_model import Model
 
 Build = Callable[[int], "Model | Tensor"]
@@ -41,6 +41,7 @@ class StepVariant:
     copies: int
     placed: dict[Name, Placed]
     plans: dict[Name, Plan]
+    target: Target
 
     @property
     def largest_plan(self) -> Plan:
@@ -50,8 +51,9 @@ class StepVariant:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """Weights and states of all graphs by name."""
-        leaves = (leaf for placed in self.placed.values() for leaf in placed.graph.leaves)
-        return {leaf.label: leaf for leaf in leaves if leaf.role}
+        return {
+            n: leaf for p in self.placed.values() for n, leaf in training_plans.lasting(p).items()
+        }
 
     @property
     def inputs(self) -> dict[str, Spec]:
@@ -61,7 +63,7 @@ class StepVariant:
 
     @property
     def arena_nbytes(self) -> int:
-        return max(plan.arena(HOST).nbytes for plan in self.plans.values())
+        return self.largest_plan.arena(HOST).nbytes
 
     @property
     def loop_nbytes(self) -> int:
@@ -71,21 +73,22 @@ class StepVariant:
         data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)
         compared_nbytes = max(s.size for s in inputs) if inputs and self.copies > 1 else 0
         parts = self.micros * (data + BATCH_OBJECTS_NBYTES * self.copies)
-        return KERNELS_NBYTES + LOOP_NBYTES + BOUND_NBYTES * num_calls + parts + compared_nbytes
+        executors_nbytes = training_plans.LOOP_NBYTES + training_plans.BOUND_NBYTES * num_calls
+        return KERNELS_NBYTES + executors_nbytes + parts + compared_nbytes
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes that a run adds to the process, by purpose."""
-        by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
-        home_backends = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
-        for name, leaf in self.leaves.items():
-            by_role[leaf.role or ""] += aligned(leaf.spec.nbytes, home_backends[name].alignment)
-        constants = sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values())
+
+        def role_nbytes(*roles: str) -> int:
+            leaves = (leaf for leaf in self.leaves.values() if leaf.role in roles)
+            return training_plans.buffer_nbytes(leaves, self.target)
+
         return {
-            "weights": by_role["weight"] + by_role["table"],
-            "optimizer state": by_role["moment"],
-            "sums of gradients": by_role["sum"],
-            "constants": constants,
+            "weights": role_nbytes("weight", "table"),
+            "optimizer state": role_nbytes("moment"),
+            "sums of gradients": role_nbytes("sum"),
+            "constants": sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values()),
             "arena": self.arena_nbytes,
             "data and loop": self.loop_nbytes,
         }
@@ -119,19 +122,13 @@ def choose(
     release_memory()
     baseline += max(private_nbytes() - before, 0)  # the search left plans and heaps with free room
     needed_mib = -(-(baseline + smallest.nbytes) >> 20)
-    part_lines = [
-        f"  {size_text(nbytes):>10}  {label}" for label, nbytes in smallest.parts.items() if nbytes
+    sizes = {"the process before it": baseline, **smallest.parts}
+    lines = [
+        f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed_mib}MiB",
+        f"  that is with {smallest}",
+        *(f"  {size_text(nbytes):>10}  {label}" for label, nbytes in sizes.items() if nbytes),
     ]
-    raise DoesNotFit(
-        "\n".join(
-            [
-                f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed_mib}MiB",
-                f"  that is with {smallest}",
-                f"  {size_text(baseline):>10}  the process before it",
-                *part_lines,
-            ]
-        )
-    )
+    raise DoesNotFit("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def build_variant(
     }
     plans = {name: make_plan(p) for name, p in placed.items()}
     copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
-    return StepVariant(model, eval_model, rows, micros, recomputed, copies, placed, plans)
+    return StepVariant(model, eval_model, rows, micros, recomputed, copies, placed, plans, target)
 
 
 def _training_graphs(
@@ -228,7 +225,7 @@ def _training_graphs(
     loss_scale = 1 / micros if model.mean else 1.0
     shared = outputs | {"loss": ops.scale(model.loss, by=loss_scale), UNSCALED_LOSS: model.loss}
     return {
-        training_plans.MICRO: accumulation_graph(shared, trained_weights, keep=keep),
+        MICRO: accumulation_graph(shared, trained_weights, keep=keep),
         UPDATE: update_graph(trained_weights, optimizer, max_norm=norm),
     }
 
@@ -237,10 +234,9 @@ def _kept_values(model: Model, recomputed: str) -> list[Tensor] | None:
     """Return the forward values to save: results of calls on a weight matrix, or every second of them."""
     if not recomputed:
         return None
-    calls = Graph([model.loss]).calls
-    products = [
-        call.results[0]
-        for call in calls
-        if any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
-    ]
+
+    def reads_matrix(call: Call) -> bool:
+        return any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
+
+    products = [call.results[0] for call in Graph([model.loss]).calls if reads_matrix(call)]
     return products if recomputed == "all but products" else products[::2][:-1]

@@ -6,25 +6,18 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.gguf import GGUF, DeferredTensor, GGUFError, MetadataValue, write_gguf
+from packtrain.training.checkpoint_shards import LazyArrays
 
 ARCHITECTURE = "packtrain-model"
 
 
-class MappedTensors(Mapping[str, np.ndarray]):
+class MappedTensors(LazyArrays):
     """Mapping from names to the mapped tensors of a GGUF file; `metadata` holds its other values."""
 
     def __init__(self, path: Path) -> None:
-        self._gguf = GGUF(path)
-        self.metadata = dict(self._gguf.metadata)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._gguf.array(name)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._gguf.entries)
-
-    def __len__(self) -> int:
-        return len(self._gguf.entries)
+        gguf = GGUF(path)
+        super().__init__(gguf.array, gguf.entries)
+        self.metadata = dict(gguf.metadata)
 
 
 def save(

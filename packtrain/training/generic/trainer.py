@@ -15,15 +15,15 @@ from packtrain.dtypes import TRAINABLE, WRITABLE, f32
 from packtrain.engine.backends import DEVICES
 from packtrain.engine.backends import target as target_of
 from packtrain.engine.executor import Session
-from packtrain.engine.optim import ROUNDING, Optimizer, update_graph
+from packtrain.engine.optim import Optimizer, update_graph
 from packtrain.engine.tensor import Tensor
 from packtrain.kernels.quantized_arrays import quantize
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP
-from packtrain.training.checkpoint_shards import SessionArrays
+from packtrain.training.checkpoint_shards import LazyArrays
 from packtrain.training.generic.dataset import Dataset
 from packtrain.training.generic.fit_model import Model, initial_weight
 from packtrain.training.generic.fit_variants import Build, FitRequest, StepVariant, choose
-from packtrain.training.training_engine import EngineStep, NotFinite, diagnose_step
+from packtrain.training.training_engine import NotFinite, StepEngine
 
 Arrays = Mapping[str, np.ndarray]
 OP_ORDERS = ("written", "least")
@@ -38,7 +38,7 @@ class FitStepResult:
     evaluations: int = 1
 
 
-class Trainer:
+class Trainer(StepEngine):
     """Trains and evaluates a model, in memory that is planned and reserved when the trainer is created.
 
     model      a Model, a scalar loss, or a function from a number of datapoints to either
@@ -83,13 +83,10 @@ class Trainer:
         release_memory()  # now the memory of kernels is part of the baseline
         self.baseline = private_nbytes() + beside
         self.form: StepVariant = choose(request, optimizer, target_of(device), limit, self.baseline)
-        self.seed, self.inputs, self.say, self.done = seed, inputs, on_message, 0
-        self._bad = self._num_summed = 0
-        self._last_step: EngineStep | None = None  # the last step, if its gradients are still there
+        self.inputs, self.say, self.done, self._num_summed = inputs, on_message, 0, 0
         self._batch_buffers = dict[str, np.ndarray]()  # a batch of data
         self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
-        self.session = Session()
-        self.run = self.session.executors(self.form.placed, self.form.plans)
+        super().__init__(Session(), self.form.placed, self.form.plans, seed)
         self._init_weights(values or {})
 
     def _init_weights(self, values: Arrays) -> None:
@@ -143,17 +140,17 @@ class Trainer:
     # ---- values
 
     @property
-    def weights(self) -> SessionArrays:
+    def weights(self) -> LazyArrays:
         """Weights by name, read on access; they change as the trainer runs."""
-        names = [n for n, t in self.form.leaves.items() if t.kind == "weight"]
-        return SessionArrays(self.session, names)
+        names = (n for n, t in self.form.leaves.items() if t.kind == "weight")
+        return LazyArrays(self.session.view, names)
 
     @property
-    def saved(self) -> SessionArrays:
+    def saved(self) -> LazyArrays:
         """Weights and moments: what a checkpoint holds."""
         roles = "weight", "table", "moment"
-        names = [n for n, t in self.form.leaves.items() if t.role in roles]
-        return SessionArrays(self.session, names)
+        names = (n for n, t in self.form.leaves.items() if t.role in roles)
+        return LazyArrays(self.session.view, names)
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -203,16 +200,10 @@ class Trainer:
             self._graph_inputs(first, {n: v[at : at + self.rows] for n, v in batch.items()}, part)
             for part, at in starts
         ]
-        rounding = np.array([self.seed, number], np.int64)
-        needs_rounding = any(ROUNDING in run.inputs for run in self.run.values())
-        shared_inputs = {ROUNDING: rounding} if needs_rounding else {}
-        engine_step = EngineStep(self.run, batch_inputs, shared_inputs, self._last_step)
-        self._last_step = None
-        outputs = self.optimizer.drive(engine_step, number, self.lr)
-        self._last_step = engine_step if self.optimizer.evaluations > 1 else None
+        engine_step, outputs = self.drive(self.optimizer, batch_inputs, number, number, self.lr)
         self.done = number
         try:
-            self._bad, skip_reason = diagnose_step(outputs, engine_step, self._bad)
+            skip_reason = self.diagnose(engine_step, outputs)
         except NotFinite as error:
             raise NotFinite(f"step {number}: {error}") from None
         if engine_step.note:
@@ -224,9 +215,10 @@ class Trainer:
 
     def check_finite(self) -> None:
         """Raise NotFinite if the last step was skipped, because its loss or gradient was not finite."""
-        if self._bad:
+        if self.num_bad_steps:
+            bad_steps = plural(self.num_bad_steps, "step")
             raise NotFinite(
-                f"step {self.done}: the loss or gradient is not finite, as of {plural(self._bad, 'step')} at the end"
+                f"step {self.done}: the loss or gradient is not finite, as of {bad_steps} at the end"
             )
 
     def _graph_inputs(self, graph: str, batch: Arrays, batch_number: int) -> dict[str, Any]:

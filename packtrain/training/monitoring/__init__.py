@@ -31,12 +31,8 @@ class RunMonitor:
     def __init__(
         self, folder: Path, events: Events, *, tensorboard: bool = True, writes: bool = True
     ) -> None:
-        self.folder, self.events, self.tensorboard, self.writes = (
-            folder,
-            events,
-            tensorboard,
-            writes,
-        )
+        self.folder, self.events = folder, events
+        self.tensorboard, self.writes = tensorboard, writes
         self.curve, self.peak = LossCurve(), MemoryPeak()
         self._peak_stack = ExitStack()
         self.log_files: list[MetricsFile | EventFile] = []

@@ -17,14 +17,8 @@ from packtrain.common.text import plural
 BINS = 500  # even, because they are joined in pairs; each gives two points of the outline
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 724, 68, 368  # the plot within the picture
-BLUE, PALE, ORANGE, RED, INK, GRID = (
-    "#1d4ed8",
-    "#bfd0f7",
-    "#ea580c",
-    "#dc2626",
-    "#475569",
-    "#e5e9f0",
-)
+BLUE, PALE, ORANGE, RED = "#1d4ed8", "#bfd0f7", "#ea580c", "#dc2626"
+INK, GRID = "#475569", "#e5e9f0"
 
 Point = tuple[float, float]
 

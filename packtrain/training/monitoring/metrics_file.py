@@ -14,16 +14,8 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.files import atomic_file
 
-FIRST_KEYS = (
-    "step",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_second",
-    "positions_per_second",
-    "seconds",
-)
+SPEED_KEYS = "tokens_per_second", "positions_per_second"
+FIRST_KEYS = "step", "tokens", "loss", "lr", "grad_norm", *SPEED_KEYS, "seconds"
 
 
 class MetricsFile:

@@ -9,17 +9,15 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from packtrain.common.text import clock, speed_text
 
-PLAIN_SECONDS = 10.0  # between progress lines that cannot be redrawn
-MakeBar = Callable[[int], Any]  # the number of steps -> a bar
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
 
@@ -54,7 +52,7 @@ class ProgressLine:
         if self.bar is not None:
             if is_first_or_last or now >= self.bar.due:
                 line_parts = self._line_parts(step, now, peak_nbytes)
-                with self._ignoring_os_errors():
+                with suppress(OSError):  # a run outlives its terminal or pipe
                     self.bar.draw(step, [line_parts[key] for key in BRIEF])
         elif is_first_or_last or step % self.report_every == 0:
             line_parts = self._line_parts(step, now, peak_nbytes)
@@ -82,22 +80,16 @@ class ProgressLine:
 
     def print_above(self, text: str) -> None:
         """Print a line above the one that is redrawn."""
-        with self._ignoring_os_errors():
+        with suppress(OSError):
             if self.bar is not None:
                 self.bar.print_above(text)
             else:
                 print(text, file=self.stream, flush=True)
 
-    @contextmanager
-    def _ignoring_os_errors(self) -> Iterator[None]:
-        """Ignore errors of the terminal or pipe: a run outlives it."""
-        with suppress(OSError):
-            yield
-
     def close(self) -> None:
         """Restore the terminal and keep the last line."""
         if self.bar is not None:
-            with self._ignoring_os_errors():
+            with suppress(OSError):
                 self.bar.close()
 
 
@@ -120,36 +112,6 @@ def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
         for metric in ("margin", "accuracy")
     )
     return f"margin {margin:.3f}, chosen {100 * accuracy:.0f} %"
-
-
-class WorkProgress:
-    """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
-
-    def __init__(self, stream: TextIO, make_bar: MakeBar | None = None) -> None:
-        self.stream = stream
-        self.can_redraw = make_bar is not None or redraws(stream)
-        self.make_bar = make_bar or (lambda total: bar_module().TerminalBar(stream, total))
-        self.bar: Any = None
-        self.next_print_time = time.monotonic() + PLAIN_SECONDS
-
-    def report_progress(self, done: int, total: int, *parts: str) -> None:
-        now = time.monotonic()
-        with suppress(OSError):  # the work outlives the terminal
-            if self.can_redraw:
-                self.bar = self.bar or self.make_bar(total)
-                if done == total or now >= self.bar.due:
-                    self.bar.draw(done, parts)
-            elif now >= self.next_print_time:
-                print("  ".join(parts), file=self.stream, flush=True)
-                self.next_print_time = now + PLAIN_SECONDS
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            with suppress(OSError):
-                self.bar.close()
 
 
 def bar_module() -> Any:

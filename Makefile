@@ -32,12 +32,11 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# Figures that the README and the changelog quote. The peer, PyTorch, is not installed by this file.
+# Figures that docs/figures.md quotes, those that need no file. The peer, PyTorch, is not installed by this file.
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.packing
 	$(RUN) -m benchmarks.engine
 	$(RUN) -m benchmarks.bench
-	$(RUN) -m benchmarks.memory
 
 # docs/conformance.md: the same files through packtrain and llama.cpp, in about half an hour of two cores. Without
 # settings it builds what it needs in build/llama, with a C++ compiler: llama-server, llama-quantize, llama-perplexity and

@@ -101,8 +101,7 @@ def theirs(
 ) -> Callable[[], float]:
     """The same step in PyTorch, which has weights unpacked, as transformers has those of a GGUF file."""
     from benchmarks import torch_peer
-    from benchmarks.torch_llama import Llama
-    from benchmarks.torch_tuned import Tuned
+    from benchmarks.torch_llama import Llama, Tuned
 
     kernels.torch().set_float32_matmul_precision("high" if precision == TF32 else "highest")
     torch_device = "cpu" if device.startswith("torch:cpu") else device

@@ -171,8 +171,8 @@ def run_llama_bench(bench: Path, path: Path) -> tuple[dict[str, Any], list[float
         raise PeerError(f"{bench} gave an answer that is not understood: {error!r}") from None
 
 
-def write_random_preset(folder: Path, name: str) -> Path:
-    """The preset with random weights, in this type."""
+def write_random_preset(folder: Path, name: str, pure: bool = False) -> Path:
+    """The preset with random weights, in this type; `pure`: all matrices in that of the mix's name."""
     f32_path, path = folder / "F32.gguf", folder / f"{name}.gguf"
     if not f32_path.exists():
         config = PRESETS[PRESET]
@@ -181,7 +181,7 @@ def write_random_preset(folder: Path, name: str) -> Path:
             f32_path, config, vocabulary(config.vocab_size), values.__getitem__, name="random"
         )
     if path != f32_path:
-        quantize(QuantizeSettings(f32_path, path, name), Events())
+        quantize(QuantizeSettings(f32_path, path, name, pure=pure), Events())
     return path
 
 

@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
-from benchmarks.online import best_fit
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.files import atomic_file, check_writable, require_existing
@@ -38,6 +37,7 @@ from packtrain.engine.step import KernelStep
 from packtrain.engine.tensor import Call, Tensor
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from tests.online import best_fit
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"
 COLUMNS = ("id", "lower", "upper", "size")

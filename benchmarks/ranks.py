@@ -1,11 +1,9 @@
-"""Several processes, measured: python -m benchmarks.ranks overlap|predict|kills [--mbit 100] [--preset 15m] …
+"""Several processes, measured: python -m benchmarks.ranks overlap|predict [--mbit 100] [--preset 15m] …
 
 overlap  two hosts (network namespaces) with a throttled link: how much of the exchange is hidden behind the backward
          pass, beside the most that could be: each bucket leaving as soon as it is complete, at the link's rate
 predict  the step of 1, 2 and 4 processes, as `plan --nproc N --link RATE` predicts it and as it is; with more
          processes than cores, each is as much slower
-kills    a rank of a run, drawn by chance, is killed at a random moment, so many times; each time the run must end
-         within 30 seconds and go on, and at last be equal, bit for bit, to one that was left alone
 
 `overlap` and `predict` with --mbit need Linux, root and iproute2. Only a quiet machine means anything.
 """
@@ -13,7 +11,6 @@ kills    a rank of a run, drawn by chance, is killed at a random moment, so many
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -24,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.cli.main import main as packtrain
-from packtrain.gguf import GGUF
 from packtrain.planner.rank_exchange import last_arrival_time
 from packtrain.training import gradient_sums
 from packtrain.training.monitoring import metrics_file
 from tests.hosts import network_hosts
 from tests.kill import sample_text
-from tests.ranked import assert_same_runs, by_hand, run_checked, train_command
+from tests.ranked import by_hand, run_checked
 
 NUM_WARMUP_STEPS = 2  # steps that are not counted
 
@@ -171,65 +167,17 @@ def predicted(argv: list[str], ranks: int, mbit: float = 0.0) -> float:
     return float(line.partition(" s a step")[0].split()[-1])
 
 
-def kills(args: argparse.Namespace) -> None:
-    rng = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as tmp_folder:
-        folder = Path(tmp_folder)
-        (folder / "text.txt").write_text(sample_text())
-        common_flags = ["--save-every", "5", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
-        common_flags += ["--nproc", "2", "--zero", "1", "--grad-accumulation-steps", "2"]
-        longest, max_life = 0.0, args.life
-        for number in range(args.kills):
-            argv = train_command(folder, "killed", *common_flags, "--iters", "1000000", "--resume")
-            seconds = kill_rank(argv, rng.uniform(0, max_life), rng)
-            longest = max(longest, seconds)
-            step = step_of(folder / "killed.run/checkpoint.gguf")
-            print(
-                f"kill {number + 1}: ended after {seconds:.1f} s; step {step} is saved", flush=True
-            )
-        iters = ["--iters", str(step_of(folder / "killed.run/checkpoint.gguf") + 10)]
-        run_checked(train_command(folder, "killed", *common_flags, *iters, "--resume"))
-        run_checked(train_command(folder, "alone", *common_flags, *iters))
-        assert_same_runs(folder, "killed", "alone")
-        print(
-            f"{args.kills} kills: the longest end took {longest:.1f} s; equal, bit for bit, {iters[1]} steps"
-        )
-
-
-def kill_rank(argv: list[str], delay: float, rng: random.Random) -> float:
-    """Kill a rank of a run; how long the run then takes to end. It must say who was lost, or which signal it was."""
-    started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-    while len(children.read_text().split()) < 2:
-        time.sleep(0.01)
-    time.sleep(delay)
-    os.kill(int(rng.choice(children.read_text().split())), 9)
-    start_time = time.monotonic()
-    said = started.communicate(timeout=30)[1]
-    assert started.returncode and "ended by signal 9" in said, said
-    return time.monotonic() - start_time
-
-
-def step_of(checkpoint: Path) -> int:
-    if not checkpoint.exists():
-        return 0
-    return int(json.loads(GGUF(checkpoint).metadata["packtrain.checkpoint.progress"])["step"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["overlap", "predict", "kills"])
+    parser.add_argument("what", choices=["overlap", "predict"])
     parser.add_argument("--mbit", type=float, default=100.0)
     parser.add_argument("--preset", default="15m")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--life", type=float, default=12.0)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    {"overlap": overlap, "predict": predict, "kills": kills}[args.what](args)
+    {"overlap": overlap, "predict": predict}[args.what](args)
 
 
 if __name__ == "__main__":

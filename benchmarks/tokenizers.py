@@ -1,6 +1,6 @@
-"""Vocabularies against llama.cpp: ids of random texts and of every code point, pieces, ends; and speeds.
+"""Vocabularies against llama.cpp: ids of random texts and of every code point, pieces, ends.
 
-    python -m benchmarks.tokenizers VOCAB.gguf… [--texts 2000] [--text FILE] [--seed 1]
+    python -m benchmarks.tokenizers VOCAB.gguf… [--texts 2000] [--seed 1]
 
 llama.cpp comes as the package llama-cpp-python, which this project does not install. Exit code 0 if nothing differs.
 """
@@ -8,17 +8,13 @@ llama.cpp comes as the package llama-cpp-python, which this project does not ins
 import argparse
 import ctypes
 import random
-import statistics
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
 
-from packtrain.data.tokenizer import NORMAL, Tokenizer, encode_all
+from packtrain.data.tokenizer import NORMAL, Tokenizer
 from packtrain.gguf import GGUF
 
 UNITS = (
@@ -27,7 +23,6 @@ UNITS = (
     *"\u00a0\u2003\u3000\u0085\x0b\x1c\x00\u0301\u20e3\u0903\U0001f600\u200d\u20ac\u2581",
     "'s", "'RE", " don't", "\n\n", "   ", "  \n ", "1234567", "HelloWorld", "hello\u00c4World ", "...\n", "://",
 )  # fmt: skip
-ROUNDS, DOCUMENT = 5, 4096  # of the speeds; characters of a document
 BLOCK = 500  # code points in a text
 COUNT = 1 << 16  # ids that a text may have
 
@@ -35,24 +30,19 @@ COUNT = 1 << 16  # ids that a text may have
 class Theirs:
     """The vocabulary of a file in llama.cpp."""
 
-    def resize_ids(self, count: int) -> None:
-        self._ids = (llama_cpp.llama_token * count)()
-
     def __init__(self, path: Path) -> None:
         settings = llama_cpp.llama_model_default_params()
         settings.vocab_only = True
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.resize_ids(COUNT)
-
-    def count(self, raw: bytes, special: bool) -> int:
-        """Tokenize; the ids are kept."""
-        return llama_cpp.llama_tokenize(
-            self.vocab, raw, len(raw), self._ids, len(self._ids), False, special
-        )
+        self._ids = (llama_cpp.llama_token * COUNT)()
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return list(self._ids[: self.count(text.encode(), special)])
+        raw = text.encode()
+        count = llama_cpp.llama_tokenize(
+            self.vocab, raw, len(raw), self._ids, COUNT, False, special
+        )
+        return list(self._ids[:count])
 
     def piece(self, id: int) -> bytes:
         buffer = ctypes.create_string_buffer(1024)
@@ -120,38 +110,10 @@ def vectors(path: Path) -> tuple[int, int]:
     return len(inputs), wrong
 
 
-def rate(nbytes: int, work: Callable[[], object]) -> float:
-    start_time = time.perf_counter()
-    work()
-    return nbytes / (time.perf_counter() - start_time) / 1e6
-
-
-def speeds(path: Path, text: str) -> str:
-    """MB/s of both sides by turns, medians: one thread each, a vocabulary just opened, and documents on all threads."""
-    peer, metadata, size = Theirs(path), GGUF(path).metadata, len(text.encode())
-    peer.resize_ids(size)
-    documents = [(text[i : i + DOCUMENT], True) for i in range(0, len(text), DOCUMENT)]
-    rates: dict[str, list[float]] = {"opened": [], "again": [], "llama.cpp": [], "documents": []}
-    for _ in range(ROUNDS):
-        tokenizer = Tokenizer(metadata, compile_threshold=0)
-        sides: dict[str, Callable[[], object]] = {
-            "opened": partial(tokenizer.encode, text, special=False),
-            "again": partial(tokenizer.encode, text, special=False),
-            "llama.cpp": partial(peer.count, text.encode(), False),
-            "documents": partial(deque, encode_all(tokenizer, documents), 0),
-        }
-        for name, work in sides.items():
-            rates[name].append(rate(size, work))
-    medians = {name: statistics.median(speeds) for name, speeds in rates.items()}
-    ratios = ", ".join(f"{name} {medians[name] / medians['llama.cpp']:.2f}" for name in rates)
-    return "; ".join(f"{name} {speed:.1f}" for name, speed in medians.items()) + f" MB/s; {ratios}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("vocabularies", nargs="+", type=Path, metavar="VOCAB.gguf")
     parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--text", type=Path, help="a file for the speed")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda *_: None)
@@ -160,9 +122,8 @@ def main() -> int:
     for path in args.vocabularies:
         done, wrong = compare(path, random.Random(args.seed), args.texts)
         listed, failures = vectors(path)
-        speed = f"; {speeds(path, args.text.read_text())}" if args.text else ""
         print(
-            f"{path.name}: {wrong} of {done:,} texts and pieces differ, {failures} of {listed} vectors{speed}"
+            f"{path.name}: {wrong} of {done:,} texts and pieces differ, {failures} of {listed} vectors"
         )
         failed += wrong + failures
     return int(failed > 0)

@@ -96,6 +96,41 @@ class Llama(torch.nn.Module):
         return losses @ weights.flatten()
 
 
+class Tuned(Llama):
+    """The model frozen, with low-rank additions to the matrices of its blocks, as PEFT computes them."""
+
+    def __init__(
+        self,
+        config: Config,
+        values: Mapping[str, np.ndarray],
+        rank: int,
+        scale: float,
+        real: bool = False,
+    ) -> None:
+        super().__init__(config, values, real)
+        self.scale = scale
+        self.w.requires_grad_(False)
+        matrices = {
+            name: w for name, w in self.w.items() if name.startswith("blk") and w.dim() == 2
+        }
+        halves = {
+            half: {
+                name: torch.nn.Parameter(1e-3 * torch.randn(shape(w)))
+                for name, w in matrices.items()
+            }
+            for half, shape in (
+                ("a", lambda w: (rank, w.shape[1])),
+                ("b", lambda w: (w.shape[0], rank)),
+            )
+        }
+        self.a, self.b = (torch.nn.ParameterDict(halves[half]) for half in "ab")
+
+    def linear(self, x: Array, name: str) -> Array:
+        key = f"{name}.weight".replace(".", "/")
+        low = F.linear(F.linear(x, self.a[key]), self.b[key])
+        return super().linear(x, name) + self.scale * low
+
+
 def optimizer(
     model: Llama, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1
 ) -> Update:

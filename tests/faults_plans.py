@@ -9,7 +9,6 @@ import numpy as np
 from pytest import MonkeyPatch
 
 import packtrain as pt
-from benchmarks import online
 from packtrain.engine import transfer_overlap
 from packtrain.engine.backends import cuda_caching
 from packtrain.engine.backends.host import Host
@@ -21,7 +20,7 @@ from packtrain.engine.placement import Placed
 from packtrain.engine.step import FINISH_COPY
 from packtrain.engine.transfers import TransferCopies
 from packtrain.planner.checkpointing import middle_blocks
-from tests import bit_checks, plan_checks, pool_checks, search_checks, stream_checks
+from tests import bit_checks, online, plan_checks, pool_checks, search_checks, stream_checks
 from tests.faults import (
     case_check,
     fault,

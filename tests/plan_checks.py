@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 import packtrain as pt
-from benchmarks.online import best_fit
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Host, Target
 from packtrain.engine.memory_plan.memory_order import call_dependencies
@@ -18,6 +17,7 @@ from packtrain.engine.packing import lower_bound, packing_height
 from packtrain.engine.placement import BARRIER
 from packtrain.engine.tensor import Tensor
 from tests import checks
+from tests.online import best_fit
 from tests.random_graphs import Case, random_case
 
 Change = Callable[[Plan], Plan]

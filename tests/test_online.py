@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.online import BARRIER, Allocator, BufferUse, NoSpace, best_fit, replay_steps
+from tests.online import BARRIER, Allocator, BufferUse, NoSpace, best_fit, replay_steps
 
 FULL = 1000  # bytes of the allocators below
 

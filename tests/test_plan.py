@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from benchmarks.online import best_fit
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Target
 from packtrain.engine.memory_plan import Plan
@@ -15,6 +14,7 @@ from packtrain.engine.memory_plan.memory_plan import Packer
 from packtrain.engine.packing import lower_bound, pack, packing_height
 from packtrain.engine.packing.pack import first_fit
 from tests import checks, plan_checks
+from tests.online import best_fit
 from tests.plan_checks import small_graph
 from tests.random_graphs import random_case
 

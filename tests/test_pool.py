@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.data.token_cache import STACK_NBYTES
+
 SOURCE = textwrap.dedent("""
     import sys
     import numpy as np
@@ -111,3 +113,16 @@ def test_threads_that_have_nothing_to_do_sleep(tmp_path: Path):
         print("good" if time.process_time() - used < 0.1 else time.process_time() - used)
     """
     assert program_output(tmp_path, body) == "good"
+
+
+def test_threads_of_the_child_that_reads_data_have_room_for_their_start():
+    code = (
+        "import threading\nfrom packtrain.data.token_cache import STACK_NBYTES\n"
+        "threading.stack_size(STACK_NBYTES)\nimport numpy as np\nfrom packtrain import kernels\n"
+        "x = np.ones(1 << 20, np.float32)\ny = np.empty_like(x)\n"
+        "kernels.elementwise.scale(y, x, 2.0, 1.0)\nassert (y == 3).all() and kernels.threads() > 1\n"
+    )
+    environment = os.environ | {"NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert STACK_NBYTES >= (3 << 19) + (1 << 16)  # with a large L2 cache 1.5 MiB are touched

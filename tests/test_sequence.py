@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from benchmarks.online import Allocator, BufferUse, best_fit, replay_steps
 from packtrain.engine import backends, ops
 from packtrain.engine.backends import Host, Target
 from packtrain.engine.memory_plan.memory_order import call_dependencies, candidate_orders
 from packtrain.engine.placement import BARRIER, Placed
 from tests import checks, plan_checks
+from tests.online import Allocator, BufferUse, best_fit, replay_steps
 from tests.random_graphs import random_case
 
 UNIT = 64

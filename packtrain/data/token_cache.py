@@ -33,7 +33,8 @@ ReportProgress = Callable[[str], None]
 Recipe = TypeVar("Recipe")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
-STACK_NBYTES = 1 << 20
+# stack of a thread; one of the pool touches up to 1.5 MiB when it starts (kernels/pool.py)
+STACK_NBYTES = 7 << 18
 CHILD_START_NBYTES = 32 << 20  # memory of a child before it reads; 20 to 27 MiB were measured
 # memory of a second child that renders chats: for both children, 61 MiB were enough and 51 were not
 RENDERING_NBYTES = 32 << 20

@@ -59,9 +59,7 @@ class PlannedRun:
     found: TrainingCheckpoint | None  # checkpoint to resume from
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
-    shared: Callable[
-        [float], ExchangeTimes
-    ]  # times of a step over a link of so many bytes per second
+    shared: Callable[[float], ExchangeTimes]  # times of a step over a link of bytes per second
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # besides the job's: path, description, bytes
 
@@ -129,15 +127,10 @@ class PlannedRun:
 
     def _repr_html_(self) -> str:
         """The table of bytes, and the picture of the plan's largest buffers."""
-        rows = [
-            (label, size_text(nbytes), description)
-            for label, nbytes, description in [
-                *self._memory_rows(),
-                ("total", self.planned_nbytes, ""),
-            ]
-        ]
+        rows = [*self._memory_rows(), ("total", self.planned_nbytes, "")]
+        table = html_table((label, size_text(nbytes), reason) for label, nbytes, reason in rows)
         plan_picture = chart_svg(self.plans.largest_plan, **facts(self), rectangles=MAX_RECTANGLES)
-        return f"<pre>{escape(repr(self))}</pre>{html_table(rows)}{plan_picture}"
+        return f"<pre>{escape(repr(self))}</pre>{table}{plan_picture}"
 
     def __str__(self) -> str:
         return plan_text(

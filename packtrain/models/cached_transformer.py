@@ -8,9 +8,9 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named, state
 from packtrain.models import transformer, unfused_attention
 from packtrain.models.activation_rounding import rounded
-from packtrain.models.block_weights import Attend, Mixer, Weights
+from packtrain.models.block_weights import Attend, Mixer
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import count_lines
+from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS
 from packtrain.models.transformer import delta_rule, head, head_input, logits, output_norm, rule_of
 
@@ -198,6 +198,11 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
         precision=precision,
     )
     return losses
+
+
+def count_lines(time: int, max_sequences: int) -> int:
+    """Return the lines of cells that a run of `time` tokens reads: one per sequence, and an empty one for padding."""
+    return min(time, max_sequences) + 1
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:

@@ -17,8 +17,8 @@ from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 from packtrain.models import transformer
-from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS
 from packtrain.models.transformer import LossOutputs
 

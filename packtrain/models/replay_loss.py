@@ -18,8 +18,8 @@ from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 from packtrain.models import transformer
-from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 from packtrain.models.transformer import LossOutputs
 
 IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inputs

@@ -19,9 +19,10 @@ from packtrain.models import altup, unfused_attention
 from packtrain.models.activation_rounding import matmul_weight, rounded
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
 from packtrain.models.block import transformer_block
-from packtrain.models.block_weights import Mixer, RopeTables, Weights, apply_norm
+from packtrain.models.block_weights import Mixer, RopeTables, apply_norm
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
+from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, unused_weights, weight_shapes
 
 ADDING = tuple(f"{name}.weight" for name in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))

@@ -21,7 +21,7 @@ from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, weight
 from packtrain.models import altup, transformer
 from packtrain.models.block import transformer_block
-from packtrain.models.block_weights import Weights
+from packtrain.models.lora_weights import Weights
 from packtrain.models.model_file import ModelFile
 
 TokenBatch = Mapping[str, np.ndarray]

@@ -11,7 +11,6 @@ from packtrain.models.activation_rounding import rounded
 from packtrain.models.block_weights import Attend, Mixer
 from packtrain.models.config import Config
 from packtrain.models.lora_weights import Weights
-from packtrain.models.tensor_shapes import HEAD_BIAS
 from packtrain.models.transformer import delta_rule, head, head_input, logits, output_norm, rule_of
 
 STATES = 2  # per sequence: a run reads one and writes the other
@@ -186,18 +185,7 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
     """Return losses (count,) of `targets` after hidden states `x` (count, C), the output of the last norm."""
     x = rounded(config, head_input(config, input("x", (count, config.embedding_length))), head(w))
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
-    softcap, precision = config.final_softcap, config.precision
-    _, losses, *_ = ops.linear_cross_entropy(
-        x,
-        head(w),
-        targets,
-        weights,
-        w.get(HEAD_BIAS),
-        chunk=chunk,
-        softcap=softcap,
-        precision=precision,
-    )
-    return losses
+    return transformer.cross_entropy(config, w, x, targets, weights, chunk)[1]
 
 
 def count_lines(time: int, max_sequences: int) -> int:

@@ -236,16 +236,10 @@ class _FalconDtypeRules(_DtypeRules):
     def _down_dtype(self, name: str) -> Dtype:
         default_dtype = super()._down_dtype(name)
         index = self.tensor_counts["ffn_down"] - 1
-        first_dtype, spread_dtype, other_dtype = FALCON_DOWN_DTYPES.get(
-            self.mix.name, (default_dtype, default_dtype, default_dtype)
-        )
-        return (
-            first_dtype
-            if index < self.blocks // FEW_BLOCK_DIVISOR
-            else spread_dtype
-            if _gets_more_bits(index, self.blocks)
-            else other_dtype
-        )
+        first, spread, other = FALCON_DOWN_DTYPES.get(self.mix.name, (default_dtype,) * 3)
+        if index < self.blocks // FEW_BLOCK_DIVISOR:
+            return first
+        return spread if _gets_more_bits(index, self.blocks) else other
 
     def _attention_output_dtype(self) -> Dtype:
         return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype

@@ -102,12 +102,11 @@ class StreamPair:
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
-        executor, n = self._executor(Graph(outputs)), columns.stop - columns.start
+        n = columns.stop - columns.start
         squares = np.zeros((n, n), np.float32)
         shift = None if site.x is None else np.zeros((n, n), np.float32)
         num_tokens = 0
-        for batch_index in range(len(self.batches)):
-            run_outputs = executor(self._batch_inputs(executor, batch_index))
+        for batch_index, run_outputs in self.run_batches(Graph(outputs)):
             z = run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns]
             token_mask = self.real_masks[batch_index].reshape(-1)
             if site.expert is not None:
@@ -129,9 +128,7 @@ class StreamPair:
         for i in range(blocks):
             block = self.block(i)
             shared_x = {name: t for name, t in block.shared.items() if name.startswith("x")}
-            executor = self._executor(Graph({"x": block.x, **shared_x}))
-            for batch_index in range(len(self.batches)):
-                outputs = executor(self._batch_inputs(executor, batch_index))
+            for batch_index, outputs in self.run_batches(Graph({"x": block.x, **shared_x})):
                 self.x[batch_index] = outputs["x"]
                 self.shared[batch_index] |= {
                     f"{n}{name[1:]}": outputs[name] for name in shared_x for n in "xz"
@@ -140,9 +137,8 @@ class StreamPair:
             z[...] = x
 
     def advance_through(self, block: StreamBlock) -> None:
-        executor = self._executor(Graph({"x": block.x, "z": block.z, **block.shared}))
-        for batch_index in range(len(self.batches)):
-            outputs = executor(self._batch_inputs(executor, batch_index))
+        graph = Graph({"x": block.x, "z": block.z, **block.shared})
+        for batch_index, outputs in self.run_batches(graph):
             self.x[batch_index], self.z[batch_index] = outputs["x"], outputs["z"]
             self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 

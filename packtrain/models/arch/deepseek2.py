@@ -19,7 +19,6 @@ ATTENTION = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.o_proj": "attn_output",
 }  # fmt: skip
-ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
@@ -131,14 +130,14 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | arch.FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
+            ATTENTION | arch.FFN_NORM | arch.SCORED_ROUTER | arch.FEED_FORWARD | arch.SHARED,
             extra_metadata,
             EXPERTS,
             normalize_config=normalize_config,
             required_values=arch.fixed(attention_bias=False),
             size_keys=("vocab_size", *arch.SHARED_AND_DENSE),
             optional_tensors=optional_tensors,
-            suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
+            suffix_renames=arch.SCORE_RENAMES,
             more_blocks=True,
             mixer_fields=mixer_fields,
             latent_module="self_attn.kv_b_proj",

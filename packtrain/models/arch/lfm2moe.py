@@ -8,10 +8,7 @@ from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 SIGMOID_GATING = 2
-EXPERT_MODULES = {
-    "feed_forward.experts.{}.w1": "ffn_gate_exps", "feed_forward.experts.{}.w3": "ffn_up_exps",
-    "feed_forward.experts.{}.w2": "ffn_down_exps",
-}  # fmt: skip
+EXPERT_MODULES = arch.feed_forward("feed_forward.experts.{}", "_exps", arch.NUMBERED)
 ROUTER = {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b"}
 
 

@@ -6,7 +6,7 @@ from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import qwen3next
 from packtrain.models.arch.architecture import FEED_FORWARD, Keys, RowSpans
 from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES, FFN_NORM
+from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES
 from packtrain.models.arch.size_fields import ModelSizes
 
 SECTIONS = "rope.dimension_sections"
@@ -14,7 +14,9 @@ SEPARATE_MODULES = {
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
 }  # fmt: skip
-BLOCK = arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | SEPARATE_MODULES
+BLOCK = (
+    arch.ATTENTION | arch.HEAD_NORMS | arch.POST_ATTENTION_NORM | DELTA_MODULES | SEPARATE_MODULES
+)
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:

@@ -30,19 +30,15 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor.
-
-    lora_pairs  A (R, in) and B (out, R) for a matrix (out, in), with a leading axis of experts if the matrix has one;
-                for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
-    alpha       0 stands for a scale of 1, as in llama.cpp
-    ignored     vectors in the file that are not used, as in llama.cpp
-    aware       trained with W + scale * B A rounded to the base's quantization blocks, as ops.stored_sum merges it
-    """
+    """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor."""
 
     architecture: str
-    alpha: float
+    alpha: float  # 0 stands for a scale of 1, as in llama.cpp
+    # A (R, in) and B (out, R) for a matrix (out, in), with a leading axis of experts if the matrix has one; for the
+    # embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
     lora_pairs: Mapping[str, Pair]
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # vectors in the file that are not used, as in llama.cpp
+    # trained with W + scale * B A rounded to the base's quantization blocks, as ops.stored_sum merges it
     aware: bool = False
 
     def scale_of(self, name: str) -> float:

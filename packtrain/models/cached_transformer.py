@@ -20,20 +20,14 @@ MAX_EXACT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The cells of a KV cache.
+    """The cells of a KV cache."""
 
-    num_cells            cells of blocks that attend to all earlier tokens
-    ring                 cells of blocks with a window, reused once no window sees them; 0: the blocks use `num_cells`
-    dtype                element type of keys and values: f32, f16 or q8_0
-    max_sequences        most sequences of a run
-    max_sequence_tokens  most tokens of one sequence; 0: all cells
-    """
-
-    num_cells: int
+    num_cells: int  # cells of blocks that attend to all earlier tokens
+    # cells of blocks with a window, reused once no window sees them; 0: the blocks use `num_cells`
     ring: int = 0
-    dtype: Dtype = f32
-    max_sequences: int = 1
-    max_sequence_tokens: int = 0
+    dtype: Dtype = f32  # element type of keys and values: f32, f16 or q8_0
+    max_sequences: int = 1  # most sequences of a run
+    max_sequence_tokens: int = 0  # most tokens of one sequence; 0: all cells
 
     @property
     def max_context(self) -> int:

@@ -31,18 +31,15 @@ MATMUL_OPS = {ops.matmul, ops.matmul_id}
 
 @dataclass(frozen=True, slots=True)
 class MatrixInput:
-    """The input of some matrices of a block: x in the exact stream, z in the merged one.
-
-    expert   for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in
-             another order
-    experts  number of experts
-    """
+    """The input of some matrices of a block: x in the exact stream, z in the merged one."""
 
     matrix_names: tuple[str, ...]
     x: Tensor | None
     z: Tensor
+    # for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in another
+    # order
     expert: tuple[Tensor, Tensor] | None = None
-    experts: int = 1
+    experts: int = 1  # number of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +160,12 @@ def padding_mask(batch: TokenBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StreamGraphs:
-    """Builds the graphs of both streams for batches of one shape; inputs are `x` and `z` (B, T, C), `pos` and `seq`.
-
-    merged_names  names of the leaves that only the merged stream has
-    """
+    """Builds the graphs of both streams for batches of one shape; inputs are `x` and `z` (B, T, C), `pos` and `seq`."""
 
     adapted: ModelFile
     x: Weights
     z: Weights
-    merged_names: Mapping[Tensor, str]
+    merged_names: Mapping[Tensor, str]  # names of the leaves that only the merged stream has
     shape: tuple[int, ...]
 
     @classmethod

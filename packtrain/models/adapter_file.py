@@ -158,11 +158,9 @@ def fit_adapter(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
     """Return a file's adapter as a change of this base's matrices. Raises InputError if it does not fit."""
     check_fits(adapter, path, base)
     expert_factors = _expert_factors(adapter.lora_pairs, base)
-    return (
-        replace(adapter, lora_pairs=_DividedPairs(adapter.lora_pairs, expert_factors))
-        if expert_factors
-        else adapter
-    )
+    if not expert_factors:
+        return adapter
+    return replace(adapter, lora_pairs=_DividedPairs(adapter.lora_pairs, expert_factors))
 
 
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:

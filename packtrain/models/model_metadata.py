@@ -153,15 +153,12 @@ def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
     """Read sliding windows, for architectures that have them."""
     if not keys.architecture.has_windows(keys.size("block_count")):
         return {}
-    window_pattern = keys.get(WINDOWS)
-    is_bool_array = isinstance(window_pattern, np.ndarray) and window_pattern.dtype.kind in "biu"
-    if is_bool_array and len(window_pattern) >= keys.size("block_count"):
-        window_pattern = tuple(map(bool, window_pattern.tolist()))
-    elif isinstance(window_pattern, np.ndarray):
-        expected = f"{keys.size('block_count')} times a truth"
-        raise keys.wrong(WINDOWS, window_pattern, expected)
-    else:
-        window_pattern = keys.size(WINDOWS, min_size=0)
+    window_pattern, num_blocks = keys.get(WINDOWS), keys.size("block_count")
+    is_array = isinstance(window_pattern, np.ndarray)
+    flags = tuple(map(bool, keys.numbers(WINDOWS, "biu")))
+    if is_array and (not flags or len(flags) < num_blocks):
+        raise keys.wrong(WINDOWS, window_pattern, f"{num_blocks} times a truth")
+    window_pattern = flags if is_array else keys.size(WINDOWS, min_size=0)
     window, chunk = keys.size(WINDOW_KEY, min_size=0), keys.architecture.attention_chunk
     if chunk and not window:
         raise keys.wrong(WINDOW_KEY, window, f"left out, or {chunk}")
@@ -253,11 +250,12 @@ def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, M
         **_factor_metadata(config),
         **expert_metadata.weight_keys(config),
     }
-    general = _general_metadata(arch, name, dtype)
+    general = general_metadata(arch, name, dtype)
     return general | {f"{arch}.{key}": value for key, value in values_by_key.items()}
 
 
-def _general_metadata(architecture: str, name: str, dtype: str) -> dict[str, MetadataValue]:
+def general_metadata(architecture: str, name: str, dtype: str) -> dict[str, MetadataValue]:
+    """Return the general.* keys of a model whose matrices are of `dtype`."""
     return {
         "general.architecture": MetadataValue("string", architecture),
         "general.type": MetadataValue("string", "model"),

@@ -161,11 +161,9 @@ class _DtypeRules:
         if self.experts == NUM_RICH_EXPERTS:
             return q8_0
         num_first = NUM_FEW_VALUES if self.mix.has_few_first else NUM_FIRST_VALUES
-        default_dtype = (
-            self.mix.attn_v_grouped
-            if self.mix.attn_v_grouped and self._sharing()
-            else self.mix.attn_v
-        )
+        default_dtype = self.mix.attn_v
+        if self.mix.attn_v_grouped and self._sharing():
+            default_dtype = self.mix.attn_v_grouped
         dtype = self._instead(index, num_first, self.values, default_dtype)
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 

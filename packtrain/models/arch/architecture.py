@@ -251,10 +251,13 @@ class Family:
     latent_module: str = ""  # module that makes keys and values of all heads from a narrow vector
     blank: str = ""  # prefix of placeholder pieces, which stand for nothing
 
-    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-        """Return the additional metadata. Raises InputError for configs that would compute something else."""
+    def check_values(self, hf_config: HFConfig) -> None:
+        """Raise InputError for configs without the required values."""
         for key, (default, *allowed) in self.required_values.items():
             hf_config.require_one_of(key, default, *allowed)
+
+    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+        """Return the additional metadata. Raises InputError for configs that would compute something else."""
         keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
         if self.rotated_share:
             keys["rope.dimension_count"] = hf_config.rotated_width(

@@ -31,18 +31,17 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    q_rank = hf_config.size("q_lora_rank") if hf_config.get("q_lora_rank") else 0
     return {
         "value_length": hf_config.size("v_head_dim"),
         "rope_dims": hf_config.size("qk_rope_head_dim"),
-        "q_lora_rank": q_rank,
+        "q_lora_rank": hf_config.optional_size("q_lora_rank"),
         "kv_lora_rank": hf_config.size("kv_lora_rank"),
     }
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    dense = hf_config.size("first_k_dense_replace") if hf_config.get("first_k_dense_replace") else 0
-    return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts"), dense
+    width = hf_config.size(*WIDTH) * hf_config.size("n_shared_experts")
+    return width, hf_config.optional_size("first_k_dense_replace")
 
 
 def routing_metadata(hf_config: HFConfig) -> arch.Keys:

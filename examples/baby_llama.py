@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 import packtrain as pt
+from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CellTable
 from packtrain.models.lora import A, Lora
 
 LEVELS, PERIOD, TIME, ROWS, PROMPT_LENGTH = 16, 19.0, 64, 16, 8

@@ -6,10 +6,10 @@ import numpy as np
 
 import packtrain as pt
 from packtrain.engine.optim import AdamW, training_graph
+from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CellTable
 
 ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 

@@ -14,12 +14,12 @@ from packtrain import Graph, differentiate, interpret
 from packtrain.cli.main import main
 from packtrain.common.errors import InputError
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
+from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch.refused_architectures import ARCHITECTURES_BY_NEED
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config, RopeScaling
-from packtrain.models.kv_cell_table import CellTable
 from packtrain.models.model_file import open_model
 from packtrain.models.model_metadata import model_metadata
 from tests.architectures import BIASES, CONFIGS, YARN, random_model, random_weights, vocabulary

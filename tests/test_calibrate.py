@@ -15,7 +15,7 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.memory import MemoryPeak, private_nbytes, release_memory
 from packtrain.conversion.calibration.block_streams import StreamPair
-from packtrain.conversion.calibration.importance import load_importance
+from packtrain.conversion.calibration.imatrix_file import load_importance
 from packtrain.gguf import GGUF, MetadataValue, write_gguf
 from packtrain.kernels.quantized_arrays import quantize as packed
 from packtrain.models.model_file import open_model

@@ -7,9 +7,9 @@ from packtrain.engine.backends import aligned, cpu
 from packtrain.engine.graph import Graph
 from packtrain.engine.optim import AdamW
 from packtrain.engine.placement import place
+from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
-from packtrain.models.kv_cell_table import CellTable
 from packtrain.planner.checkpointing import uniform_choice
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import EVALUATE, MICRO, STEP, UPDATE, make_plans

@@ -10,11 +10,11 @@ from packtrain import Executor, Graph, Session, Stopped, interpret
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import constant, input, state
+from packtrain.inference.kv_cache.kv_cells import CacheFull, CellTable
 from packtrain.kernels import quantized_arrays
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CacheFull, CellTable
 from tests.models import CONFIG, bind_graph, logits_graph, same_bits, seeded_weights
 
 TOLERANCE = 1e-5  # of the largest logit

@@ -4,10 +4,10 @@ import numpy as np
 
 from packtrain import Graph, Session, make_plan, place, verify
 from packtrain.engine.optim import AdamW, training_graph
+from packtrain.inference.kv_cache.kv_cells import CellTable
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CellTable
 
 CONFIG = Config(
     vocab_size=17,

@@ -55,17 +55,14 @@ SCALE_TOLERANCE, NUM_COMPARED_ROWS = 1e-9, 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """The place of a checkpoint's matrix in the base: its tensor, its expert, and its heads if rows are permuted.
-
-    row_spans     rows of the checkpoint in the order of the base, each (from, to); none: all, in their order
-    column_spans  columns of the checkpoint, likewise
-    """
+    """The place of a checkpoint's matrix in the base: its tensor, its expert, and its heads if rows are permuted."""
 
     tensor: str
     expert: int | None = None
     heads: int = 0
+    # rows of the checkpoint in the order of the base, each (from, to); none: all, in their order
     row_spans: RowSpans = ()
-    column_spans: RowSpans = ()
+    column_spans: RowSpans = ()  # columns of the checkpoint, likewise
 
     def to_base_order(self, a: np.ndarray, b: np.ndarray) -> Pair:
         """Return A and B with columns and rows in the order of the base."""

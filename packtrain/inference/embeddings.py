@@ -8,7 +8,7 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
 from packtrain.inference.kv_cache import Context
-from packtrain.models.kv_cell_table import SEQUENCES
+from packtrain.inference.kv_cache.kv_cells import SEQUENCES
 from packtrain.models.model_file import ModelFile
 
 POOLINGS = "mean", "cls", "last"

@@ -30,19 +30,15 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor.
-
-    lora_pairs  A (R, in) and B (out, R) for a matrix (out, in), with a leading axis of experts if the matrix has one;
-                for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
-    alpha       0 stands for a scale of 1, as in llama.cpp
-    ignored     vectors in the file that are not used, as in llama.cpp
-    aware       trained with W + scale * B A rounded to the base's quantization blocks, as ops.stored_sum merges it
-    """
+    """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor."""
 
     architecture: str
-    alpha: float
+    alpha: float  # 0 stands for a scale of 1, as in llama.cpp
+    # A (R, in) and B (out, R) for a matrix (out, in), with a leading axis of experts if the matrix has one; for the
+    # embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
     lora_pairs: Mapping[str, Pair]
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # vectors in the file that are not used, as in llama.cpp
+    # trained with W + scale * B A rounded to the base's quantization blocks, as ops.stored_sum merges it
     aware: bool = False
 
     def scale_of(self, name: str) -> float:
@@ -162,11 +158,9 @@ def fit_adapter(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
     """Return a file's adapter as a change of this base's matrices. Raises InputError if it does not fit."""
     check_fits(adapter, path, base)
     expert_factors = _expert_factors(adapter.lora_pairs, base)
-    return (
-        replace(adapter, lora_pairs=_DividedPairs(adapter.lora_pairs, expert_factors))
-        if expert_factors
-        else adapter
-    )
+    if not expert_factors:
+        return adapter
+    return replace(adapter, lora_pairs=_DividedPairs(adapter.lora_pairs, expert_factors))
 
 
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:

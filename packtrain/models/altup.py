@@ -9,8 +9,9 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, named
 from packtrain.models.activation_rounding import matmul_weight
 from packtrain.models.arch.architecture import STREAMS_IN, STREAMS_OUT
-from packtrain.models.block_weights import BlockBuilder, Weights
+from packtrain.models.block_weights import BlockBuilder
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 
 NORM_EPS = 1e-20  # added to mean squares, so that their roots have a slope at 0
 

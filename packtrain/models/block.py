@@ -7,8 +7,9 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor
 from packtrain.models import altup, latent_attention, mamba
 from packtrain.models.arch.architecture import CHOICE, CONV_INPUTS, CONV_OUT, LAYER_SCALE, SCAN_OUT
-from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables, Weights
+from packtrain.models.block_weights import BlockBuilder, Mixer, RopeTables
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 
 SPARSITY_DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; from gemma3n.cpp
 

@@ -8,10 +8,9 @@ from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named, state
 from packtrain.models import transformer, unfused_attention
 from packtrain.models.activation_rounding import rounded
-from packtrain.models.block_weights import Attend, Mixer, Weights
+from packtrain.models.block_weights import Attend, Mixer
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import count_lines
-from packtrain.models.tensor_shapes import HEAD_BIAS
+from packtrain.models.lora_weights import Weights
 from packtrain.models.transformer import delta_rule, head, head_input, logits, output_norm, rule_of
 
 STATES = 2  # per sequence: a run reads one and writes the other
@@ -21,20 +20,14 @@ MAX_EXACT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The cells of a KV cache.
+    """The cells of a KV cache."""
 
-    num_cells            cells of blocks that attend to all earlier tokens
-    ring                 cells of blocks with a window, reused once no window sees them; 0: the blocks use `num_cells`
-    dtype                element type of keys and values: f32, f16 or q8_0
-    max_sequences        most sequences of a run
-    max_sequence_tokens  most tokens of one sequence; 0: all cells
-    """
-
-    num_cells: int
+    num_cells: int  # cells of blocks that attend to all earlier tokens
+    # cells of blocks with a window, reused once no window sees them; 0: the blocks use `num_cells`
     ring: int = 0
-    dtype: Dtype = f32
-    max_sequences: int = 1
-    max_sequence_tokens: int = 0
+    dtype: Dtype = f32  # element type of keys and values: f32, f16 or q8_0
+    max_sequences: int = 1  # most sequences of a run
+    max_sequence_tokens: int = 0  # most tokens of one sequence; 0: all cells
 
     @property
     def max_context(self) -> int:
@@ -186,18 +179,12 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
     """Return losses (count,) of `targets` after hidden states `x` (count, C), the output of the last norm."""
     x = rounded(config, head_input(config, input("x", (count, config.embedding_length))), head(w))
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
-    softcap, precision = config.final_softcap, config.precision
-    _, losses, *_ = ops.linear_cross_entropy(
-        x,
-        head(w),
-        targets,
-        weights,
-        w.get(HEAD_BIAS),
-        chunk=chunk,
-        softcap=softcap,
-        precision=precision,
-    )
-    return losses
+    return transformer.cross_entropy(config, w, x, targets, weights, chunk)[1]
+
+
+def count_lines(time: int, max_sequences: int) -> int:
+    """Return the lines of cells that a run of `time` tokens reads: one per sequence, and an empty one for padding."""
+    return min(time, max_sequences) + 1
 
 
 def pool_inputs(pool: str, cache: CacheLayout, time: int, flash: bool = True) -> tuple[Tensor, ...]:

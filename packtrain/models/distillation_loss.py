@@ -17,8 +17,8 @@ from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 from packtrain.models import transformer
-from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS
 from packtrain.models.transformer import LossOutputs
 
@@ -27,16 +27,12 @@ TEACHER_IDS, TEACHER_PARTS = "teacher_ids", "teacher_parts"  # inputs
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """Settings of the distillation loss.
+    """Settings of the distillation loss."""
 
-    weight       share of the teacher, up to 1; the data has the rest
-    temperature  divisor of both models' logits; more than 1 counts unlikely tokens more
-    top          how many of the teacher's likeliest tokens count
-    """
-
-    weight: float = 0.5
+    weight: float = 0.5  # share of the teacher, up to 1; the data has the rest
+    # divisor of both models' logits; more than 1 counts unlikely tokens more
     temperature: float = 1.0
-    top: int = 16
+    top: int = 16  # how many of the teacher's likeliest tokens count
 
     def numbers(self, time: int) -> int:
         """Return how many numbers of 4 bytes the inputs of a row of `time` tokens hold."""

@@ -85,6 +85,12 @@ class MetadataReader:
             raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
         return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
+    def numbers(self, key: str, kinds: str = "iu") -> list[Any]:
+        """Return an array as a list; [] for another value, or for numbers of other kinds, see np.dtype.kind."""
+        value = self.get(key)
+        is_array = isinstance(value, np.ndarray) and value.dtype.kind in kinds
+        return list(value.tolist()) if is_array else []
+
     def read_optional_float(self, key: str) -> float:
         """Return a number above 0, or 0 if the architecture lacks the key; 0 is allowed where it is the default."""
         key_defaults, zero = self.architecture.key_defaults, key in self.architecture.zero_keys

@@ -41,14 +41,11 @@ def mixing(keys: MetadataReader, blocks: int, heads: int) -> dict[str, Any]:
         not scan or keys.architecture.parallel_scan
     ):
         return {"head_count_kv": keys.size(KV, heads), **scan}
-    kv_heads = keys.get(KV)
-    is_array = isinstance(kv_heads, np.ndarray) and kv_heads.dtype.kind in "iu"
-    each = kv_heads.tolist() if is_array else []
+    each = keys.numbers(KV)
     nonzero_counts = {*each} - {0}
     if len(each) != blocks or len(nonzero_counts) != 1 or min(nonzero_counts) < 0 or all(each):
-        raise keys.wrong(
-            KV, kv_heads, f"0 or the same number for each of {blocks} blocks, both somewhere"
-        )
+        expected = f"0 or the same number for each of {blocks} blocks, both somewhere"
+        raise keys.wrong(KV, keys.get(KV), expected)
     attending_blocks = tuple(head_count > 0 for head_count in each)
     mixer_fields = {"head_count_kv": nonzero_counts.pop(), "attending": attending_blocks}
     return mixer_fields | (scan or {"conv_width": _read_taps(keys, CONV_WIDTH)})
@@ -87,11 +84,7 @@ def _read_attending(keys: MetadataReader, blocks: int) -> tuple[bool, ...]:
     is_listed = recurrent_layers is not None and np.size(recurrent_layers) > 0
     attending_blocks = tuple((i + 1) % attention_interval == 0 for i in range(blocks))
     if is_listed:
-        recurrent_flags = (
-            recurrent_layers.tolist()
-            if isinstance(recurrent_layers, np.ndarray) and recurrent_layers.dtype.kind in "biu"
-            else []
-        )
+        recurrent_flags = keys.numbers(RECURRENT_LAYERS, "biu")
         attending_blocks = tuple(not flag for flag in recurrent_flags[:blocks])
     if len(attending_blocks) != blocks or all(attending_blocks) or not any(attending_blocks):
         raise keys.wrong(
@@ -106,20 +99,15 @@ def _check_rope_sections(keys: MetadataReader) -> None:
     """Check rope's sections for time, height and width, which must cover all pairs; text has equal positions."""
     if SECTIONS not in keys.architecture.key_defaults:
         return
-    rope_sections = keys.get(SECTIONS)
     width = keys.size("embedding_length") // keys.size("attention.head_count")
     pairs = keys.size("rope.dimension_count", keys.size("attention.key_length", width or 1)) // 2
-    section_pairs = (
-        rope_sections.tolist()
-        if isinstance(rope_sections, np.ndarray) and rope_sections.dtype.kind in "iu"
-        else []
-    )
+    section_pairs = keys.numbers(SECTIONS)
     total = sum(section_pairs) if len(section_pairs) == 4 and min(section_pairs) >= 0 else 0
     # the first three sections take pairs in turn, and start again after `turn` pairs
     turn = min(pairs, total)
     if not turn or any((turn + 2 - n) // 3 > section_pairs[n] for n in range(3)):
         expected = f"four numbers of which the first three share out {pairs} pairs"
-        raise keys.wrong(SECTIONS, rope_sections, expected)
+        raise keys.wrong(SECTIONS, keys.get(SECTIONS), expected)
 
 
 def _turns(config: Config) -> dict[str, MetadataValue]:

@@ -22,6 +22,13 @@ from packtrain.models.per_block_metadata import FEED_FORWARD, PER_LAYER, kinds, 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
 WINDOW_KEY = "attention.sliding_window"
 WINDOWS, NEXT = "attention.sliding_window_pattern", "nextn_predict_layers"
+TEMPERATURE_KEY = "attention.temperature_scale"
+# fields of a Config that hold softcaps and scales, by their keys
+FACTOR_FIELDS = {
+    "attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "final_softcap",
+    "attention.scale": "score_scale", "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
+    "logit_scale": "logit_scale",
+}  # fmt: skip
 
 # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -33,6 +40,7 @@ def read_config(gguf: GGUF) -> Config:
     vocabulary_size, num_blocks = _read_vocabulary_size(gguf), _read_block_count(gguf, reader)
     num_heads = reader.size("attention.head_count")
     windows = _read_window_fields(reader)
+    factors = {f: reader.read_optional_float(key) for key, f in FACTOR_FIELDS.items()}
     config = Config(
         vocab_size=vocabulary_size,
         context_length=reader.size("context_length"),
@@ -45,14 +53,13 @@ def read_config(gguf: GGUF) -> Config:
         architecture=reader.architecture.name,
         optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1),
         rope_scaling=_read_rope_scaling(reader),
-        attention_softcap=reader.read_optional_float("attn_logit_softcapping"),
-        final_softcap=reader.read_optional_float("final_logit_softcapping"),
-        temperature_scale=reader.read_optional_float("attention.temperature_scale"),
-        score_scale=reader.read_optional_float("attention.scale"),
-        embedding_scale=reader.read_optional_float("embedding_scale"),
-        residual_scale=reader.read_optional_float("residual_scale"),
-        logit_scale=reader.read_optional_float("logit_scale"),
-        **{**_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows},
+        temperature_scale=reader.read_optional_float(TEMPERATURE_KEY),
+        **{
+            **_heads(reader, num_heads),
+            **mixing(reader, num_blocks, num_heads),
+            **windows,
+            **factors,
+        },
         **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
         **expert_metadata.read_expert_fields(reader),
     )
@@ -146,15 +153,12 @@ def _read_window_fields(keys: MetadataReader) -> dict[str, Any]:
     """Read sliding windows, for architectures that have them."""
     if not keys.architecture.has_windows(keys.size("block_count")):
         return {}
-    window_pattern = keys.get(WINDOWS)
-    is_bool_array = isinstance(window_pattern, np.ndarray) and window_pattern.dtype.kind in "biu"
-    if is_bool_array and len(window_pattern) >= keys.size("block_count"):
-        window_pattern = tuple(map(bool, window_pattern.tolist()))
-    elif isinstance(window_pattern, np.ndarray):
-        expected = f"{keys.size('block_count')} times a truth"
-        raise keys.wrong(WINDOWS, window_pattern, expected)
-    else:
-        window_pattern = keys.size(WINDOWS, min_size=0)
+    window_pattern, num_blocks = keys.get(WINDOWS), keys.size("block_count")
+    is_array = isinstance(window_pattern, np.ndarray)
+    flags = tuple(map(bool, keys.numbers(WINDOWS, "biu")))
+    if is_array and (not flags or len(flags) < num_blocks):
+        raise keys.wrong(WINDOWS, window_pattern, f"{num_blocks} times a truth")
+    window_pattern = flags if is_array else keys.size(WINDOWS, min_size=0)
     window, chunk = keys.size(WINDOW_KEY, min_size=0), keys.architecture.attention_chunk
     if chunk and not window:
         raise keys.wrong(WINDOW_KEY, window, f"left out, or {chunk}")
@@ -236,20 +240,22 @@ def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, M
         sizes["expert_count"] = config.expert_count
         sizes["expert_used_count"] = config.expert_used_count
     sizes |= expert_sizes(config)
-    return {
-        **_general_metadata(arch, name, dtype),
-        **{f"{arch}.{key}": MetadataValue("u32", size) for key, size in sizes.items()},
-        **{f"{arch}.{key}": value for key, value in mixer_metadata(config).items()},
-        **{f"{arch}.{key}": value for key, value in per_block_metadata(config).items()},
-        **{f"{arch}.{key}": MetadataValue("f32", real) for key, real in float_values.items()},
-        **{f"{arch}.{key}": value for key, value in _scaling_keys(config, rope_scaling).items()},
-        **{f"{arch}.{key}": value for key, value in _window_metadata(config).items()},
-        **{f"{arch}.{key}": value for key, value in _factor_metadata(config).items()},
-        **{f"{arch}.{key}": value for key, value in expert_metadata.weight_keys(config).items()},
+    values_by_key = {
+        **{key: MetadataValue("u32", size) for key, size in sizes.items()},
+        **mixer_metadata(config),
+        **per_block_metadata(config),
+        **{key: MetadataValue("f32", real) for key, real in float_values.items()},
+        **_scaling_keys(config, rope_scaling),
+        **_window_metadata(config),
+        **_factor_metadata(config),
+        **expert_metadata.weight_keys(config),
     }
+    general = general_metadata(arch, name, dtype)
+    return general | {f"{arch}.{key}": value for key, value in values_by_key.items()}
 
 
-def _general_metadata(architecture: str, name: str, dtype: str) -> dict[str, MetadataValue]:
+def general_metadata(architecture: str, name: str, dtype: str) -> dict[str, MetadataValue]:
+    """Return the general.* keys of a model whose matrices are of `dtype`."""
     return {
         "general.architecture": MetadataValue("string", architecture),
         "general.type": MetadataValue("string", "model"),
@@ -266,7 +272,7 @@ def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, Metada
         "rope.scaling.yarn_log_multiplier": (rope_scaling.log_multiplier, 0.0),
         "rope.scaling.yarn_beta_fast": (rope_scaling.beta_fast, 32.0),
         "rope.scaling.yarn_beta_slow": (rope_scaling.beta_slow, 1.0),
-        "attention.temperature_scale": (config.temperature_scale, 0.0),
+        TEMPERATURE_KEY: (config.temperature_scale, 0.0),
     }
     keys = {k: MetadataValue("f32", v) for k, (v, default) in float_values.items() if v != default}
     if rope_scaling.original_context:
@@ -291,13 +297,6 @@ def _window_metadata(config: Config) -> dict[str, MetadataValue]:
 
 def _factor_metadata(config: Config) -> dict[str, MetadataValue]:
     """Return the keys of softcaps and scales."""
-    factors = {
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.final_softcap,
-        "attention.scale": config.score_scale,
-        "embedding_scale": config.embedding_scale,
-        "residual_scale": config.residual_scale,
-        "logit_scale": config.logit_scale,
-    }
+    factors = {key: getattr(config, field) for key, field in FACTOR_FIELDS.items()}
     zero_keys = config.traits.zero_keys
     return {key: MetadataValue("f32", n) for key, n in factors.items() if n or key in zero_keys}

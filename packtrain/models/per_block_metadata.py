@@ -36,11 +36,10 @@ def kinds(
     )
     if len(full_heads) > 1 or len(window_heads) > 1:
         raise keys.wrong(KV, keys.get(KV), "one number for blocks with a window, one for others")
+    has_two_counts = full_heads and full_heads != window_heads
     fields: dict[str, Any] = {
         "head_count_kv": min(full_heads or window_heads),
-        "head_count_kv_swa": 0
-        if full_heads == window_heads or not full_heads
-        else min(window_heads or {0}),
+        "head_count_kv_swa": min(window_heads, default=0) if has_two_counts else 0,
         "feed_forward_length": min(ffn_widths),
         "feed_forward_lengths": () if len({*ffn_widths}) == 1 else tuple(ffn_widths),
         "embedding_length_per_layer": keys.size(PER_LAYER, min_size=0),
@@ -66,7 +65,7 @@ def _each(keys: MetadataReader, key: str, blocks: int) -> list[int]:
     value = keys.get(key)
     if not isinstance(value, np.ndarray):
         return [keys.size(key)] * blocks
-    sizes = value.tolist() if value.dtype.kind in "iu" else []
+    sizes = keys.numbers(key)
     if len(sizes) < blocks or min(sizes) <= 0:
         raise keys.wrong(key, value, f"{blocks} whole numbers from 1")
     return sizes[:blocks]

@@ -27,21 +27,17 @@ MIN_COMPLEMENT = 1e-6  # least 1 - p under the logarithm of odds
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """Settings of a preference loss.
-
-    measure    sum or mean of the log-probabilities of an answer's tokens; odds: log(p / (1 - p)) of the mean
-    judge      sigmoid: -log sigmoid(z), with smoothing; square: (margin - 1 / (2 beta))², with the margin before beta
-    reference  whether the reference model's log-probabilities are subtracted
-    smoothing  share of pairs expected to have chosen and rejected answers swapped
-    """
+    """Settings of a preference loss."""
 
     name: str
     beta: float = 0.1
+    # sum or mean of the log-probabilities of an answer's tokens; odds: log(p / (1 - p)) of the mean
     measure: str = "sum"
+    # sigmoid: -log sigmoid(z), with smoothing; square: (margin - 1 / (2 beta))², with the margin before beta
     judge: str = "sigmoid"
-    reference: bool = True
+    reference: bool = True  # whether the reference model's log-probabilities are subtracted
     gamma: float = 0.0
-    smoothing: float = 0.0
+    smoothing: float = 0.0  # share of pairs expected to have chosen and rejected answers swapped
     by: float = 1.0
     nll: float = 0.0
 

@@ -161,11 +161,9 @@ class _DtypeRules:
         if self.experts == NUM_RICH_EXPERTS:
             return q8_0
         num_first = NUM_FEW_VALUES if self.mix.has_few_first else NUM_FIRST_VALUES
-        default_dtype = (
-            self.mix.attn_v_grouped
-            if self.mix.attn_v_grouped and self._sharing()
-            else self.mix.attn_v
-        )
+        default_dtype = self.mix.attn_v
+        if self.mix.attn_v_grouped and self._sharing():
+            default_dtype = self.mix.attn_v_grouped
         dtype = self._instead(index, num_first, self.values, default_dtype)
         return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 
@@ -236,16 +234,10 @@ class _FalconDtypeRules(_DtypeRules):
     def _down_dtype(self, name: str) -> Dtype:
         default_dtype = super()._down_dtype(name)
         index = self.tensor_counts["ffn_down"] - 1
-        first_dtype, spread_dtype, other_dtype = FALCON_DOWN_DTYPES.get(
-            self.mix.name, (default_dtype, default_dtype, default_dtype)
-        )
-        return (
-            first_dtype
-            if index < self.blocks // FEW_BLOCK_DIVISOR
-            else spread_dtype
-            if _gets_more_bits(index, self.blocks)
-            else other_dtype
-        )
+        first, spread, other = FALCON_DOWN_DTYPES.get(self.mix.name, (default_dtype,) * 3)
+        if index < self.blocks // FEW_BLOCK_DIVISOR:
+            return first
+        return spread if _gets_more_bits(index, self.blocks) else other
 
     def _attention_output_dtype(self) -> Dtype:
         return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype

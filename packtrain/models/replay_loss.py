@@ -18,8 +18,8 @@ from packtrain.dtypes import i32
 from packtrain.engine import ops
 from packtrain.engine.tensor import Tensor, input, named
 from packtrain.models import transformer
-from packtrain.models.block_weights import Weights
 from packtrain.models.config import Config
+from packtrain.models.lora_weights import Weights
 from packtrain.models.transformer import LossOutputs
 
 IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inputs
@@ -27,18 +27,12 @@ IDS, MEANS, CONSTANTS = "replay_ids", "replay_means", "replay_constants"  # inpu
 
 @dataclass(frozen=True, slots=True)
 class ReplayLoss:
-    """Settings of the replay loss.
+    """Settings of the replay loss."""
 
-    length      tokens of a text at the end of every row
-    weight      weight of the texts, where the data counts 1
-    num_texts   number of texts
-    head_width  width of the head's rows
-    """
-
-    length: int
-    weight: float
-    num_texts: int
-    head_width: int
+    length: int  # tokens of a text at the end of every row
+    weight: float  # weight of the texts, where the data counts 1
+    num_texts: int  # number of texts
+    head_width: int  # width of the head's rows
 
     @property
     def mark(self) -> str:

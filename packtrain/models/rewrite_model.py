@@ -30,15 +30,12 @@ TensorDone = Callable[[TensorInfo, Dtype, float], None]
 
 @dataclass(frozen=True, slots=True)
 class AwareMergedRows:
-    """Reads merged rows stored in the base's quantization blocks and scales: bit for bit what aware training saw.
-
-    exact_rows  function that reads merged rows before rounding
-    """
+    """Reads merged rows stored in the base's quantization blocks and scales: bit for bit what aware training saw."""
 
     array: np.ndarray
     adapter: Adapter
     tensor_name: str
-    exact_rows: Callable[[int, int], np.ndarray]
+    exact_rows: Callable[[int, int], np.ndarray]  # function that reads merged rows before rounding
 
     def __call__(self, row_start: int, row_stop: int) -> QuantizedBlocks:
         a, b = self.adapter.lora_pairs[self.tensor_name]

@@ -53,11 +53,9 @@ def block_shapes(config: Config, i: int) -> Shapes:
         shapes_by_name |= dict(zip(arch.EXPERT_SCALES, scale_shapes, strict=True))
     if config.has_scan(i) and config.scan is not None:
         num_heads = config.scan.heads
-        unsuffixed = (
-            {arch.UNSUFFIXED_SCAN_WEIGHTS[0]: (num_heads,)}
-            if config.traits.delta
-            else dict.fromkeys(arch.UNSUFFIXED_SCAN_WEIGHTS, (num_heads, 1))
-        )
+        unsuffixed: Shapes = dict.fromkeys(arch.UNSUFFIXED_SCAN_WEIGHTS, (num_heads, 1))
+        if config.traits.delta:
+            unsuffixed = {arch.UNSUFFIXED_SCAN_WEIGHTS[0]: (num_heads,)}
         shapes_by_name |= {"ssm_dt.bias": (num_heads,), **unsuffixed}
     has_choice_bias = config.has_experts(i) and arch.CHOICE in config.optional
     return shapes_by_name | ({arch.CHOICE: (config.expert_count,)} if has_choice_bias else {})
@@ -135,20 +133,16 @@ def _latent_shapes(config: Config) -> Shapes:
     )  # fmt: skip
     nope_width, v, q_rank = config.head_width - rope_width, config.value_width, config.q_lora_rank
     num_q_rows = num_heads * config.head_width
-    named_shapes: Shapes = {"attn_norm": (width,), "attn_q": (num_q_rows, width)}
+    q_shapes: Shapes = {"attn_q": (num_q_rows, width)}
     if q_rank:
-        named_shapes = {
-            "attn_norm": (width,),
-            "attn_q_a": (q_rank, width),
-            "attn_q_a_norm": (q_rank,),
-            "attn_q_b": (num_q_rows, q_rank),
-        }
+        q_shapes = {"attn_q_a": (q_rank, width), "attn_q_a_norm": (q_rank,)}
+        q_shapes["attn_q_b"] = (num_q_rows, q_rank)
+    named_shapes: Shapes = {"attn_norm": (width,), **q_shapes}
     named_shapes |= {"attn_kv_a_mqa": (rank + rope_width, width), "attn_kv_a_norm": (rank,)}
-    named_shapes |= (
-        {"attn_k_b": (num_heads, rank, nope_width), "attn_v_b": (num_heads, v, rank)}
-        if config.has_latent_cache
-        else {"attn_kv_b": (num_heads * (nope_width + v), rank)}
-    )
+    kv_shapes: Shapes = {"attn_kv_b": (num_heads * (nope_width + v), rank)}
+    if config.has_latent_cache:
+        kv_shapes = {"attn_k_b": (num_heads, rank, nope_width), "attn_v_b": (num_heads, v, rank)}
+    named_shapes |= kv_shapes
     return named_shapes | {"attn_output": (width, num_heads * v)}
 
 
@@ -157,11 +151,10 @@ def _scan_shapes(config: Config) -> Shapes:
     assert scan is not None
     group_width = scan.inner // scan.groups
     norm: Shapes = {"ssm_norm": (scan.groups, group_width)} if config.has_weight("ssm_norm") else {}
-    filter_shapes = {arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps)}
     return {
         "attn_norm": (width,),
         arch.SCAN_INPUT: (sum(scan.input_rows), width),
-        **filter_shapes,
+        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps),
         **norm,
         arch.SCAN_OUT: (width, scan.inner),
     }

@@ -19,9 +19,10 @@ from packtrain.models import altup, unfused_attention
 from packtrain.models.activation_rounding import matmul_weight, rounded
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
 from packtrain.models.block import transformer_block
-from packtrain.models.block_weights import Mixer, RopeTables, Weights, apply_norm
+from packtrain.models.block_weights import Mixer, RopeTables, apply_norm
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
+from packtrain.models.lora_weights import Weights
 from packtrain.models.tensor_shapes import HEAD_BIAS, POSITIONS, unused_weights, weight_shapes
 
 ADDING = tuple(f"{name}.weight" for name in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
@@ -184,12 +185,11 @@ def mixed(
     *token_positions: Tensor,
 ) -> Tensor:
     """Compute the attention of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
-    block_attrs, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
-    attention_positions = q_pos, k_pos, q_seq, k_seq
+    rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
     if config.flash:
-        y = ops.attention(q, k, v, *attention_positions, None, sinks, **block_attrs)[0]
+        y = ops.attention(q, k, v, q_pos, k_pos, q_seq, k_seq, None, sinks, **rule)[0]
     else:
-        y = unfused_attention.attention(q, k, v, *attention_positions, sinks, **block_attrs)
+        y = unfused_attention.attention(q, k, v, q_pos, k_pos, q_seq, k_seq, sinks, **rule)
     return named(f"blk.{i}.attn", y)
 
 
@@ -326,35 +326,32 @@ def loss(
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
     x = rounded(config, head_input(config, output_norm(config, w, last)), head(w))
     weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
-    softcap, precision = config.final_softcap, config.precision
-    loss_results = ops.linear_cross_entropy(
-        x,
-        head(w),
-        targets,
-        weights,
-        w.get(HEAD_BIAS),
-        chunk=chunk,
-        softcap=softcap,
-        precision=precision,
-    )
+    loss_results = cross_entropy(config, w, x, targets, weights, chunk)
     loss, losses, correct = map(named, ("loss", "losses", "right"), loss_results)
     return LossOutputs(loss, losses, correct, [*chain(*block_outputs)], x, targets, weights)
 
 
+def cross_entropy(
+    config: Config, w: Weights, x: Tensor, targets: Tensor, weights: Tensor, chunk: int
+) -> tuple[Tensor, ...]:
+    """Compute the losses of targets by the head from its input x (..., C), see ops.linear_cross_entropy."""
+    return ops.linear_cross_entropy(
+        x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=config.final_softcap,
+        precision=config.precision,
+    )  # fmt: skip
+
+
 def residual_stream_in_parts(
-    config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], num_parts: int
+    config: Config, w: Weights, batch: tuple[Tensor, ...], num_parts: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the residual stream of `tokens`, `pos`, `seq` (B, T) block by block, as parts, the last part first."""
     rows_per_part, num_tokens = batch[0].shape[0] // num_parts, batch[0].shape[1]
 
     def part_stream(part_index: int) -> Iterator[Tensor]:
-        tokens, pos, seq = (
-            x
-            if num_parts == 1
-            else ops.narrow(x, axis=0, start=part_index * rows_per_part, length=rows_per_part)
-            for x in batch
-        )
-
+        start, parts = part_index * rows_per_part, batch
+        if num_parts > 1:
+            parts = tuple(ops.narrow(x, axis=0, start=start, length=rows_per_part) for x in batch)
+        tokens, pos, seq = parts
         return residual_stream(config, w, tokens, pos, batch_mixer(config, pos, seq), num_tokens)
 
     return zip(*(part_stream(part_index) for part_index in reversed(range(num_parts))), strict=True)

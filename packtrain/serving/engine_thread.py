@@ -14,8 +14,8 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.sampling import Chain, SamplerInput
-from packtrain.models.kv_cell_table import CacheFull
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import CANCELLED, FAILED, AnswerEnd, JobTicket, TokenCounts
 from packtrain.serving.slots import Slot, SlotAnswer

@@ -20,8 +20,8 @@ from packtrain.data.conversations.messages import Conversation
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.embeddings import batches, check_texts, embed_texts, normalize_vector
 from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.sampling import Sampling
-from packtrain.models.kv_cell_table import CacheFull
 from packtrain.models.model_file import ModelFile
 from packtrain.serving.engine_thread import ServingEngine
 from packtrain.serving.generation_jobs import AnswerEnd, GenerationJob, JobEvent, ServerBusy

@@ -12,10 +12,10 @@ from packtrain.inference.beam_search import BeamSearch, BeamSearchConfig
 from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.inference.grammar import Grammar
 from packtrain.inference.kv_cache import Context
+from packtrain.inference.kv_cache.kv_cells import SEQUENCES
 from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import SEQUENCES
 from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter

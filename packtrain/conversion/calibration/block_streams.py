@@ -21,7 +21,7 @@ from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, weight
 from packtrain.models import altup, transformer
 from packtrain.models.block import transformer_block
-from packtrain.models.block_weights import Weights
+from packtrain.models.lora_weights import Weights
 from packtrain.models.model_file import ModelFile
 
 TokenBatch = Mapping[str, np.ndarray]
@@ -31,18 +31,15 @@ MATMUL_OPS = {ops.matmul, ops.matmul_id}
 
 @dataclass(frozen=True, slots=True)
 class MatrixInput:
-    """The input of some matrices of a block: x in the exact stream, z in the merged one.
-
-    expert   for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in
-             another order
-    experts  number of experts
-    """
+    """The input of some matrices of a block: x in the exact stream, z in the merged one."""
 
     matrix_names: tuple[str, ...]
     x: Tensor | None
     z: Tensor
+    # for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in another
+    # order
     expert: tuple[Tensor, Tensor] | None = None
-    experts: int = 1
+    experts: int = 1  # number of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +99,11 @@ class StreamPair:
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
-        executor, n = self._executor(Graph(outputs)), columns.stop - columns.start
+        n = columns.stop - columns.start
         squares = np.zeros((n, n), np.float32)
         shift = None if site.x is None else np.zeros((n, n), np.float32)
         num_tokens = 0
-        for batch_index in range(len(self.batches)):
-            run_outputs = executor(self._batch_inputs(executor, batch_index))
+        for batch_index, run_outputs in self.run_batches(Graph(outputs)):
             z = run_outputs["z"].reshape(-1, site.z.shape[-1])[:, columns]
             token_mask = self.real_masks[batch_index].reshape(-1)
             if site.expert is not None:
@@ -129,9 +125,7 @@ class StreamPair:
         for i in range(blocks):
             block = self.block(i)
             shared_x = {name: t for name, t in block.shared.items() if name.startswith("x")}
-            executor = self._executor(Graph({"x": block.x, **shared_x}))
-            for batch_index in range(len(self.batches)):
-                outputs = executor(self._batch_inputs(executor, batch_index))
+            for batch_index, outputs in self.run_batches(Graph({"x": block.x, **shared_x})):
                 self.x[batch_index] = outputs["x"]
                 self.shared[batch_index] |= {
                     f"{n}{name[1:]}": outputs[name] for name in shared_x for n in "xz"
@@ -140,9 +134,8 @@ class StreamPair:
             z[...] = x
 
     def advance_through(self, block: StreamBlock) -> None:
-        executor = self._executor(Graph({"x": block.x, "z": block.z, **block.shared}))
-        for batch_index in range(len(self.batches)):
-            outputs = executor(self._batch_inputs(executor, batch_index))
+        graph = Graph({"x": block.x, "z": block.z, **block.shared})
+        for batch_index, outputs in self.run_batches(graph):
             self.x[batch_index], self.z[batch_index] = outputs["x"], outputs["z"]
             self.shared[batch_index] |= {name: outputs[name] for name in block.shared}
 
@@ -167,15 +160,12 @@ def padding_mask(batch: TokenBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StreamGraphs:
-    """Builds the graphs of both streams for batches of one shape; inputs are `x` and `z` (B, T, C), `pos` and `seq`.
-
-    merged_names  names of the leaves that only the merged stream has
-    """
+    """Builds the graphs of both streams for batches of one shape; inputs are `x` and `z` (B, T, C), `pos` and `seq`."""
 
     adapted: ModelFile
     x: Weights
     z: Weights
-    merged_names: Mapping[Tensor, str]
+    merged_names: Mapping[Tensor, str]  # names of the leaves that only the merged stream has
     shape: tuple[int, ...]
 
     @classmethod

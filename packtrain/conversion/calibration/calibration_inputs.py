@@ -36,19 +36,14 @@ class BatchSequence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadingPlan:
-    """How a calibrated merge fits into a number of bytes.
+    """How a calibrated merge fits into a number of bytes."""
 
-    rows         rows of `seq_len` tokens at a time, in `batches` batches
-    max_columns  most columns that compensate each other's errors
-    target       backends on which the streams run
-    """
-
-    rows: int
+    rows: int  # rows of `seq_len` tokens at a time, in `batches` batches
     seq_len: int
     batches: int
-    max_columns: int
+    max_columns: int  # most columns that compensate each other's errors
     nbytes: int
-    target: Target = CPU
+    target: Target = CPU  # backends on which the streams run
 
     def __str__(self) -> str:
         return f"reads {self.tokens:,} tokens of the data"

@@ -26,11 +26,8 @@ class PointRounder:
         self.points, (num_rows, num_blocks) = dtype.points, rows.shape
         width = self.points.width
         self.row_scales = _rows_last(self.points.read_scales(raw_bytes))
-        self.row_shifts = (
-            None
-            if self.points.read_shifts is None
-            else _rows_last(self.points.read_shifts(raw_bytes))
-        )
+        read_shifts = self.points.read_shifts
+        self.row_shifts = None if read_shifts is None else _rows_last(read_shifts(raw_bytes))
         self.numbers = np.zeros((num_blocks * dtype.block // width, num_rows), np.uint16)
         self.signs = np.zeros((num_blocks * dtype.block // UNIT_COLUMNS, num_rows), np.uint8)
         left_axis, second = np.triu_indices(width)

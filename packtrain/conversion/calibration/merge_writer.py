@@ -19,19 +19,15 @@ from packtrain.models.rewrite_model import ReadRows, is_recodable, merged_rows, 
 
 @dataclass(frozen=True, slots=True)
 class AdapterMerge:
-    """Adapters to merge into a base, and the types to write.
-
-    dtype           type of changed matrices; None keeps the type of each, see stored_dtype
-    types           types of single matrices, by name
-    extra_metadata  additional metadata
-    use_data        whether data chooses the codes, if data can be read; grid points are then chosen by data, too
-    """
+    """Adapters to merge into a base, and the types to write."""
 
     base: ModelFile
     adapters: Sequence[Scaled]
+    # type of changed matrices; None keeps the type of each, see stored_dtype
     dtype: Dtype | None = None
-    types: Mapping[str, Dtype] = field(default_factory=dict)
-    extra_metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+    types: Mapping[str, Dtype] = field(default_factory=dict)  # types of single matrices, by name
+    extra_metadata: Mapping[str, MetadataValue] = field(default_factory=dict)  # additional metadata
+    # whether data chooses the codes, if data can be read; grid points are then chosen by data, too
     use_data: bool = False
 
     @property

@@ -17,11 +17,12 @@ from packtrain.conversion.hugging_face.config_translation import describe_checkp
 from packtrain.conversion.hugging_face.tensor_names import MXFP4, ConvertedTensor, MXFP4Tensor
 from packtrain.conversion.hugging_face.vocabulary import vocabulary_metadata
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
-from packtrain.gguf import QUANTIZATION_VERSION, DeferredTensor, MetadataValue, write_gguf
+from packtrain.gguf import DeferredTensor, write_gguf
 from packtrain.inference.kv_cache import Context
 from packtrain.kernels import quantized_arrays
 from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 from packtrain.models.model_file import open_model
+from packtrain.models.model_metadata import general_metadata
 from packtrain.models.model_with_adapters import adapted, read_scaled
 
 __all__ = ["AUTO", "TYPES", "check_runs", "checkpoint_files", "convert"]
@@ -54,12 +55,10 @@ def convert(
     checkpoint = open_checkpoint(folder)
     description = describe_checkpoint(checkpoint)
     type_name = str(description.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
+    architecture = description.metadata["general.architecture"].value
     metadata = {
         **description.metadata,
-        "general.type": MetadataValue("string", "model"),
-        "general.name": MetadataValue("string", folder.resolve().name),
-        "general.file_type": MetadataValue("u32", DTYPES[type_name].file_type),
-        "general.quantization_version": MetadataValue("u32", QUANTIZATION_VERSION),
+        **general_metadata(architecture, folder.resolve().name, type_name),
         **vocabulary_metadata(checkpoint, description.vocab_size, description.model_family, report),
     }
     tensors: dict[str, DeferredTensor | np.ndarray] = {**description.computed_tensors}

@@ -78,6 +78,7 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
         optional=optional(hf_config) if optional else _bias_names(hf_config, family),
         **family.per_block_fields(hf_config),
     )
+    family.check_values(hf_config)
     tensors = convert_tensors(checkpoint, config, family)
     family_keys = family.metadata(hf_config, model_sizes)
     rope_keys, computed = _rope_keys(hf_config, model_sizes, architecture, family, family_keys)

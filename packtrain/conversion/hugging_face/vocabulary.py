@@ -335,14 +335,11 @@ def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Metadat
         ]
     elif chat_template is None:
         chat_template = _optional(folder / "chat_template.json").get("chat_template")
-    template_list = (
-        chat_template
-        if isinstance(chat_template, list)
-        else [{"name": "default", "template": chat_template}]
-    )
+    if not isinstance(chat_template, list):
+        chat_template = [{"name": "default", "template": chat_template}]
     values_by_key: dict[str, MetadataValue] = {}
     allowed = string.ascii_letters + string.digits
-    for template_entry in map(as_object, template_list):
+    for template_entry in map(as_object, chat_template):
         name, template = (_text(template_entry.get(key)) for key in ("name", "template"))
         if name and template is not None:
             name = "".join(c if c in allowed else "_" for c in name)

@@ -3,7 +3,7 @@
 from packtrain.inference.kv_cache.cell_pools import ContextError
 from packtrain.inference.kv_cache.context import Context
 from packtrain.inference.kv_cache.decode_plans import RunSizes, place_runs
+from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.models.cached_transformer import CacheLayout
-from packtrain.models.kv_cell_table import CacheFull
 
 __all__ = ["CacheFull", "CacheLayout", "Context", "ContextError", "RunSizes", "place_runs"]

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 
 from packtrain.common.text import plural
-from packtrain.models import kv_cell_table
-from packtrain.models.cached_transformer import STATES, CacheLayout
+from packtrain.inference.kv_cache import kv_cells
+from packtrain.inference.kv_cache.kv_cells import (
+    SEQUENCES,
+    CacheFull,
+    CellTable,
+    bit,
+    state_slot_inputs,
+)
+from packtrain.models.cached_transformer import STATES, CacheLayout, count_lines
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import SEQUENCES, CacheFull, CellTable, bit, state_slot_inputs
 
 MAX_POSITION = 2**31 - 1
 RING_MARGIN = 32  # positions before its window that a sequence keeps in the ring
@@ -194,8 +200,8 @@ class CellPools:
         self, piece: PlacedTokens, size: int, *, flash: bool = True
     ) -> dict[str, np.ndarray]:
         """Return the inputs of a run of `size` tokens; those beyond the piece read and write nothing."""
-        num_lines = kv_cell_table.count_lines(size, self.sequences)
-        run_inputs = kv_cell_table.pad_inputs(piece.inputs, size, num_lines)
+        num_lines = count_lines(size, self.sequences)
+        run_inputs = kv_cells.pad_inputs(piece.inputs, size, num_lines)
         for pool, cells in self.pools.items():
             if (pool == "cell_" and not self.is_ring_only) or (
                 pool == "ring_" and not self.has_plain_ring

@@ -16,12 +16,12 @@ from packtrain.inference.kv_cache import cell_pools, decode_plans, saved_state
 from packtrain.inference.kv_cache.adapters import AdapterScales
 from packtrain.inference.kv_cache.cell_pools import CellMove, CellPools, ContextError, PlacedTokens
 from packtrain.inference.kv_cache.context_size import ContextPlan, check_room
+from packtrain.inference.kv_cache.kv_cells import CacheFull
 from packtrain.inference.kv_cache.results import SAMPLER_FLOATS, RowResults, result_rows
 from packtrain.inference.kv_cache.state_checkpoints import REREAD_MESSAGE, StateCheckpoints
 from packtrain.inference.sampling import Chain, SamplerInput
 from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CacheFull
 from packtrain.models.model_file import ModelFile, open_model
 
 StopCallback = Callable[[], bool]

@@ -13,9 +13,9 @@ import numpy as np
 from packtrain.engine.executor import Session
 from packtrain.engine.memory_plan import size_text
 from packtrain.inference.kv_cache.cell_pools import STATE, CellMove, CellPools, ContextError
+from packtrain.inference.kv_cache.kv_cells import CacheFull, bit
 from packtrain.models.cached_transformer import CacheLayout
 from packtrain.models.config import Config
-from packtrain.models.kv_cell_table import CacheFull, bit
 from packtrain.models.model_file import ModelFile
 
 MAGIC, VERSION = b"PTCS", 3

@@ -52,27 +52,36 @@ ATTENTION = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
 }  # fmt: skip
 FFN_NORM = {"post_attention_layernorm": "ffn_norm"}
-FEED_FORWARD = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+POST_ATTENTION_NORM = {"post_attention_layernorm": "post_attention_norm"}
+NUMBERED = ("w1", "w3", "w2")
+
+
+def feed_forward(
+    module: str, suffix: str = "", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    """Return the modules of a gated feed-forward and the tensors they become; `suffix` ends the tensors' names."""
+    parts = zip(names, ("gate", "up", "down"), strict=True)
+    return {f"{module}.{name}": f"ffn_{part}{suffix}" for name, part in parts}
+
+
+FEED_FORWARD = feed_forward("mlp")
 BLOCK = ATTENTION | FFN_NORM | FEED_FORWARD
 SCAN_MODULES = {
     "mamba.in_proj": SCAN_INPUT, "mamba.conv1d": "ssm_conv1d", "mamba.dt": "ssm_dt", "mamba.A": "ssm_a",
     "mamba.D": "ssm_d", "mamba.norm": "ssm_norm", "mamba.out_proj": SCAN_OUT,
 }  # fmt: skip
 SCAN_SUFFIX_RENAMES = {".A_log": ".A.weight", ".D": ".D.weight", ".dt_bias": ".dt.bias"}
-EXPERT_MODULES = {
-    "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
-    "mlp.experts.{}.down_proj": "ffn_down_exps",
-}  # fmt: skip
+EXPERT_MODULES = feed_forward("mlp.experts.{}", "_exps")
+SCORED_ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
+SCORE_RENAMES = {"e_score_correction_bias": "e_score_correction.bias"}
 # of the embeddings that each block has for itself: table, projection, and the projection's norm
 LAYER_INPUTS = "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"
 # of several residual streams: matrices that make all but the first from the embedding, and that merge them
 STREAMS_IN, STREAMS_OUT = "altup_proj", "altup_unembd_proj"
 EXPERT_SCALES = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 LAYER_SCALE = "layer_output_scale.weight"
-SHARED = {
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-}  # fmt: skip
+SHARED = feed_forward("mlp.shared_experts", "_shexp")
+QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 
@@ -242,10 +251,13 @@ class Family:
     latent_module: str = ""  # module that makes keys and values of all heads from a narrow vector
     blank: str = ""  # prefix of placeholder pieces, which stand for nothing
 
-    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-        """Return the additional metadata. Raises InputError for configs that would compute something else."""
+    def check_values(self, hf_config: HFConfig) -> None:
+        """Raise InputError for configs without the required values."""
         for key, (default, *allowed) in self.required_values.items():
             hf_config.require_one_of(key, default, *allowed)
+
+    def metadata(self, hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+        """Return the additional metadata. Raises InputError for configs that would compute something else."""
         keys: Keys = {key: SIZE_KEYS[key](sizes) for key in self.size_keys}
         if self.rotated_share:
             keys["rope.dimension_count"] = hf_config.rotated_width(

@@ -19,7 +19,6 @@ ATTENTION = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.o_proj": "attn_output",
 }  # fmt: skip
-ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:
@@ -32,18 +31,17 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
-    q_rank = hf_config.size("q_lora_rank") if hf_config.get("q_lora_rank") else 0
     return {
         "value_length": hf_config.size("v_head_dim"),
         "rope_dims": hf_config.size("qk_rope_head_dim"),
-        "q_lora_rank": q_rank,
+        "q_lora_rank": hf_config.optional_size("q_lora_rank"),
         "kv_lora_rank": hf_config.size("kv_lora_rank"),
     }
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    dense = hf_config.size("first_k_dense_replace") if hf_config.get("first_k_dense_replace") else 0
-    return hf_config.size(*WIDTH) * hf_config.size("n_shared_experts"), dense
+    width = hf_config.size(*WIDTH) * hf_config.size("n_shared_experts")
+    return width, hf_config.optional_size("first_k_dense_replace")
 
 
 def routing_metadata(hf_config: HFConfig) -> arch.Keys:
@@ -131,14 +129,14 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | arch.FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
+            ATTENTION | arch.FFN_NORM | arch.SCORED_ROUTER | arch.FEED_FORWARD | arch.SHARED,
             extra_metadata,
             EXPERTS,
             normalize_config=normalize_config,
             required_values=arch.fixed(attention_bias=False),
             size_keys=("vocab_size", *arch.SHARED_AND_DENSE),
             optional_tensors=optional_tensors,
-            suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
+            suffix_renames=arch.SCORE_RENAMES,
             more_blocks=True,
             mixer_fields=mixer_fields,
             latent_module="self_attn.kv_b_proj",

@@ -51,7 +51,7 @@ ARCHITECTURE = Architecture(
             experts=ExpertLayout(
                 arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
             ),
-            suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
+            suffix_renames=arch.SCORE_RENAMES,
             optional_tensors=arch.with_tensors(CHOICE),
             computed_suffixes=("rotary_emb.inv_freq",),
             default_head_width=0,

@@ -13,10 +13,7 @@ from packtrain.models.arch.granitehybrid import CONV_BIAS, SCAN_NORM, read_scan,
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
-FEED_FORWARD = {
-    "pre_ff_layernorm": "ffn_norm", "feed_forward.gate_proj": "ffn_gate", "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
-}  # fmt: skip
+FEED_FORWARD = {"pre_ff_layernorm": "ffn_norm"} | arch.feed_forward("feed_forward")
 
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:

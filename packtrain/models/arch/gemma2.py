@@ -35,13 +35,10 @@ FAMILY = replace(
     block_modules=BLOCK | NORMS_BEHIND,
     extra_metadata=extra_metadata,
 )
-ARCHITECTURE = Architecture(
-    "gemma2",
-    halves=True,
-    use_gelu=True,
-    scaled_embedding=True,
+ARCHITECTURE = replace(
+    gemma.ARCHITECTURE,
+    name="gemma2",
     post_norms=True,
-    always_tied=True,
     wide_score_blocks=46,  # the 27B
     key_defaults={
         "attention.sliding_window": TOKENS_BACK,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from packtrain.models.arch import gemma2
-from packtrain.models.arch.architecture import HEAD_NORMS, Architecture, Keys, fixed
+from packtrain.models.arch.architecture import HEAD_NORMS, Keys, fixed
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -22,13 +22,11 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return metadata
 
 
-ARCHITECTURE = Architecture(
-    "gemma3",
-    halves=True,
-    use_gelu=True,
-    scaled_embedding=True,
+ARCHITECTURE = replace(
+    gemma2.ARCHITECTURE,
+    name="gemma3",
     head_norms=True,
-    post_norms=True,
+    always_tied=False,
     wide_score_blocks=62,  # the 27B
     key_defaults={
         "attention.sliding_window": 0,

@@ -60,26 +60,24 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     num_blocks, ffn_width = hf_config.size("num_hidden_layers"), hf_config.size("intermediate_size")
     pattern = tuple(hf_config.layer_windows(num_blocks, is_required=True))
-    size_keys = SHARED_KV_KEY, LAYER_EMBEDDING_KEY
-    num_shared, layer_width = (hf_config.get(key) and hf_config.size(key) for key in size_keys)
+    num_shared, layer_width = map(hf_config.optional_size, (SHARED_KV_KEY, LAYER_EMBEDDING_KEY))
     if hf_config.get_nullable(LAYER_EMBEDDING_KEY, "") == "":
         raise hf_config.wrong(LAYER_EMBEDDING_KEY, None, "a whole number, or 0")
     num_owning = num_blocks - num_shared if num_shared else 0
     if num_shared and (num_owning < 2 or pattern[num_owning - 1] or not pattern[num_owning - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
         raise hf_config.wrong(SHARED_KV_KEY, num_shared, right)
+    ffn_widths = (ffn_width,) * num_owning + (2 * ffn_width,) * num_shared
     is_double_wide = num_shared and hf_config.flag("use_double_wide_mlp")
     window_width, heads = hf_config.size("near_head_dim"), hf_config.size("near_heads")
     return {
         "window_pattern": pattern,
         "own_kv": num_owning,
-        "embedding_length_per_layer": layer_width or 0,
+        "embedding_length_per_layer": layer_width,
         "keys_are_values": hf_config.flag("attention_k_eq_v"),
         "key_length_swa": 0 if window_width == hf_config.size("head_dim") else window_width,
         "head_count_kv_swa": 0 if heads == hf_config.size("num_key_value_heads") else heads,
-        "feed_forward_lengths": (ffn_width,) * num_owning + (2 * ffn_width,) * num_shared
-        if is_double_wide
-        else (),
+        "feed_forward_lengths": ffn_widths if is_double_wide else (),
     }
 
 

@@ -8,13 +8,10 @@ from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
-QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 WIDTH, SIGMOID_GATING = ("moe_intermediate_size", 1408), 2
-ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
 SPECIAL = {
     "bos": "[gMASK]", "eot": "<|user|>", "unknown": "<|endoftext|>", "eom": "<|observation|>",
 }  # fmt: skip
-FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
@@ -51,20 +48,25 @@ ARCHITECTURE = arch.Architecture(
     normalized_expert_weights=None,
     key_defaults=KEY_DEFAULTS,
     neutral={"expert_gating_func": (SIGMOID_GATING, 0)},
-    optional_tensors=(*arch.BIASES, arch.CHOICE, *QK_NORMS),
+    optional_tensors=(*arch.BIASES, arch.CHOICE, *arch.QK_NORMS),
     families=(
         arch.Family(
             ("Glm4MoeForCausalLM",),
-            arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | ROUTER | arch.FEED_FORWARD | arch.SHARED,
+            arch.ATTENTION
+            | arch.HEAD_NORMS
+            | arch.POST_ATTENTION_NORM
+            | arch.SCORED_ROUTER
+            | arch.FEED_FORWARD
+            | arch.SHARED,
             extra_metadata,
             EXPERTS,
             optional_tensors=arch.with_tensors(
-                arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=QK_NORMS
+                arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=arch.QK_NORMS
             ),
             required_values=arch.fixed(n_group=1, topk_group=1),
             size_keys=arch.SHARED_AND_DENSE,
             rotated_share=0.5,
-            suffix_renames={"e_score_correction_bias": "e_score_correction.bias"},
+            suffix_renames=arch.SCORE_RENAMES,
             more_blocks=True,
             special=SPECIAL,
         ),

@@ -15,8 +15,7 @@ EXPERT_BIASES = (
 )  # fmt: skip
 ALL_BIASES = (*arch.BIASES, "attn_output.bias", *EXPERT_BIASES)
 BLOCK = {
-    **ATTENTION, "self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm",
-    "mlp.router": "ffn_gate_inp",
+    **ATTENTION, "self_attn.sinks": "attn_sinks", **arch.POST_ATTENTION_NORM, "mlp.router": "ffn_gate_inp",
 }  # fmt: skip
 STACKED = {
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", 0, 2), "ffn_up_exps": ("mlp.experts.gate_up_proj", 1, 2),

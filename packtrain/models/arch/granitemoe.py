@@ -11,11 +11,7 @@ HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_ml
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
-    return (
-        hf_config.size("shared_intermediate_size")
-        if hf_config.get("shared_intermediate_size")
-        else 0
-    ), 0
+    return hf_config.optional_size("shared_intermediate_size"), 0
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:

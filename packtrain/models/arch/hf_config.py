@@ -83,6 +83,10 @@ class HFConfig:
             raise self.wrong(key, value, f"a whole number from 1 to {MAX_SIZE}")
         return value
 
+    def optional_size(self, key: str) -> int:
+        """Return a whole number; 0 if the config has 0 or none."""
+        return self.size(key) if self.get(key) else 0
+
     def real(self, key: str, default: float | None = None) -> float:
         return self.number(key, self.get(key, default))
 

@@ -6,7 +6,7 @@ from packtrain.models.arch.size_fields import ModelSizes
 
 MODULES = {
     "attention_norm": "attn_norm", "attention.wo": "attn_output", "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    **arch.feed_forward("feed_forward", names=arch.NUMBERED),
 }  # fmt: skip
 FUSED_PARTS = "attn_q", "attn_k", "attn_v"
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import Architecture, CheckpointNames, Family, Keys, fixed
 from packtrain.models.arch.hf_config import FULL, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
@@ -14,9 +15,7 @@ MODULES = {
     "self_attn.k_layernorm": "attn_k_norm", "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj", "ffn_norm": "ffn_norm",
 }  # fmt: skip
-FEED_FORWARD = {
-    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
-}  # fmt: skip
+FEED_FORWARD = arch.feed_forward("feed_forward", names=arch.NUMBERED)
 
 
 def normalize_config(hf_config: HFConfig) -> HFConfig:

@@ -4,10 +4,7 @@ from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, ExpertLayout, Family
 
 SIZE_KEYS = ("vocab_size", "rope.dimension_count")
-EXPERT_MODULES = {
-    "block_sparse_moe.experts.{}.w1": "ffn_gate_exps", "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
-}  # fmt: skip
+EXPERT_MODULES = arch.feed_forward("block_sparse_moe.experts.{}", "_exps", arch.NUMBERED)
 ARCHITECTURE = Architecture(
     "llama",
     key_defaults=EXPERT_KEYS,

@@ -13,11 +13,7 @@ EVERY, CHUNK, WARMTH, UNNORMED_EXPERT_COUNT = 4, 8192, 0.1, 128
 CHUNKED_ATTENTION, STEP = "chunked_attention", "interleave_moe_layer_step"
 BLOCK = {
     **ATTENTION, **arch.FFN_NORM, "feed_forward.router": "ffn_gate_inp",
-    **{
-        f"feed_forward{module_suffix}.{name}_proj": f"ffn_{name}{suffix}"
-        for module_suffix, suffix in (("", ""), (".shared_expert", "_shexp"))
-        for name in ("gate", "up", "down")
-    },
+    **arch.feed_forward("feed_forward"), **arch.feed_forward("feed_forward.shared_expert", "_shexp"),
 }  # fmt: skip
 STACKED = {
     "ffn_gate_exps": ("feed_forward.experts.gate_up_proj", 0, 2),

@@ -6,10 +6,8 @@ The weights of the chosen experts come from a softmax over all experts, and do n
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import Architecture, ExpertLayout, Family, fixed
 
-SHARED = {
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}  # fmt: skip
+SHARED_GATE = {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
+SHARED = arch.feed_forward("mlp.shared_expert", "_shexp") | SHARED_GATE
 BLOCK = arch.ATTENTION | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED
 
 

@@ -1,10 +1,12 @@
 """Qwen3.5 (text): most blocks have a gated delta net instead of attention, whose heads have gates. arXiv 2412.06464."""
 
+from dataclasses import replace
+
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch import qwen3next
-from packtrain.models.arch.architecture import FEED_FORWARD, Architecture, Family, Keys, RowSpans
+from packtrain.models.arch.architecture import FEED_FORWARD, Keys, RowSpans
 from packtrain.models.arch.hf_config import HFConfig
-from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES, FFN_NORM, mixer_fields
+from packtrain.models.arch.qwen3next import DELTA_KEYS, DELTA_MODULES
 from packtrain.models.arch.size_fields import ModelSizes
 
 SECTIONS = "rope.dimension_sections"
@@ -12,7 +14,9 @@ SEPARATE_MODULES = {
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
 }  # fmt: skip
-BLOCK = arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | SEPARATE_MODULES
+BLOCK = (
+    arch.ATTENTION | arch.HEAD_NORMS | arch.POST_ATTENTION_NORM | DELTA_MODULES | SEPARATE_MODULES
+)
 
 
 def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
@@ -48,31 +52,24 @@ def text_keys(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     return {**qwen3next.extra_metadata(hf_config, sizes), SECTIONS: [*sections, 0][:4]}
 
 
-ARCHITECTURE = Architecture(
-    "qwen35",
-    halves=True,
-    head_norms=True,
-    ffn_norm="post_attention_norm",
-    partial_rope=True,
+ARCHITECTURE = replace(
+    qwen3next.ARCHITECTURE,
+    name="qwen35",
+    gated_shared_expert=False,
     delta="tiled",
-    gated_heads=True,
     key_defaults={**DELTA_KEYS, SECTIONS: None},
-    optional_tensors=(),
     families=(
-        Family(
-            ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-            BLOCK | FEED_FORWARD,
-            text_keys,
+        replace(
+            qwen3next.ARCHITECTURE.families[0],
+            model_classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+            block_modules=BLOCK | FEED_FORWARD,
+            extra_metadata=text_keys,
+            experts=None,
             required_values=arch.fixed(attention_bias=False),
-            rotated_share=0.25,
-            normalize_config=qwen3next.normalize_config,
-            mixer_fields=mixer_fields,
+            size_keys=(),
             row_spans=row_spans,
             column_spans=column_spans,
-            changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs},
-            suffix_renames=qwen3next.SUFFIX_RENAMES,
-            norm_shift=1.0,
-            default_head_width=256,
+            fused_modules={},
         ),
     ),
 )

@@ -12,7 +12,6 @@ from packtrain.models.arch.qwen2moe import EXPERTS_EVERYWHERE, SHARED, SHARED_WI
 from packtrain.models.arch.size_fields import ModelSizes, Scan
 
 LINEAR = "linear_attention"
-FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
 DELTA_MODULES = {
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.dt": "ssm_dt", "linear_attn.A": "ssm_a",
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
@@ -102,7 +101,12 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("Qwen3NextForCausalLM",),
-            arch.ATTENTION | arch.HEAD_NORMS | FFN_NORM | DELTA_MODULES | ROUTER_MODULES | SHARED,
+            arch.ATTENTION
+            | arch.HEAD_NORMS
+            | arch.POST_ATTENTION_NORM
+            | DELTA_MODULES
+            | ROUTER_MODULES
+            | SHARED,
             extra_metadata,
             EXPERTS,
             required_values=EXPERTS_EVERYWHERE

@@ -3,19 +3,16 @@
 from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family
 
-POST_ATTENTION_NORM = "post_attention_norm"
-
-
 ARCHITECTURE = Architecture(
     "seed_oss",
     halves=True,
-    ffn_norm=POST_ATTENTION_NORM,
+    ffn_norm="post_attention_norm",
     key_defaults={"attention.scale": 0.0},
     optional_tensors=(*arch.BIASES, "attn_output.bias"),
     families=(
         Family(
             ("SeedOssForCausalLM",),
-            ATTENTION | {"post_attention_layernorm": POST_ATTENTION_NORM} | FEED_FORWARD,
+            ATTENTION | arch.POST_ATTENTION_NORM | FEED_FORWARD,
             required_values=arch.fixed(
                 attention_bias=True, attention_out_bias=False, mlp_bias=False
             ),

@@ -4,11 +4,17 @@ arXiv 2402.17834.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import BIASES, NORM_BIASES, Architecture, Family, Keys
+from packtrain.models.arch.architecture import (
+    BIASES,
+    NORM_BIASES,
+    QK_NORMS,
+    Architecture,
+    Family,
+    Keys,
+)
 from packtrain.models.arch.hf_config import PARTIAL, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
-QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 HEAD_NORM_MODULES = {
     "self_attn.q_layernorm.norms.{}": "attn_q_norm", "self_attn.k_layernorm.norms.{}": "attn_k_norm",
 }  # fmt: skip

@@ -5,7 +5,7 @@ NAME.in_sum2 and NAME.counts, with a row for each expert of a stack.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -99,14 +99,8 @@ def load_importance(path: Path) -> ImportanceMatrix:
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _RunningSums:
-    sums: dict[str, np.ndarray] = field(default_factory=dict)
-    counts: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def add(self, name: str, squares: np.ndarray, token_counts: np.ndarray) -> None:
-        self.sums[name] = self.sums.get(name, 0) + squares
-        self.counts[name] = self.counts.get(name, 0) + token_counts
+# by the name of a matrix: sums of squared inputs, and counts of tokens
+RunningSums = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def measure_importance(
@@ -121,27 +115,29 @@ def measure_importance(
     """
     stored = {n: array for n, array in model.stored().items() if n in model.matrix_dtypes()}
     block_matrices = {name: array for name, array in stored.items() if name.startswith("blk.")}
-    running_sums, num_blocks = _RunningSums(), model.config.block_count
+    running_sums, num_blocks = RunningSums(), model.config.block_count
     for group_index, batches in enumerate(groups):
         streams = block_streams.StreamPair(model, block_matrices, batches)
         for i in range(num_blocks):
             _add_block(streams, streams.block(i), running_sums, stored)
             report_block(group_index * num_blocks + i + 1, len(groups) * num_blocks)
-    sums = {name: running_sum.astype(np.float32) for name, running_sum in running_sums.sums.items()}
+    sums, counts = (
+        {name: pair[part].astype(np.float32) for name, pair in running_sums.items()}
+        for part in (0, 1)
+    )
     for name, running_sum in sums.items():
         if not np.isfinite(running_sum).all():
             raise InputError(f"the inputs of {name} are not finite; weights may be damaged")
     chunk_size = groups[0][0]["tokens"].shape[-1]
     masks = (~block_streams.padding_mask(batch) for batches in groups for batch in batches)
     num_rows = sum(int(mask.any(-1).sum()) for mask in masks)
-    counts = {n: running_sum.astype(np.float32) for n, running_sum in running_sums.counts.items()}
     return ImportanceMatrix(sums, counts, source_text, num_rows, chunk_size)
 
 
 def _add_block(
     streams: block_streams.StreamPair,
     block: block_streams.StreamBlock,
-    running_sums: _RunningSums,
+    running_sums: RunningSums,
     matrix_arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Add the inputs of a block's matrices to the running sums, and advance the stream through the block."""
@@ -161,7 +157,8 @@ def _add_block(
             for name, squares, counts in _input_sums(
                 site, x, real_rows, outputs_read.get(f"{number} expert"), matrix_arrays
             ):
-                running_sums.add(name, squares, counts)
+                total, token_count = running_sums.get(name, (0, 0))
+                running_sums[name] = total + squares, token_count + counts
         streams.z[batch_index] = outputs_read["z"]
         streams.shared[batch_index] |= {name: outputs_read[name] for name in shared_z}
 

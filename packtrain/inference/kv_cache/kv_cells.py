@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from packtrain.models.cached_transformer import count_lines
+
 BEYOND = 1 << 31  # beyond every position
 SEQUENCES = 63  # most sequences: bits of a set
 # line -1 is the last line, which is empty
@@ -211,11 +213,6 @@ def state_slot_inputs(source: np.ndarray, target: np.ndarray, lines: int) -> dic
         f"state_{name}": np.pad(cells, padding, constant_values=-1).astype(np.int32)
         for name, cells in (("from", source), ("to", target))
     }
-
-
-def count_lines(time: int, max_sequences: int) -> int:
-    """Return the lines of cells that a run of `time` tokens reads: one per sequence, and an empty one for padding."""
-    return min(time, max_sequences) + 1
 
 
 def pad_inputs(inputs: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:

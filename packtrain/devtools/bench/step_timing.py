@@ -59,11 +59,8 @@ def tables(
         rows, notes = list[list[CellValue]](), list[str]()
         for ours, peer_precision in precision_pairs():
             programs = [TrainingProgram(name=OURS, precision=ours, memory=memory)]
-            programs += (
-                [TrainingProgram(name=p, precision=peer_precision) for p in (EAGER, COMPILED)]
-                if has_torch()
-                else []
-            )
+            peer_names = (EAGER, COMPILED) if has_torch() else ()
+            programs += [TrainingProgram(name=p, precision=peer_precision) for p in peer_names]
             with counting(f"steps of {preset}, {ours} beside {peer_precision}", "round") as count:
                 notes += run(programs, preset, rounds, count)
             rows += rows_of(programs, tokens_of(preset))

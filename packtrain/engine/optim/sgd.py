@@ -84,7 +84,7 @@ def opt_step_sgd(
     weights.require_weight(w, key, g)
     fact = f"hyper is {hyper.spec}; it must be f32[2] or f32[3]: lr, weight_decay, rate"
     require(hyper.spec in (Spec((2,)), Spec((3,))), fact)
-    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    Spec(()).require(gate=gate)
     return (w.spec,)
 
 

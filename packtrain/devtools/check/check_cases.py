@@ -158,7 +158,7 @@ def _compared(
 def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
     """Return the differentiable samples of an op or function, with float64 values of their leaves."""
     if name in OPS:
-        return op_samples.differentiable_samples(name)
+        return list(op_samples.differentiable_samples(name))
     leaf_values = [(s, random_values(graph_of(s.results))) for s in samples_of(name)]
     return [(s, {n: v.astype(np.float64) for n, v in values.items()}) for s, values in leaf_values]
 

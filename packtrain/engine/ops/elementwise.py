@@ -115,23 +115,17 @@ def _binary_cpu(name, ufunc):
     def run_binary(y, a, b):
         if y.size < MIN_PARALLEL_VALUES or not (a.flags.c_contiguous and b.flags.c_contiguous):
             ufunc(a, b, out=y)
-        elif a.shape == b.shape:
-            operation = kernels.elementwise.BINARY[name]
-            kernels.elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
+            return
+        elementwise = kernels.elementwise
+        operation = elementwise.BINARY[name]
+        if a.shape == b.shape:
+            elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.size == 1:
-            operation = kernels.elementwise.BINARY[name]
-            kernels.elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
+            elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.shape == a.shape[-1:]:
-            kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
+            elementwise.binary_rows(operation, rows(y), rows(a), b)
         else:
             ufunc(a, b, out=y)
-
-    return run_binary
-
-
-def _binary_numpy(ufunc):
-    def run_binary(y, a, b):  # returns None: a returned value would be called next time
-        ufunc(a, b, out=y)
 
     return run_binary
 
@@ -149,7 +143,7 @@ def _binary_samples(binary):
 
 
 for _binary, _ufunc in ((sub, np.subtract), (mul, np.multiply), (div, np.divide)):
-    _binary.kernel("numpy")(_binary_numpy(_ufunc))
+    _binary.kernel("numpy")(assigned(_ufunc))
     _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
     _binary.kernel("torch", strided=True)(filled(_binary.name))
 for _binary in (add, sub, mul, div):

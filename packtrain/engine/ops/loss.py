@@ -53,8 +53,12 @@ def _is_target_largest(logits, targets):
 
 
 def _logit_grads(p, targets, weights):
-    d = p * np.where(targets < 0, 0, weights)[..., None]
-    np.put_along_axis(d, np.maximum(targets, 0)[..., None], _target_grads(d, targets, weights), -1)
+    weights, columns = (
+        np.where(targets < 0, 0, weights)[..., None],
+        np.maximum(targets, 0)[..., None],
+    )
+    d = p * weights
+    np.put_along_axis(d, columns, np.take_along_axis(d, columns, -1) - weights, -1)
     return d
 
 
@@ -64,11 +68,6 @@ def _softcapped_logits(logits, softcap):
         return logits, 1
     tanh_logits = np.tanh(logits / softcap)
     return softcap * tanh_logits, 1 - tanh_logits**2
-
-
-def _target_grads(grads, targets, weights):
-    target_values = np.take_along_axis(grads, np.maximum(targets, 0)[..., None], -1)
-    return target_values - np.where(targets < 0, 0, weights)[..., None]
 
 
 @op()
@@ -202,22 +201,12 @@ def linear_cross_entropy(
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **attrs):
     dloss, dlosses, *other_grads = dy
     losses, dx, (dw, db) = y[1], y[3], _weight_grads(y, b)
-    _check_gradients(dloss, dlosses, other_grads)
+    require(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
+    require(not any(other_grads), "what is right and gradients have no gradients")
     if dlosses is not None:
         return _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs)
     w_grad, b_grad = (d and _scale_grad(dloss, d) for d in (dw, db))
     return _scale_grad(dloss, dx), w_grad, None, _scale_grad(dloss, losses), b_grad
-
-
-def _store_outputs(outputs, output_values):
-    for output, value in zip(outputs, output_values, strict=True):
-        if output is not None:
-            output[...] = value
-
-
-def _check_gradients(dloss, dlosses, other_grads):
-    require(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
-    require(not any(other_grads), "what is right and gradients have no gradients")
 
 
 def _weight_grads(outputs, b):
@@ -259,7 +248,9 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap
     loss[...] = (losses * weights).sum(dtype=np.float64)
     logit_grads = _logit_grads(p, targets, weights) * slope
     dx_dw = times(logit_grads, w, precision), times(rows(logit_grads).T, rows(x), precision)
-    _store_outputs((dx, dw, db), (*dx_dw, rows(logit_grads).sum(0)))
+    for d, grad in zip((dx, dw, db), (*dx_dw, rows(logit_grads).sum(0)), strict=True):
+        if d is not None:
+            d[...] = grad
 
 
 @linear_cross_entropy.kernel("cpu")

@@ -107,9 +107,8 @@ def pool_2d_back_torch(dx, dy, x, *, largest, window, stride, padding):
     aten = torch.ops.aten
     if largest:
         _, max_index = aten.max_pool2d_with_indices(padded, *pool_args)
-        padded_grad = aten.max_pool2d_with_indices_backward(
-            dy, padded, *pool_args, (1, 1), False, max_index
-        )
+        options = (1, 1), False, max_index
+        padded_grad = aten.max_pool2d_with_indices_backward(dy, padded, *pool_args, *options)
     else:
         padded_grad = aten.avg_pool2d_backward(dy, padded, *pool_args, False, True, None)
     (h, w), (down, across) = x.shape[2:], padding

@@ -91,7 +91,7 @@ def opt_step_sgd(
 @opt_step_sgd.kernel("numpy")
 def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
     if np.isfinite(gate):
-        lr, weight_decay, rate = *hyper[:2], hyper[2 if len(hyper) == 3 else 0]
+        (lr, weight_decay), rate = hyper[:2], hyper[2 if len(hyper) == 3 else 0]
         decayed = floats(w) * (1 - lr * weight_decay * decay)
         write(w, decayed - rate * (g * gate), key, stream)
 
@@ -104,7 +104,7 @@ def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
 
 @opt_step_sgd.kernel("torch")
 def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
-    lr, weight_decay, rate = *hyper[:2], hyper[2 if len(hyper) == 3 else 0]
+    (lr, weight_decay), rate = hyper[:2], hyper[2 if len(hyper) == 3 else 0]
     fine = gate.isfinite()
     for start, (w_chunk, grad) in weights.parts_of(w, g):
         decayed = real(w_chunk) * (1 - lr * weight_decay * decay)

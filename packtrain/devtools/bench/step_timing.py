@@ -66,14 +66,10 @@ def tables(
             rows += rows_of(programs, tokens_of(preset))
             notes += [] if len(programs) == 1 else [verdict(programs)]
         max_waited = max(float(row[-1] or 0) for row in rows)
-        title = title_of(preset)
+        size = f"{ROWS[preset]} × {PRESETS[preset].context_length} tokens"
+        title = f"Whole steps of {preset}, {size}, clipping and AdamW included"
         title += f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""
         yield BenchTable("steps", title, COLUMNS, rows, notes or [NO_PEER_NOTE], max_waited)
-
-
-def title_of(preset: str) -> str:
-    time = PRESETS[preset].context_length
-    return f"Whole steps of {preset}, {ROWS[preset]} × {time} tokens, clipping and AdamW included"
 
 
 def tokens_of(preset: str) -> int:

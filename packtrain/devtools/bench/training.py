@@ -112,17 +112,13 @@ def _prepare(
     """Plan a step of this shape in `memory` bytes, and make its engine, without initial weights, and its batches."""
     update, num_rows = AdamW(lr=LR), shape.micro_batch_size
     packed_types = packed_weight_types(shape)
-    speed = measure_rates_in_children(False, _ignore_message, packed_types, target=target)
+    speed = measure_rates_in_children(False, lambda _: None, packed_types, target=target)
     request = PlanRequest(update, speed, private_nbytes(), target=target)
     batch = batch_of(shape.config, num_rows, shape.seq_len)
     shape = unlimited(shape, request) if memory is None else fit_memory(memory, shape, request)
     engine = TrainingEngine(make_plans(shape, update, target=target), update, shared)
     title = f"{name}, {num_rows} × {shape.seq_len} tokens"
     return TrainingBench(title, engine, split_batch(batch, shape.micro_batch_size))
-
-
-def _ignore_message(_: str) -> None:
-    """Drop the messages of a measurement."""
 
 
 def fit_memory(memory: int, shape: StepShape, request: PlanRequest) -> StepShape:

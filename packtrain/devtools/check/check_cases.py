@@ -90,10 +90,6 @@ def has_kernel(name: str, backend: Backend) -> bool:
     return all(backend.kernel(OPS[name], sample.inputs) for sample in samples_of_op(name))
 
 
-def samples_for(name: str) -> Sequence[CheckSample]:
-    return samples_of(name) if name in FUNCTIONS else samples_of_op(name)
-
-
 def kind(sample: CheckSample) -> str:
     """Return the element type of the first input that is not f32, else f32."""
     reads = (t.dtype for t in sample.inputs if t is not None)
@@ -105,8 +101,9 @@ def kind(sample: CheckSample) -> str:
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
     """Run a planned op on random inputs; compare each backend's results with the specification in float64."""
+    samples: Sequence[CheckSample] = samples_of(name) if name in FUNCTIONS else samples_of_op(name)
     for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
-        for k, sample in enumerate(samples_for(name)):
+        for k, sample in enumerate(samples):
             graph = graph_of(sample.results)
             leaf_values = random_values(graph, seed, scale)
             expected = interpret(graph, leaf_values)

@@ -7,11 +7,11 @@ from packtrain.dtypes import i64
 from packtrain.engine.backends import triton
 from packtrain.engine.ops.arrays import assigned, flatten, gradient_samples, run_replayable
 from packtrain.engine.ops.costs import elementwise_cost
+from packtrain.engine.ops.elementwise import silu_back_torch
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
+from packtrain.engine.ops.unary_functions import GELU_CUBE, GELU_FACTOR
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.counter import uniform_numpy
-
-GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
 
 def _check_same_spec(*tensors: Tensor) -> Spec:
@@ -36,10 +36,6 @@ def _silu_torch(gate):
 
 def _gelu_torch(gate):
     return torch.nn.functional.gelu(gate, approximate="tanh")
-
-
-def _silu_back_torch(dx, dy, x):
-    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
 
 
 def _gelu_back_torch(dx, dy, x):
@@ -120,7 +116,7 @@ swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
 geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
 _declare_gated(swiglu, False, _silu_terms, _silu_torch)
 _declare_gated(geglu, True, _gelu_terms, _gelu_torch)
-_declare_gated_back(swiglu, swiglu_back, False, _silu_terms, _silu_torch, _silu_back_torch)
+_declare_gated_back(swiglu, swiglu_back, False, _silu_terms, _silu_torch, silu_back_torch)
 _declare_gated_back(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
 
 

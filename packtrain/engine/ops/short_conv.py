@@ -1,5 +1,7 @@
 """Short convolutions along time, one filter for each channel: they mix a token with the few before it."""
 
+from functools import partial
+
 import numpy as np
 
 from packtrain import kernels
@@ -102,11 +104,7 @@ def _run_torch(y, x, w, seq, step):
         y[:, output_slice] += products
 
 
-@short_conv.kernel("torch")
-def short_conv_torch(y, x, w, seq):
-    _run_torch(y, x, w, seq, 1)
-
-
+short_conv.kernel("torch")(partial(_run_torch, step=1))
 short_conv.samples(lambda: (short_conv(*inputs) for inputs in _sample_inputs()))
 
 
@@ -137,11 +135,7 @@ def short_conv_back_cpu(dx, dy, w, seq, work):
     _run_cpu(dx, dy, w, seq, work[0], 1)
 
 
-@short_conv_back.kernel("torch")
-def short_conv_back_torch(dx, dy, w, seq):
-    _run_torch(dx, dy, w, seq, -1)
-
-
+short_conv_back.kernel("torch")(partial(_run_torch, step=-1))
 short_conv_back.samples(gradient_samples(short_conv, short_conv_back))
 
 

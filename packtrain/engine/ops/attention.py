@@ -6,7 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import f16, f32, i32
 from packtrain.engine.backends import triton
 from packtrain.engine.ops import torch_attention
-from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, gradient_samples
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent
 from packtrain.engine.ops.costs import Cost, num_attended_pairs, queries_per_block
 from packtrain.engine.ops.elementwise import exp, mul, neg, sub
 from packtrain.engine.ops.reduce import sum_rows, sum_to
@@ -285,4 +285,9 @@ def attention_back_cost(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, s
     return Cost(work, num_tasks=task_heads.shape[0] * task_heads.shape[2], is_causal=True)
 
 
-attention_back.samples(gradient_samples(attention, attention_back))
+@attention_back.samples
+def attention_back_samples():
+    for (q, k, v), positions, attrs in _sample_inputs():
+        all_attrs = {"scale": q.shape[-1] ** -0.5, **attrs}
+        y, lse = attention(q, k, v, *positions, **all_attrs)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *positions, **all_attrs)

@@ -22,7 +22,9 @@ from packtrain.common.errors import InputError
 PAUSE = 0.02  # seconds before a turn, in which the previous peer's threads stop spinning
 # variables that limit PyTorch and its libraries to the instructions that our kernels use
 INSTRUCTION_SETS = "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"
-FORCED = {"avx2": ("avx2", "AVX2", "AVX2"), "avx512": ("avx512", "AVX512", "AVX512_CORE_BF16")}
+AVX2 = dict(zip(INSTRUCTION_SETS, ("avx2", "AVX2", "AVX2"), strict=True))
+AVX512 = dict(zip(INSTRUCTION_SETS, ("avx512", "AVX512", "AVX512_CORE_BF16"), strict=True))
+FORCED = {"avx2": AVX2, "avx512": AVX512}
 SINGLE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
 
 
@@ -88,9 +90,7 @@ class PeerProcess:
 
 def peer_environment() -> dict[str, str]:
     """Return a peer's environment variables, which limit PyTorch to the CPU features of PACKTRAIN_CPU."""
-    instruction_sets = FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), ())
-    limits = dict(zip(INSTRUCTION_SETS, instruction_sets, strict=bool(instruction_sets)))
-    return {**SINGLE_PROCESS, **variables(), **limits}
+    return {**SINGLE_PROCESS, **variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
 
 
 def main() -> None:

@@ -201,12 +201,22 @@ def linear_cross_entropy(
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **attrs):
     dloss, dlosses, *other_grads = dy
     losses, dx, (dw, db) = y[1], y[3], _weight_grads(y, b)
-    require(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
-    require(not any(other_grads), "what is right and gradients have no gradients")
+    _check_gradients(dloss, dlosses, other_grads)
     if dlosses is not None:
         return _row_loss_grads(dlosses, dx, x, w, targets, weights, b, attrs)
     w_grad, b_grad = (d and _scale_grad(dloss, d) for d in (dw, db))
     return _scale_grad(dloss, dx), w_grad, None, _scale_grad(dloss, losses), b_grad
+
+
+def _store_outputs(outputs, output_values):
+    for output, value in zip(outputs, output_values, strict=True):
+        if output is not None:
+            output[...] = value
+
+
+def _check_gradients(dloss, dlosses, other_grads):
+    require(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
+    require(not any(other_grads), "what is right and gradients have no gradients")
 
 
 def _weight_grads(outputs, b):
@@ -248,9 +258,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap
     loss[...] = (losses * weights).sum(dtype=np.float64)
     logit_grads = _logit_grads(p, targets, weights) * slope
     dx_dw = times(logit_grads, w, precision), times(rows(logit_grads).T, rows(x), precision)
-    for d, grad in zip((dx, dw, db), (*dx_dw, rows(logit_grads).sum(0)), strict=True):
-        if d is not None:
-            d[...] = grad
+    _store_outputs((dx, dw, db), (*dx_dw, rows(logit_grads).sum(0)))
 
 
 @linear_cross_entropy.kernel("cpu")

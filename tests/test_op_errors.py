@@ -42,13 +42,13 @@ WRONG: dict[str, Callable[[], object]] = {
     "upscale: x is f32[6], factor 2; x needs two axes, factor 1 or more": lambda: pt.upscale(V, factor=2),
     "group_norm: x is f32[4, 6]; its second axis must be groups of equal size, 4 of them":
         lambda: pt.group_norm(X, groups=4, eps=1e-5),
-    "norm: w is f32[4, 6]; for x f32[4, 6] it must be f32[6]": lambda: pt.norm(X, X, eps=1e-5),
+    "norm: w is f32[4, 6]; it must be f32[6]": lambda: pt.norm(X, X, eps=1e-5),
     "soft_cross_entropy: logits f32[4, 6] and targets f32[3, 6] must be equal, weights f32[6] one for each row":
         lambda: pt.soft_cross_entropy(X, Y, V),
     "soft_max_sinks: x is f32[2, 3, 7, 6] and sinks f32[6]; they must be [B, H, T, S] and [H]":
         lambda: pt.soft_max_sinks(IMAGE, V),
     "alibi_slopes: heads is 0; it must be at least 1": lambda: pt.alibi_slopes(0),
-    "get_rows_back: dy is f32[4, 6]; for ids i32[4, 6] it must be f32[4, 6, 5]":
+    "get_rows_back: dy is f32[4, 6]; it must be f32[4, 6, 5]":
         lambda: pt.get_rows_back(X, IDS, shape=(9, 5)),
     "narrow_back: axis -1 is not an axis of dy f32[4, 6]": lambda: pt.narrow_back(X, axis=-1, start=0, size=9),
     "slice: start (0,), shape (1,) and step (1,) must have one number for each axis of x f32[4, 6]":
@@ -60,7 +60,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "add: a is i32[4, 6] and b is f32[4, 6]; both must be of types that can be read": lambda: pt.add(IDS, X),
     "mul: a is f16[4, 6] and b is f32[4, 6]; both must be f32": lambda: pt.mul(HALF, X),
     "silu: x is f16[4, 6]; it must be f32": lambda: pt.silu(HALF),
-    "rms_norm: w is f16[6]; for x f32[4, 6] it must be f32[6]":
+    "rms_norm: w is f16[6]; it must be f32[6]":
         lambda: pt.rms_norm(X, pt.input("w", (6,), pt.f16), eps=1e-5),
     "matmul: w is q8_0[2, 4, 32]; it must be f32, or a matrix of a type that can be read":
         lambda: pt.matmul(pt.input("z", (2, 3, 32)), CUBE),

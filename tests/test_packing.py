@@ -21,16 +21,18 @@ from packtrain.engine.packing import (
     Packing,
     exact,
     find_overlap,
-    large,
     lower_bound,
     pack,
     packing_height,
     packings,
 )
-from packtrain.engine.packing.search_clock import SearchClock
+from packtrain.engine.packing.exact import SearchClock
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 
+PACK_MODULE = importlib.import_module(
+    "packtrain.engine.packing.pack"
+)  # `pack` alone is its function
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
 needs_problems = pytest.mark.shared
@@ -361,12 +363,11 @@ def pareto_problem(seed: int, count: int) -> Problem:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> None:
-    module = importlib.import_module("packtrain.engine.packing.pack")
     columns = pareto_problem(seed, 50 + 150 * seed)
-    for packer, keys in module._packer_orders(*columns):
+    for packer, keys in PACK_MODULE._packer_orders(*columns):
         order, limits = np.lexsort(keys), np.zeros(4, np.int64)
         args = packer.__name__, np.stack(columns, 1), order, limits, SearchClock(None)
-        assert np.array_equal(large.compiled(*args), packer(*columns, order))
+        assert np.array_equal(PACK_MODULE.run_compiled(*args), packer(*columns, order))
 
 
 def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_them(
@@ -374,7 +375,7 @@ def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_
 ) -> None:
     columns = pareto_problem(0, 500)
     expected = [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)]
-    monkeypatch.setattr(large, "MIN_BUFFERS", 499)
+    monkeypatch.setattr(PACK_MODULE, "MIN_COMPILED_BUFFERS", 499)
     assert [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)] == expected
     kernels.load_all(["packing"])
     limited = packings(*columns, seconds=30)
@@ -383,7 +384,7 @@ def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_
     limited.close()
     expired_clock = SearchClock(0.0)
     assert (
-        large.compiled(
+        PACK_MODULE.run_compiled(
             "skyline", np.stack(columns, 1), np.arange(500), np.ones(4, int), expired_clock
         )
         is None

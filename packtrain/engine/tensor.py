@@ -6,6 +6,7 @@ Calling an Op runs its shape rule and returns Tensors that reference the Call. N
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -59,8 +60,15 @@ class Spec:
         """Bytes between neighbours along each axis when the tensor is dense."""
         return _spec_strides(self.shape, self.dtype)
 
+    def require(self, **tensors: "Tensor | None") -> "Spec":
+        """Return this spec; raise RequirementError unless all the tensors have it or are None; for shape rules."""
+        for name, t in tensors.items():
+            if t is not None and t.spec != self:
+                raise RequirementError(f"{name} is {t.spec}; it must be {self}")
+        return self
+
     def __str__(self) -> str:
-        return _spec_text(self.shape, self.dtype)
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 # cached: thousands of tensors share a few dozen shapes
@@ -71,18 +79,9 @@ def _spec_nbytes(shape: Shape, dtype: Dtype) -> int:
 
 @cache
 def _spec_strides(shape: Shape, dtype: Dtype) -> Shape:
-    if not shape:
-        return ()
-    strides, stride = [dtype.block_nbytes], dtype.row_nbytes(shape[-1])
-    for n in shape[-2::-1]:
-        strides.append(stride)
-        stride *= n
-    return tuple(strides[::-1])
-
-
-@cache
-def _spec_text(shape: Shape, dtype: Dtype) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
+    row_sizes = *map(dtype.row_nbytes, shape[-1:]), *shape[-2:0:-1]
+    strides = dtype.block_nbytes, *itertools.accumulate(row_sizes, operator.mul)
+    return strides[: len(shape)][::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,8 @@ def overlap_transfers(
     for transfer in transfers.values():
         copied_tensor, (source,) = transfer.step.results[0], transfer.step.reads
         under_way = cont(source)
-        home[under_way], names[under_way] = (
-            transfer.step.backend,
-            unique_name(f"{names[copied_tensor]} begun", used_names),
-        )
+        home[under_way] = transfer.step.backend
+        names[under_way] = unique_name(f"{names[copied_tensor]} begun", used_names)
         begins.setdefault(transfer.begin_step, []).append(_begin_step(transfer, under_way))
         arrivals.setdefault(transfer.end_step, []).append(_finish_step(transfer, under_way))
     reordered = list[KernelStep]()

@@ -149,13 +149,8 @@ def table(training: TrainingBench, spent: dict[OpGroup, OpTime], step_seconds: f
     floor_seconds = math.fsum(op_time.floor for op_time in spent.values())
     groups = sorted(spent, key=lambda group: -spent[group].lost_seconds)
     rows = [op_row(group, spent[group], total_seconds) for group in groups]
-    rows.append(
-        op_row(
-            OpGroup("all"),
-            OpTime(sum(s.calls for s in spent.values()), total_seconds, floor_seconds),
-            total_seconds,
-        )
-    )
+    all_calls = OpTime(sum(s.calls for s in spent.values()), total_seconds, floor_seconds)
+    rows.append(op_row(OpGroup("all"), all_calls, total_seconds))
     note = (
         f"A step takes {step_seconds * 1e3:.1f} ms, {training.tokens / step_seconds:,.0f} tokens a second;"
         f" its calls {total_seconds * 1e3:.1f} ms. The floor of a call is the larger of two: its"

@@ -54,7 +54,8 @@ class MachineRates:
 
 def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
     """Measure the machine's rates, each as the fastest of several rounds: other programs only slow rounds down."""
-    threads, peak = kernels.threads(), _kernel_module("peak")
+    kernel_modules: Any = kernels
+    threads, peak = kernels.threads(), kernel_modules.peak
 
     def fastest(task: Callable[[], object], rounds: int = rounds) -> float:
         task()
@@ -72,7 +73,7 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
 
     m, n, k = PRODUCT_SHAPE
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
-    product_seconds = fastest(lambda: _kernel_module("matmul").product(y, a, b.T, False, 0))
+    product_seconds = fastest(lambda: kernel_modules.matmul.product(y, a, b.T, False, 0))
     return MachineRates(
         fma_one=fma_rate(1),
         fma=fma_rate(threads),
@@ -81,10 +82,6 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
         far=copy_rate(MEMORY_VALUES),
         threads=threads,
     )
-
-
-def _kernel_module(name: str) -> Any:
-    return getattr(kernels, name)
 
 
 def processor_name() -> str:

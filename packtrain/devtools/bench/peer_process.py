@@ -20,16 +20,10 @@ from packtrain.common.child_process import variables
 from packtrain.common.errors import InputError
 
 PAUSE = 0.02  # seconds before a turn, in which the previous peer's threads stop spinning
-AVX2 = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-}  # limits PyTorch and its libraries to the instructions that our kernels use
-AVX512 = {
-    "ATEN_CPU_CAPABILITY": "avx512",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-}
+# variables that limit PyTorch and its libraries to the instructions that our kernels use
+INSTRUCTION_SETS = "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"
+AVX2 = dict(zip(INSTRUCTION_SETS, ("avx2", "AVX2", "AVX2"), strict=True))
+AVX512 = dict(zip(INSTRUCTION_SETS, ("avx512", "AVX512", "AVX512_CORE_BF16"), strict=True))
 FORCED = {"avx2": AVX2, "avx512": AVX512}
 SINGLE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
 

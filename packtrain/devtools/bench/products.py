@@ -63,14 +63,8 @@ class TimedProduct:
 
 
 def make_products(shapes: Shapes, forms: Sequence[str] = PRODUCT_FORMS) -> list[TimedProduct]:
-    all_shapes = (
-        (model, shape) for model, model_shapes in shapes.items() for shape in model_shapes
-    )
-    return [
-        TimedProduct(model, MatrixProduct(form, *shape))
-        for model, shape in all_shapes
-        for form in forms
-    ]
+    cases = ((model, shape, form) for model in shapes for shape in shapes[model] for form in forms)
+    return [TimedProduct(model, MatrixProduct(form, *shape)) for model, shape, form in cases]
 
 
 def product_graph(
@@ -106,11 +100,8 @@ def time_beside_torch(
 ) -> list[TimedProduct]:
     """Time every product in every form, beside PyTorch's if PyTorch is installed."""
     timed_products = make_products(shapes)
-    with (
-        PeerProcess(TORCH_PEER, "products", kernels.threads())
-        if has_torch()
-        else nullcontext() as peer
-    ):
+    peer_process = PeerProcess(TORCH_PEER, "products", kernels.threads())
+    with peer_process if has_torch() else nullcontext() as peer:
         for i, timed in enumerate(timed_products):
             count(i + 1, len(timed_products))
             bound_product = bind_product(timed.product)
@@ -131,13 +122,11 @@ def products_table(timed_products: Sequence[TimedProduct]) -> BenchTable:
     for timed in timed_products:
         rows.append([timed.model, timed.product.shape, timed.product.form, timed.rate(timed.ours)])
         rows[-1] += [timed.rate(timed.peer_seconds), timed.ratio] if has_peer else []
-    notes = (
-        [ratio_summary([timed.ratio for timed in timed_products], "PyTorch's")]
-        if has_peer
-        else [NO_PEER_NOTE]
-    )
+    note = NO_PEER_NOTE
+    if has_peer:
+        note = ratio_summary([timed.ratio for timed in timed_products], "PyTorch's")
     columns = COLUMNS | (PEER_COLUMNS if has_peer else {})
-    return BenchTable("products", "Products in f32", columns, rows, notes)
+    return BenchTable("products", "Products in f32", columns, rows, [note])
 
 
 NO_PEER_NOTE = (
@@ -158,9 +147,8 @@ def packed_table(shapes: Shapes, rounds: int, count: Counted, clock: Clock = CLO
     rows = list[list[CellValue]]()
     for i, (timed, name) in enumerate(cases):
         count(i + 1, len(cases))
-        weight_values = np.random.default_rng(0).standard_normal(
-            (timed.product.n, timed.product.k), np.float32
-        )
+        w_shape = timed.product.n, timed.product.k
+        weight_values = np.random.default_rng(0).standard_normal(w_shape, np.float32)
         w = quantize(weight_values, DTYPES[name])
         works = bind_product(timed.product, w), bind_product(timed.product, dequantize(w))
         for _ in range(rounds):

@@ -59,24 +59,17 @@ def tables(
         rows, notes = list[list[CellValue]](), list[str]()
         for ours, peer_precision in precision_pairs():
             programs = [TrainingProgram(name=OURS, precision=ours, memory=memory)]
-            programs += (
-                [TrainingProgram(name=p, precision=peer_precision) for p in (EAGER, COMPILED)]
-                if has_torch()
-                else []
-            )
+            peer_names = (EAGER, COMPILED) if has_torch() else ()
+            programs += [TrainingProgram(name=p, precision=peer_precision) for p in peer_names]
             with counting(f"steps of {preset}, {ours} beside {peer_precision}", "round") as count:
                 notes += run(programs, preset, rounds, count)
             rows += rows_of(programs, tokens_of(preset))
             notes += [] if len(programs) == 1 else [verdict(programs)]
         max_waited = max(float(row[-1] or 0) for row in rows)
-        title = title_of(preset)
+        size = f"{ROWS[preset]} × {PRESETS[preset].context_length} tokens"
+        title = f"Whole steps of {preset}, {size}, clipping and AdamW included"
         title += f"; ours planned for {memory / 2**20:,.0f} MiB" if memory is not None else ""
         yield BenchTable("steps", title, COLUMNS, rows, notes or [NO_PEER_NOTE], max_waited)
-
-
-def title_of(preset: str) -> str:
-    time = PRESETS[preset].context_length
-    return f"Whole steps of {preset}, {ROWS[preset]} × {time} tokens, clipping and AdamW included"
 
 
 def tokens_of(preset: str) -> int:

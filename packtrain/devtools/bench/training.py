@@ -1,8 +1,9 @@
 """Builds our side of a comparison: steps that train a preset, or LoRA on a model file, with random tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.common.memory import private_nbytes
 from packtrain.devtools.bench.timing import TimedStep, timed_steps
+from packtrain.engine.backends import Target
 from packtrain.engine.executor import Executor
 from packtrain.engine.optim import AdamW
 from packtrain.models import transformer
@@ -73,16 +75,10 @@ def of_preset(
     """Prepare a step of `packtrain train --preset` in `memory` bytes of this process. Raises InputError."""
     config = replace(PRESETS[name], precision=precision)
     num_rows, context_length = ROWS[name], config.context_length
-    update = AdamW(lr=LR)
     shape = StepShape(config, num_rows, context_length, max_norm=MAX_NORM, evaluate=False)
-    target = TrainSettings(device=device).target
-    speed = measure_rates_in_children(False, _ignore_message, target=target)
-    request = PlanRequest(update, speed, private_nbytes(), target=target)
-    shape = unlimited(shape, request) if memory is None else fit_memory(memory, shape, request)
-    engine = TrainingEngine(make_plans(shape, update, target=target), update)
-    transformer.initialize_weights(config, 0, engine.session.fill)
-    batches = split_batch(batch_of(config, num_rows, context_length), shape.micro_batch_size)
-    return TrainingBench(f"{name}, {num_rows} × {context_length} tokens", engine, batches)
+    training = _prepare(name, shape, TrainSettings(device=device).target, memory)
+    transformer.initialize_weights(config, 0, training.engine.session.fill)
+    return training
 
 
 def of_base(
@@ -98,24 +94,31 @@ def of_base(
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
     base = BaseModel(tuple(model.matrix_dtypes().items()))
-    subject, update = TunedModel(settings, model, config, base), AdamW(lr=LR)
+    subject = TunedModel(settings, model, config, base)
     shape = replace(shape_of(settings, config, num_rows, time, False, base), max_norm=MAX_NORM)
-    target = settings.target
-    speed = measure_rates_in_children(
-        False, _ignore_message, packed_weight_types(shape), target=target
-    )
+    name = f"LoRA on {path.name}"
+    training = _prepare(name, shape, settings.target, memory, subject.shared())
+    subject.init_weights(training.engine.session)
+    return training
+
+
+def _prepare(
+    name: str,
+    shape: StepShape,
+    target: Target,
+    memory: int | None,
+    shared: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> TrainingBench:
+    """Plan a step of this shape in `memory` bytes, and make its engine, without initial weights, and its batches."""
+    update, num_rows = AdamW(lr=LR), shape.micro_batch_size
+    packed_types = packed_weight_types(shape)
+    speed = measure_rates_in_children(False, lambda _: None, packed_types, target=target)
     request = PlanRequest(update, speed, private_nbytes(), target=target)
+    batch = batch_of(shape.config, num_rows, shape.seq_len)
     shape = unlimited(shape, request) if memory is None else fit_memory(memory, shape, request)
-    engine = TrainingEngine(make_plans(shape, update, target=target), update, subject.shared())
-    subject.init_weights(engine.session)
-    name = f"LoRA on {path.name}, {num_rows} × {time} tokens"
-    return TrainingBench(
-        name, engine, split_batch(batch_of(config, num_rows, time), shape.micro_batch_size)
-    )
-
-
-def _ignore_message(_: str) -> None:
-    """Drop the messages of a measurement."""
+    engine = TrainingEngine(make_plans(shape, update, target=target), update, shared)
+    title = f"{name}, {num_rows} × {shape.seq_len} tokens"
+    return TrainingBench(title, engine, split_batch(batch, shape.micro_batch_size))
 
 
 def fit_memory(memory: int, shape: StepShape, request: PlanRequest) -> StepShape:

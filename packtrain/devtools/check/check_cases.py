@@ -10,7 +10,6 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.devtools.check import op_samples
-from packtrain.devtools.check import op_samples as input_samples
 from packtrain.devtools.check.function_checks import FUNCTIONS, FunctionSample, samples_of
 from packtrain.devtools.check.gradients import WEIGHTINGS, dense, slope_error, softened
 from packtrain.devtools.check.op_samples import Values, graph_of, random_values, samples_of_op
@@ -91,10 +90,6 @@ def has_kernel(name: str, backend: Backend) -> bool:
     return all(backend.kernel(OPS[name], sample.inputs) for sample in samples_of_op(name))
 
 
-def samples_for(name: str) -> Sequence[CheckSample]:
-    return samples_of(name) if name in FUNCTIONS else samples_of_op(name)
-
-
 def kind(sample: CheckSample) -> str:
     """Return the element type of the first input that is not f32, else f32."""
     reads = (t.dtype for t in sample.inputs if t is not None)
@@ -106,8 +101,9 @@ def kind(sample: CheckSample) -> str:
 
 def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Iterator[CheckResult]:
     """Run a planned op on random inputs; compare each backend's results with the specification in float64."""
+    samples: Sequence[CheckSample] = samples_of(name) if name in FUNCTIONS else samples_of_op(name)
     for scale in (1.0, SMALL_SCALE, *([LARGE_SCALES[name]] if name in LARGE_SCALES else [])):
-        for k, sample in enumerate(samples_for(name)):
+        for k, sample in enumerate(samples):
             graph = graph_of(sample.results)
             leaf_values = random_values(graph, seed, scale)
             expected = interpret(graph, leaf_values)
@@ -118,11 +114,9 @@ def check_values(name: str, backends: Sequence[Backend], seed: int = 0) -> Itera
         graph, leaf_values, unpacked_values = _unpack_variant(variant, seed)
         wide_results = interpret(graph_of(variant.f32_call.results), unpacked_values)
         rounded = {n: v for n, v in interpret(graph, leaf_values).items() if v.dtype != np.float64}
+        case, expected = f"with {variant.packed_name} in {variant.dtype}", wide_results | rounded
         for backend in backends:
-            case = f"with {variant.packed_name} in {variant.dtype}"
-            yield _compared(
-                name, str(variant.dtype), backend, case, graph, leaf_values, wide_results | rounded
-            )
+            yield _compared(name, str(variant.dtype), backend, case, graph, leaf_values, expected)
 
 
 def _unpack_variant(
@@ -161,12 +155,9 @@ def _compared(
 def samples_with_values(name: str) -> list[tuple[CheckSample, Values]]:
     """Return the differentiable samples of an op or function, with float64 values of their leaves."""
     if name in OPS:
-        return list(input_samples.differentiable_samples(name))
-    sample_graphs = [(sample, graph_of(sample.results)) for sample in samples_of(name)]
-    return [
-        (s, {n: v.astype(np.float64) for n, v in random_values(g).items()})
-        for s, g in sample_graphs
-    ]
+        return list(op_samples.differentiable_samples(name))
+    leaf_values = [(s, random_values(graph_of(s.results))) for s in samples_of(name)]
+    return [(s, {n: v.astype(np.float64) for n, v in values.items()}) for s, values in leaf_values]
 
 
 def check_slopes(name: str) -> Iterator[CheckResult]:
@@ -183,15 +174,12 @@ def check_slopes(name: str) -> Iterator[CheckResult]:
             yield CheckResult(name, "f32", FLOAT64, SLOPE, case, error, allowed)
     for variant in op_samples.typed_samples(name) if name in OPS else ():
         y = variant.call.results[0]
-        if y.dtype == f32 and any(
-            t.dtype == f32 and t.label != variant.packed_name for t in variant.call.reads
-        ):
+        reads = (t for t in variant.call.reads if t.label != variant.packed_name)
+        if y.dtype == f32 and any(t.dtype == f32 for t in reads):
             _, leaf_values, _ = _unpack_variant(variant, 0)
-            exact_values = {
-                n: v.astype(np.float64) if v.dtype == np.float32 else v
-                for n, v in leaf_values.items()
-            }
-            error = slope_error(y, dense, exact_values)
+            is_f32 = {n: v.dtype == np.float32 for n, v in leaf_values.items()}
+            exact = {n: v.astype(np.float64) if is_f32[n] else v for n, v in leaf_values.items()}
+            error = slope_error(y, dense, exact)
             case = f"with {variant.packed_name} in {variant.dtype}"
             yield CheckResult(name, str(variant.dtype), FLOAT64, SLOPE, case, error, allowed)
 
@@ -221,11 +209,9 @@ def check_peers(name: str) -> Iterator[CheckResult]:
         peer_results = peer_results if isinstance(peer_results, tuple) else (peer_results,)
         actual = interpret(graph_of(sample.results), leaf_values)
         for i, y in enumerate(peer_results):
-            error = max_difference(actual[f"result {i}"], y.detach().numpy())
-            case = f"sample {k} result {i}"
-            yield CheckResult(
-                name, kind(sample), FLOAT64, PEER, case, error, error_limit(actual[f"result {i}"])
-            )
+            value, case = actual[f"result {i}"], f"sample {k} result {i}"
+            error, limit = max_difference(value, y.detach().numpy()), error_limit(value)
+            yield CheckResult(name, kind(sample), FLOAT64, PEER, case, error, limit)
         if has_gradient(name) and peer_results[0].requires_grad:
             yield from _peer_gradients(name, k, sample, leaf_values, inputs, peer_results[0])
 

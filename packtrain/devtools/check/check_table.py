@@ -43,18 +43,12 @@ def group_rows(results: Iterable[check_cases.CheckResult]) -> list[CheckRow]:
     groups: dict[tuple[str, str, str], list[check_cases.CheckResult]] = {}
     for result in results:
         groups.setdefault((result.op, result.dtype, result.backend), []).append(result)
-    return [
-        CheckRow(
-            *key,
-            len(group),
-            {c: worst for c in CHECKS if (worst := _worst_error(group, c)) is not None},
-        )
-        for key, group in groups.items()
-    ]
+    return [CheckRow(*key, len(group), _worst_errors(group)) for key, group in groups.items()]
 
 
-def _worst_error(results: Iterable[check_cases.CheckResult], check: str) -> float | None:
-    return max((result.error for result in results if result.check == check), default=None)
+def _worst_errors(results: Sequence[check_cases.CheckResult]) -> dict[str, float]:
+    """Return the largest error of each kind of check that was made."""
+    return {c: max(r.error for r in results if r.check == c) for c in {r.check for r in results}}
 
 
 def table_lines(results: Sequence[check_cases.CheckResult], seconds: float) -> Iterator[str]:
@@ -131,13 +125,10 @@ def peer_column(name: str) -> str:
 
 
 def _errors(results: Sequence[check_cases.CheckResult]) -> list[str]:
-    value_error = _worst_error(results, check_cases.VALUE)
-    slope_errors = [
-        e
-        for c in (check_cases.SLOPE, check_cases.PEER)
-        if (e := _worst_error(results, c)) is not None
-    ]
-    return ["" if e is None else _power(e) for e in (value_error, max(slope_errors, default=None))]
+    worst = _worst_errors(results)
+    slope_errors = [worst[c] for c in (check_cases.SLOPE, check_cases.PEER) if c in worst]
+    errors = worst.get(check_cases.VALUE), max(slope_errors, default=None)
+    return ["" if e is None else _power(e) for e in errors]
 
 
 def _power(error: float) -> str:

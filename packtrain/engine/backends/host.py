@@ -18,7 +18,9 @@ LARGE = 1 << 16  # bytes from which malloc maps an allocation by itself
 Inputs = tuple[Tensor | None, ...]
 Run = Callable[[], Any]
 Runs = Sequence[Run]
-OpCall = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes of a call
+AnyOp = Op[..., Any]
+Attrs = dict[str, Any]
+OpCall = tuple[AnyOp, Inputs, Attrs]  # op, inputs and attributes of a call
 
 
 def aligned(nbytes: int, alignment: int) -> int:
@@ -60,12 +62,10 @@ class Backend(Protocol):
         """Whether its space is memory of this process, which `--memory` counts."""
 
     # ---- what it can do
-    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+    def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         """Return the kernel that runs the op on such inputs, or None."""
 
-    def workspaces(
-        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
-    ) -> tuple[Spec, ...]:
+    def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
         """Return the scratch arrays that the kernel of such a call needs."""
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
@@ -141,12 +141,10 @@ class Host:
     capacity: int | None = None
     on_host: bool = True
 
-    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+    def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         return op.kernels.get(self.name)
 
-    def workspaces(
-        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
-    ) -> tuple[Spec, ...]:
+    def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
         rule = op.workspaces.get(self.name)
         return rule(*inputs, **attrs) if rule else ()
 

@@ -73,13 +73,13 @@ class Target:
     def home(self, leaf: Tensor) -> Backend:
         """Return a leaf's backend: by its name, its weight's name (m/NAME), its role, or ROLE.N for block N."""
         _, _, block_number = leaf.label.rpartition(".")
-        leaf_keys = (
+        names = (
             leaf.label,
             leaf.label.rpartition("/")[2],
             leaf.role or "",
             f"{leaf.role}.{block_number}",
         )
-        leaf_backends = (self.homes[name] for name in leaf_keys if name in self.homes)
+        leaf_backends = (self.homes[name] for name in names if name in self.homes)
         return next(leaf_backends, self.backends[0])
 
 

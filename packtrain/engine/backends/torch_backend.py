@@ -17,16 +17,9 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError
 from packtrain.dtypes import DTYPES, DTYPES_BY_NUMPY, Dtype, bf16, f64
-from packtrain.engine.backends import cuda_streams, host, triton
-from packtrain.engine.backends.cuda_caching import (
-    CUBLAS_ENVIRONMENT,
-    Trace,
-    buffers_nbytes,
-    largest_room_nbytes,
-    pool_nbytes,
-)
+from packtrain.engine.backends import cuda_caching, cuda_streams, host, triton
 from packtrain.engine.backends.cuda_graphs import cuda_of, make_room, record_graphs
-from packtrain.engine.backends.host import LARGE, LIBC, Backend, Host, Inputs, OpCall, Runs
+from packtrain.engine.backends.host import AnyOp, Attrs, Backend, Host, Inputs, OpCall, Runs
 from packtrain.engine.backends.torch_temporaries import (
     KernelFootprint,
     kernel_footprint,
@@ -35,7 +28,7 @@ from packtrain.engine.backends.torch_temporaries import (
     torch_type,
 )
 from packtrain.engine.ops.torch_kernels import BlockArray, torch
-from packtrain.engine.tensor import Kernel, Op, Spec
+from packtrain.engine.tensor import Kernel, Spec
 
 NAME = "torch"  # under which ops declare kernels
 CUDA_KERNEL = "cuda"  # of kernels in Triton, which come first where they run
@@ -45,7 +38,7 @@ OF_MKL = {"MKL_DISABLE_FAST_MM": "1"}  # MKL frees buffers after a product: no b
 DTYPES_BY_TORCH_NAME = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
-def kernel_of(op: Op[..., Any], convert: Any, name: str = NAME) -> Kernel | None:
+def kernel_of(op: AnyOp, convert: Any, name: str = NAME) -> Kernel | None:
     """Return the op's kernel; its first call converts arrays to tensors, which later calls reuse."""
     kernel = op.kernels.get(name)
     return kernel and Kernel(_launcher(kernel.run, convert), kernel.strided)
@@ -58,7 +51,7 @@ def _launcher(run: Any, convert: Any) -> Any:
 
         def relaunch() -> None:
             for page_address, nbytes in pages:
-                LIBC.madvise(page_address, nbytes, MADV_DONTNEED)
+                host.LIBC.madvise(page_address, nbytes, MADV_DONTNEED)
             run(*tensors, **attrs)
 
         relaunch()
@@ -83,11 +76,6 @@ def regular_strides(x: Any) -> Any:
     return x.as_strided(x.shape, strides, x.storage_offset())
 
 
-def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
-    """Return a workspace for the temporaries of a kernel: plans count it, and the kernel does not get it."""
-    return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
-
-
 # ---- temporaries on the host ----------------------------------------------------------------------------------
 #
 # PyTorch allocates temporaries itself. So that they do not count twice, the pages of the room that a plan reserves for
@@ -96,7 +84,8 @@ def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[S
 
 def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
     """Return address and bytes of the whole pages of a NumPy array; None if they are not worth a call."""
-    if not isinstance(work, np.ndarray) or work.nbytes < LARGE or not hasattr(LIBC, "madvise"):
+    is_large = isinstance(work, np.ndarray) and work.nbytes >= host.LARGE
+    if not is_large or not hasattr(host.LIBC, "madvise"):
         return None
     begin, end = work.ctypes.data, work.ctypes.data + work.nbytes
     begin, end = host.aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -130,14 +119,13 @@ def _from_numpy(x: np.ndarray) -> Any:
 class TorchHost(Host):
     """Backend `torch:cpu`: NumPy arrays in ordinary memory, seen as tensors."""
 
-    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+    def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         _match_num_threads()
         return kernel_of(op, as_tensor)
 
-    def workspaces(
-        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
-    ) -> tuple[Spec, ...]:
-        return reserved(op, inputs, attrs)
+    def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
+        """Return room for the temporaries of a kernel: plans count it, and the kernel does not get it."""
+        return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
         return sum(TENSOR_NBYTES * (len(inputs) + 1) for _, inputs, _ in op_calls)
@@ -197,25 +185,23 @@ class TorchDevice:
     def on_host(self) -> bool:
         return self.device == "cpu"
 
-    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+    def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         _match_num_threads()
         has_unknown_dtype = any(t is not None and self._lacks_dtype(t.dtype) for t in inputs)
         return None if has_unknown_dtype else kernel_of(op, lambda x: x, self._kernel_name(op))
 
-    def _kernel_name(self, op: Op[..., Any]) -> str:
+    def _kernel_name(self, op: AnyOp) -> str:
         """Return under which name the op's kernel for this device is declared."""
         return CUDA_KERNEL if self.fused and CUDA_KERNEL in op.kernels else NAME
 
-    def _measured(self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> KernelFootprint:
+    def _measured(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> KernelFootprint:
         return kernel_footprint(op, inputs, attrs, self._kernel_name(op))
 
     def _lacks_dtype(self, dtype: Dtype) -> bool:
         """Whether PyTorch lacks this element type on the device: `mps` has no f64."""
         return self.name.startswith("mps") and dtype == f64
 
-    def workspaces(
-        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
-    ) -> tuple[Spec, ...]:
+    def workspaces(self, op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
         return ()  # PyTorch's own pool holds temporaries
 
     def pool(self, op_calls: Iterable[OpCall], buffers: Sequence[int] = ()) -> int:
@@ -223,15 +209,16 @@ class TorchDevice:
         if self.device == "cpu":  # malloc keeps nothing
             return max((measurement.nbytes for measurement in measurements), default=0)
         num_pools = 1 if cuda_of(self.device) is None else 2  # graphs have a pool of their own
-        pooled_nbytes = num_pools * pool_nbytes(traces_of(measurements)) if measurements else 0
-        return pooled_nbytes + buffers_nbytes(buffers) - sum(buffers)
+        traces = traces_of(measurements)
+        pooled_nbytes = num_pools * cuda_caching.pool_nbytes(traces) if traces else 0
+        return pooled_nbytes + cuda_caching.buffers_nbytes(buffers) - sum(buffers)
 
     def reserve(self, op_calls: Iterable[OpCall]) -> None:
         if cuda_of(self.device) is not None:
             traces = traces_of(
                 self._measured(*call) for call in op_calls if NAME in call[0].kernels
             )
-            make_room(self.device, largest_room_nbytes(traces))
+            make_room(self.device, cuda_caching.largest_room_nbytes(traces))
 
     @property
     def peak_reserved_nbytes(self) -> int | None:
@@ -310,7 +297,7 @@ class TorchDevice:
         return record_graphs(self.device, calls, recordable)
 
 
-def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[Trace, ...]:
+def traces_of(measurements: Iterable[KernelFootprint]) -> tuple[cuda_caching.Trace, ...]:
     """Return the distinct allocation traces of the calls."""
     return tuple(dict.fromkeys(measurement.trace for measurement in measurements))
 
@@ -327,7 +314,8 @@ class _LazyBackends(dict[str, Backend]):
                 f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
             )
         device_kind, _, device_index = name.removeprefix("torch:").partition(":")
-        for variable, value in (CUBLAS_ENVIRONMENT if device_kind == "cuda" else OF_MKL).items():
+        environment = cuda_caching.CUBLAS_ENVIRONMENT if device_kind == "cuda" else OF_MKL
+        for variable, value in environment.items():
             os.environ.setdefault(variable, value)
         if not _has_device(device_kind, int(device_index or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")

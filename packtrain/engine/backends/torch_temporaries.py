@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from packtrain import kernels
 from packtrain.dtypes import Dtype, bf16, u8
 from packtrain.engine.backends.cuda_caching import Trace
-from packtrain.engine.backends.host import Inputs, OpCall
+from packtrain.engine.backends.host import AnyOp, Attrs, Inputs, OpCall
 from packtrain.engine.ops.torch_kernels import HOST_READS, BlockArray, torch
-from packtrain.engine.tensor import Op, Spec
+from packtrain.engine.tensor import Spec
 
 # functions of PyTorch that copy values from the host
 HOST_TRANSFER_FUNCTIONS = ("tensor", "as_tensor", "from_numpy")
@@ -46,14 +46,14 @@ def torch_type(dtype: Dtype) -> Any:
     return getattr(torch, torch_name(dtype))
 
 
-def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
+def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
     """Return a workspace as large as the temporaries of a call, or none."""
     nbytes = kernel_footprint(op, inputs, attrs).nbytes
     return (Spec((nbytes,), u8),) if nbytes else ()
 
 
 def kernel_footprint(
-    op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], kernel: str = "torch"
+    op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
     """Return the footprint of a call by this kernel; measured once for each op, specs and attributes."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)

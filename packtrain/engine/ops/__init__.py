@@ -56,8 +56,7 @@ from packtrain.engine.ops.region import acc, pad, set, slice
 from packtrain.engine.ops.rope import grown, rope, rope_table
 from packtrain.engine.ops.rounded import matmul_rounded, rounded
 from packtrain.engine.ops.routing import group_rows, take, take_back, top_k
-from packtrain.engine.ops.scan import ssm_scan, ssm_scan_back
-from packtrain.engine.ops.scan_cells import short_conv_states, ssm_scan_cells
+from packtrain.engine.ops.scan import short_conv_states, ssm_scan, ssm_scan_back, ssm_scan_cells
 from packtrain.engine.ops.shape import (
     concat,
     cont,
@@ -73,8 +72,7 @@ from packtrain.engine.ops.short_conv import (
     short_conv_back_w,
     short_conv_cells,
 )
-from packtrain.engine.ops.soft_targets import log_soft_max, soft_cross_entropy
-from packtrain.engine.ops.softmax import soft_max, soft_max_back
+from packtrain.engine.ops.softmax import log_soft_max, soft_cross_entropy, soft_max, soft_max_back
 from packtrain.engine.ops.stored_values import matmul_stored, stored_sum
 from packtrain.engine.ops.unary_functions import (
     abs,

@@ -3,23 +3,20 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i64
+from packtrain.dtypes import i64
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import assigned, flatten, run_replayable
+from packtrain.engine.ops.arrays import assigned, flatten, gradient_samples, run_replayable
 from packtrain.engine.ops.costs import elementwise_cost
+from packtrain.engine.ops.elementwise import silu_back_torch
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, key_of, torch, uniform
+from packtrain.engine.ops.unary_functions import GELU_CUBE, GELU_FACTOR
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.counter import uniform_numpy
-
-GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
 
 def _check_same_spec(*tensors: Tensor) -> Spec:
     spec_list = ", ".join(str(t.spec) for t in tensors)
-    require(
-        len({t.spec for t in tensors}) == 1 and tensors[0].dtype == f32,
-        f"{spec_list} must be equal f32",
-    )
+    require({t.spec for t in tensors} == {Spec(tensors[0].shape)}, f"{spec_list} must be equal f32")
     return tensors[0].spec
 
 
@@ -39,10 +36,6 @@ def _silu_torch(gate):
 
 def _gelu_torch(gate):
     return torch.nn.functional.gelu(gate, approximate="tanh")
-
-
-def _silu_back_torch(dx, dy, x):
-    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
 
 
 def _gelu_back_torch(dx, dy, x):
@@ -94,7 +87,7 @@ def _declare_gated(gated, gelu, numpy_sigmoid, torch_activation):
     gated.cost(elementwise_cost())
 
 
-def _declare_gated_back(gated_back, gelu, numpy_sigmoid, torch_activation, torch_back):
+def _declare_gated_back(gated, gated_back, gelu, numpy_sigmoid, torch_activation, torch_back):
     """Declare kernels, samples and cost of a gated activation's gradient."""
 
     def run_numpy(out, dy, gate, up):
@@ -111,15 +104,11 @@ def _declare_gated_back(gated_back, gelu, numpy_sigmoid, torch_activation, torch
         torch_back(out[0], dy * up, gate)
         out[1].copy_(dup)
 
-    def samples():
-        for n in (1, 15, 65, 40_000):
-            yield gated_back(*(input(name, (n,)) for name in ("dy", "gate", "up")))[0]
-
     gated_back.kernel("numpy")(run_numpy)
     gated_back.kernel("cpu")(run_cpu)
     gated_back.kernel("torch")(run_torch)
     gated_back.kernel("cuda")(triton.lazy_kernel("elementwise", gated_back.name))
-    gated_back.samples(samples)
+    gated_back.samples(gradient_samples(gated, gated_back))
     gated_back.cost(elementwise_cost(1.3))
 
 
@@ -127,8 +116,8 @@ swiglu.vjp(lambda dy, y, gate, up: swiglu_back(dy, gate, up))
 geglu.vjp(lambda dy, y, gate, up: geglu_back(dy, gate, up))
 _declare_gated(swiglu, False, _silu_terms, _silu_torch)
 _declare_gated(geglu, True, _gelu_terms, _gelu_torch)
-_declare_gated_back(swiglu_back, False, _silu_terms, _silu_torch, _silu_back_torch)
-_declare_gated_back(geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
+_declare_gated_back(swiglu, swiglu_back, False, _silu_terms, _silu_torch, silu_back_torch)
+_declare_gated_back(geglu, geglu_back, True, _gelu_terms, _gelu_torch, _gelu_back_torch)
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------
@@ -143,10 +132,9 @@ def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
         x    (...)  f32
         key  (2,)   i64   seed and step
     """
-    require(key.spec == Spec((2,), i64), f"key is {key.spec}; it must be i64[2]: seed and step")
-    require(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    Spec((2,), i64).require(key=key)
     require(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
-    return x.spec
+    return Spec(x.shape).require(x=x)
 
 
 dropout.vjp(lambda dy, y, x, key, *, p, stream: (dropout(dy, key, p=p, stream=stream), None))

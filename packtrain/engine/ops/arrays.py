@@ -2,14 +2,16 @@
 
 import math
 import zlib
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from packtrain import kernels
 from packtrain.common.errors import InputError
-from packtrain.dtypes import PRECISIONS, dtype_of
-from packtrain.engine.tensor import GraphError, Spec, Tensor, refusal, require
+from packtrain.dtypes import PRECISIONS, dtype_of, f32
+from packtrain.engine.tensor import GraphError, Op, Spec, Tensor, input, refusal, require
 from packtrain.kernels import quantized_arrays
 
 ABSENT = np.empty(0, np.float32)
@@ -43,11 +45,16 @@ def floats(w):
     return w if w.dtype in (np.float32, np.float64) else quantized_arrays.dequantize(w)
 
 
+def f32_rows(x: Tensor, name: str = "x") -> Spec:
+    """Return the spec of a tensor; require that it is f32 and has an axis."""
+    is_valid = x.dtype == f32 and len(x.shape) > 0
+    require(is_valid, f"{name} is {x.spec}; it must be f32 with at least one axis")
+    return x.spec
+
+
 def check_precision(precision):
-    require(
-        precision in PRECISIONS,
-        f"precision is {precision}; it must be one of {', '.join(PRECISIONS)}",
-    )
+    fact = f"precision is {precision}; it must be one of {', '.join(PRECISIONS)}"
+    require(precision in PRECISIONS, fact)
 
 
 def times(a, b, precision):
@@ -137,9 +144,55 @@ def copy_acc(y, acc):
     return is_in_place
 
 
+def copy_acc_or_zero(y, acc):
+    """Copy acc to y, unless they share their bytes; without acc, fill y with zeros. For NumPy and PyTorch."""
+    if acc is None:
+        y[...] = 0
+    elif isinstance(y, np.ndarray):
+        copy_acc(y, acc)
+    elif y.data_ptr() != acc.data_ptr():
+        y.copy_(acc)
+
+
 def noise_stream(name: str) -> int:
     """Return the number of the random stream of a tensor, for LoRA dropout or stochastic rounding."""
     return zlib.crc32(name.encode())
+
+
+def gradient_samples(
+    forward: Op[..., Any], backward: Op[..., Any]
+) -> Callable[[], Iterator[Tensor]]:
+    """Return samples of `backward`: its calls in the gradients of the samples of `forward`."""
+
+    def samples() -> Iterator[Tensor]:
+        assert forward.sample_rule is not None and forward.vjp_rule is not None
+        for y in forward.sample_rule():
+            call = y.call
+            if call is None or call.op is not forward:
+                continue
+            dy = tuple(input("dy", t.shape) if t is y else None for t in call.results)
+            pair = (dy, call.results) if call.returns_tuple else (dy[0], y)
+            for grad in forward.vjp_rule(*pair, *call.inputs, **call.attrs):
+                if grad is not None and grad.call is not None and grad.call.op is backward:
+                    yield grad
+
+    return samples
+
+
+def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
+    """Raise IndexError for the first id that is not below `num_rows`, or below `min_id`."""
+    is_invalid = ids >= num_rows if min_id is None else (ids >= num_rows) | (ids < min_id)
+    if is_invalid.any():
+        raise invalid_id(name, ids, int(is_invalid.argmax()), num_rows, min_id, valid_range)
+
+
+def invalid_id(name, ids, at, num_rows, min_id=None, valid_range=None):
+    """Return the IndexError for the id at a position; `valid_range`: for targets, what they must be inside."""
+    id_range = f"the {num_rows} rows" if min_id is None else f"{min_id} to {num_rows - 1}"
+    noun, valid_ids = ("index", id_range) if valid_range is None else ("target", valid_range)
+    return IndexError(
+        f"{name}: {noun} {ids.reshape(-1)[at]} at position {at} is outside {valid_ids}"
+    )
 
 
 def demand(function_name: str, condition: bool, message: str, *inputs: Tensor) -> None:

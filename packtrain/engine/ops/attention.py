@@ -18,15 +18,11 @@ MIN_KV_HEADS = 8  # kv heads of all batches, below which the gradient has a task
 
 def _check_heads(q, k, v):
     """Validate q, k and v; return the numbers of batches, queries, query heads and keys."""
-    require(
-        len(q.shape) == 4 and len(k.shape) == 4,
-        f"q is {q.spec} and k is {k.spec}; both need four axes",
-    )
+    has_axes = len(q.shape) == 4 and len(k.shape) == 4
+    require(has_axes, f"q is {q.spec} and k is {k.spec}; both need four axes")
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    require(
-        q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16),
-        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16",
-    )
+    fact = f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16"
+    require(q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16), fact)
     fits = k.shape == (b, s, kv, d) == v.shape
     require(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
     require(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
@@ -34,28 +30,13 @@ def _check_heads(q, k, v):
 
 
 def _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
-    require(
-        (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
-        "q and k need both or none",
-    )
-    require(
-        q_pos is not None or t == s,
-        f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal",
-    )
-    for name, ids, n in (
-        ("q_pos", q_pos, t),
-        ("k_pos", k_pos, s),
-        ("q_seq", q_seq, t),
-        ("k_seq", k_seq, s),
-    ):
-        require(
-            ids is None or ids.spec == Spec((b, n), i32),
-            f"{name} is {ids and ids.spec}; it must be i32[{b}, {n}]",
-        )
-    require(
-        length is None or length.spec == Spec((1,), i32),
-        f"length is {length and length.spec}; it must be i32[1]",
-    )
+    is_paired = (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None)
+    require(is_paired, "q and k need both or none")
+    fact = f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal"
+    require(q_pos is not None or t == s, fact)
+    Spec((b, t), i32).require(q_pos=q_pos, q_seq=q_seq)
+    Spec((b, s), i32).require(k_pos=k_pos, k_seq=k_seq)
+    Spec((1,), i32).require(length=length)
 
 
 @op()
@@ -93,10 +74,7 @@ def attention(
     b, t, h, s = _check_heads(q, k, v)
     require(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
     _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
-    require(
-        sinks is None or sinks.spec == Spec((h,)),
-        f"sinks is {sinks and sinks.spec}; it must be f32[{h}]",
-    )
+    Spec((h,)).require(sinks=sinks)
     return q.spec, Spec((b, h, t))
 
 
@@ -194,12 +172,8 @@ def _sample_inputs():
     def qkv(b, t, h, s, kv, d):
         return input("q", (b, t, h, d)), input("k", (b, s, kv, d)), input("v", (b, s, kv, d))
 
-    for b, t, h, kv, d in (
-        (1, 1, 1, 1, 8),
-        (2, 15, 2, 1, 16),
-        (1, 65, 4, 2, 20),
-        (1, 130, 2, 2, 64),
-    ):
+    sizes = (1, 1, 1, 1, 8), (2, 15, 2, 1, 16), (1, 65, 4, 2, 20), (1, 130, 2, 2, 64)
+    for b, t, h, kv, d in sizes:
         yield qkv(b, t, h, t, kv, d), (), {}
     yield qkv(1, 200, 2, 200, 1, 16), (), {"window": 70}
     yield qkv(1, 200, 2, 200, 1, 16), (), {"window": -70}
@@ -265,7 +239,7 @@ def attention_back(
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention, whose lse includes sinks.
     ggml_flash_attn_back.
     """
-    require(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
+    q.spec.require(dy=dy, y=y)
     require(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
     return q.spec, k.spec, v.spec
 

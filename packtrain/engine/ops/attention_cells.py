@@ -23,9 +23,7 @@ def _check_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     require(is_valid, f"{fact}; k and v must be equal: f32, f16 or q8_0")
     is_valid = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
     require(is_valid, f"{fact}; heads must be equally wide, and those of k divide those of q")
-    heads = Spec(q.shape[1:2])
-    is_valid = sinks is None or sinks.spec == heads
-    require(is_valid, f"sinks is {sinks and sinks.spec}; it must be {heads}")
+    Spec(q.shape[1:2]).require(sinks=sinks)
 
 
 @op()
@@ -49,11 +47,10 @@ def attention_cells(
     """
     _check_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
-    shapes = {"q_pos": (t,), "q_row": (t,), "order": (rows, s), "counts": (rows,), "k_pos": (s,)}
-    index_inputs = q_pos, q_row, order, counts, k_pos
-    for (name, shape), ids in zip(shapes.items(), index_inputs, strict=True):
-        required_spec = Spec(shape, i32)
-        require(ids.spec == required_spec, f"{name} is {ids.spec}; it must be {required_spec}")
+    Spec((t,), i32).require(q_pos=q_pos, q_row=q_row)
+    Spec((rows, s), i32).require(order=order)
+    Spec((rows,), i32).require(counts=counts)
+    Spec((s,), i32).require(k_pos=k_pos)
     require(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
     return q.spec
 
@@ -108,13 +105,8 @@ def _sample_cells(random):
 def attention_cells_samples():
     random = np.random.default_rng(1)
     cell_args = _sample_cells(random)
-    for t, h, kv, d in (
-        (1, 2, 1, 64),
-        (5, 4, 2, 20),
-        (16, 6, 2, 32),
-        (17, 2, 1, 136),
-        (90, 2, 2, 64),
-    ):
+    sizes = (1, 2, 1, 64), (5, 4, 2, 20), (16, 6, 2, 32), (17, 2, 1, 136), (90, 2, 2, 64)
+    for t, h, kv, d in sizes:
         k, v = (input(name, (150, kv, d)) for name in "kv")
         at, query_rows = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
         ids = constant("q_pos", at, i32), constant("q_row", query_rows, i32), *cell_args

@@ -10,7 +10,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.engine.ops import costs
-from packtrain.engine.ops.arrays import demand, flatten
+from packtrain.engine.ops.arrays import demand, flatten, gradient_samples
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.ops.windows import Pair, check, kernel_sizes, windows
@@ -105,8 +105,8 @@ def conv_2d_back(
     is_valid = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
     require(is_valid, f"dy is {dy.spec} and w is {w.spec}; they must be f32 with four axes")
     dx_spec = Spec((dy.shape[0], w.shape[1], *size))
-    y = Spec((dy.shape[0], w.shape[0], *check(dx_spec, w.shape[2:], stride, padding, dilation)))
-    require(dy.spec == y, f"dy is {dy.spec}; for w {w.spec} and size {size} it must be {y}")
+    out_shape = check(dx_spec, w.shape[2:], stride, padding, dilation)
+    Spec((dy.shape[0], w.shape[0], *out_shape)).require(dy=dy)
     return dx_spec
 
 
@@ -141,13 +141,7 @@ def conv_2d_back_torch(dx, dy, w, *, size, **attrs):
 
 
 conv_2d_back.cost(lambda dx, dy, w, **attrs: _conv_cost(dy, w))
-
-
-@conv_2d_back.samples
-def conv_2d_back_samples():
-    for x, w, attrs in _sample_cases():
-        y = conv_2d(x, w, **attrs)
-        yield conv_2d_back(input("dy", y.shape), w, size=x.shape[2:], **y.call.attrs)
+conv_2d_back.samples(gradient_samples(conv_2d, conv_2d_back))
 
 
 @op()
@@ -155,8 +149,8 @@ def conv_2d_back_w(
     dy: Tensor, x: Tensor, *, window: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
     """Gradient of conv_2d for filters of this height and width: dy as y, dw (O, C, KH, KW) f32."""
-    y = Spec((x.shape[0], *dy.shape[1:2], *check(x.spec, window, stride, padding, dilation)))
-    require(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
+    out_shape = check(x.spec, window, stride, padding, dilation)
+    Spec((x.shape[0], *dy.shape[1:2], *out_shape)).require(dy=dy)
     return Spec((dy.shape[1], x.shape[1], *window))
 
 
@@ -192,13 +186,7 @@ def conv_2d_back_w_torch(dw, dy, x, *, window, **attrs):
 
 
 conv_2d_back_w.cost(lambda dw, dy, x, **attrs: _conv_cost(dy, dw))
-
-
-@conv_2d_back_w.samples
-def conv_2d_back_w_samples():
-    for x, w, attrs in _sample_cases():
-        y = conv_2d(x, w, **attrs)
-        yield conv_2d_back_w(input("dy", y.shape), x, window=w.shape[2:], **y.call.attrs)
+conv_2d_back_w.samples(gradient_samples(conv_2d, conv_2d_back_w))
 
 
 def conv_1d(

@@ -90,10 +90,8 @@ def weight_product_cost(m: int, w: Tensor, num_products: int = 1) -> Cost:
     if w.dtype == f32:
         num_products = num_products if len(w.shape) > 2 else 1
         product_cost = f32_product_cost(m // max(num_products, 1), n, k)
-        return Cost(
-            {kind: num_products * amount for kind, amount in product_cost.work.items()},
-            num_tasks=product_cost.num_tasks,
-        )
+        work = {kind: num_products * amount for kind, amount in product_cost.work.items()}
+        return replace(product_cost, work=work)
     num_tasks = 1 if n * k * (m + UNPACK_ROWS) < MIN_PARALLEL_UNPACK_WORK else math.inf
     work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * k * -(-n // BROAD))

@@ -5,36 +5,20 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, rows
+from packtrain.dtypes import i32
+from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, gradient_samples, rows
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.scan_cells import check_lines, load_states, sample_lines
+from packtrain.engine.ops.scan import (
+    check_heads,
+    check_lines,
+    check_states,
+    head_sizes,
+    load_states,
+    sample_lines,
+    write_gradients_by_autograd,
+)
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
-
-
-def _head_sizes(x, beta, groups, width):
-    """Return the number of heads, and of values of a head."""
-    heads = beta.shape[-1]
-    return heads, (x.shape[-1] - 2 * groups * width) // max(heads, 1)
-
-
-def _check_inputs(x: Tensor, decay: Tensor, beta: Tensor, groups: int, width: int) -> int:
-    """Validate the inputs; return H P, the width of y."""
-    heads, p = _head_sizes(x, beta, groups, width)
-    required_spec = Spec((*x.shape[:-1], heads))
-    require(x.dtype == f32, f"x is {x.spec}; it must be f32[..., W]")
-    is_valid = decay.spec == beta.spec == required_spec
-    require(
-        is_valid,
-        f"decay is {decay.spec} and beta {beta.spec}; for x {x.spec} they must be {required_spec}",
-    )
-    is_valid = groups > 0 < heads and heads % groups == 0
-    require(is_valid, f"{groups} groups must divide {heads} heads")
-    x_width = heads * p + 2 * groups * width
-    is_valid = p > 0 < width and x.shape[-1] == x_width
-    require(is_valid, f"x is {x.spec}; its width must be {heads} P + 2 * {groups} * {width}")
-    return heads * p
 
 
 def _parts(x, heads, groups, width, tiled, eps):
@@ -98,10 +82,9 @@ def delta_rule(
     tiled        heads of a group are G apart (h % G), not together
     Yang et al. 2024, arXiv 2412.06464; ggml_gated_delta_net.
     """
-    y_width = _check_inputs(x, decay, beta, groups, width)
+    y_width = check_heads(x, groups, width, decay=decay, beta=beta)
     require(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
-    ids = Spec(x.shape[:2], i32)
-    require(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    Spec(x.shape[:2], i32).require(seq=seq)
     return Spec((*x.shape[:2], y_width))
 
 
@@ -123,7 +106,7 @@ def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
 
 @delta_rule.workspace("cpu")
 def delta_rule_workspace(x, decay, beta, *other_inputs, groups, width, **attrs):
-    heads, p = _head_sizes(x, beta, groups, width)
+    heads, p = head_sizes(x, beta, groups, width)
     return (Spec((x.shape[0] * heads, p, width)),)
 
 
@@ -147,14 +130,14 @@ def delta_rule_back(
     groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Gradients of delta_rule for x, decay and beta; states are recomputed, and saved only at the start of chunks."""
-    y = Spec((*x.shape[:-1], _check_inputs(x, decay, beta, groups, width)))
+    y = Spec((*x.shape[:-1], check_heads(x, groups, width, decay=decay, beta=beta)))
     require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, decay.spec, beta.spec
 
 
 @delta_rule_back.workspace("cpu")
 def delta_rule_back_workspace(dy, x, decay, beta, *other_inputs, groups, width, **attrs):
-    (_, p), (num_lines, time) = _head_sizes(x, beta, groups, width), x.shape[:2]
+    (_, p), (num_lines, time) = head_sizes(x, beta, groups, width), x.shape[:2]
     tasks, num_slots = num_lines * groups, -(-time // kernels.delta.CHUNK) + 1
     return tuple(map(Spec, ((tasks, num_slots, p, width), (tasks, time + 1, p), (tasks, 3, time))))
 
@@ -177,9 +160,8 @@ def delta_rule_back_numpy(out, dy, x, decay, beta, seq, *, groups, width, tiled,
         slope = slope + dy[:, t, ..., None] * q[:, t, :, None]
         missing = _read_state(slope, k[:, t])
         dbeta[:, t], v_grad[:, t] = (missing * residual).sum(-1), by * missing
-        of_k[:, t] = ((by * residual)[..., None] * slope - (by * missing)[..., None] * before).sum(
-            2
-        )
+        k_grad = (by * residual)[..., None] * slope - (by * missing)[..., None] * before
+        of_k[:, t] = k_grad.sum(2)
         slope = slope - (by * missing)[..., None] * k[:, t, :, None]
         ddecay[:, t] = (slope * before).sum((2, 3))
         slope = slope * decay_factor
@@ -205,15 +187,13 @@ def delta_rule_back_cpu(out, dy, x, decay, beta, seq, *, groups, width, tiled, e
 
 @delta_rule_back.kernel("torch")
 def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled, eps):
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (x, decay, beta)]
-        q, k, v = _parts(leaves[0], beta.shape[-1], groups, width, tiled, eps)
+    def forward(x, decay, beta):
+        q, k, v = _parts(x, beta.shape[-1], groups, width, tiled, eps)
         initial_state = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None])
-        state_steps = enumerate(_steps(k, v, *leaves[1:], seq, initial_state))
-        y = torch.stack([_read_state(s, q[:, t]) for t, (_, s) in state_steps], 1)
-        grads = torch.autograd.grad(y, leaves, dy.reshape(y.shape))
-    for grad_out, grad in zip(out, grads, strict=True):
-        grad_out.copy_(grad)
+        state_steps = enumerate(_steps(k, v, decay, beta, seq, initial_state))
+        return torch.stack([_read_state(s, q[:, t]) for t, (_, s) in state_steps], 1)
+
+    write_gradients_by_autograd(out, dy, forward, (x, decay, beta))
 
 
 @delta_rule_back.cost
@@ -221,11 +201,7 @@ def delta_rule_back_cost(out, dy, x, *other_inputs, groups, width, **attrs):
     return Cost({"attend": 10 * math.prod(dy.shape) * width})
 
 
-@delta_rule_back.samples
-def delta_rule_back_samples():
-    for inputs, attrs in _sample_inputs():
-        y = delta_rule(*inputs, **attrs)
-        yield from delta_rule_back(input("dy", y.shape), *inputs, **attrs)
+delta_rule_back.samples(gradient_samples(delta_rule, delta_rule_back))
 
 
 @op(writes=(0,), repeatable=True)
@@ -239,10 +215,9 @@ def delta_rule_cells(
     x, decay, beta, y  (T, ...)      f32, as in delta_rule
     Returns the leaf's new handle, and y.
     """
-    is_valid_leaf = len(leaf.shape) == 4 and leaf.dtype == f32
-    require(is_valid_leaf, f"leaf is {leaf.spec}; it must be f32[S, H, P, N]")
+    check_states(leaf)
     _, heads, p, n = leaf.shape
-    y_width = _check_inputs(x, decay, beta, groups, n)
+    y_width = check_heads(x, groups, n, decay=decay, beta=beta)
     is_valid = beta.shape == (*x.shape[:1], heads) and y_width == heads * p
     require(is_valid, f"x is {x.spec}, beta {beta.spec}, leaf {leaf.spec}")
     check_lines(x, line, source, target)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from packtrain.dtypes import f32
+from packtrain.engine.ops.arrays import f32_rows
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
@@ -10,8 +11,7 @@ from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 @op()
 def diag(x: Tensor) -> Spec:
     """Make matrices with x on their diagonal: x (..., N) f32, y (..., N, N) f32. ggml_diag."""
-    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
-    return Spec((*x.shape, x.shape[-1]))
+    return Spec((*f32_rows(x).shape, x.shape[-1]))
 
 
 @diag.vjp

@@ -6,7 +6,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f32
-from packtrain.engine.ops.arrays import assigned, flatten, floats, rows, run_replayable
+from packtrain.engine.ops import arrays
+from packtrain.engine.ops.arrays import assigned, flatten, floats, gradient_samples, rows
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.torch_kernels import filled, filled_by_aten, real, torch
@@ -115,23 +116,17 @@ def _binary_cpu(name, ufunc):
     def run_binary(y, a, b):
         if y.size < MIN_PARALLEL_VALUES or not (a.flags.c_contiguous and b.flags.c_contiguous):
             ufunc(a, b, out=y)
-        elif a.shape == b.shape:
-            operation = kernels.elementwise.BINARY[name]
-            kernels.elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
+            return
+        elementwise = kernels.elementwise
+        operation = elementwise.BINARY[name]
+        if a.shape == b.shape:
+            elementwise.binary(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.size == 1:
-            operation = kernels.elementwise.BINARY[name]
-            kernels.elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
+            elementwise.binary_scalar(operation, flatten(y), flatten(a), flatten(b))
         elif a.shape == y.shape and b.shape == a.shape[-1:]:
-            kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
+            elementwise.binary_rows(operation, rows(y), rows(a), b)
         else:
             ufunc(a, b, out=y)
-
-    return run_binary
-
-
-def _binary_numpy(ufunc):
-    def run_binary(y, a, b):  # returns None: a returned value would be called next time
-        ufunc(a, b, out=y)
 
     return run_binary
 
@@ -149,7 +144,7 @@ def _binary_samples(binary):
 
 
 for _binary, _ufunc in ((sub, np.subtract), (mul, np.multiply), (div, np.divide)):
-    _binary.kernel("numpy")(_binary_numpy(_ufunc))
+    _binary.kernel("numpy")(assigned(_ufunc))
     _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
     _binary.kernel("torch", strided=True)(filled(_binary.name))
 for _binary in (add, sub, mul, div):
@@ -175,7 +170,7 @@ def scale_numpy(y, x, *, by, bias):
 
 @scale.kernel("cpu")
 def scale_cpu(y, x, *, by, bias):
-    return run_replayable(kernels.elementwise.scale, flatten(y), flatten(x), by, bias)
+    return arrays.run_replayable(kernels.elementwise.scale, flatten(y), flatten(x), by, bias)
 
 
 @scale.kernel("torch", strided=True)
@@ -258,8 +253,7 @@ def silu_vjp(dy, y, x):
 @op(inplace=(0,))
 def silu_back(dy: Tensor, x: Tensor) -> Spec:
     """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x). ggml_silu_back."""
-    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
-    return x.spec
+    return x.spec.require(dy=dy)
 
 
 @silu_back.kernel("numpy")
@@ -280,9 +274,4 @@ def silu_back_torch(dx, dy, x):
 
 for _function_of_x in (exp, log, tanh, sigmoid, silu, silu_back):
     _function_of_x.cost(elementwise_cost())
-
-
-@silu_back.samples
-def silu_back_samples():
-    for n in (1, 17, 64, 40_000):
-        yield silu_back(input("dy", (n,)), input("x", (n,)))
+silu_back.samples(gradient_samples(silu, silu_back))

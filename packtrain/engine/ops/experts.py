@@ -1,34 +1,54 @@
 """Parts of a mixture of experts: products of rows with the matrix of their expert, and weighted sums of rows."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
-from packtrain.engine.ops import torch_experts
-from packtrain.engine.ops.arrays import copy_acc, floats, packed, rows, rows_or_absent
+from packtrain.engine.ops import torch_kernels
+from packtrain.engine.ops.arrays import (
+    check_ids,
+    copy_acc,
+    copy_acc_or_zero,
+    floats,
+    gradient_samples,
+    packed,
+    rows,
+    rows_or_absent,
+)
 from packtrain.engine.ops.costs import Cost, by_expert, multiplied
-from packtrain.engine.ops.routing import check_ids
+from packtrain.engine.ops.matmul import is_matrix
 from packtrain.engine.ops.shape import reshape, transpose
+from packtrain.engine.ops.torch_kernels import on_host, start_product, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
+
+ASCENDING = "ids must ascend, as group_rows returns them"
 
 
 def _check_ascending(op_name, ids, num_experts):
-    check_ids(op_name, ids, num_experts)
+    check_ids(op_name, ids, num_experts, min_id=0)
     if (ids[1:] < ids[:-1]).any():
-        raise IndexError(f"{op_name}: ids must ascend, as group_rows returns them")
+        raise IndexError(f"{op_name}: {ASCENDING}")
+
+
+def _expert_spans(name, ids, num_experts):
+    """Yield (expert, first row, one past the last) for experts with rows; on `meta`, as if one expert had all rows."""
+    torch_kernels.check_ids(name, ids, num_experts, min_id=0)
+    is_descending = (ids[1:] < ids[:-1]).any()
+    expert_ids = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(ids, expert_ids)
+    if not on_host(ids):
+        yield 0, 0, len(ids)
+        return
+    if bool(is_descending):
+        raise IndexError(f"{name}: {ASCENDING}")
+    for expert, (row_start, row_end) in enumerate(pairwise(bounds.tolist())):
+        if row_start < row_end:
+            yield expert, row_start, row_end
 
 
 # ---- products ------------------------------------------------------------------------------------------------
-
-
-def _is_stack(index: int, t: Tensor) -> bool:
-    """Whether w is a stack of matrices, each with one axis contiguous: a transposed view is fine."""
-    (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
-    return (
-        index == 1
-        and t.dtype == f32
-        and ((column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n))
-    )
 
 
 def _expert_product_spec(
@@ -37,14 +57,10 @@ def _expert_product_spec(
     """Return the spec of products of rows with their expert's matrix; `summed`, `output_axis`: axes of w (E, F, K)."""
     is_valid = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
     requirement = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
-    require(
-        is_valid and x.dtype == f32 and w.dtype in READABLE,
-        f"{name} is {x.spec} and w is {w.spec}; {requirement}",
-    )
-    require(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
-    y_spec = Spec((x.shape[0], w.shape[output_axis]))
-    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
-    return y_spec
+    fact = f"{name} is {x.spec} and w is {w.spec}; {requirement}"
+    require(is_valid and x.dtype == f32 and w.dtype in READABLE, fact)
+    Spec(x.shape[:1], i32).require(ids=ids)
+    return Spec((x.shape[0], w.shape[output_axis])).require(acc=acc)
 
 
 @op(inplace=(3,), acc=3)
@@ -74,7 +90,7 @@ def matmul_id_numpy(y, x, w, ids, acc):
         y[ids == e] += x[ids == e] @ floats(w[e]).T
 
 
-@matmul_id.kernel("cpu", strided=_is_stack)
+@matmul_id.kernel("cpu", strided=is_matrix)
 def matmul_id_cpu(y, x, w, ids, acc):
     _check_ascending("matmul_id", ids, len(w))
     copy_acc(y, acc)
@@ -84,18 +100,20 @@ def matmul_id_cpu(y, x, w, ids, acc):
         kernels.experts.packed_matmul_id(y, x, *packed(rows(w)), len(w), ids, acc is not None)
 
 
-matmul_id.kernel("torch", strided=_is_stack)(torch_experts.matmul_id)
+@matmul_id.kernel("torch", strided=is_matrix)
+def matmul_id_torch(y, x, w, ids, acc):
+    overwrite = start_product(y, acc)
+    for e, row_start, row_end in _expert_spans("matmul_id", ids, w.shape[0]):
+        torch_kernels.add_product(y[row_start:row_end], x[row_start:row_end], w[e], fresh=overwrite)
+
+
 matmul_id.cost(lambda y, x, w, ids, acc: by_expert(x.shape[0], w, x.shape[1], w.shape[1]))
 
 
 @matmul_id.samples
 def matmul_id_samples():
-    for counts, f, k in (
-        ((1,), 1, 1),
-        ((0, 3, 0, 20), 15, 33),
-        ((17, 1, 30), 250, 64),
-        ((3, 2), 5, 256),
-    ):
+    cases = ((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 1, 30), 250, 64), ((3, 2), 5, 256)
+    for counts, f, k in cases:
         w, ids = input("w", (len(counts), f, k)), _ascending_ids(counts)
         yield matmul_id(input("x", (sum(counts), k)), w, ids)
         yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
@@ -140,7 +158,14 @@ def matmul_id_back_cpu(dx, dy, w, ids, acc):
     kernels.experts.packed_matmul_id_back(dx, dy, *args)
 
 
-matmul_id_back.kernel("torch")(torch_experts.matmul_id_back)
+@matmul_id_back.kernel("torch")
+def matmul_id_back_torch(dx, dy, w, ids, acc):
+    overwrite = start_product(dx, acc)
+    for e, row_start, row_end in _expert_spans("matmul_id_back", ids, w.shape[0]):
+        dx_rows, dy_rows = dx[row_start:row_end], dy[row_start:row_end]
+        torch_kernels.add_product_back(dx_rows, dy_rows, w[e], fresh=overwrite)
+
+
 matmul_id_back.cost(lambda dx, dy, w, ids, acc: by_expert(dy.shape[0], w, dy.shape[1], w.shape[2]))
 
 
@@ -164,14 +189,10 @@ def out_prod_id(
     y    (count, P, Q)  f32; the gradient of matmul_id's w
     """
     is_valid = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
-    require(
-        is_valid and a.dtype == f32 and b.dtype == f32,
-        f"a is {a.spec} and b is {b.spec}; f32[N, P] and f32[N, Q] are needed",
-    )
-    require(ids.spec == Spec(a.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{a.shape[0]}]")
-    y_spec = Spec((count, a.shape[1], b.shape[1]))
-    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
-    return y_spec
+    fact = f"a is {a.spec} and b is {b.spec}; f32[N, P] and f32[N, Q] are needed"
+    require(is_valid and a.dtype == f32 and b.dtype == f32, fact)
+    Spec(a.shape[:1], i32).require(ids=ids)
+    return Spec((count, a.shape[1], b.shape[1])).require(acc=acc)
 
 
 @out_prod_id.vjp
@@ -195,7 +216,11 @@ def out_prod_id_cpu(y, a, b, ids, acc, *, count):
     kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
 
 
-out_prod_id.kernel("torch")(torch_experts.out_prod_id)
+@out_prod_id.kernel("torch")
+def out_prod_id_torch(y, a, b, ids, acc, *, count):
+    copy_acc_or_zero(y, acc)
+    for e, row_start, row_end in _expert_spans("out_prod_id", ids, count):
+        torch_kernels.multiply(y[e], a[row_start:row_end].mT, b[row_start:row_end], False)
 
 
 @out_prod_id.cost
@@ -226,16 +251,12 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     y        (..., C)  f32
     """
     is_valid = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
-    require(
-        is_valid and x.dtype == f32 and ids.dtype == i32,
-        f"x is {x.spec} and ids is {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed",
+    fact = (
+        f"x is {x.spec} and ids is {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed"
     )
-    require(
-        weights.spec == Spec(ids.shape), f"weights is {weights.spec}; it must be f32{[*ids.shape]}"
-    )
-    y_spec = Spec((*ids.shape[:-1], x.shape[1]))
-    require(acc is None or acc.spec == y_spec, f"acc is {acc and acc.spec}; it must be {y_spec}")
-    return y_spec
+    require(is_valid and x.dtype == f32 and ids.dtype == i32, fact)
+    Spec(ids.shape).require(weights=weights)
+    return Spec((*ids.shape[:-1], x.shape[1])).require(acc=acc)
 
 
 @weighted_rows.vjp
@@ -246,18 +267,23 @@ def weighted_rows_vjp(dy, y, x, ids, weights, acc):
 
 @weighted_rows.kernel("numpy")
 def weighted_rows_numpy(y, x, ids, weights, acc):
-    check_ids("weighted_rows", ids, len(x))
+    check_ids("weighted_rows", ids, len(x), min_id=0)
     y[...] = (x[ids] * weights[..., None]).sum(-2) + (0 if acc is None else acc)
 
 
 @weighted_rows.kernel("cpu")
 def weighted_rows_cpu(y, x, ids, weights, acc):
-    check_ids("weighted_rows", ids, len(x))
+    check_ids("weighted_rows", ids, len(x), min_id=0)
     copy_acc(y, acc)
     kernels.experts.weighted_rows(rows(y), x, rows(ids), rows(weights), acc is not None)
 
 
-weighted_rows.kernel("torch")(torch_experts.weighted_rows)
+@weighted_rows.kernel("torch")
+def weighted_rows_torch(y, x, ids, weights, acc):
+    torch_kernels.check_ids("weighted_rows", ids, len(x), min_id=0)
+    expert_rows = x.index_select(0, ids.view(-1)).unflatten(0, rows(ids).shape)
+    sums = torch.bmm(rows(weights)[:, None], expert_rows)[:, 0]
+    rows(y).copy_(sums if acc is None else sums.add_(rows(acc)))
 
 
 @weighted_rows.samples
@@ -273,16 +299,13 @@ def weighted_rows_samples():
 @op(inplace=(1,), optional=(0, 1))
 def weighted_rows_back(dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Spec, ...]:
     """Gradients of weighted_rows: dx[ids[..., j]] = weights[..., j] * dy, dweights[..., j] = dy . x[ids[..., j]]."""
-    require(
-        dy.spec == Spec((*ids.shape[:-1], x.shape[1])) and x.dtype == weights.dtype == f32,
-        f"dy is {dy.spec} and x is {x.spec}; all must be f32, dy f32{[*ids.shape[:-1], x.shape[1]]}",
-    )
-    return x.spec, weights.spec
+    Spec((*ids.shape[:-1], x.shape[1])).require(dy=dy)
+    return Spec(x.shape).require(x=x), Spec(weights.shape).require(weights=weights)
 
 
 @weighted_rows_back.kernel("numpy")
 def weighted_rows_back_numpy(out, dy, x, ids, weights):
-    check_ids("weighted_rows_back", ids, len(x))
+    check_ids("weighted_rows_back", ids, len(x), min_id=0)
     dx, dweights = out
     if dweights is not None:
         dweights[...] = (dy[..., None, :] * x[ids]).sum(-1)
@@ -292,19 +315,25 @@ def weighted_rows_back_numpy(out, dy, x, ids, weights):
 
 @weighted_rows_back.kernel("cpu")
 def weighted_rows_back_cpu(out, dy, x, ids, weights):
-    check_ids("weighted_rows_back", ids, len(x))
+    check_ids("weighted_rows_back", ids, len(x), min_id=0)
     dx, dweights = (rows_or_absent(t) for t in out)
     kernels.experts.weighted_rows_back(dx, dweights, rows(dy), x, rows(ids), rows(weights))
 
 
-weighted_rows_back.kernel("torch")(torch_experts.weighted_rows_back)
+@weighted_rows_back.kernel("torch")
+def weighted_rows_back_torch(out, dy, x, ids, weights):
+    torch_kernels.check_ids("weighted_rows_back", ids, len(x), min_id=0)
+    dx, dweights = out
+    dy, ids, weights = rows(dy), rows(ids), rows(weights)
+    if dweights is not None:
+        expert_rows = x.index_select(0, ids.view(-1)).unflatten(0, ids.shape)
+        rows(dweights).copy_(torch.bmm(expert_rows, dy[:, :, None])[:, :, 0])
+    if dx is not None:
+        row_grads = weights[:, :, None] * dy[:, None]
+        dx.index_copy_(0, ids.view(-1).long(), row_grads.flatten(0, 1))
 
 
-@weighted_rows_back.samples
-def weighted_rows_back_samples():
-    for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
-        x, ids = input("x", (n * k, c)), _permuted_ids(n, k)
-        yield from weighted_rows_back(input("dy", (n, c)), x, ids, input("weights", (n, k)))
+weighted_rows_back.samples(gradient_samples(weighted_rows, weighted_rows_back))
 
 
 # ---- for samples ---------------------------------------------------------------------------------------------

@@ -7,11 +7,19 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import as_matrix, copy_acc, flatten, floats, packed, run_replayable
+from packtrain.engine.ops.arrays import (
+    as_matrix,
+    copy_acc,
+    copy_acc_or_zero,
+    flatten,
+    floats,
+    invalid_id,
+    packed,
+    run_replayable,
+)
+from packtrain.engine.ops.arrays import check_ids as check_ids_numpy
 from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import BlockArray, blocks, check_ids, torch, unpack
-from packtrain.engine.ops.torch_kernels import as_matrix as torch_as_matrix
-from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 from packtrain.kernels import quantized_arrays
 
@@ -19,16 +27,10 @@ ADD_ROWS = triton.lazy_kernel("rows", "add_rows")
 Q8_0 = BLOCK_TYPES["q8_0"]
 
 
-def _check(op_name: str, ids, num_rows: int, position: int) -> None:
+def _raise_if_invalid(name, ids, num_rows, position):
+    """Raise IndexError for the id at the position that a kernel returned, if it is not negative."""
     if position >= 0:
-        raise IndexError(
-            f"{op_name}: index {ids.flat[position]} at position {position} is outside the {num_rows} rows"
-        )
-
-
-def _check_ids_numpy(op_name: str, ids, num_rows: int) -> None:
-    invalid_positions = np.flatnonzero(ids >= num_rows)
-    _check(op_name, ids, num_rows, int(invalid_positions[0]) if invalid_positions.size else -1)
+        raise invalid_id(name, ids, position, num_rows)
 
 
 @op()
@@ -39,10 +41,8 @@ def get_rows(w: Tensor, ids: Tensor) -> Spec:
     ids  (...)            i32
     y    ids.shape + ...  f32
     """
-    require(
-        w.dtype in READABLE and len(w.shape) >= 2,
-        f"w is {w.spec}; it must have at least two axes and a type that can be read",
-    )
+    fact = f"w is {w.spec}; it must have at least two axes and a type that can be read"
+    require(w.dtype in READABLE and len(w.shape) >= 2, fact)
     require(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
     return Spec(ids.shape + w.shape[1:])
 
@@ -54,7 +54,7 @@ def get_rows_vjp(dy, y, w, ids):
 
 @get_rows.kernel("numpy")
 def get_rows_numpy(y, w, ids):
-    _check_ids_numpy("get_rows", ids, len(w))
+    check_ids_numpy("get_rows", ids, len(w))
     y[...] = floats(w[np.maximum(ids, 0)])
     y[ids < 0] = 0
 
@@ -62,20 +62,20 @@ def get_rows_numpy(y, w, ids):
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
     args = as_matrix(y, ids.ndim), *packed(as_matrix(w, 1)), flatten(ids)
-    raise_if_invalid = partial(_check, "get_rows", ids, len(w))
+    raise_if_invalid = partial(_raise_if_invalid, "get_rows", ids, len(w))
     return run_replayable(kernels.rows.get_rows, *args, check=raise_if_invalid)
 
 
 @get_rows.kernel("torch")
 def get_rows_torch(y, w, ids):
     check_ids("get_rows", ids, w.shape[0])
-    row_ids, y_rows = ids.view(-1).clamp(min=0), torch_as_matrix(y, ids.ndim)
+    row_ids, y_rows = ids.view(-1).clamp(min=0), as_matrix(y, ids.ndim)
     if isinstance(w, BlockArray):
         unpack(y, BlockArray(w.raw.index_select(0, row_ids).unflatten(0, ids.shape), w.dtype))
     elif w.dtype == y.dtype:
-        torch.index_select(torch_as_matrix(w, 1), 0, row_ids, out=y_rows)
+        torch.index_select(as_matrix(w, 1), 0, row_ids, out=y_rows)
     else:
-        y_rows.copy_(torch_as_matrix(w, 1).index_select(0, row_ids))
+        y_rows.copy_(as_matrix(w, 1).index_select(0, row_ids))
     y_rows.masked_fill_((ids.view(-1) < 0)[:, None], 0)
 
 
@@ -101,14 +101,8 @@ def get_rows_back(
     dy: Tensor, ids: Tensor, acc: Tensor | None = None, *, shape: tuple[int, ...]
 ) -> Spec:
     """Add rows of dy into zeros (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
-    require(
-        dy.spec == Spec(ids.shape + shape[1:]),
-        f"dy is {dy.spec}; for ids {ids.spec} it must be {Spec(ids.shape + shape[1:])}",
-    )
-    require(
-        acc is None or acc.spec == Spec(shape),
-        f"acc is {acc and acc.spec}; it must be {Spec(shape)}",
-    )
+    Spec(ids.shape + shape[1:]).require(dy=dy)
+    Spec(shape).require(acc=acc)
     return Spec(shape)
 
 
@@ -119,7 +113,7 @@ def get_rows_back_vjp(ddw, dw, dy, ids, acc, *, shape):
 
 @get_rows_back.kernel("numpy")
 def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
-    _check_ids_numpy("get_rows_back", ids, len(dw))
+    check_ids_numpy("get_rows_back", ids, len(dw))
     dw[...] = 0 if acc is None else acc
     np.add.at(dw, ids[ids >= 0], dy[ids >= 0])
 
@@ -130,20 +124,20 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
     invalid_position = kernels.rows.get_rows_back(
         as_matrix(dw, 1), as_matrix(dy, ids.ndim), flatten(ids), acc is not None
     )
-    _check("get_rows_back", ids, len(dw), invalid_position)
+    _raise_if_invalid("get_rows_back", ids, len(dw), invalid_position)
 
 
 @get_rows_back.kernel("torch")
 def get_rows_back_torch(dw, dy, ids, acc, *, shape):
     check_ids("get_rows_back", ids, len(dw))
-    torch_copy_acc(dw, acc)
+    copy_acc_or_zero(dw, acc)
     ids = ids.view(-1)
-    dy_rows = torch_as_matrix(dy, dy.ndim - dw.ndim + 1)
+    dy_rows = as_matrix(dy, dy.ndim - dw.ndim + 1)
     if dw.numel() and triton.runs_on(dw):
-        ADD_ROWS(torch_as_matrix(dw, 1), dy_rows, ids)
+        ADD_ROWS(as_matrix(dw, 1), dy_rows, ids)
     elif dw.numel():
         dy_rows = dy_rows.masked_fill((ids < 0)[:, None], 0)
-        torch_as_matrix(dw, 1).index_add_(0, ids.clamp(min=0), dy_rows)
+        as_matrix(dw, 1).index_add_(0, ids.clamp(min=0), dy_rows)
 
 
 @get_rows_back.cost
@@ -168,15 +162,13 @@ def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     ids   (...)            i32: distinct, or negative to write nothing
     Returns the leaf's new handle (as a tuple of one).
     """
-    require(
-        leaf.dtype in (f32, f16, Q8_0) and x.dtype == f32,
-        f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32, f16 or q8_0, x f32",
-    )
+    fact = f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32, f16 or q8_0, x f32"
+    require(leaf.dtype in (f32, f16, Q8_0) and x.dtype == f32, fact)
     is_valid = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
-    require(
-        is_valid,
-        f"x is {x.spec} with ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids",
+    fact = (
+        f"x is {x.spec} with ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids"
     )
+    require(is_valid, fact)
     return (leaf.spec,)
 
 
@@ -187,7 +179,7 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
-    _check_ids_numpy("set_rows", ids, len(leaf))
+    check_ids_numpy("set_rows", ids, len(leaf))
     x_rows = x[ids >= 0]
     with np.errstate(over="ignore"):  # overflow of f16 becomes infinite
         leaf[ids[ids >= 0]] = (
@@ -203,7 +195,7 @@ def set_rows_cpu(out, leaf, x, ids):
     else:
         type_number, leaf_blocks = packed(as_matrix(leaf, 1))
         kernel, leaf_args = kernels.rows.pack_rows, (type_number == f16.number, leaf_blocks)
-    check = partial(_check, "set_rows", ids, len(leaf))
+    check = partial(_raise_if_invalid, "set_rows", ids, len(leaf))
     return run_replayable(kernel, *leaf_args, *source_args, check=check)
 
 
@@ -211,8 +203,8 @@ def set_rows_cpu(out, leaf, x, ids):
 def set_rows_torch(out, leaf, x, ids):
     check_ids("set_rows", ids, leaf.shape[0])
     is_packed = isinstance(leaf, BlockArray)
-    leaf_rows = torch_as_matrix(leaf.raw if is_packed else leaf, 1)
-    x_rows = torch_as_matrix(blocks().packed_q8_0(x) if is_packed else x.to(leaf.dtype), ids.ndim)
+    leaf_rows = as_matrix(leaf.raw if is_packed else leaf, 1)
+    x_rows = as_matrix(blocks().packed_q8_0(x) if is_packed else x.to(leaf.dtype), ids.ndim)
     ids = ids.view(-1).long()
     if len(ids):  # negative ids repeat the write of the largest id, or rewrite what is there
         max_id, max_id_position = ids.max(0)
@@ -237,10 +229,8 @@ def set_rows_samples():
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
     """Copy x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
-    require(
-        ids.dtype == i32 and x.dtype == f32,
-        f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32",
-    )
+    fact = f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32"
+    require(ids.dtype == i32 and x.dtype == f32, fact)
     return x.spec
 
 
@@ -249,7 +239,7 @@ zero_rows.vjp(lambda dy, y, x, ids: (zero_rows(dy, ids), None))
 
 @zero_rows.kernel("numpy")
 def zero_rows_numpy(y, x, ids):
-    _check_ids_numpy("zero_rows", ids, len(x))
+    check_ids_numpy("zero_rows", ids, len(x))
     y[...] = x
     y[ids[ids >= 0]] = 0
 
@@ -257,7 +247,7 @@ def zero_rows_numpy(y, x, ids):
 @zero_rows.kernel("cpu")
 def zero_rows_cpu(y, x, ids):
     invalid_position = kernels.rows.zero_rows(as_matrix(y, 1), as_matrix(x, 1), flatten(ids))
-    _check("zero_rows", ids, len(x), invalid_position)
+    _raise_if_invalid("zero_rows", ids, len(x), invalid_position)
 
 
 @zero_rows.kernel("torch")
@@ -267,7 +257,7 @@ def zero_rows_torch(y, x, ids):
     ids = ids.view(-1).long()
     is_zeroed[torch.where(ids < 0, len(x), ids)] = True
     y.copy_(x)
-    torch_as_matrix(y, 1).masked_fill_(is_zeroed[:-1, None], 0)
+    as_matrix(y, 1).masked_fill_(is_zeroed[:-1, None], 0)
 
 
 @zero_rows.samples

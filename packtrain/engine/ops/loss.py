@@ -6,10 +6,13 @@ from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
 from packtrain.engine.ops import costs, torch_loss
 from packtrain.engine.ops.arrays import (
+    check_ids,
     check_precision,
+    f32_rows,
     flatten,
     flatten_or_absent,
     floats,
+    gradient_samples,
     num_bf16_terms,
     packed,
     rows,
@@ -26,18 +29,12 @@ MAX_VOCAB_PARTS, MIN_VOCAB_PART_ROWS = 16, 64
 
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
-    is_valid = targets.spec == Spec(shape, i32)
-    require(is_valid, f"targets is {targets.spec}; it must be i32{[*shape]}")
-    require(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
+    Spec(shape, i32).require(targets=targets)
+    Spec(shape).require(weights=weights)
 
 
 def _check_target_ids(op_name, targets, num_classes):
-    max_target = int(targets.max(initial=-1))
-    if max_target >= num_classes:
-        at = int(targets.argmax())
-        raise IndexError(
-            f"{op_name}: target {max_target} at position {at} is outside the {num_classes} classes"
-        )
+    check_ids(op_name, targets, num_classes, valid_range=f"the {num_classes} classes")
 
 
 def _row_losses(logits, targets):
@@ -56,8 +53,12 @@ def _is_target_largest(logits, targets):
 
 
 def _logit_grads(p, targets, weights):
-    d = p * np.where(targets < 0, 0, weights)[..., None]
-    np.put_along_axis(d, np.maximum(targets, 0)[..., None], _target_grads(d, targets, weights), -1)
+    weights, columns = (
+        np.where(targets < 0, 0, weights)[..., None],
+        np.maximum(targets, 0)[..., None],
+    )
+    d = p * weights
+    np.put_along_axis(d, columns, np.take_along_axis(d, columns, -1) - weights, -1)
     return d
 
 
@@ -67,11 +68,6 @@ def _softcapped_logits(logits, softcap):
         return logits, 1
     tanh_logits = np.tanh(logits / softcap)
     return softcap * tanh_logits, 1 - tanh_logits**2
-
-
-def _target_grads(grads, targets, weights):
-    target_values = np.take_along_axis(grads, np.maximum(targets, 0)[..., None], -1)
-    return target_values - np.where(targets < 0, 0, weights)[..., None]
 
 
 @op()
@@ -84,10 +80,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
     loss     ()        f32, first result
     losses   (...)     f32, second result
     """
-    require(
-        logits.dtype == f32 and len(logits.shape) > 0,
-        f"logits is {logits.spec}; it must be f32[..., V]",
-    )
+    f32_rows(logits, "logits")
     _check_targets(targets, weights, logits.shape[:-1])
     return Spec(()), Spec(targets.shape)
 
@@ -136,7 +129,7 @@ def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: 
     """dlogits = dloss * weights * (softmax(logits) - onehot(targets)). ggml_cross_entropy_loss_back."""
     require(logits.dtype == f32, f"logits is {logits.spec}; it must be f32[..., V]")
     _check_targets(targets, weights, logits.shape[:-1])
-    require(dloss.spec == Spec(()), f"dloss is {dloss.spec}; it must be f32[]")
+    Spec(()).require(dloss=dloss)
     return logits.spec
 
 
@@ -162,21 +155,15 @@ def cross_entropy_back_cost(dlogits, dloss, logits, targets, weights):
     return Cost({"exp": 2 * logits.spec.size})  # once for the sum, once for the probabilities
 
 
-@cross_entropy_back.samples
-def cross_entropy_back_samples():
-    for n, v in ((1, 1), (3, 15), (17, 64), (260, 130)):
-        yield cross_entropy_back(input("dloss", ()), input("logits", (n, v)), *_targets((n,), v))
+cross_entropy_back.samples(gradient_samples(cross_entropy, cross_entropy_back))
 
 
 def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: float) -> None:
-    require(
-        x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
-        f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
-    )
+    fact = f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read"
+    require(x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE, fact)
     fact = f"last axis of x {x.spec} must equal last axis of w {w.spec}"
     require(x.shape[-1:] == w.shape[1:], fact)
-    is_valid = b is None or b.spec == Spec(w.shape[:1])
-    require(is_valid, f"b is {b and b.spec}; for w {w.spec} it must be f32{[*w.shape[:1]]}")
+    Spec(w.shape[:1]).require(b=b)
     fact = f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more"
     require(chunk > 0 <= softcap, fact)
 

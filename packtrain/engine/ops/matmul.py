@@ -11,9 +11,14 @@ from packtrain.engine.ops import arrays, costs
 from packtrain.engine.ops.arrays import num_bf16_terms, packed, rows, run_replayable
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.shape import transpose
-from packtrain.engine.ops.torch_kernels import CHUNK, LARGE, add_product, add_product_back, multiply
-from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
-from packtrain.engine.ops.torch_kernels import rows as rows_of
+from packtrain.engine.ops.torch_kernels import (
+    CHUNK,
+    LARGE,
+    add_product,
+    add_product_back,
+    multiply,
+    start_product,
+)
 from packtrain.engine.ops.torch_kernels import times as torch_matmul_in_precision
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.runtime import has_cpu_feature
@@ -22,8 +27,8 @@ MAX_INTEGER_ROWS = 8  # most rows whose products with packed weights are summed 
 PLANES = 3  # of 8 bits, which make up an integer
 
 
-def _is_matrix(index: int, t: Tensor) -> bool:
-    """Whether w is a matrix, also a transposed one: one axis contiguous, the other strided."""
+def is_matrix(index: int, t: Tensor) -> bool:
+    """Whether w is a matrix, or a stack, also a transposed one: one axis contiguous, the other strided."""
     if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
@@ -45,17 +50,13 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     arrays.check_precision(precision)
     require(x.dtype == f32, f"x is {x.spec}; it must be f32")
     _check_readable(w)
-    require(
-        len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2),
-        f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more",
-    )
+    fact = f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more"
+    require(len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2), fact)
     k, rows_k = x.shape[-1], w.shape[-1]
     require(
         k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
     )
-    y = Spec((*_leading_shape(x, w), *x.shape[-2:-1], w.shape[-2]))
-    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    return Spec((*_leading_shape(x, w), *x.shape[-2:-1], w.shape[-2])).require(acc=acc)
 
 
 def _leading_shape(x: Tensor, w: Tensor) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ def matmul_numpy(y, x, w, acc, precision):
     y[...] = product if acc is None else product + acc
 
 
-@matmul.kernel("cpu", strided=_is_matrix)
+@matmul.kernel("cpu", strided=is_matrix)
 def matmul_cpu(y, x, w, acc, precision, work=()):
     options = acc is not None, num_bf16_terms(precision)
     is_in_place = arrays.copy_acc(y, acc)
@@ -114,13 +115,12 @@ def matmul_torch(y, x, w, acc, precision, unpack_size=CHUNK):
         product = torch_matmul_in_precision(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
-    if acc is not None:
-        torch_copy_acc(y, acc)
-    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None, unpack_size=unpack_size)
+    options = {"fresh": start_product(y, acc), "unpack_size": unpack_size}
+    add_product(rows(y), rows(x), w, precision, **options)
 
 
-matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
-matmul.kernel("cuda", strided=_is_matrix)(partial(matmul_torch, unpack_size=LARGE))
+matmul.kernel("torch", strided=is_matrix)(matmul_torch)
+matmul.kernel("cuda", strided=is_matrix)(partial(matmul_torch, unpack_size=LARGE))
 
 
 def _run_product(y, x, w, options, work):
@@ -194,9 +194,7 @@ def matmul_back(
     _check_readable(w)
     fact = f"last axis of dy {dy.spec} must equal first of w {w.spec}"
     require(dy.shape[-1:] == w.shape[:1], fact)
-    dx = Spec((*dy.shape[:-1], w.shape[1]))
-    require(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
-    return dx
+    return Spec((*dy.shape[:-1], w.shape[1])).require(acc=acc)
 
 
 @matmul_back.vjp
@@ -221,10 +219,8 @@ def matmul_back_cpu(dx, dy, w, acc, precision):
 
 @matmul_back.kernel("torch")
 def matmul_back_torch(dx, dy, w, acc, precision, unpack_size=CHUNK):
-    if acc is not None:
-        torch_copy_acc(dx, acc)
-    options = {"fresh": acc is None, "unpack_size": unpack_size}
-    add_product_back(rows_of(dx), rows_of(dy), w, precision, **options)
+    options = {"fresh": start_product(dx, acc), "unpack_size": unpack_size}
+    add_product_back(rows(dx), rows(dy), w, precision, **options)
 
 
 matmul_back.kernel("cuda")(partial(matmul_back_torch, unpack_size=LARGE))
@@ -256,9 +252,7 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str 
     require(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
     fact = f"leading axes of a {a.spec} and b {b.spec} must be equal"
     require(a.shape[:-1] == b.shape[:-1], fact)
-    y = Spec((a.shape[-1], b.shape[-1]))
-    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    return Spec((a.shape[-1], b.shape[-1])).require(acc=acc)
 
 
 @out_prod.vjp
@@ -282,9 +276,7 @@ def out_prod_cpu(y, a, b, acc, precision):
 
 @out_prod.kernel("torch")
 def out_prod_torch(y, a, b, acc, precision):
-    if acc is not None:
-        torch_copy_acc(y, acc)
-    multiply(y, rows_of(a).mT, rows_of(b), acc is None, precision)
+    multiply(y, rows(a).mT, rows(b), start_product(y, acc), precision)
 
 
 @out_prod.cost

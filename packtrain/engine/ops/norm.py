@@ -5,15 +5,20 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import flatten_or_absent, rows, rows_or_absent, run_replayable
+from packtrain.engine.ops.arrays import (
+    f32_rows,
+    flatten_or_absent,
+    gradient_samples,
+    rows,
+    rows_or_absent,
+    run_replayable,
+)
 from packtrain.engine.ops.costs import elementwise_cost
 from packtrain.engine.ops.elementwise import scale, sub
 from packtrain.engine.ops.reduce import sum_like, sum_rows
-from packtrain.engine.ops.torch_kernels import rows as rows_of
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, input, op, require
+from packtrain.engine.tensor import Spec, Tensor, input, op
 
 PARTIAL_ROWS = 64  # rows of a partial sum of the weight gradient
 
@@ -29,17 +34,8 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
         y  (..., C)  f32
     Zhang & Sennrich 2019, arXiv 1910.07467; ggml_rms_norm.
     """
-    require(
-        x.dtype == f32 and len(x.shape) > 0,
-        f"x is {x.spec}; rms_norm computes in f32 over a last axis",
-    )
-    _check_weight(x, w)
-    return x.spec
-
-
-def _check_weight(x: Tensor, w: Tensor | None, name: str = "w") -> None:
-    is_valid = w is None or w.spec == Spec(x.shape[-1:])
-    require(is_valid, f"{name} is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
+    Spec(x.shape[-1:]).require(w=w)
+    return f32_rows(x)
 
 
 @rms_norm.vjp
@@ -96,10 +92,7 @@ def rms_norm_back(
 
     dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u. ggml_rms_norm_back.
     """
-    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
-    _check_weight(x, w)
-    require(acc is None or acc.spec == x.spec, f"acc is {acc and acc.spec}; it must be {x.spec}")
-    return x.spec, Spec(x.shape[-1:])
+    return x.spec.require(dy=dy, acc=acc), Spec(x.shape[-1:]).require(w=w)
 
 
 @rms_norm_back.workspace("cpu")
@@ -124,17 +117,9 @@ def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
 @rms_norm_back.kernel("cpu")
 def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
     dx, dw = out
-    return run_replayable(
-        kernels.norm.rms_norm_back,
-        rows_or_absent(dx),
-        flatten_or_absent(dw),
-        work[0],
-        rows(dy),
-        rows(x),
-        flatten_or_absent(w),
-        rows_or_absent(acc),
-        eps,
-    )
+    results = rows_or_absent(dx), flatten_or_absent(dw), work[0]
+    inputs = rows(dy), rows(x), flatten_or_absent(w), rows_or_absent(acc)
+    return run_replayable(kernels.norm.rms_norm_back, *results, *inputs, eps)
 
 
 @rms_norm_back.kernel("torch")
@@ -143,7 +128,7 @@ def rms_norm_back_torch(out, dy, x, w, acc, *, eps):
     r = (_row_mean_torch(x.square()) + eps).rsqrt_()
     u, g = x * r, dy if w is None else dy * w
     if dw is not None:
-        torch.sum(rows_of(dy * u), 0, out=dw)
+        torch.sum(rows(dy * u), 0, out=dw)
     if dx is not None:
         x_grad = (g - u * _row_mean_torch(g * u)).mul_(r)
         dx.copy_(x_grad if acc is None else x_grad.add_(acc))
@@ -155,10 +140,7 @@ rms_norm_back.cost(elementwise_cost(1.4))
 
 @rms_norm_back.samples
 def rms_norm_back_samples():
-    for n, c in ((1, 1), (3, 15), (65, 64), (130, 129)):
-        yield from rms_norm_back(
-            input("dy", (n, c)), input("x", (n, c)), input("w", (c,)), eps=1e-5
-        )
+    yield from gradient_samples(rms_norm, rms_norm_back)()
     x = input("x", (2, 3, 16))
     yield rms_norm_back(input("dy", (2, 3, 16)), x, None, input("acc", (2, 3, 16)), eps=1e-5)[0]
 
@@ -180,10 +162,8 @@ def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: fl
     b  (C,)      f32, or None for 0
     y  (..., C)  f32
     """
-    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
-    _check_weight(x, w)
-    _check_weight(x, b, "b")
-    return x.spec
+    Spec(x.shape[-1:]).require(w=w, b=b)
+    return f32_rows(x)
 
 
 @norm.vjp

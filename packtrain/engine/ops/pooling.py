@@ -5,11 +5,11 @@ from itertools import product
 import numpy as np
 
 from packtrain import kernels
-from packtrain.engine.ops.arrays import demand, flatten
+from packtrain.engine.ops.arrays import demand, flatten, gradient_samples
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.ops.windows import Pair, check, kernel_sizes, windows
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
+from packtrain.engine.tensor import Spec, Tensor, constant, op, require
 
 
 @op()
@@ -57,19 +57,13 @@ def pool_2d_torch(y, x, *, largest, window, stride, padding):
         y.copy_(pool(padded, window, stride or window))
 
 
-def _pool_samples(make_pool):
-    def samples():
-        x = constant(
-            "x", np.random.default_rng(5).permutation(2 * 3 * 7 * 8).reshape(2, 3, 7, 8) / 50
-        )
-        for largest in (True, False):
-            yield make_pool(x, largest=largest, window=(2, 2))
-            yield make_pool(x, largest=largest, window=(3, 2), stride=(2, 1), padding=(1, 0))
-
-    return samples
-
-
-pool_2d.samples(_pool_samples(pool_2d))
+@pool_2d.samples
+def pool_2d_samples():
+    values = np.random.default_rng(5).permutation(2 * 3 * 7 * 8).reshape(2, 3, 7, 8) / 50
+    x = constant("x", values)
+    for largest in (True, False):
+        yield pool_2d(x, largest=largest, window=(2, 2))
+        yield pool_2d(x, largest=largest, window=(3, 2), stride=(2, 1), padding=(1, 0))
 
 
 @op()
@@ -77,8 +71,7 @@ def pool_2d_back(
     dy: Tensor, x: Tensor, *, largest: bool, window: Pair, stride: Pair | None, padding: Pair
 ) -> Spec:
     """Gradient of pool_2d: for the first of the largest values of a window, or for all alike. ggml_pool_2d_back."""
-    y_spec = Spec((*x.shape[:2], *check(x.spec, window, stride or window, padding)))
-    require(dy.spec == y_spec, f"dy is {dy.spec}; for x {x.spec} it must be {y_spec}")
+    Spec((*x.shape[:2], *check(x.spec, window, stride or window, padding))).require(dy=dy)
     return x.spec
 
 
@@ -114,32 +107,21 @@ def pool_2d_back_torch(dx, dy, x, *, largest, window, stride, padding):
     aten = torch.ops.aten
     if largest:
         _, max_index = aten.max_pool2d_with_indices(padded, *pool_args)
-        padded_grad = aten.max_pool2d_with_indices_backward(
-            dy, padded, *pool_args, (1, 1), False, max_index
-        )
+        options = (1, 1), False, max_index
+        padded_grad = aten.max_pool2d_with_indices_backward(dy, padded, *pool_args, *options)
     else:
         padded_grad = aten.avg_pool2d_backward(dy, padded, *pool_args, False, True, None)
     (h, w), (down, across) = x.shape[2:], padding
     dx.copy_(padded_grad[:, :, down : down + h, across : across + w])
 
 
-def _pool_back(x, *, stride=None, **attrs):
-    y = pool_2d(x, stride=stride, **attrs)
-    return pool_2d_back(input("dy", y.shape), x, stride=stride, **{"padding": (0, 0)} | attrs)
-
-
-pool_2d_back.samples(_pool_samples(_pool_back))
+pool_2d_back.samples(gradient_samples(pool_2d, pool_2d_back))
 
 
 def pool_1d(x: Tensor, *, largest: bool, window: int, stride: int = 0, padding: int = 0) -> Tensor:
     """pool_2d along one axis: x (N, C, L), y (N, C, OL), f32. ggml_pool_1d."""
     demand("pool_1d", len(x.shape) == 3, f"x is {x.spec}; it must be f32[N, C, L]", x)
     images = reshape(x, shape=(*x.shape[:2], 1, x.shape[-1]))
-    y = pool_2d(
-        images,
-        largest=largest,
-        window=(1, window),
-        stride=(1, stride or window),
-        padding=(0, padding),
-    )
+    sizes = {"window": (1, window), "stride": (1, stride or window), "padding": (0, padding)}
+    y = pool_2d(images, largest=largest, **sizes)
     return reshape(y, shape=(*x.shape[:2], y.shape[-1]))

@@ -2,19 +2,16 @@
 
 import numpy as np
 
-from packtrain.dtypes import f32, i32, i64
+from packtrain.dtypes import i32, i64
+from packtrain.engine.ops.arrays import f32_rows
 from packtrain.engine.ops.torch_kernels import copied
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
-
-
-def _check_f32_rows(x: Tensor) -> None:
-    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
 
 
 @op()
 def argmax(x: Tensor) -> Spec:
     """Index of the first of the largest values along the last axis: x (..., C) f32, y (...) i32. ggml_argmax."""
-    _check_f32_rows(x)
+    f32_rows(x)
     require(x.shape[-1] > 0, f"x is {x.spec}; its last axis must not be empty")
     return Spec(x.shape[:-1], i32)
 
@@ -38,8 +35,7 @@ def argmax_samples():
 @op()
 def argsort(x: Tensor, *, descending: bool = False) -> Spec:
     """Indices that sort the last axis; equal values stay in order. x (..., C) f32, y (..., C) i32. ggml_argsort."""
-    _check_f32_rows(x)
-    return Spec(x.shape, i32)
+    return Spec(f32_rows(x).shape, i32)
 
 
 @argsort.kernel("numpy")

@@ -4,7 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import as_matrix, assigned, demand, flatten, rows
+from packtrain.engine.ops.arrays import as_matrix, assigned, demand, f32_rows, flatten, rows
 from packtrain.engine.ops.shape import cont, reshape
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, copied, to_sum_dtype
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
@@ -49,12 +49,8 @@ def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
     )
     keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
     requirement = "have multiples of its sizes" if keeps_rows else "keep its quantized rows"
-    demand(
-        "repeat",
-        is_valid and keeps_rows,
-        f"x is {x.spec}; shape {tuple(shape)} must {requirement}",
-        x,
-    )
+    message = f"x is {x.spec}; shape {tuple(shape)} must {requirement}"
+    demand("repeat", is_valid and keeps_rows, message, x)
     if all(n in (1, s) for n, s in zip(padded_shape, shape, strict=True)):
         return broadcast_to(x, shape=tuple(shape))
     num_repeats = [s // n if n else 1 for n, s in zip(padded_shape, shape, strict=True)]
@@ -94,10 +90,7 @@ sum.samples(lambda: (sum(input("x", (n,))) for n in (1, 15, 64, 70_000)))
 @op()
 def sum_rows(x: Tensor) -> Spec:
     """y = sum over the last axis: x (..., C) f32, y (..., 1) f32. ggml_sum_rows."""
-    require(
-        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
-    )
-    return Spec((*x.shape[:-1], 1))
+    return Spec((*f32_rows(x).shape[:-1], 1))
 
 
 sum_rows.vjp(lambda dy, y, x: (broadcast_to(dy, shape=x.shape),))
@@ -150,12 +143,10 @@ def sum_to_cpu(y, x, *, shape):
     elif shape == (*x.shape[:-1], 1):
         kernels.reduce.sum_rows(flatten(y), rows(x))
     else:
-        axes = tuple(
-            i for i in range(x.ndim) if ((1,) * (x.ndim - y.ndim) + y.shape)[i] != x.shape[i]
-        )
-        np.add.reduce(
-            x, axes, np.float64, out=y.reshape([n for i, n in enumerate(x.shape) if i not in axes])
-        )
+        padded_shape = (1,) * (x.ndim - y.ndim) + y.shape
+        axes = tuple(i for i, n in enumerate(x.shape) if padded_shape[i] != n)
+        rest_shape = [n for i, n in enumerate(x.shape) if i not in axes]
+        np.add.reduce(x, axes, np.float64, out=y.reshape(rest_shape))
 
 
 sum_to.kernel("torch", strided=True)(copied(lambda x, *, shape: to_sum_dtype(x).sum_to_size(shape)))
@@ -171,10 +162,7 @@ def sum_to_samples():
 @op()
 def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
     """Sum along the last axis up to each element, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
-    require(
-        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
-    )
-    return x.spec
+    return f32_rows(x)
 
 
 cumsum.vjp(lambda dy, y, x, *, reverse: (cumsum(dy, reverse=not reverse),))

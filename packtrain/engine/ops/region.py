@@ -6,9 +6,7 @@ A region is `shape` elements from `start` on, each `step` from the one before, a
 import builtins
 from collections.abc import Sequence
 
-from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import copy_acc, demand
-from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
+from packtrain.engine.ops.arrays import copy_acc_or_zero, demand
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 Axes = tuple[int, ...]
@@ -25,14 +23,10 @@ def _step_or_ones(step: Axes, start: Axes) -> Axes:
 
 def _check_region(name: str, x: Spec, start: Axes, shape: Axes, step: Axes) -> None:
     num_axes = len(x.shape)
-    require(
-        len(start) == len(shape) == len(step) == num_axes,
-        f"start {start}, shape {shape} and step {step} must have one number for each axis of {name} {x}",
-    )
-    require(
-        min(step, default=1) > 0 <= min(start, default=0),
-        f"step {step} must be above 0, start {start} not below",
-    )
+    fact = f"start {start}, shape {shape} and step {step} must have one number for each axis of {name} {x}"
+    require(len(start) == len(shape) == len(step) == num_axes, fact)
+    fact = f"step {step} must be above 0, start {start} not below"
+    require(min(step, default=1) > 0 <= min(start, default=0), fact)
     stops = [axis_slice.stop for axis_slice in _region_slices(start, shape, step)]
     is_inside = all(end <= n or not m for end, n, m in zip(stops, x.shape, shape, strict=True))
     require(is_inside, f"the region ends at {stops}, outside {name} {x}")
@@ -66,9 +60,8 @@ def acc(
     part: Tensor, into: Tensor | None = None, *, size: Axes, start: Axes, step: Axes = ()
 ) -> Spec:
     """Add `part` to a region of `into`, or of zeros of `size`; all f32. ggml_acc."""
-    y = Spec(tuple(size))
-    require(part.dtype == f32, f"part is {part.spec}; it must be f32")
-    require(into is None or into.spec == y, f"into is {into and into.spec}; it must be {y}")
+    y = Spec(tuple(size)).require(into=into)
+    Spec(part.shape).require(part=part)
     _check_region("the result", y, start, part.shape, _step_or_ones(step, start))
     return y
 
@@ -78,21 +71,11 @@ def acc_vjp(dy, y, part, into, *, size, start, step):
     return slice(dy, start=start, shape=part.shape, step=step), None if into is None else dy
 
 
-@acc.kernel("numpy")
-def acc_numpy(y, part, into, *, size, start, step):
-    if into is None:
-        y[...] = 0
-    else:
-        copy_acc(y, into)
-    y[_region_slices(start, part.shape, _step_or_ones(step, start))] += part
-
-
-acc.kernel("cpu", strided=lambda index, t: index == 0)(acc_numpy)
-
-
 @acc.kernel("torch", strided=lambda index, t: index == 0)
-def acc_torch(y, part, into, *, size, start, step):
-    torch_copy_acc(y, into)
+@acc.kernel("cpu", strided=lambda index, t: index == 0)
+@acc.kernel("numpy")
+def acc_kernel(y, part, into, *, size, start, step):
+    copy_acc_or_zero(y, into)
     y[_region_slices(start, part.shape, _step_or_ones(step, start))] += part
 
 
@@ -108,12 +91,8 @@ def set(
 ) -> Spec:
     """Replace a region of x by `part`, or by zeros; all f32. ggml_set."""
     _check_region("x", x.spec, start, shape, _step_or_ones(step, start))
-    is_valid = part is None or part.spec == Spec(tuple(shape))
-    require(
-        is_valid and x.dtype == f32,
-        f"x is {x.spec} and part {part and part.spec}; they must be f32, part {[*shape]}",
-    )
-    return x.spec
+    Spec(tuple(shape)).require(part=part)
+    return Spec(x.shape).require(x=x)
 
 
 @set.vjp
@@ -122,18 +101,11 @@ def set_vjp(dy, y, x, part, *, start, shape, step):
     return set(dy, start=start, shape=shape, step=step), part_grad
 
 
-@set.kernel("numpy")
-def set_numpy(y, x, part, *, start, shape, step):
-    copy_acc(y, x)
-    y[_region_slices(start, shape, _step_or_ones(step, start))] = 0 if part is None else part
-
-
-set.kernel("cpu", strided=lambda index, t: index == 1)(set_numpy)
-
-
 @set.kernel("torch", strided=lambda index, t: index == 1)
-def set_torch(y, x, part, *, start, shape, step):
-    torch_copy_acc(y, x)
+@set.kernel("cpu", strided=lambda index, t: index == 1)
+@set.kernel("numpy")
+def set_kernel(y, x, part, *, start, shape, step):
+    copy_acc_or_zero(y, x)
     y[_region_slices(start, shape, _step_or_ones(step, start))] = 0.0 if part is None else part
 
 

@@ -52,10 +52,7 @@ def rope_table(
     """
     require(pos.dtype == i32, f"pos is {pos.spec}; it must be i32")
     require(dims > 0 and dims % 2 == 0, f"dims is {dims}; it must be even and positive")
-    require(
-        factors is None or factors.spec == Spec((dims // 2,)),
-        f"factors is {factors and factors.spec}; it must be f32[{dims // 2}]",
-    )
+    Spec((dims // 2,)).require(factors=factors)
     require(divisor > 0, f"divisor is {divisor}; it must be above 0")
     require(blend is None or blend[0] < blend[1], f"blend is {blend}; it must rise")
     return Spec((*pos.shape, dims // 2, 2))
@@ -65,11 +62,9 @@ def rope_table(
 def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     rate, length, offset = growth
     angles = pos[..., None].astype(np.float64) * _frequencies(factors, dims, base, divisor, blend)
-    factor = (
-        magnitude * (1 + rate * np.log1p((pos + offset) // length))[..., None]
-        if rate
-        else magnitude
-    )
+    factor = magnitude
+    if rate:
+        factor = magnitude * (1 + rate * np.log1p((pos + offset) // length))[..., None]
     t[..., 0], t[..., 1] = factor * np.cos(angles), factor * np.sin(angles)
 
 
@@ -111,9 +106,8 @@ def rope_table_samples():
     yield rope_table(constant("pos", np.arange(65), i32), dims=64, base=1e6)
     factors = constant("factors", 1 + np.arange(3) ** 2)
     yield rope_table(pos, factors, dims=6, base=5e5, divisor=4.0, magnitude=1.25)
-    yield rope_table(
-        pos, factors, dims=6, base=1e6, divisor=8.0, blend=(0.0, 2.0), growth=(0.1, 64, 1)
-    )
+    blended = {"divisor": 8.0, "blend": (0.0, 2.0), "growth": (0.1, 64, 1)}
+    yield rope_table(pos, factors, dims=6, base=1e6, **blended)
     yield rope_table(pos, dims=32, base=1e4, divisor=16.0, blend=(3.0, 11.0), magnitude=0.9)
 
 
@@ -121,9 +115,8 @@ def grown(pos: Tensor, *, rate: float, length: int, offset: int = 0) -> Tensor:
     """Return 1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: the table of a pair that is not rotated."""
     growth = rate, length, offset
     table = rope_table(pos, dims=2, base=1.0, divisor=math.inf, growth=growth)
-    return cont(
-        narrow(reshape(table, shape=(*pos.shape, 2)), axis=len(pos.shape), start=0, length=1)
-    )
+    pairs = reshape(table, shape=(*pos.shape, 2))
+    return cont(narrow(pairs, axis=len(pos.shape), start=0, length=1))
 
 
 @op(inplace=(0,))
@@ -137,18 +130,13 @@ def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False)
         y      (..., H, D)      f32
     Su et al. 2021, arXiv 2104.09864; ggml_rope, ggml_rope_ext; `inverse` is ggml_rope_ext_back.
     """
-    require(
-        x.dtype == f32 and table.dtype == f32,
-        f"x is {x.spec} and table is {table.spec}; both must be f32",
-    )
+    Spec(x.shape).require(x=x)
     fits = len(x.shape) >= 2 and table.shape[:-2] == x.shape[:-2] and table.shape[-1:] == (2,)
-    require(
-        fits, f"x is {x.spec} and table is {table.spec}; it must be f32{[*x.shape[:-2], 'R/2', 2]}"
-    )
-    require(
-        2 * table.shape[-2] <= x.shape[-1],
-        f"table turns {2 * table.shape[-2]} elements, x has {x.shape[-1]}",
-    )
+    required_shape = [*x.shape[:-2], "R/2", 2]
+    fact = f"x is {x.spec} and table is {table.spec}; it must be f32{required_shape}"
+    require(fits and table.dtype == f32, fact)
+    fact = f"table turns {2 * table.shape[-2]} elements, x has {x.shape[-1]}"
+    require(2 * table.shape[-2] <= x.shape[-1], fact)
     return x.spec
 
 
@@ -160,11 +148,9 @@ def rope_vjp(dy, y, x, table, *, neox, inverse):
 @rope.kernel("numpy")
 def rope_numpy(y, x, table, *, neox, inverse):
     half = table.shape[-2]
-    first_index, second_index = (
-        (slice(half), slice(half, 2 * half))
-        if neox
-        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    )
+    first_index, second_index = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    if neox:
+        first_index, second_index = slice(half), slice(half, 2 * half)
     cos, sin = table[..., None, :, 0], table[..., None, :, 1] * (-1 if inverse else 1)
     a, b = x[..., first_index], x[..., second_index]
     rotated = a * cos - b * sin, a * sin + b * cos
@@ -203,14 +189,8 @@ def rope_cost(y, x, table, *, neox, inverse):
 
 @rope.samples
 def rope_samples():
-    for t, h, d, r in (
-        (1, 1, 2, 2),
-        (3, 2, 16, 16),
-        (17, 3, 64, 64),
-        (5, 2, 65, 32),
-        (15, 1, 8, 6),
-        (90, 3, 64, 64),
-    ):
+    short_sizes = (1, 1, 2, 2), (3, 2, 16, 16), (17, 3, 64, 64), (5, 2, 65, 32), (15, 1, 8, 6)
+    for t, h, d, r in (*short_sizes, (90, 3, 64, 64)):
         table = rope_table(constant("pos", np.arange(t) * 3, i32), dims=r, base=10_000.0)
         for neox in (False, True):
             yield rope(input("x", (t, h, d)), table, neox=neox)

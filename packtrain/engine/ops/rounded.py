@@ -6,9 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.engine.ops import arrays, costs
 from packtrain.engine.ops.arrays import copy_acc, flatten, floats, integers_of, packed, rows
-from packtrain.engine.ops.torch_kernels import add_product, copied
-from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
-from packtrain.engine.ops.torch_kernels import rows as rows_of
+from packtrain.engine.ops.torch_kernels import add_product, copied, start_product
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 BLOCK = 32
@@ -80,9 +78,7 @@ def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     require(has_products, f"w is {w.spec}; its products are not rounded")
     k, rows_k = x.shape[-1], w.shape[-1]
     require(k == rows_k, f"last axis of x {x.spec} ({k}) must equal that of w {w.spec} ({rows_k})")
-    y = Spec((*x.shape[:-1], w.shape[0]))
-    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    return Spec((*x.shape[:-1], w.shape[0])).require(acc=acc)
 
 
 @matmul_rounded.kernel("numpy")
@@ -93,9 +89,7 @@ def matmul_rounded_numpy(y, x, w, acc):
 
 @matmul_rounded.kernel("torch")
 def matmul_rounded_torch(y, x, w, acc):
-    if acc is not None:
-        torch_copy_acc(y, acc)
-    add_product(rows_of(y), rows_of(_round_torch(x)), w, fresh=acc is None)
+    add_product(rows(y), rows(_round_torch(x)), w, fresh=start_product(y, acc))
 
 
 matmul_rounded.workspace("cpu")(lambda x, w, acc: (integers_of(x, 1),))

@@ -7,21 +7,18 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import assigned, flatten, rows
+from packtrain.engine.ops.arrays import (
+    assigned,
+    check_ids,
+    f32_rows,
+    flatten,
+    gradient_samples,
+    rows,
+)
 from packtrain.engine.ops.shape import reshape
 from packtrain.engine.ops.torch_kernels import check_ids as torch_check_ids
-from packtrain.engine.ops.torch_kernels import rows as rows_of
 from packtrain.engine.ops.torch_kernels import top_k_indices, torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
-
-
-def check_ids(op_name, ids, num_rows):
-    invalid_positions = np.flatnonzero((ids < 0) | (ids >= num_rows))
-    if invalid_positions.size:
-        at = int(invalid_positions[0])
-        raise IndexError(
-            f"{op_name}: index {ids.flat[at]} at position {at} is outside 0 to {num_rows - 1}"
-        )
 
 
 @op()
@@ -31,7 +28,7 @@ def top_k(x: Tensor, *, k: int) -> Spec:
     x    (..., E)  f32
     ids  (..., k)  i32
     """
-    require(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32[..., E]")
+    f32_rows(x)
     require(0 < k <= x.shape[-1], f"k is {k}; it must be 1 to {x.shape[-1]}, the last axis of x")
     return Spec((*x.shape[:-1], k), i32)
 
@@ -46,7 +43,7 @@ def top_k_cpu(ids, x, *, k):
 
 @top_k.kernel("torch")
 def top_k_torch(ids, x, *, k):
-    rows_of(ids).copy_(top_k_indices(rows_of(x), k))
+    rows(ids).copy_(top_k_indices(rows(x), k))
 
 
 @top_k.samples
@@ -66,10 +63,8 @@ def take(x: Tensor, ids: Tensor) -> Spec:
     y    (..., k)  f32
     """
     is_valid = x.shape[:-1] == ids.shape[:-1] and len(x.shape) == len(ids.shape) > 0
-    require(
-        is_valid and x.dtype == f32 and ids.dtype == i32,
-        f"x is {x.spec} and ids is {ids.spec}; f32[..., E] and i32[..., k] are needed",
-    )
+    fact = f"x is {x.spec} and ids is {ids.spec}; f32[..., E] and i32[..., k] are needed"
+    require(is_valid and x.dtype == f32 and ids.dtype == i32, fact)
     return Spec(ids.shape)
 
 
@@ -80,13 +75,13 @@ def take_vjp(dy, y, x, ids):
 
 @take.kernel("numpy")
 def take_numpy(y, x, ids):
-    check_ids("take", ids, x.shape[-1])
+    check_ids("take", ids, x.shape[-1], min_id=0)
     y[...] = np.take_along_axis(x, ids, -1)
 
 
 @take.kernel("cpu")
 def take_cpu(y, x, ids):
-    check_ids("take", ids, x.shape[-1])
+    check_ids("take", ids, x.shape[-1], min_id=0)
     kernels.experts.take(rows(y), rows(x), rows(ids))
 
 
@@ -106,10 +101,8 @@ def take_samples():
 @op()
 def take_back(dy: Tensor, ids: Tensor, *, width: int) -> Spec:
     """Add dy into zeros by index: dx[..., ids[..., j]] += dy[..., j]."""
-    require(
-        dy.spec == Spec(ids.shape) and ids.dtype == i32,
-        f"dy is {dy.spec} and ids is {ids.spec}; f32[..., k] and i32[..., k] are needed",
-    )
+    fact = f"dy is {dy.spec} and ids is {ids.spec}; f32[..., k] and i32[..., k] are needed"
+    require(dy.spec == Spec(ids.shape) and ids.dtype == i32, fact)
     return Spec((*dy.shape[:-1], width))
 
 
@@ -118,14 +111,14 @@ take_back.vjp(lambda ddx, dx, dy, ids, *, width: (take(ddx, ids), None))
 
 @take_back.kernel("numpy")
 def take_back_numpy(dx, dy, ids, *, width):
-    check_ids("take_back", ids, width)
+    check_ids("take_back", ids, width, min_id=0)
     dx[...] = 0
     np.add.at(rows(dx), (np.arange(len(rows(ids)))[:, None], rows(ids)), rows(dy))
 
 
 @take_back.kernel("cpu")
 def take_back_cpu(dx, dy, ids, *, width):
-    check_ids("take_back", ids, width)
+    check_ids("take_back", ids, width, min_id=0)
     kernels.experts.take_back(rows(dx), rows(dy), rows(ids))
 
 
@@ -137,8 +130,7 @@ def take_back_torch(dx, dy, ids, *, width):
 
 @take_back.samples
 def take_back_samples():
-    for n, e, k in ((1, 1, 1), (3, 8, 2), (17, 64, 8)):
-        yield take_back(input("dy", (n, k)), _sample_choices(n, e, k), width=e)
+    yield from gradient_samples(take, take_back)()
     repeated_ids = constant("ids", np.array([[1, 1, 0]]), i32)
     yield take_back(input("dy", (1, 3)), repeated_ids, width=2)
 
@@ -163,7 +155,7 @@ group_rows.workspace("cpu")(lambda ids, *, groups: (Spec((groups,), i32),))
 
 @group_rows.kernel("numpy")
 def group_rows_numpy(out, ids, *, groups):
-    check_ids("group_rows", ids, groups)
+    check_ids("group_rows", ids, groups, min_id=0)
     row_ids, group_ids, positions = out
     order = np.argsort(flatten(ids), kind="stable")
     row_ids[...], group_ids[...] = order // ids.shape[-1], flatten(ids)[order]
@@ -172,7 +164,7 @@ def group_rows_numpy(out, ids, *, groups):
 
 @group_rows.kernel("cpu")
 def group_rows_cpu(out, ids, *, groups, work):
-    check_ids("group_rows", ids, groups)
+    check_ids("group_rows", ids, groups, min_id=0)
     row_ids, group_ids, positions = out
     kernels.experts.group_rows(row_ids, group_ids, rows(positions), rows(ids), work[0])
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packtrain.engine.ops.arrays import copy_acc, demand
+from packtrain.engine.ops.arrays import copy_acc_or_zero, demand
 from packtrain.engine.ops.torch_kernels import BlockArray
-from packtrain.engine.ops.torch_kernels import copy_acc_or_zero as torch_copy_acc
 from packtrain.engine.tensor import Spec, Tensor, View, input, op, require
 
 
@@ -39,10 +38,8 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """View the elements in another shape, without a copy; raises if that needs a copy: use cont first. ggml_reshape."""
     shape = tuple(int(n) for n in shape)
-    require(
-        math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
-        f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number",
-    )
+    fact = f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number"
+    require(math.prod(shape) == x.spec.size and min(shape, default=0) >= 0, fact)
     keeps_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
     require(keeps_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
     strides = _strides_for(x, shape)
@@ -59,14 +56,10 @@ def reshape_vjp(dy, y, x, *, shape):
 @op(view=True)
 def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
     """Put axes into another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
-    require(
-        sorted(axes) == list(range(len(x.shape))),
-        f"axes {axes} are not a permutation of the {len(x.shape)} axes of x",
-    )
-    require(
-        not x.dtype.quantized or axes[-1] == len(axes) - 1,
-        f"x {x.spec} is quantized, so its rows stay last",
-    )
+    fact = f"axes {axes} are not a permutation of the {len(x.shape)} axes of x"
+    require(sorted(axes) == list(range(len(x.shape))), fact)
+    fact = f"x {x.spec} is quantized, so its rows stay last"
+    require(not x.dtype.quantized or axes[-1] == len(axes) - 1, fact)
     return View(tuple(x.shape[i] for i in axes), x.dtype, tuple(x.strides[i] for i in axes))
 
 
@@ -85,14 +78,10 @@ def transpose(x: Tensor) -> Tensor:
 def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
     """View x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
     require(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
-    require(
-        0 <= start <= start + length <= x.shape[axis],
-        f"{start}:{start + length} is outside axis {axis} of x {x.spec}",
-    )
-    require(
-        not x.dtype.quantized or axis < len(x.shape) - 1,
-        f"x {x.spec} is quantized and can only be split between rows",
-    )
+    fact = f"{start}:{start + length} is outside axis {axis} of x {x.spec}"
+    require(0 <= start <= start + length <= x.shape[axis], fact)
+    fact = f"x {x.spec} is quantized and can only be split between rows"
+    require(not x.dtype.quantized or axis < len(x.shape) - 1, fact)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     return View(shape, x.dtype, x.strides, start * x.strides[axis])
 
@@ -163,9 +152,7 @@ def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int,
     require(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
     end = start + dy.shape[axis]
     require(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
-    dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
-    require(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
-    return dx
+    return Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype).require(acc=acc)
 
 
 @narrow_back.vjp
@@ -174,22 +161,12 @@ def narrow_back_vjp(ddx, dx, dy, acc, *, axis, start, size):
     return dy_grad, None if acc is None else ddx
 
 
-@narrow_back.kernel("numpy")
-def narrow_back_numpy(dx, dy, acc, *, axis, start, size):
-    if acc is None:
-        dx[...] = 0
-    else:
-        copy_acc(dx, acc)
-    np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] += np.moveaxis(dy, axis, 0)
-
-
-narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy)
-
-
 @narrow_back.kernel("torch", strided=lambda index, t: index == 0)
-def narrow_back_torch(dx, dy, acc, *, axis, start, size):
-    torch_copy_acc(dx, acc)
-    dx.narrow(axis, start, dy.shape[axis]).add_(dy)
+@narrow_back.kernel("cpu", strided=lambda index, t: index == 0)
+@narrow_back.kernel("numpy")
+def narrow_back_kernel(dx, dy, acc, *, axis, start, size):
+    copy_acc_or_zero(dx, acc)
+    dx[(slice(None),) * axis + (slice(start, start + dy.shape[axis]),)] += dy
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:

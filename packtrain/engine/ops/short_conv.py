@@ -1,18 +1,25 @@
 """Short convolutions along time, one filter for each channel: they mix a token with the few before it."""
 
+from functools import partial
+
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import ABSENT_IDS, flatten, flatten_or_absent, rows
+from packtrain.engine.ops.arrays import (
+    ABSENT_IDS,
+    flatten,
+    flatten_or_absent,
+    gradient_samples,
+    rows,
+)
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
 def _check_sequence(name: str, x: Tensor, seq: Tensor | None) -> None:
     is_valid = len(x.shape) == 3 and x.dtype == f32
     require(is_valid, f"{name} is {x.spec}; it must be f32[B, T, C]")
-    ids = Spec(x.shape[:2], i32)
-    require(seq is None or seq.spec == ids, f"seq is {seq and seq.spec}; it must be {ids}")
+    Spec(x.shape[:2], i32).require(seq=seq)
 
 
 def _check_filters(x: Tensor, w: Tensor) -> None:
@@ -97,11 +104,7 @@ def _run_torch(y, x, w, seq, step):
         y[:, output_slice] += products
 
 
-@short_conv.kernel("torch")
-def short_conv_torch(y, x, w, seq):
-    _run_torch(y, x, w, seq, 1)
-
-
+short_conv.kernel("torch")(partial(_run_torch, step=1))
 short_conv.samples(lambda: (short_conv(*inputs) for inputs in _sample_inputs()))
 
 
@@ -132,19 +135,15 @@ def short_conv_back_cpu(dx, dy, w, seq, work):
     _run_cpu(dx, dy, w, seq, work[0], 1)
 
 
-@short_conv_back.kernel("torch")
-def short_conv_back_torch(dx, dy, w, seq):
-    _run_torch(dx, dy, w, seq, -1)
-
-
-short_conv_back.samples(lambda: (short_conv_back(*inputs) for inputs in _sample_inputs()))
+short_conv_back.kernel("torch")(partial(_run_torch, step=-1))
+short_conv_back.samples(gradient_samples(short_conv, short_conv_back))
 
 
 @op()
 def short_conv_back_w(dy: Tensor, x: Tensor, seq: Tensor | None = None, *, taps: int) -> Spec:
     """Gradient of short_conv for w (C, taps): dw[k] = sum of dy[t] x[t - (taps - 1 - k)]; shapes as in short_conv."""
     _check_sequence("x", x, seq)
-    require(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    x.spec.require(dy=dy)
     require(taps > 0, f"taps is {taps}; it must be at least 1")
     return Spec((x.shape[2], taps))
 
@@ -181,10 +180,7 @@ def short_conv_back_w_torch(dw, dy, x, seq, *, taps):
         dw[:, k] = products.sum((0, 1))
 
 
-@short_conv_back_w.samples
-def short_conv_back_w_samples():
-    for x, w, seq in _sample_inputs():
-        yield short_conv_back_w(input("dy", x.shape), x, seq, taps=w.shape[1])
+short_conv_back_w.samples(gradient_samples(short_conv, short_conv_back_w))
 
 
 @op()
@@ -198,11 +194,11 @@ def short_conv_cells(x: Tensor, w: Tensor, cells: Tensor) -> Spec:
     """
     require(len(x.shape) == 2 and x.dtype == f32, f"x is {x.spec}; it must be f32[S, C]")
     _check_filters(x, w)
-    ids = Spec((*cells.shape[:1], w.shape[1]), i32)
-    require(cells.spec == ids, f"cells is {cells.spec}; it must be i32[T, {w.shape[1]}]")
+    Spec((*cells.shape[:1], w.shape[1]), i32).require(cells=cells)
     return Spec((cells.shape[0], x.shape[1]))
 
 
+@short_conv_cells.kernel("torch")
 @short_conv_cells.kernel("numpy")
 def short_conv_cells_numpy(y, x, w, cells):
     y[...] = (x[cells] * (cells >= 0)[..., None] * w.T).sum(1)
@@ -215,11 +211,6 @@ short_conv_cells.workspace("cpu")(_transposed_filters)
 def short_conv_cells_cpu(y, x, w, cells, work):
     work[0][...] = w.T
     kernels.short_conv.conv_cells(y, x, work[0], flatten(cells))
-
-
-@short_conv_cells.kernel("torch")
-def short_conv_cells_torch(y, x, w, cells):
-    y.copy_((x[cells.long()] * (cells >= 0)[..., None] * w.T).sum(1))
 
 
 @short_conv_cells.samples

@@ -19,15 +19,7 @@ from packtrain.engine.ops import costs
 from packtrain.engine.ops.arrays import check_precision, packed
 from packtrain.engine.ops.cast import rereads_bf16_weight
 from packtrain.engine.ops.elementwise import scale
-from packtrain.engine.ops.matmul import (
-    matmul,
-    matmul_back,
-    matmul_cost,
-    matmul_cpu,
-    matmul_numpy,
-    matmul_torch,
-    out_prod,
-)
+from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod
 from packtrain.engine.ops.shape import transpose
 from packtrain.engine.ops.torch_kernels import CHUNK, BlockArray, blocks, chunk_bounds, torch
 from packtrain.engine.tensor import Call, Spec, Tensor, constant, input, op, require
@@ -219,9 +211,7 @@ def matmul_stored(
     rank = (*a.shape, 0)[0]
     is_valid = a.shape == (rank, w.shape[1]) and b.shape == (w.shape[0], rank)
     require(is_valid, f"a is {a.spec} and b is {b.spec}; they must be the factors of w {w.spec}")
-    y = Spec((*x.shape[:-1], w.shape[0]))
-    require(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    return Spec((*x.shape[:-1], w.shape[0])).require(acc=acc)
 
 
 @matmul_stored.vjp
@@ -233,24 +223,14 @@ def matmul_stored_vjp(dy, y, x, w, a, b, acc, *, by, precision):
     return matmul_back(dy, w, **attrs), None, da, db, (None if acc is None else dy)
 
 
-@matmul_stored.kernel("numpy")
-def matmul_stored_numpy(y, x, w, a, b, acc, *, by, precision):
-    matmul_numpy(y, x, w, acc, precision)
+def _without_factors(matmul_rule):
+    """Return a kernel or cost of matmul as one of matmul_stored: the stored sum holds the factors."""
+    return lambda y, x, w, a, b, acc, *, by, precision: matmul_rule(y, x, w, acc, precision)
 
 
-@matmul_stored.kernel("cpu")
-def matmul_stored_cpu(y, x, w, a, b, acc, *, by, precision):
-    return matmul_cpu(y, x, w, acc, precision)
-
-
-@matmul_stored.kernel("torch")
-def matmul_stored_torch(y, x, w, a, b, acc, *, by, precision):
-    matmul_torch(y, x, w, acc, precision)
-
-
-@matmul_stored.cost
-def matmul_stored_cost(y, x, w, a, b, acc, *, by, precision):
-    return matmul_cost(y, x, w, acc, precision)
+for _backend in ("numpy", "cpu", "torch"):
+    matmul_stored.kernel(_backend)(_without_factors(matmul.kernels[_backend].run))
+matmul_stored.cost(_without_factors(matmul.cost_rule))
 
 
 @matmul_stored.samples

@@ -33,17 +33,17 @@ class BlockAddress(NamedTuple):
 def unpack(y, w):
     """Write the values of blocks w to y, dense or not, bit for bit as kernels do."""
     raw = w.raw.reshape(-1, w.dtype.block_nbytes)
+    shape = len(raw), w.dtype.block
+    is_dense = y.is_contiguous()
     values = (
-        y.view(-1, w.dtype.block)
-        if y.is_contiguous()
-        else torch.empty((len(raw), w.dtype.block), dtype=torch.float32, device=raw.device)
+        y.view(shape) if is_dense else torch.empty(shape, dtype=torch.float32, device=raw.device)
     )
     code = w.dtype.code["unpack"]
     if not (triton.runs_on(raw) and TRITON_UNPACK(values, raw, code)):
         run = torch_function(code)
         for chunk_start, end in chunk_bounds(len(raw), CHUNK // w.dtype.block, raw):
             run(BlockAddress(values[chunk_start:end]), BlockAddress(raw[chunk_start:end]), 1)
-    if not y.is_contiguous():
+    if not is_dense:
         y.copy_(values.view(y.shape))
 
 

@@ -4,19 +4,17 @@ Kernels take tensors, on any device, and write into results passed to them. An a
 Where possible, a kernel depends on shapes alone: on tensors without values (`meta`) it allocates as much.
 """
 
-import math
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from packtrain import kernels
 from packtrain.dtypes import Dtype
 from packtrain.engine.backends import triton
-from packtrain.engine.ops.arrays import factor_pairs
+from packtrain.engine.ops.arrays import copy_acc_or_zero, factor_pairs, invalid_id
 
 CHUNK = 1 << 20  # values computed at a time, where memory has no room for a second tensor
 LARGE = 1 << 24  # values computed at a time on a GPU, which fewer would not fill
 TRITON_SPLIT = triton.lazy_kernel("elementwise", "split_bf16")
-MAX_ID = 1 << 32  # ids are below it
 # of kernels.counter, as signed words
 GOLDEN, FIRST_MIXER, SECOND_MIXER = (
     n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -107,14 +105,6 @@ def to_sum_dtype(x):
     return x.float() if x.is_mps else x.double()
 
 
-def rows(x):
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def as_matrix(x, num_row_axes):
-    return x.reshape(math.prod(x.shape[:num_row_axes]), math.prod(x.shape[num_row_axes:]))
-
-
 HOST_READS = {"times": 0}  # how often kernels have read values, see on_host
 
 
@@ -131,16 +121,11 @@ def chunk_bounds(n, chunk_size, x):
         yield chunk_start, min(chunk_start + chunk_size, n)
 
 
-def shares_memory(a, b):
-    return not a.is_meta and a.data_ptr() == b.data_ptr()
-
-
-def copy_acc_or_zero(y, acc):
-    """Copy acc to y, unless they share their bytes; without acc, fill y with zeros."""
-    if acc is None:
-        y.zero_()
-    elif not shares_memory(y, acc):
-        y.copy_(acc)
+def start_product(y, acc):
+    """Copy acc to y; return True without an acc: products then overwrite y."""
+    if acc is not None:
+        copy_acc_or_zero(y, acc)
+    return acc is None
 
 
 def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
@@ -151,11 +136,7 @@ def check_ids(name, ids, num_rows, *, min_id=None, valid_range=None):
     any_invalid = is_invalid.any()
     if on_host(ids) and bool(any_invalid):
         at = int(is_invalid.reshape(-1).nonzero()[0, 0])
-        invalid_id = int(ids.reshape(-1)[at])
-        id_range = f"the {num_rows} rows" if min_id is None else f"{min_id} to {num_rows - 1}"
-        valid_rows = valid_range or id_range
-        noun = "index" if valid_range is None else "target"
-        raise IndexError(f"{name}: {noun} {invalid_id} at position {at} is outside {valid_rows}")
+        raise invalid_id(name, ids, at, num_rows, min_id, valid_range)
 
 
 def times(a, b, precision):

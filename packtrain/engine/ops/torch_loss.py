@@ -1,6 +1,7 @@
 """Cross-entropy by PyTorch: see `loss`."""
 
 from packtrain.engine.backends import triton
+from packtrain.engine.ops.arrays import rows
 from packtrain.engine.ops.torch_kernels import (
     CHUNK,
     LARGE,
@@ -9,7 +10,6 @@ from packtrain.engine.ops.torch_kernels import (
     check_ids,
     chunk_bounds,
     multiply,
-    rows,
     to_sum_dtype,
     torch,
 )

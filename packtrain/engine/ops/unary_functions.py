@@ -28,10 +28,6 @@ QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
 GELU_CUBE, GELU_FACTOR = (0.044715, (8 / math.pi) ** 0.5)
 
 
-def _gelu_numpy(x):
-    return x / (1 + np.exp(-GELU_FACTOR * (x + GELU_CUBE * x**3)))
-
-
 abs = unary("abs", "y = |x|. Its gradient is 0 at 0. ggml_abs.", np.abs, filled("abs"))
 sgn = unary(
     "sgn", "y = -1, 0 or 1, the sign of x. Its gradient is 0. ggml_sgn.", np.sign, filled("sign")
@@ -52,7 +48,7 @@ erf = unary(
 gelu = unary(
     "gelu",
     "y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. ggml_gelu; Hendrycks 2016, arXiv 1606.08415.",
-    _gelu_numpy, filled_by_aten("gelu", approximate="tanh"),
+    lambda x: x / (1 + np.exp(-GELU_FACTOR * (x + GELU_CUBE * x**3))), filled_by_aten("gelu", approximate="tanh"),
 )  # fmt: skip
 gelu_quick = unary(
     "gelu_quick", "y = x * sigmoid(1.702 * x). ggml_gelu_quick.",

@@ -16,7 +16,7 @@ from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, 
 def sum_squares(x: Tensor, acc: Tensor | None = None) -> Spec:
     """y = sum of x**2 (+ acc): x (...) f32, acc and y () f32. For clipping by global norm."""
     require(x.dtype == f32, f"x is {x.spec}; it must be f32")
-    require(acc is None or acc.spec == Spec(()), f"acc is {acc and acc.spec}; it must be f32[]")
+    Spec(()).require(acc=acc)
     return Spec(())
 
 
@@ -68,7 +68,7 @@ def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
         squares  ()  f32   the sum of squares of all gradients
         gate     ()  f32
     """
-    require(squares.spec == Spec(()), f"squares is {squares.spec}; it must be f32[]")
+    Spec(()).require(squares=squares)
     return Spec(())
 
 
@@ -101,11 +101,8 @@ def accumulate(total: Tensor, g: Tensor, fresh: Tensor) -> Spec:
     total, g  (...)  f32
     fresh     ()     f32   not 0 in the first micro-batch of a step; this also resets a NaN of an earlier step
     """
-    require(
-        total.spec == g.spec and g.dtype == f32,
-        f"total {total.spec} and g {g.spec} must be equal and f32",
-    )
-    require(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    Spec(g.shape).require(total=total, g=g)
+    Spec(()).require(fresh=fresh)
     return total.spec
 
 
@@ -119,9 +116,8 @@ def accumulate_cpu(out, total, g, fresh):
     if fresh:
         np.copyto(total, g)
     else:
-        kernels.elementwise.binary(
-            kernels.elementwise.BINARY["add"], flatten(total), flatten(total), flatten(g)
-        )
+        operation, total = kernels.elementwise.BINARY["add"], flatten(total)
+        kernels.elementwise.binary(operation, total, total, flatten(g))
 
 
 @accumulate.kernel("torch")

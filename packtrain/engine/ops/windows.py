@@ -6,7 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.engine.ops.arrays import flatten
+from packtrain.engine.ops.arrays import flatten, gradient_samples
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, input, op, require
 
@@ -104,8 +104,7 @@ def im2col_back(
     """Gradient of im2col: add each value of dy to its place in x of this shape. ggml_im2col_back."""
     dx_spec = Spec(tuple(shape))
     out_shape = check(dx_spec, window, stride, padding, dilation)
-    y_spec = Spec((shape[0], *out_shape, shape[1] * window[0] * window[1]))
-    require(dy.spec == y_spec, f"dy is {dy.spec}; it must be {y_spec}")
+    Spec((shape[0], *out_shape, shape[1] * window[0] * window[1])).require(dy=dy)
     return dx_spec
 
 
@@ -146,11 +145,4 @@ def im2col_back_torch(dx, dy, *, shape, window, stride, padding, dilation):
     dx.copy_(padded[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
 
 
-@im2col_back.samples
-def im2col_back_samples():
-    default_attrs = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
-    yield im2col_back(
-        input("dy", (2, 3, 5, 18)), shape=(2, 3, 5, 6), window=(3, 2), **default_attrs
-    )
-    attrs = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
-    yield im2col_back(input("dy", (3, 4, 8, 18)), shape=(3, 2, 7, 8), window=(3, 3), **attrs)
+im2col_back.samples(gradient_samples(im2col, im2col_back))

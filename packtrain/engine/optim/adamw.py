@@ -17,7 +17,7 @@ from packtrain.engine.optim import weights
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, Tensors, moment
 from packtrain.engine.optim.sgd import opt_step_sgd
 from packtrain.engine.optim.weights import decay_axes, parts_of, sampled, stored, stream_of, write
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state
 
 GPU_ADAMW = triton.lazy_kernel("update", "adamw")
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
@@ -61,15 +61,11 @@ class AdamW(Optimizer):
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
         *handles, direction = moments_result
-        numbers = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
-        lr, weight_decay, c1 = numbers
-        op_inputs = (
-            w,
-            direction,
-            ops.concat([lr, weight_decay, ops.div(lr, c1)], axis=0),
-            ops.div(step_inputs.gate, step_inputs.gate),  # 1, or NaN
-            step_inputs.key(w),
-        )
+        parts = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
+        lr, weight_decay, c1 = parts
+        numbers = ops.concat([lr, weight_decay, ops.div(lr, c1)], axis=0)
+        gate = ops.div(step_inputs.gate, step_inputs.gate)  # 1, or NaN
+        op_inputs = w, direction, numbers, gate, step_inputs.key(w)
         use_decay = len(w.shape) >= self.decay_axes
         return *handles, *opt_step_sgd(*op_inputs, decay=use_decay, stream=stream_of(w))
 
@@ -106,9 +102,8 @@ def opt_step_adamw(
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
     weights.require_weight(w, key, g, m, v)
-    fact = f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
-    require(hyper.spec == Spec((7,)), fact)
-    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    Spec((7,)).require(hyper=hyper)
+    Spec(()).require(gate=gate)
     return w.spec, m.spec, v.spec
 
 
@@ -183,38 +178,26 @@ def opt_moments_adamw(
     sides give the bits that they give without offloading.
     A gradient out and a step back move half of what two moments would each way (ZeRO-Offload, arXiv 2101.06840).
     """
-    require(
-        g.spec == m.spec == v.spec == Spec(g.shape),
-        f"g is {g.spec}, m {m.spec} and v {v.spec}; all must be f32",
-    )
-    fact = f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}"
-    require(hyper.spec == Spec((7,)), fact)
-    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    Spec(g.shape).require(g=g, m=m, v=v)
+    Spec((7,)).require(hyper=hyper)
+    Spec(()).require(gate=gate)
     return m.spec, v.spec, g.spec
 
 
-@opt_moments_adamw.kernel("numpy")
-def opt_moments_adamw_numpy(out, g, m, v, hyper, gate):
-    _write_direction(opt_step_adamw_numpy, out[2], g, m, v, hyper.copy(), gate)
+def _moments_kernel(step_kernel):
+    """Return the kernel that steps a weight of 0 at a rate of -1 with c1 = 1: the weight becomes the direction."""
+
+    def write_direction(out, g, m, v, hyper, gate):
+        hyper = hyper + 0  # a copy
+        out[2][...], hyper[0], hyper[5] = 0, -1, 1
+        step_kernel(None, out[2], g, m, v, hyper, gate, None, decay=False, stream=0)
+
+    return write_direction
 
 
-@opt_moments_adamw.kernel("cpu")
-def opt_moments_adamw_cpu(out, g, m, v, hyper, gate):
-    _write_direction(opt_step_adamw_cpu, out[2], g, m, v, hyper.copy(), gate)
-
-
-@opt_moments_adamw.kernel("torch")
-def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
-    _write_direction(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
-
-
-def _write_direction(step_kernel, direction, g, m, v, hyper, gate):
-    """Step a weight of 0 at a rate of -1 with c1 = 1: the weight becomes the direction."""
-    direction[...] = 0
-    hyper[0], hyper[5] = -1, 1
-    step_kernel(None, direction, g, m, v, hyper, gate, None, decay=False, stream=0)
-
-
+opt_moments_adamw.kernel("numpy")(_moments_kernel(opt_step_adamw_numpy))
+opt_moments_adamw.kernel("cpu")(_moments_kernel(opt_step_adamw_cpu))
+opt_moments_adamw.kernel("torch")(_moments_kernel(opt_step_adamw_torch))
 opt_moments_adamw.cost(lambda out, g, *inputs: Cost({"exp": 2 * g.spec.size}))
 
 

@@ -126,15 +126,11 @@ def opt_step_lbfgs(
         numbers  (4 + 2 M,)
     """
     m, n = s.shape if len(s.shape) == 2 else (0, 0)
-    require(
-        w.spec == g.spec and w.dtype == f32 and w.spec.size == n,
-        f"w is {w.spec} and g is {g.spec}; both must be f32, with the {n} values of a row of s",
-    )
-    require(
-        s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)),
-        f"s {s.spec}, y {y.spec}, p {p.spec}",
-    )
-    require(numbers.spec == Spec((HEAD + 1 + 2 * m,)), f"numbers is {numbers.spec}; m is {m}")
+    fact = f"w is {w.spec} and g is {g.spec}; both must be f32, with the {n} values of a row of s"
+    require(w.spec == g.spec and w.dtype == f32 and w.spec.size == n, fact)
+    Spec((m, n)).require(s=s, y=y)
+    Spec((n,)).require(p=p)
+    Spec((HEAD + 1 + 2 * m,)).require(numbers=numbers)
     return w.spec, s.spec, y.spec, p.spec
 
 
@@ -173,6 +169,7 @@ def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
         y.fill(0)
 
 
+@opt_step_lbfgs.kernel("torch")
 def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
     phase, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
     i, c, m, w, g = int(i) % len(s), numbers[HEAD:], len(s), w.view(-1), g.view(-1)
@@ -190,9 +187,6 @@ def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
         y.zero_()
 
 
-opt_step_lbfgs.kernel("torch")(opt_step_lbfgs_torch)
-
-
 @op(acc=5)
 def lbfgs_dots(
     g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor, acc: Tensor | None = None
@@ -203,15 +197,11 @@ def lbfgs_dots(
     dots  (2 M + 1, M + 1)  f32, each of them added up in f64
     """
     m, n = s.shape if len(s.shape) == 2 else (0, 0)
-    require(
-        s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)) and g.spec == Spec(g.shape),
-        f"s {s.spec}, y {y.spec}, p {p.spec} and g {g.spec} must be f32",
-    )
+    is_valid = s.spec == y.spec == Spec((m, n)) and p.spec == Spec((n,)) and g.spec == Spec(g.shape)
+    require(is_valid, f"s {s.spec}, y {y.spec}, p {p.spec} and g {g.spec} must be f32")
     require(g.spec.size == n, f"g is {g.spec}; it must have the {n} values of a row of s")
     require(numbers.dtype == f32, f"numbers is {numbers.spec}; it must be f32")
-    dots = Spec((2 * m + 1, m + 1))
-    require(acc is None or acc.spec == dots, f"acc is {acc and acc.spec}; it must be {dots}")
-    return dots
+    return Spec((2 * m + 1, m + 1)).require(acc=acc)
 
 
 @lbfgs_dots.kernel("numpy")
@@ -280,11 +270,5 @@ def lbfgs_dots_samples():
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
         yield lbfgs_dots(input("g", shape), s, y, p, _sample_numbers(phase, m))
-    yield lbfgs_dots(
-        input("g", (5,)),
-        state("s", (1, 5)),
-        state("y", (1, 5)),
-        state("p", (5,)),
-        _sample_numbers(SLOPE, 1),
-        input("acc", (3, 2)),
-    )
+    vectors = input("g", (5,)), state("s", (1, 5)), state("y", (1, 5)), state("p", (5,))
+    yield lbfgs_dots(*vectors, _sample_numbers(SLOPE, 1), input("acc", (3, 2)))

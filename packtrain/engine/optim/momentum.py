@@ -6,7 +6,7 @@ from packtrain import kernels
 from packtrain.engine.ops.arrays import flatten
 from packtrain.engine.ops.shape import narrow, reshape
 from packtrain.engine.ops.torch_kernels import torch
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, state
 
 
 @op(writes=(0,))
@@ -16,12 +16,8 @@ def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[
     b, g            (...)  f32
     momentum, gate  ()     f32
     """
-    require(
-        b.spec == g.spec == Spec(g.shape),
-        f"b is {b.spec} and g is {g.spec}; they must be equal f32",
-    )
-    fact = f"momentum is {momentum.spec}; it must be f32[]"
-    require(momentum.spec == gate.spec == Spec(()), fact)
+    Spec(g.shape).require(b=b, g=g)
+    Spec(()).require(momentum=momentum, gate=gate)
     return (b.spec,)
 
 
@@ -45,12 +41,8 @@ def opt_momentum_torch(out, b, g, momentum, gate):
 @opt_momentum.samples
 def opt_momentum_samples():
     for n, gate in ((1, 1.0), (17, 0.5), (64, np.nan), (70_000, 1.0)):
-        inputs = (
-            input("g", (n,)),
-            constant("momentum", np.array(0.9)),
-            constant("gate", np.array(gate)),
-        )
-        yield from opt_momentum(state("b", (n,)), *inputs)
+        factors = constant("momentum", np.array(0.9)), constant("gate", np.array(gate))
+        yield from opt_momentum(state("b", (n,)), input("g", (n,)), *factors)
 
 
 def hyper_number(hyper: Tensor, index: int) -> Tensor:

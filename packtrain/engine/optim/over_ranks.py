@@ -28,11 +28,9 @@ def reduce_scatter(total: Tensor, g: Tensor, fresh: Tensor, *, share: RankShare)
     """
     part_size = len(range(g.spec.size)[rank_slice(g.spec.size, *share)])
     is_valid = total.spec.size == part_size and total.dtype == g.dtype == f32
-    require(
-        is_valid,
-        f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{part_size}]",
-    )
-    require(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    fact = f"total is {total.spec}; for {g.spec} and the share {share} it must be f32[{part_size}]"
+    require(is_valid, fact)
+    Spec(()).require(fresh=fresh)
     return total.spec
 
 
@@ -58,11 +56,8 @@ reduce_scatter.cost(elementwise_cost())
 
 @reduce_scatter.samples
 def reduce_scatter_samples():
-    for n, fresh, share, part_size in (
-        (1, 0.0, (0, 1), 1),
-        (70, 1.0, (0, 2), 48),
-        (70, 0.0, (1, 2), 22),
-    ):
+    cases = (1, 0.0, (0, 1), 1), (70, 1.0, (0, 2), 48), (70, 0.0, (1, 2), 22)
+    for n, fresh, share, part_size in cases:
         inputs = input("g", (n,)), constant("fresh", np.array(fresh))
         yield reduce_scatter(state("total", (part_size,)), *inputs, share=share)
 
@@ -97,7 +92,7 @@ def arrive_samples():
 @op()
 def all_reduce(x: Tensor) -> Spec:
     """Sum a number, f32 (), over ranks in their order: every rank gets the same bits."""
-    require(x.spec == Spec(()), f"x is {x.spec}; it must be f32[]")
+    Spec(()).require(x=x)
     return x.spec
 
 

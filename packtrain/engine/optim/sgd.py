@@ -84,14 +84,14 @@ def opt_step_sgd(
     weights.require_weight(w, key, g)
     fact = f"hyper is {hyper.spec}; it must be f32[2] or f32[3]: lr, weight_decay, rate"
     require(hyper.spec in (Spec((2,)), Spec((3,))), fact)
-    require(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    Spec(()).require(gate=gate)
     return (w.spec,)
 
 
 @opt_step_sgd.kernel("numpy")
 def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
     if np.isfinite(gate):
-        lr, weight_decay, rate = hyper[0], hyper[1], hyper[2 if len(hyper) == 3 else 0]
+        (lr, weight_decay), rate = hyper[:2], hyper[2 if len(hyper) == 3 else 0]
         decayed = floats(w) * (1 - lr * weight_decay * decay)
         write(w, decayed - rate * (g * gate), key, stream)
 
@@ -104,7 +104,7 @@ def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
 
 @opt_step_sgd.kernel("torch")
 def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
-    lr, weight_decay, rate = hyper[0], hyper[1], hyper[2 if len(hyper) == 3 else 0]
+    (lr, weight_decay), rate = hyper[:2], hyper[2 if len(hyper) == 3 else 0]
     fine = gate.isfinite()
     for start, (w_chunk, grad) in weights.parts_of(w, g):
         decayed = real(w_chunk) * (1 - lr * weight_decay * decay)

@@ -16,10 +16,8 @@ from packtrain.kernels.counter import uniform_numpy
 def require_weight(w: Tensor, key: Tensor | None, *tensors: Tensor) -> None:
     """Require w to be f32, or bf16 with a key for its rounding, and its gradient and moments to be f32."""
     specs = ", ".join(str(t.spec) for t in tensors)
-    require(
-        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors),
-        f"w is {w.spec} with {specs}; these must be f32{[*w.shape]}, and w f32 or bf16",
-    )
+    fact = f"w is {w.spec} with {specs}; these must be f32{[*w.shape]}, and w f32 or bf16"
+    require(w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in tensors), fact)
     fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
     require(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
 
@@ -63,12 +61,8 @@ def stored(w, key, stream):
 
 def sampled():
     """Yield for samples a weight of each type and some lengths, its key, a gate, and whether it decays."""
-    for n, gate, decay in (
-        (1, 1.0, True),
-        (17, 0.5, False),
-        (64, np.nan, True),
-        (70_000, 1.0, True),
-    ):
+    cases = (1, 1.0, True), (17, 0.5, False), (64, np.nan, True), (70_000, 1.0, True)
+    for n, gate, decay in cases:
         gate = constant("gate", np.array(gate))
         yield weight("w", (n,)), None, gate, decay
         yield weight("w", (n,), bf16), constant("key", np.array([3, n]), i64), gate, decay

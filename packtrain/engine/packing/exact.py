@@ -8,6 +8,7 @@ thousands of buffers can be searched where time intervals divide them.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -17,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain import kernels
-from packtrain.engine.packing.search_clock import SearchClock
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,6 +32,28 @@ STACK, STEP = 16 << 20, 2 << 10  # bytes of the thread's stack: at least, and fo
 LOADING, COMPILING = 0.5, 15.0
 LOOK = 0.02  # seconds between two looks at the clock
 SOLVED, STOPPED = 1, 2  # 0: no solution exists
+
+
+class SearchClock:
+    """Says whether a number of seconds is over; None is never over. `now` returns the time in seconds."""
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self.end_seconds = float("inf") if seconds is None else now() + seconds
+
+    @property
+    def is_limited(self) -> bool:
+        return self.end_seconds < float("inf")
+
+    @property
+    def left(self) -> float:
+        return self.end_seconds - self.now()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_limited and self.left <= 0
+
+
 UNLIMITED_CLOCK = SearchClock(None)
 
 

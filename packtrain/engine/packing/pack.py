@@ -16,18 +16,22 @@ sizes' greatest common divisor. `find_overlap` checks any offsets. An example wi
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from packtrain.engine.packing import exact, large
-from packtrain.engine.packing.search_clock import SearchClock
+from packtrain import kernels
+from packtrain.engine.packing import exact
+from packtrain.engine.packing.exact import SearchClock
 
 Ints = npt.NDArray[np.int64]
 Packer = Callable[[Ints, Ints, Ints, Ints, SearchClock], Ints | None]
 UNLIMITED_CLOCK = SearchClock(None)
+MIN_COMPILED_BUFFERS = 8_000  # buffers with which loading kernels pays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +150,8 @@ def _heuristic_offsets(start: Ints, end: Ints, size: Ints, clock: SearchClock) -
     if clock.is_limited:
         yield shelves(start, end, size)
     orders = _packer_orders(start, end, size)
-    if large.is_worthwhile(len(size), clock):
-        yield from large.packer_offsets(orders, np.stack((start, end, size), 1), clock)
+    if len(size) > MIN_COMPILED_BUFFERS and exact.can_load(clock):
+        yield from _compiled_offsets(orders, np.stack((start, end, size), 1), clock)
         return
     for packer, keys in orders:
         offsets = packer(start, end, size, np.lexsort(keys), clock)
@@ -251,6 +255,47 @@ def skyline(
         raised_buffers = np.flatnonzero((start < end[i]) & (start[i] < end) & (key < top))
         key[raised_buffers] = top + rank[raised_buffers]
     return offsets
+
+
+# ---- for many buffers: compiled, with equal offsets -----------------------------------------------------------
+
+
+def _compiled_offsets(
+    orders: Iterable[tuple[Packer, tuple[Ints, ...]]], lives: Ints, clock: SearchClock
+) -> Iterator[Ints]:
+    """Yield the offsets of each packer for its order, in turn, until time runs out; packers run in parallel."""
+    jobs = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
+    with ThreadPoolExecutor(kernels.threads()) as pool:
+        futures = [
+            pool.submit(run_compiled, name, lives, by, stop, clock) for name, by, stop in jobs
+        ]
+        try:
+            for future in futures:
+                offsets = future.result()
+                if offsets is None:
+                    return
+                yield offsets
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for *_, limits in jobs:
+                limits[1] = 1
+
+
+def run_compiled(
+    name: str, lives: Ints, order: Ints, limits: Ints, clock: SearchClock
+) -> Ints | None:
+    """Run the compiled packer of that name on lives (n, 3): start, end, size; return offsets, None if stopped."""
+    by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
+    positions = np.empty_like(by)
+    positions[by] = np.arange(len(by))
+    scratch, packed_offsets = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
+    packer, columns = getattr(kernels.packing, name), (lives[by], positions[order])
+    run_packer = partial(packer, *columns, packed_offsets, scratch, limits)
+    return (
+        packed_offsets[positions]
+        if exact.stopped_by(clock, run_packer, limits) == exact.SOLVED
+        else None
+    )
 
 
 def _check_columns(

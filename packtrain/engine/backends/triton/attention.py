@@ -18,13 +18,9 @@ def query_offsets(queries, heads, width, M: tl.constexpr, D: tl.constexpr):
     """Return a program's batch, query ids and element ids, and the head's offsets in (B, T, H, D) and (B, H, T)."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query_ids, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
-    return (
-        batch,
-        query_ids,
-        d,
-        (batch * queries * heads + head) * width,
-        (batch * heads + head) * queries,
-    )
+    head_offset = (batch * queries * heads + head) * width
+    lse_offset = (batch * heads + head) * queries
+    return batch, query_ids, d, head_offset, lse_offset
 
 
 @triton.jit
@@ -57,9 +53,8 @@ def visible_mask(
 def read(x, row_ids, column_ids, num_rows, width, row_stride):
     """Load a block of rows (N, D) in f32, with 0 outside the array."""
     mask = (row_ids < num_rows)[:, None] & (column_ids < width)[None, :]
-    return tl.load(
-        x + row_ids.to(tl.int64)[:, None] * row_stride + column_ids[None, :], mask=mask, other=0.0
-    ).to(tl.float32)
+    pointers = x + row_ids.to(tl.int64)[:, None] * row_stride + column_ids[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -141,12 +136,8 @@ def _attend(
 
 
 def kernel_flags(q_pos, q_seq, length, softcap):
-    return {
-        "HAS_POSITIONS": q_pos is not None,
-        "HAS_SEQUENCES": q_seq is not None,
-        "HAS_LENGTH": length is not None,
-        "HAS_SOFTCAP": softcap > 0,
-    }
+    flags = {"HAS_POSITIONS": q_pos is not None, "HAS_SEQUENCES": q_seq is not None}
+    return flags | {"HAS_LENGTH": length is not None, "HAS_SOFTCAP": softcap > 0}
 
 
 def tile_sizes(width):
@@ -162,18 +153,5 @@ def attention(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale,
     size_args = num_queries, num_keys, num_heads, num_kv_heads, width, scale, float(softcap), window
     flags = kernel_flags(q_pos, q_seq, length, softcap) | {"HAS_SINKS": sinks is not None} | FACTORS
     grid = blocks(num_queries, m), b * num_heads
-    launch(
-        _attend,
-        grid,
-        *out,
-        q,
-        k,
-        v,
-        *optional_inputs,
-        *size_args,
-        **flags,
-        M=m,
-        N=n,
-        D=d,
-        num_warps=warps,
-    )
+    options = flags | {"M": m, "N": n, "D": d, "num_warps": warps}
+    launch(_attend, grid, *out, q, k, v, *optional_inputs, *size_args, **options)

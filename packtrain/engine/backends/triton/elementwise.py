@@ -1,5 +1,7 @@
 """Gated activations, rotations of queries and keys, and f32 as the sum of two bf16."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -61,11 +63,9 @@ def _rotate(
         for start in range(tl.program_id(1) * BLOCK, heads * left, tl.num_programs(1) * BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             tail_offsets = row * heads * width + offsets // left * width + 2 * half + offsets % left
-            tl.store(
-                y + tail_offsets,
-                tl.load(x + tail_offsets, mask=offsets < heads * left, other=0.0),
-                mask=offsets < heads * left,
-            )
+            tail_mask = offsets < heads * left
+            tail = tl.load(x + tail_offsets, mask=tail_mask, other=0.0)
+            tl.store(y + tail_offsets, tail, mask=tail_mask)
 
 
 @triton.jit
@@ -97,20 +97,8 @@ def _launch_gated_back(out, dy, gate, up, tanh):
     launch(_gated_back, (blocks(n, BLOCK),), *out, dy, gate, up, n, TANH=tanh, BLOCK=BLOCK)
 
 
-def swiglu(y, gate, up):
-    _launch_gated(y, gate, up, False)
-
-
-def geglu(y, gate, up):
-    _launch_gated(y, gate, up, True)
-
-
-def swiglu_back(out, dy, gate, up):
-    _launch_gated_back(out, dy, gate, up, False)
-
-
-def geglu_back(out, dy, gate, up):
-    _launch_gated_back(out, dy, gate, up, True)
+swiglu, geglu = (partial(_launch_gated, tanh=tanh) for tanh in (False, True))
+swiglu_back, geglu_back = (partial(_launch_gated_back, tanh=tanh) for tanh in (False, True))
 
 
 def rope(y, x, table, *, neox, inverse):

@@ -77,14 +77,8 @@ def losses_and_gradients(logits, losses, right, targets, weights, bias, softcap,
     `has_gradients`, write gradients over the logits and return them."""
     rows, columns = logits.shape
     optional_inputs = (logits if t is None else t for t in (bias, losses, right, targets, weights))
-    flags = {
-        "BIASED": bias is not None,
-        "CAPPED": softcap > 0,
-        "RIGHT": right is not None,
-        "BACK": has_gradients,
-    }
-    block = min(BLOCK, power_of_two(columns))
-    launch(
-        _row, (rows,), logits, *optional_inputs, columns, softcap, **flags, BLOCK=block, num_warps=8
-    )
+    flags = {"BIASED": bias is not None, "CAPPED": softcap > 0}
+    flags |= {"RIGHT": right is not None, "BACK": has_gradients}
+    options = flags | {"BLOCK": min(BLOCK, power_of_two(columns)), "num_warps": 8}
+    launch(_row, (rows,), logits, *optional_inputs, columns, softcap, **options)
     return logits if has_gradients else None

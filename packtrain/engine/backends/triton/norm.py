@@ -58,14 +58,8 @@ def rms_norm(y, x, w, *, eps):
     block = power_of_two(num_columns)
     kernel_args = y, x, x if w is None else w, num_columns, eps
     num_rows = x.numel() // max(num_columns, 1)
-    launch(
-        _forward,
-        (num_rows,),
-        *kernel_args,
-        WEIGHTED=w is not None,
-        BLOCK=block,
-        num_warps=_num_warps(block),
-    )
+    options = {"WEIGHTED": w is not None, "BLOCK": block, "num_warps": _num_warps(block)}
+    launch(_forward, (num_rows,), *kernel_args, **options)
 
 
 def rms_norm_back(out, dy, x, w, acc, *, eps):
@@ -75,13 +69,9 @@ def rms_norm_back(out, dy, x, w, acc, *, eps):
     block, num_groups = power_of_two(num_columns), min(num_rows, MAX_GROUPS)
     partial_sums = x.new_empty((num_groups, num_columns)) if dw is not None else x
     kernel_args = (x if t is None else t for t in (dx, partial_sums, dy, x, w, acc))
-    flags = {
-        "TO_X": dx is not None,
-        "TO_W": dw is not None,
-        "WEIGHTED": w is not None,
-        "ADDED": acc is not None,
-    }
-    options = flags | {"BLOCK": block, "num_warps": _num_warps(block)}
+    flags = zip(("TO_X", "TO_W", "WEIGHTED", "ADDED"), (dx, dw, w, acc), strict=True)
+    options = {flag: t is not None for flag, t in flags}
+    options |= {"BLOCK": block, "num_warps": _num_warps(block)}
     launch(_backward, (num_groups,), *kernel_args, num_rows, num_columns, eps, **options)
     if dw is not None:
         torch.sum(partial_sums, 0, out=dw)

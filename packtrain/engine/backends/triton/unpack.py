@@ -120,12 +120,7 @@ def _triton_function(code):
             bindings[name] = WORDS.get(name)
     if None in bindings.values():
         return None
-    names = {
-        "__name__": source_function.__module__,
-        "__builtins__": __builtins__,
-        "tl": tl,
-        **bindings,
-    }
-    triton_function = FunctionType(source_function.__code__, names, source_function.__name__)
+    bindings |= {"__name__": source_function.__module__, "__builtins__": __builtins__, "tl": tl}
+    triton_function = FunctionType(source_function.__code__, bindings, source_function.__name__)
     triton_function.__qualname__ = source_function.__qualname__
     return triton.jit(triton_function)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from packtrain.data.tokenizer import compiled, token_table
-from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, EncodingTables, StringTable, pair_table
-from packtrain.data.tokenizer.encoding import Encoding
+from packtrain.data.tokenizer.encoding import Encoding, merge_parts
 from packtrain.data.tokenizer.split_rules import RULES, SplitRule, after_any
 from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_strings
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, WordSplitter, lowered

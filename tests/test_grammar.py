@@ -18,6 +18,7 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar import Grammar
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
+from packtrain.inference.grammar.schema import rebase_references
 from packtrain.workflows.text_generation import GenerateSettings, generate
 from tests.architectures import random_model
 
@@ -483,6 +484,16 @@ def test_schemas_that_are_refused():
     for second_schema in ({"required": ["a"], **optional}, {"type": "object", "required": ["c"]}):
         with pytest.raises(InputError, match="oneOf: an answer may fit several of its parts"):
             Grammar.from_schema(TOKENIZER, json.dumps({"oneOf": [HAS_A, second_schema]}))
+
+
+def test_references_move_also_in_properties_named_like_keywords():
+    reference = {"$ref": "#/$defs/x"}
+    schema = {"properties": {"default": reference, "enum": reference}, "default": reference}
+    moved_reference = {"$ref": "#/properties/a/$defs/x"}
+    assert rebase_references(schema, "#/properties/a") == {
+        "properties": {"default": moved_reference, "enum": moved_reference},
+        "default": reference,
+    }
 
 
 def is_valid(document: dict[str, int], schema: dict[str, Any], root: dict[str, Any]) -> bool:

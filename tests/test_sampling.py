@@ -17,13 +17,13 @@ from packtrain.inference.sampling import (
     find_breakers,
     token_rng,
 )
-from packtrain.inference.sampling.candidates import probabilities
 from packtrain.inference.sampling.dry import dry_penalty
 from packtrain.inference.sampling.mirostat import mirostat, mirostat_2, update_mu
 from packtrain.inference.sampling.samplers import (
     dynamic_temperature,
     logit_bias,
     min_p,
+    probabilities,
     recent_penalties,
     tail_free,
     temperature,

@@ -120,15 +120,12 @@ class BeamSearch:
         beam_width = self._search.width
         next_beams, finished_beams = list[Beam](), list[Beam]()
         for beam_rank, beam in enumerate(self._extend_beams(active_beams, logits)):
-            if beam.ids[-1] in self._tokenizer.eog_ids:
-                finished_beams += (
-                    [replace(beam, end_reason="end")] if beam_rank < beam_width else []
-                )
-            elif self._limits.stops and self._decode_beam(beam)[1]:
-                finished_beams += (
-                    [replace(beam, end_reason="stop")] if beam_rank < beam_width else []
-                )
-            elif len(next_beams) < beam_width:
+            reason = "end" if beam.ids[-1] in self._tokenizer.eog_ids else ""
+            if not reason and self._limits.stops and self._decode_beam(beam)[1]:
+                reason = "stop"
+            if reason and beam_rank < beam_width:
+                finished_beams.append(replace(beam, end_reason=reason))
+            if not reason and len(next_beams) < beam_width:
                 next_beams.append(beam)
         self._keep_best(finished_beams)
         return next_beams

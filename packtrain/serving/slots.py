@@ -8,8 +8,7 @@ import numpy as np
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import StopTextFilter, make_chain
-from packtrain.inference.sampling import SamplerInput
-from packtrain.inference.sampling.candidates import Candidates
+from packtrain.inference.sampling import Candidates, SamplerInput
 from packtrain.inference.sampling.sampler_chain import check_finite_logits
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, JobTicket, PromptProgress

@@ -12,7 +12,7 @@ from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object
 from packtrain.conversion.hugging_face.tokenizer_steps import SPACE, TokenizerSteps
 from packtrain.data.tokenizer import NORMAL, USER_DEFINED, Tokenizer
-from packtrain.data.tokenizer.bpe_merges import merge_parts
+from packtrain.data.tokenizer.encoding import merge_parts
 
 EncodeFunction = Callable[[str], list[int]]
 SAMPLE_TEXTS = r"""Hello World, it's I'M we'll|na\xefve Gr\xf6\xdfe caf\xe9s|nai\u0308ve cafe\u0301 \u212b \u2126|

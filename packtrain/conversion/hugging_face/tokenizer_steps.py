@@ -13,7 +13,7 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.conversion.hugging_face.plain_checkpoint import as_list, as_object
 from packtrain.data.tokenizer.bpe import ALPHABET
-from packtrain.data.tokenizer.bpe_merges import merge_parts
+from packtrain.data.tokenizer.encoding import merge_parts
 from packtrain.data.tokenizer.split_rules import DIGITS_STEP, GPT_2_STEP, RULES, known_patterns
 
 Step = Mapping[str, Any]

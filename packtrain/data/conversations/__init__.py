@@ -2,7 +2,7 @@
 
 from packtrain.data.conversations.build_samples import TRUNCATE_CHOICES, DatasetRecipe
 from packtrain.data.conversations.samples_cache import SampleDataset, prepare_dataset
-from packtrain.data.conversations.samples_store import TokenizedSamples
+from packtrain.data.text.token_files import TokenizedSamples
 
 __all__ = [
     "TRUNCATE_CHOICES", "DatasetRecipe", "SampleDataset", "TokenizedSamples", "prepare_dataset",

@@ -240,8 +240,8 @@ class SampleBuilder:
         if isinstance(record, PlainText):
             return _locate_errors(self._text_samples(record), record.location)
         if isinstance(record, AnswerPair):
-            return iter(list(_locate_errors(self._pair_samples(record), record.location)))
-        return iter(list(_locate_errors(self._conversation_samples(record), record.location)))
+            return iter([*_locate_errors(self._pair_samples(record), record.location)])
+        return iter([*_locate_errors(self._conversation_samples(record), record.location)])
 
     def _text_samples(self, record: PlainText) -> Iterator[MaskedSample]:
         ids = self.masker.encode_text(record.pieces, record.parse_special)
@@ -250,15 +250,13 @@ class SampleBuilder:
 
     def _pair_samples(self, record: AnswerPair) -> Iterator[MaskedSample]:
         """Yield the samples of both answers, chosen first, if both have trained tokens."""
-        answers = [s for c in (record.chosen, record.rejected) for s in self._last_sample(c)]
+        conversations = (record.chosen, record.rejected)
+        # the last sample, if the template needs several; none if the answer is left out
+        answers = [s for c in conversations for s in [*self._conversation_samples(c)][-1:]]
         if len(answers) == 2 and answers[0] != answers[1]:
             yield from answers
         else:
             self.notes[UNPAIRED_NOTE] += 1
-
-    def _last_sample(self, record: Conversation) -> list[MaskedSample]:
-        """Return the sample of an answer, the last one if the template needs several; empty if it is left out."""
-        return [*self._conversation_samples(record)][-1:]
 
     def _conversation_samples(self, record: Conversation) -> Iterator[MaskedSample]:
         if self.recipe.everything and any(m.get("weight") == 0 for m in record.messages):

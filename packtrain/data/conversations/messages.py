@@ -230,13 +230,6 @@ def _json(text: Any, at: str, example: str) -> Any:
         raise InputError(f"{at} is not JSON", f"it must be like {example}") from None
 
 
-def worded(value: Any, at: str) -> str:
-    text = sound(value, at, RECORD_ADVICE)
-    if not text.strip():
-        raise InputError(f"{at} is empty", "it must have words")
-    return text
-
-
 def check_object(value: Any, at: str) -> Message:
     if not isinstance(value, dict):
         raise InputError(f"{at} is {type(value).__name__}, not an object", RECORD_ADVICE)

@@ -24,7 +24,7 @@ from packtrain.data.conversations.messages import (
     Message,
     new_message,
 )
-from packtrain.data.text.documents import SourceFile, TextPiece, read_documents
+from packtrain.data.text.documents import SourceFile, TextPiece, read_documents, sound
 from packtrain.data.text.field_names import unknown_header
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.records import read_records
@@ -232,7 +232,10 @@ def _system_messages(record: Mapping[str, Any], location: str) -> list[Message]:
 
 
 def _parse_plain(record: Mapping[str, Any], location: str) -> PlainText:
-    return PlainText(location, (sample_messages.worded(record["text"], f"{location}: text"),), True)
+    text = sound(record["text"], f"{location}: text", RECORD_ADVICE)
+    if not text.strip():
+        raise InputError(f"{location}: text is empty", "it must have words")
+    return PlainText(location, (text,), True)
 
 
 PROMPTS = ("prompt", "messages", "conversations")

@@ -9,10 +9,10 @@ from pathlib import Path
 from packtrain.common.errors import InputError
 from packtrain.data.conversations.build_samples import NOTES_FILE, DatasetRecipe, sources_of
 from packtrain.data.conversations.conversation_renderer import WEIGHTLESS
-from packtrain.data.conversations.samples_store import TokenizedSamples, read_samples
 from packtrain.data.text.corpus_cache import checksum, plain_metadata
 from packtrain.data.text.documents import TRAIN, VALID, splits_of, unread_notes
 from packtrain.data.text.field_names import ALIASES
+from packtrain.data.text.token_files import TokenizedSamples, read_samples
 from packtrain.data.token_cache import ReportProgress, read_or_build
 from packtrain.data.tokenizer import KEYS
 from packtrain.gguf import GGUF

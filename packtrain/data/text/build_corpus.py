@@ -12,7 +12,6 @@ from pathlib import Path
 from packtrain import gguf
 from packtrain.common.errors import InputError
 from packtrain.common.text import plural
-from packtrain.data.text import documents as corpus_documents
 from packtrain.data.text.documents import (
     SPLIT_NAMES,
     TRAIN,
@@ -21,7 +20,10 @@ from packtrain.data.text.documents import (
     TextPiece,
     TextSurvey,
     assign_splits,
+    find_sources,
+    read_documents,
     splits_of,
+    survey,
 )
 from packtrain.data.text.reading_report import ReadingReport
 from packtrain.data.text.text_streams import is_packed
@@ -36,17 +38,16 @@ VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 
 def write_corpus(text: CorpusRecipe, folder: Path, report: ReportProgress) -> None:
     """Fill a folder with the tokens of a corpus. Raises InputError for bad text."""
-    sources = corpus_documents.find_sources(text.data)
+    sources = find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
     has_packed = any(is_packed(source.path) for source in sources)
 
     def read(activity: str, reports: list[ReadingReport], nbytes: int) -> Iterator[TextPiece]:
-        separator, keep = text.separator, text.keep_separators
-        pieces = corpus_documents.read_documents(sources, separator, reports, keep)
+        pieces = read_documents(sources, text.separator, reports, text.keep_separators)
         return _with_progress(pieces, activity, nbytes, report)
 
     reports = _reports_of(text, sources)
-    survey_result = corpus_documents.survey(read("reading", reports, 0 if has_packed else total))
+    survey_result = survey(read("reading", reports, 0 if has_packed else total))
     found_notes = [note for report in reports for note in report.notes]
     if not survey_result.num_documents:
         problem = "holds nothing but whitespace" if total else "is empty"

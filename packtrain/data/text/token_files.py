@@ -1,4 +1,4 @@
-"""Token files: the ids of all documents in sequence, and where each document begins, as mapped .npy files."""
+"""Token files: ids of documents or samples in sequence, where each begins, weights of samples; mapped .npy files."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,39 @@ class DocumentTokens:
     starts: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizedSamples:
+    """Tokenized samples.
+
+    ids            (N,)        u16 or u32, mapped, read-only
+    weights        (N,)        u8, mapped: 1 for a target in the loss
+    sample_starts  (samples,)  i64, mapped: where each sample begins in ids
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    sample_starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sample_starts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each sample, (samples,) i64."""
+        return np.diff(self.sample_starts, append=self.ids.size)
+
+    @property
+    def targets(self) -> int:
+        """Return the number of targets in the loss; the first token of a sample is no target."""
+        return int(self.weights.sum(dtype=np.int64)) - int(self.weights[self.sample_starts].sum())
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids and weights of one sample."""
+        start = int(self.sample_starts[i])
+        end = int(self.sample_starts[i + 1]) if i + 1 < len(self.sample_starts) else self.ids.size
+        return self.ids[start:end], self.weights[start:end]
+
+
 def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
     """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
     ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, split))
@@ -33,6 +66,15 @@ def read_tokens(folder: Path, split: str, vocab_size: int) -> DocumentTokens:
     if not is_ordered or starts[-1] >= ids.size or int(ids.max()) >= vocab_size:
         raise ValueError(f"{folder}: {split} is damaged")
     return DocumentTokens(ids, starts)
+
+
+def read_samples(folder: Path, split: str, vocab_size: int) -> TokenizedSamples:
+    """Map the files of a split. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
+    tokens = read_tokens(folder, split, vocab_size)
+    weights = np.lib.format.open_memmap(weights_path(folder, split), mode="r")
+    if weights.dtype != np.uint8 or weights.shape != tokens.ids.shape or int(weights.max()) > 1:
+        raise ValueError(f"{folder}: {split} is damaged")
+    return TokenizedSamples(tokens.ids, weights, tokens.starts)
 
 
 def paths_of(folder: Path, split: str) -> tuple[Path, Path]:
@@ -95,10 +137,6 @@ class TokenFile:
             self._weights.write(weights)
 
 
-def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
 @contextmanager
 def write_tokens(
     folder: Path, split: str, vocab_size: int, has_weights: bool = False
@@ -106,7 +144,8 @@ def write_tokens(
     """`with write_tokens(…) as file:` the files of a split, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, split)
     weights = growing(weights_path(folder, split), np.dtype("u1")) if has_weights else nullcontext()
-    with growing(ids_path, id_dtype(vocab_size)) as ids_file, weights as weights_file:
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    with growing(ids_path, dtype) as ids_file, weights as weights_file:
         token_file = TokenFile(ids_file, weights_file)
         yield token_file
     with atomic_file(starts_path) as starts_file:

@@ -5,8 +5,8 @@ The state of an automaton is the list of places in the pattern where a match may
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, islice
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -118,8 +118,9 @@ def _step_table(pattern_text: str, alphabet: str) -> np.ndarray:
     """Return the table of steps of a pattern, with a class for each character."""
     instructions = PatternCompiler(pattern_text, alphabet).places
     representatives, columns = _group_characters(instructions, alphabet)
-    states, rows = {(): 0, (0,): 1}, []
-    for state in _each_state(states):
+    states, rows = dict[tuple[int, ...], int]({(): 0, (0,): 1}), list[list[int]]()
+    while len(rows) < len(states):
+        state = [*states][len(rows)]
         table_row = []
         for character in (*representatives, None):
             next_state, matched = _advance_state(instructions, state, character)
@@ -136,14 +137,6 @@ def _group_characters(places: list[PatternInstruction], alphabet: str) -> tuple[
         columns.setdefault(tuple(c in of for of in character_sets), len(columns)) for c in alphabet
     ]
     return "".join(alphabet[class_numbers.index(n)] for n in range(len(columns))), class_numbers
-
-
-def _each_state(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
-    seen_states, num_done = list(states), 0
-    while num_done < len(seen_states):
-        yield seen_states[num_done]
-        num_done += 1
-        seen_states += islice(states, len(seen_states), None)
 
 
 def _advance_state(

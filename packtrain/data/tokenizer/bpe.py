@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from packtrain.data.tokenizer import compiled, token_table
-from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, EncodingTables, StringTable, pair_table
-from packtrain.data.tokenizer.encoding import Encoding
+from packtrain.data.tokenizer.encoding import Encoding, merge_parts
 from packtrain.data.tokenizer.split_rules import RULES, SplitRule, after_any
 from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_strings
 from packtrain.data.tokenizer.word_splitter import WHITESPACE, WordSplitter, lowered
@@ -55,28 +54,23 @@ class BytePairEncoding(Encoding):
         index, rule = self.table.index, self._rule
         merge_pairs, extra_ids = pair_table(self._merges, index)
         splitter = compiled.PatternSplitter(self._splitter.patterns, self._splitter.classes)
-        if not rule.byte_level:
-            byte_ids = [NONE if id is None else id for id in map(self._byte_id, range(256))]
-            strings = StringTable.of([*self.table.tokens, *extra_ids])
-            return EncodingTables(
-                splitter,
-                strings,
-                np.array(byte_ids, np.int32),
-                len(index),
-                merge_pairs,
-                ignore_merges=rule.ignore_merges,
-                letters=True,
-            )
-        symbol_ids = index | extra_ids
-        for character in ALPHABET.values():
-            symbol_ids.setdefault(character.encode(), len(symbol_ids))
+        if rule.byte_level:
+            symbol_ids = index | extra_ids
+            for character in ALPHABET.values():
+                symbol_ids.setdefault(character.encode(), len(symbol_ids))
+            strings = [*map(_unspelled, self.table.tokens)] if rule.ignore_merges else []
+            singles = [symbol_ids[ALPHABET[b].encode()] for b in range(256)]
+        else:
+            strings = [*self.table.tokens, *extra_ids]
+            singles = [NONE if id is None else id for id in map(self._byte_id, range(256))]
         return EncodingTables(
             splitter,
-            StringTable.of(list(map(_unspelled, self.table.tokens)) if rule.ignore_merges else []),
-            np.array([symbol_ids[ALPHABET[b].encode()] for b in range(256)], np.int32),
+            StringTable.of(strings),
+            np.array(singles, np.int32),
             len(index),
             merge_pairs,
             ignore_merges=rule.ignore_merges,
+            letters=not rule.byte_level,
         )
 
     def can_cut(self, text: str, at: int) -> bool:
@@ -107,7 +101,9 @@ class BytePairEncoding(Encoding):
         def cost(a: bytes, b: bytes) -> int | None:
             return ranks.get(b"%b %b" % (a, b))
 
-        spelled_word = _to_alphabet(word) if rule.byte_level else word
+        spelled_word = (
+            word.encode().decode("latin-1").translate(ALPHABET) if rule.byte_level else word
+        )
         is_looked_up = rule.ignore_merges and (rule.ignore_merges != "lines" or word[0] == "\n")
         id = index.get(spelled_word.encode()) if is_looked_up else None
         parts = [] if id is not None else merge_parts([c.encode() for c in spelled_word], cost)
@@ -137,10 +133,6 @@ class WhitespaceEncoding(BytePairEncoding):
         for word in filter(None, WHITESPACE.split(text)):
             ids += super().encode(word)
         return ids
-
-
-def _to_alphabet(word: str) -> str:
-    return word.encode().decode("latin-1").translate(ALPHABET)
 
 
 def _unspelled(token: bytes) -> bytes:

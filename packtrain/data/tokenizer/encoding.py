@@ -1,6 +1,11 @@
-"""What all kinds of vocabulary share: texts without special tokens become ids, word by word, and words are cached."""
+"""What all kinds of vocabulary share: texts without special tokens become ids, word by word, and words are cached.
+
+BPE and SentencePiece vocabularies share the loop that merges parts of a word, with different costs.
+"""
 
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from packtrain.data.tokenizer.compiled import EncodingTables
 from packtrain.data.tokenizer.token_table import TokenTable
@@ -65,3 +70,28 @@ class Encoding:
     def piece(self, token: bytes) -> bytes:
         """Return the bytes of a normal token."""
         return token.replace(SPACE.encode(), b" ")
+
+
+def merge_parts(symbols: list[bytes], cost: Callable[[bytes, bytes], float | None]) -> list[bytes]:
+    """Join adjacent parts, the cheapest pair first (leftmost on a tie), until no pair has a cost."""
+    symbols, num_parts = symbols.copy(), len(symbols)
+    previous, following = list(range(-1, num_parts - 1)), list(range(1, num_parts + 1))
+    heap = [
+        (price, i, i + 1, len(a) + len(b))
+        for i, (a, b) in enumerate(pairwise(symbols))
+        if (price := cost(a, b)) is not None
+    ]
+    heapify(heap)
+    while heap:
+        _, left, right, merged_length = heappop(heap)
+        a, b = symbols[left], symbols[right]
+        if not a or not b or len(a) + len(b) != merged_length:
+            continue  # stale: a part of the pair has been joined since
+        symbols[left], symbols[right] = a + b, b""
+        following[left] = following[right]
+        if following[left] < num_parts:
+            previous[following[left]] = left
+        for i, j in ((previous[left], left), (left, following[left])):
+            if i >= 0 and j < num_parts and (price := cost(symbols[i], symbols[j])) is not None:
+                heappush(heap, (price, i, j, len(symbols[i]) + len(symbols[j])))
+    return [part for part in symbols if part]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from packtrain.data.tokenizer import token_table
-from packtrain.data.tokenizer.bpe_merges import merge_parts
 from packtrain.data.tokenizer.compiled import NONE, BoundarySplitter, EncodingTables, StringTable
-from packtrain.data.tokenizer.encoding import SPACE, Encoding
+from packtrain.data.tokenizer.encoding import SPACE, Encoding, merge_parts
 from packtrain.data.tokenizer.token_table import KEYS, TokenTable, flag, read_numbers
 
 WORD = re.compile(r" *[^ \n]+|\n| +")

@@ -56,26 +56,20 @@ class Tokenizer:
         model = token_table.read_required(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
-        self._encoding: Encoding = KINDS[model](metadata)
-        self._token_table = table = self._encoding.table
+        self._encoding = encoding = KINDS[model](metadata)
+        self._token_table = table = encoding.table
         self.tokens, self.token_types = table.tokens, table.token_types
         self.vocab_size = len(table.tokens)
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
         self.eog_ids = table.eog_ids
         self.rstrip_ids, self.lstrip_ids = table.rstrip_ids, table.lstrip_ids
-        self.add_bos = (
-            flag(metadata, "add_bos_token", self._encoding.adds_bos)
-            or self._encoding.always_adds_bos
-        )
-        encoding = self._encoding
-        self.add_eos = flag(metadata, "add_eos_token", encoding.adds_eos) or (
-            encoding.adds_eos and encoding.always_adds_bos
-        )
+        adds_bos = flag(metadata, "add_bos_token", encoding.adds_bos)
+        self.add_bos = adds_bos or encoding.always_adds_bos
+        adds_eos = flag(metadata, "add_eos_token", encoding.adds_eos)
+        self.add_eos = adds_eos or (encoding.adds_eos and encoding.always_adds_bos)
         self.end_id = table.sep if encoding.separated else table.eos
-        self.add_space_prefix, self.strips_leading_space = (
-            encoding.adds_space,
-            encoding.strips_leading_space,
-        )
+        self.add_space_prefix = encoding.adds_space
+        self.strips_leading_space = encoding.strips_leading_space
         self._boundary_ids(None, None)
         self._characters_until_compiled = compile_threshold
         self._encoder: CompiledEncoder | None = None

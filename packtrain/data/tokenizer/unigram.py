@@ -90,22 +90,12 @@ class UnigramEncoding(Encoding):
 
     def _normalized(self, raw: bytes) -> bytes:
         """Replace characters by the map, spaces by U+2581, and add U+2581 before the text, or each word, if set."""
-        output, has_output, in_word = bytearray(), False, False
-        for part in self._replace_parts(raw):
-            for offset in range(len(part)):
-                byte = part[offset : offset + 1]
-                if byte != b" ":
-                    if not in_word and (
-                        self._joins_spaces or (self.strips_leading_space and not has_output)
-                    ):
-                        output += SPACE.encode()
-                        has_output = True
-                    in_word = True
-                    output += byte
-                else:
-                    in_word = False
-                    output += b"" if self._joins_spaces else SPACE.encode()
-        return bytes(output)
+        replaced = b"".join(self._replace_parts(raw))
+        if self._joins_spaces:
+            return b"".join(SPACE.encode() + word for word in replaced.split(b" ") if word)
+        text = replaced.lstrip(b" ")
+        num_spaces = len(replaced) - len(text) + (self.strips_leading_space and text != b"")
+        return (b" " * num_spaces + text).replace(b" ", SPACE.encode())
 
     def _replace_parts(self, raw: bytes) -> Iterator[bytes]:
         """Yield parts of a text: user-defined tokens and other characters as they are, or replacements of the map."""

@@ -11,6 +11,9 @@ from packtrain.inference.grammar.nodes import CharSet, GrammarRules, Node, Repea
 WORD, DIGITS = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
 INLINE_SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 TOKEN_PATTERN, HEX = re.compile(r"!?<(?:\[([0-9]{1,9})\]|[^>\s]*)>"), {"x": 2, "u": 4, "U": 8}
+CHAR = re.compile(
+    r'\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt"\\\[\]]))|[^\\]', re.DOTALL
+)
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 REPEAT_BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 MAX_DIGITS = 18
@@ -151,28 +154,22 @@ class _GbnfParser:
 
     def parse_char(self) -> int:
         """Parse one character, perhaps escaped, into its code point."""
-        next_char = self.peek_char()
-        if not next_char:
-            self.fail("the text ends inside quotes or brackets")
-        self.pos += 1
-        if next_char != "\\":
-            return ord(next_char)
-        escape_char = self.peek_char()
-        self.pos += 1
-        if escape_char in ESCAPES:
-            return ord(ESCAPES[escape_char])
-        digits = self.text[self.pos : self.pos + HEX.get(escape_char, 0)]
-        if not re.fullmatch(r"[0-9a-fA-F]+", digits) or len(digits) < HEX.get(escape_char, 1):
-            self.pos -= 2
+        match = CHAR.match(self.text, self.pos)
+        if match is None:
+            if not (escape := self.text[self.pos : self.pos + 2]):
+                self.fail("the text ends inside quotes or brackets")
+            num_digits = HEX.get(escape[1:])
             self.fail(
-                f"\\{escape_char} is no escape"
-                if escape_char not in HEX
-                else f"\\{escape_char} needs {HEX[escape_char]} hex digits"
+                f"{escape} needs {num_digits} hex digits"
+                if num_digits
+                else f"{escape} is no escape"
             )
-        self.pos += len(digits)
-        if int(digits, 16) > 0x10FFFF:
-            self.fail(f"there is no character {digits}", self.pos - len(digits))
-        return int(digits, 16)
+        self.pos = match.end()
+        if digits := match[1] or match[2] or match[3]:
+            if int(digits, 16) > 0x10FFFF:
+                self.fail(f"there is no character {digits}", self.pos - len(digits))
+            return int(digits, 16)
+        return ord(ESCAPES[match[4]] if match[4] else match[0])
 
     def parse_literal(self) -> Node:
         self.pos += 1

@@ -85,13 +85,11 @@ class _LexemeBuilder:
         """Convert a node of the grammar into a node over lexemes."""
         if node not in self._divided_nodes and self.is_regular(node):
             return self._lexeme_node(node)
-        if isinstance(node, SequenceNode | ChoiceNode) and node in self._divided_nodes:
-            return type(node)(tuple(map(self._read, node.children)))
         if isinstance(node, SequenceNode | ChoiceNode):
-            built_nodes: list[Node] = []
+            built_nodes, is_divided = list[Node](), node in self._divided_nodes
             for is_undivided, node_run in groupby(node.children, self._is_undivided):
                 group = tuple(node_run)
-                is_lexeme = is_undivided and self.is_regular(*group)
+                is_lexeme = is_undivided and not is_divided and self.is_regular(*group)
                 built_nodes += (
                     [self._read(self._group(node, group))] if is_lexeme else map(self._read, group)
                 )

@@ -75,13 +75,15 @@ def rebase_references(schema: Any, pointer: str) -> Any:
         raise InputError("JSON schema: it is nested too deep") from None
 
 
-def _moved(schema: Any, pointer: str) -> Any:
+def _moved(schema: Any, pointer: str, has_names: bool = False) -> Any:
+    """Return a schema with moved references; `has_names`: the keys are names, perhaps those of keywords."""
     if isinstance(schema, list):
         return [_moved(subschema, pointer) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     rebased_schema = {
-        k: v if k in LITERAL_KEYWORDS else _moved(v, pointer) for k, v in schema.items()
+        k: v if k in LITERAL_KEYWORDS and not has_names else _moved(v, pointer, k in NAMED_SCHEMAS)
+        for k, v in schema.items()
     }
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
         rebased_schema["$ref"] = pointer + ref[1:]

@@ -10,10 +10,9 @@ from packtrain.inference.sampling.candidate_cuts import (
     TOKEN,
     SamplerCut,
 )
-from packtrain.inference.sampling.candidates import Candidates
 from packtrain.inference.sampling.dry import find_breakers
 from packtrain.inference.sampling.sampler_chain import Chain, Constraint, SamplerInput
-from packtrain.inference.sampling.samplers import token_rng
+from packtrain.inference.sampling.samplers import Candidates, token_rng
 from packtrain.inference.sampling.sampling_settings import SAMPLER_ORDER, Sampling
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.inference.sampling.candidates import Candidates
+from packtrain.inference.sampling.samplers import Candidates
 
 MAX_LOG_PENALTY = 88.7228391  # log of the largest float32: llama.cpp's largest penalty
 MAX_BREAKER_NBYTES, MAX_TAIL_TOKENS = 40, 20

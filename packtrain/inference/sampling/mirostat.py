@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 
-from packtrain.inference.sampling.candidates import Candidates, probabilities, ranked
-from packtrain.inference.sampling.samplers import top_k
+from packtrain.inference.sampling.samplers import Candidates, probabilities, ranked, top_k
 
 SLOPE_TOKENS = 100  # tokens from which the slope is estimated
 

@@ -29,7 +29,7 @@ from benchmarks.pressure import run_cases
 from packtrain.common.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
-MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
+MINIMUM = re.compile(r"smallest --memory that would do is (?:about )?(\d+)MiB")
 READING = re.compile(r"reading the data needs at least (\w+)")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 MAX_WORK = 3e10  # tokens of a step times parameters of all blocks

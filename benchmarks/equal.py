@@ -31,7 +31,7 @@ TRAIN = f"train --data ../text.txt {SMALL} {RUN}"
 LORA = "--lora-rank 4 --adapter a.gguf"
 BASES = "f32", "q8_0", "q4_k_m"
 STEPS = "--iters 60"
-MIN_MEMORY_RE = re.compile(r"the smallest --memory that would do is (\d+)MiB")
+MIN_MEMORY_RE = re.compile(r"the smallest --memory that would do is (?:about )?(\d+)MiB")
 # what differs from run to run: lines that are printed, and keys
 SUMS = "process|total|expected|spare|base"
 VARYING = re.compile(

@@ -25,7 +25,9 @@ from tests.hostile_requests import BODY, Ask
 from tests.servers import serve_process
 
 MIB = 1 << 20
-MIN_MEMORY_RE = re.compile(r"(?:would do is|needs at least|give --memory) (\d+MiB)")
+MIN_MEMORY_RE = re.compile(
+    r"(?:would do is about|would do is|needs at least|give --memory) (\d+MiB)"
+)
 WORDS = "the cat", "a dog", "sat on", "some mat", "and saw", "one bird.\n"
 LENGTHS = 10, 300, 30_000, 900_000, 4_000_000
 SIZES = 60, 90, 100, 130, 200, 300

@@ -76,6 +76,7 @@ class Far:
     name: str = "far"
     space: str = "far"
     alignment: int = 256
+    import_nbytes: int = 0
 
     @property
     def capacity(self):

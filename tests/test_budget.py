@@ -327,7 +327,7 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     screen = refused.stderr[refused.stderr.index("packtrain: error:") :].splitlines()
     assert 12 <= len(screen) <= 30 and "fit into 20.0 MiB" in screen[0]
     assert not (tmp_path / "m.run").exists()
-    min_memory = screen[0].partition("would do is ")[2].partition(",")[0]
+    min_memory = screen[0].partition("would do is about ")[2].partition(",")[0]
     limit = parse_size(min_memory, "")
     completed = subprocess.run([*run, min_memory], capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
@@ -345,13 +345,32 @@ def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
     total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
     limit = f"{total // MIB + 12}MiB"
     run += ["--overwrite", "--memory", limit]
-    process = subprocess.Popen(run, stderr=subprocess.DEVNULL)
+    assert total - 8 * MIB < peak_of_all_processes(run) <= parse_size(limit, "")
+
+
+def peak_of_all_processes(command: list[str]) -> int:
+    """Private memory of a command that succeeds and of its children together."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         peak = max(peak, private_nbytes_of(process.pid))
         time.sleep(0.005)
     assert process.returncode == 0
-    assert total - 8 * MIB < peak <= parse_size(limit, "")
+    return peak
+
+
+@pytest.mark.torch
+def test_a_search_for_pytorch_stays_within_the_limit_too(data, tmp_path):
+    """Its child would load PyTorch once more: it is counted, and where it does not fit, this process searches."""
+    path = tmp_path / "plan.json"
+    plan = ["plan", *arguments(data, tmp_path, *WIDE, "--device", "torch:cpu", "--json", str(path))]
+    run = [sys.executable, "-m", "packtrain", *plan]
+    assert subprocess.run(run, capture_output=True, check=False).returncode == 0
+    total = json.loads(path.read_text())["total_bytes"]
+    for limit in (total - 8 * MIB, total + 256 * MIB):
+        peak = peak_of_all_processes([*run, "--memory", f"{limit // MIB}MiB"])
+        assert total - 64 * MIB < peak <= limit
+        assert json.loads(path.read_text())["total_bytes"] <= limit
 
 
 def test_a_model_that_takes_less_than_its_search_runs_without_one(data, tmp_path):
@@ -376,7 +395,7 @@ def test_every_memory_of_this_process_counts(data, tmp_path):
 def test_the_table_of_a_refusal_adds_up_to_its_minimum(data, tmp_path, capsys):
     assert main(arguments(data, tmp_path, "--memory", "20MiB")) == 3
     said = capsys.readouterr().err
-    min_nbytes = parse_size(said.partition("would do is ")[2].partition(",")[0], "")
+    min_nbytes = parse_size(said.partition("would do is about ")[2].partition(",")[0], "")
     rows = re.findall(r"^  (\w+) +([0-9.]+) ([KM])iB", said, re.MULTILINE)
     sizes = {name: float(n) * {"K": 1 << 10, "M": MIB}[unit] for name, n, unit in rows}
     total = sizes.pop("total")
@@ -392,7 +411,7 @@ def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):
     plan_json = json.loads(files["json"].read_text())
     assert not plan_json["fits"] and plan_json["budget_bytes"] == 20 * MIB
     said = capsys.readouterr().err
-    assert f"would do is {-(-plan_json['minimum_bytes'] // MIB)}MiB" in said
+    assert f"would do is about {-(-plan_json['minimum_bytes'] // MIB)}MiB" in said
     assert "budget" in files["html"].read_text()
 
 
@@ -429,29 +448,28 @@ def test_sizes():
 def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_memory, "_cache_path", lambda names: tmp_path / "loaded.json")
     guess = kernel_memory.loaded(("norm",), 10 * MIB)
-    assert guess.uncertain_nbytes and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
     measured = kernel_memory.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
-    assert measured.uncertain_nbytes == 0 and MIB < measured.nbytes < guess.nbytes
+    assert list(tmp_path.iterdir()) and MIB < measured.nbytes < guess.nbytes
     monkeypatch.setattr(kernel_memory, "run_in_child", None)
     monkeypatch.setattr(kernel_memory, "write_error", lambda root: "read-only")
     assert kernel_memory.loaded(("norm",), 10 * MIB) == measured
 
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
-    guess = kernel_memory.KernelMemory(80 * MIB, 24 * MIB)
+    """Kernels are loaded before anything is refused; here they take nothing of the 80 MiB that were expected."""
+    guess = kernel_memory.KernelMemory(80 * MIB)
     base_request = make_request(private_nbytes() + guess.nbytes)
     min_nbytes = base_request.peak_nbytes(
         base_request.make_plans(smallest(deep_shape(2), base_request))
     )
     outcomes = [
-        plan_within_limits(deep_shape(2), replace(base_request, kernels=kernels).with_limit(limit))
-        for limit, kernels in (
-            (min_nbytes - 12 * MIB, guess),
-            (min_nbytes - 12 * MIB, guess._replace(uncertain_nbytes=0)),
-            (min_nbytes - 40 * MIB, guess),
+        plan_within_limits(
+            deep_shape(2), replace(base_request, kernels=guess).with_limit(min_nbytes - less * MIB)
         )
+        for less in (12, 24, 100)
     ]
-    assert [outcome.refusal is None for outcome in outcomes] == [True, False, False]
+    assert [outcome.refusal is None for outcome in outcomes] == [True, True, False]
 
 
 class Heavier(kernel_memory.KernelMemory):
@@ -491,16 +509,18 @@ class Lighter(kernel_memory.KernelMemory):
 def test_a_budget_is_refused_only_with_the_memory_that_loaded_kernels_take(
     monkeypatch, below, fits
 ):
+    """So that a refusal's smallest budget is that of a process which has them."""
     Lighter.memory[:] = [100 * MIB]
     monkeypatch.setattr(budgets, "private_nbytes", lambda: Lighter.memory[-1])
-    monkeypatch.setattr(budgets, "search_child_nbytes", lambda shape: 0)  # more than so small a run
+    monkeypatch.setattr(budgets, "search_child_nbytes", lambda *_: 0)  # more than so small a run
     base_request = replace(make_request(100 * MIB), kernels=Lighter(0))
     limit = (
         base_request.peak_nbytes(base_request.make_plans(smallest(deep_shape(2), base_request)))
         - below * MIB
     )
     outcome = plan_within_limits(deep_shape(2), base_request.with_limit(limit))
-    assert (outcome.refusal is None) == fits and len(Lighter.memory) == 1 + fits
+    assert (outcome.refusal is None) == fits and len(Lighter.memory) == 2
+    assert outcome.baseline_nbytes == 97 * MIB
 
 
 class Large:

@@ -12,7 +12,7 @@ from packtrain.training.monitoring import metrics_file
 from tests.architectures import CONFIGS, random_model
 from tests.kill import sample_chats
 
-SMALLEST_MEMORY = re.compile(r"the smallest --memory that would do is (\w+)")
+SMALLEST_MEMORY = re.compile(r"the smallest --memory that would do is about (\w+)")
 FEED_FORWARD = {"full": 2048, "frozen": 4096, "last": 4096, "lora": 16384, "lora last": 16384}
 KIND_FLAGS = {
     "full": ("--full",),

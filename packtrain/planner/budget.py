@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any, TypeVar
 
 from packtrain.common.child_process import run_in_child
 from packtrain.common.memory import private_nbytes, release_memory
@@ -19,6 +20,7 @@ from packtrain.planner.plan_table import choice_texts, table_lines
 from packtrain.planner.step_shape import StepShape
 from packtrain.planner.training_plans import TrainingPlans
 
+R = TypeVar("R")
 ReportFunction = Callable[[str], None]
 NUM_PEAK_BUFFERS = 10
 MIB = 1 << 20
@@ -26,10 +28,10 @@ KERNEL_MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs betw
 # By how much estimate and process differ, so that a second search is rare. With 1.5 MiB, a glm4moe run was refused a
 # budget that a refusal had just named; Python's arenas of 1 MiB may be a part of the difference.
 ASIDE_NBYTES = 1 << 21
-SPARE_NBYTES = 4 << 20  # by how much equal processes differ
-REUSABLE_NBYTES = 4 << 20  # most free memory that this process uses again when it loads kernels
-SEARCH_CHILD_NBYTES = 40 << 20  # a searching child that loads kernels; 27 MiB before it searches
-SEARCH_BLOCK_NBYTES = 900_000  # added to the searching child by each block
+SPARE_NBYTES = 2 << 20  # by how much equal processes differ: 0.7 MiB were measured
+CHILD_NBYTES = 28 << 20  # a searching child before it searches, without PyTorch
+SEARCH_NBYTES = 12 << 20  # added by a search that loads kernels
+SEARCH_BLOCK_NBYTES = 900_000  # added by a search for each block
 SEARCH_GROWTH_NBYTES = 1 << 19  # most bytes by which a search leaves this process larger
 MAX_SEARCHES = 3  # searches, each with lower limits, until the result fits the process
 
@@ -38,37 +40,46 @@ def plan_within_limits(
     shape: StepShape, request: PlanRequest, report: ReportFunction = print
 ) -> TrainingPlans:
     """Return plans within the limits, or the smallest plans with a refusal; searches before the kernels are loaded."""
-    kernels, host_limit, change = request.kernels, request.limits.get(HOST, math.inf), ""
     if not request.limits:
-        if request.loads_kernels:
-            kernels.load()
-        plans = plan_in_process(unlimited(shape, request), request)
-    else:
-        direct = None  # plans without a search, where a search would exceed the limit
-        direct_nbytes = math.inf
-        if private_nbytes() + search_child_nbytes(shape) > host_limit:
-            direct = plan_in_process(unlimited(shape, request), request)
-            direct_nbytes = nbytes_with_margin(direct, HOST)
-        if direct and direct_nbytes <= host_limit and not full(direct, request.limits, ""):
-            plans = direct
-        else:
-            plans, change = search_plans(shape, request, report)
-            plans = replace(plans, search_nbytes=int(min(plans.search_nbytes, direct_nbytes)))
-        del direct
-        uncertain_nbytes = kernels.uncertain_nbytes + REUSABLE_NBYTES * request.loads_kernels
-        may_load = request.loads_kernels or kernels.uncertain_nbytes
-        if may_load and plans.needed_nbytes - uncertain_nbytes <= host_limit:
-            kernels.load()
-            plans = with_process_baseline(plans, plans.search_nbytes)
-            replan_nbytes = private_nbytes() + search_child_nbytes(shape)
-            if plans.needed_nbytes > host_limit >= replan_nbytes:  # kernels took more than expected
-                updated_request = replace(request, baseline_nbytes=plans.baseline_nbytes)
-                del plans
-                plans, change = search_plans(shape, updated_request, report)
+        request.kernels.load()
+        return plan_in_process(unlimited(shape, request), request)
+    host_limit = request.limits.get(HOST, math.inf)
+    plans, change = _plan_before_loading(shape, request, report)
+    was_within_limit = plans.needed_nbytes <= host_limit
+    request.kernels.load()
+    plans = with_process_baseline(plans, plans.search_nbytes)
+    replan_nbytes = private_nbytes() + search_child_nbytes(shape, request)
+    if was_within_limit and plans.needed_nbytes > host_limit >= replan_nbytes:
+        request = replace(request, baseline_nbytes=plans.baseline_nbytes)
+        del plans  # kernels took more than expected
+        plans, change = search_plans(shape, request, report)
     refusal_text = full(plans, request.limits, change)
     if refusal_text is None and plans.needed_nbytes > host_limit:
-        refusal_text = host_refusal(plans, change or "a little more would do", int(host_limit))
+        refusal_text = host_refusal(plans, change, int(host_limit))
     return plans if refusal_text is None else replace(plans, refusal=refusal_text)
+
+
+def _plan_before_loading(
+    shape: StepShape, request: PlanRequest, report: ReportFunction
+) -> tuple[TrainingPlans, str]:
+    """Return plans within the limits and a change of settings, as `search_plans`; avoids a search that would not fit.
+
+    If only the search exceeds the limit, plans without a search are returned.
+    """
+    before_nbytes = private_nbytes()
+    if before_nbytes + search_child_nbytes(shape, request) <= request.limits.get(HOST, math.inf):
+        return search_plans(shape, request, report)
+    plans = plan_in_process(unlimited(shape, request), request)
+    direct_nbytes = nbytes_with_margin(plans, HOST)
+    if direct_nbytes <= request.limits[HOST] and not full(plans, request.limits, ""):
+        return plans, ""
+    del plans
+    release_memory()
+    # a process whose limit has room for the child makes no plans before it
+    grown_nbytes = 0 if request.target.import_nbytes else private_nbytes() - before_nbytes
+    plans, change = search_plans(shape, request, report)
+    search_nbytes = min(plans.search_nbytes - grown_nbytes, direct_nbytes)
+    return replace(plans, search_nbytes=search_nbytes), change
 
 
 def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
@@ -77,14 +88,16 @@ def followed(shape: StepShape, request: PlanRequest) -> TrainingPlans:
     plans, host_limit = plan_in_process(shape, request), request.limits.get(HOST)
     if host_limit is None or plans.needed_nbytes <= host_limit:
         return plans
-    return replace(plans, refusal=host_refusal(plans, "a little more would do", host_limit))
+    return replace(plans, refusal=host_refusal(plans, "", host_limit))
 
 
 def search_plans(
     shape: StepShape, request: PlanRequest, report: ReportFunction
 ) -> tuple[TrainingPlans, str]:
-    """Search plans within the limits in a child; also return a change of settings that would fit if none do."""
-    limits = dict(request.limits)
+    """Search plans within the limits; also return a change of settings that would fit if none do."""
+    limits, (run_search, nbytes) = dict(request.limits), _place_search(shape, request)
+    if run_search is not run_in_child:
+        request = with_baseline(request)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
     shown_limit = limits.get(request.target.space, min(limits.values()))
@@ -95,21 +108,43 @@ def search_plans(
 
     search_nbytes, reserves = 0, {space: ASIDE_NBYTES * (space == HOST) for space in limits}
     for _ in range(MAX_SEARCHES):
-        search_nbytes = max(search_nbytes, private_nbytes() + search_child_nbytes(shape))
+        search_nbytes = max(search_nbytes, private_nbytes() + nbytes)
         reduced = {space: limit - reserves[space] for space, limit in limits.items()}
-        answer = run_in_child(announce, find_fastest_shape, shape, replace(request, limits=reduced))
+        reduced_request = replace(request, limits=reduced)
+        answer = run_search(announce, find_fastest_shape, shape, reduced_request)
         plans = plan_in_process(answer.shape, request, search_nbytes)
         excess = {s: max(nbytes_with_margin(plans, s) - limit, 0) for s, limit in limits.items()}
         excess |= dict.fromkeys(request.target.aside & excess.keys(), excess.get(HOST, 0))
         if not answer.is_within_limits or not any(excess.values()):
             return plans, answer.suggested_change
         # reserve twice the excess: each search leaves the process a little larger
-        for space, nbytes in excess.items():
-            reserves[space] += 2 * nbytes + SEARCH_GROWTH_NBYTES * (nbytes > 0)
+        for space, nbytes_over in excess.items():
+            reserves[space] += 2 * nbytes_over + SEARCH_GROWTH_NBYTES * (nbytes_over > 0)
         del answer, plans  # the process would grow if the next plans were made beside these
         release_memory()
-    smallest_shape = run_in_child(announce, smallest, shape, request)
+    smallest_shape = run_search(announce, smallest, shape, request)
     return plan_in_process(smallest_shape, request, search_nbytes), ""
+
+
+def _place_search(shape: StepShape, request: PlanRequest) -> tuple[Callable[..., Any], int]:
+    """Return the function that runs a search, in a child or here, and the bytes that the search adds.
+
+    A search runs here if PyTorch, which this process has loaded, would make a child exceed the limit.
+    """
+    nbytes, import_nbytes = search_child_nbytes(shape, request), request.target.import_nbytes
+    if not import_nbytes or private_nbytes() + nbytes <= request.limits.get(HOST, math.inf):
+        return run_in_child, nbytes
+    return _run_here, nbytes - CHILD_NBYTES - import_nbytes
+
+
+def _run_here(announce: Callable[[], None], function: Callable[..., R], *arguments: Any) -> R:
+    announce()
+    return function(*arguments)
+
+
+def with_baseline(request: PlanRequest) -> PlanRequest:
+    """Return the request with the memory of this process as it is now."""
+    return replace(request, baseline_nbytes=private_nbytes() + request.kernels.pending_nbytes)
 
 
 def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
@@ -130,8 +165,9 @@ def with_process_baseline(plans: TrainingPlans, search: int = 0, extra: int = 0)
     return replace(plans, baseline_nbytes=private_nbytes() + extra, search_nbytes=search)
 
 
-def search_child_nbytes(shape: StepShape) -> int:
-    return SEARCH_CHILD_NBYTES + SEARCH_BLOCK_NBYTES * shape.config.block_count
+def search_child_nbytes(shape: StepShape, request: PlanRequest) -> int:
+    block_nbytes = SEARCH_BLOCK_NBYTES * shape.config.block_count
+    return CHILD_NBYTES + request.target.import_nbytes + SEARCH_NBYTES + block_nbytes
 
 
 def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
@@ -156,29 +192,40 @@ def full(plans: TrainingPlans, limits: Mapping[str, int], suggested_change: str)
     for space in plans.device_spaces:
         nbytes = plans.nbytes_in(space)
         if nbytes > limits.get(space, nbytes):
-            capacity_text = size_text(limits[space])
-            lines = [
-                f"this does not fit into the memory of {space}: it has {capacity_text}, {size_text(nbytes)} are needed;"
-                f" the smallest --device-memory that would do is {mib(nbytes)}",
-                f"  {_plan_summary(plans)}",
-                *table_lines(plans),
-                *_owners(plans, space),
-            ]
-            return "\n".join([*lines, f"  {suggested_change or 'a little more would do'}"])
+            headline = (
+                f"this does not fit into the memory of {space}: it has {size_text(limits[space])},"
+                f" {size_text(nbytes)} are needed; the smallest --device-memory that would do is {mib(nbytes)}"
+            )
+            return _refusal_text(headline, plans, space, suggested_change)
     return None
 
 
 def host_refusal(plans: TrainingPlans, suggested_change: str, limit: int) -> str:
     """Return the refusal text: the limit, the smallest limit that fits, the largest buffers, the cheapest change."""
     min_nbytes = enough(plans)
-    lines = [
-        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(min_nbytes)}, or up to"
-        f" {size_text(SPARE_NBYTES)} less",
-        f"  {_plan_summary(plans)}",
-        *table_lines(plans, -(-min_nbytes // MIB) * MIB - plans.total_nbytes),
-        *_owners(plans, HOST),
-    ]
-    return "\n".join([*lines, f"  {suggested_change}"])
+    headline = (
+        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is about {mib(min_nbytes)}, or"
+        f" up to {size_text(SPARE_NBYTES)} less"
+    )
+    spare_nbytes = -(-min_nbytes // MIB) * MIB - plans.total_nbytes
+    return _refusal_text(headline, plans, HOST, suggested_change, spare_nbytes)
+
+
+def _refusal_text(
+    headline: str, plans: TrainingPlans, space: str, suggested_change: str, spare_nbytes: int = 0
+) -> str:
+    shape = plans.shape
+    chosen = "".join(f"; {text}" for text in choice_texts(plans))
+    size = f"{shape.num_micro_batches} × {shape.micro_batch_size} × {shape.seq_len}"
+    return "\n".join(
+        [
+            headline,
+            f"  that is with {size} tokens a step{chosen}",
+            *table_lines(plans, spare_nbytes),
+            *_owners(plans, space),
+            f"  {suggested_change or 'a little more would do'}",
+        ]
+    )
 
 
 def _owners(plans: TrainingPlans, space: str) -> list[str]:
@@ -198,9 +245,3 @@ def _owners(plans: TrainingPlans, space: str) -> list[str]:
 def mib(nbytes: int) -> str:
     """Return a number of bytes in the format of --memory, rounded up to MiB."""
     return f"{-(-nbytes // MIB)}MiB"
-
-
-def _plan_summary(plans: TrainingPlans) -> str:
-    shape = plans.shape
-    chosen = "".join(f"; {text}" for text in choice_texts(plans))
-    return f"that is with {shape.num_micro_batches} × {shape.micro_batch_size} × {shape.seq_len} tokens a step{chosen}"

@@ -6,6 +6,7 @@ Blocks go to the devices in order, in proportion to the shares; moments and grad
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from packtrain.common.errors import InputError
 from packtrain.common.memory import parse_size
@@ -76,10 +77,8 @@ class DeviceSpread:
 
     def _dealt(self, count: int) -> list[Backend]:
         """Return a device for each of `count` blocks, in order, in proportion to the shares."""
-        share_sum, end_offsets, running_share = sum(self.block_shares), list[int](), 0.0
-        for block_share in self.block_shares:
-            running_share += block_share
-            end_offsets.append(round(count * running_share / share_sum))
+        share_sum, running_shares = sum(self.block_shares), accumulate(self.block_shares)
+        end_offsets = [round(count * share / share_sum) for share in running_shares]
         return [self.devices[bisect_right(end_offsets, at)] for at in range(count)]
 
 

@@ -20,16 +20,14 @@ from packtrain.kernels.runtime import cache_root, write_error
 from packtrain.models.config import Config
 
 GUESSED_NBYTES = 17 << 20  # bytes of kernels if the child has no memory; 11 to 16 MiB were measured
-UNSURE_NBYTES = 7 << 20  # by how much the guess may be too high
 MEASURED = 4  # children that measure
 CHILD_NBYTES = 44 << 20  # bytes of a child; 34 to 36 MiB were measured
 
 
 class KernelMemory(NamedTuple):
-    """Bytes by which loading kernels enlarges a process, how much of that is uncertain, and the kernels' modules."""
+    """Bytes by which loading kernels enlarges a process, and the kernels' modules."""
 
     nbytes: int
-    uncertain_nbytes: int = 0
     names: tuple[str, ...] = ()
 
     @property
@@ -77,14 +75,14 @@ def required_kernel_modules(
 def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
     """Return the memory that these kernel modules take when loaded, from the cache or measured by children.
 
-    free  bytes that a child may take; if too few, a guess, so that the minimum in a refusal is about right
+    free  bytes that a child may take; if too few, a guess
     """
     path = _cache_path(names)
     try:
-        return KernelMemory(int(json.loads(path.read_text())), 0, names)
+        return KernelMemory(int(json.loads(path.read_text())), names)
     except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= free < CHILD_NBYTES:
-            return KernelMemory(GUESSED_NBYTES, UNSURE_NBYTES, names)
+            return KernelMemory(GUESSED_NBYTES, names)
         # one child in five takes 1 MiB less by chance, and the result is cached
         measured_nbytes = max(
             run_in_child(lambda: None, _load_in_child, kernels.threads(), names)
@@ -92,7 +90,7 @@ def loaded(names: tuple[str, ...], free: float) -> KernelMemory:
         )
         if write_error(path.parent) is None:
             write_text(path, json.dumps(measured_nbytes))
-        return KernelMemory(measured_nbytes, 0, names)
+        return KernelMemory(measured_nbytes, names)
 
 
 def _cache_path(names: Sequence[str]) -> Path:

@@ -18,7 +18,7 @@ from packtrain.kernels.runtime import cache_root, platform_identity, write_error
 from packtrain.planner.cost_model import BackendRates
 from packtrain.planner.speed_probe import DEFAULT_RATES, measure_rates
 
-PROBE_CHILD_NBYTES = 136 << 20  # bytes of a measuring child
+PROBE_CHILD_NBYTES = 136 << 20  # bytes of a measuring child, without PyTorch
 FILE_FORMAT = 3  # of the cache file; rates in another format are measured again
 
 
@@ -87,9 +87,10 @@ def measure_rates_in_children(
     for backend in {b.name: b for b in target.every}.values():
         single_target = Target.for_backend(backend)
         cached = None if force else read_rates(rates_path(num_threads, single_target))
-        if cached is not None and (cached.covers_types(types) or free < PROBE_CHILD_NBYTES):
+        has_room = free >= PROBE_CHILD_NBYTES + backend.import_nbytes
+        if cached is not None and (cached.covers_types(types) or not has_room):
             by_backend[backend.name] = cached.corrected_rates
-        elif free < PROBE_CHILD_NBYTES:
+        elif not has_room:
             by_backend[backend.name] = DEFAULT_RATES
         else:
             type_names = [str(t) for t in types]

@@ -33,7 +33,6 @@ class PlanRequest:
     limits            most bytes by memory space; others are not limited
     fixed             the order of additions must not change, because the run is resumed
     kernels           memory of the run's kernels
-    loads_kernels     load the kernels; otherwise their expected memory is trusted
     offloads_moments  moments are in the process's memory, see `offloaded`
     offload_mode      whether saved values may, or must, wait in the process's memory for the backward pass
     """
@@ -47,7 +46,6 @@ class PlanRequest:
     limits: Mapping[str, int] = field(default_factory=dict)
     fixed: bool = False
     kernels: KernelMemory = NO_KERNELS
-    loads_kernels: bool = True
     offloads_moments: bool = False
     offload_mode: int = NEVER_OFFLOAD
 

@@ -96,7 +96,7 @@ def table_lines(plans: TrainingPlans, spare_nbytes: int = 0) -> list[str]:
     if spare_nbytes:
         planning = max(plans.search_nbytes - plans.total_nbytes, 0)
         if planning:
-            entries.append(("planning", planning, "by which the search before the run needs more"))
+            entries.append(("planning", planning, "more than the run, while it is planned"))
         entries += [("spare", spare_nbytes - planning, "by which a process differs from the next")]
     entries.append(("total", plans.total_nbytes + spare_nbytes, ""))
     base = plans.shape.base

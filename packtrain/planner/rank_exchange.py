@@ -6,6 +6,7 @@ Ranks that wait for each other's busy cores are not in the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from packtrain.distributed import BUCKET
 from packtrain.engine.placement import Placed
@@ -117,8 +118,6 @@ def last_arrival_time(start_times: Sequence[float], durations: Sequence[float]) 
 def _ready_times(micro_graph: Placed, rates: BackendRates, indices: Sequence[int]) -> list[float]:
     """Return the times at which these steps of a graph are done."""
     read_tensors = {t for step in micro_graph.steps for t in step.reads}
-    done_times, elapsed = list[float](), 0.0
-    for step in micro_graph.steps:
-        elapsed += cost_model.call_seconds(step, rates, read_tensors)
-        done_times.append(elapsed)
+    step_seconds = (cost_model.call_seconds(s, rates, read_tensors) for s in micro_graph.steps)
+    done_times = [*accumulate(step_seconds)]
     return [done_times[min(step_index, len(done_times) - 1)] for step_index in indices]

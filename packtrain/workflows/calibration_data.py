@@ -11,11 +11,12 @@ from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.model_file import ModelFile
-from packtrain.planner.budget import SPARE_NBYTES, mib
+from packtrain.planner.budget import mib
 from packtrain.training.sample_batches import SampleBatches
 
 CONTEXT = 2048  # most tokens of a row
 MIN_TOKENS = 1024  # tokens that say what a model is for
+SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 
 
 def calibration(

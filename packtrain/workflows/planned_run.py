@@ -145,21 +145,21 @@ def plan_run(
     report: ReportFunction,
     will_run: bool = True,
 ) -> PlannedRun:
-    """Build and plan a job, or explain why it is refused; loads its kernels if it `will_run`. Raises InputError.
+    """Build and plan a job, or explain why it is refused; loads its kernels. Raises InputError.
 
     command  the command of the command line
     """
     world = current_world()
     with reserve_page_memory(settings, will_run):
         if world.rank == 0:  # rank 0 fills the caches and searches the plan that all ranks use
-            run_plan = _plan_on_rank(command, settings, build_job, report, will_run, None)
+            run_plan = _plan_on_rank(command, settings, build_job, report, None)
             world.from_first((run_plan.plans.shape, run_plan.job.offloaded))
             return run_plan
         shape, is_offloaded = world.from_first(None)
         if shape.moment_share is not None:
             shape = replace(shape, moment_share=(world.rank, world.world_size))
         shared_decision = shape, bool(is_offloaded)
-        return _plan_on_rank(command, settings, build_job, report, will_run, shared_decision)
+        return _plan_on_rank(command, settings, build_job, report, shared_decision)
 
 
 def _plan_on_rank(
@@ -167,7 +167,6 @@ def _plan_on_rank(
     settings: RunSettings,
     build_job: Callable[[Any, ReportFunction], TrainingJob],
     report: ReportFunction,
-    will_run: bool,
     shared_decision: tuple[StepShape, bool] | None,
 ) -> PlannedRun:
     """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
@@ -186,7 +185,7 @@ def _plan_on_rank(
     job = job if checkpoint is None else _continue_job(job, checkpoint)
     tokenizer = job.model.tokenizer() if has_samples else None
     module_memory = loaded(kernel_modules, free_nbytes)
-    request = _request(settings, job, speed, module_memory, limit, checkpoint is not None, will_run)
+    request = _request(settings, job, speed, module_memory, limit, checkpoint is not None)
     request = replace(request, target=_spread_target(settings, job.shape, request, report))
     job, plans, request = _plan_job(job, request, shared_decision, report)
     min_budget = partial(_min_budget, plans, job.shape, request, report)
@@ -206,7 +205,6 @@ def _request(
     module_memory: KernelMemory,
     limit: int | None,
     is_resumed: bool,
-    will_run: bool,
 ) -> PlanRequest:
     """Return the request for a plan of the job, with this process's memory as it is now."""
     return PlanRequest(
@@ -219,7 +217,6 @@ def _request(
         {**settings.target.limits, **({} if limit is None else {HOST: limit})},
         is_resumed,
         module_memory,
-        will_run,
     )
 
 

@@ -61,6 +61,10 @@ class Backend(Protocol):
     def on_host(self) -> bool:
         """Whether its space is memory of this process, which `--memory` counts."""
 
+    @property
+    def import_nbytes(self) -> int:
+        """Bytes that a child process and this one take to import the backend and to plan for it."""
+
     # ---- what it can do
     def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         """Return the kernel that runs the op on such inputs, or None."""
@@ -140,6 +144,7 @@ class Host:
     alignment: int = 64
     capacity: int | None = None
     on_host: bool = True
+    import_nbytes: int = 0
 
     def kernel(self, op: AnyOp, inputs: Inputs) -> Kernel | None:
         return op.kernels.get(self.name)

@@ -55,6 +55,11 @@ class Target:
         """Spaces that count as devices and yet are memory of this process, such as that of cpu:1."""
         return {b.space for b in self.every if b.space != HOST and b.on_host}
 
+    @property
+    def import_nbytes(self) -> int:
+        """Bytes that a child process and this one take to import the backends and to plan for them."""
+        return max(backend.import_nbytes for backend in self.every)
+
     def extra_nbytes(self, space: str, buffers: Sequence[int]) -> int:
         """Bytes that buffers of these sizes take in a space beyond their sizes, see Backend.pool."""
         backend = next((b for b in self.every if b.space == space), None)

@@ -34,7 +34,7 @@ def sum_squares_numpy(y, x, acc):
 @sum_squares.kernel("cpu")
 def sum_squares_cpu(y, x, acc):
     acc_value = 0.0 if acc is None else float(acc)
-    kernels.reduce.sum_squares(flatten(y), flatten(x))
+    kernels.reduce.reduce_sum(flatten(y), flatten(x), True)
     if acc is not None:
         y += np.float32(acc_value)
 

@@ -366,7 +366,7 @@ def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
         *map(store.needed, (*kernels.QUANTIZE_KERNELS, *kernels.WEIGHTED_QUANTIZE_KERNELS))
     )
     of_children = {"splitting", "tokens", "peak"}  # which tokenize, and of `packtrain bench`
-    assert set(store.MADE_OF) - loaded - of_children <= writing
+    assert set(store.module_imports()) - loaded - of_children <= writing
 
 
 def test_the_order_with_the_fewest_bytes():

@@ -28,6 +28,7 @@ def clean() -> Iterator[None]:
         store.cache_roots,
         store.target_folder,
         store.kernel_modules,
+        store.module_imports,
         store.needed,
         store.folder_name,
         store.saved_fingerprints,
@@ -39,31 +40,20 @@ def clean() -> Iterator[None]:
         function.cache_clear()
 
 
-def test_the_list_of_modules_says_what_each_imports():
+def test_what_each_module_imports_is_read_from_its_source():
     files = {file.stem: ast.parse(file.read_text()) for file in store.KERNELS_FOLDER.glob("*.py")}
-    excluded = {
-        "__init__",
-        "__main__",
-        "ahead",
-        "counter",
-        "joined",
-        "locator",
-        "machine",
-        "quantized_arrays",
-        "runtime",
-        "store",
-    }
-    assert files.keys() - excluded == store.MADE_OF.keys()
-    for name, listed in store.MADE_OF.items():
+    assert files.keys() - store.HOST_MODULES == store.module_imports().keys()
+    for name, listed in store.module_imports().items():
         nodes = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
         imports = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         parts = {module.removeprefix("packtrain.kernels.").split(".")[0] for module in imports}
-        assert parts & store.MADE_OF.keys() == set(listed.split()), name
+        assert parts & store.module_imports().keys() == listed, name
 
 
 def test_a_module_needs_what_it_imports_however_far_away():
     assert {"attention", "visible", "tile", "simd"} <= store.needed("attention_back")
-    assert store.needed("softmax") == {"softmax", "simd", "folds", "call", "pool", "crew"}
+    base = {"simd", "folds", "call", "pool", "crew", "kernel_types"}
+    assert store.needed("softmax") == {"softmax", *base}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +185,7 @@ itself = kernels.ahead.with_numba("quantize")
 assert kernels.quantize is itself is not light and not hasattr(light.rows, "overloads")
 assert [quantize(x, dtype).tobytes() for dtype in WRITABLE] == before
 assert light.MAX_CHUNK == itself.MAX_CHUNK and light.sum_of_squares is not itself.sum_of_squares
-assert light.bytes2_type is itself.bytes2_type  # what is no kernel and no constant
+assert light.pack is itself.pack  # what is no kernel and no constant
 """
 
 
@@ -313,7 +303,7 @@ def test_damaged_fingerprints_are_made_again(
     text: str, clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     name = store.fingerprints_file()
-    expected = {module: store.fingerprint(module) for module in store.MADE_OF}
+    expected = {module: store.fingerprint(module) for module in store.module_imports()}
     monkeypatch.setattr(store, "cache_roots", lambda: [tmp_path])
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     assert (

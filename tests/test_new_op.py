@@ -64,16 +64,14 @@ KERNEL = '''"""A loop of a test."""
 
 import math
 
-from numba import types
-
 from packtrain.kernels.call import kernel
-from packtrain.kernels.simd import in1, out1
+from packtrain.kernels.kernel_types import f32
 
 
-@kernel(types.void(out1, in1))
+@kernel("out1, in1")
 def toy_plus(y, x):
     for i in range(x.size):
-        y[i] = max(x[i], types.float32(0)) + math.log1p(math.exp(-abs(x[i])))
+        y[i] = max(x[i], f32(0)) + math.log1p(math.exp(-abs(x[i])))
 '''
 USE = """
 import numpy as np
@@ -104,13 +102,13 @@ assert graph_seconds(placed, slow) - graph_seconds(placed, quick) > 2 * y.spec.s
 from tests import bit_checks
 bit_checks.check_threads("toy_plus")
 """
-LISTED = "tests/test_kernel_cache.py::test_the_list_of_modules_says_what_each_imports"
+LISTED = "tests/test_kernel_cache.py::test_what_each_module_imports_is_read_from_its_source"
 VALUE, SLOPE = "test_the_value_is_the_specification", "test_the_gradient_is_the_slope"
 TESTS = (
     *(VALUE, SLOPE, "test_in_place_gives_the_same_bits", "test_any_view_can_be_an_input"),
     "test_the_specification_can_run_again",
 )
-CHOSEN = "toy_plus or listed or declared or exported or layer or imports or list_of_modules"
+CHOSEN = "toy_plus or listed or declared or exported or layer or imports"
 CHECKS = ("tests/test_ops.py", "tests/test_exports.py", "tests/test_layers.py", LISTED)
 
 
@@ -130,8 +128,6 @@ def copy_with_op(folder: Path) -> Path:
         (last, f"from packtrain.engine.ops.toy import toy_plus\n{last}"),
         (name, f'"toy_plus", {name}'),
     )
-    tile = '    "tile": "call simd",\n'
-    edit_file(home / "kernels/store.py", (tile, f'{tile}    "toy": "call simd",\n'))
     link_tests(folder)
     return folder
 

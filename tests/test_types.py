@@ -23,12 +23,10 @@ toy.mix("TOY", 999)
 
 
 @toy.unpack
-def unpack_toy(y, x, n):
-    for b in range(n):
-        at, out = x + b * 36, b * 32
-        d = half_at(at, 0)
-        store(y, out, to_floats(chars_at(at, 4)) * d)
-        store(y, out + 16, to_floats(chars_at(at, 20)) * d)
+def unpack_toy(y, x):
+    d = half_at(x, 0)
+    store(y, 0, to_floats(chars_at(x, 4)) * d)
+    store(y, 16, to_floats(chars_at(x, 20)) * d)
 
 
 @toy.dot
@@ -43,14 +41,12 @@ def dot_toy(x, w, n):
 
 
 @toy.pack
-def pack_toy(y, x, n):
-    for b in range(n):
-        to, at = y + b * 36, x + b * 128
-        d = largest(maximum(absolute(load(at, 0)), absolute(load(at, 16)))) / f32(127)
-        put_word(to, 0, 0)
-        put_half(to, 0, d)
-        put_rounded(to + 4, at, reciprocal(d))
-        put_rounded(to + 20, at + 64, reciprocal(d))
+def pack_toy(y, x):
+    d = largest(maximum(absolute(load(x, 0)), absolute(load(x, 16)))) / f32(127)
+    put_word(y, 0, 0)
+    put_half(y, 0, d)
+    put_rounded(y + 4, x, reciprocal(d))
+    put_rounded(y + 20, x + 64, reciprocal(d))
 """
 USE = """
 import sys
@@ -100,24 +96,31 @@ def test_a_type_is_one_file(tmp_path: Path):
         (
             "scale = sum_lx / sum_ll",
             "scale = sum_lx / (sum_ll * 1)",
-            {"quantize", "snapping", "weighing"},
+            {"quantize", "rows", "snapping", "weighing"},
         ),
         (
             "# of 32 values; q6_K",
             "# another comment: q6_K",
-            {"dequantize", "dots", "quantize", "recoding", "rounded", "snapping", "weighing"},
+            {
+                *("dequantize", "dots", "quantize", "recoding", "snapping", "weighing"),
+                *("rounding", "row_products", "panel_products", "rows"),
+            },
         ),
         (
             "min_code = (low_bits >> 4)",
             "min_code = (low_bits // 16)",
-            {"dequantize", "quantize", "recoding", "snapping", "weighing"},
+            {"dequantize", "quantize", "recoding", "rows", "snapping", "weighing"},
         ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
-        ("upper_mins = ((upper_bits >> 4)", "upper_mins = ((upper_bits // 16)", {"rounded"}),
+        (
+            "upper_mins = ((upper_bits >> 4)",
+            "upper_mins = ((upper_bits // 16)",
+            {"row_products", "panel_products"},
+        ),
         (
             "to_floats(q & 3) *",
             "to_floats(3 & q) *",
-            {"dequantize", "quantize", "recoding", "snapping", "weighing"},
+            {"dequantize", "quantize", "recoding", "rows", "snapping", "weighing"},
         ),
     ],
 )

@@ -82,6 +82,17 @@ class QuantMix:
     is_smallest: bool = False
 
 
+def _role(name: str, form: str) -> Callable[["Dtype", Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of Dtype for functions of this form; types of single values have (…, n) for n values."""
+
+    def register(self: "Dtype", function: Callable[..., Any]) -> Callable[..., Any]:
+        self.code[name] = CompiledFunction(function)
+        return function
+
+    register.__doc__ = f"Register a function {form}"
+    return register
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dtype:
     """One element type. Each is a singleton, also when unpickled: types compare by identity.
@@ -119,15 +130,27 @@ class Dtype:
     def mix(self, name: str, file_type: int, **overrides: Any) -> None:
         self.mixes.append(QuantMix(name, file_type, self, **overrides))
 
-    def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (y, x, n) that unpacks n blocks (scalars: n values) at address x to f32 at address y."""
-        self.code["unpack"] = CompiledFunction(function)
-        return function
-
-    def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (x, w, n): dot product of n f32 at x and n packed at w; n is whole blocks and 32s."""
-        self.code["dot"] = CompiledFunction(function)
-        return function
+    unpack = _role("unpack", "(y, x): unpacks the block at address x to f32 at address y.")
+    dot = _role(
+        "dot", "(x, w, n): dot product of n f32 at x and n packed at w; n is whole blocks and 32s."
+    )
+    scales = _role(
+        "scales", "(w): scales of a chunk of codes; without code_offset the offsets follow."
+    )
+    pack = _role(
+        "pack", "(y, x): packs finite f32 at x to a block at y; zeros if a scale is below f16."
+    )
+    weigh = _role(
+        "weigh",
+        "(y, x, w, spread): likewise; errors count by f32 weights at w, mean square of the row.",
+    )
+    snap = _role(
+        "snap", "(y, x, w, t): likewise, onto the grid of table t, weighted by w unless w is 0."
+    )
+    recode = _role(
+        "recode",
+        "(y, x): a block at y gets codes for f32 at x and keeps scales; see dtypes/recode.",
+    )
 
     def codes(
         self, max_code: int, *, code_offset: int = 0
@@ -139,31 +162,6 @@ class Dtype:
             return function
 
         return declare
-
-    def scales(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (w) of the scales of a chunk of codes; without code_offset the offsets follow."""
-        self.code["scales"] = CompiledFunction(function)
-        return function
-
-    def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (y, x, n) that packs finite f32 at x to n blocks at y; zeros if a scale is below f16."""
-        self.code["pack"] = CompiledFunction(function)
-        return function
-
-    def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (y, x, w, n) that packs a row of n blocks whose errors count by f32 weights at w."""
-        self.code["weigh"] = CompiledFunction(function)
-        return function
-
-    def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (y, x, w, t, n) that packs onto the grid of table t, weighted by w unless w is 0."""
-        self.code["snap"] = CompiledFunction(function)
-        return function
-
-    def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a function (y, x, n): n blocks at y get codes for f32 at x and keep scales; see dtypes/recode."""
-        self.code["recode"] = CompiledFunction(function)
-        return function
 
     def row_nbytes(self, width: int) -> int:
         """Return the bytes of a row of `width` elements; `width` must be whole blocks."""

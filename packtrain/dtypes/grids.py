@@ -5,13 +5,14 @@ bit each. Which points are in it was found by the authors of ggml from the weigh
 """
 
 import base64
+import zlib
 
 import numpy as np
 
 
 def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) -> np.ndarray:
     """Return the points of a grid as integers (int64), one byte for each of `width` values, the first one lowest."""
-    bits = np.unpackbits(np.frombuffer(base64.b85decode(encoded_bits), np.uint8))
+    bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(encoded_bits)), np.uint8))
     point_numbers = np.flatnonzero(bits)[:, None]
     levels = point_numbers // len(level_values) ** np.arange(width) % len(level_values)
     grid_bytes = np.array(level_values, np.uint8)[levels]
@@ -20,66 +21,40 @@ def grid_points(level_values: tuple[int, ...], width: int, encoded_bits: str) ->
 
 # the grid of iq1_s and iq1_m, whose values are one less
 ONE = grid_points((0, 1, 2), 8,
-    "s-!5P1wcZI5Tc9~VFXb{SP)bMD4_}{K?EYAq^O_;KtTi%7yuAK1;A7V5#3c#302SlL;z4#F+l|o0*Vl#gb@J>C_;)5Q4A0n1rPyL5Tb-Ap#%~_st"
-    "}@pG(!ahQDgvABo$Rf5J&Y85EK*u1wcX+RTKmj0R&Ll5S?8W1XFd9MRiqNKG#=W-9d02L|s$Ma7jQ!07L{8QC(0$Ko9^_QU^ucL<H1D0D%I5RZ$c"
-    "WM1Uxv3aCK@kfMYtp#=~?#1&iwAwdKxLW&SY1Q4kTC_q#Y9Th<V1rk665J5#2ML-nQR1l#A5J3zOq5=S-geai}078lYqJWe^08v3y5QPjVpb98K6"
-    "cD0>D4_&EKm=7(00c;lQFRm*U4>N@4gf(=5I__}Kp_A@01^QOR}EBELj=)XL|0qo(b0AlNext0PSH^!FjNE*Ap#UpR1j4J6Ej6bMfF()7ZpGNKmb"
-    "$~5dZ`M1<^%C6kP=YK}=9xeH~qY*F^=?MG#R?6jwz6g-k#&UnN(2_tX`1v3-8mU+@0?XTDu~mfz(6{bXNAmxobA2vvP>Ayp7f70^L-|6L@P!2uvf"
-    "G!{=4P$kp=KvWPAM^#7wKtWVcWdxH!kqJQ*07U>X0muMB5D)-1QB_slKxKVV1yeu)*6DN$O_vBk2y|6@6sU`(AOKK708v2%5P*dQK~<bxL`)$CkO"
-    "3F~QAI{TfhZ!10HTC7K?*2BiV#%<6jk9+NK_D_geaf|5JHL&qJRWI1p-Ax01*HXMG#g|b{$n!0RRM0K}Qorgb*SMC_;*mQ3R-=3MgSv5LHxE0RT`"
-    "!iV&iN6#xn-LW&Sa1Q9_{7(rAJRYg@%4bebQR8<5NK><}z6c7{ul@UNh1%1#I9S~7n(oJ>$T_qoNRRl^D7HtI#X8}+^6c9vKMgas+Kvh-LRaZro1"
-    "w{}L2m}RDL;yi>0HTB_p#@L^iV&iNm0$o;RX`A>00^)mC_xkuqJ$`*01!bzHBSTp0031`6i{6RS4BVoK@yM@mnZ;;(xQq0qJR}Z3MfK~5D_F05fo"
-    "4Y5CEcpD4+#E0*Vl#fB"
+    "c-k#eO>0z16uqyx#k83y_qA0qE*kA7fk#%6iL;cd<W&+S(JE7AEBc6nlGQ*KX*Z#@1057+gows$6w-}Cbfte_m;o2UY|_#*VZa~*x^U%6T=`Mm&aUd"
+    "hx#ygF&eKOplgaU0)cQ?aLaWb`!=%}lC@i-gZEZ5CFdhU_><`D{U2pdIZAiiRBZ^Tjpc--1mjt-&r-O_l7bZy)3*%3zRUeyRXfJ~s5?<5PM<UK4aB<"
+    "I3L}>n{hnc{+>K$G67mn>zvR$=UOtZPa7LUsmQWQ2bN)ou!Kj_yfb~LQyR=nku)`P+=g=?+GNRyF#AueD^;Yg67k)HG=(os>Uh!rG~(gRxZza2HhyP"
+    "sM)=qh9|ehXUldkU;_wA!C+2Fv`rcq!34!0Fqz%0;&7#XeAmBu`}t6ci#>+3WlSwzITy{$0C$RU8lhlWkibbyz6nxOL=l|4%yAAJ4G^LV^S*V!(*Cw"
+    "dNU%)Qrh$#q9cyW*tq|@QQ}j896#XTv`6q5lhc&*LLPVeEGcad$xT4&D*b^FV9bJ+^}ih*A`2jX2rIue$9q9{)`S!jt!g=X1D{vGEMnukjj}Wcvs!o"
+    "qc~_d61@aP1V3Bvcjc9uWpgt6=l#-;vm1GpU-HX*>(|GJ!F2C{R9{8qA7trFiLFJ0VD+S2Ny_0+jiaiUvPbU!Gt<44HyL$nQ%A{iI)xZW(;0iU=zRo"
+    "e)YSg8LFF!L&Ei&Q)FngSxd==b)ez8IIEAq?gCPR1z1`cE#svx$dBcgrdMr~`+vY{G*{j)LdH7J(;|V_S3+rEqj0{aUGZ~5`z3=#nUT2ypkIbf^7Qd"
+    "%#dKF#22&cWI$B=(k{y*i-P-%7a6aqltG8tC11XWn$8wuQe)#`Rb$ezM@h+=MX6ehv4>@KW-1MD8)wE"
 )  # fmt: skip
 TWO_XXS = grid_points((8, 25, 43), 8,
-    "s;DTc2qJ=l03awL00;m803ZSYC;$Qg0000W000UI0)mJDfG8jW3LpXi2mk<}2mk;I004jh00IC2f+!#YC@25`AOHX$001BW0000003Zke0000000"
-    "00eAP5Km0stV003d(}00II4fB*mh004j>0000000<xgAOZjYAOHXW00;m800;m800ICA0000000000pnw1%00062004*p000000001h000000ssI"
-    "2001Z;004jhfS>>X000082mk;8000UA00000000000)hYlfC2yj00062001BW0ssI200000000000ssI403ZMW0000W0000000000000000001h0"
-    "0000015~qf(QtJC?Eg`00IC203ad&00II400II4fB*mj2mpWp000O82mk;e2mk;800000fB*mh00000001Z;00@8p00000AOHXW00@8}00000001"
-    "BW001BW2qFpq0000WfB*o1001BW00000fB*mh000000ssI2000000007j004jh000000000W00000fB*mh03Zk;0000W000000006200000001BW"
-    "0000000000f&c)3004jh00IC2000620000000IC200;m8004*p000000000004M+e0000W00000000000000000000fB*mh00000000000000000"
-    "000000000007l001BW00IC203ZSYAOHXW00000AOHXW0000004O2=2mk^A0000W0000W00008001BW0ssJj000020000000000004jh000000000"
-    "00Du4h00000001C>2p|9e0001h00IC20006200000004jh00000AOHdYfB*mh000000001h000000000000000000000000000;m80001h000000"
-    "0000000000000003ZMW00;m8AOHXWfB*mh0000003ZMW000000000003ZMW00000000000000000000000000000000000001BW00000AOHXW000"
-    "0000000000000000000"
+    "c-nPRORj`4470MbdWwiuj~R8vF<3s$DPNNQV8mEdDvh1mfzMz4@MsNM4-kL~Dg?0u3Z<Q}s#5&i%a^YL7=qILyw)W4Cso8iRnlpCLd`c4Du;C<RlH?"
+    "aajd+e<FY7)k8>WSTt@47wX1jPqB41q=2e+&9hy;#r#nzQ(d`wV2I-N(E<X_7hks$x7)Do8!;TEvZcdv+$;Bf*s-;99+U-&7)=?KnsoS&M%ZZjW8zt"
+    "GaG<oin^)>q~!#84@<5Q?C;cAe-jqH$lW6s<jvF<nQc*Z$~yKl@H%B$)D{-`Y{-_v~Aze0c0{sHUUCpi"
 )  # fmt: skip
 IQ2_XS_GRID = grid_points((8, 25, 43), 8,
-    "s;a7rs-l9ZqJS!@stTfl2%vxfDvAgKf*=5ZfB*`rqJpTXfG8jU3ZjAlpnxDC0007l00^J}00IC20;-^hC?J3c00IJ_fB+x>00IaA0Du4>fB*mh00"
-    "@98s)`Dtf&!p`04j<I0)hYlfC>N#hyVfr0Du4h01Bdl0HS~hAOHXYf&c)30000000ICY004jh00000pr8OC0ssIY004*p00000AOHXW000000ssI"
-    "2006402m*ot0Du4>3J3rK2mlBG000O80Du4h03ZMWB7y({fB*mh00062001Be000080Du6100000000PrfFJ+>fB*;pAOHXW000080Du4hfCvBp0"
-    "01I@01B$2f~ug1C?Eg|qJjXRfB+%@0s?}70)PMj00002sG@)<AOHvefB>L?2p|9e00062fPer32mk;8001Z;00@A9fB*mhAP4{ef&c;l00062000"
-    "00000003ZjAtpnw1%0007lAON5M000000ssI22mk;80007@fFK|M2m$~AfPw%3000022mk;800;m800;m8ARqz&0s;U4004jh00;tr0000000000"
-    "000000ssI4f&c)32nYax015yA0000000000000O8AOHXWfB=93000000000003ZMefB*mh00;m800000000002mk;80001h0000003ZMW0000003"
-    "ZMW00;;G00080pn#|#015yA3aEepAP67;0001h03ZMW00Mvjf+#8g2mk^A0ssIY0001h000000ssIY00000fB*mpAOIi$0Dvd}03aX$000000000"
-    "0001BW000OeAPAs<03ZN>0Du4hfB*;p004jh000000000W00IC2A^-pYf(QTr0000000;m8001Ze00000fB*mh000000000W00000AOHXW0Du4h0"
-    "00002mk;82mk;80HS~(AOHXW004jh000022mk;80w{n02mk;8fB+x>00062000020000000000000000000000IC2AOHdYq5uE@0006AAOHXW000"
-    "1>000000H6Q>004jhfB"
+    "c-mc2ORj`4470L|dWwh@;*?QWh*MOoP)|Aew9xme83;|{*iP^L>UVu^J$f&9<)%0;rYcZH@zkTcz*1-`0#F4vd)cqIa~EY0S(m36us~sl4e+uqnt+x"
+    "nD5p1ifdk&k2^cqyDKl&hVwLuN#<u{Y#82-D2r2AS*#~B;6>b%zZ?$An2Qav5OyP;?IjC1*OUa>YNXBOJs!l*N%2M9ag1pZ#qbS<pDODX)Ys@FiGwc"
+    "n?g7z}ZUJ85J?WuXe7)kq!xj_MC=sehbo`f6hw91-EjVApg;SBK(#S-ctqy5bslAAu_xaBeODLPcR%XL4jpOCvsj1dP@iIwgyVBr<uBI!nKMuUZZ1q"
+    "QNNP<bV}FGN4KvRv{ky>(2~*Gt;x6q$P={6Cb#@3Dfxx_wWh`vWo0U*P"
 )  # fmt: skip
 TWO_S = grid_points((8, 25, 43), 8,
-    "s;a7rs-mi>poprfiVC8tD4?h)DvAgSsvrP}hzJU*qN=K@s4Ak03aY9os;Vd|iU<O#AOMOeAPNWo0;sBps;Y_zfPey^svshY2m%5C0Dve6pa=i}00"
-    "ICis)~xDs;H=nC@QL|qN=E%swe;oD1w3@pa3W!01Be2D5|O`DvAgKs;Ho<C?E<500JnWfG8jU2mk;As)`^giU<OL0062eAPNWo2mk;e2p|9m03ZM"
-    "W001hAsEUH1Ab^MfDhh%EprC*#AOHvm0E!@h005u>BC05$swf}|2mk^opnxbK0Ehqp0HA;XAOIi$0001pC;$ow000620H`1U0000000;m8AOZjY0"
-    "3ZT@01B$AqN=K>C?bjqqN<>(swgUo2m*qrAc`m;3IG5Cs;a6gs)`Dtf&i+jC@P8w3W5Ltswf}|2mk^A00=0miVC8F03d(>DvAgKf&c)30ssmK00I"
-    "C2000003Zkm0s;Vd|iU0ztsGzDSAPNWo0w|z>C?EhR00020swgUo2m*ot0IDb;3J3rK0000eAOMH}0000004j<I0)henfB*mr2mk^A0000000;mG"
-    "000000ssIaqNt#XC?Em|00O9>fG8jU2mlBGAb<cM0Du4h0Dy`pAPNWo0ssI2C?Eg`2mlBGAOIi$00000000O83J3rI000O80DuSp00IC20000000"
-    "000AOHXW00IK2qKGIehzNp!0HUfWDvAICf&c=Dr~nEG0000004l183ZjAlpnw1>iU<ON004l1015~I3IG5A00008f`9;^fB*mh0s?>l0Du4j0000"
-    "0001BW0H6W@0Dz*Z2r7yQ0)hYlh$sLG2nYZG001Z;00;m800002DvAgKf&c)30ssmK00IC20001p2mk;82mlBG0007l00@8p000003IG5A0Ehqp0"
-    "000000000000620EmbPDhL1o001C>000O803ZMW00<xgC;$KeB7gvj2mk^A0001h0tf&I000000000000000AOHXW000620ssI20001h000000ss"
-    "IY0007jD1ZO}00;m8fB"
+    "c-n1JOKt@r42!agI0c#&;*=39#3>LflvCCTO#7-9jpk=;Y=fB%TefG%OIlXuE_Fz<Ougf=%xu>+l3Bq8hyjg~lMrunmZ<Wy`~YGiEi#3On5vBd<vmK"
+    "ZSi%aW(psKWGWlAsphF>8rUC+;ZDfa(=s@_F#i0yss$-8fvv#Vf@jNV{kuiVLgA~66J1A2@4RVJKUxH}IH-$JpaZ^g})pmKjjd>lmojtPqGOJ!xqXV"
+    "V(I)s3f1HneH&<4|id_Zsqi~d9|fZw$~1nHWO$bgs-@JBFei6qb36Asxo<#s4;BRhd~d<sfnbhG0<$t^)oE$@gK%zO1xyELVB%s1k`FAKZeJ@WjCtP"
+    "Z6s4%XC=!ChZ<C{I5t%jB|RQ$q0^0H^%ZVVCdNfJ9HPfzZdmWSrg_I({bPgptf%^rJMcpz`hTS7u<>s9rVvW-WSa`T|j+oGk"
 )  # fmt: skip
 IQ3_XXS_GRID = grid_points((4, 12, 20, 28, 36, 44, 52, 62), 4,
-    "s8OImAOHXqP@qJhKnMVUs6e1m06_o*L7)Tx0001h01yBH2mt^TK>z?C03ZMW00004000O80Ez$r5CA{`P@qt#0e}Dipg^Di00000P@q770000Wpa"
-    "6hC0ssO4L;wH)0Du4h004*p0ssI&1ONa400000001BWfB*mhpirVfAOHXWRG>hB000qyph2JkfCK;lK!^YU0001p0000401yBG5C8!HKmY&;0000"
-    "000000Pyzq|1ONa4K%h_n0DuG_pa6hC3IG5AP=Evg03ZM$06+i`000000001h0RR9Xf&d@@00aO400;mA000mG0000G004jh2mt^E01*HH000000"
-    "0008004jifB=F30RR911ONa42mk;806+);000C45C8yx00000000001fT$b0000003ZMWKmY)Mf&c;l00aO400;me0000WAOHXW01yBG0Duty000"
-    "0WAOHYB00000000000Du4h000O8AOHXW000O83IGTI002M$002M$00961000O80001j00000000002mk;81ONa403ZMW0000G000005CA{`00000"
-    "6@UOB03ZMW00062fB*mh03ZMW1RwwafCK;#004jh002M$KmY&$pa2K}000000001h000000000000000"
+    "c-l=-K?=h#3{ye}VW$qZd!FLL9+1HvWO^EVh1sdkoaHp#R7#szmgHo6m{j1}>~2z^o7e*jro|>W6f;suxGq5ThwwrH-tdy3S=*8VCKknJ;ww~xN=C-"
+    "Lt2kc1f`n?I#<sN&{qc;xi`rsIog^>xCi>0vO72GEj+P?`#G30*;dkafo0(MD70~26E5oy)Fh-PS2J_iYxE!Gh>5A3e2Aw8l#Lz*UZ2xyz&!sE!Xy7"
+    "=t?heopubnm$;UMyR4j1Wf!f;*xLWT6+u!rw*Hy!tqyDZ17JdzPtf@!~_J7yrh&WtZi"
 )  # fmt: skip
 IQ3_S_GRID = grid_points((1, 3, 5, 7, 9, 11, 13, 15), 4,
-    "<?6%`rBI+r=){pk2mnMN#gasbB~Sp65JaF-2%rH(fDuR_kU#){C;*}mMF0X20#E=z03ZNBr~sl60Ehqp=+&S~017}L(uhEiK%fAEfF+0^kOY7rNs"
-    "vK^KmZ_s6es{tB8UJ0K#)M706+i$004;q3IG5AP@q5rKmZ_s)v8gTRG<Nrpphg<AV2^BNdQoRKoI~)q(CT8Ab<h@K>&~>KmY(F2tXhKfDizHp#VS"
-    "t00ck)1V93S5P$#xAXOk#DL@cFR0vQ2fB=9ZfFOV<0Du4hK!{O*Q3L=G5JDh803e6}K%fL52m$~Q00IC2KmY&$PynC=00000h#-j|K!5;%Ay6QM5"
-    "JUg~P=r7bfB_(Y2vDFz00000pa2K~fB*nM1pq(*001BW01yBO004jh0E7U55I_I`Ac!CUi68<9R3Jbg0000WfItv}01yBGA%Fn@2tWi7NC1E!0ss"
-    "I203ZSY08jt`00000AOHXWC;%V;0000008{`_004jhfB=C2000O803ZMeAOs+QfCxYUfB*mh000C45C9+mkN^M(004jh1ONa4fB*mh08jt`00000"
-    "i2$GifCwM}AV3HJ6aWAKNP<9s06+i$AOHX)01yBGL=b=g0Du4h001BWAOHXWAOHYB00000fB*mh00000"
+    "c-k#dK}rKb5Ud?m7(7iN59ovqtiR~U2pdlmS^v`sIn3TR;sZue5Z@6$Amj-`@D=vV+J}a&>aMEU{rNq)_mDQ1)6rXa`g-zl6)-xV9&D<-%sLtw(&E+"
+    "K!8jAZAn=FIh`{BX?s3iZ9eL!0y{saQwa{i<M_rV8i?Gza!ZNf5Tx$=B>&%}&x2aFnb2>I1DZfG3@eJJ?w}Hf9jj>U<u}qaX$V(Q{%bJZi0qBwX8+P"
+    "2=0D&xpG^*kpx3aC_+^woo1gDy;frCMb5s>PfCelExhl@Z5=M_J&lZwQK<TIaOt1Nd_t_Z4Nkqr(Irw~QLK*sjOloy2EUU#sN3YKfvLC9pG+yhGG#k"
+    "O><KBF1{I~{B$E!8AqIlE}-BNQAl`R33C|JNFjj93D(#a!oZudm_a(c~OHe<Yb)Y4R?AVbTWv01QA~hX"
 )  # fmt: skip

@@ -100,118 +100,90 @@ def level_shifts(first_bit: int, second_bit: int) -> F32x16:
 
 
 @iq1_s.unpack
-def unpack_iq1_s(y, x, n):
-    for b in range(n):
-        block, out = x + b * 50, b * 256
-        for i in range(16):
-            high_bits = short_at(block + 34, i // 2)
-            scale = half_at(block, 0) * f32((high_bits >> 12 & 7) * 2 + 1)
-            index_bits = high_bits >> (i % 2 * 6)
-            first = ONE[byte_at(block, 2 + 2 * i) | ((index_bits & 7) << 8)]
-            second = ONE[byte_at(block, 3 + 2 * i) | ((index_bits >> 3 & 7) << 8)]
-            shift = level_shifts(high_bits >> 15, high_bits >> 15)
-            store(
-                y,
-                out + i * 16,
-                (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale,
-            )
+def unpack_iq1_s(y, block):
+    for i in range(16):
+        high_bits = short_at(block + 34, i // 2)
+        scale = half_at(block, 0) * f32((high_bits >> 12 & 7) * 2 + 1)
+        index_bits = high_bits >> (i % 2 * 6)
+        first = ONE[byte_at(block, 2 + 2 * i) | ((index_bits & 7) << 8)]
+        second = ONE[byte_at(block, 3 + 2 * i) | ((index_bits >> 3 & 7) << 8)]
+        shift = level_shifts(high_bits >> 15, high_bits >> 15)
+        store(y, i * 16, (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale)
 
 
 @iq1_m.unpack
-def unpack_iq1_m(y, x, n):
+def unpack_iq1_m(y, at):
     unit_half = intrinsics.scratch(1)
-    for b in range(n):
-        at, out = x + b * 56, b * 256
-        for i in range(4):  # each has four bits of the unit in front of its scales
-            intrinsics.put_short(
-                unit_half, 0, (short_at(unit_half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12)
-            )
-        for i in range(16):
-            scale_bits = short_at(at, 24 + i // 4) >> (i % 4 * 3) & 7
-            scale, high_bits = half_at(unit_half, 0) * f32(scale_bits * 2 + 1), byte_at(at, 32 + i)
-            first = ONE[byte_at(at, 2 * i) | ((high_bits & 7) << 8)]
-            second = ONE[byte_at(at, 2 * i + 1) | ((high_bits >> 4 & 7) << 8)]
-            shift = level_shifts(high_bits >> 3, high_bits >> 7)
-            store(
-                y,
-                out + i * 16,
-                (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale,
-            )
+    for i in range(4):  # each has four bits of the unit in front of its scales
+        intrinsics.put_short(
+            unit_half, 0, (short_at(unit_half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12)
+        )
+    for i in range(16):
+        scale_bits = short_at(at, 24 + i // 4) >> (i % 4 * 3) & 7
+        scale, high_bits = half_at(unit_half, 0) * f32(scale_bits * 2 + 1), byte_at(at, 32 + i)
+        first = ONE[byte_at(at, 2 * i) | ((high_bits & 7) << 8)]
+        second = ONE[byte_at(at, 2 * i + 1) | ((high_bits >> 4 & 7) << 8)]
+        shift = level_shifts(high_bits >> 3, high_bits >> 7)
+        store(y, i * 16, (intrinsics.to_floats(intrinsics.bytes_of(first, second)) + shift) * scale)
 
 
 @iq2_xxs.unpack
-def unpack_iq2_xxs(y, x, n):
-    for b in range(n):
-        block, out = x + b * 66, b * 256
-        for i in range(16):
-            indices, word = (
-                block + 2 + i // 2 * 8 + i % 2 * 2,
-                intrinsics.word_at(block + 2 + i // 2 * 8, 1),
-            )
-            scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.25)
-            v = intrinsics.bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
-            store(
-                y,
-                out + i * 16,
-                signed(intrinsics.to_floats(v) * scale, two_signs(word >> (i % 2 * 14))),
-            )
+def unpack_iq2_xxs(y, block):
+    for i in range(16):
+        indices = block + 2 + i // 2 * 8 + i % 2 * 2
+        word = intrinsics.word_at(block + 2 + i // 2 * 8, 1)
+        scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.25)
+        v = intrinsics.bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
+        store(y, i * 16, signed(intrinsics.to_floats(v) * scale, two_signs(word >> (i % 2 * 14))))
 
 
 @iq2_xs.unpack
-def unpack_iq2_xs(y, x, n):
-    for b in range(n):
-        block, out = x + b * 74, b * 256
-        for i in range(16):
-            first_point, second_point = short_at(block, 1 + 2 * i), short_at(block, 2 + 2 * i)
-            scale = byte_at(block, 66 + i // 2) >> (i % 2 * 4) & 15
-            scale = half_at(block, 0) * (f32(scale) + f32(0.5)) * f32(0.25)
-            v = intrinsics.bytes_of(IQ2_XS_GRID[first_point & 511], IQ2_XS_GRID[second_point & 511])
-            signs = two_signs((first_point >> 9) | (second_point >> 9 << 7))
-            store(y, out + i * 16, signed(intrinsics.to_floats(v) * scale, signs))
+def unpack_iq2_xs(y, block):
+    for i in range(16):
+        first_point, second_point = short_at(block, 1 + 2 * i), short_at(block, 2 + 2 * i)
+        scale = byte_at(block, 66 + i // 2) >> (i % 2 * 4) & 15
+        scale = half_at(block, 0) * (f32(scale) + f32(0.5)) * f32(0.25)
+        v = intrinsics.bytes_of(IQ2_XS_GRID[first_point & 511], IQ2_XS_GRID[second_point & 511])
+        signs = two_signs((first_point >> 9) | (second_point >> 9 << 7))
+        store(y, i * 16, signed(intrinsics.to_floats(v) * scale, signs))
 
 
 @iq2_s.unpack
-def unpack_iq2_s(y, x, n):
-    for b in range(n):
-        block, out = x + b * 82, b * 256
-        for i in range(16):
-            high_bits = byte_at(block, 66 + i // 2) >> (i % 2 * 4)
-            first_point = TWO_S[byte_at(block, 2 + 2 * i) | ((high_bits & 3) << 8)]
-            second_point = TWO_S[byte_at(block, 3 + 2 * i) | ((high_bits >> 2 & 3) << 8)]
-            nibble = byte_at(block, 74 + i // 2) >> (i % 2 * 4) & 15
-            scale = half_at(block, 0) * (f32(nibble) + f32(0.5)) * f32(0.25)
-            v = intrinsics.to_floats(intrinsics.bytes_of(first_point, second_point)) * scale
-            store(y, out + i * 16, signed(v, short_at(block, 17 + i)))
+def unpack_iq2_s(y, block):
+    for i in range(16):
+        high_bits = byte_at(block, 66 + i // 2) >> (i % 2 * 4)
+        first_point = TWO_S[byte_at(block, 2 + 2 * i) | ((high_bits & 3) << 8)]
+        second_point = TWO_S[byte_at(block, 3 + 2 * i) | ((high_bits >> 2 & 3) << 8)]
+        nibble = byte_at(block, 74 + i // 2) >> (i % 2 * 4) & 15
+        scale = half_at(block, 0) * (f32(nibble) + f32(0.5)) * f32(0.25)
+        v = intrinsics.to_floats(intrinsics.bytes_of(first_point, second_point)) * scale
+        store(y, i * 16, signed(v, short_at(block, 17 + i)))
 
 
 @iq3_xxs.unpack
-def unpack_iq3_xxs(y, x, n):
-    for b in range(n):
-        block, out = x + b * 98, b * 256
-        for i in range(16):
-            indices, word = block + 2 + i * 4, intrinsics.word_at(block + 66, i // 2)
-            scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.5)
-            first = IQ3_XXS_GRID[byte_at(indices, 0)] | (IQ3_XXS_GRID[byte_at(indices, 1)] << 32)
-            second = IQ3_XXS_GRID[byte_at(indices, 2)] | (IQ3_XXS_GRID[byte_at(indices, 3)] << 32)
-            v = intrinsics.to_floats(intrinsics.bytes_of(first, second)) * scale
-            store(y, out + i * 16, signed(v, two_signs(word >> (i % 2 * 14))))
+def unpack_iq3_xxs(y, block):
+    for i in range(16):
+        indices, word = block + 2 + i * 4, intrinsics.word_at(block + 66, i // 2)
+        scale = half_at(block, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.5)
+        first = IQ3_XXS_GRID[byte_at(indices, 0)] | (IQ3_XXS_GRID[byte_at(indices, 1)] << 32)
+        second = IQ3_XXS_GRID[byte_at(indices, 2)] | (IQ3_XXS_GRID[byte_at(indices, 3)] << 32)
+        v = intrinsics.to_floats(intrinsics.bytes_of(first, second)) * scale
+        store(y, i * 16, signed(v, two_signs(word >> (i % 2 * 14))))
 
 
 @iq3_s.unpack
-def unpack_iq3_s(y, x, n):
+def unpack_iq3_s(y, at):
     code_values = intrinsics.scratch(4)
-    for b in range(n):
-        at, out = x + b * 110, b * 256
-        d = half_at(at, 0)
-        for i in range(16):
-            ninth_bits = byte_at(at, 66 + i // 2) >> (i % 2 * 4)
-            for four in range(4):
-                index = byte_at(at, 2 + i * 4 + four) | ((ninth_bits >> four & 1) << 8)
-                intrinsics.put_word(code_values, four, IQ3_S_GRID[index])
-            signs = (intrinsics.spread_bits(short_at(at + 74, i)) >> intrinsics.lane_numbers()) & 1
-            scale = d * f32((byte_at(at, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
-            v = intrinsics.to_floats(intrinsics.bytes_at(code_values, 0)) * scale
-            store(y, out + i * 16, v * (intrinsics.to_floats(signs) * -2.0 + 1.0))
+    d = half_at(at, 0)
+    for i in range(16):
+        ninth_bits = byte_at(at, 66 + i // 2) >> (i % 2 * 4)
+        for four in range(4):
+            index = byte_at(at, 2 + i * 4 + four) | ((ninth_bits >> four & 1) << 8)
+            intrinsics.put_word(code_values, four, IQ3_S_GRID[index])
+        signs = (intrinsics.spread_bits(short_at(at + 74, i)) >> intrinsics.lane_numbers()) & 1
+        scale = d * f32((byte_at(at, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
+        v = intrinsics.to_floats(intrinsics.bytes_at(code_values, 0)) * scale
+        store(y, i * 16, v * (intrinsics.to_floats(signs) * -2.0 + 1.0))
 
 
 @part
@@ -245,13 +217,11 @@ def dot_iq3_s(x, w, n):
 
 
 @iq4_nl.unpack
-def unpack_iq4_nl(y, x, n):
+def unpack_iq4_nl(y, block):
     code_values = load(NL, 0)
-    for b in range(n):
-        block, out = x + b * 18, b * 32
-        d, q = half_at(block, 0), intrinsics.bytes_at(block, 2)
-        store(y, out, intrinsics.pick(code_values, q) * d)
-        store(y, out + 16, intrinsics.pick(code_values, q >> 4) * d)
+    d, q = half_at(block, 0), intrinsics.bytes_at(block, 2)
+    store(y, 0, intrinsics.pick(code_values, q) * d)
+    store(y, 16, intrinsics.pick(code_values, q >> 4) * d)
 
 
 @iq4_nl.dot
@@ -269,27 +239,21 @@ def dot_iq4_nl(x, w, n):
 
 
 @iq4_xs.unpack
-def unpack_iq4_xs(y, x, n):
+def unpack_iq4_xs(y, block):
     code_values = load(NL, 0)
-    for b in range(n):
-        block, out = x + b * 136, b * 256
-        d, high_bits = half_at(block, 0), short_at(block, 1)
-        for i in range(8):
-            low_bits = byte_at(block, 4 + i // 2) >> (i % 2 * 4)
-            scale = d * f32(((low_bits & 15) | ((high_bits >> (i * 2) & 3) << 4)) - 32)
-            q = intrinsics.bytes_at(block, 8 + i * 16)
-            store(y, out + i * 32, intrinsics.pick(code_values, q) * scale)
-            store(y, out + i * 32 + 16, intrinsics.pick(code_values, q >> 4) * scale)
+    d, high_bits = half_at(block, 0), short_at(block, 1)
+    for i in range(8):
+        low_bits = byte_at(block, 4 + i // 2) >> (i % 2 * 4)
+        scale = d * f32(((low_bits & 15) | ((high_bits >> (i * 2) & 3) << 4)) - 32)
+        q = intrinsics.bytes_at(block, 8 + i * 16)
+        store(y, i * 32, intrinsics.pick(code_values, q) * scale)
+        store(y, i * 32 + 16, intrinsics.pick(code_values, q >> 4) * scale)
 
 
 @iq4_xs.dot
 def dot_iq4_xs(x, w, n):
-    code_values, a, b, scales = (
-        load(NL, 0),
-        intrinsics.splat(0.0),
-        intrinsics.splat(0.0),
-        intrinsics.scratch(16),
-    )
+    code_values, a, b = load(NL, 0), intrinsics.splat(0.0), intrinsics.splat(0.0)
+    scales = intrinsics.scratch(16)
     for p in range(0, n, 256):
         group = intrinsics.lane_numbers() & 7
         low_bits = (intrinsics.spread_bits(intrinsics.word_at(w + 4, 0)) >> (group << 2)) & 15

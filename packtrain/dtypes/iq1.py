@@ -8,17 +8,7 @@ group of 32; four with those of the halves of a group of 16.
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import (
-    byte_at,
-    compiled_function,
-    load,
-    peek,
-    poke,
-    put_byte,
-    scratch,
-    splat,
-    store,
-)
+from packtrain.dtypes.intrinsics import byte_at, compiled_function, load, peek, poke, scratch, store
 from packtrain.dtypes.iq import iq1_m, iq1_s
 from packtrain.dtypes.lattice import FAR, levels_of, nearest_point, put_point, table_entry
 from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
@@ -33,27 +23,24 @@ def put_sort_order(order: int, x: int, n: int) -> None:
     """Write the numbers of n values at x, the lowest value first, as bytes."""
     ranks = scratch(32)
     for i in range(0, n, 16):
-        v, rank, lanes = (
-            load(x, i),
-            splat(0.0),
-            intrinsics.to_floats(intrinsics.lane_numbers()) + f32(i),
-        )
+        v, rank = load(x, i), intrinsics.splat(0.0)
+        lanes = intrinsics.to_floats(intrinsics.lane_numbers()) + f32(i)
         for j in range(n):
-            other_value = splat(peek(x, j))
+            other_value = intrinsics.splat(peek(x, j))
             not_above = intrinsics.select_less(v, other_value, 0.0, 1.0)
             rank = rank + intrinsics.select_less(
                 f32(j), lanes, not_above, intrinsics.select_less(other_value, v, 1.0, 0.0)
             )
         store(ranks, i, rank)
     for i in range(n):
-        put_byte(order, int(peek(ranks, i)), i)
+        intrinsics.put_byte(order, int(peek(ranks, i)), i)
 
 
 @compiled_function
 def put_running_sums(running_sums: int, x: int, w: int, order: int, n: int) -> None:
     """Write the sums of w * x, then of w, of the first j values in order, j = 0 … n; of a group of 16 for each half."""
     for i in range(0, 4 * SUMS_LENGTH, 16):
-        store(running_sums, i, splat(0.0))
+        store(running_sums, i, intrinsics.splat(0.0))
     for j in range(n):
         i = byte_at(order, j)
         for half in range(2 if n == 16 else 1):
@@ -69,7 +56,8 @@ def put_two_sums(sums: int, at: int, first_split: int, second_split: int) -> Non
     x, w = load(at, second_split), load(at, SUMS_LENGTH + second_split)
     first_x, first_w = peek(at, first_split), peek(at, SUMS_LENGTH + first_split)
     middle_x, middle_w = x - first_x, w - first_w
-    rest_x, rest_w = splat(peek(at, 32)) - x, splat(peek(at, SUMS_LENGTH + 32)) - w
+    rest_x = intrinsics.splat(peek(at, 32)) - x
+    rest_w = intrinsics.splat(peek(at, SUMS_LENGTH + 32)) - w
     for split_kind in range(2):
         middle = LEVEL_SHIFT if split_kind == 0 else -LEVEL_SHIFT
         low, high = middle - f32(1), middle + f32(1)
@@ -88,7 +76,7 @@ def put_four_sums(sums: int, running_sums: int, first_split: int, second_split: 
         for kind in range(2):
             middle = LEVEL_SHIFT if kind == 0 else -LEVEL_SHIFT
             low, high, to = middle - f32(1), middle + f32(1), part_sums + half * 256 + kind * 128
-            store(to, 0, splat(peek(at, 16) * high) - x)
+            store(to, 0, intrinsics.splat(peek(at, 16) * high) - x)
             low_part = peek(at, SUMS_LENGTH + 16) * high * high
             low_part += peek(at, SUMS_LENGTH + first_split) * (low * low - middle * middle)
             store(to, 16, w * (middle * middle - high * high) + low_part)
@@ -168,7 +156,7 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
     down_bits = split_kind * 15 if n == 32 else (split_kind >> 1) | ((split_kind & 1) << 1)
     for j in range(n):
         level = (j >= (split_code & 63)) + (j >= (split_code >> 6 & 63))
-        put_byte(levels, byte_at(order, j), 2 - level if scale < 0 else level)
+        intrinsics.put_byte(levels, byte_at(order, j), 2 - level if scale < 0 else level)
     if scale < 0:
         scale, down_bits = -scale, ~down_bits & (15 if n == 32 else 3)
     for k in range(n // 8):
@@ -186,30 +174,26 @@ def fit_thirds(numbers: int, scale_at: int, x: int, w: int, n: int, t: int) -> i
 
 
 @iq1_s.snap
-def snap_iq1_s(y, x, w, t, n):
+def snap_iq1_s(block, src, column_weights, t):
     numbers, group_down_bits, scales, levels = scratch(16), scratch(2), scratch(16), scratch(4)
     weights = scratch(32)
-    for b in range(n):
-        block, src, column_weights = y + b * 50, x + b * 1024, w + b * 1024
-        spread = f32(2) * sum_of_squares(src, 256) / f32(256)
-        store(scales, 0, splat(0.0))
-        for i in range(8):
-            group = i * 128
-            put_value_weights(weights, src + group, column_weights + group, 32, spread)
-            down_bits = fit_thirds(numbers + i * 8, scales + i * 4, src + group, weights, 32, t)
-            put_byte(group_down_bits, i, down_bits & 8)
-        d = intrinsics.largest(load(scales, 0)) / f32(15)
-        intrinsics.put_half(block, 0, d * f32(1.125))
-        intrinsics.put_bytes(
-            levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(7))
-        )
-        for i in range(2):
-            intrinsics.put_bytes(block + 2, i * 16, intrinsics.shorts_at(numbers, i * 16))
-        for i in range(8):
-            high_bits = (byte_at(levels, i) | byte_at(group_down_bits, i)) << 12
-            for k in range(4):
-                high_bits |= intrinsics.short_at(numbers, i * 4 + k) >> 8 << (3 * k)
-            intrinsics.put_short(block + 34, i, high_bits)
+    spread = f32(2) * sum_of_squares(src, 256) / f32(256)
+    store(scales, 0, intrinsics.splat(0.0))
+    for i in range(8):
+        group = i * 128
+        put_value_weights(weights, src + group, column_weights + group, 32, spread)
+        down_bits = fit_thirds(numbers + i * 8, scales + i * 4, src + group, weights, 32, t)
+        intrinsics.put_byte(group_down_bits, i, down_bits & 8)
+    d = intrinsics.largest(load(scales, 0)) / f32(15)
+    intrinsics.put_half(block, 0, d * f32(1.125))
+    intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(7)))
+    for i in range(2):
+        intrinsics.put_bytes(block + 2, i * 16, intrinsics.shorts_at(numbers, i * 16))
+    for i in range(8):
+        high_bits = (byte_at(levels, i) | byte_at(group_down_bits, i)) << 12
+        for k in range(4):
+            high_bits |= intrinsics.short_at(numbers, i * 4 + k) >> 8 << (3 * k)
+        intrinsics.put_short(block + 34, i, high_bits)
 
 
 @compiled_function
@@ -234,27 +218,25 @@ def put_scale(
 
 
 @iq1_m.snap
-def snap_iq1_m(y, x, w, t, n):
+def snap_iq1_m(block, src, column_weights, t):
     numbers, group_down_bits, scales, levels = scratch(16), scratch(4), scratch(16), scratch(4)
     weights = scratch(16)
-    for b in range(n):
-        block, src, column_weights = y + b * 56, x + b * 1024, w + b * 1024
-        spread = f32(2) * sum_of_squares(src, 256) / f32(256)
-        for i in range(16):
-            group = i * 64
-            put_value_weights(weights, src + group, column_weights + group, 16, spread)
-            down_bits = fit_thirds(numbers + i * 4, scales + i * 4, src + group, weights, 16, t)
-            put_byte(group_down_bits, i, down_bits)
-            high_bits = (
-                intrinsics.short_at(numbers, 2 * i) >> 8
-                | intrinsics.short_at(numbers, 2 * i + 1) >> 8 << 4
-            )
-            put_byte(block + 32, i, high_bits | (down_bits & 1) << 3 | down_bits >> 1 << 7)
-        d = intrinsics.largest(load(scales, 0)) / f32(15)
-        for i in range(2):
-            intrinsics.put_bytes(block, i * 16, intrinsics.shorts_at(numbers, i * 16))
-        for i in range(4):
-            intrinsics.put_short(block + 48, i, 0)
-        if d > 0:
-            intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d, f32(7)))
-            put_scale(block, src, column_weights, t, numbers, group_down_bits, levels, spread, d)
+    spread = f32(2) * sum_of_squares(src, 256) / f32(256)
+    for i in range(16):
+        group = i * 64
+        put_value_weights(weights, src + group, column_weights + group, 16, spread)
+        down_bits = fit_thirds(numbers + i * 4, scales + i * 4, src + group, weights, 16, t)
+        intrinsics.put_byte(group_down_bits, i, down_bits)
+        high_bits = (
+            intrinsics.short_at(numbers, 2 * i) >> 8
+            | intrinsics.short_at(numbers, 2 * i + 1) >> 8 << 4
+        )
+        intrinsics.put_byte(block + 32, i, high_bits | (down_bits & 1) << 3 | down_bits >> 1 << 7)
+    d = intrinsics.largest(load(scales, 0)) / f32(15)
+    for i in range(2):
+        intrinsics.put_bytes(block, i * 16, intrinsics.shorts_at(numbers, i * 16))
+    for i in range(4):
+        intrinsics.put_short(block + 48, i, 0)
+    if d > 0:
+        intrinsics.put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d, f32(7)))
+        put_scale(block, src, column_weights, t, numbers, group_down_bits, levels, spread, d)

@@ -15,30 +15,26 @@ f32 = np.float32
 
 
 @iq3_xxs.snap
-def snap_iq3_xxs(y, x, w, t, n):
+def snap_iq3_xxs(block, src, by, t):
     point_numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
-    for b in range(n):
-        block, src, by = y + b * 98, x + b * 1024, w + b * 1024 if w != 0 else 0
-        max_scale = fit_block(
-            point_numbers, signs, scales, src, by, t, 32, 4, 1, f32(1e-8), 15, f32(0.2), OFF
-        )
-        put_scales(block, levels, scales, max_scale, f32(1.0125))
-        for i in range(4):
-            put_bytes(block + 2, i * 16, shorts_at(point_numbers, i * 16))
-        for i in range(8):
-            put_word(block + 66, i, sevens(word_at(signs, i)) | (byte_at(levels, i) << 28))
+    max_scale = fit_block(
+        point_numbers, signs, scales, src, by, t, 32, 4, 1, f32(1e-8), 15, f32(0.2), OFF
+    )
+    put_scales(block, levels, scales, max_scale, f32(1.0125))
+    for i in range(4):
+        put_bytes(block + 2, i * 16, shorts_at(point_numbers, i * 16))
+    for i in range(8):
+        put_word(block + 66, i, sevens(word_at(signs, i)) | (byte_at(levels, i) << 28))
 
 
 @iq3_s.snap
-def snap_iq3_s(y, x, w, t, n):
+def snap_iq3_s(to, src, by, t):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
-    for b in range(n):
-        to, src, by = y + b * 110, x + b * 1024, w + b * 1024 if w != 0 else 0
-        highest = fit_block(numbers, signs, scales, src, by, t, 32, 4, 0, f32(0), 9, f32(0.2), ANY)
-        put_scales(to, levels, scales, highest, f32(1.033))
-        put_nibbles(to + 106, levels, 8)
-        for i in range(4):
-            put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
-            intrinsics.put_short(to + 66, i, intrinsics.set_lanes(shorts_at(numbers, i * 16) >> 8))
-        for i in range(8):
-            put_word(to + 74, i, word_at(signs, i))
+    highest = fit_block(numbers, signs, scales, src, by, t, 32, 4, 0, f32(0), 9, f32(0.2), ANY)
+    put_scales(to, levels, scales, highest, f32(1.033))
+    put_nibbles(to + 106, levels, 8)
+    for i in range(4):
+        put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
+        intrinsics.put_short(to + 66, i, intrinsics.set_lanes(shorts_at(numbers, i * 16) >> 8))
+    for i in range(8):
+        put_word(to + 74, i, word_at(signs, i))

@@ -7,18 +7,7 @@ sums in ggml's order.
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import (
-    F32x16,
-    I32x16,
-    compiled_function,
-    load,
-    part,
-    peek,
-    pick,
-    poke,
-    scratch,
-    store,
-)
+from packtrain.dtypes.intrinsics import compiled_function, load, peek, pick, poke, scratch, store
 from packtrain.dtypes.iq import NL, iq4_nl, iq4_xs
 from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
 
@@ -28,8 +17,8 @@ MIDDLES = np.append((NL[:-1] + NL[1:]) / 2, np.inf).astype(f32)  # between neigh
 NUM_TRIALS = 16
 
 
-@part
-def nearest_codes(v: F32x16) -> I32x16:
+@intrinsics.part
+def nearest_codes(v: intrinsics.F32x16) -> intrinsics.I32x16:
     """Return the codes of the nearest table values, of two as near the upper one: how many middles are passed."""
     midpoints = load(MIDDLES, 0)
     at = intrinsics.select_less(v, peek(MIDDLES, 7), 0.0, 8.0)
@@ -77,7 +66,7 @@ def fit_table_scale(x: int, w: int) -> f32:
     return scale
 
 
-@part
+@intrinsics.part
 def put_table_codes(y: int, x: int, scale: f32) -> None:
     """Write the table codes of 32 values for a scale."""
     inverse = f32(1) / scale if scale != 0 else f32(0)
@@ -120,24 +109,20 @@ def put_iq4_xs_block(y: int, x: int, w: int) -> None:
 
 
 @iq4_nl.pack
-def pack_iq4_nl(y, x, n):
-    for b in range(n):
-        put_iq4_nl_block(y + b * 18, x + b * 128, 0)
+def pack_iq4_nl(y, x):
+    put_iq4_nl_block(y, x, 0)
 
 
 @iq4_nl.weigh
-def weigh_iq4_nl(y, x, w, n):
-    for b in range(n):
-        put_iq4_nl_block(y + b * 18, x + b * 128, w + b * 128)
+def weigh_iq4_nl(y, x, w, _):
+    put_iq4_nl_block(y, x, w)
 
 
 @iq4_xs.pack
-def pack_iq4_xs(y, x, n):
-    for b in range(n):
-        put_iq4_xs_block(y + b * 136, x + b * 1024, 0)
+def pack_iq4_xs(y, x):
+    put_iq4_xs_block(y, x, 0)
 
 
 @iq4_xs.weigh
-def weigh_iq4_xs(y, x, w, n):
-    for b in range(n):
-        put_iq4_xs_block(y + b * 136, x + b * 1024, w + b * 1024)
+def weigh_iq4_xs(y, x, w, _):
+    put_iq4_xs_block(y, x, w)

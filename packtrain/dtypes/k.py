@@ -87,24 +87,18 @@ q6_K.mix("Q6_K", 18)
 
 
 @q2_K.unpack
-def unpack_q2_K(y, x, n):
-    for b in range(n):
-        block, out = x + b * 84, b * 256
-        d, m = half_at(block + 80, 0), half_at(block + 80, 1)
-        for i in range(16):
-            scale = byte_at(block, i)
-            q = bytes_at(block, 16 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)
-            store(y, out + i * 16, to_floats(q & 3) * (d * f32(scale & 15)) - m * f32(scale >> 4))
+def unpack_q2_K(y, block):
+    d, m = half_at(block + 80, 0), half_at(block + 80, 1)
+    for i in range(16):
+        scale = byte_at(block, i)
+        q = bytes_at(block, 16 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)
+        store(y, i * 16, to_floats(q & 3) * (d * f32(scale & 15)) - m * f32(scale >> 4))
 
 
 @q2_K.dot
 def dot_q2_K(x, w, n):
-    a, b, scales, mins = (
-        intrinsics.splat(0.0),
-        intrinsics.splat(0.0),
-        intrinsics.scratch(16),
-        intrinsics.scratch(16),
-    )
+    a, b, scales = intrinsics.splat(0.0), intrinsics.splat(0.0), intrinsics.scratch(16)
+    mins = intrinsics.scratch(16)
     for p in range(0, n, 256):
         s = bytes_at(w, 0)
         store(scales, 0, to_floats(s & 15) * half_at(w, 40))
@@ -162,17 +156,15 @@ def dot_q3_K(x, w, n):
 
 
 @q3_K.unpack
-def unpack_q3_K(y, x, n):
-    for b in range(n):
-        at, out = x + b * 110, b * 256
-        d = half_at(at + 108, 0)
-        for i in range(16):
-            low_bits = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
-            high_bits = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
-            scale = ((low_bits & 15) | ((high_bits & 3) << 4)) - 32
-            q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
-            top_bits = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
-            store(y, out + i * 16, to_floats((q | (top_bits << 2)) - 4) * (d * f32(scale)))
+def unpack_q3_K(y, at):
+    d = half_at(at + 108, 0)
+    for i in range(16):
+        low_bits = byte_at(at, 96 + i % 8) >> (i // 8 * 4)
+        high_bits = byte_at(at, 104 + i % 4) >> (i // 4 * 2)
+        scale = ((low_bits & 15) | ((high_bits & 3) << 4)) - 32
+        q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
+        top_bits = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
+        store(y, i * 16, to_floats((q | (top_bits << 2)) - 4) * (d * f32(scale)))
 
 
 @intrinsics.part
@@ -189,24 +181,19 @@ def scale_and_min(block: int, i: int) -> tuple[f32, f32]:
 
 
 @q4_K.unpack
-def unpack_q4_K(y, x, n):
-    for b in range(n):
-        block, out = x + b * 144, b * 256
-        for i in range(8):
-            d, m = scale_and_min(block, i)
-            for half_index in range(0, 32, 16):
-                q = (bytes_at(block, 16 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
-                store(y, out + i * 32 + half_index, to_floats(q) * d - m)
+def unpack_q4_K(y, block):
+    for i in range(8):
+        d, m = scale_and_min(block, i)
+        for half_index in range(0, 32, 16):
+            q = (bytes_at(block, 16 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
+            store(y, i * 32 + half_index, to_floats(q) * d - m)
 
 
 @intrinsics.part
 def scales_then_mins(w: int) -> intrinsics.F32x16:
     """Return eight scales and eight negative offsets of a q4_K or q5_K block, as scale_and_min gives them by group."""
-    first, second, upper_bits = (
-        intrinsics.word_at(w + 4, 0),
-        intrinsics.word_at(w + 8, 0),
-        intrinsics.word_at(w + 12, 0),
-    )
+    first, second = intrinsics.word_at(w + 4, 0), intrinsics.word_at(w + 8, 0)
+    upper_bits = intrinsics.word_at(w + 12, 0)
     top_bits = (((first >> 6) << 4) | ((second >> 6) << 36)) & (LOW_2_BITS << 4)
     low = (upper_bits & FOURS) | (top_bits & 0xFFFFFFFF)
     upper_mins = ((upper_bits >> 4) & 0x0F0F0F0F) | (top_bits >> 32)
@@ -218,28 +205,66 @@ def scales_then_mins(w: int) -> intrinsics.F32x16:
 
 
 @q5_K.unpack
-def unpack_q5_K(y, x, n):
-    for b in range(n):
-        block, out = x + b * 176, b * 256
-        for i in range(8):
-            d, m = scale_and_min(block, i)
-            for half_index in range(0, 32, 16):
-                q = (bytes_at(block, 48 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
-                top_bits = (bytes_at(block, 16 + half_index) >> i) & 1
-                store(y, out + i * 32 + half_index, to_floats(q | (top_bits << 4)) * d - m)
+def unpack_q5_K(y, block):
+    for i in range(8):
+        d, m = scale_and_min(block, i)
+        for half_index in range(0, 32, 16):
+            q = (bytes_at(block, 48 + i // 2 * 32 + half_index) >> (i % 2 * 4)) & 15
+            top_bits = (bytes_at(block, 16 + half_index) >> i) & 1
+            store(y, i * 32 + half_index, to_floats(q | (top_bits << 4)) * d - m)
 
 
 @q6_K.unpack
-def unpack_q6_K(y, x, n):
-    for b in range(n):
-        block, out = x + b * 210, b * 256
-        d = half_at(block + 208, 0)
-        for i in range(16):
-            half, quarter, lane = i // 8, i % 8 // 2, i % 2 * 16
-            q = (bytes_at(block, half * 64 + quarter % 2 * 32 + lane) >> (quarter // 2 * 4)) & 15
-            top_bits = (bytes_at(block, 128 + half * 32 + lane) >> (quarter * 2)) & 3
-            scale = d * f32(intrinsics.char_at(block, 192 + i))
-            store(y, out + i * 16, to_floats((q | (top_bits << 4)) - 32) * scale)
+def unpack_q6_K(y, block):
+    d = half_at(block + 208, 0)
+    for i in range(16):
+        half, quarter, lane = i // 8, i % 8 // 2, i % 2 * 16
+        q = (bytes_at(block, half * 64 + quarter % 2 * 32 + lane) >> (quarter // 2 * 4)) & 15
+        top_bits = (bytes_at(block, 128 + half * 32 + lane) >> (quarter * 2)) & 3
+        scale = d * f32(intrinsics.char_at(block, 192 + i))
+        store(y, i * 16, to_floats((q | (top_bits << 4)) - 32) * scale)
+
+
+# ---- codes of a block, which begin as 256 f32 at `codes` -----------------------------------------------------------
+
+
+@intrinsics.part
+def sixteen_codes(codes: int, i: int) -> intrinsics.I32x16:
+    return intrinsics.to_bits(load(codes, i))
+
+
+@intrinsics.compiled_function
+def write_q4_K_codes(y: int, codes: int) -> None:
+    for i in range(0, 256, 64):
+        for lane in range(0, 32, 16):
+            low, high = sixteen_codes(codes, i + lane), sixteen_codes(codes, i + 32 + lane)
+            intrinsics.put_bytes(y + 16 + i // 2, lane, low | (high << 4))
+
+
+@intrinsics.compiled_function
+def write_q5_K_codes(y: int, codes: int) -> None:
+    for lane in range(0, 32, 16):
+        top_bits = intrinsics.spread_bits(0)
+        for i in range(0, 8, 2):
+            first = sixteen_codes(codes, i * 32 + lane)
+            second = sixteen_codes(codes, i * 32 + 32 + lane)
+            top_bits = top_bits | (first >> 4 << i) | (second >> 4 << (i + 1))
+            intrinsics.put_bytes(y + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
+        intrinsics.put_bytes(y + 16, lane, top_bits)
+
+
+@intrinsics.compiled_function
+def write_q6_K_codes(y: int, codes: int) -> None:
+    for half in range(2):
+        for lane in range(0, 32, 16):
+            i = half * 128 + lane
+            c0, c1 = sixteen_codes(codes, i), sixteen_codes(codes, i + 32)
+            c2, c3 = sixteen_codes(codes, i + 64), sixteen_codes(codes, i + 96)
+            low, high = y + half * 64 + lane, y + 128 + half * 32 + lane
+            intrinsics.put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
+            intrinsics.put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
+            top_bits = (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6)
+            intrinsics.put_bytes(high, 0, top_bits)
 
 
 # ---- packing --------------------------------------------------------------------------------------------------
@@ -276,40 +301,28 @@ def put_scales_and_mins(y: int, x: int, max_code: f32, first_trial: f32, num_tri
 
 
 @intrinsics.part
-def group_codes(y: int, x: int, group: int, lane: int, max_code: f32) -> intrinsics.I32x16:
-    """Return the codes of 16 values, from `lane` on in a group whose scale is stored."""
-    d, offset = scale_and_min(y, group)
-    d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
-    return intrinsics.to_bits(
-        intrinsics.rounded((load(x + group * 128, lane) + offset) / d, f32(0), max_code)
-    )
+def put_group_codes(codes: int, y: int, x: int, max_code: f32) -> None:
+    """Write the codes of a q4_K or q5_K block, whose scales are stored, for values at x."""
+    for i in range(0, 256, 16):
+        d, offset = scale_and_min(y, i // 32)
+        d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
+        store(codes, i, intrinsics.rounded((load(x, i) + offset) / d, f32(0), max_code))
 
 
 @q4_K.pack
-def pack_q4_K(y, x, n):
-    for b in range(n):
-        block, src = y + b * 144, x + b * 1024
-        put_scales_and_mins(block, src, f32(15), f32(-1), 20)
-        for i in range(0, NUM_GROUPS, 2):
-            for lane in range(0, 32, 16):
-                first_codes = group_codes(block, src, i, lane, f32(15))
-                second_codes = group_codes(block, src, i + 1, lane, f32(15))
-                intrinsics.put_bytes(block + 16 + i * 16, lane, first_codes | (second_codes << 4))
+def pack_q4_K(y, x):
+    codes = intrinsics.scratch(256)
+    put_scales_and_mins(y, x, f32(15), f32(-1), 20)
+    put_group_codes(codes, y, x, f32(15))
+    write_q4_K_codes(y, codes)
 
 
 @q5_K.pack
-def pack_q5_K(y, x, n):
-    for b in range(n):
-        block, src = y + b * 176, x + b * 1024
-        put_scales_and_mins(block, src, f32(31), f32(-0.5), 15)
-        for lane in range(0, 32, 16):
-            top_bits = intrinsics.spread_bits(0)
-            for i in range(0, NUM_GROUPS, 2):
-                first = group_codes(block, src, i, lane, f32(31))
-                second = group_codes(block, src, i + 1, lane, f32(31))
-                top_bits = top_bits | (first >> 4 << i) | (second >> 4 << (i + 1))
-                intrinsics.put_bytes(block + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
-            intrinsics.put_bytes(block + 16, lane, top_bits)
+def pack_q5_K(y, x):
+    codes = intrinsics.scratch(256)
+    put_scales_and_mins(y, x, f32(31), f32(-0.5), 15)
+    put_group_codes(codes, y, x, f32(31))
+    write_q5_K_codes(y, codes)
 
 
 @intrinsics.compiled_function
@@ -343,27 +356,12 @@ def put_q6_K_scales(y: int, x: int) -> None:
         intrinsics.put_byte(y, 192 + i, intrinsics.rounded_int(inverse * peek(scales, i), 127))
 
 
-@intrinsics.compiled_function
-def q6_K_codes(y: int, x: int, i: int) -> intrinsics.I32x16:
-    """Return the codes of the i-th 16 values, whose scale is stored; 32 means zero."""
-    d = half_at(y, 104) * f32(intrinsics.char_at(y, 192 + i))
-    d = d if d != 0 else f32(1)
-    return intrinsics.to_bits(intrinsics.rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)
-
-
 @q6_K.pack
-def pack_q6_K(y, x, n):
-    for b in range(n):
-        block, src = y + b * 210, x + b * 1024
-        put_q6_K_scales(block, src)
-        for half in range(2):
-            for lane in range(2):
-                i = half * 8 + lane
-                c0, c1 = q6_K_codes(block, src, i), q6_K_codes(block, src, i + 2)
-                c2, c3 = q6_K_codes(block, src, i + 4), q6_K_codes(block, src, i + 6)
-                low, high = block + half * 64 + lane * 16, block + 128 + half * 32 + lane * 16
-                intrinsics.put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
-                intrinsics.put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
-                intrinsics.put_bytes(
-                    high, 0, (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6)
-                )
+def pack_q6_K(y, x):
+    codes = intrinsics.scratch(256)
+    put_q6_K_scales(y, x)
+    for i in range(16):
+        d = half_at(y, 104) * f32(intrinsics.char_at(y, 192 + i))
+        v = load(x, i * 16) / (d if d != 0 else f32(1))
+        store(codes, i * 16, intrinsics.rounded(v, f32(-32), f32(31)) + 32.0)
+    write_q6_K_codes(y, codes)

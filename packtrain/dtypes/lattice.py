@@ -7,17 +7,7 @@ A group of n values with one scale is two to eight points of `width` values each
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import (
-    I32x16,
-    compiled_function,
-    load,
-    part,
-    peek,
-    scratch,
-    select_less,
-    store,
-    word_at,
-)
+from packtrain.dtypes.intrinsics import compiled_function, load, peek, scratch, store, word_at
 from packtrain.dtypes.weighted_packing import put_value_weights, sum_of_squares
 
 f32 = np.float32
@@ -26,22 +16,24 @@ FAR, ROUNDING_SHIFT = f32(np.finfo(f32).max), f32(1.5 * 2**23)
 OFF, ANY, ALL = 0, 1, 2
 
 
-@part
-def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> I32x16:
+@intrinsics.part
+def levels_of(x: int, i: int, inverse: f32, max_level: f32) -> intrinsics.I32x16:
     """Return levels 0 … max_level of 16 values times `inverse`; too large values lose their upper bits, as in ggml."""
     rounded = intrinsics.as_ints((load(x, i) * inverse - 1.0) * 0.5 + ROUNDING_SHIFT)
     v = intrinsics.to_floats((rounded & 0x007FFFFF) - 0x00400000)
-    return intrinsics.to_bits(select_less(v, 0.0, 0.0, select_less(max_level, v, max_level, v)))
+    return intrinsics.to_bits(
+        intrinsics.select_less(v, 0.0, 0.0, intrinsics.select_less(max_level, v, max_level, v))
+    )
 
 
-@part
+@intrinsics.part
 def level_key(levels: int, bits: int) -> int:
     """Return the bits of four levels side by side."""
     level_pairs, low_mask = levels | (levels >> (8 - bits)), (1 << (2 * bits)) - 1
     return (level_pairs & low_mask) | (level_pairs >> (16 - 2 * bits) & (low_mask << (2 * bits)))
 
 
-@part
+@intrinsics.part
 def table_entry(t: int, levels: int, width: int) -> int:
     """Return the table's entry for the levels of one point."""
     if width == 4:
@@ -49,7 +41,7 @@ def table_entry(t: int, levels: int, width: int) -> int:
     return word_at(t, level_key(word_at(levels, 0), 2) | (level_key(word_at(levels, 1), 2) << 8))
 
 
-@part
+@intrinsics.part
 def put_point(to: int, t: int, point_number: int, width: int) -> None:
     """Write the levels of a point."""
     first_word = (4096 if width == 4 else 65536) + point_number * width // 4
@@ -73,10 +65,10 @@ def nearest_point(
             )
             residual = q * scale - peek(x, i)
             error = error + residual * peek(w, i) * residual
-        chunks = select_less(error, best, f32(chunk), chunks)
-        best = select_less(error, best, error, best)
+        chunks = intrinsics.select_less(error, best, f32(chunk), chunks)
+        best = intrinsics.select_less(error, best, error, best)
     min_error = -intrinsics.largest(intrinsics.neg(best))
-    lane_indices = select_less(
+    lane_indices = intrinsics.select_less(
         min_error, best, 4096.0, chunks * 16.0 + intrinsics.to_floats(intrinsics.lane_numbers())
     )
     point_index = int(-intrinsics.largest(intrinsics.neg(lane_indices)))
@@ -158,7 +150,9 @@ def put_magnitudes(magnitudes: int, x: int, w: int, n: int, paired: int) -> int:
     for i in range(0, n, 16):
         v = load(x, i)
         store(magnitudes, i, intrinsics.absolute(v))
-        bits |= intrinsics.set_lanes(intrinsics.to_bits(select_less(v, 0.0, 1.0, 0.0))) << i
+        bits |= (
+            intrinsics.set_lanes(intrinsics.to_bits(intrinsics.select_less(v, 0.0, 1.0, 0.0))) << i
+        )
     for group_start in range(0, n if paired else 0, 8):
         parity = bits >> group_start & 255
         parity ^= parity >> 4
@@ -245,7 +239,7 @@ def put_nibbles(y: int, levels: int, n: int) -> None:
         intrinsics.put_byte(y, i, (byte_pair & 15) | (byte_pair >> 4 & 240))
 
 
-@part
+@intrinsics.part
 def sevens(signs: int) -> int:
     """Return the first seven of each eight of 32 bits, in 28 bits."""
     low_bits = (signs & 127) | (signs >> 1 & (127 << 7))

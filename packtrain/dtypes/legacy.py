@@ -23,100 +23,80 @@ q8_0.mix("Q8_0", 7)
 
 
 @q4_0.unpack
-def unpack_q4_0(y, x, n):
-    for b in range(n):
-        block, out = x + b * 18, b * 32
-        d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 2)
-        intrinsics.store(y, out, intrinsics.to_floats((q & 15) - 8) * d)
-        intrinsics.store(y, out + 16, intrinsics.to_floats((q >> 4) - 8) * d)
+def unpack_q4_0(y, block):
+    d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 2)
+    intrinsics.store(y, 0, intrinsics.to_floats((q & 15) - 8) * d)
+    intrinsics.store(y, 16, intrinsics.to_floats((q >> 4) - 8) * d)
 
 
 @q4_0.pack
-def pack_q4_0(y, x, n):
-    for b in range(n):
-        block, src = y + b * 18, x + b * 128
-        d = intrinsics.extreme(src, 32) / f32(-8)
-        intrinsics.put_half(block, 0, d)
-        intrinsics.put_codes(block + 2, src, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
+def pack_q4_0(block, src):
+    d = intrinsics.extreme(src, 32) / f32(-8)
+    intrinsics.put_half(block, 0, d)
+    intrinsics.put_codes(block + 2, src, f32(0), intrinsics.reciprocal(d), f32(8.5), f32(15))
 
 
 @q4_1.unpack
-def unpack_q4_1(y, x, n):
-    for b in range(n):
-        at, out = x + b * 20, b * 32
-        d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 4)
-        intrinsics.store(y, out, intrinsics.to_floats(q & 15) * d + m)
-        intrinsics.store(y, out + 16, intrinsics.to_floats(q >> 4) * d + m)
+def unpack_q4_1(y, at):
+    d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 4)
+    intrinsics.store(y, 0, intrinsics.to_floats(q & 15) * d + m)
+    intrinsics.store(y, 16, intrinsics.to_floats(q >> 4) * d + m)
 
 
 @q4_1.pack
-def pack_q4_1(y, x, n):
-    for b in range(n):
-        block, src = y + b * 20, x + b * 128
-        min_value, max_value = intrinsics.bounds(src)
-        d = (max_value - min_value) / f32(15)
-        intrinsics.put_half(block, 0, d)
-        intrinsics.put_half(block, 1, min_value)
-        intrinsics.put_codes(block + 4, src, min_value, intrinsics.reciprocal(d), f32(0.5), f32(15))
+def pack_q4_1(block, src):
+    min_value, max_value = intrinsics.bounds(src)
+    d = (max_value - min_value) / f32(15)
+    intrinsics.put_half(block, 0, d)
+    intrinsics.put_half(block, 1, min_value)
+    intrinsics.put_codes(block + 4, src, min_value, intrinsics.reciprocal(d), f32(0.5), f32(15))
 
 
 @q5_0.unpack
-def unpack_q5_0(y, x, n):
-    for b in range(n):
-        block, out = x + b * 22, b * 32
-        d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 6)
-        high = intrinsics.spread_bits(intrinsics.word_at(block + 2, 0)) >> intrinsics.lane_numbers()
-        intrinsics.store(y, out, intrinsics.to_floats(((q & 15) | ((high & 1) << 4)) - 16) * d)
-        intrinsics.store(
-            y, out + 16, intrinsics.to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d
-        )
+def unpack_q5_0(y, block):
+    d, q = intrinsics.half_at(block, 0), intrinsics.bytes_at(block, 6)
+    high = intrinsics.spread_bits(intrinsics.word_at(block + 2, 0)) >> intrinsics.lane_numbers()
+    intrinsics.store(y, 0, intrinsics.to_floats(((q & 15) | ((high & 1) << 4)) - 16) * d)
+    intrinsics.store(y, 16, intrinsics.to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
 
 
 @q5_0.pack
-def pack_q5_0(y, x, n):
-    for b in range(n):
-        to, src = y + b * 22, x + b * 128
-        d = intrinsics.extreme(src, 32) / f32(-16)
-        intrinsics.put_half(to, 0, d)
-        intrinsics.put_word(
-            to + 2,
-            0,
-            intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
-        )
+def pack_q5_0(to, src):
+    d = intrinsics.extreme(src, 32) / f32(-16)
+    intrinsics.put_half(to, 0, d)
+    intrinsics.put_word(
+        to + 2,
+        0,
+        intrinsics.put_codes(to + 6, src, f32(0), intrinsics.reciprocal(d), f32(16.5), f32(31)),
+    )
 
 
 @q5_1.unpack
-def unpack_q5_1(y, x, n):
-    for b in range(n):
-        at, out = x + b * 24, b * 32
-        d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 8)
-        high = intrinsics.spread_bits(intrinsics.word_at(at + 4, 0)) >> intrinsics.lane_numbers()
-        intrinsics.store(y, out, intrinsics.to_floats((q & 15) | ((high & 1) << 4)) * d + m)
-        intrinsics.store(y, out + 16, intrinsics.to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
+def unpack_q5_1(y, at):
+    d, m, q = intrinsics.half_at(at, 0), intrinsics.half_at(at, 1), intrinsics.bytes_at(at, 8)
+    high = intrinsics.spread_bits(intrinsics.word_at(at + 4, 0)) >> intrinsics.lane_numbers()
+    intrinsics.store(y, 0, intrinsics.to_floats((q & 15) | ((high & 1) << 4)) * d + m)
+    intrinsics.store(y, 16, intrinsics.to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
 
 
 @q5_1.pack
-def pack_q5_1(y, x, n):
-    for b in range(n):
-        block, src = y + b * 24, x + b * 128
-        low, max_value = intrinsics.bounds(src)
-        d = (max_value - low) / f32(31)
-        intrinsics.put_half(block, 0, d)
-        intrinsics.put_half(block, 1, low)
-        intrinsics.put_word(
-            block + 4,
-            0,
-            intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
-        )
+def pack_q5_1(block, src):
+    low, max_value = intrinsics.bounds(src)
+    d = (max_value - low) / f32(31)
+    intrinsics.put_half(block, 0, d)
+    intrinsics.put_half(block, 1, low)
+    intrinsics.put_word(
+        block + 4,
+        0,
+        intrinsics.put_codes(block + 8, src, low, intrinsics.reciprocal(d), f32(0.5), f32(31)),
+    )
 
 
 @q8_0.unpack
-def unpack_q8_0(y, x, n):
-    for b in range(n):
-        block, out = x + b * 34, b * 32
-        d = intrinsics.half_at(block, 0)
-        intrinsics.store(y, out, intrinsics.to_floats(intrinsics.chars_at(block, 2)) * d)
-        intrinsics.store(y, out + 16, intrinsics.to_floats(intrinsics.chars_at(block, 18)) * d)
+def unpack_q8_0(y, block):
+    d = intrinsics.half_at(block, 0)
+    intrinsics.store(y, 0, intrinsics.to_floats(intrinsics.chars_at(block, 2)) * d)
+    intrinsics.store(y, 16, intrinsics.to_floats(intrinsics.chars_at(block, 18)) * d)
 
 
 @q8_0.dot
@@ -138,15 +118,13 @@ def dot_q8_0(x, w, n):
 
 
 @q8_0.pack
-def pack_q8_0(y, x, n):
-    for b in range(n):
-        block, src = y + b * 34, x + b * 128
-        d = intrinsics.largest(
-            intrinsics.maximum(
-                intrinsics.absolute(intrinsics.load(src, 0)),
-                intrinsics.absolute(intrinsics.load(src, 16)),
-            )
-        ) / f32(127)
-        intrinsics.put_half(block, 0, d)
-        intrinsics.put_rounded(block + 2, src, intrinsics.reciprocal(d))
-        intrinsics.put_rounded(block + 18, src + 64, intrinsics.reciprocal(d))
+def pack_q8_0(block, src):
+    d = intrinsics.largest(
+        intrinsics.maximum(
+            intrinsics.absolute(intrinsics.load(src, 0)),
+            intrinsics.absolute(intrinsics.load(src, 16)),
+        )
+    ) / f32(127)
+    intrinsics.put_half(block, 0, d)
+    intrinsics.put_rounded(block + 2, src, intrinsics.reciprocal(d))
+    intrinsics.put_rounded(block + 18, src + 64, intrinsics.reciprocal(d))

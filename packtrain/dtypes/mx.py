@@ -4,17 +4,7 @@ import numpy as np
 
 from packtrain.dtypes import intrinsics
 from packtrain.dtypes.element_type import block_dtype
-from packtrain.dtypes.intrinsics import (
-    F32x16,
-    as_floats,
-    byte_at,
-    bytes_at,
-    fma,
-    load,
-    part,
-    pick,
-    store,
-)
+from packtrain.dtypes.intrinsics import F32x16, byte_at, bytes_at, fma, load, part, pick, store
 from packtrain.dtypes.legacy import q5_0
 
 # the sixteen values of a code, doubled
@@ -26,17 +16,17 @@ mxfp4, nvfp4 = block_dtype("mxfp4", 39, 32, 17, merge_dtype=q5_0), block_dtype("
 def unit(power: int) -> F32x16:
     """Return half of 2 ** (power - 127) in every lane: denormal below power 2."""
     denormal_bits = (power < 2) * (0x200000 << (power & 1))
-    return as_floats(intrinsics.spread_bits(denormal_bits | (power >= 2) * (power - 1) << 23))
+    return intrinsics.as_floats(
+        intrinsics.spread_bits(denormal_bits | (power >= 2) * (power - 1) << 23)
+    )
 
 
 @mxfp4.unpack
-def unpack_mxfp4(y, x, n):
+def unpack_mxfp4(y, block):
     code_values = load(E2M1, 0)
-    for b in range(n):
-        block, out = x + b * 17, b * 32
-        d, q = unit(byte_at(block, 0)), bytes_at(block, 1)
-        store(y, out, pick(code_values, q) * d)
-        store(y, out + 16, pick(code_values, q >> 4) * d)
+    d, q = unit(byte_at(block, 0)), bytes_at(block, 1)
+    store(y, 0, pick(code_values, q) * d)
+    store(y, 16, pick(code_values, q >> 4) * d)
 
 
 @mxfp4.dot

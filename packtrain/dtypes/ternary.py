@@ -24,34 +24,30 @@ def digit(q: I32x16) -> I32x16:
 
 
 @tq1_0.unpack
-def unpack_tq1_0(y, x, n):
+def unpack_tq1_0(y, block):
     powers = intrinsics.to_bits(intrinsics.load(LAST_POWERS, 0))
-    for b in range(n):
-        block, out = x + b * 54, b * 256
-        d = intrinsics.half_at(block, 26)
-        for i in range(3):  # the first two sixteens take turns, the third is by itself
-            q = intrinsics.bytes_at(block, i * 16)
-            first, step = (i * 16, 32) if i < 2 else (160, 16)
-            for k in range(5):
-                intrinsics.store(y, out + first + k * step, intrinsics.to_floats(digit(q)) * d)
-                q = q * 3
-        four = intrinsics.spread_bits(intrinsics.word_at(block + 48, 0)) >> (
-            (intrinsics.lane_numbers() & 3) << 3
-        )
-        intrinsics.store(y, out + 240, intrinsics.to_floats(digit((four & 255) * powers)) * d)
+    d = intrinsics.half_at(block, 26)
+    for i in range(3):  # the first two sixteens take turns, the third is by itself
+        q = intrinsics.bytes_at(block, i * 16)
+        first, step = (i * 16, 32) if i < 2 else (160, 16)
+        for k in range(5):
+            intrinsics.store(y, first + k * step, intrinsics.to_floats(digit(q)) * d)
+            q = q * 3
+    four = intrinsics.spread_bits(intrinsics.word_at(block + 48, 0)) >> (
+        (intrinsics.lane_numbers() & 3) << 3
+    )
+    intrinsics.store(y, 240, intrinsics.to_floats(digit((four & 255) * powers)) * d)
 
 
 @tq2_0.unpack
-def unpack_tq2_0(y, x, n):
-    for b in range(n):
-        block, out = x + b * 66, b * 256
-        d = intrinsics.half_at(block, 32)
-        for i in range(0, 64, 16):
-            q, first_value = intrinsics.bytes_at(block, i), out + i // 32 * 128 + i % 32
-            for k in range(4):
-                intrinsics.store(
-                    y, first_value + k * 32, intrinsics.to_floats((q >> (2 * k) & 3) - 1) * d
-                )
+def unpack_tq2_0(y, block):
+    d = intrinsics.half_at(block, 32)
+    for i in range(0, 64, 16):
+        q, first_value = intrinsics.bytes_at(block, i), i // 32 * 128 + i % 32
+        for k in range(4):
+            intrinsics.store(
+                y, first_value + k * 32, intrinsics.to_floats((q >> (2 * k) & 3) - 1) * d
+            )
 
 
 @compiled_function
@@ -79,35 +75,31 @@ def ternary_fraction(q: I32x16) -> I32x16:
 
 
 @tq1_0.pack
-def pack_tq1_0(y, x, n):
-    for b in range(n):
-        block, src = y + b * 54, x + b * 1024
-        d = max_magnitude(src)
-        inverse = intrinsics.reciprocal(d)
-        intrinsics.put_half(block, 26, d)
-        for i in range(3):
-            first_value, step = (i * 16, 32) if i < 2 else (160, 16)
-            q = intrinsics.spread_bits(0)
-            for k in range(5):
-                q = q * 3 + ternary_codes(src, first_value + k * step, inverse)
-            intrinsics.put_bytes(block, i * 16, ternary_fraction(q))
-        for i in range(4):
-            packed_digits = 0
-            for k in range(4):
-                v = intrinsics.peek(src, 240 + i + 4 * k) * inverse
-                packed_digits = packed_digits * 3 + 1 + (v >= f32(0.5)) - (v <= f32(-0.5))
-            intrinsics.put_byte(block, 48 + i, (packed_digits * 768 + 242) // 243)
+def pack_tq1_0(block, src):
+    d = max_magnitude(src)
+    inverse = intrinsics.reciprocal(d)
+    intrinsics.put_half(block, 26, d)
+    for i in range(3):
+        first_value, step = (i * 16, 32) if i < 2 else (160, 16)
+        q = intrinsics.spread_bits(0)
+        for k in range(5):
+            q = q * 3 + ternary_codes(src, first_value + k * step, inverse)
+        intrinsics.put_bytes(block, i * 16, ternary_fraction(q))
+    for i in range(4):
+        packed_digits = 0
+        for k in range(4):
+            v = intrinsics.peek(src, 240 + i + 4 * k) * inverse
+            packed_digits = packed_digits * 3 + 1 + (v >= f32(0.5)) - (v <= f32(-0.5))
+        intrinsics.put_byte(block, 48 + i, (packed_digits * 768 + 242) // 243)
 
 
 @tq2_0.pack
-def pack_tq2_0(y, x, n):
-    for b in range(n):
-        block, src = y + b * 66, x + b * 1024
-        d = max_magnitude(src)
-        inverse = intrinsics.reciprocal(d)
-        intrinsics.put_half(block, 32, d)
-        for i in range(0, 64, 16):
-            q, first_value = intrinsics.spread_bits(0), i // 32 * 128 + i % 32
-            for k in range(4):
-                q = q | (ternary_codes(src, first_value + k * 32, inverse) << (2 * k))
-            intrinsics.put_bytes(block, i, q)
+def pack_tq2_0(block, src):
+    d = max_magnitude(src)
+    inverse = intrinsics.reciprocal(d)
+    intrinsics.put_half(block, 32, d)
+    for i in range(0, 64, 16):
+        q, first_value = intrinsics.spread_bits(0), i // 32 * 128 + i % 32
+        for k in range(4):
+            q = q | (ternary_codes(src, first_value + k * 32, inverse) << (2 * k))
+        intrinsics.put_bytes(block, i, q)

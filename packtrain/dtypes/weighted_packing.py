@@ -1,24 +1,25 @@
 """Pack with a weight for each column of a matrix, as from an importance matrix: ggml's search, bit for bit.
 
-The error of a value counts by its column's weight, more so where the value is large. `w` are the weights of the n
-blocks of a row.
+The error of a value counts by its column's weight, more so where the value is large. `w` are the weights of a block,
+`spread` is the mean square of its row.
 """
 
 import numpy as np
 
 from packtrain.dtypes import intrinsics
-from packtrain.dtypes.intrinsics import (
-    I32x16,
-    compiled_function,
-    load,
-    part,
-    peek,
-    poke,
-    put_bytes,
-    put_half,
-    scratch,
+from packtrain.dtypes.intrinsics import load, peek, poke, put_bytes, put_half, scratch
+from packtrain.dtypes.k import (
+    put_scale_bits,
+    q2_K,
+    q3_K,
+    q4_K,
+    q5_K,
+    q6_K,
+    scale_and_min,
+    write_q4_K_codes,
+    write_q5_K_codes,
+    write_q6_K_codes,
 )
-from packtrain.dtypes.k import put_scale_bits, q2_K, q3_K, q4_K, q5_K, q6_K, scale_and_min
 from packtrain.dtypes.k_small import put_q2_K_codes, put_q3_K_codes, put_q3_K_scales, requantize
 from packtrain.dtypes.legacy import q4_0, q4_1, q5_0, q5_1
 
@@ -26,7 +27,7 @@ f32 = np.float32
 FIRST, STEP, NUM_TRIALS = f32(-0.9), f32(0.05), 36  # trials of lines, see kernels.search.sloped
 
 
-@compiled_function
+@intrinsics.compiled_function
 def sum_of_squares(x: int, n: int) -> f32:
     """Return the sum of squares of n values, added one after the other, as ggml does."""
     sum_squares = f32(0)
@@ -35,7 +36,7 @@ def sum_of_squares(x: int, n: int) -> f32:
     return sum_squares
 
 
-@compiled_function
+@intrinsics.compiled_function
 def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
     """Write the error weights of n values, w * sqrt(spread + x * x); returns their sum."""
     weight_sum = f32(0)
@@ -50,7 +51,7 @@ def put_value_weights(weights: int, x: int, w: int, n: int, spread: f32) -> f32:
 # ---- blocks with one scale ---------------------------------------------------------------------------------------
 
 
-@part
+@intrinsics.part
 def put_32_codes(y: int, codes: int) -> int:
     """Write the low four bits of 32 codes; returns the fifth bits."""
     first_codes, second = intrinsics.to_bits(load(codes, 0)), intrinsics.to_bits(load(codes, 16))
@@ -59,92 +60,80 @@ def put_32_codes(y: int, codes: int) -> int:
 
 
 @q4_0.weigh
-def weigh_q4_0(y, x, w, n):
-    weights, codes, spread = scratch(32), scratch(32), sum_of_squares(x, n * 32) / f32(n * 32)
-    for b in range(n):
-        block, src = y + b * 18, x + b * 128
-        put_value_weights(weights, src, w + b * 128, 32, spread)
-        put_half(block, 0, intrinsics.even(src, weights, 32, 8, codes))
-        put_32_codes(block + 2, codes)
+def weigh_q4_0(block, src, w, spread):
+    weights, codes = scratch(32), scratch(32)
+    put_value_weights(weights, src, w, 32, spread)
+    put_half(block, 0, intrinsics.even(src, weights, 32, 8, codes))
+    put_32_codes(block + 2, codes)
 
 
 @q5_0.weigh
-def weigh_q5_0(y, x, w, n):
-    weights, codes, spread = scratch(32), scratch(32), sum_of_squares(x, n * 32) / f32(n * 32)
-    for b in range(n):
-        block, src = y + b * 22, x + b * 128
-        put_value_weights(weights, src, w + b * 128, 32, spread)
-        put_half(block, 0, intrinsics.even(src, weights, 32, 16, codes))
-        intrinsics.put_word(block + 2, 0, put_32_codes(block + 6, codes))
+def weigh_q5_0(block, src, w, spread):
+    weights, codes = scratch(32), scratch(32)
+    put_value_weights(weights, src, w, 32, spread)
+    put_half(block, 0, intrinsics.even(src, weights, 32, 16, codes))
+    intrinsics.put_word(block + 2, 0, put_32_codes(block + 6, codes))
 
 
 @q4_1.weigh
-def weigh_q4_1(y, x, w, n):
-    weights, codes, spread = scratch(32), scratch(32), sum_of_squares(x, n * 32) / f32(n * 32)
-    for b in range(n):
-        block, src = y + b * 20, x + b * 128
-        put_value_weights(weights, src, w + b * 128, 32, spread)
-        scale, low = intrinsics.sloped(src, weights, 32, 15, codes, FIRST, STEP, NUM_TRIALS, 0)
-        put_half(block, 0, scale)
-        put_half(block, 1, low)
-        put_32_codes(block + 4, codes)
+def weigh_q4_1(block, src, w, spread):
+    weights, codes = scratch(32), scratch(32)
+    put_value_weights(weights, src, w, 32, spread)
+    scale, low = intrinsics.sloped(src, weights, 32, 15, codes, FIRST, STEP, NUM_TRIALS, 0)
+    put_half(block, 0, scale)
+    put_half(block, 1, low)
+    put_32_codes(block + 4, codes)
 
 
 @q5_1.weigh
-def weigh_q5_1(y, x, w, n):
-    weights, codes, spread = scratch(32), scratch(32), sum_of_squares(x, n * 32) / f32(n * 32)
-    for b in range(n):
-        block, src = y + b * 24, x + b * 128
-        put_value_weights(weights, src, w + b * 128, 32, spread)
-        scale, low = intrinsics.sloped(src, weights, 32, 31, codes, FIRST, STEP, NUM_TRIALS, 0)
-        put_half(block, 0, scale)
-        put_half(block, 1, low)
-        intrinsics.put_word(block + 4, 0, put_32_codes(block + 8, codes))
+def weigh_q5_1(block, src, w, spread):
+    weights, codes = scratch(32), scratch(32)
+    put_value_weights(weights, src, w, 32, spread)
+    scale, low = intrinsics.sloped(src, weights, 32, 31, codes, FIRST, STEP, NUM_TRIALS, 0)
+    put_half(block, 0, scale)
+    put_half(block, 1, low)
+    intrinsics.put_word(block + 4, 0, put_32_codes(block + 8, codes))
 
 
 # ---- blocks with parts -------------------------------------------------------------------------------------------
 
 
 @q2_K.weigh
-def weigh_q2_K(y, x, w, n):
+def weigh_q2_K(to, src, w, _):
     weights, codes = scratch(16), scratch(256)
     sums, scales, mins, numbers = scratch(16), scratch(16), scratch(16), scratch(16)
-    for b in range(n):
-        to, src = y + b * 84, x + b * 1024
-        spread = sum_of_squares(src, 256) / f32(256)
-        for i in range(16):
-            group = src + i * 64
-            poke(sums, i, put_value_weights(weights, group, w + b * 1024 + i * 64, 16, spread))
-            scale, min_value = intrinsics.sloped(
-                group, weights, 16, 3, codes + i * 64, FIRST, STEP, NUM_TRIALS, 0
-            )
-            poke(scales, i, scale)
-            poke(mins, i, -min_value)
-        put_half(to, 40, intrinsics.above(scales, sums, 16, 15, numbers))
-        put_half(to, 41, intrinsics.above(mins, sums, 16, 15, scales))
-        put_bytes(
-            to, 0, intrinsics.to_bits(load(numbers, 0)) | (intrinsics.to_bits(load(scales, 0)) << 4)
+    spread = sum_of_squares(src, 256) / f32(256)
+    for i in range(16):
+        group = src + i * 64
+        poke(sums, i, put_value_weights(weights, group, w + i * 64, 16, spread))
+        scale, min_value = intrinsics.sloped(
+            group, weights, 16, 3, codes + i * 64, FIRST, STEP, NUM_TRIALS, 0
         )
-        put_q2_K_codes(to, src, codes)
+        poke(scales, i, scale)
+        poke(mins, i, -min_value)
+    put_half(to, 40, intrinsics.above(scales, sums, 16, 15, numbers))
+    put_half(to, 41, intrinsics.above(mins, sums, 16, 15, scales))
+    put_bytes(
+        to, 0, intrinsics.to_bits(load(numbers, 0)) | (intrinsics.to_bits(load(scales, 0)) << 4)
+    )
+    put_q2_K_codes(to, src, codes)
 
 
 @q3_K.weigh
-def weigh_q3_K(y, x, w, n):
+def weigh_q3_K(block, src, w, _):
     weights, codes, sums = scratch(16), scratch(256), scratch(16)
     scales, scale_codes = scratch(16), scratch(16)
-    for b in range(n):
-        block, src = y + b * 110, x + b * 1024
-        spread = f32(2) * sum_of_squares(src, 256) / f32(256)
-        for i in range(16):
-            group = src + i * 64
-            poke(sums, i, put_value_weights(weights, group, w + b * 1024 + i * 64, 16, spread))
-            poke(scales, i, intrinsics.even(group, weights, 16, 4, codes + i * 64))
-        put_half(block, 54, intrinsics.even(scales, sums, 16, 32, scale_codes))
-        put_q3_K_scales(block, scale_codes)
-        put_q3_K_codes(block, src, codes)
+    spread = f32(2) * sum_of_squares(src, 256) / f32(256)
+    for i in range(16):
+        group = src + i * 64
+        poke(sums, i, put_value_weights(weights, group, w + i * 64, 16, spread))
+        poke(scales, i, intrinsics.even(group, weights, 16, 4, codes + i * 64))
+    put_half(block, 54, intrinsics.even(scales, sums, 16, 32, scale_codes))
+    put_q3_K_scales(block, scale_codes)
+    put_q3_K_codes(block, src, codes)
 
 
-@compiled_function
+@intrinsics.compiled_function
 def put_weighted_scales(y: int, x: int, w: int, max_code: int, codes: int) -> None:
     """Write the first 16 bytes of a q4_K or q5_K block, and its codes to `codes`, as f32."""
     weights, sums, scales, mins = scratch(32), scratch(16), scratch(16), scratch(16)
@@ -170,72 +159,37 @@ def put_weighted_scales(y: int, x: int, w: int, max_code: int, codes: int) -> No
             requantize(codes + value_index, x + value_index, d, offset, f32(0), f32(max_code))
 
 
-@part
-def sixteen_codes(codes: int, i: int) -> I32x16:
-    return intrinsics.to_bits(load(codes, i))
-
-
 @q4_K.weigh
-def weigh_q4_K(y, x, w, n):
+def weigh_q4_K(y, x, w, _):
     codes = scratch(256)
-    for b in range(n):
-        block = y + b * 144
-        put_weighted_scales(block, x + b * 1024, w + b * 1024, 15, codes)
-        for i in range(0, 256, 64):
-            for lane in range(0, 32, 16):
-                low, high = sixteen_codes(codes, i + lane), sixteen_codes(codes, i + 32 + lane)
-                put_bytes(block + 16 + i // 2, lane, low | (high << 4))
+    put_weighted_scales(y, x, w, 15, codes)
+    write_q4_K_codes(y, codes)
 
 
 @q5_K.weigh
-def weigh_q5_K(y, x, w, n):
+def weigh_q5_K(y, x, w, _):
     codes = scratch(256)
-    for b in range(n):
-        block = y + b * 176
-        put_weighted_scales(block, x + b * 1024, w + b * 1024, 31, codes)
-        for lane in range(0, 32, 16):
-            top_bits = intrinsics.spread_bits(0)
-            for i in range(0, 8, 2):
-                src = i * 32 + lane
-                low_codes, high_codes = sixteen_codes(codes, src), sixteen_codes(codes, src + 32)
-                top_bits = top_bits | (low_codes >> 4 << i) | (high_codes >> 4 << (i + 1))
-                put_bytes(block + 48 + i * 16, lane, (low_codes & 15) | ((high_codes & 15) << 4))
-            put_bytes(block + 16, lane, top_bits)
-
-
-@compiled_function
-def put_q6_K_codes(y: int, codes: int) -> None:
-    """Write the codes of a q6_K block."""
-    for half_index in range(2):
-        for lane in range(0, 32, 16):
-            i = half_index * 128 + lane
-            c0, c1 = sixteen_codes(codes, i), sixteen_codes(codes, i + 32)
-            c2, c3 = sixteen_codes(codes, i + 64), sixteen_codes(codes, i + 96)
-            low_address, high_address = y + half_index * 64 + lane, y + 128 + half_index * 32 + lane
-            put_bytes(low_address, 0, (c0 & 15) | ((c2 & 15) << 4))
-            put_bytes(low_address, 32, (c1 & 15) | ((c3 & 15) << 4))
-            put_bytes(high_address, 0, (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6))
+    put_weighted_scales(y, x, w, 31, codes)
+    write_q5_K_codes(y, codes)
 
 
 @q6_K.weigh
-def weigh_q6_K(y, x, w, n):
+def weigh_q6_K(block, src, w, _):
     codes, scales = scratch(256), scratch(16)
-    for b in range(n):
-        block, src = y + b * 210, x + b * 1024
-        for i in range(16):
-            group = i * 64
-            weights = w + b * 1024 + group
-            poke(scales, i, intrinsics.even(src + group, weights, 16, 32, codes + group))
-        extreme_scale = intrinsics.extreme(scales, 16)
-        if abs(extreme_scale) < f32(1e-15):
-            for i in range(210):
-                intrinsics.put_byte(block, i, 0)
-            continue
-        inverse = f32(-128) / extreme_scale
-        put_half(block, 104, f32(1) / inverse)
-        for i in range(16):
-            scale_code = intrinsics.rounded_int(inverse * peek(scales, i), 127)
-            intrinsics.put_byte(block, 192 + i, scale_code)
-            d = intrinsics.half_at(block, 104) * f32(intrinsics.char_at(block, 192 + i))
-            requantize(codes + i * 64, src + i * 64, d, f32(0), f32(-32), f32(31))
-        put_q6_K_codes(block, codes)
+    for i in range(16):
+        group = i * 64
+        weights = w + group
+        poke(scales, i, intrinsics.even(src + group, weights, 16, 32, codes + group))
+    extreme_scale = intrinsics.extreme(scales, 16)
+    if abs(extreme_scale) < f32(1e-15):
+        for i in range(210):
+            intrinsics.put_byte(block, i, 0)
+        return
+    inverse = f32(-128) / extreme_scale
+    put_half(block, 104, f32(1) / inverse)
+    for i in range(16):
+        scale_code = intrinsics.rounded_int(inverse * peek(scales, i), 127)
+        intrinsics.put_byte(block, 192 + i, scale_code)
+        d = intrinsics.half_at(block, 104) * f32(intrinsics.char_at(block, 192 + i))
+        requantize(codes + i * 64, src + i * 64, d, f32(0), f32(-32), f32(31))
+    write_q6_K_codes(block, codes)

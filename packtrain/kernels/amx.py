@@ -8,12 +8,12 @@ so that the second part of a factor below 2^-118 counts as 0, and the factor is 
 import itertools
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel
+from packtrain.kernels.kernel_types import i64, void
 from packtrain.kernels.panels import AMX, BF16_VECTOR, beyond, emit_pair, emit_prefetch, vector_at
 from packtrain.kernels.simd import I64, LANES, VECTOR, address, load_part, scratch, store_part
 
@@ -21,7 +21,6 @@ STEPS = 2 * LANES  # steps of k in a tile
 TILE = LANES * LANES  # f32 in a tile
 EDGE_SIZE = 4 * TILE
 I8 = ir.IntType(8)
-i64, void = types.int64, types.void
 
 
 def tile_call(builder, name, *args):
@@ -166,7 +165,7 @@ pack_a_rows, pack_a_columns = pack_tile_intrinsic(True, False), pack_tile_intrin
 pack_b_rows, pack_b_columns = pack_tile_intrinsic(False, False), pack_tile_intrinsic(True, True)
 
 
-@kernel(void(*[i64] * 8))
+@kernel("*[i64] * 8")
 def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
     """Pack op(b) (depth, n) as lines of 16 columns, `across` f32 from each other."""
     if tb:
@@ -181,7 +180,7 @@ def pack_columns(block, across, b, tb, ldb, depth, n, bf16):
                 pack_b_rows(address(b, k * ldb + j), ldb, n - j, depth - k, target, bf16)
 
 
-@kernel(void(*[i64] * 8))
+@kernel("*[i64] * 8")
 def pack_rows(block, across, a, ta, lda, depth, m, bf16):
     """Pack op(a) (m, depth) as lines of 16 rows, `across` f32 from each other."""
     if ta:
@@ -269,7 +268,7 @@ def multiply_tiles(typingctx, row_tiles, col_tiles, bf16, a, b, across, c, ldc, 
     return void(row_tiles, col_tiles, i64, i64, i64, i64, i64, i64, i64), codegen
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
+@kernel("*[i64] * 9")
 def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
     """Call multiply_tiles with literal counts for 1 or 2 tiles of rows and 1 or 2 tiles of columns."""
     if row_tiles == 2 and col_tiles == 2:
@@ -282,7 +281,7 @@ def multiply_tile_shape(row_tiles, col_tiles, bf16, a, b, across, c, ldc, add):
         multiply_tiles(1, 1, bf16, a, b, across, c, ldc, add)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64")
 def copy_matrix(m, n, y, ldy, x, ldx):
     """y (m, n) = x, whose rows are ldx f32 apart, those of y ldy."""
     for i in range(m):
@@ -290,7 +289,7 @@ def copy_matrix(m, n, y, ldy, x, ldx):
             store_part(y, i * ldy + j, load_part(x, i * ldx + j, n - j), n - j)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64, i64, i64")
 def by_tiles(m, n, a, b, across, add, c, ldc, bf16):
     """c (m, n) = a @ b, plus c if `add`, of packed a and b; the sums are equal wherever in c they stand."""
     edge_ptr = scratch(EDGE_SIZE)

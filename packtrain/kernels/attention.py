@@ -5,36 +5,28 @@ compare lane by lane, and the head width is only a number of rows. Queries are p
 scale * log2(e), for powers of two. Fully masked blocks are skipped.
 """
 
-from packtrain.kernels import online, simd
-from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.online import KEYS, STATE, bytes4, f32, i64, in4, out3, out4, places, void
-from packtrain.kernels.simd import LANES, address, fma, ids1, in1, load, log, scratch, splat, store
+from packtrain.kernels import online, simd, visible
+from packtrain.kernels.call import each_if_large, kernel, part
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.online import KEYS, STATE
+from packtrain.kernels.simd import LANES, address, fma, load, log, scratch, splat, store
 from packtrain.kernels.tile import columns_product, on_stack, rows_product, transpose_tile
-from packtrain.kernels.visible import (
-    NONE_VISIBLE,
-    PLACES,
-    QUERIES,
-    SOME_VISIBLE,
-    ids2,
-    mask_scores,
-    sight,
-    write_query_ranges,
-)
+from packtrain.kernels.visible import NONE_VISIBLE, PLACES, QUERIES, mask_scores, sight
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def packed_rows(head_width):
     """Return the number of rows that `pack` writes for a head width."""
     return -(-head_width // LANES) * LANES
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def queries_in_block(head_width):
     """Return the queries of a block for a head width, never 48: products of 16 columns are slower than of 32."""
     return QUERIES if head_width <= 64 else 2 * LANES if head_width <= 256 else LANES
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, f32))
+@kernel("i64, i64, i64, i64, i64, i64, f32")
 def pack(columns, lanes, x, stride, num_rows, width, factor):
     """columns (width, lanes) = factor * x transposed, x (num_rows, width); lanes beyond the rows are 0."""
     for d in range(0, width, LANES):
@@ -45,7 +37,7 @@ def pack(columns, lanes, x, stride, num_rows, width, factor):
         store(columns, i, load(columns, i) * factor)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64")
 def soften(scores, lanes, count, sums, value_columns, width):
     """Do a step of the online softmax: scores become powers relative to the new maximum, sums so far are rescaled.
 
@@ -79,7 +71,7 @@ def soften(scores, lanes, count, sums, value_columns, width):
             store(value_columns, d * lanes + i, load(value_columns, d * lanes + i) * decay)
 
 
-@kernel(void(i64, i64, i64, i64, in1, i64))
+@kernel("i64, i64, i64, i64, in1, i64")
 def begin(sums, value_columns, lanes, width, sinks, h):
     """Start the online softmax before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
     initial_max = f32(sinks[h] * online.LOG2E) if sinks.size else f32(online.LOWEST)
@@ -90,7 +82,7 @@ def begin(sums, value_columns, lanes, width, sinks, h):
         store(value_columns, i, splat(0.0))
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64, i64")
 def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
     """y = value_columns transposed / sum, lse = ln(2) * max + log(sum); both 0 for a query without keys.
 
@@ -110,7 +102,7 @@ def finish(y, stride, lse, num_rows, sums, value_columns, lanes, width):
             transpose_tile(target, stride, num_rows - i, width - d, source, lanes, LANES, LANES)
 
 
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, in1, i64, online.rule, i64))
+@kernel("out4, out3, in4, bytes4, bytes4, positions4, in1, i64, score_rule, i64")
 def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
     """Compute the attention of one block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = positions, rule
@@ -126,7 +118,9 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
     query_ranges, sums = scratch(PLACES), scratch(STATE)
     offset = ((b * T + first) * H + h) * D
     pack(q_columns, lanes, address(q, offset), H * D, num_queries, D, scale * online.LOG2E)
-    query_span = write_query_ranges(query_ranges, q_pos, q_seq, b, first, num_queries, window)
+    query_span = visible.write_query_ranges(
+        query_ranges, q_pos, q_seq, b, first, num_queries, window
+    )
     begin(sums, mixed, lanes, D, sinks, h)
     for key_start in range(0, keys, KEYS):
         block_keys = min(KEYS, keys - key_start)
@@ -138,7 +132,7 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
         rows_product(block_keys, lanes, D, scores, lanes, key, row_stride, q_columns, lanes, False)
         if cap > 0:
             online.softcap(scores, block_keys * lanes, cap * online.LOG2E)
-        if visibility == SOME_VISIBLE:
+        if visibility == visible.SOME_VISIBLE:
             mask_scores(scores, lanes, query_ranges, k_pos, k_seq, b, key_start, block_keys)
         soften(scores, lanes, block_keys, sums, mixed, D)
         value, row_stride = online.load_heads(v, key_offset, block_keys, D, head_buffer)
@@ -147,7 +141,7 @@ def attend_block(y, lse, q, k, v, positions, sinks, keys, rule, task):
     finish(address(y, offset), H * D, lse_ptr, num_queries, sums, mixed, lanes, D)
 
 
-@kernel(i64(i64, ids1, i64))
+@kernel("i64(i64, ints1, i64)")
 def num_active_keys(count, key_length, head_width):
     """Return the number of keys in use; raises ValueError if heads do not fit the scratch."""
     if head_width > online.WIDEST:
@@ -155,7 +149,7 @@ def num_active_keys(count, key_length, head_width):
     return max(min(count, i64(key_length[0])), 0) if key_length.size else count
 
 
-@kernel(void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32))
+@kernel("out4, out3, in4, bytes4, bytes4, ints2, ints2, ints2, ints2, ints1, in1, f32, i64, f32")
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, sinks, scale, window, cap):
     """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
@@ -175,8 +169,6 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, sinks, sc
     num_keys = num_active_keys(k.shape[1], key_length, D)
     positions, score_params = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     num_tasks = B * H * -(-T // queries_in_block(D))
-    if B * T * H * D * num_keys < online.SERIAL:
-        for task in range(num_tasks):
-            attend_block(y, lse, q, k, v, positions, sinks, num_keys, score_params, task)
-    else:
-        each(attend_block, (y, lse, q, k, v, positions, sinks, num_keys, score_params), num_tasks)
+    is_large = B * T * H * D * num_keys >= online.SERIAL
+    task_args = y, lse, q, k, v, positions, sinks, num_keys, score_params
+    each_if_large(is_large, attend_block, task_args, num_tasks)

@@ -15,27 +15,16 @@ lse = ln(1 + 3) = ln 4; with them each block of keys can be computed by itself:
     dk      ds q                 [-1.5, 1.5]
 """
 
-from numba import types
-
-from packtrain.kernels import online, simd
+from packtrain.kernels import online, simd, visible
 from packtrain.kernels.attention import num_active_keys, pack, packed_rows, queries_in_block
-from packtrain.kernels.call import each, kernel
-from packtrain.kernels.online import KEYS, STATE, f32, i64, in3, in4, out4, places, rule, void
-from packtrain.kernels.simd import LANES, address, fma, ids1, load, load_part, poke, scratch, store
+from packtrain.kernels.call import each, each_if_large, kernel
+from packtrain.kernels.online import KEYS, STATE
+from packtrain.kernels.simd import LANES, address, fma, load, load_part, poke, scratch, store
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
-from packtrain.kernels.visible import (
-    NONE_VISIBLE,
-    PLACES,
-    QUERIES,
-    SOME_VISIBLE,
-    ids2,
-    mask_scores,
-    sight,
-    write_query_ranges,
-)
+from packtrain.kernels.visible import NONE_VISIBLE, PLACES, QUERIES, mask_scores, sight
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
+@kernel("i64, i64, i64, i64, i64, i64, i64, i64, f32")
 def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
     """Write lse in powers of two and delta = scale * sum(dy * y) of the rows of a block to `state`.
 
@@ -54,7 +43,7 @@ def init_softmax_back(state, dy, y, stride, lse, num_rows, lanes, width, scale):
         poke(state, QUERIES + i, simd.total(lane_sums) * scale)
 
 
-@kernel(void(i64, i64, i64, i64, i64, f32))
+@kernel("i64, i64, i64, i64, i64, f32")
 def softmax_back(scores, d_scores, lanes, count, state, cap):
     """Turn scores into p = 2**(scores - lse), and d_scores into p * (d_scores - delta); both (count, lanes).
 
@@ -74,7 +63,7 @@ def softmax_back(scores, d_scores, lanes, count, state, cap):
 
 
 @kernel(
-    void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64, i64, i64)
+    "UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64, i64, i64"
 )
 def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query):
     """Compute the gradients of one block of queries of one head: writes its rows of dq, adds to dk and dv."""
@@ -92,7 +81,9 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
     pack(dy_columns, lanes, dy_rows, q_stride, num_q, D, scale)
     lse_ptr = address(lse, (b * H + h) * T + first_query)
     init_softmax_back(state, dy_rows, address(y, offset), q_stride, lse_ptr, num_q, lanes, D, scale)
-    query_span = write_query_ranges(query_ranges, q_pos, q_seq, b, first_query, num_q, window)
+    query_span = visible.write_query_ranges(
+        query_ranges, q_pos, q_seq, b, first_query, num_q, window
+    )
     online.clear_rows(dq_rows, q_stride, num_q, D)
     for key_start in range(0, keys, KEYS):
         count = min(KEYS, keys - key_start)
@@ -106,7 +97,7 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
         rows_product(count, lanes, D, ds, lanes, value_ptr, k_stride, dy_columns, lanes, False)
         if cap > 0:
             online.softcap(p, count * lanes, cap * online.LOG2E)
-        if visibility == SOME_VISIBLE:
+        if visibility == visible.SOME_VISIBLE:
             mask_scores(p, lanes, query_ranges, k_pos, k_seq, b, key_start, count)
         softmax_back(p, ds, lanes, count, state, cap * online.LOG2E)
         rows_product(count, D, num_q, address(dv, to), G * D, p, lanes, dy_rows, q_stride, True)
@@ -114,7 +105,7 @@ def attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_q
         columns_product(num_q, D, count, dq_rows, q_stride, ds, lanes, key_ptr, k_stride, True)
 
 
-@kernel(void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64))
+@kernel("UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, positions4, i64, score_rule, i64")
 def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
     """Compute dk and dv of one head in one row of the batch, and dq of the query heads that read it."""
     T, H, D = q.shape[1:]
@@ -127,7 +118,7 @@ def head_back(grads, dy, y, lse, q, k, v, positions, keys, rule, task):
             attend_back(grads, dy, y, lse, q, k, v, positions, keys, rule, b, h, first_query)
 
 
-@kernel(void(out4, out4, i64))
+@kernel("out4, out4, i64")
 def add_heads(x, head_grads, row_index):
     """x[row_index] = the sum of the heads of head_grads[row_index] that share a head of x, in their order."""
     K, D = x.shape[2:]
@@ -142,10 +133,7 @@ def add_heads(x, head_grads, row_index):
 
 
 @kernel(
-    void(
-        *(types.UniTuple(out4, 5), in4, in4, in3, in4, in4, in4),
-        *(ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
-    ),
+    "*(UniTuple(out4, 5), in4, in4, in3, in4, in4, in4), *(ints2, ints2, ints2, ints2, ints1, f32, i64, f32)"
 )
 def attention_back(
     outputs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, key_length, scale, window, cap
@@ -165,11 +153,9 @@ def attention_back(
     num_keys = num_active_keys(k.shape[1], key_length, D)
     grads, num_tasks = (dq, head_dk, head_dv), B * head_dk.shape[2]
     positions, score_params = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
-    if B * T * H * D * num_keys < online.SERIAL:
-        for task in range(num_tasks):
-            head_back(grads, dy, y, lse, q, k, v, positions, num_keys, score_params, task)
-    else:
-        each(head_back, (grads, dy, y, lse, q, k, v, positions, num_keys, score_params), num_tasks)
+    is_large = B * T * H * D * num_keys >= online.SERIAL
+    task_args = grads, dy, y, lse, q, k, v, positions, num_keys, score_params
+    each_if_large(is_large, head_back, task_args, num_tasks)
     if head_dk.shape[2] > dk.shape[2]:
         each(add_heads, (dk, head_dk), B * k.shape[1])
         each(add_heads, (dv, head_dv), B * k.shape[1])

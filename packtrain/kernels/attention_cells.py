@@ -5,33 +5,28 @@ on places nor on other sequences. Few queries go one at a time, with the heads t
 head width; many go in blocks, as in `attention`.
 """
 
-from numba import types
-
-from packtrain import dtypes
 from packtrain.kernels import online, simd
 from packtrain.kernels.attention import begin, finish, pack, packed_rows, queries_in_block, soften
-from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.dequantize import UNPACKERS
-from packtrain.kernels.online import KEYS, LOG2E, LOWEST, STATE, WIDEST, exp2, f32, i64, void
+from packtrain.kernels.call import each_if_large, kernel, part
+from packtrain.kernels.dequantize import unpack_f16, unpack_q8_0
+from packtrain.kernels.kernel_types import Tuple, f32, i64, ints1, ints2
+from packtrain.kernels.online import KEYS, LOG2E, LOWEST, STATE, WIDEST, exp2
 from packtrain.kernels.panels import prefetch_line
-from packtrain.kernels.simd import INFINITY, LANES, ids1, in1, in3, load_part, out3, poke, scratch
+from packtrain.kernels.simd import INFINITY, LANES, load_part, poke, scratch
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
-from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, write_cell_ranges
+from packtrain.kernels.vectors import copy
+from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, write_cell_ranges
 
 MIN_PARALLEL_PRODUCTS = 1 << 13  # products below which a parallel region costs more than it saves
 MAX_SINGLE_QUERIES = 16  # up to this many queries go one at a time
 MAX_HEADS = 16  # heads of one query at a time
 SCORES_SIZE = MAX_HEADS * KEYS
 SUMS_SIZE = 2 * MAX_HEADS
-Q8_0 = dtypes.BLOCK_TYPES["q8_0"]
-Q8_0_BLOCK, CACHE_LINE = Q8_0.block, 64
-f16, q8_0 = UNPACKERS[dtypes.f16], UNPACKERS[Q8_0]
-bytes3_type = types.Array(types.uint8, 3, "C", readonly=True)
-cell_positions_type = types.Tuple((ids1, ids1, ids2, ids1, ids1))
-rule = types.Tuple((f32, i64, f32))
+CACHE_LINE = 64
+cell_positions_type = Tuple((ints1, ints1, ints2, ints1, ints1))
 
 
-@kernel(void(i64, bytes3_type, i64, i64, ids2, i64, i64, i64))
+@kernel("i64, bytes3, i64, i64, ints2, i64, i64, i64")
 def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells):
     """Copy a head of cells order[cell_row, cell_start …] to f32 rows (num_cells, width) at `target`."""
     head_nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
@@ -39,15 +34,14 @@ def gather_heads(target, x, head, width, order, cell_row, cell_start, num_cells)
         head_target = target + 4 * j * width
         source = x.ctypes.data + i64(order[cell_row, cell_start + j]) * line + head * head_nbytes
         if head_nbytes == 4 * width:
-            for d in range(0, width, LANES):
-                simd.store_part(head_target, d, load_part(source, d, width - d), width - d)
+            copy(head_target, source, width)
         elif head_nbytes == 2 * width:
-            f16(head_target, source, width)
+            unpack_f16(head_target, source, width)
         else:
-            q8_0(head_target, source, width // Q8_0_BLOCK)
+            unpack_q8_0(head_target, source, width)
 
 
-@kernel(void(bytes3_type, i64, ids2, i64, i64, i64))
+@kernel("bytes3, i64, ints2, i64, i64, i64")
 def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
     """Prefetch the bytes that gather_heads will read."""
     head_nbytes, cell_stride = x.shape[2], x.shape[1] * x.shape[2]
@@ -57,7 +51,7 @@ def fetch_heads(x, head, order, cell_row, cell_start, num_cells):
             prefetch_line(source + byte_offset)
 
 
-@part(i64(ids2, i64, i64, ids1, i64))
+@part("i64(ints2, i64, i64, ints1, i64)")
 def first_cell_at(order, cell_row, num_cells, pos, min_position):
     """Return the index of a row's first cell at `min_position` or later; its cells are ordered by position."""
     low_index, high_index = i64(0), num_cells
@@ -73,7 +67,7 @@ def first_cell_at(order, cell_row, num_cells, pos, min_position):
 # ---- few queries
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, f32))
+@kernel("i64, i64, i64, i64, i64, i64, f32")
 def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
     """scores (num_heads, KEYS) = factor * q k, for the heads of one query that share a kv head."""
     for j in range(count):
@@ -86,7 +80,7 @@ def score_keys(scores, num_heads, q, width, keys_ptr, count, factor):
             poke(scores, h * KEYS + j, simd.total(dot) * factor)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64")
 def online_softmax_row(scores, count, sums, h, y, width):
     """Do a step of the online softmax for row h of scores; its weighted values so far are row h of y.
 
@@ -112,7 +106,7 @@ def online_softmax_row(scores, count, sums, h, y, width):
         simd.store_part(y, offset, load_part(y, offset, width - d) * decay, width - d)
 
 
-@kernel(void(i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64")
 def finish_softmax_row(num_heads, sums, y, width):
     """Divide rows y (num_heads, width) by their sums; 0 for a query without keys."""
     for h in range(num_heads):
@@ -123,7 +117,7 @@ def finish_softmax_row(num_heads, sums, y, width):
             simd.store_part(y, offset, load_part(y, offset, width - d) * inverse_sum, width - d)
 
 
-@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+@kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")
 def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
     """Compute the attention of one query, for the heads of one kv head."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
@@ -163,7 +157,7 @@ def attend_query(y, q, k, v, cell_positions, sinks, rule, task):
 # ---- many queries
 
 
-@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64, i64, i64))
+@kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64, i64, i64")
 def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_queries):
     """Compute the attention of one head for consecutive queries of one sequence."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = cell_positions, rule
@@ -192,7 +186,7 @@ def attend_run(y, q, k, v, cell_positions, sinks, rule, h, first_query, num_quer
     finish(simd.address(y, offset), H * D, lse, num_queries, sums, mixed, lanes, D)
 
 
-@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+@kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")
 def attend_query_block(y, q, k, v, cell_positions, sinks, rule, task):
     """Compute the attention of one head for a block of queries, sequence by sequence."""
     T, D = q.shape[0], q.shape[2]
@@ -208,7 +202,7 @@ def attend_query_block(y, q, k, v, cell_positions, sinks, rule, task):
         first_query = run_stop
 
 
-@kernel(void(out3, in3, bytes3_type, bytes3_type, cell_positions_type, in1, rule, i64))
+@kernel("out3, in3, bytes3, bytes3, cell_positions_type, in1, score_rule, i64")
 def attend_task(y, q, k, v, cell_positions, sinks, rule, task):
     if len(q) <= MAX_SINGLE_QUERIES:
         attend_query(y, q, k, v, cell_positions, sinks, rule, task)
@@ -216,7 +210,7 @@ def attend_task(y, q, k, v, cell_positions, sinks, rule, task):
         attend_query_block(y, q, k, v, cell_positions, sinks, rule, task)
 
 
-@kernel(void(out3, in3, bytes3_type, bytes3_type, ids1, ids1, ids2, ids1, ids1, in1, f32, i64, f32))
+@kernel("out3, in3, bytes3, bytes3, ints1, ints1, ints2, ints1, ints1, in1, f32, i64, f32")
 def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, window, cap):
     """y_i = sum_j softmax_j(scale * q_i k_j) v_j over cells j of the query's row of `order`.
 
@@ -241,8 +235,5 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, wind
     for cell_row in range(len(counts)):
         max_count = max(max_count, i64(counts[cell_row]))
     task_args = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), sinks, (scale, window, cap))
-    if T * H * D * max_count < MIN_PARALLEL_PRODUCTS:
-        for task in range(num_tasks):
-            attend_task(*task_args, task)
-    else:
-        each(attend_task, task_args, num_tasks)
+    is_large = T * H * D * max_count >= MIN_PARALLEL_PRODUCTS
+    each_if_large(is_large, attend_task, task_args, num_tasks)

@@ -4,14 +4,12 @@
 bytes, `bytes_at` sixteen from it on; `put_byte` and `put_bytes` write them; halves are f16, shorts u16.
 """
 
-import operator
-
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.extending import lower_cast, models, register_model
 
 from packtrain.kernels import runtime, simd
+from packtrain.kernels.kernel_types import f32, f64, i32, i64, void
 from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
@@ -20,31 +18,10 @@ HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
 DOUBLE_VECTOR = ir.VectorType(ir.DoubleType(), LANES)
 
 
-class IntVectorType(types.Type):
-    """The numba type of 16 i32 in one LLVM vector."""
-
-    def __init__(self):
-        super().__init__(name="i32x16")
-
-
-i32x16 = IntVectorType()
-
-
-@register_model(IntVectorType)
-class IntVectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, BITS)
-
-
-@lower_cast(types.Integer, IntVectorType)
-def integer_to_bits(context, builder, fromty, toty, value):
-    return simd.spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
-
-
-for name, llvm_method in {
-    "and_": "and_", "or_": "or_", "add": "add", "sub": "sub", "mul": "mul", "lshift": "shl", "rshift": "lshr"
-}.items():  # fmt: skip
-    simd.binary_operator(i32x16, types.Integer, getattr(operator, name), llvm_method)
+INT_OPERATORS = {"and_": "and_", "or_": "or_", "lshift": "shl", "rshift": "lshr"}
+ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul"}
+i32x16 = simd.computing_type("i32x16", BITS, types.Integer, i32, INT_OPERATORS | ARITHMETIC)
+f64x16 = simd.VectorType("f64x16", DOUBLE_VECTOR)  # to which squares of f32 are added
 
 
 def reading(llvm_type, numba_type, emit):
@@ -55,7 +32,7 @@ def reading(llvm_type, numba_type, emit):
         at = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
         return emit(builder, builder.load(builder.bitcast(at, llvm_type.as_pointer()), align=1))
 
-    return simd.instruction(numba_type, types.int64, types.int64)(emit_read)
+    return simd.instruction(numba_type, i64, i64)(emit_read)
 
 
 def writing_intrinsic(value_type, emit):
@@ -67,7 +44,7 @@ def writing_intrinsic(value_type, emit):
         pointer = builder.gep(builder.inttoptr(address, element_type.as_pointer()), [i])
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=1)
 
-    return simd.instruction(types.void, types.int64, types.int64, value_type)(emit_write)
+    return simd.instruction(void, i64, i64, value_type)(emit_write)
 
 
 def vector_of(element_type):
@@ -88,16 +65,16 @@ bytes_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.zext(v, BIT
 chars_at = reading(vector_of(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
 shorts_at = reading(vector_of(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
 halves_at = reading(vector_of(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
-byte_at = reading(I8, types.int64, lambda builder, v: builder.zext(v, I64))
-char_at = reading(I8, types.int64, lambda builder, v: builder.sext(v, I64))
-short_at = reading(I16, types.int64, lambda builder, v: builder.zext(v, I64))
-word_at = reading(I32, types.int64, lambda builder, v: builder.zext(v, I64))
-half_at = reading(I16, types.float32, emit_half)
-put_byte = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I8))
+byte_at = reading(I8, i64, lambda builder, v: builder.zext(v, I64))
+char_at = reading(I8, i64, lambda builder, v: builder.sext(v, I64))
+short_at = reading(I16, i64, lambda builder, v: builder.zext(v, I64))
+word_at = reading(I32, i64, lambda builder, v: builder.zext(v, I64))
+half_at = reading(I16, f32, emit_half)
+put_byte = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I8))
 put_bytes = writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I8)))
-put_short = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I16))
-put_word = writing_intrinsic(types.int64, lambda builder, v: builder.trunc(v, I32))
-put_half = writing_intrinsic(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
+put_short = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I16))
+put_word = writing_intrinsic(i64, lambda builder, v: builder.trunc(v, I32))
+put_half = writing_intrinsic(f32, lambda builder, v: builder.fptrunc(v, HALF))
 
 
 def emit_pick(builder, values, lane_indices):
@@ -164,13 +141,13 @@ def select_intrinsic(emit):
         mask = builder.bitcast(builder.trunc(lane_bits, I16), MASK)
         return builder.select(mask, emit(builder, v, w), v)
 
-    return simd.instruction(f32x16, f32x16, types.int64, f32x16)(emit_where)
+    return simd.instruction(f32x16, f32x16, i64, f32x16)(emit_where)
 
 
 put_where = select_intrinsic(lambda builder, v, w: w)
 
 
-@simd.instruction(i32x16, types.int64, types.int64)
+@simd.instruction(i32x16, i64, i64)
 def bytes_of(builder, low_word, high_word):
     """Return the sixteen bytes of two int64."""
     word_pair = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
@@ -202,23 +179,7 @@ def emit_set_lanes(builder, v):
     return builder.zext(builder.bitcast(nonzero, I16), I64)
 
 
-set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero
-
-
-class DoubleVectorType(types.Type):
-    """The numba type of 16 f64 in LLVM vectors, to which squares of f32 are added."""
-
-    def __init__(self):
-        super().__init__(name="f64x16")
-
-
-f64x16 = DoubleVectorType()
-
-
-@register_model(DoubleVectorType)
-class DoubleVectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, DOUBLE_VECTOR)
+set_lanes = converting(i32x16, i64, emit_set_lanes)  # bit i: lane i is not zero
 
 
 @simd.instruction(f64x16)
@@ -233,6 +194,6 @@ def add_squares(builder, sums, v):
     return simd.call(builder, "llvm.fma.v16f64", DOUBLE_VECTOR, wide_v, wide_v, sums)
 
 
-@simd.instruction(types.float64, f64x16)
+@simd.instruction(f64, f64x16)
 def sum_lanes(builder, sums):
     return simd.fold_lanes(builder, sums, lambda builder, a, b: builder.fadd(a, b))

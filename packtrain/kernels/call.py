@@ -1,25 +1,26 @@
 """Compile kernels, let them call each other, and run tasks on threads.
 
 A kernel is compiled once, for one signature, and called by symbol name: otherwise numba would compile all that a
-function calls into it again, which took 95 of 140 s of processor time. A `part` is small and compiled into its callers.
+function calls into it again, which took 95 of 140 s of processor time. A `part` is small and compiled into its callers;
+a function that is `parallel` becomes a kernel that runs it on the threads.
 """
 
 import copy
+from inspect import signature as parameters_of
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, prange
 from numba.core import cgutils
+from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from packtrain.kernels import crew, machine, pool
+from packtrain.kernels import crew, kernel_types, machine, pool
+from packtrain.kernels.kernel_types import i64, void
 from packtrain.kernels.locator import InFolder
 from packtrain.kernels.pool import call_task
 
 I64 = ir.IntType(64)
-i64, void = types.int64, types.void
-
-
 COMMON_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -29,9 +30,26 @@ def part(signature, **options):
     If the module's code is in the cache, the part is loaded from there once something new calls it.
     """
     options = COMMON_OPTIONS | {"forceinline": True} | options
-    if InFolder.complete:
-        return lambda function: compile_on_use(njit(**options)(function), signature)
-    return njit(signature, **options)
+
+    def compile_part(function):
+        arg_types = signature_of(signature, function)
+        if InFolder.complete:
+            return compile_on_use(njit(**options)(function), arg_types)
+        return njit(arg_types, **options)(function)
+
+    return compile_part
+
+
+def signature_of(signature, function):
+    """Return numba's signature of a text such as "f32(i64, in1)", or "out1, in1" for no result.
+
+    Names are those of kernel_types and of the function's module.
+    """
+    if not isinstance(signature, str):
+        return signature
+    names = function.__globals__ | vars(kernel_types) | kernel_types.vector_types
+    arg_types = eval(f"({signature},)", names)
+    return arg_types[0] if isinstance(arg_types[0], Signature) else void(*arg_types)
 
 
 def compile_on_use(dispatcher, signature):
@@ -54,10 +72,26 @@ def ensure_compiled(dispatcher):
         dispatcher.disable_compile()
 
 
+def emit_part(context, builder, dispatcher, signature, args):
+    """Emit a call of a part, which raises nothing; returns its value."""
+    ensure_compiled(dispatcher)
+    (overload,) = dispatcher.overloads.values()
+    context.add_linking_libs((overload.library,))
+    function = context.declare_function(builder.module, overload.fndesc)
+    _, value = context.call_conv.call_function(
+        builder, function, signature.return_type, signature.args, args
+    )
+    return value
+
+
 def kernel(signature, **options):
     """Return a decorator that compiles a function for one signature at once, called by symbol, without the GIL."""
-    compile_kernel = njit(signature, **COMMON_OPTIONS, **options)
-    return lambda function: with_symbol(compile_kernel(function))
+
+    def compile_kernel(function):
+        compile_function = njit(signature_of(signature, function), **COMMON_OPTIONS, **options)
+        return with_symbol(compile_function(function))
+
+    return compile_kernel
 
 
 def with_symbol(dispatcher):
@@ -97,7 +131,6 @@ else:
     run_on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
 threads = pool.threads  # how many threads run_on_threads uses
 DONE_BY_EARLIER_CALL = 1  # instead of an entry: an earlier call does the work of this call, too
-words2 = types.Array(i64, 2, "C", readonly=True)
 
 
 @intrinsic
@@ -111,7 +144,7 @@ def call_entry(typingctx, entry_address, args_address):
     return i64(i64, i64), codegen
 
 
-@kernel(i64(words2, i64, i64))
+@kernel("i64(longs2, i64, i64)")
 def run_all(rows, at, num_calls):
     """Run calls at … num_calls - 1, up to the first without an entry, or that fails; returns the next call's number.
 
@@ -124,7 +157,7 @@ def run_all(rows, at, num_calls):
     return at
 
 
-@part(i64(words2, i64))
+@part("i64(longs2, i64)")
 def tasks_of(every, step):
     """Return how many tasks of `step` columns joined products have; column 1 of `every` is their N."""
     num_tasks = i64(0)
@@ -133,7 +166,7 @@ def tasks_of(every, step):
     return num_tasks
 
 
-@part(types.UniTuple(i64, 2)(words2, i64, i64))
+@part("UniTuple(i64, 2)(longs2, i64, i64)")
 def part_of(every, step, task):
     """Return the number of the joined product that a task belongs to, and the column where the task begins."""
     product_index = i64(0)
@@ -205,3 +238,78 @@ def spans(function, task_args, num_values, max_span_length):
     """Call function(*task_args, start, stop) on the threads, for spans of `num_values` of at most `max_span_length`."""
     span_length = max(1, max_span_length)
     span_tasks(function, task_args, -(-num_values // span_length), num_values, span_length)
+
+
+@njit(inline="always")
+def each_if_large(is_large, function, task_args, num_tasks):
+    """Call function(*task_args, number) for each number below `num_tasks`, on the threads if it pays."""
+    if is_large:
+        each(function, task_args, num_tasks)
+    else:
+        for task_index in range(num_tasks):
+            function(*task_args, task_index)
+
+
+# ---- kernels that run their function on the threads ----------------------------------------------------------------
+
+BLOCK = 1 << 13  # values of a span
+SPANS = """
+def {name}({parameters}):
+    count, size = work({work_parameters})
+    spans(task, ({parameters},), count, span_length(count, size, serial, block))
+"""
+TASKS = """
+def {name}({parameters}):
+    each(task, ({parameters},), work({work_parameters}))
+"""
+LARGE_TASKS = """
+def {name}({parameters}):
+    count, size = work({work_parameters})
+    each_if_large(count * size > serial, task, ({parameters},), count)
+"""
+
+
+@part("i64(i64, i64, i64, i64)")
+def span_length(count, size, serial, block):
+    """Return how many of `count` items of `size` values make a span: all of them up to `serial` values."""
+    return count if count * size <= serial else block // max(size, 1)
+
+
+def parallel(signature, work, *, serial=-1, block=BLOCK, form=SPANS):
+    """Return a decorator for f(*args, start, stop): makes a kernel of its name with the arguments `args`.
+
+    The kernel calls f on the threads, for spans of about `block` values.
+
+    signature  types of args
+    work       function of some of args, by name: number of items, and of values of each
+    serial     up to this many values a region of several threads does not pay
+    """
+
+    def compile_parallel(function):
+        *parameters, _ = parameters_of(function).parameters
+        parameters = parameters[: -1 if form is SPANS else None]
+        name, arg_types = function.__name__, signature_of(signature, function).args
+        function.__name__ = function.__qualname__ = f"{name}_task"
+        names = {
+            "__name__": function.__module__,
+            "each": each, "each_if_large": each_if_large, "spans": spans, "span_length": span_length,
+            "serial": serial, "block": block, "work": njit(forceinline=True)(work),
+            "task": kernel(void(*arg_types, *[i64] * (2 if form is SPANS else 1)))(function),
+        }  # fmt: skip
+        source = form.format(
+            name=name,
+            parameters=", ".join(parameters),
+            work_parameters=", ".join(parameters_of(work).parameters),
+        )
+        exec(compile(source, function.__code__.co_filename, "exec"), names)
+        return kernel(void(*arg_types))(names[name])
+
+    return compile_parallel
+
+
+def each_task(signature, work, *, serial=None):
+    """Return a decorator like `parallel` for f(*args, index), which is called for each item.
+
+    work  number of items; with `serial` and the number of operations of each
+    """
+    return parallel(signature, work, serial=serial, form=TASKS if serial is None else LARGE_TASKS)

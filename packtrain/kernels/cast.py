@@ -4,10 +4,9 @@ from llvmlite import ir
 from numba import types
 
 from packtrain.kernels import bits
-from packtrain.kernels.call import kernel, spans
-from packtrain.kernels.simd import BITS, LANES, address, f32x16, in1, load, out1, store
+from packtrain.kernels.call import parallel
+from packtrain.kernels.simd import BITS, LANES, address, f32x16, load, store
 
-i64, void = types.int64, types.void
 out_words_type, words_type = (
     types.Array(types.uint16, 1, "C", readonly=readonly) for readonly in (False, True)
 )
@@ -30,8 +29,9 @@ def emit_rounded(builder, v):
 put_bf16 = bits.writing_intrinsic(f32x16, emit_rounded)  # sixteen values as bf16
 
 
-@kernel(void(out_words_type, in1, i64, i64))
-def narrow_span(y, x, span_start, span_stop):
+@parallel("out_words_type, in1", lambda x: (x.size, 1), block=VALUES_PER_TASK)
+def narrow(y, x, span_start, span_stop):
+    """y = x rounded to bf16, stored as u16."""
     target, source = y.ctypes.data, address(x, 0)
     vector_end = span_start + (span_stop - span_start) // LANES * LANES
     for i in range(span_start, vector_end, LANES):
@@ -42,8 +42,9 @@ def narrow_span(y, x, span_start, span_stop):
         bits.put_short(target, i, BF16_NAN if value_bits & 0x7FFFFFFF > INFINITY else rounded_up)
 
 
-@kernel(void(out1, words_type, i64, i64))
-def widen_span(y, x, span_start, span_stop):
+@parallel("out1, words_type", lambda x: (x.size, 1), block=VALUES_PER_TASK)
+def widen(y, x, span_start, span_stop):
+    """y = x in f32; x is bf16, stored as u16."""
     target, source = address(y, 0), x.ctypes.data
     vector_end = span_start + (span_stop - span_start) // LANES * LANES
     for i in range(span_start, vector_end, LANES):
@@ -51,15 +52,3 @@ def widen_span(y, x, span_start, span_stop):
     for i in range(vector_end, span_stop):
         bits.put_short(target, 2 * i, 0)
         bits.put_short(target, 2 * i + 1, bits.short_at(source, i))
-
-
-@kernel(void(out_words_type, in1))
-def narrow(y, x):
-    """y = x rounded to bf16, stored as u16."""
-    spans(narrow_span, (y, x), x.size, VALUES_PER_TASK)
-
-
-@kernel(void(out1, words_type))
-def widen(y, x):
-    """y = x in f32; x is bf16, stored as u16."""
-    spans(widen_span, (y, x), x.size, VALUES_PER_TASK)

@@ -6,18 +6,13 @@ Rows are independent of each other: results depend on no thread and on no neighb
 import math
 
 import numpy as np
-from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.bits import put_word, word_at
-from packtrain.kernels.call import kernel, part, spans
-from packtrain.kernels.simd import LANES, in2, out2
+from packtrain.kernels.call import kernel, parallel, part
+from packtrain.kernels.kernel_types import f32, f64, i64, u64
+from packtrain.kernels.simd import LANES
 
-i64, f32, f64, u64, void = types.int64, types.float32, types.float64, types.uint64, types.void
-ids2, out_ids2 = types.Array(types.int32, 2, "C", readonly=True), types.Array(types.int32, 2, "C")
-out_ids1_type = types.Array(types.int32, 1, "C")
-numbers2_type = types.Array(f64, 2, "C", readonly=True)
-counts2_type = types.Array(i64, 2, "C", readonly=True)
 # Philox4x64-10 (Salmon et al. 2011): factors, and what is added to the keys
 PHILOX_M0, M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 PHILOX_W0, PHILOX_W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
@@ -30,7 +25,7 @@ PARTS_PER_CANDIDATE, MAX_SPLIT_K, MAX_CANDIDATES = 2, 128, 512
 ROOMS = MAX_CANDIDATES + SPAN
 
 
-@kernel(void(out_ids2, out2, i64, i64, i64))
+@kernel("out_ints2, out2, i64, i64, i64")
 def sift_down(ids, values, row, at, heap_size):
     """Restore the heap below `at`: its root is the worst, the smallest value and of equals the highest id."""
     while True:
@@ -46,13 +41,13 @@ def sift_down(ids, values, row, at, heap_size):
         at = worst_index
 
 
-@part(f32(f32))
+@part("f32(f32)")
 def finite_or_inf(x):
     """Return x, or infinity if x is not finite."""
     return x if -MAX_FLOAT <= x <= MAX_FLOAT else INFINITY
 
 
-@part(f32(in2, i64, i64))
+@part("f32(in2, i64, i64)")
 def span_max(x, span_start, span_stop):
     """Return the largest of some spans of values; a value that is not finite counts as infinity."""
     running_max = simd.splat(-INFINITY)
@@ -64,7 +59,7 @@ def span_max(x, span_start, span_stop):
     return simd.largest(running_max)
 
 
-@kernel(void(out_ids2, out2, in2, i64, i64, i64, i64))
+@kernel("out_ints2, out2, in2, i64, i64, i64, i64")
 def push_larger(ids, values, x, row, span_start, span_stop, k):
     """Replace the worst of the heap by each value of a span that is greater."""
     for e in range(span_start, span_stop):
@@ -75,7 +70,7 @@ def push_larger(ids, values, x, row, span_start, span_stop, k):
             sift_down(ids, values, row, 0, k)
 
 
-@part(i64(i64, i64, i64, f32))
+@part("i64(i64, i64, i64, f32)")
 def count_less(v, span_start, span_stop, bound):
     """Return how many of some spans of values at address v are less than `bound`."""
     lane_counts = simd.splat(0.0)
@@ -84,7 +79,7 @@ def count_less(v, span_start, span_stop, bound):
     return i64(simd.total(lane_counts))
 
 
-@kernel(f32(i64, i64, i64))
+@kernel("f32(i64, i64, i64)")
 def kth_part_max(part_maxima, count, k):
     """Return the largest of `count` values that k of them reach; there is room for a span behind the values."""
     simd.store(part_maxima, count, simd.splat(INFINITY))
@@ -96,7 +91,7 @@ def kth_part_max(part_maxima, count, k):
     return threshold
 
 
-@kernel(i64(i64, i64, i64, in2, i64, i64, i64, f32))
+@kernel("i64(i64, i64, i64, in2, i64, i64, i64, f32)")
 def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_stop, threshold):
     """Append values of at least `threshold` and their places; returns the new count, above MAX_CANDIDATES if full."""
     for e in range(span_start, span_stop):
@@ -109,7 +104,7 @@ def collect(candidate_ptr, index_ptr, num_candidates, x, row, span_start, span_s
     return num_candidates
 
 
-@kernel(void(out_ids2, out2, i64, i64, i64, i64))
+@kernel("out_ints2, out2, i64, i64, i64, i64")
 def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidates):
     """Write candidates in order: each to the place after all greater ones, and equal ones before it."""
     simd.store(candidate_ptr, num_candidates, simd.splat(-INFINITY))
@@ -127,7 +122,7 @@ def sort_candidates(ids, top_values, row, candidate_ptr, index_ptr, num_candidat
             top_values[row, rank_index], ids[row, rank_index] = v, word_at(index_ptr, i)
 
 
-@kernel(types.boolean(out_ids2, out2, in2, i64))
+@kernel("boolean(out_ints2, out2, in2, i64)")
 def find_candidates_fast(ids, top_values, x, row):
     """Find the k largest of a long row, of which k parts reach a threshold, so that few other values need be looked at.
 
@@ -159,8 +154,13 @@ def find_candidates_fast(ids, top_values, x, row):
     return True
 
 
-@kernel(void(out_ids2, out2, in2, i64, i64))
-def candidate_rows(ids, top_values, x, row_start, row_stop):
+@parallel("out_ints2, out2, in2", lambda x: (x.shape[0], 1), block=1)
+def candidates(ids, top_values, x, row_start, row_stop):
+    """Write the k largest of each row with their indices, the largest first; on ties the lower index first.
+
+    x                (N, V)  f32; a value that is not finite counts as infinity
+    ids, top_values  (N, k)  i32, f32
+    """
     k, num_logits = ids.shape[1], x.shape[1]
     for row in range(row_start, row_stop):
         if find_candidates_fast(ids, top_values, x, row):
@@ -182,17 +182,7 @@ def candidate_rows(ids, top_values, x, row_start, row_stop):
             sift_down(ids, top_values, row, 0, end)
 
 
-@kernel(void(out_ids2, out2, in2))
-def candidates(ids, top_values, x):
-    """Write the k largest of each row with their indices, the largest first; on ties the lower index first.
-
-    x                (N, V)  f32; a value that is not finite counts as infinity
-    ids, top_values  (N, k)  i32, f32
-    """
-    spans(candidate_rows, (ids, top_values, x), x.shape[0], 1)
-
-
-@kernel(u64(u64, u64))
+@kernel("u64(u64, u64)")
 def multiply_high(a, b):
     """Return the upper half of a product of 128 bits."""
     a0, a1, b0, b1 = a & LOW_WORD, a >> WORD_BITS, b & LOW_WORD, b >> WORD_BITS
@@ -201,7 +191,7 @@ def multiply_high(a, b):
     return a1 * b1 + (middle >> WORD_BITS) + (carry_word >> WORD_BITS)
 
 
-@kernel(f64(i64, i64))
+@kernel("f64(i64, i64)")
 def uniform(seed, index):
     """Return the first number of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
     a, b, c, d = u64(index) + u64(1), u64(0), u64(0), u64(0)
@@ -213,7 +203,7 @@ def uniform(seed, index):
     return f64(a >> UNUSED_BITS) * 2.0**-53
 
 
-@kernel(i64(in2, i64, i64, f64, f64))
+@kernel("i64(in2, i64, i64, f64, f64)")
 def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
     """Return how many of the sorted candidates top-p and min-p leave."""
     if top_p < 1.0:
@@ -233,7 +223,7 @@ def count_after_cutoffs(x, row, num_candidates, top_p, min_p):
     return num_candidates
 
 
-@kernel(void(out_ids1_type, ids2, in2, numbers2_type, counts2_type))
+@kernel("out_ints1, ints2, in2, doubles2, longs2")
 def draw(y, ids, x, sampling_params, counts):
     """Draw one candidate of each row, see ops.choosing.draw.
 

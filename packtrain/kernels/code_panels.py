@@ -5,21 +5,39 @@ codes, or one scale, of all of them; those of a panel's columns stand beside one
 235 to 296 GFLOP/s per thread, f32 97 to 104, `vdpbf16ps` 175 to 194; the floor with scales is 315 (Q6_K) to 378 (Q4_0).
 """
 
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from packtrain.kernels import dot_tile
-from packtrain.kernels.dot_tile import CODES_FORM, LANES_NBYTES, SCALES_FORM, called, line, width_of
+from packtrain.kernels.call import emit_part
+from packtrain.kernels.dot_tile import (
+    CODES_FORM,
+    LANES_NBYTES,
+    MAX_TYPES,
+    SCALES_FORM,
+    line,
+    width_of,
+)
 from packtrain.kernels.gemm import emit_write
+from packtrain.kernels.kernel_types import f32, i64, void
 from packtrain.kernels.octets import BY_SIGN, CODES, VNNI, dot_fours, dot_fours_signed, put, read
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, call, spread
+from packtrain.kernels.simd import (
+    BITS,
+    F32,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    call,
+    emit_switch,
+    intrinsic_of,
+    spread,
+)
 
-i64, f32, void = types.int64, types.float32, types.void
 HIGH, WIDE = (4, 3) if VNNI else (4, 1)  # rows and vectors of a tile: as many as registers hold
 VECTOR_NBYTES = 64
 
@@ -113,12 +131,10 @@ class PanelTile:
                 )
                 for v, column in enumerate(columns):
                     dot_args = b, column, integers, group_sums[r, v]
-                    is_signed = self.use_signed_dot
-                    group_sums[r, v] = (
-                        dot_fours_signed(*dot_args)
-                        if is_signed
-                        else dot_fours(*dot_args, self.layout.signed)
-                    )
+                    if self.use_signed_dot:
+                        group_sums[r, v] = dot_fours_signed(*dot_args)
+                    else:
+                        group_sums[r, v] = dot_fours(*dot_args, self.layout.signed)
         scale_vectors = [self.vector(VECTOR, scales_ptr, 0, v) for v in range(self.wide)]
         steps = [self.broadcast_value(F32, row_ptr, width) for row_ptr in x]
         for (r, v), sums in group_sums.items():
@@ -147,28 +163,26 @@ class PanelTile:
 
 
 def panel_tiles(codes):
-    """Return an intrinsic (wide, qtype, *arguments of PanelTile.emit_code) of a type's tile; wide is a literal."""
+    """Return an intrinsic (wide, qtype, *arguments of PanelTile.emit_code) of a type's tile."""
 
     def codegen(context, builder, sig, args):
-        _, qtype, *tile_args = args
-        end_block = builder.append_basic_block("done")
-        type_switch, form_blocks = builder.switch(qtype, end_block), {}
-        for dtype in codes:
-            layout = tile_layout(dtype)
-            if layout not in form_blocks:
-                form_blocks[layout] = builder.append_basic_block("form")
-                builder.position_at_end(form_blocks[layout])
-                panel_tile = PanelTile(builder.module, layout, sig.args[0].literal_value)
-                builder.call(panel_tile.function, tile_args)
-                builder.branch(end_block)
-            type_switch.add_case(I64(dtype.number), form_blocks[layout])
-        builder.position_at_end(end_block)
+        wide, qtype, *tile_args = args
+        tiles = {}
+
+        def emit_case(form):
+            if form not in tiles:
+                tiles[form] = PanelTile(builder.module, *form)
+            builder.call(tiles[form].function, tile_args)
+
+        cases = {
+            dtype.number + MAX_TYPES * columns: partial(emit_case, (tile_layout(dtype), columns))
+            for dtype, columns in product(codes, range(1, WIDE + 1))
+        }
+        emit_switch(builder, builder.add(qtype, builder.mul(wide, I64(MAX_TYPES))), cases)
         return context.get_dummy_value()
 
-    def typed(typingctx, wide, qtype, x, row_stride, panel, count, y, beta, down, num_rows, left):
-        return void(wide, *[i64] * 6, f32, *[i64] * 3), codegen
-
-    return intrinsic(prefer_literal=True)(typed)
+    signature = void(*[i64] * 7, f32, *[i64] * 3)
+    return intrinsic_of(11, lambda typingctx, *_: (signature, codegen))
 
 
 def weight_lines(codes, scale_functions):
@@ -176,19 +190,17 @@ def weight_lines(codes, scale_functions):
 
     def codegen(context, builder, sig, args):
         qtype, y, w = args
-        end_block = builder.append_basic_block("done")
-        type_switch = builder.switch(qtype, end_block)
-        for dtype in codes:
-            case_block = builder.append_basic_block(dtype.name)
-            type_switch.add_case(I64(dtype.number), case_block)
-            builder.position_at_end(case_block)
+
+        def emit_case(dtype):
             for at in range(0, width_of(dtype), CODES.count):
                 code_args = w, I64(at // CODES.count)
-                put(builder, called(context, builder, codes[dtype], CODES_FORM, *code_args), y, at)
-            scale_values = called(context, builder, scale_functions[dtype], SCALES_FORM, w)
+                put(
+                    builder, emit_part(context, builder, codes[dtype], CODES_FORM, code_args), y, at
+                )
+            scale_values = emit_part(context, builder, scale_functions[dtype], SCALES_FORM, [w])
             put(builder, scale_values, y, width_of(dtype))
-            builder.branch(end_block)
-        builder.position_at_end(end_block)
+
+        emit_switch(builder, qtype, {dtype.number: partial(emit_case, dtype) for dtype in codes})
         return context.get_dummy_value()
 
-    return intrinsic(lambda typingctx, qtype, y, w: (void(i64, i64, i64), codegen))
+    return intrinsic_of(3, lambda typingctx, *_: (void(i64, i64, i64), codegen))

@@ -3,32 +3,30 @@
 A code is an integer for value = code * scale + offset. Addresses are those of f32 values.
 """
 
-from numba import types
-
 from packtrain.kernels import simd
 from packtrain.kernels.bits import put_bytes, set_lanes, to_bits
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import absolute, f32x16, largest, load, maximum, neg, select_less, total
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.simd import absolute, largest, load, maximum, neg, select_less, total
 
-i64, f32, void = types.int64, types.float32, types.void
 MIN_INVERTIBLE = 2.9387359e-39  # the reciprocal of smaller values is infinite
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer
 floor = simd.lanewise(simd.llvm_op("floor"), 1)
 
 
-@part(f32(f32))
+@part("f32(f32)")
 def reciprocal(d):
     return f32(1) / d if abs(d) > MIN_INVERTIBLE else f32(0)
 
 
-@part(types.UniTuple(f32, 2)(i64))
+@part("UniTuple(f32, 2)(i64)")
 def bounds(x):
     """Return the minimum and maximum of 32 values."""
     a, b = load(x, 0), load(x, 16)
     return -largest(maximum(neg(a), neg(b))), largest(maximum(a, b))
 
 
-@kernel(i64(i64, i64, f32, f32, f32, f32))
+@kernel("i64(i64, i64, f32, f32, f32, f32)")
 def put_codes(y, x, low, inverse, offset, max_code):
     """Write 32 values to y as four-bit codes, (x - low) * inverse + offset towards zero, at most `max_code`.
 
@@ -42,7 +40,7 @@ def put_codes(y, x, low, inverse, offset, max_code):
     return set_lanes(first_codes & 16) | (set_lanes(second_codes & 16) << 16)
 
 
-@part(void(i64, i64, f32))
+@part("i64, i64, f32")
 def put_rounded(y, x, inverse):
     """Write 16 values times `inverse` as bytes, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
@@ -51,19 +49,19 @@ def put_rounded(y, x, inverse):
     put_bytes(y, 0, to_bits(simd.copysign(floor_size + floor((magnitude - floor_size) * 2.0), v)))
 
 
-@part(f32x16(f32x16, f32, f32))
+@part("f32x16(f32x16, f32, f32)")
 def rounded(v, low, max_code):
     """Round to the nearest integer, ties to even, within bounds."""
     return (select_less(v, low, low, select_less(max_code, v, max_code, v)) + ROUND) - ROUND
 
 
-@part(i64(f32, i64))
+@part("i64(f32, i64)")
 def rounded_int(v, max_code):
     """Round one value to the nearest integer, ties to even, at most `max_code`."""
     return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), max_code)
 
 
-@part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
+@part("UniTuple(f32, 2)(f32, f32, f32, f32, f32)")
 def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
     """Return scale and low, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
@@ -75,7 +73,7 @@ def fit_line(weight, sum_x, sum_l, sum_ll, sum_lx):
     return (weight * sum_lx - sum_x * sum_l) / determinant, min_value
 
 
-@kernel(types.UniTuple(f32, 2)(i64, f32, f32, i64))
+@kernel("UniTuple(f32, 2)(i64, f32, f32, i64)")
 def fit(x, max_code, first_step, num_trials):
     """Return scale and low, at most 0, of 32 values as codes 0 … max_code.
 
@@ -108,7 +106,7 @@ def fit(x, max_code, first_step, num_trials):
     return scale, min_value
 
 
-@kernel(f32(i64, i64))
+@kernel("f32(i64, i64)")
 def extreme(x, n):
     """Return the value furthest from zero of 16 or 32 values; the first on ties."""
     a, b = load(x, 0), load(x, n - 16)

@@ -3,25 +3,23 @@
 `sizes` are those of windows.py. K = C KH KW values of a window, P = OH OW windows of an image.
 """
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, part, spans
+from packtrain.kernels.call import BLOCK, each, kernel, parallel, part, spans
 from packtrain.kernels.gemm import DEEP, multiply_block, sgemm
+from packtrain.kernels.kernel_types import f32, i64
 from packtrain.kernels.operands import pack_b
 from packtrain.kernels.panels import PANEL, places
-from packtrain.kernels.simd import LANES, address, ids1, in1, load_part, out1, peek, poke, scratch
+from packtrain.kernels.simd import LANES, address, load_part, peek, poke, scratch
+from packtrain.kernels.vectors import sum_rows
 
-i64, f32, void, flag_type = types.int64, types.float32, types.void, types.boolean
 TASK = 1 << 20  # multiply-adds
 SIDE = 256  # windows at a time for the gradient of the filters, by PANEL values of a window
 FILTERS_PER_TASK = 64  # filters in a task of that gradient
-BLOCK = 1 << 13
 PANEL_BUFFER = DEEP * PANEL
 BETA_ONE = f32(1.0)
 
 
-@part(void(flag_type, i64, i64, i64))
+@part("boolean, i64, i64, i64")
 def copy_run(is_backward, panel_ptr, x, count):
     for s in range(0, count, LANES):
         left = count - s
@@ -31,7 +29,7 @@ def copy_run(is_backward, panel_ptr, x, count):
             simd.store_part(panel_ptr, s, load_part(x, s, left), left)
 
 
-@part(void(flag_type, i64, i64, i64, i64, i64))
+@part("boolean, i64, i64, i64, i64, i64")
 def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step):
     for s in range(first_index, index_stop):
         if is_backward:
@@ -40,7 +38,7 @@ def copy_strided_run(is_backward, panel_ptr, x, first_index, index_stop, x_step)
             poke(panel_ptr, s, peek(x, s * x_step))
 
 
-@part(void(flag_type, i64, i64, i64, i64, i64, i64))
+@part("boolean, i64, i64, i64, i64, i64, i64")
 def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
     """Copy `count` values of a row of x, from `column` on, `x_step` apart, to a panel, or add the panel's to them."""
     if x_step == 1:
@@ -52,7 +50,7 @@ def copy_line(is_backward, panel_ptr, x, column, row_width, x_step, count):
         copy_strided_run(is_backward, panel_ptr, address(x, column), low, index_stop, x_step)
 
 
-@kernel(void(flag_type, i64, i64, i64, i64, i64, i64, ids1))
+@kernel("boolean, i64, i64, i64, i64, i64, i64, ints1")
 def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_start, sizes):
     """panel (depth, panel_width) = values first … of windows window_start …, 0 beyond edges; backward adds it to x.
 
@@ -78,7 +76,7 @@ def lay_windows(is_backward, panel_ptr, panel_width, x, first, depth, window_sta
             j = i64(0)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
+@kernel("i64, i64, i64, i64, i64, i64, i64, ints1")
 def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
     """Multiply PANEL windows of an image by all filters: columns of y (O, P) from `window_start` on."""
     panel = scratch(PANEL_BUFFER)
@@ -94,8 +92,21 @@ def conv_panel(y, x, w, channels, filters, windows, window_start, sizes):
         multiply_block(0, *product_args, beta, target, windows, 0)
 
 
-@kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
-def conv_panels(y, x, w, channels, filters, sizes, panel_start, panel_stop):
+@parallel(
+    "out1, in1, in1, i64, i64, i64, ints1",
+    lambda pictures, channels, filters, sizes: (
+        pictures * -(-i64(sizes[4]) * sizes[5] // PANEL),
+        channels * sizes[2] * sizes[3] * filters * PANEL,
+    ),
+    block=TASK,
+)
+def conv(y, x, w, pictures, channels, filters, sizes, panel_start, panel_stop):
+    """y = x convolved with the filters w.
+
+    x  (N C H W,)     f32
+    w  (O C KH KW,)   f32
+    y  (N O OH OW,)   f32
+    """
     num_windows = i64(sizes[4]) * sizes[5]
     num_panels = -(-num_windows // PANEL)
     for panel_index in range(panel_start, panel_stop):
@@ -105,20 +116,7 @@ def conv_panels(y, x, w, channels, filters, sizes, panel_start, panel_stop):
         conv_panel(target, source, address(w, 0), channels, filters, num_windows, at, sizes)
 
 
-@kernel(void(out1, in1, in1, i64, i64, i64, ids1))
-def conv(y, x, w, pictures, channels, filters, sizes):
-    """y = x convolved with the filters w.
-
-    x  (N C H W,)     f32
-    w  (O C KH KW,)   f32
-    y  (N O OH OW,)   f32
-    """
-    num_panels = -(-i64(sizes[4]) * sizes[5] // PANEL)
-    work = channels * sizes[2] * sizes[3] * filters * PANEL
-    spans(conv_panels, (y, x, w, channels, filters, sizes), pictures * num_panels, TASK // work)
-
-
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, ids1))
+@kernel("i64, i64, i64, i64, i64, i64, i64, ints1")
 def planes(dx, dy, w, first, depth, size, filters, sizes):
     """Add to image dx the gradients of values first … of its windows; dy (O, P)."""
     panel, columns = scratch(PANEL_BUFFER), scratch(PANEL_BUFFER)
@@ -134,9 +132,22 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
         lay_windows(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
-@kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
-def channel_group_grads(dx, dy, w, channels, filters, sizes, group_start, group_stop):
-    """Compute dx by groups of channels whose part of a window fits a panel; a larger channel goes in parts."""
+def group_work(pictures, channels, filters, sizes):
+    """Return the number of groups of channels whose part of a window fits a panel, and multiply-adds of each."""
+    window_size = i64(sizes[2]) * sizes[3]
+    channels_per_group = max(1, DEEP // window_size)
+    group_ops = min(channels_per_group, channels) * window_size * filters * sizes[4] * sizes[5]
+    return pictures * -(-channels // channels_per_group), group_ops
+
+
+@parallel("out1, in1, in1, i64, i64, i64, ints1", group_work, block=TASK)
+def conv_back(dx, dy, w, pictures, channels, filters, sizes, group_start, group_stop):
+    """Compute dx, the gradient of `conv` for x; a channel that is larger than a panel goes in parts.
+
+    dy  (N O OH OW,)   f32
+    w   (O C KH KW,)   f32
+    dx  (N C H W,)     f32
+    """
     plane_size, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
     channels_per_group = max(1, DEEP // window)
     num_groups = -(-channels // channels_per_group)
@@ -152,23 +163,7 @@ def channel_group_grads(dx, dy, w, channels, filters, sizes, group_start, group_
             planes(target, source, address(w, 0), first, depth, channels * window, filters, sizes)
 
 
-@kernel(void(out1, in1, in1, i64, i64, i64, ids1))
-def conv_back(dx, dy, w, pictures, channels, filters, sizes):
-    """Compute dx, the gradient of `conv` for x.
-
-    dy  (N O OH OW,)   f32
-    w   (O C KH KW,)   f32
-    dx  (N C H W,)     f32
-    """
-    window_area = i64(sizes[2]) * sizes[3]
-    channels_per_group = max(1, DEEP // window_area)
-    num_groups = -(-channels // channels_per_group)
-    group_ops = min(channels_per_group, channels) * window_area * filters * sizes[4] * sizes[5]
-    task_args = (dx, dy, w, channels, filters, sizes)
-    spans(channel_group_grads, task_args, pictures * num_groups, TASK // max(1, group_ops))
-
-
-@kernel(void(out1, in1, in1, i64, i64, i64, i64, ids1, i64))
+@kernel("out1, in1, in1, i64, i64, i64, i64, ints1, i64")
 def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, sizes, task_index):
     """Compute the gradient of some filters from one share of the images."""
     columns_ptr = scratch(PANEL_BUFFER)
@@ -192,17 +187,7 @@ def filter_grad_share(partial, dy, x, pictures, channels, filters, num_shares, s
                 )
 
 
-@kernel(void(out1, in1, i64, i64, i64))
-def sum_shares(dw, partial, num_shares, span_start, span_stop):
-    for i in range(span_start, span_stop, LANES):
-        num_left = span_stop - i
-        lane_sums = simd.splat(0.0)
-        for share_index in range(num_shares):
-            lane_sums += load_part(partial, share_index * dw.size + i, num_left)
-        simd.store_part(dw, i, lane_sums, num_left)
-
-
-@kernel(void(out1, out1, in1, in1, i64, i64, i64, ids1))
+@kernel("out1, out1, in1, in1, i64, i64, i64, ints1")
 def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
     """Compute dw, the gradient of `conv` for w.
 
@@ -212,6 +197,7 @@ def conv_back_w(dw, partial, dy, x, pictures, channels, filters, sizes):
     partial  (shares O C KH KW,)    f32 workspace: sums over shares of the images
     """
     num_shares = partial.size // dw.size
-    task_args = (partial, dy, x, pictures, channels, filters, num_shares, sizes)
-    each(filter_grad_share, task_args, num_shares * -(-filters // FILTERS_PER_TASK))
-    spans(sum_shares, (dw, partial, num_shares), dw.size, BLOCK)
+    share_args = partial, dy, x, pictures, channels, filters, num_shares, sizes
+    each(filter_grad_share, share_args, num_shares * -(-filters // FILTERS_PER_TASK))
+    task_args = address(dw, 0), address(partial, 0), num_shares, dw.size
+    spans(sum_rows, task_args, dw.size, BLOCK)

@@ -6,35 +6,35 @@ x (N, W) has queries and keys of the groups (G N each), which are divided by the
 
 import math
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, out3, peek, splat
+from packtrain.kernels.call import each_task, kernel, part
+from packtrain.kernels.kernel_types import UniTuple, f32, f64, i64
+from packtrain.kernels.simd import LANES, address, load_part, peek, splat
 from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, load_states
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-out4 = simd.rank(4)
+head_type = UniTuple(
+    i64, 8
+)  # T, batch row, places of query, key and value in a row of x, head, P, N
 CHUNK = 32  # tokens between states that are saved for the gradient
 
 
-@part(i64(i64, i64, i64, i64))
+@part("i64(i64, i64, i64, i64)")
 def head_group(h, H, G, tiled):
     return h % G if tiled else h // (H // G)
 
 
-@part(f32(i64, i64, f32))
+@part("f32(i64, i64, f32)")
 def inverse(x_ptr, n, eps):
     """Return 1 over the length of a vector."""
     return f32(1.0 / math.sqrt(dot(x_ptr, x_ptr, n) + f64(eps)))
 
 
-@part(f32(f32))
+@part("f32(f32)")
 def decay_factor(decay):
     return f32(math.exp(f64(decay)))
 
 
-@part(f32(i64, i64, f32, f32, f32, f32, i64))
+@part("f32(i64, i64, f32, f32, f32, f32, i64)")
 def error(state_row, k, k_scale, value, decay, beta, n):
     """Return by how much the decayed row of the state, read at key k, falls short of `value`."""
     lane_sums = splat(0.0)
@@ -43,7 +43,7 @@ def error(state_row, k, k_scale, value, decay, beta, n):
     return value - decay * k_scale * simd.total(lane_sums)
 
 
-@kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
+@kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, v, q, k, decay, beta, eps, p, n):
     """Apply the gated delta rule to one token: update a head's state s (p, n) and write y; y, v (p,), q, k (n,)."""
     q_scale, k_scale = inverse(q, n, eps) / f32(math.sqrt(f64(n))), inverse(k, n, eps)
@@ -58,9 +58,17 @@ def advance(y, s, v, q, k, decay, beta, eps, p, n):
         simd.poke(y, i, q_scale * simd.total(dot_sums))
 
 
-@kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
-def head_task(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
-    """Run one head of one row of the batch through its tokens."""
+@each_task("out2, out3, in2, in2, in2, ints1, i64, i64, i64, f32", lambda states: len(states))
+def delta(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
+    """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
+
+    y            (N, H P)  f32, N a multiple of `T`
+    states       (rows of the batch * H, P, N)  f32, scratch
+    x            (N, W)    f32
+    decay, beta  (N, H)    f32
+    seq          (N,)      i32, or empty
+    tiled        whether heads of a group are G apart, not together
+    """
     H, (_, p, n) = beta.shape[1], states.shape
     batch, h = task // H, task % H
     group, state = head_group(h, H, G, tiled), address(states, task * p * n)
@@ -73,24 +81,10 @@ def head_task(y, states, x, decay, beta, seq, T, G, tiled, eps, task):
         advance(target, state, v, q, address(q, G * n), token_decay, beta[t, h], eps, p, n)
 
 
-@kernel(void(out2, out3, in2, in2, in2, ids1, i64, i64, i64, f32))
-def delta(y, states, x, decay, beta, seq, T, G, tiled, eps):
-    """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
-
-    y            (N, H P)  f32, N a multiple of `T`
-    states       (rows of the batch * H, P, N)  f32, scratch
-    x            (N, W)    f32
-    decay, beta  (N, H)    f32
-    seq          (N,)      i32, or empty
-    tiled        whether heads of a group are G apart, not together
-    """
-    each(head_task, (y, states, x, decay, beta, seq, T, G, tiled, eps), len(states))
-
-
 # ---- the gradient --------------------------------------------------------------------------------------------
 
 
-@kernel(f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
+@kernel("f64(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64)")
 def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta, p, n):
     """Advance the state by one token, write errors (p,), add the gradient of q's direction to dq (n,); returns dy y."""
     score, scale = f64(0.0), f32(1.0 / math.sqrt(f64(n)))
@@ -109,7 +103,7 @@ def forward_token(state, errors, dq, dy, v, q, k, q_scale, k_scale, decay, beta,
     return score
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64, f32, f32, f32, f32, i64, i64")
 def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, beta, p, n):
     """Turn the gradient (p, n) of the state after a token into that of the state before the token.
 
@@ -134,12 +128,13 @@ def back(state_grad, row_grads, dk, errors, dy, q, k, q_scale, k_scale, decay, b
             simd.store_part(grad_row, j, new_grad * splat(decay), left)
 
 
-@kernel(void(i64, i64, i64, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
-def earlier(dk, row_grads, state, x, decay, beta, seq, t, T, k_at, k_scales, errors, h, p, n):
+@kernel("i64, i64, i64, in2, in2, in2, ints1, i64, UniTuple(i64, 7)")
+def earlier(dk, row_grads, state, x, decay, beta, seq, t, place):
     """dk (n,) -= beta row_grads^T S; the state S before token t is the chunk's first one plus what the chunk has added.
 
     k_at, k_scales, errors  where in a row of x the key is, and addresses of scales and errors of the row of the batch
     """
+    T, k_at, k_scales, errors, h, p, n = place
     first_token, decay_scale = t // T * T, -beta[t, h] * decay_factor(decay[t, h])
     s = t
     while (s - first_token) % CHUNK != 0 and not is_start(seq, s, T):
@@ -153,7 +148,7 @@ def earlier(dk, row_grads, state, x, decay, beta, seq, t, T, k_at, k_scales, err
             add_scaled(dk, address(state, i * n), decay_scale * peek(row_grads, i), n)
 
 
-@part(void(i64, i64, f32, i64))
+@part("i64, i64, f32, i64")
 def normalize_back(dx, x, inverse_norm, n):
     """Turn dx (n,), the gradient of x / |x|, into the gradient of x; `inverse_norm` is 1 / |x|."""
     projection = f32(dot(dx, x, n) * f64(inverse_norm) * f64(inverse_norm))
@@ -162,11 +157,10 @@ def normalize_back(dx, x, inverse_norm, n):
         simd.store_part(dx, j, load_part(dx, j, n - j) * splat(inverse_norm), n - j)
 
 
-@kernel(void(out2, i64, i64, i64, in2, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
-def forward_head(
-    dx, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
-):
+@kernel("out2, i64, i64, i64, in2, in2, in2, in2, ints1, head_type")
+def forward_head(dx, states, errors, stats, dy, x, decay, beta, seq, head):
     """Run a head forward: write errors (T, p) and states before chunks, add to dx of queries; stats[2] gets dy y."""
+    T, batch, q_at, k_at, v_at, h, p, n = head
     H, width, state_size, first_token = beta.shape[1], x.shape[1], p * n, batch * T
     state = address(states, -(-T // CHUNK) * state_size)
     for t in range(T):
@@ -183,43 +177,17 @@ def forward_head(
         simd.poke(stats, 2 * T + t, f32(score))
 
 
-@kernel(
-    void(
-        out2,
-        out2,
-        out2,
-        i64,
-        i64,
-        i64,
-        in2,
-        in2,
-        in2,
-        in2,
-        ids1,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-    )
-)
-def backward_head(
-    dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, batch, q_at, k_at, v_at, h, p, n
-):  # fmt: skip
+@kernel("out2, out2, out2, i64, i64, i64, in2, in2, in2, in2, ints1, head_type")
+def backward_head(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, head):
     """Write the gradients of a head's keys, values, betas and decays; a decay's is the state times its gradient."""
+    T, batch, q_at, k_at, v_at, h, p, n = head
     H, width, state_size, first, decay_slope = beta.shape[1], x.shape[1], p * n, batch * T, f64(0.0)
     slope, missing = address(states, -(-T // CHUNK) * state_size), address(errors, T * p)
     fill(slope, state_size, f32(0.0))
     for t in range(T - 1, -1, -1):
         token, at = first + t, address(x, (first + t) * width)
-        dk, token_errors, by = (
-            address(dx, token * width + k_at),
-            address(errors, t * p),
-            beta[token, h],
-        )
+        dk, token_errors = address(dx, token * width + k_at), address(errors, t * p)
+        by, k_scales = beta[token, h], address(stats, T)
         is_first, before = is_start(seq, token, T), address(states, t // CHUNK * state_size)
         back(
             slope, missing, dk, token_errors, address(dy, (token * H + h) * p), address(at, q_at),
@@ -227,10 +195,8 @@ def backward_head(
             peek(stats, t), peek(stats, T + t), f32(0.0) if is_first else decay_factor(decay[token, h]), by, p, n,
         )  # fmt: skip
         if not is_first:
-            k_scales = address(stats, T)
-            earlier(
-                dk, missing, before, x, decay, beta, seq, token, T, k_at, k_scales, errors, h, p, n
-            )
+            place = T, k_at, k_scales, errors, h, p, n
+            earlier(dk, missing, before, x, decay, beta, seq, token, place)
         decay_slope += peek(stats, 2 * T + t) - by * dot(missing, address(at, v_at), p)
         if t % CHUNK == 0:
             decay_slope = dot(slope, before, state_size)
@@ -241,11 +207,20 @@ def backward_head(
             simd.poke(target, i, by * peek(missing, i))
 
 
-@kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32, i64))
-def group_task(
+@each_task(
+    "out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ints1, i64, i64, i64, f32",
+    lambda states: len(states),
+)
+def delta_back(
     dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps, task
-):  # fmt: skip
-    """Compute the gradients of a group's heads, one after the other: they share the group's queries and keys."""
+):
+    """Write the gradients of delta: a pass forward for the queries', one back for the others.
+
+    The state before a token, which keys' gradients need, is the state before the chunk plus what the chunk's tokens
+    added. No state is computed backwards, which would divide by decays. Scratch, f32, with L rows of the batch:
+
+    states  (L G, chunks + 1, P, N), errors (L G, T + 1, P), stats (L G, 3, T)
+    """
     H, (_, num_slots, p, n) = beta.shape[1], states.shape
     batch, group = task // G, task % G
     q_at, k_at, width = group * n, (G + group) * n, x.shape[1]
@@ -257,40 +232,26 @@ def group_task(
                 rest, stat_row * T + t, inverse(address(x, (batch * T + t) * width + at), n, eps)
             )
             fill(address(dx, (batch * T + t) * width + at), n, f32(0.0))
-    for h in range(H):
+    for h in range(H):  # one after the other: they share the group's queries and keys
         if head_group(h, H, G, tiled) == group:
-            v = 2 * G * n + h * p
-            forward_head(
-                dx, state, err_ptr, rest, dy, x, decay, beta, seq, T, batch, q_at, k_at, v, h, p, n
-            )
-            backward_head(
-                dx, ddecay, dbeta, state, err_ptr, rest, dy, x, decay, beta, seq, T, batch, q_at, k_at, v, h, p, n
-            )  # fmt: skip
+            head = T, batch, q_at, k_at, 2 * G * n + h * p, h, p, n
+            forward_head(dx, state, err_ptr, rest, dy, x, decay, beta, seq, head)
+            outputs = dx, ddecay, dbeta
+            backward_head(*outputs, state, err_ptr, rest, dy, x, decay, beta, seq, head)
     for t in range(T):
         for stat_row, at in enumerate((q_at, k_at)):
             offset = (batch * T + t) * width + at
             normalize_back(address(dx, offset), address(x, offset), peek(rest, stat_row * T + t), n)
 
 
-@kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32))
-def delta_back(dx, ddecay, dbeta, states, errors, stats, dy, x, decay, beta, seq, T, G, tiled, eps):
-    """Write the gradients of delta: a pass forward for the queries', one back for the others.
-
-    The state before a token, which keys' gradients need, is the state before the chunk plus what the chunk's tokens
-    added. No state is computed backwards, which would divide by decays. Scratch, f32, with L rows of the batch:
-
-    states  (L G, chunks + 1, P, N), errors (L G, T + 1, P), stats (L G, 3, T)
-    """
-    outputs = dx, ddecay, dbeta, states, errors, stats
-    inputs = dy, x, decay, beta, seq, T, G, tiled, eps
-    each(group_task, outputs + inputs, len(states))
-
-
 # ---- with states in cells ------------------------------------------------------------------------------------
 
 
-@kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32, i64))
-def cell_head_task(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
+@each_task(
+    "out2, out4, in2, in2, in2, ints1, ints1, ints1, i64, i64, f32", lambda states: states.shape[1]
+)
+def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps, h):
+    """Compute delta for tokens of several sequences in turn, from states in cells to cells; see scan_cells."""
     _, H, p, n = states.shape
     group = head_group(h, H, G, tiled)
     load_states(states, sources, targets, h)
@@ -303,10 +264,3 @@ def cell_head_task(y, states, x, decay, beta, token_seqs, sources, targets, G, t
         q, v = address(x_row, group * n), address(x_row, 2 * G * n + h * p)
         key = address(q, G * n)
         advance(y_row, state, v, q, key, decay_factor(decay[t, h]), beta[t, h], eps, p, n)
-
-
-@kernel(void(out2, out4, in2, in2, in2, ids1, ids1, ids1, i64, i64, f32))
-def delta_cells(y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps):
-    """Compute delta for tokens of several sequences in turn, from states in cells to cells; see scan_cells."""
-    task_args = (y, states, x, decay, beta, token_seqs, sources, targets, G, tiled, eps)
-    each(cell_head_task, task_args, states.shape[1])

@@ -11,24 +11,33 @@ each 128 took 1.25 (24 bits) to 1.5 times as long (8 bits). Multiply-adds alone 
 a row with 24 bits, the tile takes 20; with 8 bits 7 and 10.
 """
 
+from functools import partial
 from itertools import product
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from packtrain.kernels import octets
-from packtrain.kernels.call import ensure_compiled
+from packtrain.kernels.call import emit_part
 from packtrain.kernels.folds import fold_vectors
+from packtrain.kernels.kernel_types import i64, void
 from packtrain.kernels.octets import BY_SIGN, CODES
 from packtrain.kernels.panels import emit_prefetch
-from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16
+from packtrain.kernels.simd import (
+    BITS,
+    F32,
+    I64,
+    LANES,
+    VECTOR,
+    call,
+    emit_switch,
+    f32x16,
+    intrinsic_of,
+)
 
-i64, void = types.int64, types.void
 VALUES = 128  # least integers of a line
 LANES_NBYTES = 64  # bytes of 16 lanes
-PLANE_COUNTS, MAX_TYPES = (1, 3), 64
+PLANE_COUNTS, MAX_PLANES, MAX_TYPES = (1, 3), 4, 64
 ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # rows of weights by rows of activations: as registers hold
 MAX_INTEGER = 8355000  # largest integer of three planes: a little less than fits
 PREFETCH_NBYTES = 4096  # bytes after the rows that follow, where weights are prefetched
@@ -58,18 +67,6 @@ def line(width, planes):
     return width * planes + 3 * LANES_NBYTES
 
 
-def called(context, builder, code_function, signature, *call_args):
-    """Emit a call of a compiled part, which raises nothing; returns its value."""
-    ensure_compiled(code_function)
-    (overload,) = code_function.overloads.values()
-    context.add_linking_libs((overload.library,))
-    function = context.declare_function(builder.module, overload.fndesc)
-    _, return_value = context.call_conv.call_function(
-        builder, function, signature.return_type, signature.args, call_args
-    )
-    return return_value
-
-
 class DotTile:
     """Emits the function of one type for `m` rows of activations and ROWS[m] rows of weights."""
 
@@ -77,10 +74,8 @@ class DotTile:
         self.context, self.code, self.num_x_rows, self.r = context, code, m, ROWS[m]
         self.chunk_width, self.planes = width_of(dtype), range(planes)
         self.steps_offset, self.line = self.chunk_width * planes, line(self.chunk_width, planes)
-        self.code_bias, self.is_signed = (
-            dtype.code["codes"].code_offset,
-            dtype.code["codes"].is_signed,
-        )
+        self.code_bias = dtype.code["codes"].code_offset
+        self.is_signed = dtype.code["codes"].is_signed
         self.is_split, self.lanes = needs_split_sums(dtype, planes), codes_per_group(dtype) // 4
         self.is_single_block = dtype.block == self.chunk_width
         self.chunk_nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
@@ -220,33 +215,33 @@ class DotTile:
         return b.select(b.icmp_signed("<", v, w), v, w)
 
     def call_code(self, role, signature, *call_args):
-        return called(self.context, self.builder, self.code[role], signature, *call_args)
+        return emit_part(self.context, self.builder, self.code[role], signature, call_args)
 
 
 def dot_tiles(codes, scale_functions):
-    """Return an intrinsic (m, qtype, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile; m is a literal."""
+    """Return an intrinsic (m, qtype, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile of m rows."""
 
     def codegen(context, builder, sig, args):
-        _, qtype, planes, x, w, w_stride, k, y, down, rows, add = args
+        m, qtype, planes, x, w, w_stride, k, y, down, rows, add = args
         num_lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
-        end = builder.append_basic_block("done")
-        type_switch = builder.switch(builder.add(qtype, builder.mul(planes, I64(MAX_TYPES))), end)
-        for dtype, planes in product(codes, PLANE_COUNTS):
-            case_block = builder.append_basic_block(dtype.name)
-            type_switch.add_case(I64(dtype.number + MAX_TYPES * planes), case_block)
-            builder.position_at_end(case_block)
+
+        def emit_case(dtype, planes, m):
             code = {"codes": codes[dtype], "scales": scale_functions[dtype]}
-            tile = DotTile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
+            tile = DotTile(context, builder.module, dtype, code, m, planes)
             size, block_nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
             left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), block_nbytes)
             row_stride = builder.mul(num_lines, I64(line(VALUES, planes)))
             tile_args = x, row_stride, w, w_stride, builder.udiv(k, size), left, y, down, rows, add
             builder.call(tile.function, tile_args)
-            builder.branch(end)
-        builder.position_at_end(end)
+
+        cases = {
+            dtype.number + MAX_TYPES * (planes + MAX_PLANES * m): partial(
+                emit_case, dtype, planes, m
+            )
+            for dtype, planes, m in product(codes, PLANE_COUNTS, ROWS)
+        }
+        form = builder.add(planes, builder.mul(m, I64(MAX_PLANES)))
+        emit_switch(builder, builder.add(qtype, builder.mul(form, I64(MAX_TYPES))), cases)
         return context.get_dummy_value()
 
-    def typed(typingctx, m, qtype, planes, x, w, w_stride, k, y, down, num_rows, add):
-        return void(m, *[i64] * 10), codegen
-
-    return intrinsic(prefer_literal=True)(typed)
+    return intrinsic_of(11, lambda typingctx, *_: (void(*[i64] * 11), codegen))

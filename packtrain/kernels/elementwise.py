@@ -1,28 +1,24 @@
 """Compute element-wise functions on flat arrays; the result may be one of the inputs."""
 
+from functools import partial
+
 from llvmlite import ir
-from numba import types
+from numba.core import cgutils
 
 from packtrain.kernels import simd
-from packtrain.kernels.call import kernel, part, spans
+from packtrain.kernels.call import emit_part, parallel, part
 from packtrain.kernels.counter import GOLDEN, MIX_FACTOR_1, MIX_FACTOR_2
-from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, f32x16, fma, in1, load_part, out1
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, f32x16, fma, load_part
 
-i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 15  # below this many elements a parallel region does not pay
-BLOCK = 1 << 13
 GELU_CUBE, GELU_FACTOR = 0.044715, 1.5957691216057308  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
-UNARY_NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick elu softplus erf"
-UNARY = {name: op_code for op_code, name in enumerate(UNARY_NAMES.split())}
 BINARY = {name: op_code for op_code, name in enumerate(["add", "sub", "mul", "div"])}
-(
-    NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, GELU, GELU_QUICK, ELU, SOFTPLUS, ERF,
-) = UNARY.values()  # fmt: skip
 ADD, SUB, MUL, DIV = BINARY.values()
 
 
-@part(f32x16(f32x16))
+@part("f32x16(f32x16)")
 def erf(x):
     """Return erf(x), off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
     t = 1.0 / (1.0 + 0.3275911 * simd.absolute(x))
@@ -32,54 +28,53 @@ def erf(x):
     return simd.select_less(x, 0.0, simd.neg(y), y)
 
 
-@part(f32x16(i64, f32x16), forceinline=False)
-def rare_unary(code, x):
-    if code == SIN:
-        return simd.sin(x)
-    if code == COS:
-        return simd.cos(x)
-    if code == LOG:
-        return simd.log(x)
-    if code == ELU:
-        return simd.select_less(0.0, x, x, simd.exp(x) - 1.0)
-    if code == SOFTPLUS:
-        return simd.maximum(x, 0.0) + simd.log(1.0 + simd.exp(simd.neg(simd.absolute(x))))
-    if code == ERF:
-        return erf(x)
-    return simd.tanh(x)
+def chosen_lanes(functions):
+    """Return an intrinsic (number, x) that applies the function with that number to a vector."""
+    lane_signature = f32x16(f32x16)
+    parts = [part(lane_signature)(function) for function in functions]
+
+    def codegen(context, builder, sig, args):
+        result = cgutils.alloca_once(builder, VECTOR)
+
+        def emit_case(function):
+            builder.store(emit_part(context, builder, function, lane_signature, args[1:]), result)
+
+        cases = {i: partial(emit_case, function) for i, function in enumerate(parts)}
+        simd.emit_switch(builder, args[0], cases)
+        return builder.load(result)
+
+    return simd.intrinsic_of(2, lambda typingctx, *_: (f32x16(i64, f32x16), codegen))
 
 
-@part(f32x16(i64, f32x16))
-def unary_lanes(code, x):
-    """Apply the function `code`, from UNARY; gelu is the tanh variant, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
-    if code == NEG:
-        return simd.neg(x)
-    if code == ABS:
-        return simd.absolute(x)
-    if code == SGN:
-        return simd.select_less(x, 0.0, -1.0, simd.select_less(0.0, x, 1.0, x))
-    if code == STEP:
-        return simd.select_less(0.0, x, 1.0, 0.0)
-    if code == SQR:
-        return x * x
-    if code == SQRT:
-        return simd.sqrt(x)
-    if code == EXP:
-        return simd.exp(x)
-    if code == RELU:
-        return simd.maximum(x, 0.0)
-    if code == SIGMOID:
-        return simd.sigmoid(x)
-    if code == SILU:
-        return x * simd.sigmoid(x)
-    if code == GELU:
-        return x * simd.sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
-    if code == GELU_QUICK:
-        return x * simd.sigmoid(x * 1.702)
-    return rare_unary(code, x)
+UNARY_LANES = {
+    "neg": lambda x: simd.neg(x),
+    "abs": lambda x: simd.absolute(x),
+    "sgn": lambda x: simd.select_less(x, 0.0, -1.0, simd.select_less(0.0, x, 1.0, x)),
+    "step": lambda x: simd.select_less(0.0, x, 1.0, 0.0),
+    "sqr": lambda x: x * x,
+    "sqrt": lambda x: simd.sqrt(x),
+    "log": lambda x: simd.log(x),
+    "exp": lambda x: simd.exp(x),
+    "sin": lambda x: simd.sin(x),
+    "cos": lambda x: simd.cos(x),
+    "relu": lambda x: simd.maximum(x, 0.0),
+    "sigmoid": lambda x: simd.sigmoid(x),
+    "silu": lambda x: x * simd.sigmoid(x),
+    "tanh": lambda x: simd.tanh(x),
+    # the tanh variant, (1 + tanh(u)) / 2 = sigmoid(2 u)
+    "gelu": lambda x: x * simd.sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR),
+    "gelu_quick": lambda x: x * simd.sigmoid(x * 1.702),
+    "elu": lambda x: simd.select_less(0.0, x, x, simd.exp(x) - 1.0),
+    "softplus": lambda x: (
+        simd.maximum(x, 0.0) + simd.log(1.0 + simd.exp(simd.neg(simd.absolute(x))))
+    ),
+    "erf": lambda x: erf(x),
+}
+UNARY = {name: op_code for op_code, name in enumerate(UNARY_LANES)}
+unary_lanes = chosen_lanes(UNARY_LANES.values())
 
 
-@part(f32x16(i64, f32x16, f32x16))
+@part("f32x16(i64, f32x16, f32x16)")
 def two(code, a, b):
     """Apply the operator `code`, from BINARY, to two vectors."""
     if code == ADD:
@@ -91,42 +86,35 @@ def two(code, a, b):
     return a / b
 
 
-@kernel(void(i64, out1, in1, i64, i64))
-def unary_span(code, y, x, span_start, span_stop):
+@parallel("i64, out1, in1", lambda x: (x.size, 1), serial=SERIAL)
+def unary(code, y, x, span_start, span_stop):
+    """y = f(x), code from UNARY; y may be x.
+
+    x, y  (N,)  f32
+    """
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         simd.store_part(y, i, unary_lanes(code, load_part(x, i, num_left)), num_left)
 
 
-@kernel(void(i64, out1, in1))
-def unary(code, y, x):
-    """y = f(x), code from UNARY; y may be x.
+@parallel("i64, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
+def binary(code, y, a, b, span_start, span_stop):
+    """y = a (+ - * /) b, code from BINARY; y may be a or b.
 
-    x, y  (N,)  f32
+    a, b, y  (N,)  f32
     """
-    n = x.size
-    spans(unary_span, (code, y, x), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(i64, out1, in1, in1, i64, i64))
-def binary_span(code, y, a, b, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         simd.store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, out1, in1, in1))
-def binary(code, y, a, b):
-    """y = a (+ - * /) b, code from BINARY; y may be a or b.
+@parallel("i64, out2, in2, in1", lambda a: a.shape, serial=SERIAL)
+def binary_rows(code, y, a, b, row_start, row_stop):
+    """y = a (+ - * /) b with b the same for every row; y may be a.
 
-    a, b, y  (N,)  f32
+    a, y  (N, C)  f32
+    b     (C,)    f32
     """
-    n = y.size
-    spans(binary_span, (code, y, a, b), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(i64, simd.out2, simd.in2, in1, i64, i64))
-def rows_span(code, y, a, b, row_start, row_stop):
     width = b.size
     for row in range(row_start, row_stop):
         for i in range(0, width, LANES):
@@ -135,56 +123,36 @@ def rows_span(code, y, a, b, row_start, row_stop):
             simd.store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, simd.out2, simd.in2, in1))
-def binary_rows(code, y, a, b):
-    """y = a (+ - * /) b with b the same for every row; y may be a.
-
-    a, y  (N, C)  f32
-    b     (C,)    f32
-    """
-    n = a.shape[0]
-    spans(rows_span, (code, y, a, b), n, BLOCK // max(1, b.size) if a.size > SERIAL else n)
-
-
-@kernel(void(i64, out1, in1, f32, i64, i64))
-def scalar_span(code, y, a, b, span_start, span_stop):
-    b_lanes = simd.splat(b)
-    for i in range(span_start, span_stop, LANES):
-        num_left = span_stop - i
-        simd.store_part(y, i, two(code, load_part(a, i, num_left), b_lanes), num_left)
-
-
-@kernel(void(i64, out1, in1, in1))
-def binary_scalar(code, y, a, b):
+@parallel("i64, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
+def binary_scalar(code, y, a, b, span_start, span_stop):
     """y = a (+ - * /) b[0]; y may be a.
 
     a, y  (N,)  f32
     b     (1,)  f32
     """
-    n = y.size
-    scalar = b[0]
-    spans(scalar_span, (code, y, a, scalar), n, BLOCK if n > SERIAL else n)
+    b_lanes = simd.splat(b[0])
+    for i in range(span_start, span_stop, LANES):
+        num_left = span_stop - i
+        simd.store_part(y, i, two(code, load_part(a, i, num_left), b_lanes), num_left)
 
 
-@kernel(void(out1, in1, f32, f32, i64, i64))
-def scale_span(y, x, by, bias, span_start, span_stop):
+@parallel("out1, in1, f32, f32", lambda x: (x.size, 1), serial=SERIAL)
+def scale(y, x, by, bias, span_start, span_stop):
+    """y = x * by + bias; y may be x.
+
+    x, y  (N,)  f32
+    """
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         simd.store_part(y, i, load_part(x, i, num_left) * by + bias, num_left)
 
 
-@kernel(void(out1, in1, f32, f32))
-def scale(y, x, by, bias):
-    """y = x * by + bias; y may be x.
+@parallel("out1, in1, f32, f32, f32", lambda x: (x.size, 1), serial=SERIAL)
+def bounded(y, x, negative_slope, low, high, span_start, span_stop):
+    """y = max(x, negative_slope * x), at least low and at most high; y may be x.
 
     x, y  (N,)  f32
     """
-    n = x.size
-    spans(scale_span, (y, x, by, bias), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(out1, in1, f32, f32, f32, i64, i64))
-def bounded_span(y, x, negative_slope, low, high, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         v = load_part(x, i, num_left)
@@ -192,70 +160,49 @@ def bounded_span(y, x, negative_slope, low, high, span_start, span_stop):
         simd.store_part(y, i, simd.select_less(high, v, high, v), num_left)
 
 
-@kernel(void(out1, in1, f32, f32, f32))
-def bounded(y, x, negative_slope, low, high):
-    """y = max(x, negative_slope * x), at least low and at most high; y may be x.
-
-    x, y  (N,)  f32
-    """
-    n = x.size
-    spans(bounded_span, (y, x, negative_slope, low, high), n, BLOCK if n > SERIAL else n)
-
-
-flag_type = types.boolean
-
-
-@part(f32x16(flag_type, f32x16))
+@part("f32x16(boolean, f32x16)")
 def inner(use_gelu, x):
     """Return the argument of the sigmoid in silu or gelu."""
     return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if use_gelu else x
 
 
-@part(f32x16(flag_type, f32x16, f32x16, f32x16))
+@part("f32x16(boolean, f32x16, f32x16, f32x16)")
 def gate_slope(use_gelu, dy, x, s):
     """Return dy times the slope of x * s, s = sigmoid(inner(x))."""
     argument_slope = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if use_gelu else x
     return dy * s * fma(argument_slope, 1.0 - s, 1.0)
 
 
-@kernel(void(out1, in1, in1, i64, i64))
-def silu_back_span(dx, dy, x, span_start, span_stop):
+@parallel("out1, in1, in1", lambda x: (x.size, 1), serial=SERIAL)
+def silu_back(dx, dy, x, span_start, span_stop):
+    """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dy or x.
+
+    dx, dy, x  (N,)  f32
+    """
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         v = load_part(x, i, left)
         simd.store_part(dx, i, gate_slope(False, load_part(dy, i, left), v, simd.sigmoid(v)), left)
 
 
-@kernel(void(out1, in1, in1))
-def silu_back(dx, dy, x):
-    """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dy or x.
+@parallel("boolean, out1, in1, in1", lambda y: (y.size, 1), serial=SERIAL)
+def gated(use_gelu, y, gate, up, span_start, span_stop):
+    """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
 
-    dx, dy, x  (N,)  f32
+    gate, up, y  (N,)  f32
     """
-    n = x.size
-    spans(silu_back_span, (dx, dy, x), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(flag_type, out1, in1, in1, i64, i64))
-def gated_span(use_gelu, y, gate, up, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
         v = load_part(gate, i, left)
         simd.store_part(y, i, v * simd.sigmoid(inner(use_gelu, v)) * load_part(up, i, left), left)
 
 
-@kernel(void(flag_type, out1, in1, in1))
-def gated(use_gelu, y, gate, up):
-    """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
+@parallel("boolean, out1, out1, in1, in1, in1", lambda dy: (dy.size, 1), serial=SERIAL)
+def gated_back(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
+    """Write the gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
 
-    gate, up, y  (N,)  f32
+    dgate, dup, dy, gate, up  (N,)  f32
     """
-    n = y.size
-    spans(gated_span, (use_gelu, y, gate, up), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(flag_type, out1, out1, in1, in1, in1, i64, i64))
-def gated_back_span(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         v = load_part(gate, i, num_left)
@@ -266,16 +213,6 @@ def gated_back_span(use_gelu, dgate, dup, dy, gate, up, span_start, span_stop):
         simd.store_part(dup, i, d * v * s, num_left)
 
 
-@kernel(void(flag_type, out1, out1, in1, in1, in1))
-def gated_back(use_gelu, dgate, dup, dy, gate, up):
-    """Write the gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
-
-    dgate, dup, dy, gate, up  (N,)  f32
-    """
-    n = dy.size
-    spans(gated_back_span, (use_gelu, dgate, dup, dy, gate, up), n, BLOCK if n > SERIAL else n)
-
-
 def emit_mix(builder, z):
     for shift, factor in ((30, MIX_FACTOR_1), (27, MIX_FACTOR_2), (31, 1)):
         by, factor_vector = (ir.Constant(z.type, [n] * z.type.count) for n in (shift, factor))
@@ -283,14 +220,14 @@ def emit_mix(builder, z):
     return z
 
 
-@simd.instruction(f32x16, types.int64, types.int64)
+@simd.instruction(f32x16, i64, i64)
 def uniform(builder, key, index):
     """Return uniform numbers index … index + 15 of a stream (see counter.py); index is even."""
     wide_type = ir.VectorType(I64, LANES // 2)
-    first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide_type)
+    first = simd.spread(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide_type)
     counter = builder.add(first, ir.Constant(wide_type, list(range(LANES // 2))))
     golden_vector = ir.Constant(wide_type, [GOLDEN] * (LANES // 2))
-    z = builder.add(builder.mul(counter, golden_vector), spread_wide(builder, key, wide_type))
+    z = builder.add(builder.mul(counter, golden_vector), simd.spread(builder, key, wide_type))
     bits = builder.bitcast(emit_mix(builder, z), BITS)
     bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
     return builder.fmul(
@@ -298,35 +235,23 @@ def uniform(builder, key, index):
     )
 
 
-def spread_wide(builder, value, vector_type):
-    first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I64(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector_type.count), [0] * vector_type.count)
-    return builder.shuffle_vector(first_lane, first_lane, zeros)
-
-
-@simd.instruction(types.int64, types.int64)
+@simd.instruction(i64, i64)
 def mix(builder, z):
     """Scramble a 64-bit integer as counter.mix does."""
     wide_type = ir.VectorType(I64, 2)
-    z = spread_wide(builder, builder.add(z, I64(GOLDEN)), wide_type)
+    z = simd.spread(builder, builder.add(z, I64(GOLDEN)), wide_type)
     return builder.extract_element(emit_mix(builder, z), I64(0))
 
 
-@kernel(void(out1, in1, i64, f32, i64, i64))
-def dropout_span(y, x, key, p, span_start, span_stop):
+@parallel("out1, in1, i64, i64, i64, f32", lambda x: (x.size, 1), serial=SERIAL)
+def dropout(y, x, seed, step, stream, p, span_start, span_stop):
+    """y = x / (1 - p) where uniform(seed, step, stream, index) >= p, else 0; y may be x.
+
+    x, y  (N,)  f32
+    """
+    key = mix(mix(mix(seed) + step) + stream)
     factor = simd.splat(f32(1.0) / (f32(1.0) - p))
     for i in range(span_start, span_stop, LANES):
         num_left = span_stop - i
         keep_factor = simd.select_less(uniform(key, i), p, 0.0, factor)
         simd.store_part(y, i, load_part(x, i, num_left) * keep_factor, num_left)
-
-
-@kernel(void(out1, in1, i64, i64, i64, f32))
-def dropout(y, x, seed, step, stream, p):
-    """y = x / (1 - p) where uniform(seed, step, stream, index) >= p, else 0; y may be x.
-
-    x, y  (N,)  f32
-    """
-    n = x.size
-    key = mix(mix(mix(seed) + step) + stream)
-    spans(dropout_span, (y, x, key, p), n, BLOCK if n > SERIAL else n)

@@ -16,13 +16,15 @@ Loops over rows and vectors exist only while code is generated: `emit_k_step` em
 with a prefetch, `emit_write` a masked store. ROWS x WIDE sums, WIDE vectors of b and a value of a fit in registers.
 """
 
+from functools import partial
+from itertools import product
+
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from packtrain.kernels import panels, simd
 from packtrain.kernels.amx import STEPS, by_tiles, pack_columns, pack_rows
-from packtrain.kernels.call import each, kernel
+from packtrain.kernels.call import each_task, kernel
+from packtrain.kernels.kernel_types import f32, i64, void
 from packtrain.kernels.operands import a_layout, pack_a, pack_b
 from packtrain.kernels.panels import AMX, AVX512, DEEP, GROUP, IN_ROWS, PAIRED, PANEL, ROWS, UNROLL
 from packtrain.kernels.runtime import has_large_l2
@@ -43,8 +45,7 @@ PREFETCH_NBYTES = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 # bytes between rows, and between places of k, of packed a, by layout
 ROW_STRIDES, K_STRIDES = (4, 4, 4 * panels.FLAT_STRIDE), (4 * GROUP, 4 * GROUP, 4)
 OTHER = IN_ROWS if panels.HAS_NARROW_VECTORS else PAIRED if panels.HALF and not AMX else None
-i64, f32, void = types.int64, types.float32, types.void
-SGEMM_SIGNATURE = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
+SGEMM_SIGNATURE = void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
 
 
 def emit_add(builder, is_bf16, a, b, sum_vector):
@@ -143,31 +144,24 @@ def emit_tile(builder, layout, width, tile_args):
                 emit_write(builder, sums[r * width + w], beta, cell_ptr(r, w), lanes_left)
 
 
-@intrinsic(prefer_literal=True)
-def tile(typingctx, width, layout, a, panel, depth, next_group, beta, c, ldc, num_rows, left):
-    """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 width columns; width is a literal.
+@simd.instruction(void, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64, i64)
+def tile(builder, width, layout, *tile_args):
+    """c = a @ panel + beta * c for `num_rows` <= ROWS rows and `left` <= 16 width columns.
 
-    layout  of packed a: IN_GROUPS, or OTHER, if this CPU uses a second layout
+    layout     of packed a: IN_GROUPS, or OTHER, if this CPU uses a second layout
+    tile_args  a, panel, depth, next_group, beta, c, ldc, num_rows, left
     """
-    if not isinstance(width, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, sig, args):
-        _, layout_value, *tile_args = args
-        if OTHER is None:
-            emit_tile(builder, panels.IN_GROUPS, width.literal_value, tile_args)
-            return context.get_dummy_value()
-        with builder.if_else(builder.icmp_signed("==", layout_value, I64(OTHER))) as branches:
-            for branch, branch_layout in zip(branches, (OTHER, panels.IN_GROUPS), strict=True):
-                with branch:
-                    emit_tile(builder, branch_layout, width.literal_value, tile_args)
-        return context.get_dummy_value()
-
-    sig = types.void(width, i64, i64, i64, i64, i64, f32, i64, i64, i64, i64)
-    return sig, codegen
+    layouts = [panels.IN_GROUPS] if OTHER is None else [panels.IN_GROUPS, OTHER]
+    cases = {
+        2 * columns + i: partial(emit_tile, builder, layouts[i], columns, tile_args)
+        for columns, i in product(range(1, panels.WIDE + 1), range(len(layouts)))
+    }
+    is_other = builder.icmp_signed("==", layout, I64(-1 if OTHER is None else OTHER))
+    number = builder.add(builder.mul(width, I64(2)), builder.zext(is_other, I64))
+    simd.emit_switch(builder, number, cases)
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, types.UniTuple(i64, 4)))
+@kernel("i64, i64, i64, i64, i64, f32, i64, i64, i64, UniTuple(i64, 4)")
 def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
     """c (m, n) = a @ b + beta * c, of packed a and b.
 
@@ -187,22 +181,18 @@ def block_product(m, n, a, b, depth, beta, c, ldc, layout, next_source):
             b_ptr, n_left, m_left = address(b, j * depth), min(n - j, PANEL), m - i
             next_a = address(a_ptr, group_size + j // PANEL * (depth // UNROLL) * LANES)
             target = address(c, i * ldc + j)
-            if n_left > 2 * LANES:
-                tile(3, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
-            elif n_left > LANES:
-                tile(2, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
-            else:
-                tile(1, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
+            wide = -(-n_left // LANES)
+            tile(wide, layout, a_ptr, b_ptr, depth, next_a, beta, target, ldc, m_left, n_left)
 
 
-@kernel(i64(i64, i64, i64))
+@kernel("i64(i64, i64, i64)")
 def even_parts(total_size, max_length, unit):
     """Return the length of equal parts of `total_size`: a multiple of `unit`, at most `max_length`, at least `unit`."""
     num_parts = max(-(-total_size // (max_length // unit * unit)), 1)
     return max(-(-total_size // (num_parts * unit)) * unit, unit)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack(block, b, tb, ldb, depth, n, bf16):
     """Pack op(b) (depth, n) into a block, as `multiply_block` reads it."""
     if AMX and bf16:
@@ -211,7 +201,7 @@ def pack(block, b, tb, ldb, depth, n, bf16):
         pack_b(block, b, tb, ldb, depth, n, bf16)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64")
 def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
     """c (m, n) = op(a) @ block + beta * c, with beta 0 or 1 and a block by `pack` of at most `broad` columns."""
     chunk, packed_k = scratch(A_SIZE), panels.places(depth, bf16)
@@ -232,27 +222,21 @@ def multiply_block(ta, m, n, a, lda, block, depth, beta, c, ldc, bf16):
         block_product(height, n, chunk, block, packed_k, beta, target, ldc, layout, next_source)
 
 
-@kernel(types.void(i64))
-def use_stack(thread_index):
-    """Touch the stack that products need, so that its memory is in use before it is measured.
+@kernel("i64(i64, i64)")
+def broad(depth, bf16):
+    """Return the most columns of a block of b with `depth` rows."""
+    return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
+
+
+@each_task("i64", lambda num_threads: num_threads)
+def use_stacks(num_threads, thread_index):
+    """Touch the stack that products need, on all threads, so that its memory is in use before it is measured.
 
     Blocks lie on each thread's stack, so that no op needs a workspace that depends on the number of threads.
     """
     stack_ptr = scratch(USED)
     for float_index in range(0, USED, PAGE_FLOATS):
         poke(stack_ptr, float_index, f32(0.0))
-
-
-@kernel(i64(i64, i64))
-def broad(depth, bf16):
-    """Return the most columns of a block of b with `depth` rows."""
-    return DEEP * (BROAD_BF16 if bf16 else BROAD) // panels.places(depth, bf16)
-
-
-@kernel(types.void(i64))
-def use_stacks(num_threads):
-    """Touch the stack that products need, on all threads."""
-    each(use_stack, (), num_threads)
 
 
 @kernel(SGEMM_SIGNATURE)
@@ -262,7 +246,7 @@ def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, bf16):
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
     With bf16 = 1, a and b are rounded to bf16 and their products summed in f32; see amx.py for bf16 = 2.
-    A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
+    A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stacks.
     """
     block_ptr = scratch(B_SIZE)
     depth_step = even_parts(k, 2 * DEEP if bf16 == 1 else DEEP, LANES)

@@ -7,15 +7,15 @@ frees 18 MiB. In f32, and in bf16x3 where the processor slows tiles down, the ex
 
 import math
 
-from numba import types
-
 from packtrain.kernels import logits as logit_kernels
 from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.dequantize import F32, packed2, row
-from packtrain.kernels.logits import add_to, fill_zero, find_targets, max_value, softcap, sum_parts
+from packtrain.kernels.dequantize import F32, row
+from packtrain.kernels.kernel_types import Tuple, bytes2, f32, i64, in1
+from packtrain.kernels.logits import find_targets, max_value, softcap, sum_parts
 from packtrain.kernels.simd import INFINITY, LANES, address, largest, peek, poke, scratch, splat
+from packtrain.kernels.vectors import add, copy, fill
 
 MOST_ROWS = 4096  # most rows of a chunk, whatever the workspace
 MOST_COLUMNS = 2048  # most columns of x: above, too few rows of w fit
@@ -23,32 +23,29 @@ WIDEST, SLICE_BUFFER = 256, 1 << 16  # most rows of w in a slice; f32 that a sli
 LOGITS = 1 << 16  # logits of a slice at once
 FLAT_BUFFER, BF16_LOGITS_BUFFER = STEPS * MOST_COLUMNS, LOGITS // 2
 
-i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
-bias_type = types.Array(f32, 1, "C", readonly=True)
 # arguments of each task: row_ids, lse, cap, num_rows, is_later (whether dw is added to), qtype, w and bias
-chunk_args_type = types.Tuple((i64, i64, f32, i64, i64, i64, packed2, bias_type))
+chunk_args_type = Tuple((i64, i64, f32, i64, i64, i64, bytes2, in1))
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def line(depth):
     """Return the f32 of a line of tiles with `depth` steps of k."""
     return -(-depth // STEPS) * TILE
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def slice_rows(C):
     """Return the rows of w in a slice, each of whole tiles."""
     return max(min(WIDEST, SLICE_BUFFER // max(line(C) // LANES, 1) // STEPS * STEPS), STEPS)
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def max_x_rows(num_w_rows):
     """Return the rows of x at once for `num_w_rows` rows of w: whole tiles."""
     return LOGITS // num_w_rows // STEPS * STEPS
 
 
-@kernel(void(a3, a2, i64, i64, i64))
+@kernel("out3, out2, i64, i64, i64")
 def pack_x(panels, x, row_ids, num_rows, tile_index):
     """Pack 32 of the rows in `row_ids` twice: as rows of x, and as steps of k for dw by blocks of max_x_rows rows.
 
@@ -58,8 +55,7 @@ def pack_x(panels, x, row_ids, num_rows, tile_index):
     count, block_rows = min(num_rows - first_row, STEPS), max_x_rows(slice_rows(C))
     for i in range(count):
         x_row = address(x, i64(peek(row_ids, first_row + i)) * C)
-        for j in range(0, C, LANES):
-            simd.store_part(flat_ptr, i * C + j, simd.load_part(x_row, j, C - j), C - j)
+        copy(address(flat_ptr, i * C), x_row, C)
     pack_rows(address(panels, first_row // LANES * line(C)), line(C), flat_ptr, 0, C, C, count, 1)
     start = first_row // block_rows * block_rows
     line_stride, size = line(min(num_rows - start, block_rows)), panels.shape[1] * panels.shape[2]
@@ -67,7 +63,7 @@ def pack_x(panels, x, row_ids, num_rows, tile_index):
     pack_columns(address(panels, panel_offset), line_stride, flat_ptr, 0, C, count, C, 1)
 
 
-@kernel(void(i64, i64, i64, i64, packed2, i64, i64, i64))
+@kernel("i64, i64, i64, i64, bytes2, i64, i64, i64")
 def pack_w(for_logits, for_dx, flat_ptr, qtype, w, C, slice_start, slice_stop):
     """Pack a slice of w for logits, and for dx if for_dx is not 0; types other than f32 are dequantized to flat_ptr."""
     row_nbytes, line_stride = w.shape[1], line(slice_stop - slice_start)
@@ -84,23 +80,23 @@ def pack_w(for_logits, for_dx, flat_ptr, qtype, w, C, slice_start, slice_stop):
             pack_columns(target, line_stride, w_source, 0, C, num_rows, C, 1)
 
 
-@kernel(void(i64, i64, a3, i64, i64, i64, i64, i64, bias_type))
+@kernel("i64, i64, out3, i64, i64, i64, i64, i64, in1")
 def slice_logits(logits_ptr, ld, panels, first, num_rows, block, slice_start, num_columns, bias):
     """Compute logits (num_rows, num_columns) of rows `first` … of x and a slice of w, with a bias."""
     line_stride = panels.shape[2] // STEPS * TILE
     x = address(panels, first // LANES * line_stride)
     by_tiles(num_rows, num_columns, x, block, line_stride, 0, logits_ptr, ld, 1)
     for i in range(num_rows if bias.size else 0):
-        add_to(address(logits_ptr, i * ld), address(bias, slice_start), num_columns)
+        add(address(logits_ptr, i * ld), address(bias, slice_start), num_columns)
 
 
-@part(f32(f32, f32))
+@part("f32(f32, f32)")
 def capped(x, cap):
     """Return cap * tanh(x / cap), or x if there is no cap."""
     return largest(simd.tanh(splat(x) / cap) * cap) if cap > 0 else x
 
 
-@kernel(void(i64, i64, i64, i64, i64, f32))
+@kernel("i64, i64, i64, i64, i64, f32")
 def add_row_logits(max_ptr, sums_ptr, at, logits_ptr, num_columns, cap):
     """Add a slice's logits of a row to its running maximum and sum of exponentials; the logits are capped here."""
     old_max, slice_max = peek(max_ptr, at), max_value(logits_ptr, num_columns)
@@ -115,7 +111,7 @@ def add_row_logits(max_ptr, sums_ptr, at, logits_ptr, num_columns, cap):
     poke(sums_ptr, at, exp_sum)
 
 
-@kernel(void(a2, a3, i64, i32_1d, chunk_args_type, i64))
+@kernel("out2, out3, i64, out_ints1, chunk_args_type, i64")
 def scan_vocab_part(part_stats, panels, C, targets, head_args, number):
     """Write each row's statistics over one part of the vocabulary, for `row_loss`.
 
@@ -144,16 +140,11 @@ def scan_vocab_part(part_stats, panels, C, targets, head_args, number):
                 add_row_logits(tops, sums, row_index, row_logits, width, cap)
 
 
-@kernel(void(a1, a1, a2, i32_1d, chunk_args_type, i64))
+@kernel("out1, out1, out2, out_ints1, chunk_args_type, i64")
 def row_loss(losses, right, part_stats, targets, head_args, at):
     """Write the loss of a row, whether its target has the largest logit before the cap, and its log-sum-exp."""
-    row_ids, lse, cap, parts, exp_sum = (
-        head_args[0],
-        head_args[1],
-        head_args[2],
-        part_stats.shape[0] // 2,
-        f32(0.0),
-    )
+    (row_ids, lse, cap, _, _, _, _, _), parts = head_args, part_stats.shape[0] // 2
+    exp_sum = f32(0.0)
     row, target_logit, top = i64(peek(row_ids, at)), part_stats[2 * parts, at], part_stats[0, at]
     for number in range(1, parts):
         top = top if top > part_stats[number, at] or math.isnan(top) else part_stats[number, at]
@@ -170,7 +161,7 @@ def row_loss(losses, right, part_stats, targets, head_args, at):
         right[row] = f32(target_logit >= top)
 
 
-@kernel(void(a2, a2, a1, a3, a3, i64, i32_1d, a1, chunk_args_type, i64))
+@kernel("out2, out2, out1, out3, out3, i64, out_ints1, out1, chunk_args_type, i64")
 def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
     """Compute all gradients that follow from one part of the vocabulary: dw, db, and its share of dx."""
     (row_ids, lse, cap, num_rows, is_later, qtype, w, bias), ld = head_args, slice_rows(C)
@@ -198,7 +189,9 @@ def part_back(dx, dw, db, sums, panels, C, targets, weights, head_args, number):
                 by_tiles(width, C, d, x, line(block_rows), add, address(dw, col0 * C), C, 1)
 
 
-@kernel(void(a1, a1, a1, a2, a2, a1, a2, a3, a3, a2, i64, packed2, bias_type, i32_1d, a1, f32, i64))
+@kernel(
+    "out1, out1, out1, out2, out2, out1, out2, out3, out3, out2, i64, bytes2, in1, out_ints1, out1, f32, i64"
+)
 def linear_cross_entropy(
     loss, losses, right, dx, dw, db, part_stats, panels, sums, x, qtype, w, bias, targets, weights, cap, bf16,
 ):  # fmt: skip
@@ -208,8 +201,8 @@ def linear_cross_entropy(
     """
     (N, C), row_ids, lse = x.shape, scratch(MOST_ROWS), scratch(MOST_ROWS)
     for zeros in (losses, right, db):
-        fill_zero(address(zeros, 0), zeros.size)
-    fill_zero(address(dx, 0), dx.size)
+        fill(address(zeros, 0), zeros.size, f32(0.0))
+    fill(address(dx, 0), dx.size, f32(0.0))
     is_later, at, num_parts = 0, 0, sums.shape[0]
     while at < N:
         num_rows, at = find_targets(row_ids, targets, at, min(part_stats.shape[1], MOST_ROWS))
@@ -226,5 +219,5 @@ def linear_cross_entropy(
             each(sum_parts, (dx, sums, num_parts, row_ids), num_rows)
         is_later = 1
     if is_later == 0:
-        fill_zero(address(dw, 0), dw.size)
+        fill(address(dw, 0), dw.size, f32(0.0))
     logit_kernels.weighted_sum(loss, losses, weights)

@@ -2,18 +2,16 @@
 
 import math
 
-from numba import types
-
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel
+from packtrain.kernels.kernel_types import f32, i64
 from packtrain.kernels.simd import INFINITY, LANES, exp, load, load_part, peek, splat, store_part
+from packtrain.kernels.vectors import add
 
 TWO_VECTORS = 2 * LANES
-i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
 
 
-@kernel(f32(i64, i64))
+@kernel("f32(i64, i64)")
 def max_value(row, count):
     """Return the largest of `count` f32 at address `row`."""
     top, other = splat(-INFINITY), splat(-INFINITY)
@@ -26,7 +24,7 @@ def max_value(row, count):
     return simd.largest(simd.maximum(top, other))
 
 
-@kernel(f32(i64, i64, f32))
+@kernel("f32(i64, i64, f32)")
 def sum_of_exp(row, count, max_logit):
     """Return sum(exp(row - max_logit)) of `count` f32 at address `row`; 0 if max_logit is -inf."""
     if max_logit == -INFINITY:
@@ -43,7 +41,7 @@ def sum_of_exp(row, count, max_logit):
     return simd.total((a + b) + (c + d))
 
 
-@kernel(f32(i64, i64))
+@kernel("f32(i64, i64)")
 def log_sum_exp(row, count):
     """Return log(sum(exp(row))) of `count` f32 at address `row`."""
     max_logit = max_value(row, count)
@@ -52,7 +50,7 @@ def log_sum_exp(row, count):
     return max_logit + f32(math.log(sum_of_exp(row, count, max_logit)))
 
 
-@kernel(void(i64, i64, i64, f32, f32, f32))
+@kernel("i64, i64, i64, f32, f32, f32")
 def probabilities(y, x, count, lse, weight, cap):
     """y = weight * exp(x - lse), `count` f32 at addresses; with a cap times the slope of `softcap`; y may be x."""
     vector_end = 0 if cap > 0 else count // TWO_VECTORS * TWO_VECTORS
@@ -68,20 +66,14 @@ def probabilities(y, x, count, lse, weight, cap):
         store_part(y, i, e, count - i)
 
 
-@kernel(void(i64, i64, f32))
+@kernel("i64, i64, f32")
 def softcap(x, count, cap):
     """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
     for i in range(0, count, LANES):
         store_part(x, i, simd.tanh(load_part(x, i, count - i) / cap) * cap, count - i)
 
 
-@kernel(void(i64, i64))
-def fill_zero(y, count):
-    for i in range(0, count, LANES):
-        store_part(y, i, splat(0.0), count - i)
-
-
-@kernel(void(a1, a1, a1))
+@kernel("out1, out1, out1")
 def weighted_sum(loss, losses, weights):
     loss_sum = 0.0
     for i in range(losses.shape[0]):
@@ -89,14 +81,7 @@ def weighted_sum(loss, losses, weights):
     loss[0] = loss_sum
 
 
-@kernel(void(i64, i64, i64))
-def add_to(x, y, count):
-    """x += y, `count` f32 at addresses."""
-    for i in range(0, count, LANES):
-        store_part(x, i, load_part(x, i, count - i) + load_part(y, i, count - i), count - i)
-
-
-@kernel(void(a1, i64, i64, i64, i64, i64, i64, i64, f32, i32_1d, a1))
+@kernel("out1, i64, i64, i64, i64, i64, i64, i64, f32, out_ints1, out1")
 def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targets, weights):
     """Overwrite columns from `start` on of logits, at an address, with their gradients; db += the gradients' sums."""
     for i in range(num_rows):
@@ -108,10 +93,10 @@ def slopes(db, logits, ld, num_rows, start, num_columns, row_ids, lse, cap, targ
         if is_inside:
             simd.poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
         if db.size:
-            add_to(simd.address(db, start), at, num_columns)
+            add(simd.address(db, start), at, num_columns)
 
 
-@kernel(void(a2, a3, i64, i64, i64))
+@kernel("out2, out3, i64, i64, i64")
 def sum_parts(dx, sums, count, row_ids, i):
     """dx[row_ids[i]] = the sum of sums[:count, i]."""
     (chunk_rows, C), row = sums.shape[1:], i64(peek(row_ids, i))
@@ -122,7 +107,7 @@ def sum_parts(dx, sums, count, row_ids, i):
         store_part(dx, row * C + j, v, C - j)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i32_1d, i64, i64))
+@kernel("UniTuple(i64, 2)(i64, out_ints1, i64, i64)")
 def find_targets(row_ids, targets, next_row, max_rows):
     """Write the next rows with a target, from `next_row` on, at most `max_rows`; returns how many, and the next row."""
     count = 0

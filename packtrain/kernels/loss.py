@@ -4,34 +4,31 @@ A row with a negative target is ignored. Losses are summed in float64 in the ord
 slice is left out: it takes 264 to 266 instead of 267 to 270 ms for the head of `15m`, products 224 ms of them.
 """
 
-from numba import types
-
 from packtrain.kernels import logits as logit_kernels
-from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.dequantize import F32, packed2
+from packtrain.kernels.call import each, each_if_large, each_task, kernel, part, spans
+from packtrain.kernels.dequantize import F32
 from packtrain.kernels.gemm import sgemm
-from packtrain.kernels.logits import add_to, fill_zero, log_sum_exp, slopes, sum_parts, weighted_sum
+from packtrain.kernels.kernel_types import Tuple, f32, i64
+from packtrain.kernels.logits import log_sum_exp, slopes, sum_parts, weighted_sum
 from packtrain.kernels.packed import multiply, multiply_back
-from packtrain.kernels.simd import LANES, address, load_part, peek, poke, scratch, store_part
+from packtrain.kernels.simd import LANES, address, peek, poke, scratch
+from packtrain.kernels.vectors import add, copy, fill
 
 MOST_COLUMNS, MIN_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
-i64, f32, void = types.int64, types.float32, types.void
-a3, a2, a1, i32_1d = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
-bias_type = types.Array(types.float32, 1, "C", readonly=True)
 # lse, cap, row_ids, is_later, bf16, num_rows
-row_state_type = types.Tuple((i64, f32, i64, i64, i64, i64))
+row_state_type = Tuple((i64, f32, i64, i64, i64, i64))
 
 
-@kernel(void(a1, a2, i32_1d, i64))
+@kernel("out1, out2, out_ints1, i64")
 def row_loss(losses, logits, targets, i):
     target, V = i64(targets[i]), logits.shape[1]
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
 
 
-@kernel(void(a1, a1, a2, i32_1d, a1))
+@kernel("out1, out1, out2, out_ints1, out1")
 def cross_entropy(loss, losses, logits, targets, weights):
     """Write the loss of each row and their weighted sum.
 
@@ -40,41 +37,27 @@ def cross_entropy(loss, losses, logits, targets, weights):
         loss (1,), losses (N,), logits (N, V), targets (N,) int32, weights (N,)
     """
     N, V = logits.shape
-    if N * V < SERIAL:
-        for i in range(N):
-            row_loss(losses, logits, targets, i)
-    else:
-        each(row_loss, (losses, logits, targets), N)
+    each_if_large(N * V >= SERIAL, row_loss, (losses, logits, targets), N)
     weighted_sum(loss, losses, weights)
 
 
-@kernel(void(a2, f32, a2, i32_1d, a1, i64))
-def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
+@each_task("out2, in1, out2, out_ints1, out1", lambda logits: logits.shape, serial=SERIAL)
+def cross_entropy_back(d_logits, d_loss, logits, targets, weights, i):
+    """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
+
+    d_logits (N, V), d_loss (1,), logits (N, V), targets (N,) int32, weights (N,)
+    """
     V = logits.shape[1]
     x, y = address(logits, i * V), address(d_logits, i * V)
-    target, weight = i64(targets[i]), d_loss * weights[i]
+    target, weight = i64(targets[i]), d_loss[0] * weights[i]
     if target < 0:
-        fill_zero(y, V)
+        fill(y, V, f32(0.0))
         return
     logit_kernels.probabilities(y, x, V, log_sum_exp(x, V), weight, 0.0)
     poke(y, target, peek(y, target) - weight)
 
 
-@kernel(void(a2, a1, a2, i32_1d, a1))
-def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
-    """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
-
-    d_logits (N, V), d_loss (1,), logits (N, V), targets (N,) int32, weights (N,)
-    """
-    N, V = logits.shape
-    if N * V < SERIAL:
-        for i in range(N):
-            row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
-    else:
-        each(row_loss_back, (d_logits, d_loss[0], logits, targets, weights), N)
-
-
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
+@kernel("out2, out2, i64, bytes2, i64, i64, i64, i64")
 def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
     """logits[:num_rows, start:stop] = x[:num_rows] @ w[start:stop].T."""
     C, (V, row_nbytes) = x.shape[1], w.shape
@@ -86,7 +69,7 @@ def project_logits(logits, x, qtype, w, bf16, num_rows, start, stop):
         multiply(qtype, num_rows, stop - start, C, x_ptr, C, w_ptr, row_nbytes, False, out, V, bf16)
 
 
-@kernel(void(a1, a1, i64, a2, bias_type, i32_1d, f32, i64, i64))
+@kernel("out1, out1, i64, out2, in1, out_ints1, f32, i64, i64")
 def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
     """Write the loss of row row_ids[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
@@ -96,7 +79,7 @@ def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
     row, V = i64(peek(row_ids, i)), logits.shape[1]
     target = i64(targets[row])
     if bias.size:
-        add_to(address(logits, i * V), address(bias, 0), V)
+        add(address(logits, i * V), address(bias, 0), V)
     if right.size:
         right[row] = f32(logits[i, target] >= logit_kernels.max_value(address(logits, i * V), V))
     if cap > 0:
@@ -106,13 +89,13 @@ def row_lse_loss(losses, right, lse, logits, bias, targets, cap, row_ids, i):
     losses[row] = row_log_sum - logits[i, target]
 
 
-@part(i64(i64, i64, i64))
+@part("i64(i64, i64, i64)")
 def slices_in_part(num_columns, width, num_parts):
     num_slices = -(-num_columns // width)
     return -(-num_slices // num_parts)
 
 
-@kernel(void(a2, a1, a2, a2, i32_1d, a1, row_state_type, i64, i64))
+@kernel("out2, out1, out2, out2, out_ints1, out1, row_state_type, i64, i64")
 def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop):
     """Turn columns start:stop of logits into d_logits; dw (+)= d_logits.T @ x there, db += the sums of d_logits."""
     C, V, (lse, cap, row_ids, is_later, bf16, num_rows) = x.shape[1], logits.shape[1], row_state
@@ -123,7 +106,7 @@ def vocab_slice_back(dw, db, logits, x, targets, weights, row_state, start, stop
         sgemm(1, 0, num_columns, C, num_rows, logits_ptr, V, x_ptr, C, is_later, dw_ptr, C, bf16)
 
 
-@kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))
+@kernel("out3, out2, i64, bytes2, i64, i64, i64, boolean, i64, i64")
 def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
     """sums[number, :num_rows] = d_logits[:num_rows, start:stop] @ w[start:stop], plus itself if `add`."""
     (chunk_rows, C), (V, nbytes) = sums.shape[1:], w.shape
@@ -136,7 +119,9 @@ def add_slice(sums, logits, qtype, w, bf16, num_rows, number, add, start, stop):
         multiply_back(qtype, num_rows, columns, C, 0, C, at, V, w_ptr, nbytes, add, out, C, bf16)
 
 
-@kernel(void(a2, a2, a1, a3, a2, a2, i64, packed2, i32_1d, a1, row_state_type, i64, i64))
+@kernel(
+    "out2, out2, out1, out3, out2, out2, i64, bytes2, out_ints1, out1, row_state_type, i64, i64"
+)
 def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state, width, number):
     """Compute all gradients from one part of V, by slices of `width`: d_logits, dw, db, and its share of dx."""
     V, bf16, rows = logits.shape[1], row_state[4], row_state[5]
@@ -149,15 +134,14 @@ def part_back(dx, dw, db, sums, logits, x, qtype, w, targets, weights, row_state
             add_slice(sums, logits, qtype, w, bf16, rows, number, start > first, start, col_stop)
 
 
-@kernel(void(a2, a2, i64, i64))
+@kernel("out2, out2, i64, i64")
 def gather_row(gathered, source_rows, row_ids, i):
     """gathered[i] = source_rows[row_ids[i]]."""
     C, row = gathered.shape[1], i64(peek(row_ids, i))
-    for j in range(0, C, LANES):
-        store_part(gathered, i * C + j, load_part(source_rows, row * C + j, C - j), C - j)
+    copy(address(gathered, i * C), address(source_rows, row * C), C)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
+@kernel("UniTuple(i64, 2)(i64, i64, i64, i64)")
 def vocab_parts(num_columns, max_columns, min_columns, column_unit):
     """Return (count, width) of an even number of equal parts, multiples of `column_unit`, by the size alone."""
     num_parts = max(2 * -(-num_columns // (2 * max_columns)), min(8, num_columns // min_columns), 1)
@@ -165,7 +149,9 @@ def vocab_parts(num_columns, max_columns, min_columns, column_unit):
     return -(-num_columns // max(part_columns, 1)), part_columns
 
 
-@kernel(void(a1, a1, a1, a2, a2, a1, a2, a2, a3, a2, i64, packed2, bias_type, i32_1d, a1, f32, i64))
+@kernel(
+    "out1, out1, out1, out2, out2, out1, out2, out2, out3, out2, i64, bytes2, in1, out_ints1, out1, f32, i64"
+)
 def linear_cross_entropy(
     loss, losses, right, dx, dw, db, logits, x_rows, sums, x, qtype, w, bias, targets, weights, cap, bf16,
 ):  # fmt: skip
@@ -184,8 +170,8 @@ def linear_cross_entropy(
     chunk, lse, row_ids = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
     _, slice_columns = vocab_parts(V, MOST_COLUMNS, MIN_COLUMNS, LANES)
     for zeros in (losses, right, db):
-        fill_zero(address(zeros, 0), zeros.size)
-    fill_zero(address(dx, 0), dx.size)
+        fill(address(zeros, 0), zeros.size, f32(0.0))
+    fill(address(dx, 0), dx.size, f32(0.0))
     is_later, next_row = 0, 0
     while next_row < N:
         num_rows, next_row = logit_kernels.find_targets(row_ids, targets, next_row, chunk)
@@ -203,5 +189,5 @@ def linear_cross_entropy(
             each(sum_parts, (dx, sums, -(-V // part_columns), row_ids), num_rows)
         is_later = 1
     if is_later == 0:
-        fill_zero(address(dw, 0), dw.size)
+        fill(address(dw, 0), dw.size, f32(0.0))
     weighted_sum(loss, losses, weights)

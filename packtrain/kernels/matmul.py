@@ -5,20 +5,18 @@ A product is split into one task for each thread: smaller tasks packed equal val
 Thin products (LoRA's) are packed like others: tiles that read both sides in place gained nothing outside a cache.
 """
 
-from numba import types
-
 from packtrain.kernels import gemm, simd
 from packtrain.kernels.call import each, kernel, spans, threads
-from packtrain.kernels.simd import LANES, any_in2, any_out2
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.simd import LANES
 
-i32, i64, f32, void = types.int32, types.int64, types.float32, types.void
 # up to this many rows a product with a transposed b uses dot products, which read b once
 FEW_ROWS = 4
 SMALL = 1 << 19  # below this many multiply-adds a parallel region does not pay
 PACKING = 6  # packing a value takes as long as this many multiply-adds
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64))
+@kernel("any_out2, any_in2, any_in2, boolean, i64, i64")
 def dot_rows(y, a, b, accumulate, start, stop):
     """y[:, start:stop] = a @ b[:, start:stop] by dot products; columns of b are contiguous, and each is read once."""
     m, k = a.shape
@@ -46,7 +44,7 @@ def dot_rows(y, a, b, accumulate, start, stop):
             simd.poke(y, offset, simd.peek(y, offset) + s if accumulate else s)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64))
+@kernel("UniTuple(i64, 2)(i64, i64, i64, i64, i64, i64)")
 def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
     """Return rows and columns of each of `num_tasks` tasks of an (m, n) product that computes and packs fastest.
 
@@ -64,7 +62,7 @@ def task_shape(m, n, num_tasks, column_unit, column_cost, broad):
     return task_rows, task_columns
 
 
-@kernel(types.UniTuple(i64, 2)(any_in2))
+@kernel("UniTuple(i64, 2)(any_in2)")
 def matrix_layout(x):
     """Return 1 if x is a row-major matrix transposed, 0 if not transposed, and the stride of the matrix's rows."""
     row_stride, column_stride = x.strides[0] // 4, x.strides[1] // 4
@@ -75,7 +73,7 @@ def matrix_layout(x):
     raise ValueError("product: each matrix must have unit stride on one of its axes")
 
 
-@kernel(void(any_out2, any_in2, any_in2))
+@kernel("any_out2, any_in2, any_in2")
 def check_shapes(y, a, b):
     if b.shape[0] != a.shape[1] or y.shape[0] != a.shape[0] or y.shape[1] != b.shape[1]:
         raise ValueError("product: shapes must be (M, K) @ (K, N) -> (M, N)")
@@ -83,7 +81,7 @@ def check_shapes(y, a, b):
         raise ValueError("product: y must have unit stride on its last axis")
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
+@kernel("any_out2, any_in2, any_in2, boolean, i64, i64, i64, i64, i64")
 def block(y, a, b, accumulate, bf16, row_start, num_rows, col_start, num_columns):
     """Compute y[row_start : + num_rows, col_start : + num_columns] of y = a @ b, cut off at the edges of y."""
     m, k = a.shape
@@ -100,12 +98,12 @@ def block(y, a, b, accumulate, bf16, row_start, num_rows, col_start, num_columns
     )
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
+@kernel("any_out2, any_in2, any_in2, boolean, i64, i64, i64, i64, i64")
 def product_block_task(y, a, b, accumulate, bf16, rows, columns, across, task):
     block(y, a, b, accumulate, bf16, task // across * rows, rows, task % across * columns, columns)
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64))
+@kernel("any_out2, any_in2, any_in2, boolean, i64")
 def product(y, a, b, accumulate, bf16):
     """y = a @ b, plus y if `accumulate`.
 

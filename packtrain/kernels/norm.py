@@ -2,20 +2,18 @@
 
 import math
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import LANES, in1, in2, out1, out2
+from packtrain.kernels.call import each_if_large, kernel, parallel, spans
+from packtrain.kernels.kernel_types import f32
+from packtrain.kernels.simd import LANES
+from packtrain.kernels.vectors import sum_rows
 
-i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 14
-BLOCK = 1 << 13
 ROWS_PER_BLOCK = 64  # rows that share one row of partial sums of dw
 COLUMNS = 256
 
 
-@kernel(f32(i64, i64, f32))
+@kernel("f32(i64, i64, f32)")
 def inverse_rms(x, width, eps):
     """Return 1 / sqrt(mean(x**2) + eps) of the row at address x."""
     s0 = simd.splat(0.0)
@@ -28,8 +26,13 @@ def inverse_rms(x, width, eps):
     return f32(1.0 / math.sqrt(simd.total(s0 + s1) / width + eps))
 
 
-@kernel(void(out2, in2, in1, f32, i64, i64))
-def norm_rows(y, x, w, eps, row_start, row_stop):
+@parallel("out2, in2, in1, f32", lambda x: x.shape, serial=SERIAL)
+def rms_norm(y, x, w, eps, row_start, row_stop):
+    """y = x / sqrt(mean(x**2) + eps) * w; y may be x.
+
+    x, y  (N, C)  f32
+    w     (C,)    f32, or (0,) for none
+    """
     width = x.shape[1]
     for row in range(row_start, row_stop):
         r = simd.splat(inverse_rms(simd.address(x, row * width), width, eps))
@@ -41,18 +44,7 @@ def norm_rows(y, x, w, eps, row_start, row_stop):
             simd.store_part(y, row * width + i, v, num_left)
 
 
-@kernel(void(out2, in2, in1, f32))
-def rms_norm(y, x, w, eps):
-    """y = x / sqrt(mean(x**2) + eps) * w; y may be x.
-
-    x, y  (N, C)  f32
-    w     (C,)    f32, or (0,) for none
-    """
-    n, width = x.shape
-    spans(norm_rows, (y, x, w, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)
-
-
-@kernel(f32(i64, i64, i64, i64))
+@kernel("f32(i64, i64, i64, i64)")
 def gradient_dot(dy, x, w, width):
     """Return sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
     lane_sums = simd.splat(0.0)
@@ -65,7 +57,7 @@ def gradient_dot(dy, x, w, width):
     return simd.total(lane_sums)
 
 
-@kernel(void(out2, out2, in2, in2, in1, in2, f32, i64))
+@kernel("out2, out2, in2, in2, in1, in2, f32, i64")
 def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
     """Write dx of 64 rows, and to partial[block] the sum of dy * x / rms over them.
 
@@ -100,18 +92,7 @@ def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
                 simd.store_part(dx, offset, d, num_left)
 
 
-@kernel(void(out1, in2, i64, i64, i64))
-def sum_partials(dw, partial, count, start, stop):
-    width = dw.size
-    for i in range(start, stop, LANES):
-        num_left = stop - i
-        lane_sums = simd.splat(0.0)
-        for block_index in range(count):
-            lane_sums += simd.load_part(partial, block_index * width + i, num_left)
-        simd.store_part(dw, i, lane_sums, num_left)
-
-
-@kernel(void(out2, out1, out2, in2, in2, in1, in2, f32))
+@kernel("out2, out1, out2, in2, in2, in1, in2, f32")
 def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
     """Write the gradients of rms_norm; dx may be dy, x or acc.
 
@@ -126,17 +107,14 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
     blocks = -(-n // ROWS_PER_BLOCK)
     if dw.size and partial.size < blocks * width:
         raise ValueError("rms_norm_back: partial must be (ceil(N / 64), C)")
-    if n * width <= SERIAL:
-        for block_index in range(blocks):
-            norm_back_block(dx, partial, dy, x, w, acc, eps, block_index)
-    else:
-        each(norm_back_block, (dx, partial, dy, x, w, acc, eps), blocks)
-    if dw.size == 0:
-        return
-    spans(sum_partials, (dw, partial, blocks), width, COLUMNS if blocks * width > SERIAL else width)
+    task_args = dx, partial, dy, x, w, acc, eps
+    each_if_large(n * width > SERIAL, norm_back_block, task_args, blocks)
+    if dw.size:
+        task_args = simd.address(dw, 0), simd.address(partial, 0), blocks, width
+        spans(sum_rows, task_args, width, COLUMNS if blocks * width > SERIAL else width)
 
 
-@kernel(types.UniTuple(f32, 2)(i64, i64, f32))
+@kernel("UniTuple(f32, 2)(i64, i64, f32)")
 def mean_and_inverse(x, width, eps):
     """Return the mean of the row at address x, and 1 / sqrt(variance + eps)."""
     lane_sums = simd.splat(0.0)
@@ -150,8 +128,13 @@ def mean_and_inverse(x, width, eps):
     return mean, f32(1.0 / math.sqrt(simd.total(lane_sums) / max(width, 1) + eps))
 
 
-@kernel(void(out2, in2, in1, in1, f32, i64, i64))
-def layer_norm_rows(y, x, w, b, eps, row_start, row_stop):
+@parallel("out2, in2, in1, in1, f32", lambda x: x.shape, serial=SERIAL)
+def norm(y, x, w, b, eps, row_start, row_stop):
+    """y = (x - mean) / sqrt(variance + eps) * w + b; y may be x.
+
+    x, y  (N, C)  f32
+    w, b  (C,)    f32, or (0,) for none
+    """
     width = x.shape[1]
     for row in range(row_start, row_stop):
         mean, inv_std = mean_and_inverse(simd.address(x, row * width), width, eps)
@@ -163,14 +146,3 @@ def layer_norm_rows(y, x, w, b, eps, row_start, row_stop):
             if b.size:
                 v += simd.load_part(b, i, num_left)
             simd.store_part(y, row * width + i, v, num_left)
-
-
-@kernel(void(out2, in2, in1, in1, f32))
-def norm(y, x, w, b, eps):
-    """y = (x - mean) / sqrt(variance + eps) * w + b; y may be x.
-
-    x, y  (N, C)  f32
-    w, b  (C,)    f32, or (0,) for none
-    """
-    n, width = x.shape
-    spans(layer_norm_rows, (y, x, w, b, eps), n, BLOCK // max(1, width) if x.size > SERIAL else n)

@@ -4,16 +4,15 @@ Codes are unsigned, unless a function says otherwise; `c >> 4`, `c & 15`, `c | d
 summed by fours, to 16 sums.
 """
 
-import operator
-
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, lower_cast, models, register_model
+from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
-from packtrain.kernels.bits import i32x16
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16, instruction
+from packtrain.kernels.bits import INT_OPERATORS, i32x16
+from packtrain.kernels.kernel_types import i64, void
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16, instruction, spread
 
 llvmlite.binding.initialize_native_asmparser()
 VNNI = runtime.has_cpu_feature("avx512vnni")
@@ -22,44 +21,16 @@ BY_SIGN = AVX2 and not VNNI  # whether dot_fours_signed serves signed codes
 I8, I16 = ir.IntType(8), ir.IntType(16)
 COUNT = 64
 CODES, HALF, SHORT_VECTOR = ir.VectorType(I8, COUNT), ir.HalfType(), ir.VectorType(I16, COUNT // 2)
-i64 = types.int64
 
 
-class CodeVectorType(types.Type):
-    """The numba type of 64 bytes in one LLVM vector."""
-
-    def __init__(self):
-        super().__init__(name="codes64")
-
-
-codes64 = CodeVectorType()
-
-
-@register_model(CodeVectorType)
-class CodeVectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, CODES)
+codes64 = simd.computing_type(
+    "codes64", CODES, types.Integer, types.int8, INT_OPERATORS | {"xor": "xor"}
+)
 
 
 def shuffle(builder, value, order, second_value=None):
     places = ir.Constant(ir.VectorType(I32, len(order)), order)
     return builder.shuffle_vector(value, value if second_value is None else second_value, places)
-
-
-def spread_code(builder, value):
-    first_lane = builder.insert_element(ir.Constant(CODES, ir.Undefined), value, I32(0))
-    return shuffle(builder, first_lane, [0] * COUNT)
-
-
-@lower_cast(types.Integer, CodeVectorType)
-def integer_to_codes(context, builder, fromty, toty, value):
-    return spread_code(builder, context.cast(builder, value, fromty, types.int8))
-
-
-for name, llvm_method in {
-    "and_": "and_", "or_": "or_", "xor": "xor", "lshift": "shl", "rshift": "lshr"
-}.items():  # fmt: skip
-    simd.binary_operator(codes64, types.Integer, getattr(operator, name), llvm_method)
 
 
 def read(builder, llvm_type, address, nbytes=0):
@@ -103,8 +74,7 @@ def twice_of_four(builder, address):
 @instruction(codes64, i64)
 def eight_times(builder, address):
     """Read eight bytes and repeat them eight times."""
-    first = builder.insert_element(ir.Constant(EIGHTS, ir.Undefined), read(builder, I64, address), I32(0))  # fmt: skip
-    return builder.bitcast(shuffle(builder, first, [0] * 8), CODES)
+    return builder.bitcast(spread(builder, read(builder, I64, address), EIGHTS), CODES)
 
 
 @instruction(codes64, codes64)
@@ -156,7 +126,7 @@ def reorder_intrinsic(vector_type, together, num_pieces):
         ]  # fmt: skip
         emit_reorder(builder, address, vector_type, orders)
 
-    return instruction(types.void, i64)(emit)
+    return instruction(void, i64)(emit)
 
 
 reorder_by_16 = reorder_intrinsic(EIGHTS, 2, 2)
@@ -168,7 +138,7 @@ reorder_by_4 = reorder_intrinsic(WORD_VECTOR, 1, 4)
 def codes_where(builder, bits, code):
     """Return `code` where a bit is set, elsewhere 0."""
     mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
-    code_lanes = spread_code(builder, builder.trunc(code, I8))
+    code_lanes = spread(builder, builder.trunc(code, I8), CODES)
     return builder.select(mask, code_lanes, ir.Constant(CODES, [0] * COUNT))
 
 

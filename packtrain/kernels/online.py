@@ -1,13 +1,10 @@
 """Functions shared by attention for many and for few queries: keys in blocks, exp2, keys and values as f32."""
 
-from numba import types
-
-from packtrain import dtypes
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.dequantize import UNPACKERS
-from packtrain.kernels.simd import LANES, f32x16
-from packtrain.kernels.visible import QUERIES, ids2
+from packtrain.kernels.dequantize import unpack_f16
+from packtrain.kernels.simd import LANES
+from packtrain.kernels.visible import QUERIES
 
 KEYS = 64  # keys in a block
 STATE = 2 * QUERIES
@@ -16,13 +13,6 @@ SERIAL = 1 << 16  # products below which a parallel region costs more than it sa
 LOWEST = -1e30  # initial running maximum
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-
-i64, f32, void = types.int64, types.float32, types.void
-f16 = UNPACKERS[dtypes.f16]
-in3, in4 = simd.rank(3, readonly=True), simd.rank(4, readonly=True)
-out3, out4 = simd.rank(3), simd.rank(4)
-bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
-places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
 
 
 def emit_fast_max(builder, a, b):
@@ -33,7 +23,7 @@ def emit_fast_max(builder, a, b):
 larger = simd.lanewise(emit_fast_max, 2)
 
 
-@part(f32x16(f32x16))
+@part("f32x16(f32x16)")
 def exp2(x):
     """Return 2**x to 1.7e-7 for x < 128, 0 below -127."""
     x = larger(-127.0, x)
@@ -46,7 +36,7 @@ def exp2(x):
     return simd.scaled(simd.fma(p, r, 1.0), t)
 
 
-@kernel(void(i64, i64, f32))
+@kernel("i64, i64, f32")
 def softcap(scores, num_scores, cap):
     """scores = cap * tanh(scores / cap), `num_scores` of them, whole vectors; -inf stays."""
     for i in range(0, num_scores, LANES):
@@ -54,25 +44,25 @@ def softcap(scores, num_scores, cap):
         simd.store(scores, i, simd.select_less(x, LOWEST, x, simd.tanh(x / cap) * cap))
 
 
-@kernel(void(i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64")
 def clear_rows(x, stride, num_rows, width):
     for i in range(num_rows):
         for d in range(0, width, LANES):
             simd.store_part(x, i * stride + d, simd.splat(0.0), width - d)
 
 
-@part(i64(bytes4, i64))
+@part("i64(bytes4, i64)")
 def head_buffer_size(x, width):
     """Return the number of f32 that `load_heads` needs to convert a block."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
-@kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
+@kernel("UniTuple(i64, 2)(bytes4, i64, i64, i64, i64)")
 def load_heads(x, at, num_heads, width, scratch_address):
     """Return address and stride of `num_heads` f32 heads, from element `at` on: in place, or converted to scratch."""
     base_ptr, row_stride = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base_ptr + 4 * at, row_stride
     for j in range(num_heads):
-        f16(scratch_address + 4 * j * width, base_ptr + 2 * (at + j * row_stride), width)
+        unpack_f16(scratch_address + 4 * j * width, base_ptr + 2 * (at + j * row_stride), width)
     return scratch_address, width

@@ -7,21 +7,11 @@ L2, copying takes as long as transposing, which L2 bounds, and tiles get slower:
 """
 
 from llvmlite import ir
-from numba import types
 
 from packtrain.kernels import panels, simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.panels import (
-    BELOW,
-    FLAT_STRIDE,
-    GROUP,
-    HAS_NARROW_VECTORS,
-    IN_ROWS,
-    PANEL,
-    PREFETCH_NBYTES,
-    ROWS,
-    beyond,
-)
+from packtrain.kernels.kernel_types import f32, i64, void
+from packtrain.kernels.panels import BELOW, GROUP, HAS_NARROW_VECTORS, IN_ROWS, PANEL, ROWS, beyond
 from packtrain.kernels.simd import F32, I32, I64, LANES, address, f32x16, load_part, splat, store
 
 HALF_GROUP = GROUP // 2
@@ -29,15 +19,14 @@ QUARTET_VECTOR, OCTET_VECTOR = ir.VectorType(F32, HALF_GROUP), ir.VectorType(F32
 ORDER = ir.VectorType(I32, GROUP)
 SINGLE_ORDERS = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
 PAIR_ORDERS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-i64 = types.int64
 
 
-@simd.instruction(types.void, i64, i64, i64, i64)
+@simd.instruction(void, i64, i64, i64, i64)
 def transpose8(builder, source, ld, target, ld_target):
     """Transpose 8 x 8 of `source` to `target` in registers of 8, in fewer steps than transpose16; prefetches more."""
     row_ptrs = [beyond(builder, source, builder.mul(ld, I64(r))) for r in range(GROUP)]
     for row_ptr in row_ptrs:
-        panels.emit_prefetch(builder, builder.add(row_ptr, I64(PREFETCH_NBYTES)))
+        panels.emit_prefetch(builder, builder.add(row_ptr, I64(panels.PREFETCH_NBYTES)))
     for first in range(0, GROUP, HALF_GROUP):
         parts = [quartet_at(builder, beyond(builder, row_ptr, I64(first))) for row_ptr in row_ptrs]
         row_vectors = [
@@ -63,20 +52,20 @@ def emit_turned_fours(builder, rows):
     return [shuffle_pair(mixes[n], mixes[n + 2], order) for n in range(2) for order in PAIR_ORDERS]
 
 
-@simd.instruction(types.void, i64, i64)
+@simd.instruction(void, i64, i64)
 def copy8(builder, *pointers):
     source, target = (builder.inttoptr(a, OCTET_VECTOR.as_pointer()) for a in pointers)
     builder.store(builder.load(source, align=4), target, align=4)
 
 
-@simd.instruction(types.void, i64, f32x16)
+@simd.instruction(void, i64, f32x16)
 def store_group(builder, target, lane_values):
     """Write the first 8 of 16 values to `target`."""
     low = builder.shuffle_vector(lane_values, lane_values, ir.Constant(ORDER, list(range(GROUP))))
     builder.store(low, builder.inttoptr(target, OCTET_VECTOR.as_pointer()), align=4)
 
 
-@simd.instruction(types.void, i64, i64, i64, i64)
+@simd.instruction(void, i64, i64, i64, i64)
 def split_rows(builder, source, ld, target, group_stride):
     """Copy 16 columns of two rows of `source` to two groups of 8, which are `group_stride` f32 from each other."""
     panels.emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
@@ -92,7 +81,7 @@ def split_rows(builder, source, ld, target, group_stride):
         )
 
 
-@part(types.void(i64, i64, i64, i64))
+@part("i64, i64, i64, i64")
 def transpose16_quarters(source, ld, target, ld_target):
     """Transpose 16 x 16 of `source`, all of which is there, by four transpose8."""
     for r in range(0, LANES, GROUP):
@@ -101,7 +90,7 @@ def transpose16_quarters(source, ld, target, ld_target):
             transpose8(address(source, r * ld + k), ld, target_block, ld_target)
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_b(block, b, tb, ldb, depth, n, bf16):
     """Pack op(b) (depth, n) as panels (places(depth), PANEL), one behind the other, with zeros beyond op(b)."""
     packed_k, k_per = panels.places(depth, bf16), 1 + bf16
@@ -138,13 +127,13 @@ def pack_b(block, b, tb, ldb, depth, n, bf16):
                 store(block, j * packed_k + k * PANEL + w, splat(0.0))
 
 
-@part(i64(i64, i64))
+@part("i64(i64, i64)")
 def a_layout(ta, bf16):
     """Return the layout of packed a: IN_GROUPS, PAIRED, or IN_ROWS, which is a copy."""
     return IN_ROWS if HAS_NARROW_VECTORS and ta == 0 else bf16
 
 
-@part(types.void(i64, i64, i64, i64, i64, i64))
+@part("i64, i64, i64, i64, i64, i64")
 def pack_narrow(block, a, ta, lda, depth, m):
     """Pack op(a) as `pack_a` does, in registers of 8, which transpose slowly."""
     packed_k = panels.places(depth, 0)
@@ -167,14 +156,14 @@ def pack_narrow(block, a, ta, lda, depth, m):
     else:
         full_extent = depth // LANES * LANES
         for i in range(-(-m // ROWS) * ROWS):
-            a_row, target = address(a, min(i, m - 1) * lda), address(block, i * FLAT_STRIDE)
+            a_row, target = address(a, min(i, m - 1) * lda), address(block, i * panels.FLAT_STRIDE)
             for k in range(0, full_extent, LANES):
                 store(target, k, simd.load(a_row, k))
             for k in range(full_extent, packed_k):
-                simd.poke(target, k, simd.peek(a_row, k) if k < depth else types.float32(0.0))
+                simd.poke(target, k, simd.peek(a_row, k) if k < depth else f32(0.0))
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64")
 def pack_a(block, a, ta, lda, depth, m, bf16):
     """Pack op(a) (m, depth) as groups (places(depth), GROUP) of ROWS rows, with zeros beyond op(a); see a_layout."""
     deep, per = panels.places(depth, bf16), 1 + bf16
@@ -205,9 +194,9 @@ def pack_a(block, a, ta, lda, depth, m, bf16):
                 source = address(a, i * lda + k)
                 target = address(block, i // ROWS * panels.group_stride(deep) + k // per * GROUP)
                 if bf16:
-                    panels.transpose_group_bf16(source, lda, last_row, depth - k, target)
+                    panels.transpose_group_bf16(source, lda, last_row, depth - k, target, LANES)
                 else:
-                    panels.transpose_group(source, lda, last_row, depth - k, target)
+                    panels.transpose_group(source, lda, last_row, depth - k, target, LANES)
     for i in range(0, m, ROWS):
         for k in range(-(-depth // per), deep):
             simd.store_part(

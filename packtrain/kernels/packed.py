@@ -5,19 +5,17 @@ on arrays. `qtype` is ggml's type number; w is u8 (N, row bytes). A product is s
 sums are never split, so that results do not depend on the number of threads.
 """
 
-from numba import types
-
 from packtrain.kernels import simd
 from packtrain.kernels.amx import STEPS, TILE, pack_columns
-from packtrain.kernels.call import each, kernel, part_of, spans, tasks_of, threads, words2
-from packtrain.kernels.dequantize import packed2, row
+from packtrain.kernels.call import each, kernel, part_of, spans, tasks_of, threads
+from packtrain.kernels.dequantize import row
 from packtrain.kernels.dots import FUSED_TYPES, dot
 from packtrain.kernels.gemm import B_SIZE, BROAD, BROAD_BF16, DEEP, even_parts, multiply_block, pack
+from packtrain.kernels.kernel_types import f32
 from packtrain.kernels.matmul import task_shape
 from packtrain.kernels.panels import AMX, PANEL, pair, places
-from packtrain.kernels.simd import LANES, address, fma, in2, load, out2, peek, poke, scratch, splat
+from packtrain.kernels.simd import LANES, address, fma, load, peek, poke, scratch, splat
 
-i64, f32, void = types.int64, types.float32, types.void
 COLUMNS = 256  # columns dequantized at a time: the largest block
 FEW_ROWS, SUMS_SIZE = 8, 128  # up to this many rows use dot products
 LINE_SIZE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
@@ -29,7 +27,7 @@ TASKS_PER_THREAD = 8  # of dot products: nobody waits for a late thread
 LEAST_COLUMNS = 128  # least columns of a task of `product_back`
 
 
-@kernel(void(*[i64] * 8, types.boolean, i64, i64, i64))
+@kernel("*[i64] * 8, boolean, i64, i64, i64")
 def multiply(qtype, m, n, k, x, ldx, w, row_nbytes, add, y, ldy, bf16):
     """y (m, n) = x (m, k) @ w (n, k).T, plus y if `add`; x, w, y are addresses, rows of w have `row_nbytes` bytes.
 
@@ -54,7 +52,7 @@ def multiply(qtype, m, n, k, x, ldx, w, row_nbytes, add, y, ldy, bf16):
             multiply_block(0, m, block_columns, x_block, ldx, block, depth, beta, target, ldy, bf16)
 
 
-@kernel(void(*[i64] * 10, types.boolean, i64, i64, i64))
+@kernel("*[i64] * 10, boolean, i64, i64, i64")
 def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ldx, bf16):
     """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], plus x if `add`; start:stop are whole blocks."""
     lines, block, per = scratch(LINES), scratch(B_SIZE), 1 + bf16
@@ -86,13 +84,13 @@ def multiply_back(qtype, m, n, k, start, stop, y, ldy, w, row_nbytes, add, x, ld
             multiply_block(0, m, width, num_rows, ldy, block, depth, beta, target, ldx, bf16)
 
 
-@kernel(types.boolean(i64, i64, i64))
+@kernel("boolean(i64, i64, i64)")
 def fused(m, k, qtype):
     """Return whether weights are multiplied while they are unpacked, in registers."""
     return m == 1 and k % 32 == 0 and qtype in FUSED_TYPES
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
+@kernel("out2, in2, i64, bytes2, boolean, i64, i64")
 def dot_columns(y, x, qtype, w, add, start, stop):
     """y[:, start:stop] = x @ w[start:stop].T for up to 8 rows: every block is read and dequantized once."""
     m, k = x.shape
@@ -125,7 +123,7 @@ def dot_columns(y, x, qtype, w, add, start, stop):
             poke(y, i * n + j, peek(y, i * n + j) + s if add else s)
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64))
+@kernel("out2, in2, i64, bytes2, boolean, i64, i64, i64")
 def columns(y, x, qtype, w, add, bf16, start, stop):
     """Compute columns start … stop - 1 of y = x @ w.T, by dot products for few rows, else by panels."""
     m, k = x.shape
@@ -139,7 +137,7 @@ def columns(y, x, qtype, w, add, bf16, start, stop):
         )
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64))
+@kernel("out2, in2, i64, bytes2, boolean, i64")
 def product(y, x, qtype, w, add, bf16):
     """y = x @ w.T, plus y if `add`.
 
@@ -161,7 +159,7 @@ def product(y, x, qtype, w, add, bf16):
     spans(columns, (y, x, qtype, w, add, bf16), n, -(-n // (num_threads * shares * LANES)) * LANES)
 
 
-@kernel(void(words2, i64, i64, i64, i64, i64))
+@kernel("longs2, i64, i64, i64, i64, i64")
 def product_task(every, x, k, qtype, step, task):
     """Compute up to `step` columns of one of several joined products, fused."""
     i, col_start = part_of(every, step, task)
@@ -171,7 +169,7 @@ def product_task(every, x, k, qtype, step, task):
         poke(y, j, peek(y, j) + s if every[i, 4] else s)
 
 
-@kernel(void(words2, in2, i64, i64))
+@kernel("longs2, in2, i64, i64")
 def products(every, x, qtype, bf16):
     """Compute `product` of one row with several weights of one type, fused.
 
@@ -183,7 +181,7 @@ def products(every, x, qtype, bf16):
     each(product_task, task_args, tasks_of(every, columns_per_task))
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64, i64))
+@kernel("out2, in2, i64, bytes2, boolean, i64, i64, i64, i64, i64")
 def product_back_task(x, y, qtype, w, add, bf16, rows, task_columns, across, task):
     """Compute `rows` rows and `task_columns` columns of x for `product_back`."""
     m, k = x.shape
@@ -195,7 +193,7 @@ def product_back_task(x, y, qtype, w, add, bf16, rows, task_columns, across, tas
     )
 
 
-@kernel(void(out2, in2, i64, i64, packed2, types.boolean, i64))
+@kernel("out2, in2, i64, i64, bytes2, boolean, i64")
 def product_back(x, y, block, qtype, w, add, bf16):
     """x = y @ w, plus x if `add`.
 

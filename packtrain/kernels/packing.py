@@ -11,12 +11,7 @@ Worked example: lives A 0..2, B 1..3, C 2..4, sizes 2, 3, 2, target 5; sections 
     frame B2         place B at 2: its top is 5, solved. With target 4, section 1 is too full for any offsets.
 """
 
-from numba import types
-
 from packtrain.kernels.call import kernel, part
-
-i64, void, boolean = types.int64, types.void, types.boolean
-line_type, table_type = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 
 NONE, SOLVED, STOPPED = 0, 1, 2
 KEY = 62  # bits of a key
@@ -26,7 +21,7 @@ WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # places in limits
 TOTAL, CROSSING, FILLED = 0, 1, 2
 
 
-@kernel(void(line_type, i64, i64))
+@kernel("out_longs1, i64, i64")
 def sort_keys(keys, key_start, key_stop):
     """Shellsort: short, in place, and fast for the few hundred keys of a frame."""
     gap = 1
@@ -42,12 +37,12 @@ def sort_keys(keys, key_start, key_stop):
         gap //= 3
 
 
-@part(i64(i64, i64), forceinline=True)
+@part("i64(i64, i64)", forceinline=True)
 def index_of(key, bits):
     return key & ((1 << bits) - 1)
 
 
-@part(void(table_type, table_type, i64, i64), forceinline=False)
+@part("out_longs2, out_longs2, i64, i64", forceinline=False)
 def count_buffer(buffers, sections, i, sign):
     """Add the size of buffer i to the unplaced bytes of its sections (sign 1), or remove it (sign -1)."""
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
@@ -56,7 +51,7 @@ def count_buffer(buffers, sections, i, sign):
         sections[CROSSING, s] += sign
 
 
-@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, line_type))
+@kernel("i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, out_longs1)")
 def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
     """Place buffer c of a frame: the others become the next frame, lifted if they overlap it; returns how many were.
 
@@ -93,7 +88,7 @@ def place_buffer(buffers, sections, stack, top, count, c, free, bits, limits):
     return n
 
 
-@kernel(void(table_type, table_type, line_type, i64, i64, i64, i64, i64))
+@kernel("out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64")
 def undo_placement(buffers, sections, stack, top, c, free, n, bits):
     """Undo `place_buffer`, which lifted n keys."""
     first_lifted, last_lifted = top + 1, top + 1
@@ -124,7 +119,7 @@ def undo_placement(buffers, sections, stack, top, c, free, n, bits):
     count_buffer(buffers, sections, index_of(key, bits), 1)
 
 
-@part(i64(table_type, table_type, i64), forceinline=False)
+@part("i64(out_longs2, out_longs2, i64)", forceinline=False)
 def max_beside(buffers, sections, i):
     """Return the most unplaced bytes of a section of buffer i, without the buffer's own."""
     max_total = 0
@@ -133,7 +128,7 @@ def max_beside(buffers, sections, i):
     return max_total - buffers[SIZE, i]
 
 
-@part(boolean(table_type, table_type, i64, i64, i64, i64, i64), forceinline=False)
+@part("boolean(out_longs2, out_longs2, i64, i64, i64, i64, i64)", forceinline=False)
 def add_under(buffers, sections, i, offset, left, right, target):
     """Return whether buffer i's sections fit above `offset` without their FILLED bytes; then counts i as FILLED."""
     for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
@@ -143,7 +138,7 @@ def add_under(buffers, sections, i, offset, left, right, target):
     return True
 
 
-@kernel(boolean(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, i64))
+@kernel("boolean(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, i64)")
 def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at, n):
     """Return whether a frame may still end below the target if nothing of it is placed before key `min_key`.
 
@@ -183,7 +178,7 @@ def fits(buffers, sections, stack, top, count, min_key, target, bits, lifted_at,
     return True
 
 
-@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, line_type))
+@kernel("i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, out_longs1)")
 def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, bits, offsets):
     """Write a frame of the buffers between two edges, ranked by RANK, fullest section and number; returns its size."""
     new_end, shift = to, 2 * bits
@@ -203,7 +198,7 @@ def rank_keys(buffers, sections, stack, top, count, to, left_edge, right_edge, b
     return new_end - to
 
 
-@part(i64(table_type, i64, i64), forceinline=False)
+@part("i64(out_longs2, i64, i64)", forceinline=False)
 def edge(sections, left_edge, right_edge):
     """Return the next section that no unplaced buffer enters from its left; or `right_edge`."""
     for s in range(left_edge + 1, right_edge):
@@ -212,7 +207,7 @@ def edge(sections, left_edge, right_edge):
     return right_edge
 
 
-@part(boolean(table_type, line_type, i64, i64, i64), forceinline=False)
+@part("boolean(out_longs2, out_longs1, i64, i64, i64)", forceinline=False)
 def has_twin(buffers, stack, top, c, bits):
     """Return whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
     i = index_of(stack[top + c], bits)
@@ -226,7 +221,7 @@ def has_twin(buffers, stack, top, c, bits):
     return False
 
 
-@part(i64(table_type, line_type, i64, i64, i64), forceinline=False)
+@part("i64(out_longs2, out_longs1, i64, i64, i64)", forceinline=False)
 def lowest_top(buffers, stack, top, count, bits):
     """Return the lowest end that a buffer of the frame can have: to begin above it would leave room for that buffer."""
     lowest = 1 << KEY
@@ -237,7 +232,9 @@ def lowest_top(buffers, stack, top, count, bits):
     return lowest
 
 
-@kernel(i64(table_type, table_type, line_type, i64, i64, i64, i64, i64, i64, table_type, line_type))
+@kernel(
+    "i64(out_longs2, out_longs2, out_longs1, i64, i64, i64, i64, i64, i64, out_longs2, out_longs1)"
+)
 def search(buffers, sections, stack, top, count, free, left, right, min_key, offsets, limits):
     """Place a frame, from key `min_key` on: returns SOLVED with offsets[0] filled in, NONE, or STOPPED."""
     target, bits = limits[TARGET], limits[BITS]
@@ -279,7 +276,7 @@ def search(buffers, sections, stack, top, count, free, left, right, min_key, off
     return NONE if count else SOLVED
 
 
-@kernel(i64(table_type, table_type, line_type, table_type, line_type))
+@kernel("i64(out_longs2, out_longs2, out_longs1, out_longs2, out_longs1)")
 def pack(buffers, sections, stack, offsets, limits):
     """Find offsets below a target height: SOLVED; NONE if there are none; STOPPED if work or stack ran out.
 
@@ -308,7 +305,7 @@ KEYS, FIRST_START, LAST_END, MIN_KEY = 0, 1, 2, 3  # columns of blocks
 BLOCK_SIZE = 128
 
 
-@part(i64(table_type, i64, i64), forceinline=False)
+@part("i64(out_longs2, i64, i64)", forceinline=False)
 def first_above(placed, n, floor):
     """Return the first of n placed buffers whose bottom is not below the floor."""
     low_index, high_index = 0, n
@@ -321,7 +318,7 @@ def first_above(placed, n, floor):
     return low_index
 
 
-@kernel(i64(table_type, line_type, line_type, table_type, line_type))
+@kernel("i64(out_longs2, out_longs1, out_longs1, out_longs2, out_longs1)")
 def first_fit(lives, order, offsets, placed, limits):
     """Write the offsets of `packing.pack.first_fit`; returns SOLVED, or STOPPED.
 
@@ -348,7 +345,7 @@ def first_fit(lives, order, offsets, placed, limits):
     return SOLVED
 
 
-@part(void(table_type, table_type, i64, i64), forceinline=False)
+@part("out_longs2, out_longs2, i64, i64", forceinline=False)
 def measure_block(lives, blocks, b, n):
     """Write first start, last end and least key of a block of buffers; placed buffers do not count."""
     block_start, end, min_key = 1 << KEY, -(1 << KEY), 1 << KEY
@@ -359,7 +356,7 @@ def measure_block(lives, blocks, b, n):
     blocks[b, FIRST_START], blocks[b, LAST_END], blocks[b, MIN_KEY] = block_start, end, min_key
 
 
-@part(void(table_type, table_type, i64, i64, i64, i64), forceinline=False)
+@part("out_longs2, out_longs2, i64, i64, i64, i64", forceinline=False)
 def lift_keys(lives, blocks, start, end, floor, n):
     """Raise to a floor the keys of buffers that are alive during an interval."""
     for b in range((n + BLOCK_SIZE - 1) // BLOCK_SIZE):
@@ -371,7 +368,7 @@ def lift_keys(lives, blocks, start, end, floor, n):
             measure_block(lives, blocks, b, n)
 
 
-@kernel(i64(table_type, line_type, line_type, table_type, line_type))
+@kernel("i64(out_longs2, out_longs1, out_longs1, out_longs2, out_longs1)")
 def skyline(lives, order, offsets, blocks, limits):
     """Write the offsets of `packing.pack.skyline`, fastest if lives are sorted by start; returns SOLVED, or STOPPED.
 

@@ -4,10 +4,10 @@ With bf16 > 0, values are rounded to bf16, and two steps of k are one 32-bit pla
 """
 
 from llvmlite import ir
-from numba import types
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import part
+from packtrain.kernels.kernel_types import i64, void
 from packtrain.kernels.simd import I32, I64, LANES, VECTOR
 
 AVX512 = runtime.has_cpu_feature("avx512f")
@@ -23,7 +23,6 @@ GROUP_SHIFT = LANES  # f32 between groups of packed a, so that they do not fall 
 FLAT_STRIDE = DEEP + GROUP_SHIFT  # f32 between whole rows of packed a
 PREFETCH_NBYTES, BELOW = 192, 4  # prefetched ahead of what is packed: bytes of a row, and rows
 IN_GROUPS, PAIRED, IN_ROWS = 0, 1, 2  # layouts of packed a; PAIRED is IN_GROUPS in bf16
-i64 = types.int64
 BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
@@ -43,7 +42,7 @@ def emit_prefetch(builder, line_ptr, write=0, level=3):
     )  # fmt: skip
 
 
-@simd.instruction(types.void, types.int64)
+@simd.instruction(void, i64)
 def prefetch_line(builder, line_ptr):
     """Prefetch a line of the cache into L2."""
     emit_prefetch(builder, line_ptr, level=2)
@@ -104,43 +103,30 @@ def emit_transposed(builder, rows, num_rounds):
     return rows
 
 
-@simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
-def transpose16(builder, source, ld, last, left, target, ld_target):
-    """Transpose 16 x 16 of `source` to `target`; its rows stop at `last`, its columns at `left`."""
-    row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-    for row_index, column_vector in enumerate(emit_transposed(builder, row_vectors, 4)):
-        target_row = beyond(builder, target, builder.mul(I64(row_index), ld_target))
-        builder.store(column_vector, vector_at(builder, target_row), align=64)
+def transposing(num_rows, is_paired):
+    """Return an intrinsic (source, ld, last, left, target, ld_target) that transposes num_rows x 16 of `source`.
+
+    Its rows stop at `last`, its columns at `left`. Vectors at `target` are `ld_target` f32 apart: each has a column of
+    16 rows, or two columns of 8; if `is_paired`, pairs of bf16 of two columns, or of four.
+    """
+
+    def emit(builder, source, ld, last, left, target, ld_target):
+        rows = [emit_row(builder, source, ld, r, last, left) for r in range(num_rows)]
+        vectors = emit_transposed(builder, rows, num_rows.bit_length() - 1)
+        if is_paired:
+            neighbours = list(zip(vectors[::2], vectors[1::2], strict=True))
+            if num_rows == GROUP:
+                neighbours = [[halves_of(builder, two, n) for n in (0, 1)] for two in neighbours]
+            vectors = [emit_pair(builder, *two) for two in neighbours]
+        for i, vector in enumerate(vectors):
+            spot = beyond(builder, target, builder.mul(I64(i), ld_target))
+            builder.store(vector, vector_at(builder, spot), align=64)
+
+    return simd.instruction(void, *[i64] * 6)(emit)
 
 
-@simd.instruction(types.void, i64, i64, i64, i64, i64, i64)
-def transpose16_bf16(builder, source, ld, last, left, target, ld_target):
-    """Transpose 16 x 16 of `source` to 16 x 8 pairs of bf16 at `target`; rows stop at `last`, columns at `left`."""
-    row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-    transposed = emit_transposed(builder, row_vectors, 4)
-    for row_index in range(LANES // 2):
-        target_row = beyond(builder, target, builder.mul(I64(row_index), ld_target))
-        pair_vector = emit_pair(builder, transposed[2 * row_index], transposed[2 * row_index + 1])
-        builder.store(pair_vector, vector_at(builder, target_row), align=64)
-
-
-@simd.instruction(types.void, i64, i64, i64, i64, i64)
-def transpose_group(builder, source, ld, last, left, target):
-    """Transpose 8 x 16 of `source` to 16 x 8 in a row at `target`."""
-    row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-    for row_index, value in enumerate(emit_transposed(builder, row_vectors, 3)):
-        builder.store(value, vector_at(builder, builder.add(target, I64(64 * row_index))), align=64)
-
-
-@simd.instruction(types.void, i64, i64, i64, i64, i64)
-def transpose_group_bf16(builder, source, ld, last, left, target):
-    """Transpose 8 x 16 of `source` to 8 x 8 pairs of bf16 in a row at `target`."""
-    row_vectors = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-    transposed = emit_transposed(builder, row_vectors, 3)
-    for r in range(GROUP // 2):
-        low_half, high_half = (halves_of(builder, transposed[2 * r : 2 * r + 2], n) for n in (0, 1))
-        spot = builder.add(target, I64(64 * r))
-        builder.store(emit_pair(builder, low_half, high_half), vector_at(builder, spot), align=64)
+transpose16, transpose16_bf16 = transposing(LANES, False), transposing(LANES, True)
+transpose_group, transpose_group_bf16 = transposing(GROUP, False), transposing(GROUP, True)
 
 
 def halves_of(builder, rows, half_index):
@@ -149,7 +135,7 @@ def halves_of(builder, rows, half_index):
     return builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lane_order))
 
 
-@simd.instruction(types.void, i64, i64, i64)
+@simd.instruction(void, i64, i64, i64)
 def move_panel(builder, source, ld, target):
     """Copy PANEL values of a row of `source` to `target`; prefetches a row that follows."""
     prefetch_row = beyond(builder, source, builder.mul(ld, I64(BELOW)))
@@ -160,7 +146,7 @@ def move_panel(builder, source, ld, target):
         builder.store(vector, vector_at(builder, builder.add(target, vector_offset)), align=64)
 
 
-@part(i64(i64, i64))
+@part("i64(i64, i64)")
 def places(depth, bf16):
     """Return the places of packed values for a depth, whole turns of the loop over them; added places are zeros."""
     if AMX and bf16:
@@ -169,7 +155,7 @@ def places(depth, bf16):
     return -(-num_places // UNROLL) * UNROLL
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def group_stride(packed_k):
     """Return the distance of groups in packed a: never one that puts all of them into the same places of a cache."""
     return packed_k * GROUP + GROUP_SHIFT

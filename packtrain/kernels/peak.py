@@ -1,15 +1,14 @@
 """Measure the processor's peak for `packtrain bench`: fused multiply-adds in registers, and copies."""
 
 from llvmlite import ir
-from numba import types
 
 from packtrain.kernels import runtime, simd
-from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import F32, I64, LANES, VECTOR, f32x16, in1, out1
+from packtrain.kernels.call import each_task, kernel, spans
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.simd import F32, I64, LANES, VECTOR, f32x16
 
 # independent sums: enough to hide the latency
 CHAINS = 12 if runtime.has_cpu_feature("avx512f") else 6
-i64, f32, void = types.int64, types.float32, types.void
 
 
 @simd.instruction(f32x16, i64, f32)
@@ -38,24 +37,19 @@ def fma_chains(builder, num_rounds, factor):
     return vector_sum
 
 
-@kernel(void(out1, f32, i64, i64))
-def multiply_chains(y, factor, num_rounds, number):
+@each_task("out1, f32, i64", lambda y: y.size // LANES)
+def multiply_adds(y, factor, num_rounds, number):
+    """Run `num_rounds` rounds of fma_chains for each vector of y, one task each, and write the sums to y."""
     simd.store(y, number * LANES, fma_chains(num_rounds, factor))
 
 
-@kernel(void(out1, f32, i64))
-def multiply_adds(y, factor, num_rounds):
-    """Run `num_rounds` rounds of fma_chains for each vector of y, one task each, and write the sums to y."""
-    each(multiply_chains, (y, factor, num_rounds), y.size // LANES)
-
-
-@kernel(void(out1, in1, i64, i64))
+@kernel("out1, in1, i64, i64")
 def copy_span(y, x, span_start, span_stop):
     for i in range(span_start, span_stop, LANES):
         simd.store(y, i, simd.load(x, i))
 
 
-@kernel(void(out1, in1, i64))
+@kernel("out1, in1, i64")
 def copied(y, x, num_tasks):
     """y = x, whole vectors, in `num_tasks` equal spans on the threads."""
     spans(copy_span, (y, x), y.size, -(-y.size // (num_tasks * LANES)) * LANES)

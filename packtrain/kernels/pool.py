@@ -13,11 +13,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import crew
+from packtrain.kernels.kernel_types import i32, i64, void
 from packtrain.kernels.runtime import has_large_l2
 
 llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
-i32, i64, void = types.int32, types.int64, types.void
 IS_BUSY, OPEN, INSIDE, WAITING, USED = crew.IS_BUSY, crew.OPEN, crew.INSIDE, crew.WAITING, crew.USED
 TASK, TASK_ARGS, REGION_THREADS = crew.TASK, crew.TASK_ARGS, crew.REGION_THREADS
 NUMBER, NUM_STARTED, THREAD_WORDS = crew.NUMBER, crew.NUM_STARTED, crew.THREAD_WORDS

@@ -2,30 +2,25 @@
 
 import math
 
-from numba import types
-
-from packtrain.kernels import bits, codes, search, simd
+from packtrain.kernels import codes, search
 from packtrain.kernels.bits import add_squares, sum_lanes, zero_sums
-from packtrain.kernels.call import each, kernel
+from packtrain.kernels.call import each_task, kernel
 from packtrain.kernels.dequantize import row as unpack_row
-from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
-from packtrain.kernels.simd import LANES, address, in2, load_part, scratch
+from packtrain.kernels.rooms import bind_placeholders, blocks_by_type, compile_blocks
+from packtrain.kernels.simd import LANES, address, load_part, scratch
 
-i64, f64, void = types.int64, types.float64, types.void
 MAX_CHUNK = 256  # values measured at a time: whole blocks of every type
-bytes2_type = types.Array(types.uint8, 2, "C")
-bind_placeholders(simd, bits, codes, search)
-pack_signature = void(i64, i64, i64)
-pack = choice(compile_role("pack", kernel(pack_signature)), pack_signature, count_blocks=True)
+bind_placeholders(codes, search)
+pack = blocks_by_type("pack", compile_blocks("pack", kernel))
 
 
-@kernel(void(i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64")
 def pack_row(qtype, target_ptr, source_ptr, count):
     """Write the packed bytes of `count` f32 at `source_ptr`, whole blocks, to `target_ptr`."""
     pack(qtype, target_ptr, source_ptr, count)
 
 
-@kernel(f64(i64, i64))
+@kernel("f64(i64, i64)")
 def sum_of_squares(x, count):
     sums = zero_sums()  # folding every 16 values took a third of the time of BF16 and F16
     for i in range(0, count, LANES):
@@ -33,7 +28,7 @@ def sum_of_squares(x, count):
     return sum_lanes(sums)
 
 
-@kernel(f64(i64, i64, i64, i64, i64))
+@kernel("f64(i64, i64, i64, i64, i64)")
 def squared_error(qtype, packed_ptr, row_nbytes, x, count):
     """Return the sum of squares of a row's f32 rounding errors."""
     unpacked, error_sums = scratch(MAX_CHUNK), zero_sums()
@@ -46,22 +41,17 @@ def squared_error(qtype, packed_ptr, row_nbytes, x, count):
     return sum_lanes(error_sums)
 
 
-@kernel(void(i64, bytes2_type, types.Array(f64, 2, "C"), in2, i64))
-def quantize_row(qtype, y, sums, x, row_index):
-    width, row_nbytes = x.shape[1], y.shape[1]
-    source_ptr, target_ptr = address(x, row_index * width), y.ctypes.data + row_index * row_nbytes
-    sums[0, row_index], sums[1, row_index] = sum_of_squares(source_ptr, width), 0.0
-    if sums[0, row_index] < math.inf:
-        pack_row(qtype, target_ptr, source_ptr, width)
-        sums[1, row_index] = squared_error(qtype, target_ptr, row_nbytes, source_ptr, width)
-
-
-@kernel(void(i64, bytes2_type, types.Array(f64, 2, "C"), in2))
-def rows(qtype, y, sums, x):
+@each_task("i64, out_bytes2, out_doubles2, in2", lambda x: len(x))
+def rows(qtype, y, sums, x, row_index):
     """Quantize every finite row of x; writes the sums of squares of its values and rounding errors.
 
     x     (N, width)      f32
     y     (N, row bytes)  u8
     sums  (2, N)          f64
     """
-    each(quantize_row, (qtype, y, sums, x), len(x))
+    width, row_nbytes = x.shape[1], y.shape[1]
+    source_ptr, target_ptr = address(x, row_index * width), y.ctypes.data + row_index * row_nbytes
+    sums[0, row_index], sums[1, row_index] = sum_of_squares(source_ptr, width), 0.0
+    if sums[0, row_index] < math.inf:
+        pack_row(qtype, target_ptr, source_ptr, width)
+        sums[1, row_index] = squared_error(qtype, target_ptr, row_nbytes, source_ptr, width)

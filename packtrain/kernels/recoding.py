@@ -1,31 +1,26 @@
 """Add low-rank matrices to quantized ones in the blocks and scales that these have. `qtype` is ggml's type number."""
 
-from numba import types
-
-from packtrain.kernels import bits, codes, simd
+from packtrain.kernels import codes
 from packtrain.kernels.call import kernel, part, spans, threads
-from packtrain.kernels.dequantize import packed2, row
-from packtrain.kernels.rooms import bind_placeholders, choice, compile_role
-from packtrain.kernels.simd import LANES, address, fma, in1, in2, load, peek, scratch, store
+from packtrain.kernels.dequantize import row
+from packtrain.kernels.rooms import bind_placeholders, blocks_by_type, compile_blocks
+from packtrain.kernels.simd import LANES, address, fma, load, peek, scratch, store
 
-i64, f32, void = types.int64, types.float32, types.void
 CHUNK_COLUMNS = 256  # columns at a time: whole blocks of every type
 CHUNK_BUFFER = 512  # f32 of their values and of the noise on their codes
 NOISE_PERIOD = 1 << 12  # noise values, used in turn; CHUNK_COLUMNS more repeat the first ones
 ROW_HASH = 2654435761  # moves the noise from row to row
-bytes2_type = types.Array(types.uint8, 2, "C")
-bind_placeholders(simd, bits, codes)
-form = void(i64, i64, i64)
-recode = choice(compile_role("recode", part(form, forceinline=False)), form, count_blocks=True)
+bind_placeholders(codes)
+recode = blocks_by_type("recode", compile_blocks("recode"))
 
 
-@part(i64(i64, i64))
+@part("i64(i64, i64)")
 def noise_offset(i, j):
     """Return where in `noise` the values for row i begin, from column j on."""
     return ((i * ROW_HASH >> 8) + j) & (NOISE_PERIOD - 1)
 
 
-@kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64, i64, i64))
+@kernel("out_bytes2, bytes2, i64, in2, in2, f32, in1, i64, i64, i64")
 def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
     """Compute rows row_start … row_stop - 1 of `add`."""
     (rank, k), row_nbytes = a.shape, w.shape[1]
@@ -51,7 +46,7 @@ def add_rows(y, w, qtype, a, b, by, noise, first, row_start, row_stop):
             recode(qtype, y.ctypes.data + i * row_nbytes + byte_start, chunk_ptr, width)
 
 
-@kernel(void(bytes2_type, packed2, i64, in2, in2, f32, in1, i64))
+@kernel("out_bytes2, bytes2, i64, in2, in2, f32, in1, i64")
 def add(y, w, qtype, a, b, by, noise, first):
     """y = w + by * b @ a in the blocks of w: scales stay, each value gets the nearest code.
 

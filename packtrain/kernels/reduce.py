@@ -1,12 +1,10 @@
 """Sum arrays in a fixed order: short runs in f32 lanes, everything longer in f64."""
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, spans
-from packtrain.kernels.simd import LANES, in1, in2, out1, out2
+from packtrain.kernels.call import each, kernel, parallel, spans
+from packtrain.kernels.kernel_types import f32, f64
+from packtrain.kernels.simd import LANES
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 VALUES_PER_RUN = 8 * LANES  # elements added in f32 lanes before they go to f64
 NUM_PARTS = 64  # tasks of one sum
 SERIAL = 1 << 15
@@ -14,9 +12,9 @@ COLUMNS = 64  # columns of one task
 ROWS_PER_RUN = 64  # rows added in f32 before they go to the sum over all rows
 
 
-@kernel(f64(in1, i64, i64, types.boolean))
+@kernel("f64(i64, i64, i64, boolean)")
 def span_sum(x, span_start, span_stop, use_squares):
-    """Return the sum of x[span_start:span_stop], or of its squares, in f64."""
+    """Return the sum of x[span_start:span_stop], x an address, or of its squares, in f64."""
     run_sum = f64(0.0)
     for run_start in range(span_start, span_stop, VALUES_PER_RUN):
         lane_sums = simd.splat(0.0)
@@ -27,20 +25,26 @@ def span_sum(x, span_start, span_stop, use_squares):
     return run_sum
 
 
-@kernel(void(i64, in1, i64, types.boolean, i64))
+@kernel("i64, in1, i64, boolean, i64")
 def reduce_part(parts_ptr, x, part_length, use_squares, t):
     """Write part t of a sum as a pair of f32: the head and the rest of an f64."""
-    part_sum = span_sum(x, t * part_length, min(x.size, (t + 1) * part_length), use_squares)
+    part_sum = span_sum(
+        simd.address(x, 0), t * part_length, min(x.size, (t + 1) * part_length), use_squares
+    )
     simd.poke(parts_ptr, 2 * t, f32(part_sum))
     simd.poke(parts_ptr, 2 * t + 1, f32(part_sum - f64(f32(part_sum))))
 
 
-@kernel(void(out1, in1, types.boolean))
+@kernel("out1, in1, boolean")
 def reduce_sum(y, x, use_squares):
-    """y[0] = sum(x), or sum(x**2) if `use_squares`."""
+    """y = sum(x), or sum(x**2) if `use_squares`.
+
+    x  (N,)  f32
+    y  (1,)  f32
+    """
     n = x.size
     if n <= SERIAL:
-        y[0] = f32(span_sum(x, 0, n, use_squares))
+        y[0] = f32(span_sum(simd.address(x, 0), 0, n, use_squares))
         return
     parts_ptr = simd.scratch(128)
     part_length = -(-n // (NUM_PARTS * VALUES_PER_RUN)) * VALUES_PER_RUN
@@ -51,17 +55,7 @@ def reduce_sum(y, x, use_squares):
     y[0] = f32(total_sum)
 
 
-@kernel(void(out1, in1))
-def sum_all(y, x):
-    """y = sum(x).
-
-    x  (N,)  f32
-    y  (1,)  f32
-    """
-    reduce_sum(y, x, False)
-
-
-@kernel(void(out1, in1, in1))
+@kernel("out1, in1, in1")
 def sum_squares(y, x, acc):
     """y = sum(x**2), plus acc; y may be acc.
 
@@ -73,36 +67,18 @@ def sum_squares(y, x, acc):
     y[0] += acc_value
 
 
-@kernel(f64(i64, i64))
-def row_sum(x, width):
-    """Return the sum of the row at address x, in f64."""
-    run_sum = f64(0.0)
-    for run_start in range(0, width, VALUES_PER_RUN):
-        lane_sums = simd.splat(0.0)
-        for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
-            lane_sums += simd.load_part(x, i, width - i)
-        run_sum += f64(simd.total(lane_sums))
-    return run_sum
-
-
-@kernel(void(out1, in2, i64, i64))
-def row_sums(y, x, row_start, row_stop):
-    for row in range(row_start, row_stop):
-        y[row] = f32(row_sum(simd.address(x, row * x.shape[1]), x.shape[1]))
-
-
-@kernel(void(out1, in2))
-def sum_rows(y, x):
+@parallel("out1, in2", lambda x: x.shape, serial=SERIAL)
+def sum_rows(y, x, row_start, row_stop):
     """y[i] = sum(x[i]).
 
     x  (N, C)  f32
     y  (N,)    f32
     """
-    n, width = x.shape
-    spans(row_sums, (y, x), n, (SERIAL // 4) // max(1, width) if x.size > SERIAL else n)
+    for row in range(row_start, row_stop):
+        y[row] = f32(span_sum(simd.address(x, row * x.shape[1]), 0, x.shape[1], False))
 
 
-@kernel(void(out1, in2, i64, i64))
+@kernel("out1, in2, i64, i64")
 def columns_sum(y, x, start, stop):
     n, width = x.shape
     for i in range(start, stop, LANES):
@@ -116,7 +92,7 @@ def columns_sum(y, x, start, stop):
         simd.store_part(y, i, lane_sums, num_left)
 
 
-@kernel(void(out1, in2))
+@kernel("out1, in2")
 def sum_cols(y, x):
     """y[j] = sum(x[:, j]).
 
@@ -127,8 +103,12 @@ def sum_cols(y, x):
     spans(columns_sum, (y, x), width, COLUMNS if x.size > SERIAL else width)
 
 
-@kernel(void(out2, in2, types.boolean, i64, i64))
-def running_rows(y, x, reverse, row_start, row_stop):
+@parallel("out2, in2, boolean", lambda x: x.shape, serial=SERIAL)
+def running(y, x, reverse, row_start, row_stop):
+    """Write the running sums of each row of x, from its end if `reverse`; y may be x.
+
+    x, y  (N, C)  f32
+    """
     width = x.shape[1]
     for row in range(row_start, row_stop):
         running_sum = f64(0.0)
@@ -136,13 +116,3 @@ def running_rows(y, x, reverse, row_start, row_stop):
             offset = row * width + (width - 1 - i if reverse else i)
             running_sum += f64(simd.peek(x, offset))
             simd.poke(y, offset, f32(running_sum))
-
-
-@kernel(void(out2, in2, types.boolean))
-def running(y, x, reverse):
-    """Write the running sums of each row of x, from its end if `reverse`; y may be x.
-
-    x, y  (N, C)  f32
-    """
-    n, width = x.shape
-    spans(running_rows, (y, x, reverse), n, SERIAL // max(1, 4 * width) if x.size > SERIAL else n)

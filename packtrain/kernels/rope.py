@@ -3,16 +3,13 @@
 import math
 
 from llvmlite import ir
-from numba import types
 
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import BITS, LANES, address, fma, in3, load_part, neg, out3
+from packtrain.kernels.call import each_task, parallel, part
+from packtrain.kernels.kernel_types import f32, f64
+from packtrain.kernels.simd import BITS, LANES, address, fma, load_part, neg
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 14
-BLOCK = 1 << 13
-frequencies_type = types.Array(f64, 1, "C", readonly=True)
 
 
 def pick_lanes(lane_order, num_vectors):
@@ -32,8 +29,20 @@ evens = pick_lanes([2 * i for i in range(LANES)], 2)
 odds = pick_lanes([2 * i + 1 for i in range(LANES)], 2)
 
 
-@kernel(void(out3, simd.ids1, frequencies_type, f64, f64, i64, i64, i64))
-def table_row(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_index):
+@each_task(
+    "out3, ints1, doubles1, f64, f64, i64, i64",
+    lambda angle_table, pos: (pos.size, 2 * angle_table.shape[1]),
+    serial=SERIAL // 8,
+)
+def table(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_index):
+    """angle_table[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
+
+    scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
+
+    pos          (N,)         i32
+    inv_freq     (R / 2,)     f64
+    angle_table  (N, R/2, 2)  f32
+    """
     scale = magnitude
     if rate != 0:  # otherwise positions may be negative
         scale *= 1.0 + rate * math.log1p(f64((pos[row_index] + offset) // length))
@@ -43,24 +52,7 @@ def table_row(angle_table, pos, inv_freq, magnitude, rate, length, offset, row_i
         angle_table[row_index, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, simd.ids1, frequencies_type, f64, f64, i64, i64))
-def table(angle_table, pos, inv_freq, magnitude, rate, length, offset):
-    """angle_table[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
-
-    scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
-
-    pos          (N,)         i32
-    inv_freq     (R / 2,)     f64
-    angle_table  (N, R/2, 2)  f32
-    """
-    if angle_table.size <= SERIAL // 8:
-        for i in range(pos.size):
-            table_row(angle_table, pos, inv_freq, magnitude, rate, length, offset, i)
-    else:
-        each(table_row, (angle_table, pos, inv_freq, magnitude, rate, length, offset), pos.size)
-
-
-@part(void(i64, i64, i64, i64, types.boolean))
+@part("i64, i64, i64, i64, boolean")
 def rotate_pairs(y, x, angles, width, inverse):
     """Rotate the pairs (2i, 2i + 1) of one head at address x by its angles, or back; y is an address, too."""
     for i in range(0, width, LANES):
@@ -73,7 +65,7 @@ def rotate_pairs(y, x, angles, width, inverse):
         simd.store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), num_left)
 
 
-@part(void(i64, i64, i64, i64, types.boolean))
+@part("i64, i64, i64, i64, boolean")
 def rotate_halves(y, x, angles, width, inverse):
     """Rotate the pairs (i, i + width / 2) of one head at address x by its angles, or back; y is an address, too."""
     half_width = width // 2
@@ -91,8 +83,19 @@ def rotate_halves(y, x, angles, width, inverse):
         simd.store_part(y, i + half_width, fma(a, s, b * c), num_left)
 
 
-@kernel(void(out3, in3, in3, types.boolean, types.boolean, i64, i64))
-def rope_rows(y, x, angle_table, is_neox, inverse, row_start, row_stop):
+@parallel(
+    "out3, in3, in3, boolean, boolean",
+    lambda x: (x.shape[0], x.shape[1] * x.shape[2]),
+    serial=SERIAL,
+)
+def rope(y, x, angle_table, is_neox, inverse, row_start, row_stop):
+    """Rotate the first R of every head's D by the angles of its row; `inverse` by minus the angles.
+
+    x, y         (N, H, D)    f32; y may be x
+    angle_table  (N, R/2, 2)  f32 cosines and sines, R <= D
+
+    Pairs are (2i, 2i + 1), or (i, i + R/2) if `is_neox`. The inverse is the gradient.
+    """
     num_heads, width = x.shape[1], x.shape[2]
     rotary_width = 2 * angle_table.shape[1]
     for row in range(row_start, row_stop):
@@ -105,17 +108,3 @@ def rope_rows(y, x, angle_table, is_neox, inverse, row_start, row_stop):
                 rotate_pairs(address(y, at), address(x, at), angles, rotary_width, inverse)
             for i in range(rotary_width, width, LANES):
                 simd.store_part(y, at + i, load_part(x, at + i, width - i), width - i)
-
-
-@kernel(void(out3, in3, in3, types.boolean, types.boolean))
-def rope(y, x, angle_table, is_neox, inverse):
-    """Rotate the first R of every head's D by the angles of its row; `inverse` by minus the angles.
-
-    x, y         (N, H, D)    f32; y may be x
-    angle_table  (N, R/2, 2)  f32 cosines and sines, R <= D
-
-    Pairs are (2i, 2i + 1), or (i, i + R/2) if `is_neox`. The inverse is the gradient.
-    """
-    n = x.shape[0]
-    rows_per_task = BLOCK // (x.shape[1] * x.shape[2]) if x.size > SERIAL else n
-    spans(rope_rows, (y, x, angle_table, is_neox, inverse), n, rows_per_task)

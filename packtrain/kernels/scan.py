@@ -6,20 +6,17 @@ y = S C + skip x, for each head.
 
 import math
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel
-from packtrain.kernels.simd import LANES, address, ids1, in1, in2, load_part, out1, out2, out3, peek
+from packtrain.kernels.call import each, each_task, kernel
+from packtrain.kernels.kernel_types import f32, f64, i64
+from packtrain.kernels.simd import LANES, address, load_part, peek
 from packtrain.kernels.vectors import add_scaled, copy, dot, fill, is_start, load_states
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-out4 = simd.rank(4)
 SHARES = 8  # tasks among which the heads of a group are divided in the gradient
 CHANNELS = 64  # channels of a task of convolutions
 
 
-@kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
+@kernel("i64, i64, i64, i64, i64, f32, f32, f32, i64, i64")
 def advance(y, s, x, b, c, delta, a, skip, p, n):
     """Advance a head's state s (p, n) by one token and write y; addresses of y and x (p,), of b and c (n,)."""
     decay = simd.splat(f32(math.exp(f64(delta) * f64(a))))
@@ -34,7 +31,7 @@ def advance(y, s, x, b, c, delta, a, skip, p, n):
         simd.poke(y, i, simd.total(dot_sums) + skip * value)
 
 
-@kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64, i64))
+@kernel("out2, out3, in2, in2, in1, in1, ints1, i64, i64, i64")
 def head_task(y, states, x, delta, a, skip, seq, T, G, task):
     """Run one head of one row of the batch through its tokens."""
     H, (_, p, n) = len(a), states.shape
@@ -51,7 +48,7 @@ def head_task(y, states, x, delta, a, skip, seq, T, G, task):
         )  # fmt: skip
 
 
-@kernel(void(out2, out3, in2, in2, in1, in1, ids1, i64, i64))
+@kernel("out2, out3, in2, in2, in1, in1, ints1, i64, i64")
 def scan(y, states, x, delta, a, skip, seq, T, G):
     """Run all heads through their tokens; each row of the batch, and each sequence in it, starts from a state of zeros.
 
@@ -68,7 +65,7 @@ def scan(y, states, x, delta, a, skip, seq, T, G):
 # ---- the gradient --------------------------------------------------------------------------------------------
 
 
-@kernel(void(i64, i64, i64, i64, f32, f32, i64, i64))
+@kernel("i64, i64, i64, i64, f32, f32, i64, i64")
 def forward(state, dc_row, dy, x, delta, decay, p, n):
     """Advance a head's state by one token; dc_row (n,), which has b, becomes the sum over p of dy S."""
     for k in range(0, n, LANES):
@@ -84,7 +81,7 @@ def forward(state, dc_row, dy, x, delta, decay, p, n):
         simd.store_part(dc_row, k, dot_sums, left)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64))
+@kernel("i64, i64, i64, i64, i64, i64, i64, f32, i64, i64")
 def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
     """Step the state's gradient back: decay state_grad + dy c; writes dx = state_grad b and db_row = x state_grad."""
     fill(db_row, n, f32(0.0))
@@ -100,7 +97,7 @@ def backward(state_grad, db_row, dx, dy, x, b, c, decay, p, n):
         simd.poke(dx, i, simd.total(dot_sums))
 
 
-@kernel(void(out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ids1, i64, i64, i64))
+@kernel("out2, out2, out2, out3, out4, out2, in2, in2, in2, in1, in1, ints1, i64, i64, i64")
 def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq, T, G, task):
     """Compute the gradients of the heads of a group that belong to this task, one after the other."""
     H, (_, p, n) = len(a), states.shape
@@ -142,7 +139,7 @@ def share(dx, ddelta, sums, states, bc_grads, stats, dy, x, delta, a, skip, seq,
         sums[batch * H + h, 0], sums[batch * H + h, 1] = f32(a_grad), f32(skip_grad)
 
 
-@kernel(void(out2, out4, i64, i64, i64, i64))
+@kernel("out2, out4, i64, i64, i64, i64")
 def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
     """Write B's and C's gradients of a token: the sums of all tasks."""
     _, _, T, n = bc_grads.shape
@@ -157,9 +154,7 @@ def sum_group_grads(dx, bc_grads, width, G, num_shares, token):
                 add_scaled(target, source, f32(1.0), n)
 
 
-@kernel(
-    void(out2, out2, out1, out1, out3, out4, out2, out2, in2, in2, in2, in1, in1, ids1, i64, i64)
-)
+@kernel("out2, out2, out1, out1, out3, out4, out2, out2, in2, in2, in2, in1, in1, ints1, i64, i64")
 def scan_back(
     dx, ddelta, da, dskip, states, bc_grads, stats, sums, dy, x, delta, a, skip, seq, T, G
 ):
@@ -186,8 +181,16 @@ def scan_back(
 # ---- with states in cells ------------------------------------------------------------------------------------
 
 
-@kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64, i64))
-def cell_head_task(y, states, x, delta, a, skip, token_seqs, sources, targets, G, h):
+@each_task(
+    "out2, out4, in2, in2, in1, in1, ints1, ints1, ints1, i64", lambda states: states.shape[1]
+)
+def scan_cells(y, states, x, delta, a, skip, token_seqs, sources, targets, G, h):
+    """Compute scan for tokens of several sequences in turn, from states in source cells, which stay, to target cells.
+
+    states            (S, H, P, N)  f32
+    token_seqs        (N,)  i32: the entry of sources and targets that a token belongs to
+    sources, targets  (R,)  i32: cells; a negative source means zeros, a negative target padding, whose y is 0
+    """
     _, H, p, n = states.shape
     state_size, group = p * n, h // (H // G)
     load_states(states, sources, targets, h)
@@ -202,20 +205,14 @@ def cell_head_task(y, states, x, delta, a, skip, token_seqs, sources, targets, G
         advance(y_row, state, address(x_row, h * p), b, address(b, G * n), d, a[h], skip[h], p, n)
 
 
-@kernel(void(out2, out4, in2, in2, in1, in1, ids1, ids1, ids1, i64))
-def scan_cells(y, states, x, delta, a, skip, token_seqs, sources, targets, G):
-    """Compute scan for tokens of several sequences in turn, from states in source cells, which stay, to target cells.
+@each_task("out2, out3, in2, in2, ints1, ints1, ints1", lambda w: -(-w.shape[1] // CHANNELS))
+def conv_states(y, inputs, x, w, token_seqs, sources, targets, task):
+    """Compute a short convolution of tokens of several sequences, with their last inputs in cells; see scan_cells.
 
-    states            (S, H, P, N)  f32
-    token_seqs        (N,)  i32: the entry of sources and targets that a token belongs to
-    sources, targets  (R,)  i32: cells; a negative source means zeros, a negative target padding, whose y is 0
+    inputs  (S, K - 1, C)  f32: the last inputs of sequences
+    x, y    (N, C)         f32
+    w       (K, C)         f32
     """
-    task_args = (y, states, x, delta, a, skip, token_seqs, sources, targets, G)
-    each(cell_head_task, task_args, states.shape[1])
-
-
-@kernel(void(out2, out3, in2, in2, ids1, ids1, ids1, i64))
-def conv_channels(y, inputs, x, w, token_seqs, sources, targets, task):
     num_taps, wide = w.shape
     before = num_taps - 1
     for s in range(task * CHANNELS, min(wide, (task + 1) * CHANNELS), LANES):
@@ -246,14 +243,3 @@ def conv_channels(y, inputs, x, w, token_seqs, sources, targets, task):
                     new_input, load_part(address(w, before * wide), s, left), output_sums
                 )
             simd.store_part(address(y, t * wide), s, output_sums, left)
-
-
-@kernel(void(out2, out3, in2, in2, ids1, ids1, ids1))
-def conv_states(y, inputs, x, w, token_seqs, sources, targets):
-    """Compute a short convolution of tokens of several sequences, with their last inputs in cells; see scan_cells.
-
-    inputs  (S, K - 1, C)  f32: the last inputs of sequences
-    x, y    (N, C)         f32
-    w       (K, C)         f32
-    """
-    each(conv_channels, (y, inputs, x, w, token_seqs, sources, targets), -(-w.shape[1] // CHANNELS))

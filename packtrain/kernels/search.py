@@ -6,13 +6,12 @@ code * scale, codes 0 … max_code; `sloped`: value = code * scale + low, codes 
 """
 
 import numpy as np
-from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import INFINITY, LANES, f32x16, neg, peek, poke, scratch, splat, store
+from packtrain.kernels.kernel_types import f32, i64
+from packtrain.kernels.simd import INFINITY, LANES, neg, peek, poke, scratch, splat, store
 
-i64, f32, void = types.int64, types.float32, types.void
 MIN_MAGNITUDE = np.float32(1e-15)  # a group without larger values is all zeros
 ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits
 MAX_CODE = 1 << 22
@@ -20,7 +19,7 @@ MAX_PASSES = 5  # most passes through all codes of a group
 group_types = (i64, i64, i64, i64, i64)  # x, w, n, max_code, codes
 
 
-@part(f32x16())
+@part("f32x16()")
 def lanes():
     """Return the lane numbers 0 … 15 as f32."""
     lane_indices = scratch(16)
@@ -29,25 +28,25 @@ def lanes():
     return simd.load(lane_indices, 0)
 
 
-@part(i64(f32))
+@part("i64(f32)")
 def round_nearest(v):
     """Round to the nearest integer, ties to even; numbers beyond 22 bits lose their upper bits, as in ggml."""
     float_bits = np.float32(v + f32(ROUND)).view(np.int32)
     return (i64(float_bits) & 0x007FFFFF) - 0x00400000
 
 
-@part(f32(f32, i64, i64))
+@part("f32(f32, i64, i64)")
 def clamped_code(v, low, max_code):
     return f32(min(max(round_nearest(v), low), max_code))
 
 
-@part(f32(f32))
+@part("f32(f32)")
 def wrapped_byte(code):
     """Return a code as ggml stores it: below zero it wraps around to a byte."""
     return code + f32(256) if code < 0 else code
 
 
-@kernel(f32(i64, i64))
+@kernel("f32(i64, i64)")
 def extreme_value(x, n):
     """Return the value furthest from zero, the first on ties; 0 if all are below MIN_MAGNITUDE."""
     extreme = f32(0)
@@ -57,13 +56,13 @@ def extreme_value(x, n):
     return extreme if abs(extreme) >= MIN_MAGNITUDE else f32(0)
 
 
-@part(void(i64, i64))
+@part("i64, i64")
 def put_zeros(codes, n):
     for i in range(n):
         poke(codes, i, f32(0))
 
 
-@kernel(types.UniTuple(f32, 2)(*group_types, f32))
+@kernel("UniTuple(f32, 2)(*group_types, f32)")
 def code_products(x, w, n, max_code, codes, inverse):
     """Write the codes for one scale, `max_code` added; returns the sums of w * x * code and of w * code * code."""
     sum_lx, sum_ll, code_offset = f32(0), f32(0), f32(max_code)
@@ -76,12 +75,12 @@ def code_products(x, w, n, max_code, codes, inverse):
     return sum_lx, sum_ll
 
 
-@part(f32x16(f32x16, f32, f32))
+@part("f32x16(f32x16, f32, f32)")
 def clamped_codes(v, low, max_code):
     return neg(simd.maximum(-max_code, neg(simd.maximum(v + ROUND - ROUND, low))))
 
 
-@part(void(i64, i64, i64, i64, i64, f32x16))
+@part("i64, i64, i64, i64, i64, f32x16")
 def lane_products(x, w, n, max_code, result_sums, inverses):
     """Write the two sums of `code_products` for a scale in each lane; codes are not written."""
     sum_lx, sum_ll = splat(0.0), splat(0.0)
@@ -93,7 +92,7 @@ def lane_products(x, w, n, max_code, result_sums, inverses):
     store(result_sums, LANES, sum_ll)
 
 
-@kernel(f32(*group_types))
+@kernel("f32(*group_types)")
 def even(x, w, n, max_code, codes):
     """Return the scale of a group: the best that maps its extreme to max_code ± 0.9 at most. make_qx_quants."""
     extreme, trial_sums = extreme_value(x, n), scratch(32)
@@ -118,7 +117,7 @@ def even(x, w, n, max_code, codes):
     return scale
 
 
-@kernel(f32(*group_types))
+@kernel("f32(*group_types)")
 def even_by_turns(x, w, n, max_code, codes):
     """Return the scale of a group: the extreme gets -max_code, then codes change while that helps. make_q3_quants."""
     extreme, code_offset = extreme_value(x, n), f32(max_code)
@@ -145,7 +144,7 @@ def even_by_turns(x, w, n, max_code, codes):
     return sum_lx / sum_ll if sum_ll > 0 else f32(0)
 
 
-@kernel(f32(i64, i64, i64, i64, f32))
+@kernel("f32(i64, i64, i64, i64, f32)")
 def best_inverse(x, w, n, max_code, max_value):
     """Return the factor from values to codes with the least error, of nine that map `max_value` near `max_code`."""
     inverse, best_error = f32(max_code) / max_value, f32(0)
@@ -164,7 +163,7 @@ def best_inverse(x, w, n, max_code, max_value):
     return inverse
 
 
-@kernel(f32(*group_types))
+@kernel("f32(*group_types)")
 def above(x, w, n, max_code, codes):
     """Return the scale of a group of values above zero, by nine trials, then code by code. make_qp_quants."""
     max_value, min_code = f32(0), -MAX_CODE
@@ -199,7 +198,7 @@ def above(x, w, n, max_code, codes):
     return sum_lx / sum_ll if sum_ll > 0 else f32(0)
 
 
-@kernel(f32(i64, i64, i64, i64, f32, f32, i64))
+@kernel("f32(i64, i64, i64, i64, f32, f32, i64)")
 def weighted_error(x, w, n, codes, scale, low, sizes):
     """Return the weighted sum of squared errors of codes * scale + low, or if `sizes` of the errors' magnitudes."""
     error = f32(0)
@@ -209,7 +208,7 @@ def weighted_error(x, w, n, codes, scale, low, sizes):
     return error
 
 
-@part(f32x16(i64, i64, i64, i64, f32x16, f32x16, i64))
+@part("f32x16(i64, i64, i64, i64, f32x16, f32x16, i64)")
 def weighted_errors(x, w, n, codes, scales, min_values, sizes):
     """Return the weighted_error of a trial in each lane."""
     errors = splat(0.0)
@@ -219,7 +218,7 @@ def weighted_errors(x, w, n, codes, scales, min_values, sizes):
     return errors
 
 
-@part(void(*group_types, f32, f32x16, f32, f32, i64))
+@part("*group_types, f32, f32x16, f32, f32, i64")
 def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, sizes):
     """Fit a line in each lane: writes errors, scales and lows, then the codes of each value, to `trial_results`."""
     sum_l, sum_ll, sum_lx = splat(0.0), splat(0.0), splat(0.0)
@@ -242,7 +241,7 @@ def try_lines(x, w, n, max_code, trial_results, low, inverses, weight, sum_x, si
     store(trial_results, 2 * LANES, min_values)
 
 
-@kernel(types.UniTuple(f32, 2)(*group_types, f32, f32, i64, i64))
+@kernel("UniTuple(f32, 2)(*group_types, f32, f32, i64, i64)")
 def sloped(x, w, n, max_code, codes, first_step, step, num_trials, sizes):
     """Return scale and low, at most 0, of a group. make_qkx2_quants and make_qkx3_quants.
 

@@ -1,18 +1,16 @@
 """Convolve along time with one short filter for each channel; rows of other sequences count as zeros."""
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.simd import LANES, address, ids1, in2, load_part, out2, splat, store_part
+from packtrain.kernels.call import each_task, parallel, part
+from packtrain.kernels.kernel_types import i64
+from packtrain.kernels.simd import LANES, address, load_part, splat, store_part
 
-i64, void, flag_type = types.int64, types.void, types.boolean
 BLOCK = 1 << 14  # values of a task
 CHANNELS = 64  # channels of a task of the gradient of filters
 ROWS_PER_SUM = 128  # rows that are summed before they are added to the others
 
 
-@part(flag_type(ids1, i64, i64, i64))
+@part("boolean(ints1, i64, i64, i64)")
 def in_same_sequence(seq, row, other_row, T):
     """Return whether two rows are in the same row of the batch, `T` tokens long, and of the same sequence."""
     if other_row < 0 or other_row // T != row // T:
@@ -20,8 +18,15 @@ def in_same_sequence(seq, row, other_row, T):
     return seq.size == 0 or seq[other_row] == seq[row]
 
 
-@kernel(void(out2, in2, in2, ids1, i64, i64, i64, i64))
-def conv_rows(y, x, w, seq, T, row_step, row_start, row_stop):
+@parallel("out2, in2, in2, ints1, i64, i64", lambda x: x.shape, block=BLOCK)
+def conv(y, x, w, seq, T, row_step, row_start, row_stop):
+    """y[i] = sum over k of w[k] x[i + row_step (K - 1 - k)], of rows of the same sequence; each by channel.
+
+    x, y      (N, C)     f32, N a multiple of `T`, the length of a row of the batch
+    w         (K, C)     f32
+    seq       (N,)       i32, or empty
+    row_step  -1: of rows before, 1: of rows after
+    """
     num_taps, C = w.shape
     for row in range(row_start, row_stop):
         for s in range(0, C, LANES):
@@ -34,20 +39,9 @@ def conv_rows(y, x, w, seq, T, row_step, row_start, row_stop):
             store_part(address(y, row * C), s, total, num_left)
 
 
-@kernel(void(out2, in2, in2, ids1, i64, i64))
-def conv(y, x, w, seq, T, row_step):
-    """y[i] = sum over k of w[k] x[i + row_step (K - 1 - k)], of rows of the same sequence; each by channel.
-
-    x, y      (N, C)     f32, N a multiple of `T`, the length of a row of the batch
-    w         (K, C)     f32
-    seq       (N,)       i32, or empty
-    row_step  -1: of rows before, 1: of rows after
-    """
-    spans(conv_rows, (y, x, w, seq, T, row_step), len(x), BLOCK // max(1, x.shape[1]))
-
-
-@kernel(void(out2, out2, in2, in2, ids1, i64, i64))
-def filter_grads(dw, partial_sums, dy, x, seq, T, task):
+@each_task("out2, out2, in2, in2, ints1, i64", lambda dw: -(-dw.shape[1] // CHANNELS))
+def conv_back_w(dw, partial_sums, dy, x, seq, T, task):
+    """Compute dw, the gradient of conv over rows before, for w: dw and `partial_sums` (K, C), dy as y."""
     num_taps, C = dw.shape
     channel_start, last = task * CHANNELS, min(C, (task + 1) * CHANNELS)
     for tap in range(num_taps):
@@ -72,14 +66,15 @@ def filter_grads(dw, partial_sums, dy, x, seq, T, task):
                 store_part(dw_row, s, total, last - s)
 
 
-@kernel(void(out2, out2, in2, in2, ids1, i64))
-def conv_back_w(dw, partial_sums, dy, x, seq, T):
-    """Compute dw, the gradient of conv over rows before, for w: dw and `partial_sums` (K, C), dy as y."""
-    each(filter_grads, (dw, partial_sums, dy, x, seq, T), -(-dw.shape[1] // CHANNELS))
+@parallel("out2, in2, in2, ints1", lambda y: y.shape, block=BLOCK)
+def conv_cells(y, x, w, cells, row_start, row_stop):
+    """y[i] = sum over k of w[k] x[cells[i, k]]; negative cells are left out.
 
-
-@kernel(void(out2, in2, in2, ids1, i64, i64))
-def cell_rows(y, x, w, cells, row_start, row_stop):
+    x      (S, C)  f32
+    y      (N, C)  f32
+    w      (K, C)  f32
+    cells  (N K,)  i32
+    """
     num_taps, C = w.shape
     for row in range(row_start, row_stop):
         for s in range(0, C, LANES):
@@ -90,15 +85,3 @@ def cell_rows(y, x, w, cells, row_start, row_stop):
                     x_lanes = load_part(address(x, cell * C), s, num_left)
                     total = simd.fma(x_lanes, load_part(address(w, tap * C), s, num_left), total)
             store_part(address(y, row * C), s, total, num_left)
-
-
-@kernel(void(out2, in2, in2, ids1))
-def conv_cells(y, x, w, cells):
-    """y[i] = sum over k of w[k] x[cells[i, k]]; negative cells are left out.
-
-    x      (S, C)  f32
-    y      (N, C)  f32
-    w      (K, C)  f32
-    cells  (N K,)  i32
-    """
-    spans(cell_rows, (y, x, w, cells), len(y), BLOCK // max(1, x.shape[1]))

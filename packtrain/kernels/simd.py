@@ -15,6 +15,7 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
 from packtrain.kernels.folds import fold_lanes
+from packtrain.kernels.kernel_types import f32, i64, vector_types, void
 
 LANES = 16
 I32 = ir.IntType(32)
@@ -28,26 +29,26 @@ INFINITY = float("inf")
 NAN = float("nan")
 
 
-class FloatVectorType(types.Type):
-    """The numba type of 16 f32 in one LLVM vector."""
+class VectorType(types.Type):
+    """numba's type of an LLVM vector."""
 
-    def __init__(self):
-        super().__init__(name="f32x16")
+    def __init__(self, name, llvm_type):
+        super().__init__(name=name)
+        self.llvm_type = llvm_type
+        vector_types[name] = self
 
 
-f32x16 = FloatVectorType()
-
-
-@register_model(FloatVectorType)
-class FloatVectorModel(models.PrimitiveModel):
+@register_model(VectorType)
+class VectorModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, VECTOR)
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
 
 
 def spread(builder, value, vector_type):
     """Emit a vector with `value` in every lane."""
     first_lane = builder.insert_element(ir.Constant(vector_type, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(first_lane, first_lane, ir.Constant(BITS, [0] * LANES))
+    lane_order = ir.Constant(ir.VectorType(I32, vector_type.count), [0] * vector_type.count)
+    return builder.shuffle_vector(first_lane, first_lane, lane_order)
 
 
 def call(builder, name, result_type, *args):
@@ -56,18 +57,42 @@ def call(builder, name, result_type, *args):
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
-@lower_cast(types.Number, FloatVectorType)
-def number_to_vector(context, builder, fromty, toty, value):
-    return spread(builder, context.cast(builder, value, fromty, types.float32), VECTOR)
+def emit_switch(builder, value, cases):
+    """Emit a switch: for each number in `cases` the code that its function emits, and none for other values."""
+    end_block = builder.append_basic_block("chosen")
+    switch = builder.switch(value, end_block)
+    for number, emit_case in cases.items():
+        case_block = builder.append_basic_block(f"case{number}")
+        switch.add_case(I64(number), case_block)
+        builder.position_at_end(case_block)
+        emit_case()
+        builder.branch(end_block)
+    builder.position_at_end(end_block)
 
 
-def binary_operator(vector, scalar, python_operator, llvm_name):
+def computing_type(name, llvm_type, scalars, lane, operators):
+    """Return numba's type of a vector that numbers of the class `scalars` become, cast to `lane` and spread.
+
+    operators  LLVM's instructions by names of Python's module operator
+    """
+    vector = VectorType(name, llvm_type)
+
+    @lower_cast(scalars, vector)
+    def lower_number(context, builder, fromty, toty, value):
+        return spread(builder, context.cast(builder, value, fromty, lane), llvm_type)
+
+    for operator_name, llvm_name in operators.items():
+        define_operator(vector, scalars, getattr(operator, operator_name), llvm_name)
+    return vector
+
+
+def define_operator(vector, scalars, python_operator, llvm_name):
     """Define a Python operator on two vectors, or a vector and a scalar, by an instruction of LLVM."""
 
     @infer_global(python_operator)
     class VectorOperator(AbstractTemplate):
         def generic(self, args, kws):
-            if vector in args and all(a == vector or isinstance(a, scalar) for a in args):
+            if vector in args and all(a == vector or isinstance(a, scalars) for a in args):
                 return signature(vector, vector, vector)
             return None
 
@@ -76,9 +101,16 @@ def binary_operator(vector, scalar, python_operator, llvm_name):
         return getattr(builder, llvm_name)(*args)
 
 
-for name, llvm_method in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
-    for operator_function in (getattr(operator, name), getattr(operator, "i" + name)):
-        binary_operator(f32x16, types.Number, operator_function, llvm_method)
+FLOAT_OPERATORS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}
+FLOAT_OPERATORS |= {f"i{name}": llvm_name for name, llvm_name in FLOAT_OPERATORS.items()}
+f32x16 = computing_type("f32x16", VECTOR, types.Number, f32, FLOAT_OPERATORS)
+
+
+def intrinsic_of(count, typed):
+    """Return an intrinsic of `count` parameters, which numba counts, from typed(typingctx, *kinds)."""
+    names = ["typingctx", *(f"value{param_index}" for param_index in range(count))]
+    typed.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+    return intrinsic(typed)
 
 
 def instruction(result_type, *arg_types):
@@ -89,15 +121,9 @@ def instruction(result_type, *arg_types):
             value = emit(builder, *args)
             return context.get_dummy_value() if value is None else value
 
-        def typed(typingctx, *values):
-            return result_type(*arg_types), codegen
-
-        # numba counts the parameters
-        names = [f"value{param_index}" for param_index in range(len(arg_types))]
-        typed.__signature__ = Signature(
-            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names)]
+        return intrinsic_of(
+            len(arg_types), lambda typingctx, *_: (result_type(*arg_types), codegen)
         )
-        return intrinsic(typed)
 
     return define_intrinsic
 
@@ -158,10 +184,6 @@ def element(context, builder, kind, value, index):
     return builder.gep(base_pointer, [index])
 
 
-def lanes_at(context, builder, kind, value, index):
-    return builder.bitcast(element(context, builder, kind, value, index), VECTOR.as_pointer())
-
-
 def first_lanes(builder, left):
     lane_indices = ir.Constant(BITS, list(range(LANES)))
     return builder.icmp_signed("<", lane_indices, spread(builder, builder.trunc(left, I32), BITS))
@@ -198,79 +220,85 @@ def branch_on_full(builder, left, emit):
 
 def array_or_address(kind):
     """Return numba's type of a place in memory: an f32 array or an address; raises TypingError for others."""
-    if isinstance(kind, types.Array) and kind.dtype == types.float32:
+    if isinstance(kind, types.Array) and kind.dtype == f32:
         return kind
     if isinstance(kind, types.Integer):
-        return types.int64
+        return i64
     raise errors.TypingError(f"expected an f32 array or an address, not {kind}")
 
 
-@intrinsic
-def load(typingctx, x, i):
-    """Return elements i … i + 15."""
+def memory_instruction(result_type, *arg_types, pointee=VECTOR):
+    """Return a decorator that makes an intrinsic (x, i, *args) from emit(builder, pointer to element i of x, *args).
 
-    def codegen(context, builder, sig, args):
-        return builder.load(lanes_at(context, builder, sig.args[0], *args), align=4)
+    x is an f32 array of any rank, counted flat, or an address.
+    """
 
-    return f32x16(array_or_address(x), types.int64), codegen
+    def define_intrinsic(emit):
+        def typed(typingctx, x, i, *_):
+            def codegen(context, builder, sig, args):
+                pointer = element(context, builder, sig.args[0], *args[:2])
+                pointer = builder.bitcast(pointer, pointee.as_pointer())
+                value = emit(builder, pointer, *args[2:])
+                return context.get_dummy_value() if result_type == void else value
+
+            return result_type(array_or_address(x), i64, *arg_types), codegen
+
+        return intrinsic_of(2 + len(arg_types), typed)
+
+    return define_intrinsic
 
 
-@intrinsic
-def load_part(typingctx, x, i, left):
+load = memory_instruction(f32x16)(read_masked)  # elements i … i + 15
+
+
+@memory_instruction(f32x16, i64)
+def load_part(builder, pointer, left):
     """Return elements i … i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
-
-    def codegen(context, builder, sig, args):
-        pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        return branch_on_full(builder, args[2], lambda mask: read_masked(builder, pointer, mask))
-
-    return f32x16(array_or_address(x), types.int64, types.int64), codegen
+    return branch_on_full(builder, left, lambda mask: read_masked(builder, pointer, mask))
 
 
-@intrinsic
-def store(typingctx, y, i, v):
+@memory_instruction(void, f32x16)
+def store(builder, pointer, v):
     """Write v to elements i … i + 15."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(args[2], lanes_at(context, builder, sig.args[0], *args[:2]), align=4)
-        return context.get_dummy_value()
-
-    return types.void(array_or_address(y), types.int64, f32x16), codegen
+    write_masked(builder, v, pointer)
 
 
-@intrinsic
-def store_part(typingctx, y, i, v, left):
+@memory_instruction(void, f32x16, i64)
+def store_part(builder, pointer, v, left):
     """Write v to elements i … i + min(left, 16) - 1."""
-
-    def codegen(context, builder, sig, args):
-        pointer = lanes_at(context, builder, sig.args[0], *args[:2])
-        branch_on_full(builder, args[3], lambda mask: write_masked(builder, args[2], pointer, mask))
-        return context.get_dummy_value()
-
-    return types.void(array_or_address(y), types.int64, f32x16, types.int64), codegen
+    branch_on_full(builder, left, lambda mask: write_masked(builder, v, pointer, mask))
 
 
-@instruction(f32x16, f32x16, types.int64, f32x16)
+@memory_instruction(i64)
+def address(builder, pointer):
+    """Return the address (int64) of element i of an f32 array; the caller keeps the array alive."""
+    return builder.ptrtoint(pointer, I64)
+
+
+@memory_instruction(f32, pointee=F32)
+def peek(builder, pointer):
+    """Return element i."""
+    return builder.load(pointer)
+
+
+@memory_instruction(void, f32, pointee=F32)
+def poke(builder, pointer, value):
+    """Write element i."""
+    builder.store(value, pointer)
+
+
+@instruction(f32x16, f32x16, i64, f32x16)
 def keep_first(builder, v, left, fill):
     """Return the first `left` lanes of v, `fill` in the others."""
     return builder.select(first_lanes(builder, left), v, fill)
 
 
 def fold_intrinsic(combine):
-    return instruction(types.float32, f32x16)(lambda builder, v: fold_lanes(builder, v, combine))
+    return instruction(f32, f32x16)(lambda builder, v: fold_lanes(builder, v, combine))
 
 
 total = fold_intrinsic(lambda builder, a, b: builder.fadd(a, b))
 largest = fold_intrinsic(emit_max)
-
-
-@intrinsic
-def address(typingctx, x, i):
-    """Return the address (int64) of element i of an f32 array, counted flat; the caller keeps the array alive."""
-
-    def codegen(context, builder, sig, args):
-        return builder.ptrtoint(element(context, builder, sig.args[0], *args), I64)
-
-    return types.int64(array_or_address(x), types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -286,39 +314,7 @@ def scratch(typingctx, num_values):
         buffer.align = 64
         return builder.ptrtoint(buffer, I64)
 
-    return types.int64(num_values), codegen
-
-
-@intrinsic
-def peek(typingctx, x, i):
-    """Return element i of an f32 array, counted flat, or of an address."""
-
-    def codegen(context, builder, sig, args):
-        return builder.load(element(context, builder, sig.args[0], *args))
-
-    return types.float32(array_or_address(x), types.int64), codegen
-
-
-@intrinsic
-def poke(typingctx, y, i, value):
-    """Write element i of an f32 array, counted flat, or of an address."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(args[2], element(context, builder, sig.args[0], *args[:2]))
-        return context.get_dummy_value()
-
-    return types.void(array_or_address(y), types.int64, types.float32), codegen
-
-
-def rank(num_axes, layout="C", readonly=False):
-    return types.Array(types.float32, num_axes, layout, readonly=readonly)
-
-
-# In signatures: `in2` also takes arrays that are not writeable (a mapped file), `out2` does not.
-in1, in2, in3 = (rank(num_axes, readonly=True) for num_axes in (1, 2, 3))
-out1, out2, out3 = (rank(num_axes) for num_axes in (1, 2, 3))
-any_in2, any_out2 = rank(2, "A", readonly=True), rank(2, "A")
-ids1 = types.Array(types.int32, 1, "C", readonly=True)
+    return i64(num_values), codegen
 
 
 lanewise_function = njit(f32x16(f32x16), cache=True, forceinline=True)

@@ -2,19 +2,16 @@
 
 import math
 
-from numba import types
-
 from packtrain.kernels import simd
-from packtrain.kernels.call import kernel, part, spans
-from packtrain.kernels.simd import INFINITY, LANES, f32x16, in2, load_part, out2, splat, store_part
+from packtrain.kernels.call import parallel, part
+from packtrain.kernels.kernel_types import f32, f64
+from packtrain.kernels.simd import INFINITY, LANES, load_part, splat, store_part
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
-BLOCK = 1 << 13
 VALUES_PER_RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 
-@part(f32x16(i64, i64, i64, i64, f32))
+@part("f32x16(i64, i64, i64, i64, f32)")
 def masked(x_ptr, mask_ptr, i, left, scale):
     """Return scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
     v = load_part(x_ptr, i, left) * scale
@@ -23,8 +20,40 @@ def masked(x_ptr, mask_ptr, i, left, scale):
     return v if left >= LANES else simd.keep_first(v, left, -INFINITY)
 
 
-@kernel(void(out2, in2, in2, f32, i64, i64))
-def soft_max_rows(y, x, mask, scale, row_start, row_stop):
+@parallel("out2, in2", lambda x: x.shape, serial=SERIAL)
+def log_soft_max(y, x, row_start, row_stop):
+    """y = x - log-sum-exp(x) of each row; y may be x.
+
+    x, y  (N, C)  f32
+    """
+    width = x.shape[1]
+    for row in range(row_start, row_stop):
+        x_row = simd.address(x, row * width)
+        lane_values = splat(-INFINITY)
+        for i in range(0, width, LANES):
+            lane_values = simd.maximum(masked(x_row, 0, i, width - i, f32(1.0)), lane_values)
+        max_logit = simd.largest(lane_values)
+        exp_sum = f64(0.0)
+        for run_start in range(0, width, VALUES_PER_RUN):
+            lane_values = splat(0.0)
+            for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
+                lane_values += simd.exp(masked(x_row, 0, i, width - i, f32(1.0)) - max_logit)
+            exp_sum += f64(simd.total(lane_values))
+        log_sum = splat(f32(math.log(exp_sum)))
+        for i in range(0, width, LANES):
+            offset = row * width + i
+            store_part(y, offset, load_part(x, offset, width - i) - max_logit - log_sum, width - i)
+
+
+@parallel("out2, in2, in2, f32", lambda x: x.shape, serial=SERIAL)
+def soft_max(y, x, mask, scale, row_start, row_stop):
+    """y = softmax(scale * x + mask) of each row; y may be x.
+
+    x, y  (N, C)  f32
+    mask  (M, C)  f32, N a multiple of M, row i takes mask[i % M]; or (0, 0) for none
+
+    A fully masked row (-inf) gives zeros.
+    """
     width = x.shape[1]
     for row in range(row_start, row_stop):
         x_row = simd.address(x, row * width)
@@ -51,52 +80,12 @@ def soft_max_rows(y, x, mask, scale, row_start, row_stop):
             store_part(y, offset, load_part(y, offset, width - i) * inverse_sum, width - i)
 
 
-@kernel(void(out2, in2, i64, i64))
-def log_soft_max_rows(y, x, row_start, row_stop):
-    width = x.shape[1]
-    for row in range(row_start, row_stop):
-        x_row = simd.address(x, row * width)
-        lane_values = splat(-INFINITY)
-        for i in range(0, width, LANES):
-            lane_values = simd.maximum(masked(x_row, 0, i, width - i, f32(1.0)), lane_values)
-        max_logit = simd.largest(lane_values)
-        exp_sum = f64(0.0)
-        for run_start in range(0, width, VALUES_PER_RUN):
-            lane_values = splat(0.0)
-            for i in range(run_start, min(run_start + VALUES_PER_RUN, width), LANES):
-                lane_values += simd.exp(masked(x_row, 0, i, width - i, f32(1.0)) - max_logit)
-            exp_sum += f64(simd.total(lane_values))
-        log_sum = splat(f32(math.log(exp_sum)))
-        for i in range(0, width, LANES):
-            offset = row * width + i
-            store_part(y, offset, load_part(x, offset, width - i) - max_logit - log_sum, width - i)
+@parallel("out2, in2, in2, f32", lambda y: y.shape, serial=SERIAL)
+def soft_max_back(dx, dy, y, scale, row_start, row_stop):
+    """dx = scale * y * (dy - sum(dy * y)) of each row; dx may be dy or y.
 
-
-@kernel(void(out2, in2))
-def log_soft_max(y, x):
-    """y = x - log-sum-exp(x) of each row; y may be x.
-
-    x, y  (N, C)  f32
+    dx, dy, y  (N, C)  f32
     """
-    n, width = x.shape
-    spans(log_soft_max_rows, (y, x), n, BLOCK // max(1, width) if x.size > SERIAL else n)
-
-
-@kernel(void(out2, in2, in2, f32))
-def soft_max(y, x, mask, scale):
-    """y = softmax(scale * x + mask) of each row; y may be x.
-
-    x, y  (N, C)  f32
-    mask  (M, C)  f32, N a multiple of M, row i takes mask[i % M]; or (0, 0) for none
-
-    A fully masked row (-inf) gives zeros.
-    """
-    n, width = x.shape
-    spans(soft_max_rows, (y, x, mask, scale), n, BLOCK // max(1, width) if x.size > SERIAL else n)
-
-
-@kernel(void(out2, in2, in2, f32, i64, i64))
-def soft_max_back_rows(dx, dy, y, scale, row_start, row_stop):
     width = y.shape[1]
     for row in range(row_start, row_stop):
         dot_sum = f64(0.0)
@@ -111,14 +100,3 @@ def soft_max_back_rows(dx, dy, y, scale, row_start, row_stop):
             at = row * width + i
             v = load_part(y, at, width - i) * scale
             store_part(dx, at, v * (load_part(dy, at, width - i) - mean_lanes), width - i)
-
-
-@kernel(void(out2, in2, in2, f32))
-def soft_max_back(dx, dy, y, scale):
-    """dx = scale * y * (dy - sum(dy * y)) of each row; dx may be dy or y.
-
-    dx, dy, y  (N, C)  f32
-    """
-    n, width = y.shape
-    rows_per_task = BLOCK // max(1, width) if y.size > SERIAL else n
-    spans(soft_max_back_rows, (dx, dy, y, scale), n, rows_per_task)

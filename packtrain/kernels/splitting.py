@@ -3,15 +3,8 @@
 Ends of parts go in, ends of words come out. Hash tables have -1 for a free slot, and a power of two of slots.
 """
 
-from numba import types
-
 from packtrain.kernels.call import kernel, part
-
-i32, i64, void, boolean = types.int32, types.int64, types.void, types.boolean
-u8_type = types.Array(types.uint8, 1, "C", readonly=True)
-u8_out_type = types.Array(types.uint8, 1, "C")
-ints_type, int_rows_type = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
-longs = types.Array(i64, 1, "C")
+from packtrain.kernels.kernel_types import i64
 
 UNKNOWN_CLASS = 255  # the class of a character that the table does not have yet
 INSIDE = 0  # the class of the bytes of a character after its first
@@ -22,14 +15,14 @@ FNV_PRIME, FNV_BASIS = 1099511628211, 1469598103934665603  # of FNV-1a
 GOLDEN = -7046029254386353131  # 2**64 over the golden ratio
 
 
-@part(i64(u8_type, i64))
+@part("i64(bytes1, i64)")
 def char_nbytes(raw, byte_index):
     """Return the number of bytes of the character that begins at `byte_index`."""
     first_byte = raw[byte_index]
     return 1 if first_byte < 0x80 else 2 if first_byte < 0xE0 else 3 if first_byte < 0xF0 else 4
 
 
-@part(i64(u8_type, i64))
+@part("i64(bytes1, i64)")
 def code_point_at(raw, byte_index):
     """Return the code point of the character that begins at `byte_index`."""
     first_byte = i64(raw[byte_index])
@@ -43,7 +36,7 @@ def code_point_at(raw, byte_index):
     return (first_byte & 0x07) << 18 | low_bits << 6 | (raw[byte_index + 3] & 0x3F)
 
 
-@part(i64(u8_type, i64, i64))
+@part("i64(bytes1, i64, i64)")
 def hash_bytes(raw, start, stop):
     hash_value = i64(FNV_BASIS)
     for i in range(start, stop):
@@ -51,13 +44,13 @@ def hash_bytes(raw, start, stop):
     return hash_value ^ (hash_value >> 32)
 
 
-@part(i64(i64))
+@part("i64(i64)")
 def mix_key(key):
     key = (key ^ (key >> 31)) * GOLDEN
     return key ^ (key >> 29) ^ (key >> 47)
 
 
-@part(boolean(u8_type, i64, u8_type, i64, i64))
+@part("boolean(bytes1, i64, bytes1, i64, i64)")
 def equal_bytes(a, i, b, j, num_bytes):
     k = 0
     while k < num_bytes and a[i + k] == b[j + k]:
@@ -65,7 +58,7 @@ def equal_bytes(a, i, b, j, num_bytes):
     return k == num_bytes
 
 
-@kernel(i64(u8_type, i64, u8_type, u8_out_type))
+@kernel("i64(bytes1, i64, bytes1, out_bytes1)")
 def classify(raw, byte_index, classes, class_out):
     """Write the class of each byte from `byte_index` on; returns where a character has no class yet, or the length."""
     while byte_index < len(raw):
@@ -81,7 +74,7 @@ def classify(raw, byte_index, classes, class_out):
     return byte_index
 
 
-@kernel(i64(u8_type, int_rows_type, i64, ints_type, i64, ints_type))
+@kernel("i64(bytes1, out_ints2, i64, out_ints1, i64, out_ints1)")
 def split(symbols, transitions, first_state, part_ends, count, word_ends):
     """Divide each part into the words that an automaton finds and the gaps between them; returns how many there are.
 
@@ -118,7 +111,7 @@ def split(symbols, transitions, first_state, part_ends, count, word_ends):
     return num_words
 
 
-@kernel(i64(u8_type, u8_type, boolean, ints_type, i64, ints_type))
+@kernel("i64(bytes1, bytes1, boolean, out_ints1, i64, out_ints1)")
 def threes(symbols, is_in_run, after, part_ends, count, new_ends):
     """Divide runs of characters of the classes `is_in_run` into threes from their end; returns how many parts result.
 
@@ -153,7 +146,7 @@ def threes(symbols, is_in_run, after, part_ends, count, new_ends):
     return num_ends
 
 
-@kernel(i64(u8_type, longs, ints_type, i64, ints_type))
+@kernel("i64(bytes1, out_longs1, out_ints1, i64, out_ints1)")
 def cut(raw, join_table, part_ends, count, new_ends):
     """Divide each part between characters that no token has side by side; returns how many parts result."""
     byte_index, num_ends, mask = 0, 0, len(join_table) - 1
@@ -178,7 +171,7 @@ def cut(raw, join_table, part_ends, count, new_ends):
     return num_ends
 
 
-@kernel(void(longs, longs))
+@kernel("out_longs1, out_longs1")
 def fill_joins(pair_keys, join_table):
     mask = len(join_table) - 1
     for pair_key in pair_keys:
@@ -188,7 +181,7 @@ def fill_joins(pair_keys, join_table):
         join_table[slot] = pair_key
 
 
-@kernel(void(u8_type, u8_type, ints_type, ints_type, ints_type, u8_out_type))
+@kernel("bytes1, bytes1, out_ints1, out_ints1, out_ints1, out_bytes1")
 def spot(raw, names_text, name_starts, pair_heads, name_ids, is_present):
     """Mark the names, of two bytes at least, that occur in a text, by number.
 

@@ -22,68 +22,19 @@ from pathlib import Path
 from packtrain.kernels.runtime import cache_root, platform_identity, writable, write_error
 
 KERNELS_FOLDER = Path(__file__).parent
-# the kernel modules with their imports, listed so that no file need be read; a test compares
-MADE_OF = {
-    "amx": "call panels simd",
-    "attention": "call online simd tile visible",
-    "attention_back": "attention call online simd tile visible",
-    "attention_cells": "attention call dequantize online panels simd tile visible",
-    "bits": "simd",
-    "call": "crew pool",
-    "cast": "bits call simd",
-    "choosing": "bits call simd",
-    "code_panels": "dot_tile gemm octets simd",
-    "codes": "bits call simd",
-    "convolution": "call gemm operands panels simd",
-    "crew": "",
-    "delta": "call simd vectors",
-    "dequantize": "bits call rooms simd",
-    "dot_tile": "call folds octets panels simd",
-    "dots": "bits call rooms simd",
-    "elementwise": "call simd",
-    "experts": "call dequantize matmul packed simd",
-    "folds": "",
-    "gemm": "amx call operands panels simd",
-    "head": "amx call dequantize logits simd",
-    "logits": "call simd",
-    "loss": "call dequantize gemm logits packed simd",
-    "matmul": "call gemm simd",
-    "norm": "call simd",
-    "octets": "bits simd",
-    "online": "call dequantize simd visible",
-    "operands": "call panels simd",
-    "packed": "amx call dequantize dots gemm matmul panels simd",
-    "packing": "call",
-    "peak": "call simd",
-    "panels": "call simd",
-    "pool": "crew",
-    "quantize": "bits call codes dequantize rooms search simd",
-    "recoding": "bits call codes dequantize rooms simd",
-    "reduce": "call simd",
-    "rooms": "bits call octets simd",
-    "rounded": "bits call code_panels codes dot_tile gemm octets panels rooms simd",
-    "rope": "call simd",
-    "rows": "bits call codes dequantize rooms simd",
-    "scan": "call simd vectors",
-    "search": "call simd",
-    "short_conv": "call simd",
-    "simd": "folds",
-    "snapping": "bits call codes quantize rooms search simd",
-    "softmax": "call simd",
-    "splitting": "call",
-    "tile": "call simd",
-    "tokens": "call splitting",
-    "update": "bits call dequantize elementwise simd",
-    "vectors": "call simd",
-    "visible": "call simd tile",
-    "weighing": "bits call codes quantize rooms search simd",
-    "windows": "call simd",
-}
+# modules that compile or load kernels, and have none
+HOST_MODULES = {
+    "__init__", "__main__", "ahead", "counter", "joined", "locator", "machine", "quantized_arrays", "runtime", "store",
+}  # fmt: skip
+IMPORT_PATTERN = re.compile(r"^from packtrain\.kernels(\S*) import (\([^)]*\)|.*)$", re.MULTILINE)
 DTYPES_FOLDER = KERNELS_FOLDER.parent / "dtypes"
 MODULE_ROLES = {
     "dequantize": "unpack",
     "dots": "dot",
-    "rounded": "codes scales",
+    "rounding": "codes",
+    "row_products": "codes scales",
+    "panel_products": "codes scales",
+    "rows": "pack",
     "quantize": "pack",
     "recoding": "recode",
     "snapping": "snap",
@@ -97,17 +48,33 @@ distrusted_folders: set[Path] = set()  # damaged folders that cannot be written
 
 
 @cache
+def module_imports() -> dict[str, frozenset[str]]:
+    """Return the names of the kernel modules that each kernel module imports, from its source."""
+    files = sorted(KERNELS_FOLDER.glob("*.py"))
+    sources = {f.stem: f.read_text(encoding="utf-8") for f in files if f.stem not in HOST_MODULES}
+    imported_names = {
+        name: " ".join(f"{module[1:] or names}" for module, names in IMPORT_PATTERN.findall(source))
+        for name, source in sources.items()
+    }
+    return {
+        name: frozenset(re.findall(r"\w+", names)) & sources.keys()
+        for name, names in imported_names.items()
+    }
+
+
+@cache
 def kernel_modules() -> list[str]:
     """Return the kernel modules, those that most others import first, then the largest."""
-    num_users = {name: sum(name in needed(user) for user in MADE_OF) for name in MADE_OF}
-    sizes = {name: (KERNELS_FOLDER / f"{name}.py").stat().st_size for name in MADE_OF}
-    return sorted(MADE_OF, key=lambda name: (-num_users[name], -sizes[name]))
+    names = module_imports()
+    num_users = {name: sum(name in needed(user) for user in names) for name in names}
+    sizes = {name: (KERNELS_FOLDER / f"{name}.py").stat().st_size for name in names}
+    return sorted(names, key=lambda name: (-num_users[name], -sizes[name]))
 
 
 @cache
 def needed(name: str) -> frozenset[str]:
     """Return the names of a kernel module and of all that it imports."""
-    return frozenset([name]).union(*map(needed, MADE_OF[name].split()))
+    return frozenset([name]).union(*map(needed, module_imports()[name]))
 
 
 def fingerprint(name: str) -> str:
@@ -160,11 +127,10 @@ def folder_name(name: str) -> str:
 
 def fingerprints_file() -> str:
     """Return the name of the file of all fingerprints: a hash of all sources, faster than parsing them."""
-    files = [KERNELS_FOLDER / f"{name}.py" for name in MADE_OF]
+    files = [KERNELS_FOLDER / f"{name}.py" for name in module_imports()]
     files += sorted(DTYPES_FOLDER.glob("*.py"))
     hashed_parts = [
         *platform_identity(),
-        repr(MADE_OF),
         *(f"{file.name}\0{file.read_text('utf-8')}" for file in files),
     ]
     return f"names-{hashlib.sha256(chr(0).join(hashed_parts).encode()).hexdigest()[:16]}.json"
@@ -177,7 +143,7 @@ def saved_fingerprints() -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             fingerprints = json.loads((root / fingerprints_file()).read_text())
             if isinstance(fingerprints, dict) and all(
-                FINGERPRINT_PATTERN.fullmatch(str(fingerprints.get(n))) for n in MADE_OF
+                FINGERPRINT_PATTERN.fullmatch(str(fingerprints.get(n))) for n in module_imports()
             ):
                 return fingerprints
     return {}
@@ -191,7 +157,7 @@ def save_fingerprints() -> None:
     file_path = writable_root / fingerprints_file()
     partial_path = file_path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a full disk
-        partial_path.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
+        partial_path.write_text(json.dumps({name: fingerprint(name) for name in module_imports()}))
         partial_path.replace(file_path)
     with contextlib.suppress(OSError):
         partial_path.unlink(missing_ok=True)

@@ -4,16 +4,16 @@ Rows are `ld` floats apart; columns after the last full vector are read and writ
 """
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import kernel
+from packtrain.kernels.kernel_types import boolean, i64, void
 from packtrain.kernels.simd import BITS, F32, I64, LANES, MASK, VECTOR, ZERO
 
 POINTER = ir.PointerType()
-PRODUCT_SIGNATURE = types.void(*[types.int64] * 9, types.boolean)
-TRANSPOSE_SIGNATURE = types.void(*[types.int64] * 8)
+PRODUCT_SIGNATURE = void(*[i64] * 9, boolean)
+TRANSPOSE_SIGNATURE = void(*[i64] * 8)
 # rows and vectors of a tile, the largest first: sums, columns and a broadcast value fill the registers
 TILE_HEIGHTS, MAX_VECTORS = (
     ((12, 4, 1), 2) if runtime.has_cpu_feature("avx512f") else ((6, 2, 1), 1)
@@ -130,8 +130,8 @@ def shared_function(function_name, emit, arg_kinds):
         )
         builder.call(function, list(call_args))
 
-    numba_types = {"p": types.int64, "i": types.int64, "b": types.boolean}
-    return simd.instruction(types.void, *[numba_types[k] for k in arg_kinds])(emit_call)
+    numba_types = {"p": i64, "i": i64, "b": boolean}
+    return simd.instruction(void, *[numba_types[k] for k in arg_kinds])(emit_call)
 
 
 # functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
@@ -166,7 +166,7 @@ def transpose_tile(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
     transpose_call(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
-@simd.instruction(types.int64, types.int64)
+@simd.instruction(i64, i64)
 def on_stack(builder, num_values):
     """Return the address of `num_values` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
     buffer = builder.alloca(F32, size=num_values)

@@ -4,19 +4,14 @@ A string table is all strings joined, their starts, and a hash table of their nu
 table, the pairs that merge, the order of its tokens if they have scores, and the token of each byte.
 """
 
-from numba import types
-
+from packtrain.kernels import kernel_types
 from packtrain.kernels.call import kernel, part
+from packtrain.kernels.kernel_types import Tuple, bytes1, i64, out_ints1, out_ints2, out_longs1
 from packtrain.kernels.splitting import NONE, char_nbytes, equal_bytes, hash_bytes, mix_key
 
-i32, i64, void, boolean = types.int32, types.int64, types.void, types.boolean
-u8_type = types.Array(types.uint8, 1, "C", readonly=True)
-u8_rows = types.Array(types.uint8, 2, "C")
-ints_type, int_rows_type = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
-longs, long_rows_type = types.Array(i64, 1, "C"), types.Array(i64, 2, "C")
-table = types.Tuple((u8_type, ints_type, ints_type))
-vocabulary_type = types.Tuple((table, long_rows_type, ints_type, ints_type))
-rooms = types.Tuple((int_rows_type, longs, longs))  # for the longest word: parts, pair prices, heap
+table = Tuple((bytes1, out_ints1, out_ints1))
+vocabulary_type = Tuple((table, kernel_types.out_longs2, out_ints1, out_ints1))
+rooms = Tuple((out_ints2, out_longs1, out_longs1))  # for the longest word: parts, pair prices, heap
 
 LENGTH, COUNT, IDS = 0, 1, 2  # columns of a cached word
 PART_ID, NEXT_PART, PREVIOUS_PART, AT = 0, 1, 2, 3  # rows of the parts of a word
@@ -25,7 +20,7 @@ NEWLINE = 0x0A
 LOOK_UP_WORDS, LINES = 1, 2  # words, or only those after a newline, are looked up before merging
 
 
-@kernel(void(u8_type, ints_type, ints_type))
+@kernel("bytes1, out_ints1, out_ints1")
 def fill_strings(joined_text, string_starts, slots):
     """Enter all strings that are not empty into the hash table `slots`; they must differ."""
     mask = len(slots) - 1
@@ -37,7 +32,7 @@ def fill_strings(joined_text, string_starts, slots):
             slots[slot] = n
 
 
-@kernel(void(ints_type, ints_type, ints_type, long_rows_type))
+@kernel("out_ints1, out_ints1, out_ints1, kernel_types.out_longs2")
 def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
     """Enter merges in their order: row (pair, order << 32 | merged id); of equal pairs the first counts."""
     mask = len(pair_table) - 1
@@ -51,7 +46,7 @@ def fill_pairs(left_ids, right_ids, merged_ids, pair_table):
             pair_table[slot, 1] = n << 32 | i64(merged_ids[n])
 
 
-@part(i64(u8_type, i64, i64, table), forceinline=False)
+@part("i64(bytes1, i64, i64, table)", forceinline=False)
 def find_string(raw, start, stop, strings):
     """Return the number of raw[start:stop] in a string table, or NONE."""
     text, starts, slots = strings
@@ -66,7 +61,7 @@ def find_string(raw, start, stop, strings):
         slot = (slot + 1) & mask
 
 
-@part(i64(i64, i64, long_rows_type), forceinline=False)
+@part("i64(i64, i64, kernel_types.out_longs2)", forceinline=False)
 def find_pair(left_id, right_id, pair_table):
     """Return order << 32 | merged id of two ids, or NONE if they do not merge."""
     pair_key, mask = left_id << 32 | right_id, len(pair_table) - 1
@@ -81,7 +76,7 @@ def find_pair(left_id, right_id, pair_table):
 # ---- merging
 
 
-@part(i64(longs, i64, i64))
+@part("i64(out_longs1, i64, i64)")
 def push_heap(heap, heap_size, key):
     heap_index = heap_size
     while heap_index > 0 and heap[(heap_index - 1) >> 1] > key:
@@ -91,7 +86,7 @@ def push_heap(heap, heap_size, key):
     return heap_size + 1
 
 
-@part(i64(longs, i64))
+@part("i64(out_longs1, i64)")
 def pop_heap(heap, heap_size):
     """Remove the first key, which the caller has read, from the heap; returns the new size."""
     heap_size -= 1
@@ -110,7 +105,7 @@ def pop_heap(heap, heap_size):
     return heap_size
 
 
-@part(i64(i64, u8_type, vocabulary_type, int_rows_type), forceinline=False)
+@part("i64(i64, bytes1, vocabulary_type, out_ints2)", forceinline=False)
 def pair_price(i, raw, vocabulary, room):
     """Return order << 32 | merged id of part i and the next part, or NONE if they do not merge."""
     strings, pair_table, token_order, _ = vocabulary
@@ -121,7 +116,7 @@ def pair_price(i, raw, vocabulary, room):
     return n if n == NONE else i64(token_order[n]) << 32 | n
 
 
-@kernel(void(i64, u8_type, vocabulary_type, rooms))
+@kernel("i64, bytes1, vocabulary_type, rooms")
 def merge_parts(count, raw, vocabulary, buffers):
     """Join adjacent parts of a word, lowest order first (leftmost of equals), until no pair merges.
 
@@ -156,7 +151,7 @@ def merge_parts(count, raw, vocabulary, buffers):
                 heap_size = push_heap(heap, heap_size, pair_prices[before] & ~LOW_WORD | before)
 
 
-@part(i64(u8_type, i64, i64, vocabulary_type, boolean, int_rows_type), forceinline=False)
+@part("i64(bytes1, i64, i64, vocabulary_type, boolean, out_ints2)", forceinline=False)
 def split_word(raw, start, stop, vocabulary, by_char, room):
     """Write a word's parts to `room`: bytes, or characters, which have a number if pairs merge; returns how many."""
     strings, _, token_order, singles = vocabulary
@@ -173,7 +168,7 @@ def split_word(raw, start, stop, vocabulary, by_char, room):
     return num_parts
 
 
-@part(i64(u8_type, i64, i64, ints_type, i64, ints_type, i64), forceinline=False)
+@part("i64(bytes1, i64, i64, out_ints1, i64, out_ints1, i64)", forceinline=False)
 def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
     """Write the tokens of a character's bytes (U+2581 for a space), or `unknown`; returns the new count, or NONE."""
     first_id = num_ids
@@ -191,7 +186,7 @@ def spell(raw, start, stop, byte_tokens, unknown, ids, num_ids):
     return num_ids
 
 
-@kernel(i64(u8_type, i64, i64, vocabulary_type, i64, i64, boolean, rooms, ints_type, i64))
+@kernel("i64(bytes1, i64, i64, vocabulary_type, i64, i64, boolean, rooms, out_ints1, i64)")
 def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buffers, ids, num_ids):
     """Merge a word and write its ids; returns the new number of ids, or NONE if the word has none."""
     strings, _, token_order, singles = vocabulary
@@ -219,7 +214,7 @@ def encode_word(raw, start, stop, vocabulary, vocab_size, unknown, by_char, buff
     return num_ids
 
 
-@part(void(u8_type, i64, i64, ints_type, i64, i64, u8_rows, int_rows_type, i64), forceinline=False)
+@part("bytes1, i64, i64, out_ints1, i64, i64, out_bytes2, out_ints2, i64", forceinline=False)
 def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_words, slot):
     """Write a word and its ids to a slot of the cache if they fit."""
     if stop - start <= cached_text.shape[1] and num_ids - first_id <= cached_words.shape[1] - IDS:
@@ -231,11 +226,9 @@ def cache_word(raw, start, stop, ids, first_id, num_ids, cached_text, cached_wor
 
 
 @kernel(
-    i64(
-        u8_type, ints_type, i64, longs, vocabulary_type, i64, i64, i64, boolean, u8_rows, int_rows_type,
-        rooms, ints_type, longs,
-    )
-)  # fmt: skip
+    "i64(bytes1, out_ints1, i64, out_longs1, vocabulary_type, i64, i64, i64, boolean, out_bytes2, out_ints2,"
+    " rooms, out_ints1, out_longs1)"
+)
 def encode(
     raw, word_ends, num_words, part_ends, vocabulary, tokens, unknown, look_up_mode, by_char,
     cached_text, cached_words, buffers, ids, part_totals

@@ -5,27 +5,25 @@ A weight is passed as bytes: f32, or bf16, of which a part at a time is converte
 
 import math
 
-from numba import types
+from numba import njit
 
 from packtrain.kernels import bits, simd
 from packtrain.kernels.bits import I16, i32x16, put_short, reading, short_at, to_bits, vector_of
-from packtrain.kernels.call import each, kernel, spans
+from packtrain.kernels.call import each_task, kernel, parallel
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
-from packtrain.kernels.simd import I32, LANES, address, fma, in1, in2, load_part, out1, splat, sqrt
+from packtrain.kernels.kernel_types import f32, f64
+from packtrain.kernels.simd import I32, LANES, address, fma, load_part, splat, sqrt
 
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
-BLOCK = 1 << 13
 VALUES_PER_RUN = 8 * LANES  # products added in f32 lanes before they go to f64
 PART_SIZE = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
-bytes1_type = types.Array(types.uint8, 1, "C")
 words_at = reading(vector_of(I32), i32x16, lambda builder, v: v)
 put_shorts = bits.writing_intrinsic(i32x16, lambda builder, v: builder.trunc(v, vector_of(I16)))
 
 
-@kernel(void(i64, i64, i64, i64, i64))
+@kernel("i64, i64, i64, i64, i64")
 def round_at_random(w, part_ptr, key, first_element, n):
     """Round n f32 at `part_ptr`, elements `first_element` … of a tensor, to bf16 at `w`; overwrites `part_ptr`.
 
@@ -43,7 +41,24 @@ def round_at_random(w, part_ptr, key, first_element, n):
                 put_short(w, i + k, short_at(part_ptr, k))
 
 
-@kernel(void(i64, in1, out1, out1, in1, f32, f32, i64, i64))
+@njit(inline="always")
+def update_parts(update_span, args, qtype, w, gate, key, span_start, span_stop):
+    """Call update_span(address of f32 weights, *args, gate, start, stop), for bf16 by converted parts."""
+    factor = gate[0] if gate.size else f32(1.0)
+    if not math.isfinite(factor):
+        return
+    if qtype == F32:
+        update_span(w.ctypes.data, *args, factor, span_start, span_stop)
+        return
+    part_ptr = simd.scratch(PART_SIZE)
+    for i in range(span_start, span_stop, PART_SIZE):
+        weight_ptr, part_length = w.ctypes.data + 2 * i, min(PART_SIZE, span_stop - i)
+        row(qtype, part_ptr, weight_ptr, part_length)
+        update_span(part_ptr - 4 * i, *args, factor, i, i + part_length)
+        round_at_random(weight_ptr, part_ptr, key, i, part_length)
+
+
+@kernel("i64, in1, out1, out1, in1, f32, f32, i64, i64")
 def adamw_span(w, g, m, v, hyper, decay, gate, span_start, span_stop):
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
     rate = splat(f32(-f64(hyper[0]) / f64(hyper[5])))
@@ -62,21 +77,10 @@ def adamw_span(w, g, m, v, hyper, decay, gate, span_start, span_stop):
         simd.store_part(w, i, fma(rate, step, load_part(w, i, num_left) * decay_factor), num_left)
 
 
-@kernel(void(i64, bytes1_type, in1, out1, out1, in1, f32, f32, i64, i64, i64))
-def adamw_part(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
-    if qtype == F32:
-        adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, span_start, span_stop)
-        return
-    part_ptr = simd.scratch(PART_SIZE)
-    for i in range(span_start, span_stop, PART_SIZE):
-        weight_ptr, part_length = w.ctypes.data + 2 * i, min(PART_SIZE, span_stop - i)
-        row(qtype, part_ptr, weight_ptr, part_length)
-        adamw_span(part_ptr - 4 * i, g, m, v, hyper, decay, gate, i, i + part_length)
-        round_at_random(weight_ptr, part_ptr, key, i, part_length)
-
-
-@kernel(void(i64, bytes1_type, in1, out1, out1, in1, f32, in1, i64))
-def adamw(qtype, w, g, m, v, hyper, decay, gate, key):
+@parallel(
+    "i64, out_bytes1, in1, out1, out1, in1, f32, in1, i64", lambda g: (g.size, 1), serial=SERIAL
+)
+def adamw(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
     """Update w, m and v in place by AdamW with decoupled decay, as torch.optim.AdamW.
 
     g = gate * g
@@ -91,14 +95,10 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key):
     gate        (1,)  f32, or (0,) for 1; if it is not finite nothing changes
     key               i64: key of bf16's stochastic rounding, see counter
     """
-    factor = gate[0] if gate.size else f32(1.0)
-    if not math.isfinite(factor):
-        return
-    n = g.size
-    spans(adamw_part, (qtype, w, g, m, v, hyper, decay, factor, key), n, BLOCK if n > SERIAL else n)
+    update_parts(adamw_span, (g, m, v, hyper, decay), qtype, w, gate, key, span_start, span_stop)
 
 
-@kernel(void(i64, in1, in1, f32, f32, i64, i64))
+@kernel("i64, in1, in1, f32, f32, i64, i64")
 def sgd_span(w, g, hyper, decay, gate, span_start, span_stop):
     decay_factor = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
     rate = splat(-hyper[2 if hyper.size == 3 else 0] * gate)
@@ -108,21 +108,8 @@ def sgd_span(w, g, hyper, decay, gate, span_start, span_stop):
         simd.store_part(w, i, w_new, num_left)
 
 
-@kernel(void(i64, bytes1_type, in1, in1, f32, f32, i64, i64, i64))
-def sgd_part(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
-    if qtype == F32:
-        sgd_span(w.ctypes.data, g, hyper, decay, gate, span_start, span_stop)
-        return
-    part_ptr = simd.scratch(PART_SIZE)
-    for part_start in range(span_start, span_stop, PART_SIZE):
-        weight_ptr, n = w.ctypes.data + 2 * part_start, min(PART_SIZE, span_stop - part_start)
-        row(qtype, part_ptr, weight_ptr, n)
-        sgd_span(part_ptr - 4 * part_start, g, hyper, decay, gate, part_start, part_start + n)
-        round_at_random(weight_ptr, part_ptr, key, part_start, n)
-
-
-@kernel(void(i64, bytes1_type, in1, in1, f32, in1, i64))
-def sgd(qtype, w, g, hyper, decay, gate, key):
+@parallel("i64, out_bytes1, in1, in1, f32, in1, i64", lambda g: (g.size, 1), serial=SERIAL)
+def sgd(qtype, w, g, hyper, decay, gate, key, span_start, span_stop):
     """Update w in place by SGD: w = w * (1 - lr * wd * decay) - rate * gate * g.
 
     qtype, w     F32 or BF16, and the bytes of N of them
@@ -132,15 +119,15 @@ def sgd(qtype, w, g, hyper, decay, gate, key):
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
     key          i64: key of bf16's stochastic rounding, see counter
     """
-    gate_value = gate[0] if gate.size else f32(1.0)
-    if not math.isfinite(gate_value):
-        return
-    n = g.size
-    spans(sgd_part, (qtype, w, g, hyper, decay, gate_value, key), n, BLOCK if n > SERIAL else n)
+    update_parts(sgd_span, (g, hyper, decay), qtype, w, gate, key, span_start, span_stop)
 
 
-@kernel(void(out1, in1, f32, f32, i64, i64))
-def momentum_span(b, g, momentum, gate, span_start, span_stop):
+@parallel("out1, in1, f32, f32", lambda g: (g.size, 1), serial=SERIAL)
+def momentum(b, g, momentum, gate, span_start, span_stop):
+    """b = momentum * b + gate * g, in place.
+
+    b, g  (N,)  f32
+    """
     momentum_factor, factor = splat(momentum), splat(gate)
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
@@ -149,18 +136,14 @@ def momentum_span(b, g, momentum, gate, span_start, span_stop):
         )
 
 
-@kernel(void(out1, in1, f32, f32))
-def momentum(b, g, momentum, gate):
-    """b = momentum * b + gate * g, in place.
+@parallel("out1, in1, in2, in2, in1", lambda g: (g.size, 1), serial=SERIAL)
+def combine(p, g, s, y, c, span_start, span_stop):
+    """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k].
 
-    b, g  (N,)  f32
+    p, g  (N,)        f32
+    s, y  (M, N)      f32
+    c     (1 + 2 M,)  f32
     """
-    n = g.size
-    spans(momentum_span, (b, g, momentum, gate), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(void(out1, in1, in2, in2, in1, i64, i64))
-def combine_span(p, g, s, y, c, span_start, span_stop):
     m, n = s.shape
     for i in range(span_start, span_stop, LANES):
         left = span_stop - i
@@ -171,19 +154,7 @@ def combine_span(p, g, s, y, c, span_start, span_stop):
         simd.store_part(p, i, direction, left)
 
 
-@kernel(void(out1, in1, in2, in2, in1))
-def combine(p, g, s, y, c):
-    """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k].
-
-    p, g  (N,)        f32
-    s, y  (M, N)      f32
-    c     (1 + 2 M,)  f32
-    """
-    n = g.size
-    spans(combine_span, (p, g, s, y, c), n, BLOCK if n > SERIAL else n)
-
-
-@kernel(f64(i64, i64, i64))
+@kernel("f64(i64, i64, i64)")
 def dot_runs(a, b, n):
     """Return the dot product of n f32 at two addresses: short runs in f32 lanes, everything longer in f64."""
     total_sum = f64(0.0)
@@ -195,7 +166,7 @@ def dot_runs(a, b, n):
     return total_sum
 
 
-@kernel(void(out1, in1, in1))
+@kernel("out1, in1, in1")
 def product(y, a, b):
     """y[0] += a · b.
 
@@ -204,8 +175,14 @@ def product(y, a, b):
     y[0] = f32(y[0] + dot_runs(address(a, 0), address(b, 0), a.size))
 
 
-@kernel(void(out1, in1, in2, in2, i64))
-def add_product_at(z, g, s, y, product_index):
+@each_task("out1, in1, in2, in2", lambda z, g: (z.size, g.size), serial=SERIAL)
+def products(z, g, s, y, product_index):
+    """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] ….
+
+    z     ((2 M + 1) (M + 1),)  f32
+    g     (N,)    f32
+    s, y  (M, N)  f32
+    """
     m, n = s.shape
     row_index, column_index = product_index // (m + 1), product_index % (m + 1)
     column_vector = address(g, 0) if column_index == 0 else address(y, (column_index - 1) * n)
@@ -216,18 +193,3 @@ def add_product_at(z, g, s, y, product_index):
     else:
         row_vector = address(y, (row_index - 1 - m) * n)
     z[product_index] = f32(z[product_index] + dot_runs(row_vector, column_vector, n))
-
-
-@kernel(void(out1, in1, in2, in2))
-def products(z, g, s, y):
-    """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] ….
-
-    z     ((2 M + 1) (M + 1),)  f32
-    g     (N,)    f32
-    s, y  (M, N)  f32
-    """
-    if g.size <= SERIAL:
-        for product_index in range(z.size):
-            add_product_at(z, g, s, y, product_index)
-        return
-    each(add_product_at, (z, g, s, y), z.size)

@@ -1,35 +1,48 @@
-"""Vector functions on f32 at addresses, and where sequences begin, for kernels that carry states."""
-
-from numba import types
+"""Fill, copy and add f32 at addresses; where sequences begin, for kernels that carry states."""
 
 from packtrain.kernels import simd
-from packtrain.kernels.call import part
-from packtrain.kernels.simd import LANES, address, fma, ids1, load_part, rank, splat, store_part
-
-i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
-out4 = rank(4)
+from packtrain.kernels.call import kernel, part
+from packtrain.kernels.kernel_types import f32, f64, i64
+from packtrain.kernels.simd import LANES, address, fma, load_part, splat, store_part
 
 
-@part(void(i64, i64, f32))
+@part("i64, i64, f32")
 def fill(target, num_values, value):
     for s in range(0, num_values, LANES):
         store_part(target, s, splat(value), num_values - s)
 
 
-@part(void(i64, i64, i64))
+@part("i64, i64, i64")
 def copy(to, source, num_values):
     for s in range(0, num_values, LANES):
         store_part(to, s, load_part(source, s, num_values - s), num_values - s)
 
 
-@part(void(i64, i64, f32, i64))
+@part("i64, i64, i64")
+def add(to, source, num_values):
+    for s in range(0, num_values, LANES):
+        left = num_values - s
+        store_part(to, s, load_part(to, s, left) + load_part(source, s, left), left)
+
+
+@kernel("i64, i64, i64, i64, i64, i64")
+def sum_rows(y, x, num_rows, width, start, stop):
+    """y[start:stop] = the sums of these columns of x (num_rows, width), row after row."""
+    for i in range(start, stop, LANES):
+        lane_sums = splat(0.0)
+        for row in range(num_rows):
+            lane_sums += load_part(x, row * width + i, stop - i)
+        store_part(y, i, lane_sums, stop - i)
+
+
+@part("i64, i64, f32, i64")
 def add_scaled(to, source, by, num_values):
     for s in range(0, num_values, LANES):
         left = num_values - s
         store_part(to, s, fma(load_part(source, s, left), splat(by), load_part(to, s, left)), left)
 
 
-@part(f64(i64, i64, i64))
+@part("f64(i64, i64, i64)")
 def dot(a, b, num_values):
     dot_sums = splat(0.0)
     for s in range(0, num_values, LANES):
@@ -37,13 +50,13 @@ def dot(a, b, num_values):
     return f64(simd.total(dot_sums))
 
 
-@part(i64(ids1, i64, i64))
+@part("i64(ints1, i64, i64)")
 def is_start(seq, t, T):
     """Return 1 for the first token of a row of the batch, or of a sequence within the row, else 0."""
     return i64(1) if t % T == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
 
 
-@part(void(out4, ids1, ids1, i64))
+@part("out4, ints1, ints1, i64")
 def load_states(states, sources, targets, h):
     """Copy a head's states (P, N) from source cells to target cells; a negative source gives zeros."""
     _, H, p, n = states.shape

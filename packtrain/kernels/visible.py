@@ -5,11 +5,11 @@ Positions and sequences are int32 (batch, index); of size 0, positions are the i
 """
 
 from llvmlite import ir
-from numba import types
 
 from packtrain.kernels import simd
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.simd import BITS, I32, I64, INFINITY, LANES, VECTOR, f32x16, ids1
+from packtrain.kernels.kernel_types import UniTuple, i64, void
+from packtrain.kernels.simd import BITS, I32, I64, INFINITY, LANES, VECTOR, f32x16
 from packtrain.kernels.tile import POINTER, at
 
 QUERIES = 64  # most queries in a block
@@ -17,19 +17,17 @@ PLACES = 3 * QUERIES
 MIN_POSITION, BEYOND = -(1 << 31), 1 << 31
 NONE_VISIBLE, SOME_VISIBLE, ALL = 0, 1, 2  # how much of a block of keys the queries of a block see
 
-i64 = types.int64
-ids2 = types.Array(types.int32, 2, "C", readonly=True)
-span_type = types.UniTuple(i64, 5)
+span_type = UniTuple(i64, 5)
 
 
-@simd.instruction(types.void, types.int64, types.int64, types.int64)
+@simd.instruction(void, i64, i64, i64)
 def poke_int(builder, y, i, value):
     """Write int32 number i at the address y."""
     pointer = builder.gep(builder.inttoptr(y, POINTER), [i], source_etype=I32)
     builder.store(builder.trunc(value, I32), pointer)
 
 
-@simd.instruction(f32x16, f32x16, types.int64, types.int64, types.int64, types.int64)
+@simd.instruction(f32x16, f32x16, i64, i64, i64, i64)
 def shown(builder, score, places, i, *key):
     """Return the scores of queries i … i + 15 for one key, -inf where its position or sequence is masked."""
     base = builder.inttoptr(places, POINTER)
@@ -43,7 +41,7 @@ def shown(builder, score, places, i, *key):
     return builder.select(is_visible, score, minus_infinity)
 
 
-@part(i64(i64, i64))
+@part("i64(i64, i64)")
 def earliest(position, window):
     """Return the first position visible from `position`: within the window, or for -n in the same chunk of n."""
     if window < 0:
@@ -51,7 +49,7 @@ def earliest(position, window):
     return max(position - window + 1, MIN_POSITION) if window else MIN_POSITION
 
 
-@kernel(span_type(i64, ids2, ids2, i64, i64, i64, i64))
+@kernel("span_type(i64, ints2, ints2, i64, i64, i64, i64)")
 def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window):
     """Write each query's position, sequence and first visible position to `places`; returns the span of the block.
 
@@ -73,7 +71,7 @@ def write_query_ranges(places, q_pos, q_seq, b, first_query, num_queries, window
     return min_pos, max_pos, min_seq, max_seq, window
 
 
-@kernel(types.UniTuple(i64, 2)(i64, ids1, i64, i64, i64))
+@kernel("UniTuple(i64, 2)(i64, ints1, i64, i64, i64)")
 def write_cell_ranges(places, q_pos, first_query, num_queries, window):
     """Write `places` as write_query_ranges does, for one sequence of a KV cache; returns least and largest position."""
     min_pos, max_pos = BEYOND, MIN_POSITION
@@ -88,7 +86,7 @@ def write_cell_ranges(places, q_pos, first_query, num_queries, window):
     return min_pos, max_pos
 
 
-@kernel(types.void(i64, i64, i64, ids1, ids2, i64, i64, i64))
+@kernel("i64, i64, i64, ints1, ints2, i64, i64, i64")
 def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
     """Set scores (count, lanes) of cells order[row, first_cell …] to -inf where the queries do not see them."""
     for j in range(count):
@@ -98,7 +96,7 @@ def hide_after(scores, lanes, places, k_pos, order, row, first_cell, count):
             simd.store(scores, offset, shown(simd.load(scores, offset), places, i, position, 0))
 
 
-@kernel(i64(span_type, ids2, ids2, i64, i64, i64))
+@kernel("i64(span_type, ints2, ints2, i64, i64, i64)")
 def sight(query_span, k_pos, k_seq, b, first_key, count):
     """Return how much of a block of keys the queries of a span see: NONE_VISIBLE, SOME_VISIBLE or ALL."""
     min_pos, max_pos, min_seq, max_seq, window = query_span
@@ -117,7 +115,7 @@ def sight(query_span, k_pos, k_seq, b, first_key, count):
     return ALL if is_all_visible and min_key_seq == stop == min_seq == max_seq else SOME_VISIBLE
 
 
-@kernel(types.void(i64, i64, i64, ids2, ids2, i64, i64, i64))
+@kernel("i64, i64, i64, ints2, ints2, i64, i64, i64")
 def mask_scores(scores, lanes, places, k_pos, k_seq, b, first_key, count):
     """Set scores (count, lanes) of a block of keys to -inf where the queries do not see them."""
     for j in range(count):

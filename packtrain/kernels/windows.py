@@ -4,17 +4,32 @@
 before the first row and column, and distances between neighbours of a window, down and across.
 """
 
-from numba import types
+from packtrain.kernels.call import parallel, part
+from packtrain.kernels.kernel_types import f32, i64
 
-from packtrain.kernels.call import kernel, spans
-from packtrain.kernels.simd import ids1, in1, out1
-
-i64, f32, void, flag_type = types.int64, types.float32, types.void, types.boolean
 VALUES_PER_TASK = 1 << 14  # values of a task
 
 
-@kernel(void(out1, in1, i64, ids1, i64, i64))
-def unfold_span(y, x, channels, sizes, line_start, line_stop):
+@part("i64(ints1)")
+def plane_work(sizes):
+    """Return how many values the windows of a plane have."""
+    return i64(sizes[4]) * sizes[5] * sizes[2] * sizes[3]
+
+
+@parallel(
+    "out1, in1, i64, i64, ints1",
+    lambda num_images, channels, sizes: (
+        num_images * sizes[4],
+        channels * plane_work(sizes) // sizes[4],
+    ),
+    block=VALUES_PER_TASK,
+)
+def unfold(y, x, num_images, channels, sizes, line_start, line_stop):
+    """Write the windows of each image as rows of y, each channels x window.
+
+    x  (N C H W,)            f32
+    y  (N OH OW C KH KW,)    f32
+    """
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     for output_line in range(line_start, line_stop):
         image, i = output_line // oh, output_line % oh
@@ -34,20 +49,17 @@ def unfold_span(y, x, channels, sizes, line_start, line_stop):
                         target += 1
 
 
-@kernel(void(out1, in1, i64, i64, ids1))
-def unfold(y, x, num_images, channels, sizes):
-    """Write the windows of each image as rows of y, each channels x window.
+@parallel(
+    "out1, in1, i64, i64, ints1",
+    lambda num_images, channels, sizes: (num_images * channels, plane_work(sizes)),
+    block=VALUES_PER_TASK,
+)
+def fold(dx, dy, num_images, channels, sizes, plane_start, plane_stop):
+    """Add each value of dy to the place in dx that `unfold` read it from: the adjoint of unfold.
 
-    x  (N C H W,)            f32
-    y  (N OH OW C KH KW,)    f32
+    dx  (N C H W,)           f32
+    dy  (N OH OW C KH KW,)   f32
     """
-    num_lines = num_images * sizes[4]
-    lines_per_task = max(1, VALUES_PER_TASK // max(1, sizes[5] * channels * sizes[2] * sizes[3]))
-    spans(unfold_span, (y, x, channels, sizes), num_lines, lines_per_task)
-
-
-@kernel(void(out1, in1, i64, ids1, i64, i64))
-def fold_span(dx, dy, channels, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     window_size = kh * kw
     for plane in range(plane_start, plane_stop):
@@ -67,19 +79,17 @@ def fold_span(dx, dy, channels, sizes, plane_start, plane_stop):
                             dx[(plane * h + row) * w + column] += dy[source + a * kw + b]
 
 
-@kernel(void(out1, in1, i64, i64, ids1))
-def fold(dx, dy, num_images, channels, sizes):
-    """Add each value of dy to the place in dx that `unfold` read it from: the adjoint of unfold.
+@parallel(
+    "boolean, out1, in1, i64, ints1",
+    lambda planes, sizes: (planes, plane_work(sizes)),
+    block=VALUES_PER_TASK,
+)
+def pool(use_max, y, x, planes, sizes, plane_start, plane_stop):
+    """Write the largest value of each window, or its sum divided by the window's size.
 
-    dx  (N C H W,)           f32
-    dy  (N OH OW C KH KW,)   f32
+    x  (N C H W,)    f32
+    y  (N C OH OW,)  f32
     """
-    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(fold_span, (dx, dy, channels, sizes), num_images * channels, planes_per_task)
-
-
-@kernel(void(flag_type, out1, in1, ids1, i64, i64))
-def pool_span(use_max, y, x, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, _, _ = sizes
     for plane in range(plane_start, plane_stop):
         for i in range(oh):
@@ -92,19 +102,17 @@ def pool_span(use_max, y, x, sizes, plane_start, plane_stop):
                 y[(plane * oh + i) * ow + j] = pooled if use_max else pooled / f32(kh * kw)
 
 
-@kernel(void(flag_type, out1, in1, i64, ids1))
-def pool(use_max, y, x, planes, sizes):
-    """Write the largest value of each window, or its sum divided by the window's size.
+@parallel(
+    "boolean, out1, in1, in1, i64, ints1",
+    lambda planes, sizes: (planes, plane_work(sizes)),
+    block=VALUES_PER_TASK,
+)
+def pool_back(use_max, dx, dy, x, planes, sizes, plane_start, plane_stop):
+    """Gradient of pool: dy goes to the first of a window's largest values, or to all its values alike.
 
-    x  (N C H W,)    f32
-    y  (N C OH OW,)  f32
+    dx, x  (N C H W,)    f32
+    dy     (N C OH OW,)  f32
     """
-    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(pool_span, (use_max, y, x, sizes), planes, planes_per_task)
-
-
-@kernel(void(flag_type, out1, in1, in1, ids1, i64, i64))
-def pool_back_span(use_max, dx, dy, x, sizes, plane_start, plane_stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, _, _ = sizes
     for plane in range(plane_start, plane_stop):
         for offset in range(plane * h * w, (plane + 1) * h * w):
@@ -122,14 +130,3 @@ def pool_back_span(use_max, dx, dy, x, sizes, plane_start, plane_stop):
                             max_offset, max_value = offset, x[offset]
                 if max_offset >= 0:
                     dx[max_offset] += d
-
-
-@kernel(void(flag_type, out1, in1, in1, i64, ids1))
-def pool_back(use_max, dx, dy, x, planes, sizes):
-    """Gradient of pool: dy goes to the first of a window's largest values, or to all its values alike.
-
-    dx, x  (N C H W,)    f32
-    dy     (N C OH OW,)  f32
-    """
-    planes_per_task = max(1, VALUES_PER_TASK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(pool_back_span, (use_max, dx, dy, x, sizes), planes, planes_per_task)

@@ -72,7 +72,7 @@ sum.kernel("numpy")(assigned(lambda x: x.sum(dtype=np.float64)))
 
 @sum.kernel("cpu")
 def sum_cpu(y, x):
-    kernels.reduce.sum_all(flatten(y), flatten(x))
+    kernels.reduce.reduce_sum(flatten(y), flatten(x), False)
 
 
 @sum.kernel("torch")
@@ -137,7 +137,7 @@ def sum_to_numpy(y, x, *, shape):
 @sum_to.kernel("cpu")
 def sum_to_cpu(y, x, *, shape):
     if y.size == 1:
-        kernels.reduce.sum_all(flatten(y), flatten(x))
+        kernels.reduce.reduce_sum(flatten(y), flatten(x), False)
     elif shape == x.shape[x.ndim - len(shape) :]:
         kernels.reduce.sum_cols(flatten(y), as_matrix(x, x.ndim - y.ndim))
     elif shape == (*x.shape[:-1], 1):

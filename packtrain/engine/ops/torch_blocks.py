@@ -42,7 +42,7 @@ def unpack(y, w):
     if not (triton.runs_on(raw) and TRITON_UNPACK(values, raw, code)):
         run = torch_function(code)
         for chunk_start, end in chunk_bounds(len(raw), CHUNK // w.dtype.block, raw):
-            run(BlockAddress(values[chunk_start:end]), BlockAddress(raw[chunk_start:end]), 1)
+            run(BlockAddress(values[chunk_start:end]), BlockAddress(raw[chunk_start:end]))
     if not is_dense:
         y.copy_(values.view(y.shape))
 

@@ -86,7 +86,7 @@ def _unpack(
 ):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     block = tl.minimum(at, count - 1)[:, None]  # the last block several times, with equal values
-    UNPACK(y + block * VALUES, x + block * BYTES, 1)
+    UNPACK(y + block * VALUES, x + block * BYTES)
 
 
 def unpack_blocks(y, x, code):

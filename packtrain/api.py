@@ -20,7 +20,8 @@ from packtrain.common.events import TaskCallbacks
 from packtrain.common.options import from_values, option_fields
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.monitoring.notebook import LibraryCallbacks, records_path
-from packtrain.training.train_settings import RunSettings, TrainSettings
+from packtrain.training.run_settings import RunSettings
+from packtrain.training.train_settings import TrainSettings
 from packtrain.workflows import adapter_merge as merging
 from packtrain.workflows import chat_session as chatting
 from packtrain.workflows import comparison as comparing

@@ -12,7 +12,7 @@ from packtrain.common.text import plural
 from packtrain.data import chat_template as templates
 from packtrain.data.chat_template import ChatTemplate, choose_template, load_template
 from packtrain.inference.generator import GenerationLimits, Reply
-from packtrain.training.train_settings import CHAT_TEMPLATE
+from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
 from packtrain.workflows.warmup import warm

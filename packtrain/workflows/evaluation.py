@@ -13,11 +13,12 @@ from packtrain import kernels
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required, unescape
 from packtrain.common.text import clock, plural
 from packtrain.data.chat_template import load_template
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
-from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file
+from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file, has_valid_file
 from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, Target, target
@@ -30,11 +31,10 @@ from packtrain.models.model_file import ModelFile, open_model
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
 from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
-from packtrain.training.ineffective_settings import VAL_SPLIT_RULE, EffectRule, check_rules
 from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
+from packtrain.training.run_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP, VALID_FILE
 from packtrain.training.sample_batches import SampleBatches, row_length
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP
 from packtrain.training.training_job import check_precision
 from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, check_cache
 from packtrain.workflows.kv_cache_loss import CachedLoss
@@ -44,9 +44,6 @@ TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ct
 BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
-
-SWA_RULE: EffectRule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
-SPLIT_RULE: EffectRule = "val_split", lambda s: s.split is None, "without --split"
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,8 @@ class EvaluateSettings:
         "with --split on a single file: finetune's --val-split",
         min_value=0.0001,
         max_value=0.5,
+        requires="split",
+        conflicts=VALID_FILE,
     )
     ctx: int | None = option(
         None,
@@ -84,7 +83,11 @@ class EvaluateSettings:
     lora: tuple[str, ...] = option(
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
-    compare: bool = option(False, "measure the first model alone, then with each --lora")
+    compare: bool = option(
+        False,
+        "measure the first model alone, then with each --lora",
+        requires={"lora": "{flag}: there is no adapter to compare; name some with --lora"},
+    )
     batch_size: int | None = option(
         None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
     )
@@ -100,11 +103,15 @@ class EvaluateSettings:
         "read through a KV cache of this element type, as `generate` does, instead of all at once",
         choices=CACHE_TYPES,
     )
-    swa_full: bool = option(False, SWA_FULL_HELP)
+    swa_full: bool = option(False, SWA_FULL_HELP, requires="cache_type")
     flash_attn: str = option(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     activations: str = option("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
     precision: str = option("f32", PRECISION_HELP, choices=PRECISIONS)
     device: str = option("cpu", DEVICE_HELP, choices=tuple(DEVICES))
+
+    @property
+    def has_valid_file(self) -> bool:
+        return has_valid_file(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class EvalResult:
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
-    check_rules(settings, (SPLIT_RULE, VAL_SPLIT_RULE, SWA_RULE))
+    check_rules(settings)
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
     datasets: dict[Path, EvalData] = {}
@@ -172,8 +179,6 @@ def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) 
 
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
     """Open the models to measure; returns them with their printed names."""
-    if settings.compare and not settings.lora:
-        raise InputError("--compare: there is no adapter to compare; name some with --lora")
     (base_path, base_model), *other_models = [
         (str(base_path), _open_model(settings, base_path, report)) for base_path in settings.model
     ]

@@ -10,6 +10,7 @@ from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.memory import total_nbytes
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import MODEL, SAMPLING, positional
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
@@ -27,13 +28,17 @@ from packtrain.models.model_file import ModelFile, check_vocabularies, open_mode
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
 from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
-from packtrain.training.train_settings import DEVICE_HELP
+from packtrain.training.run_settings import DEVICE_HELP
 from packtrain.training.training_job import check_precision
 from packtrain.workflows.warmup import WARMUP_HELP
 
 CONTEXT = 4096  # most tokens, without --ctx
 MAX_SEED = 2**63 - 1
 CTX_HELP = "context length in tokens (default: as needed, up to the model's)"
+CONSTRAINTS = dict.fromkeys(
+    ("grammar", "grammar_file", "json_schema", "json_schema_file"),
+    "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other",
+)
 LORA_HELP = "LoRA adapter, FILE or FILE:SCALE; repeatable"
 CACHE_HELP = "element type of the KV cache"
 SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
@@ -74,13 +79,21 @@ class GenerationSettings(Sampling, ModelArgument):
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
     stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
-    grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")
-    grammar_file: Path | None = SAMPLING(None, "the text follows the grammar in this file")
+    grammar: str | None = SAMPLING(
+        None, "the text follows this grammar, in GBNF", conflicts=CONSTRAINTS
+    )
+    grammar_file: Path | None = SAMPLING(
+        None, "the text follows the grammar in this file", conflicts=CONSTRAINTS
+    )
     json_schema: str | None = SAMPLING(
-        None, "the text is JSON of this schema; {}: any JSON", flags="-j", metavar="SCHEMA"
+        None,
+        "the text is JSON of this schema; {}: any JSON",
+        flags="-j",
+        metavar="SCHEMA",
+        conflicts=CONSTRAINTS,
     )
     json_schema_file: Path | None = SAMPLING(
-        None, "the text is JSON of the schema in this file", flags="-jf"
+        None, "the text is JSON of the schema in this file", flags="-jf", conflicts=CONSTRAINTS
     )
     ctx: int | None = MODEL(None, CTX_HELP, flags="-c", min_value=1)
     lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
@@ -93,7 +106,9 @@ class GenerationSettings(Sampling, ModelArgument):
         flags="-md",
     )
     draft_lookup: bool = MODEL(
-        False, "guess tokens from what followed earlier in the text; needs no other model"
+        False,
+        "guess tokens from what followed earlier in the text; needs no other model",
+        conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
     )
     draft_max: int = MODEL(
         7,
@@ -126,13 +141,7 @@ class GenerationSettings(Sampling, ModelArgument):
         self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
-        constraints = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
-        if sum(constraint is not None for constraint in constraints) > 1:
-            raise InputError(
-                "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
-            )
-        if self.draft_lookup and self.model_draft:
-            raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
+        check_rules(self)
 
 
 def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = False) -> ModelFile:

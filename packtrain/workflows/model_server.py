@@ -32,7 +32,7 @@ from packtrain.serving.engine_thread import CHUNK, SIMILAR, ServingEngine
 from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP
+from packtrain.training.run_settings import CHAT_TEMPLATE, DEVICE_HELP
 from packtrain.workflows import generation_settings
 
 CONTEXT = 8192  # most tokens, without --ctx

@@ -36,8 +36,8 @@ from packtrain.training.monitoring.progress import memory_text
 from packtrain.training.reference_logprobs import compute_reference_logps
 from packtrain.training.replay_texts import write_texts
 from packtrain.training.resume_check import check_compatible
+from packtrain.training.run_settings import RunSettings
 from packtrain.training.teacher_logits import compute_teacher_logits
-from packtrain.training.train_settings import RunSettings
 from packtrain.training.training_engine import TrainingEngine
 from packtrain.training.training_job import TrainingJob
 from packtrain.training.training_loop import CHECKPOINT, SAMPLE_PREFIX, TrainingLoop

@@ -18,7 +18,7 @@ from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
-from packtrain.training.train_settings import DEVICE_HELP
+from packtrain.training.run_settings import DEVICE_HELP
 from packtrain.workflows import generation_settings
 
 

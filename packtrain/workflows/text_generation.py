@@ -6,6 +6,7 @@ from pathlib import Path
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
+from packtrain.common.option_rules import refuse_changed
 from packtrain.common.options import option
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.beam_search import BeamSearch, BeamSearchConfig
@@ -16,20 +17,18 @@ from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
 from packtrain.models.kv_cell_table import SEQUENCES
-from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
+from packtrain.workflows.generation_settings import (
+    CONSTRAINTS,
+    GeneratedText,
+    GenerationSettings,
+    make_drafter,
+)
 from packtrain.workflows.warmup import warm
 
-SAMPLING_FLAGS = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
-IDLE_RULES: tuple[EffectRule, ...] = (
-    (
-        f"{SAMPLING_FLAGS} seed grammar grammar_file json_schema json_schema_file draft_lookup model_draft",
-        lambda s: s.num_beams > 0,
-        "with --num-beams, which searches for the likeliest text",
-    ),
-    ("length_penalty", lambda s: not s.num_beams, "without --num-beams"),
-)
+UNDRAFTED = "--parallel writes tokens of all answers together; it takes no --model-draft"
+# settings without effect on beams, which are not sampled
+SAMPLING_NAMES = [f.name for f in fields(Sampling) if f.name != "logit_bias"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,12 @@ class GenerateSettings(GenerationSettings):
 
     COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
 
-    prompt: str | None = option(None, "text to continue", flags="-p")
+    prompt: str | None = option(
+        None,
+        "text to continue",
+        flags="-p",
+        conflicts={"file": "--prompt and --file are both given; leave one of them out"},
+    )
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
         128,
@@ -52,6 +56,7 @@ class GenerateSettings(GenerationSettings):
         flags="-np",
         min_value=1,
         max_value=SEQUENCES,
+        conflicts=dict.fromkeys(("draft_lookup", "model_draft"), UNDRAFTED),
     )
     num_beams: int = option(
         0,
@@ -65,15 +70,16 @@ class GenerateSettings(GenerationSettings):
         "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
         min_value=-10,
         max_value=10,
+        requires="num_beams",
     )
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
 def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     """Continue the prompt. Raises InputError, DoesNotFit."""
-    prompt = _read_prompt(settings)
     settings.check()
     _check_beams(settings)
+    prompt = _read_prompt(settings)
     model = generation_settings.opened(settings, events.message)
     tokenizer = model.tokenizer()
     grammar = generation_settings.load_grammar(settings, tokenizer)
@@ -88,10 +94,6 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     seed = settings.drawn_seed()
     if settings.num_beams:
         return generate_beams(settings, generator.context, tokenizer, ids, prompt, events)
-    if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
-        raise InputError(
-            "--parallel writes tokens of all answers together; it takes no --model-draft"
-        )
     if settings.parallel > 1:
         return generate_parallel(
             settings, generator.context, tokenizer, ids, seed, grammar, size, events
@@ -155,7 +157,10 @@ def generate_parallel(
 
 
 def _check_beams(settings: GenerateSettings) -> None:
-    check_rules(settings, IDLE_RULES)
+    if settings.num_beams:
+        reason = "with --num-beams, which searches for the likeliest text"
+        names = *SAMPLING_NAMES, "seed", *CONSTRAINTS, "draft_lookup", "model_draft"
+        refuse_changed(settings, names, reason)
     if settings.num_beams and settings.parallel > settings.num_beams:
         raise InputError(
             f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
@@ -197,6 +202,4 @@ def _read_prompt(settings: GenerateSettings) -> str:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise InputError("--prompt: the text is not UTF-8")
         return prompt
-    if settings.prompt is not None:
-        raise InputError("--prompt and --file are both given; leave one of them out")
     return read_text(settings.file, "--file")

@@ -17,6 +17,7 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.events import Counted, Events
 from packtrain.common.files import atomic_path, check_output, remove_temp_files, require_existing
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.conversion.calibration.calibration_inputs import reading_plans
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
@@ -25,7 +26,6 @@ from packtrain.gguf import GGUF
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled
 from packtrain.models.quant_recipe import MIXES, tensor_dtypes
-from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
 from packtrain.workflows.calibration_data import calibration, fitting_reading
@@ -35,7 +35,6 @@ from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, qu
 DEFAULT_TYPES = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
 BASE_TYPE_LABEL = "as the base"
 PLAIN_ROUNDING, WITH_DATA, UNCHANGED_FILE, AWARE_TRAINED = "plain", "with data", "as it is", "aware"
-MEMORY_RULE: EffectRule = "memory", lambda s: s.calibrate is None, "without --calibrate"
 
 WriteFile = Callable[[Path], object]  # writes the file
 
@@ -65,7 +64,9 @@ class ChooseSettings:
     )
     keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
-        None, "with --calibrate: limit of private memory while a file is written, such as 2GiB"
+        None,
+        "with --calibrate: limit of private memory while a file is written, such as 2GiB",
+        requires="calibrate",
     )
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
@@ -140,7 +141,7 @@ def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
 
 def _check_inputs(settings: ChooseSettings) -> None:
     """Raise InputError for unsuitable inputs and outputs, before any work."""
-    check_rules(settings, (MEMORY_RULE,))
+    check_rules(settings)
     input_paths = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
     data_paths = [(settings.data, "--data")]
     data_paths += [(data_path, "--also") for data_path in settings.also]

@@ -27,11 +27,29 @@ def check_rules(settings: Any, facts: Mapping[str, bool] = NO_FACTS) -> None:
 
     facts  values of conditions that are no settings; those of other facts are not checked
     """
+    changed = _changed_values(settings)
     for name, condition, reason, is_required in rules(type(settings)):
-        terms = [term.partition("=") for term in condition.split()]
-        states = [_is_on(settings, facts, name, values) for name, _, values in terms]
-        if None not in states and all(states) != is_required:
-            refuse_changed(settings, [name], _full_reason(terms[0], reason, is_required))
+        if name in changed:
+            terms = [term.partition("=") for term in condition.split()]
+            states = [_is_on(settings, facts, term, values) for term, _, values in terms]
+            if None not in states and all(states) != is_required:
+                raise _refusal(name, changed[name], _full_reason(terms[0], reason, is_required))
+
+
+def refuse_changed(settings: Any, names: Iterable[str], reason: str) -> None:
+    """Raise InputError for a setting of `names` that differs from its default."""
+    changed = _changed_values(settings)
+    for name in names:
+        if name in changed:
+            raise _refusal(name, changed[name], reason)
+
+
+def _changed_values(settings: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
+    values = {
+        field.name: (getattr(settings, field.name), field.default) for field in fields(settings)
+    }
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> bool | None:
@@ -41,8 +59,8 @@ def _is_on(settings: Any, facts: Mapping[str, bool], name: str, values: str) -> 
     value = facts[name] if name in facts else getattr(settings, name)
     if values:
         return str(value) in values.split("|")
-    defaults = {field.name: field.default for field in fields(settings)}
-    return bool(value) or (value is not None and defaults.get(name, False) is None)
+    is_unset_by_default = getattr(type(settings), name, False) is None
+    return bool(value) or (value is not None and is_unset_by_default)
 
 
 def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> str:
@@ -56,16 +74,11 @@ def _full_reason(term: tuple[str, str, str], reason: str, is_required: bool) -> 
     return f"{'without' if is_required else 'with'} {text}{link}{reason}"
 
 
-def refuse_changed(settings: Any, names: Iterable[str], reason: str) -> None:
-    """Raise InputError for a setting of `names` that differs from its default."""
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name in names:
-        value = getattr(settings, name)
-        if value != defaults[name]:
-            option = flag(name if value is not False else f"no_{name}")
-            if reason.startswith(SENTENCE_STARTS):
-                raise InputError(reason.format(flag=option))
-            raise InputError(f"{option} has no effect {reason}; leave one of them out")
+def _refusal(name: str, value: Any, reason: str) -> InputError:
+    option = flag(name if value is not False else f"no_{name}")
+    if reason.startswith(SENTENCE_STARTS):
+        return InputError(reason.format(flag=option))
+    return InputError(f"{option} has no effect {reason}; leave one of them out")
 
 
 def rules(cls: type) -> Iterator[tuple[str, str, str, bool]]:

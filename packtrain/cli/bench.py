@@ -117,9 +117,8 @@ def check_settings(settings: BenchSettings) -> None:
     """Raise InputError for files that cannot be read or written, before any work."""
     check_rules(settings)
     _ = settings.limit  # raises InputError for what is no size
-    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
-        if file:
-            check_writable(file, flag)
+    check_writable(settings.json, "--json")
+    check_writable(settings.markdown, "--markdown")
     if settings.base:
         require_existing(settings.base, "BASE")
         open_model(settings.base)

@@ -67,7 +67,6 @@ def _selected_ops(settings: CheckSettings) -> list[str]:
             suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"
             raise InputError(f"OPS: there is no op {name}{suggestion}")
     check_rules(settings)
-    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
-        if file:
-            check_writable(file, flag)
+    check_writable(settings.json, "--json")
+    check_writable(settings.markdown, "--markdown")
     return list(dict.fromkeys(settings.ops)) or op_names

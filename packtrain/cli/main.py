@@ -194,10 +194,8 @@ def _flush_output() -> None:
 
 
 def _exit_code(error: Exception) -> int:
-    for kind, exit_code in ((InputError, BAD_INPUT), (DoesNotFit, NO_FIT), (Interrupted, STOPPED)):
-        if isinstance(error, kind):
-            return exit_code
-    return FAILED
+    exit_codes = {InputError: BAD_INPUT, DoesNotFit: NO_FIT, Interrupted: STOPPED}
+    return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
 
 
 def _error_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,18 +25,17 @@ from packtrain.engine.backends import DEVICES, Target, target
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
-from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
 from packtrain.models.model_file import ModelFile, open_model
-from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
+from packtrain.models.model_with_adapters import adapted, read_scaled
 from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
 from packtrain.training.run_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP, VALID_FILE
 from packtrain.training.sample_batches import SampleBatches, row_length
-from packtrain.training.training_job import check_precision
-from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, check_cache
+from packtrain.workflows.generation_settings import SWA_FULL_HELP, check_cache, configured
 from packtrain.workflows.kv_cache_loss import CachedLoss
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
@@ -159,7 +158,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     for name, model in named_models:
         model_path = model.gguf.path
         if model_path not in datasets:
-            datasets[model_path] = _load_data(settings, model, max_context, events.message)
+            datasets[model_path] = EvalDataLoader(settings, model, events.message).load(max_context)
         run = _reader(settings, model, datasets[model_path], device)
         losses[name] = _measured(name, run, datasets[model_path], len(named_models) > 1, events)
     first_data, *other_data = datasets.values()
@@ -168,19 +167,10 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     return EvalResult(losses, first_data.description + (cache_note or ""), is_same)
 
 
-def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) -> ModelFile:
-    check_precision(settings.precision, settings.device)
-    model = with_activations(open_model(path), settings.activations)
-    config = replace(model.config, precision=settings.precision)
-    device, cache_type = target(settings.device), settings.cache_type
-    kv_dtype = None if cache_type is None else cache_dtype(config, cache_type)
-    return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))
-
-
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
     """Open the models to measure; returns them with their printed names."""
     (base_path, base_model), *other_models = [
-        (str(base_path), _open_model(settings, base_path, report)) for base_path in settings.model
+        (str(path), configured(open_model(path), settings, report)) for path in settings.model
     ]
     scaled_adapters = read_scaled(settings.lora, base_model.gguf)
     named_models = [(" + ".join([base_path, *settings.lora]), adapted(base_model, scaled_adapters))]
@@ -196,28 +186,92 @@ def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tup
 # ---- the data ------------------------------------------------------------------------------------------------
 
 
-def _load_data(
-    settings: EvaluateSettings, model: ModelFile, max_context: int, report: ReportFunction
-) -> EvalData:
-    path, split_name = find_eval_file(settings.data, settings.split)
-    is_text = not path.is_dir() and suffix_of(path) not in RECORDS
-    window_length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
-    check_context(model.config, window_length, report)
-    if is_text and not split_name and not settings.all_positions:
-        tokenizer = model.tokenizer()
-        token_ids = read_single_text(path, _text_separator(settings), tokenizer)
-        if token_ids is not None:
-            bos = tokenizer.bos if tokenizer.add_bos else None
-            return _window_data(settings, path, token_ids, bos, window_length, report)
-        report(
-            f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
-            " llama-perplexity does"
+@dataclass(frozen=True, slots=True)
+class EvalDataLoader:
+    """Loads the data as one of the models reads it, and reports what is noteworthy."""
+
+    settings: EvaluateSettings
+    model: ModelFile
+    report: ReportFunction
+
+    def load(self, max_context: int) -> EvalData:
+        """Load the windows of a text, or else samples. Raises InputError."""
+        settings, (path, split_name) = (
+            self.settings,
+            find_eval_file(self.settings.data, self.settings.split),
         )
-    return _sample_data(settings, model, path, split_name, window_length, report)
+        is_text = not path.is_dir() and suffix_of(path) not in RECORDS
+        length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
+        check_context(self.model.config, length, self.report)
+        if is_text and not split_name and not settings.all_positions:
+            tokenizer = self.model.tokenizer()
+            token_ids = read_single_text(path, self._separator, tokenizer)
+            if token_ids is not None:
+                bos = tokenizer.bos if tokenizer.add_bos else None
+                return self._windows(path, token_ids, bos, length)
+            self.report(
+                f"{path} has several documents, each scored from its start; --separator '' reads the file as one"
+                " text, as llama-perplexity does"
+            )
+        return self._samples(path, split_name, length)
 
+    @property
+    def _separator(self) -> str | None:
+        return self.settings.separator and unescape(self.settings.separator)
 
-def _text_separator(settings: EvaluateSettings) -> str | None:
-    return settings.separator and unescape(settings.separator)
+    def _windows(self, path: Path, ids: np.ndarray, bos_id: int | None, length: int) -> EvalData:
+        """Cut a text into windows, as llama-perplexity does."""
+        if len(ids) < 3:
+            raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
+        if len(ids) < length:
+            self.report(
+                f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
+            )
+        length = min(length, len(ids))
+        batches = PerplexityWindows(ids, bos_id, self._rows(length, len(ids) // length), length)
+        bos_note = "" if bos_id is None else ", each starting with BOS"
+        num_scored = batches.windows * (batches.time - batches.skipped)
+        description = (
+            f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{bos_note};"
+            f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
+        )
+        return EvalData(batches, ids, description)
+
+    def _samples(self, path: Path, part: str, length: int) -> EvalData:
+        """Read documents or conversations in rows, as finetune's validation does."""
+        settings = self.settings
+        recipe = DatasetRecipe(
+            path,
+            self.model.gguf.path,
+            length,
+            everything=settings.all_positions,
+            separator=self._separator,
+            val_split=settings.val_split if part else 0.0,
+            skip_bad=settings.skip_bad,
+            columns=settings.columns,
+            template=settings.chat_template and load_template(settings.chat_template),
+        )
+        dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), self.report)
+        for note in dataset.notes:
+            self.report(note)
+        if part == VALID and dataset.valid is None:
+            raise InputError(
+                f"--split valid: {path} has too few records; --val-split holds out none"
+            )
+        samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
+        row_tokens = row_length(length, SampleBatches.item_lengths(samples))
+        num_windows = SampleBatches(samples, 1, row_tokens, shuffle=False).windows
+        rows = self._rows(row_tokens, num_windows)
+        batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
+        description = (
+            f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are"
+            f" scored, in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
+        )
+        return EvalData(batches, samples.ids, description)
+
+    def _rows(self, row_tokens: int, windows: int) -> int:
+        batch_size = self.settings.batch_size or BATCH_TOKENS // row_tokens
+        return max(min(batch_size, windows), 1)
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
@@ -238,73 +292,6 @@ def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
     if split in split_files:
         return split_files[split], ""
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
-
-
-def _window_data(
-    settings: EvaluateSettings,
-    path: Path,
-    ids: np.ndarray,
-    bos_id: int | None,
-    length: int,
-    report: ReportFunction,
-) -> EvalData:
-    """Cut a text into windows, as llama-perplexity does."""
-    if len(ids) < 3:
-        raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
-    if len(ids) < length:
-        report(
-            f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
-        )
-    length = min(length, len(ids))
-    batch_rows = _rows(settings, length, len(ids) // length)
-    batches = PerplexityWindows(ids, bos_id, batch_rows, length)
-    bos_note = "" if bos_id is None else ", each starting with BOS"
-    num_scored = batches.windows * (batches.time - batches.skipped)
-    description = (
-        f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{bos_note};"
-        f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
-    )
-    return EvalData(batches, ids, description)
-
-
-def _sample_data(
-    settings: EvaluateSettings,
-    model: ModelFile,
-    path: Path,
-    part: str,
-    length: int,
-    report: ReportFunction,
-) -> EvalData:
-    """Read documents or conversations in rows, as finetune's validation does."""
-    recipe = DatasetRecipe(
-        path,
-        model.gguf.path,
-        length,
-        everything=settings.all_positions,
-        separator=_text_separator(settings),
-        val_split=settings.val_split if part else 0.0,
-        skip_bad=settings.skip_bad,
-        columns=settings.columns,
-        template=settings.chat_template and load_template(settings.chat_template),
-    )
-    dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), report)
-    for note in dataset.notes:
-        report(note)
-    if part == VALID and dataset.valid is None:
-        raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
-    samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
-    row_tokens = row_length(length, SampleBatches.item_lengths(samples))
-    rows = _rows(settings, row_tokens, SampleBatches(samples, 1, row_tokens, shuffle=False).windows)
-    batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
-    description = (
-        f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
-        f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
-    )
-    return EvalData(batches, samples.ids, description)
-
-
-def _rows(settings: EvaluateSettings, row_tokens: int, windows: int) -> int:
-    return max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import inspect
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -20,7 +21,8 @@ from packtrain.common.events import TaskCallbacks
 from packtrain.common.options import from_values, option_fields
 from packtrain.training.finetune_settings import TuneSettings
 from packtrain.training.monitoring.notebook import LibraryCallbacks, records_path
-from packtrain.training.train_settings import RunSettings, TrainSettings
+from packtrain.training.run_settings import RunSettings
+from packtrain.training.train_settings import TrainSettings
 from packtrain.workflows import adapter_merge as merging
 from packtrain.workflows import chat_session as chatting
 from packtrain.workflows import comparison as comparing
@@ -84,9 +86,10 @@ def settings_doc(cls: type) -> str:
     return "\n\n".join("\n".join([f"{name}:", *texts]) for name, texts in groups.items())
 
 
-def split_settings(cls: type[S], options: dict[str, Any]) -> tuple[S, TaskCallbacks]:
+def split_settings(cls: type[S], keywords: dict[str, Any], **named: Any) -> tuple[S, TaskCallbacks]:
     """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
+    options = keywords | named
     callbacks = {name: options[name] for name in options.keys() & CALLBACK_NAMES}
     for name, function in callbacks.items():
         if name == "cancel" and not hasattr(function, "is_set"):
@@ -109,7 +112,7 @@ def train(data: File, **settings: Any) -> TrainingResult:
 
     Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
     """
-    return training.train(*split_settings(TrainSettings, settings | {"data": data}))
+    return training.train(*split_settings(TrainSettings, settings, data=data))
 
 
 @command(TuneSettings)
@@ -120,8 +123,7 @@ def finetune(model: File, data: File, **settings: Any) -> TrainingResult:
 
     Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError.
     """
-    options = settings | {"model": model, "data": data}
-    return tuning.finetune(*split_settings(TuneSettings, options))
+    return tuning.finetune(*split_settings(TuneSettings, settings, model=model, data=data))
 
 
 @command(None)
@@ -245,16 +247,14 @@ class Run(Generic[R]):
         self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._stop_event = kwargs.setdefault("cancel", threading.Event())
-        self._result: list[R] = []
-        self._error: list[BaseException] = []
-        self._thread = threading.Thread(target=self._work, args=(task, args, kwargs), daemon=True)
-        self._thread.start()
+        self._future: Future[R] = Future()
+        threading.Thread(target=self._work, args=(task, args, kwargs), daemon=True).start()
 
     def _work(self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._result.append(task(*args, **kwargs))
+            self._future.set_result(task(*args, **kwargs))
         except BaseException as error:  # `result` raises it
-            self._error.append(error)
+            self._future.set_exception(error)
 
     def __repr__(self) -> str:
         return f"Run({'done' if self.done else 'running; .stop() lets it save and end'})"
@@ -265,16 +265,14 @@ class Run(Generic[R]):
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for the result of the task. Raises what the task raised, or TimeoutError after `timeout` seconds."""
-        self._thread.join(timeout)
+        wait([self._future], timeout)
         if not self.done:
             raise TimeoutError(f"still running after {timeout} s")
-        if self._error:
-            raise self._error[0]
-        return self._result[0]
+        return self._future.result()
 
 
 def start(task: Callable[..., R], *args: Any, **settings: Any) -> Run[R]:

@@ -48,7 +48,7 @@ def settings(tmp_path: Path) -> QuantizeSettings:
 def last_block_output(path: Path, data: Path) -> np.ndarray:
     """What the last block leaves for a text."""
     model = open_model(path)
-    rows = calibration(data, model, Events())
+    rows = calibration(ImatrixSettings(model.gguf.path, data, Path()), model, Events())
     streams = StreamPair(model, {}, [rows[i] for i in range(4)])
     for i in range(model.config.block_count):
         streams.advance_through(streams.block(i))
@@ -178,7 +178,7 @@ def measured(settings: QuantizeSettings, capsys) -> Path:
 def test_sums_are_of_what_matrices_read(settings: QuantizeSettings, measured: Path):
     model, importance, file = open_model(settings.model), load_importance(measured), GGUF(measured)
     assert settings.calibrate is not None
-    data = calibration(settings.calibrate, model, Events())
+    data = calibration(settings, model, Events())
     rows = [data[i] for i in range(len(data))]
     real = [(row["tokens"] != 0) | (row["targets"] != 0) for row in rows]
     x = np.concatenate(
@@ -242,7 +242,7 @@ def test_blocks_that_share_keys_are_measured(tmp_path: Path):
     data = write_text(tmp_path / "a.txt")
     imatrix.run(ImatrixSettings(tmp_path / "m.gguf", data, tmp_path / "i.gguf"))
     model, importance = open_model(tmp_path / "m.gguf"), load_importance(tmp_path / "i.gguf")
-    rows = calibration(data, model, Events())
+    rows = calibration(ImatrixSettings(model.gguf.path, data, Path()), model, Events())
     streams = StreamPair(model, {}, [rows[i] for i in range(len(rows))])
     for i in range(3):
         streams.advance_through(streams.block(i))

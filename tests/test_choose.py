@@ -92,6 +92,19 @@ def test_memory_is_refused_before_the_first_trial_with_what_the_largest_needs(
     assert not any("keeps" in row for row in rows)
 
 
+def test_a_type_that_needs_data_is_tried_with_data_alone(folder: Path, tmp_path: Path) -> None:
+    base, tuned, test = folder / "base.gguf", folder / "tuned.gguf", folder / "test.jsonl"
+    output, train = tmp_path / "out.gguf", tmp_path / "train.jsonl"
+    train.write_text("\n".join([(folder / "train.jsonl").read_text()] * 4))
+    rows = list[str]()
+    with pytest.raises(InputError, match=r"^type iq2_xs is written only with weights of its"):
+        pt.choose(base, tuned, output, test, type=["q8_0", "iq2_xs"], on_message=rows.append)
+    assert not rows  # before anything is measured
+    choice = pt.choose(base, tuned, output, test, type=["q8_0", "iq2_xs"], calibrate=train)
+    tried = [(attempt.name, attempt.how) for attempt in choice.tries]
+    assert tried == [("q8_0", "plain"), ("q8_0", "with data"), ("iq2_xs", "with data")]
+
+
 def test_none_is_enough(folder: Path, tmp_path: Path, capsys) -> None:
     """The one that keeps most is written, and it is said."""
     args = ["choose", folder / "base.gguf", folder / "tuned.gguf", "-o", tmp_path / "out.gguf"]

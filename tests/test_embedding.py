@@ -110,7 +110,7 @@ def test_the_command_prints_arrays_or_what_openai_does(
     assert [entry["index"] for entry in response["data"]] == [0, 1, 2]
     assert response["data"][1]["embedding"] == json.loads(arrays)[1]
     assert response["usage"]["total_tokens"] == sum(
-        embed(EmbedSettings(path, ("the cat", "the dog", "birds")), TaskCallbacks()).tokens
+        embed(EmbedSettings(path, prompt=("the cat", "the dog", "birds")), TaskCallbacks()).tokens
     )
     np.testing.assert_allclose(response["cosineSimilarity"], reference @ reference.T, atol=2e-6)
     assert main([*args, "--embd-output-format", "json", "--embd-normalize", "-1"]) == 0
@@ -142,7 +142,7 @@ def test_a_stopped_run_gives_no_result(path: Path):
     callbacks = TaskCallbacks()
     callbacks.cancel.set()
     with pytest.raises(Interrupted, match="stopped after 0 of 4 texts, without a result"):
-        embed(EmbedSettings(path, tuple(TEXTS)), callbacks)
+        embed(EmbedSettings(path, prompt=tuple(TEXTS)), callbacks)
 
 
 def test_a_model_with_damaged_weights_has_no_embeddings(path: Path, tmp_path: Path):

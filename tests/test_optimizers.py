@@ -33,7 +33,7 @@ from packtrain.gguf import GGUF
 from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.planner.step_variants import candidates
 from packtrain.planner.training_plans import MICRO, UPDATE, make_plans, runs
-from packtrain.training.train_settings import with_optimizer_options
+from packtrain.training.run_settings import with_optimizer_options
 from packtrain.training.training_engine import TrainingEngine
 from tests.copied import copy_package, edit_file, packtrain_in
 from tests.models import CONFIG, same_bits, seeded_batch, seeded_weights

@@ -14,10 +14,10 @@ from typing import Any
 
 from packtrain import kernels
 from packtrain.cli import DONE, FAILED, print_message
-from packtrain.common.errors import InputError
 from packtrain.common.events import Counted
 from packtrain.common.files import check_writable, require_existing, write_text
 from packtrain.common.memory import parse_size, release_memory
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import option, positional
 from packtrain.devtools.bench import bench_ops, machine_rates, products, step_timing, training
 from packtrain.devtools.bench.bench_table import BenchTable
@@ -52,6 +52,7 @@ class BenchSettings:
         None,
         "private memory that our side of whole steps is planned for, such as 2GiB",
         metavar="SIZE",
+        requires={"measures_steps": "{flag} is for whole steps: add --part steps, or leave it out"},
     )
     rounds: int = option(7, "rounds of each measurement, whose median counts", min_value=1)
     short: bool = option(False, "measure a few things, in less than a minute")
@@ -61,6 +62,10 @@ class BenchSettings:
     @property
     def parts(self) -> tuple[str, ...]:
         return self.part or (QUICK_PARTS if self.short else BENCH_PARTS)
+
+    @property
+    def measures_steps(self) -> bool:
+        return "steps" in self.parts
 
     @property
     def limit(self) -> int | None:
@@ -110,11 +115,10 @@ def report(settings: BenchSettings, measure_tables: Callable[[Any], Iterator[Ben
 
 def check_settings(settings: BenchSettings) -> None:
     """Raise InputError for files that cannot be read or written, before any work."""
-    if settings.limit is not None and "steps" not in settings.parts:
-        raise InputError("--memory is for whole steps: add --part steps, or leave it out")
-    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
-        if file:
-            check_writable(file, flag)
+    check_rules(settings)
+    _ = settings.limit  # raises InputError for what is no size
+    check_writable(settings.json, "--json")
+    check_writable(settings.markdown, "--markdown")
     if settings.base:
         require_existing(settings.base, "BASE")
         open_model(settings.base)

@@ -9,6 +9,7 @@ from pathlib import Path
 from packtrain.cli import DONE, FAILED, print_message
 from packtrain.common.errors import InputError
 from packtrain.common.files import check_writable, write_text
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import option, positional
 from packtrain.common.text import did_you_mean
 from packtrain.devtools.check.check_cases import NO_KERNEL, CheckResult, check_op, checkable_names
@@ -27,7 +28,11 @@ class CheckSettings:
     )
     seed: int = option(0, "for the values of inputs", min_value=0)
     json: Path | None = option(None, "write the figures as JSON to this file")
-    markdown: Path | None = option(None, "write a page about all ops to this file")
+    markdown: Path | None = option(
+        None,
+        "write a page about all ops to this file",
+        conflicts={"ops": "{flag} writes a page about all ops; give no names"},
+    )
 
 
 def run(settings: CheckSettings) -> int:
@@ -61,9 +66,7 @@ def _selected_ops(settings: CheckSettings) -> list[str]:
         if name not in op_names:
             suggestion = did_you_mean(name, op_names) or f"; there are {', '.join(op_names)}"
             raise InputError(f"OPS: there is no op {name}{suggestion}")
-    if settings.markdown and settings.ops:
-        raise InputError("--markdown writes a page about all ops; give no names")
-    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
-        if file:
-            check_writable(file, flag)
+    check_rules(settings)
+    check_writable(settings.json, "--json")
+    check_writable(settings.markdown, "--markdown")
     return list(dict.fromkeys(settings.ops)) or op_names

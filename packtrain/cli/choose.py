@@ -10,8 +10,7 @@ from packtrain.workflows.type_choice import ChooseSettings, choose
 
 def run(settings: ChooseSettings) -> int:
     """Write the file and print a line per try. Raises InputError, DoesNotFit, and Interrupted on a signal."""
-    if settings.svg is not None:
-        check_writable(settings.svg, "--svg")
+    check_writable(settings.svg, "--svg")
     result = choose(settings, TerminalEvents())
     best = result.best
     if not result.enough:
@@ -22,10 +21,7 @@ def run(settings: ChooseSettings) -> int:
         f"{result.output}: {best.name}, {best.how}, {best.nbytes / MIB:.2f} MiB, keeps {best.kept:.1%}"
     )
     if settings.svg is not None:
-        points = [
-            (candidate.how, candidate.name, candidate.nbytes, candidate.kept)
-            for candidate in result.tries
-        ]
+        points = [(t.how, t.name, t.nbytes, t.kept) for t in result.tries]
         write_text(settings.svg, gains_svg(points, settings.keep))
         print_message(f"the picture is {settings.svg}")
     return DONE

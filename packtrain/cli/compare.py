@@ -18,9 +18,8 @@ ANSWER_WIDTH = 76  # characters of a printed answer's line
 
 def run(settings: CompareSettings) -> int:
     """Print the table and some answers. Raises InputError, DoesNotFit, and Interrupted on a signal."""
-    for file, flag in ((settings.html, "--html"), (settings.json, "--json")):
-        if file is not None:
-            check_writable(file, flag)
+    check_writable(settings.html, "--html")
+    check_writable(settings.json, "--json")
     comparison = compare(settings, TerminalEvents())
     for line in table_lines(settings, comparison):
         print(line)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packtrain.common.errors import InputError
 from packtrain.common.files import check_output
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import option, positional
 from packtrain.common.text import plural
 from packtrain.conversion.hugging_face import AUTO, TYPES, check_runs, checkpoint_files, convert
@@ -25,28 +26,33 @@ class ConvertSettings:
     folder: Path = positional(
         "folder with config.json, *.safetensors and the tokenizer's files; with --base: folder of a PEFT adapter"
     )
-    output: Path | None = option(None, "GGUF file to write (default: FOLDER.gguf)", flags="-o")
+    output: Path | None = option(
+        None, "GGUF file to write (default: FOLDER.gguf)", flags="-o", conflicts="peft"
+    )
     type: str = option(
-        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *TYPES)
+        AUTO,
+        "element type of the matrices; auto: the checkpoint's",
+        choices=(AUTO, *TYPES),
+        conflicts={"base": ": adapters are f32"},
     )
     base: Path | None = option(None, "convert an adapter of this model, a GGUF file")
     peft: Path | None = option(
-        None, "with --base: convert the adapter, a GGUF file, to this PEFT folder"
+        None,
+        "with --base: convert the adapter, a GGUF file, to this PEFT folder",
+        requires={"base": "{flag}: --base must be given, too: the model that the adapter is for"},
     )
-    overwrite: bool = option(False, "replace the output if it exists")
+    overwrite: bool = option(False, "replace the output if it exists", conflicts="peft")
 
 
 def run(settings: ConvertSettings) -> int:
     """Convert and print what was written. Raises InputError if it cannot be converted."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
-    _check_effects(settings)
+    check_rules(settings)
     if settings.base is not None:
         if settings.peft is not None:
             return _convert_to_peft(folder, settings.base, settings.peft)
         return _convert_from_peft(folder, settings.base, path, settings.overwrite)
-    if settings.peft is not None:
-        raise InputError("--peft: --base must be given, too: the model that the adapter is for")
     written = convert(folder, path, settings.type, settings.overwrite, print)
     type_counts = Counter(
         str(t.dtype) if isinstance(t, DeferredTensor) else "f32" for t in written.values()
@@ -54,17 +60,6 @@ def run(settings: ConvertSettings) -> int:
     counts = ", ".join(f"{count} {name}" for name, count in type_counts.most_common())
     print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")
     return 0
-
-
-def _check_effects(settings: ConvertSettings) -> None:
-    """Raise InputError for settings that would have no effect."""
-    if settings.base is not None and settings.type != AUTO:
-        raise InputError(
-            "--type has no effect with --base: adapters are f32; leave one of them out"
-        )
-    unused_flags = ("--output", settings.output is not None), ("--overwrite", settings.overwrite)
-    for flag in (flag for flag, is_set in unused_flags if is_set and settings.peft is not None):
-        raise InputError(f"{flag} has no effect with --peft; leave one of them out")
 
 
 def _convert_from_peft(folder: Path, base_path: Path, path: Path, overwrite: bool) -> int:

@@ -10,15 +10,16 @@ import numpy as np
 
 from packtrain.cli import print_message
 from packtrain.common.errors import InputError, printable
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required, unescape
 from packtrain.common.text import plural, use_colour
 from packtrain.data import conversations
 from packtrain.data.chat_template import load_template
+from packtrain.data.text.documents import has_valid_file
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.training.ineffective_settings import TRAIN_ON_RULE, VAL_SPLIT_RULE, check_rules
-from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
+from packtrain.training.run_settings import ALL_TURNS, CHAT_TEMPLATE, SKIP_BAD_HELP, VALID_FILE
 
 CONTEXT = 2048  # most tokens of a sample, without --ctx
 TRAINED_COLOUR, RESET_COLOUR = "\x1b[32m", "\x1b[0m"
@@ -45,20 +46,29 @@ class DataSettings:
     )
     mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
     train_on: str = option(
-        "all", "which of the assistant's turns to train on", choices=("all", "last")
+        "all",
+        "which of the assistant's turns to train on",
+        choices=("all", "last"),
+        conflicts=ALL_TURNS,
     )
     separator: str | None = option(
         None, "text between documents of a .txt; <|endoftext|> is detected"
     )
-    val_split: float = option(0.0, "share used for validation if the data has no validation file")
+    val_split: float = option(
+        0.0, "share used for validation if the data has no validation file", conflicts=VALID_FILE
+    )
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
+    @property
+    def has_valid_file(self) -> bool:
+        return has_valid_file(self.data)
+
 
 def run(settings: DataSettings) -> int:
     """Print the description, and samples if asked. Raises InputError."""
-    check_rules(settings, (VAL_SPLIT_RULE, TRAIN_ON_RULE))
+    check_rules(settings)
     metadata = GGUF(settings.model).metadata
     recipe, folder = _recipe(settings, metadata), writable(cache_root() / "tokens")
     dataset = conversations.prepare_dataset(recipe, folder, print_message)

@@ -194,10 +194,8 @@ def _flush_output() -> None:
 
 
 def _exit_code(error: Exception) -> int:
-    for kind, exit_code in ((InputError, BAD_INPUT), (DoesNotFit, NO_FIT), (Interrupted, STOPPED)):
-        if isinstance(error, kind):
-            return exit_code
-    return FAILED
+    exit_codes = {InputError: BAD_INPUT, DoesNotFit: NO_FIT, Interrupted: STOPPED}
+    return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
 
 
 def _error_line(error: Exception) -> str:
@@ -214,7 +212,7 @@ def _error_line(error: Exception) -> str:
 def _resume_options(options: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """Set --config of a resumed run to the run.yaml in its folder, unless --config is given."""
     if getattr(options, "resume", False) and not options.config:
-        run_folder = import_module("packtrain.training.train_settings").run_folder
+        run_folder = import_module("packtrain.training.run_settings").run_folder
         run_file = run_folder(Path(getattr(options, "output", settings.output))) / "run.yaml"
         options.config = run_file if run_file.exists() else None
     return options

@@ -42,8 +42,7 @@ def run(settings: RunsSettings) -> int:
         print_message(f"watch the runs at {server.url}, stop with Ctrl-C")
         server.run()
         return DONE
-    if settings.html is not None:
-        check_writable(settings.html, "--html")
+    check_writable(settings.html, "--html")
     page_data.refresh()
     if not page_data.runs:
         raise InputError(f"{root} has no runs; they are folders with a metrics.jsonl or a run.yaml")

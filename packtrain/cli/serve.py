@@ -18,11 +18,10 @@ def run(settings: ServeSettings) -> int:
     api_keys = settings.keys()
     sock = http_listener.bind_socket(settings.host, settings.port)
     server = load_server(settings, TerminalEvents())
-    host, port = sock.getsockname()[:2]
-    engine = server.engine
+    engine, url = server.engine, http_listener.listening_socket.url_of(sock)
     print_message(
         f"{server.name}: {len(engine.slots)} slots, a context of {engine.context.cache.num_cells:,} tokens"
-        f"\nlistening on http://{f'[{host}]' if ':' in host else host}:{port}, stop with Ctrl-C"
+        f"\nlistening on {url}, stop with Ctrl-C"
     )
     http_listener.listen(http_app.app(server, api_keys, settings.ui), engine, sock, print_message)
     return DONE

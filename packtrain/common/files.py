@@ -158,8 +158,10 @@ def write_text(path: str | Path, text: str) -> None:
         file.write(text.encode())
 
 
-def check_writable(path: str | Path, field: str) -> None:
-    """Raise InputError if a file cannot be written at `path`; checked before the work, not after it."""
+def check_writable(path: str | Path | None, field: str) -> None:
+    """Raise InputError if a file cannot be written at `path`; checked before the work, not after it. None: no file."""
+    if path is None:
+        return
     path = Path(path)
     if path.is_dir() or not path.name:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")

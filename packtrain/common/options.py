@@ -7,7 +7,7 @@
 
 A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
 `X | None` is unset by default; a tuple's flag may be repeated. `COMMON = "temp top_k seed"` in a class with many
-options lists, in order, the options of its short help.
+options lists, in order, the options of its short help. `requires` and `conflicts` are read by common.option_rules.
 """
 
 import argparse
@@ -31,6 +31,9 @@ T = TypeVar("T")
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 COLUMNS = "columns by other names: question=prompt,answer=completion; names with commas in quotes; common ones known"
+# when a resumed run may change a setting: alike on all ranks, or only together with the optimizer
+ON_ALL_RANKS, WITH_OPTIMIZER = "on all ranks", "with the optimizer"
+Rules = str | Mapping[str, str]  # conditions, each with a reason, see common.option_rules
 EXPECTED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -44,31 +47,51 @@ def option(
     max_value: float | None = None,
     group: str = "",
     metavar: str = "",
+    requires: Rules = "",
+    conflicts: Rules = "",
+    resumable: bool | str = False,
 ) -> Any:
-    """Declare a setting with a default; `flags` are aliases, `min_value` and `max_value` bound a number.
+    """Declare a setting with a default.
 
-    `group` is the heading in the help (one of GROUPS), `metavar` the placeholder for the value.
+    flags                 aliases
+    min_value, max_value  bounds of a number
+    group                 heading in the help, one of GROUPS
+    metavar               placeholder for the value
+    requires, conflicts   settings without which, or with which, this one is refused, see common.option_rules
+    resumable             whether a resumed run may change it; ON_ALL_RANKS or WITH_OPTIMIZER restrict that
     """
     metadata = {
         "help": help,
         "flags": flags.split(),
         "choices": choices,
         "bounds": (min_value, max_value),
+        "group": group,
+        "metavar": metavar,
+        "requires": requires,
+        "conflicts": conflicts,
+        "resumable": resumable,
     }
-    metadata |= {"group": group, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 # `option` with a heading of the help
 DATA, MODEL = partial(option, group="data"), partial(option, group="model")
-TRAINING, LORA = partial(option, group="training"), partial(option, group="LoRA")
-SAMPLING, MEMORY = partial(option, group="sampling"), partial(option, group="memory")
-OUTPUT = partial(option, group="output and logging")
+TRAINING, SAMPLING = partial(option, group="training"), partial(option, group="sampling")
+MEMORY = partial(option, group="memory")
+# options that a resumed run may change: no bit of a step depends on outputs and resources
+OUTPUT = partial(option, group="output and logging", resumable=True)
+RESOURCES = partial(MEMORY, resumable=True)
+SOURCE = partial(DATA, resumable=True)  # a checkpoint has a checksum of the data
+STOPPING = partial(TRAINING, resumable=ON_ALL_RANKS)  # which steps and validations there are
+UPDATE = partial(TRAINING, resumable=WITH_OPTIMIZER)
 
 
-def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
+def positional(
+    help: str, default: Any = dataclasses.MISSING, *, resumable: bool | str = False
+) -> Any:
     """Declare a positional argument, required if it has no default."""
-    return dataclasses.field(default=default, metadata={"help": help, "positional": True})
+    metadata = {"help": help, "positional": True, "resumable": resumable}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def required(help: str, *, flags: str = "", group: str = "") -> Any:
@@ -79,6 +102,13 @@ def required(help: str, *, flags: str = "", group: str = "") -> Any:
 def option_fields(cls: type) -> list["dataclasses.Field[Any]"]:
     """Return the fields of a class that are declared as options."""
     return [field for field in _fields(cls) if "help" in field.metadata]
+
+
+def resumable_names(cls: type, *kinds: bool | str) -> frozenset[str]:
+    """Return the settings that a resumed run may change, always; with `kinds`, on one of these conditions."""
+    kind_by_name = {field.name: field.metadata.get("resumable", False) for field in _fields(cls)}
+    accepted_kinds = kinds or (True, ON_ALL_RANKS)
+    return frozenset(name for name, kind in kind_by_name.items() if kind in accepted_kinds)
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> list[str]:

@@ -44,10 +44,6 @@ class ResponseFormat(Protocol):
     ) -> Any: ...
 
 
-class AnswerFailure(RuntimeError):
-    """An answer failed by a fault of the request or of the server."""
-
-
 def make_response(
     server: Server, jobs: Sequence[GenerationJob], response_format: ResponseFormat, is_stream: bool
 ) -> Response:

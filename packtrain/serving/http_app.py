@@ -1,7 +1,7 @@
 """The HTTP application: routes, API keys, limits of requests, errors."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,6 +25,16 @@ from packtrain.serving.response_shapes import HttpRefusal, error
 from packtrain.serving.server_state import PromptTooLong, Server
 
 PRIVATE = "access-control-request-private-network"
+FAULTS = (
+    InputError,
+    RecursionError,
+    ServerBusy,
+    HttpRefusal,
+    HTTPException,
+    ClientDisconnect,
+    Exception,
+)
+HTTP_MESSAGES = {404: "File Not Found", 405: "this path takes another method"}
 METHODS = ["GET", "POST", "DELETE", "OPTIONS"]
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
@@ -35,15 +45,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
     api_routes = [_make_route(server, body_reader, *route_args) for route_args in routes.ROUTES]
     return Starlette(
         routes=[*api_routes, *([page_route()] if ui else ())],
-        exception_handlers={
-            InputError: _input_error,
-            RecursionError: _recursion_error,
-            ServerBusy: _server_busy,
-            HttpRefusal: _request_refused,
-            HTTPException: _http_error,
-            ClientDisconnect: _server_busy,
-            Exception: _internal_error,
-        },
+        exception_handlers=dict.fromkeys(FAULTS, _answer_error),
         middleware=[
             Middleware(DrainRequest),
             Middleware(
@@ -102,34 +104,23 @@ def _make_route(server: Server, bodies: BodyReader, path: str, method: str, hand
     return Route(path, endpoint, methods=[method.split()[0]])
 
 
-async def _input_error(request: Request, fault: Exception) -> Response:
-    if isinstance(fault, PromptTooLong):
-        details = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.max_tokens}
-        return JSONResponse(error(400, str(fault), "exceed_context_size_error", **details), 400)
-    return JSONResponse(error(400, str(fault)), 400)
-
-
-async def _recursion_error(request: Request, fault: Exception) -> Response:
-    return JSONResponse(error(400, "the body is nested too deep"), 400)
-
-
-async def _server_busy(request: Request, fault: Exception) -> Response:
-    message = str(fault) or "the client went away before the answer"
-    return JSONResponse(error(503, message), 503, {"Retry-After": "1"})
-
-
-async def _request_refused(request: Request, fault: Exception) -> Response:
-    assert isinstance(fault, HttpRefusal)
-    return JSONResponse(error(fault.code, str(fault)), fault.code)
-
-
-async def _http_error(request: Request, fault: Exception) -> Response:
-    assert isinstance(fault, HTTPException)
-    message = {404: "File Not Found", 405: "this path takes another method"}.get(
-        fault.status_code, fault.detail
-    )
-    return JSONResponse(error(fault.status_code, message), fault.status_code, headers=fault.headers)
-
-
-async def _internal_error(request: Request, fault: Exception) -> Response:
-    return JSONResponse(error(500, "internal error"), 500)
+async def _answer_error(request: Request, fault: Exception) -> Response:
+    """Answer a request that failed by a fault of its own or of the server."""
+    code, message, error_type, details = 500, "internal error", "", dict[str, int]()
+    headers: Mapping[str, str] | None = None
+    match fault:
+        case PromptTooLong(tokens=tokens, max_tokens=max_tokens):
+            code, message, error_type = 400, str(fault), "exceed_context_size_error"
+            details = {"n_prompt_tokens": tokens, "n_ctx": max_tokens}
+        case InputError():
+            code, message = 400, str(fault)
+        case RecursionError():
+            code, message = 400, "the body is nested too deep"
+        case ServerBusy() | ClientDisconnect():
+            code, message = 503, str(fault) or "the client went away before the answer"
+            headers = {"Retry-After": "1"}
+        case HttpRefusal(code=code):
+            message = str(fault)
+        case HTTPException(status_code=code, headers=headers):
+            message = HTTP_MESSAGES.get(code, fault.detail)
+    return JSONResponse(error(code, message, error_type, **details), code, headers)

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from packtrain.common.errors import InputError
+from packtrain.serving import listening_socket
 from packtrain.serving.engine_thread import ServingEngine
 
 MAX_HEADER_NBYTES = 64 << 10  # most bytes of a request's headers
@@ -24,18 +24,11 @@ BACKLOG = 128
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Open a socket that listens at an address and gives up clients that take nothing. Raises InputError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, UnicodeError) as error:
-        reason = str(getattr(error, "strerror", None) or error).lower()
-        raise InputError(
-            f"--host {host} --port {port}: cannot listen there: {reason}", "use another port"
-        ) from None
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE_SECONDS))
-    return sock
+    """Open a socket that listens at the address of --host and --port. Raises InputError."""
+    flags = f"--host {host} --port {port}"
+    return listening_socket.bind_socket(
+        host, port, flags, backlog=BACKLOG, idle_seconds=IDLE_SECONDS
+    )
 
 
 class _Connection(H11Protocol):

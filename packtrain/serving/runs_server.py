@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from packtrain.common.errors import InputError
+from packtrain.serving.listening_socket import bind_socket, url_of
 from packtrain.training.monitoring.page_data import RunsPageData
 from packtrain.training.monitoring.runs_page import live_page
 
@@ -63,11 +64,12 @@ class RunsPageServer:
     def __init__(self, watch: str, board: RunsPageData) -> None:
         host, port = parse_address(watch)
         self.board = board
-        self._socket = _bind_socket(watch, host, port)
-        host, port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        flags = f"--watch {watch}"
+        self._socket = bind_socket(host, port, flags, backlog=CONNECTIONS, idle_seconds=STALLED)
+        self.url = f"{url_of(self._socket)}/"
+        is_local = self._socket.getsockname()[0] in LOCAL
         config = uvicorn.Config(
-            self._make_app(host in LOCAL), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            self._make_app(is_local), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
             loop="asyncio", server_header=False, h11_max_incomplete_event_size=1 << 14,
             limit_concurrency=CONNECTIONS, timeout_keep_alive=STALLED, timeout_graceful_shutdown=1,
         )  # fmt: skip
@@ -169,18 +171,3 @@ async def _file_pieces(path: Path) -> AsyncIterator[bytes]:
         while piece := file.read(PIECE_NBYTES):
             yield piece
             await asyncio.sleep(0)
-
-
-def _bind_socket(watch: str, host: str, port: int) -> socket.socket:
-    """Open a socket that listens at an address and gives up clients that take nothing. Raises InputError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
-    except (OSError, UnicodeError) as error:
-        reason = str(getattr(error, "strerror", None) or error).lower()
-        raise InputError(
-            f"--watch {watch}: cannot listen there: {reason}", "use another port"
-        ) from None
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * STALLED)
-    return sock

@@ -4,8 +4,8 @@ import asyncio
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -213,55 +213,45 @@ class Server:
 
     def save_slot(self, number: int, path: Path) -> int:
         """Save a slot's state to a file; returns its number of tokens. Raises HttpRefusal, InputError."""
-        context = self.engine.context
 
-        def save_in_engine() -> int:
-            self._check_idle(number)
-            try:
+        def save(context: Context) -> int:
+            with _file_errors(path, "saved"):
                 context.save_file(path, [number])
-            except OSError as error:
-                reason = str(error.strerror or error).lower()
-                raise InputError(f"{path.name} cannot be saved: {reason}") from None
             return context.next(number)
 
-        return self.engine.call(save_in_engine).result()
+        return self._call_idle(number, save)
 
     def restore(self, number: int, path: Path) -> int:
         """Restore a slot's state from a file; returns its number of tokens. Raises HttpRefusal, InputError."""
-        context = self.engine.context
 
-        def restore_in_engine() -> int:
-            self._check_idle(number)
-            try:
+        def restore(context: Context) -> int:
+            with _file_errors(path, "restored"):
                 context.restore_file(path, [number])
-            except FileNotFoundError:
-                raise InputError(f"there is no saved slot {path.name}") from None
-            except OSError as error:
-                reason = str(error.strerror or error).lower()
-                raise InputError(f"{path.name} cannot be restored: {reason}") from None
-            except (ContextError, CacheFull) as error:
-                raise InputError(str(error).replace(str(path), path.name)) from None
             self.engine.slots[number].scales = tuple(context.adapters.scales[number].tolist())
             context.release(number)
             return context.next(number)
 
-        return self.engine.call(restore_in_engine).result()
+        return self._call_idle(number, restore)
 
     def erase_slot(self, number: int) -> int:
         """Remove a slot's tokens; returns how many there were. Raises HttpRefusal."""
-        context = self.engine.context
 
-        def erase_in_engine() -> int:
-            self._check_idle(number)
+        def erase(context: Context) -> int:
             num_tokens = context.next(number)
             context.remove(number)
             return num_tokens
 
-        return self.engine.call(erase_in_engine).result()
+        return self._call_idle(number, erase)
 
-    def _check_idle(self, number: int) -> None:
-        if self.engine.slots[number].answer:
-            raise HttpRefusal(503, f"slot {number} is busy; try again later")
+    def _call_idle(self, number: int, function: Callable[[Context], int]) -> int:
+        """Call a function in the engine's thread while a slot is idle. Raises HttpRefusal if it is not."""
+
+        def call() -> int:
+            if self.engine.slots[number].answer:
+                raise HttpRefusal(503, f"slot {number} is busy; try again later")
+            return function(self.engine.context)
+
+        return self.engine.call(call).result()
 
     # ---- answers
 
@@ -308,6 +298,20 @@ class Server:
         for loop, loop_events in pending_events.items():
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(_put_events, loop_events)
+
+
+@contextmanager
+def _file_errors(path: Path, verb: str) -> Iterator[None]:
+    """Turn errors of a slot's file into InputError without the file's folder."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(f"there is no saved slot {path.name}") from None
+    except OSError as error:
+        reason = str(error.strerror or error).lower()
+        raise InputError(f"{path.name} cannot be {verb}: {reason}") from None
+    except (ContextError, CacheFull) as error:
+        raise InputError(str(error).replace(str(path), path.name)) from None
 
 
 def _put_events(loop_events: Sequence[tuple[EventQueue, QueueItem]]) -> None:

@@ -8,7 +8,7 @@ Among 69 templates of llama.cpp, those that write calls show their style, except
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from packtrain.serving import call_arguments
 from packtrain.serving.call_arguments import ParsedCall, read_bare, read_document, read_keywords
 
 NAME, PROBE_LAST, PROBE_WORDS = "probename", "probelast", "probewords"
-KEYS, PROBE_VALUES = ("probekey", "otherkey"), ("probevalue", "othervalue")
+PROBE_ARGUMENTS = {"probekey": "probevalue", "otherkey": "othervalue"}
+PROBE_KEYS, PROBE_VALUES = [*PROBE_ARGUMENTS], [*PROBE_ARGUMENTS.values()]
 PROBE_IDS = "call00001", "call00002"
 ID_MARK, COUNT = "\0", "\1"  # characters that stand for the id of a call, and for a number
 WILD = {ID_MARK: r"[A-Za-z0-9_-]{1,40}", COUNT: r"[0-9]{1,3}"}
@@ -240,7 +241,7 @@ def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[
     separators, (_, default_separator, after_value) = [], style.pair
     for kind, value in EXAMPLE_VALUES.items():
         probe_call = _call(NAME, 0)
-        probe_call["function"]["arguments"] = {KEYS[0]: value}
+        probe_call["function"]["arguments"] = {PROBE_KEYS[0]: value}
         try:
             reply_text = _render_reply(renderer, {"content": "", "tool_calls": [probe_call]})
         except InputError:
@@ -248,7 +249,7 @@ def _typed(renderer: ConversationRenderer, style: ToolCallStyle) -> tuple[tuple[
         values = f"{json.dumps(value)}\0{json.dumps(value, separators=(',', ':'))}\0{value}".split(
             "\0"
         )
-        pair_pattern = rf"{KEYS[0]}(.*?)(?:{_any(values)}){_spaced(after_value)}"
+        pair_pattern = rf"{PROBE_KEYS[0]}(.*?)(?:{_any(values)}){_spaced(after_value)}"
         shown = re.search(pair_pattern, reply_text, re.S)
         separators += (
             [(kind, shown[1])] if shown and shown[1].strip() != default_separator.strip() else []
@@ -268,8 +269,7 @@ def _render_reply(renderer: ConversationRenderer, message: dict[str, Any]) -> st
 
 
 def _call(name: str, call_index: int) -> CallObject:
-    arguments = dict(zip(KEYS, PROBE_VALUES, strict=True))
-    function = {"name": name, "arguments": arguments}
+    function = {"name": name, "arguments": PROBE_ARGUMENTS}
     return {"id": PROBE_IDS[call_index], "type": "function", "function": function}
 
 
@@ -295,9 +295,7 @@ def _value_kind(value: Any) -> str:
     """Say whether a probe's value is its `name` or its `arguments`; "" for others."""
     if value == NAME:
         return "name"
-    is_arguments = isinstance(value, dict) and tuple(value.items()) == tuple(
-        zip(KEYS, PROBE_VALUES, strict=True)
-    )
+    is_arguments = value == PROBE_ARGUMENTS and [*value] == PROBE_KEYS
     return "arguments" if is_arguments else ""
 
 
@@ -339,10 +337,11 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
         name_suffix, closing = rest[: notation_match.start()], rest[notation_match.end() :]
         quote = notation_match["quote"]
         return ToolCallStyle(opening, separator, closing, middle=name_suffix, quote=quote)
-    places = [rest.find(word) for pair in zip(KEYS, PROBE_VALUES, strict=True) for word in pair]
+    probe_words = [word for pair in PROBE_ARGUMENTS.items() for word in pair]
+    places = [rest.find(word) for word in probe_words]
     if -1 in places or places != sorted(places):
         return None
-    end_offsets = [at + len(w) for at, w in zip(places, _probe_words(), strict=True)]
+    end_offsets = [at + len(w) for at, w in zip(places, probe_words, strict=True)]
     head = rest[: places[0]]
     between = rest[end_offsets[0] : places[1]]
     pair_gap = rest[end_offsets[1] : places[2]]
@@ -359,25 +358,20 @@ def _name_first_style(one_call: str, two_calls: str) -> ToolCallStyle | None:
 
 def _match_python_call(rest: str) -> re.Match[str] | None:
     """Match the probe's arguments as keywords of a call in Python."""
-    (first_key, x), (b, y) = zip(KEYS, PROBE_VALUES, strict=True)
+    (first_key, x), (b, y) = PROBE_ARGUMENTS.items()
     quote = r"(?P<quote>['\"])"
     return re.match(rf"\({first_key}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
 
 
 def _match_bare_object(rest: str) -> re.Match[str] | None:
     """Match the probe's arguments as an object with bare keys, in either order."""
-    probe_pairs = [*zip(KEYS, PROBE_VALUES, strict=True)]
+    probe_pairs = [*PROBE_ARGUMENTS.items()]
     for (first_key, x), (b, y) in (probe_pairs, probe_pairs[::-1]):
         quote_pattern = r"(?P<quote>[^\w{}]+?)"
         form = rf"\{{{first_key}:{quote_pattern}{x}(?P=quote),{b}:(?P=quote){y}(?P=quote)\}}"
         if match := re.search(form, rest):
             return match
     return None
-
-
-def _probe_words() -> Iterator[str]:
-    for pair in zip(KEYS, PROBE_VALUES, strict=True):
-        yield from pair
 
 
 def _text_after_arguments(two_calls: str, arguments_end: str) -> str:

@@ -61,21 +61,14 @@ class RequestTools:
             raise InputError(f"tool_choice is {choice!r}; there is no such tool")
         if not functions or choice == "none":
             return None
-        raw_tools = body.get("tools")
-        raw_functions = (
-            [definition.get("function", definition) for definition in raw_tools]
-            if isinstance(raw_tools, list)
-            else []
-        )
-        strict_names = {
-            definition["name"] for definition in raw_functions if definition.get("strict")
-        } | {choice}
+        raw_tools = body.get("tools") if isinstance(body.get("tools"), list) else []
+        raw_functions = [definition.get("function", definition) for definition in raw_tools]
+        strict_names = {f["name"] for f in raw_functions if f.get("strict")} | {choice}
         loose_functions, warnings = list[Call](), list[str]()
         for function in functions:
             unsupported = list[str]()
-            loose_functions.append(
-                function | {"parameters": loosened(function["parameters"], unsupported)}
-            )
+            parameters = loosened(function["parameters"], unsupported)
+            loose_functions.append(function | {"parameters": parameters})
             facts = [f"tools: {function['name']}: {place}" for place in unsupported]
             if facts and strict_names & {function["name"], "required"}:
                 raise InputError(f"{facts[0]} is not supported: no grammar can hold answers to it")
@@ -118,17 +111,11 @@ class RequestTools:
             first = opening[0] if opening else None
             begin = self.call_openings if first is None else (str(first).split(ID_MARK)[0].strip(),)
             triggers = {"tokens": (first,)} if isinstance(first, int) else {"words": begin}
-        repeated_calls = (
-            f"({builder.text(style.separator)} {call})*"
-            if self.allow_parallel and style.separator
-            else ""
-        )
-        start_rule = " ".join(
-            filter(
-                None,
-                (builder.text(opening, True), call, repeated_calls, builder.text(style.closing)),
-            )
-        )
+        repeated_calls = ""
+        if self.allow_parallel and style.separator:
+            repeated_calls = f"({builder.text(style.separator)} {call})*"
+        parts = builder.text(opening, True), call, repeated_calls, builder.text(style.closing)
+        start_rule = " ".join(filter(None, parts))
         return Grammar(tokenizer, builder.build_grammar(start_rule, otherwise), **triggers)
 
     def _call_rule(self, builder: ToolCallRules, chosen: Sequence[Call]) -> str:
@@ -151,17 +138,13 @@ class RequestTools:
         if self.style.pair is None:
             return builder.document(schema)
         before_key, _, after = self.style.pair
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared = _definitions(schema)
         argument_rules = []
         for key, property_schema in schema.get("properties", {}).items():
             kind = property_schema.get("type", "string" if "enum" in property_schema else "object")
             between = self.style.value_separator(kind if isinstance(kind, str) else "object")
             text = f"{builder.text(before_key)} {json.dumps(key)} {builder.text(between)}"
-            if property_schema.get("type") == "string" and not property_schema.keys() & {
-                "enum",
-                "const",
-                "pattern",
-            }:
+            if _is_free_text(property_schema):
                 text = f"{text} {builder.free_text_rule(after)}"
             elif all(isinstance(value, str) for value in property_schema.get("enum", [0])):
                 text = f"{text} {alternation([json.dumps(x) for x in property_schema['enum']])} {builder.text(after)}"
@@ -173,18 +156,11 @@ class RequestTools:
     def _keywords_rule(self, builder: ToolCallRules, schema: Call) -> str:
         """Return the rule of arguments as keywords of Python, in the order of the schema."""
         quote, argument_rules = self.style.python, []
-        shared_definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared_definitions = _definitions(schema)
         for key, property_schema in schema.get("properties", {}).items():
-            free = property_schema.get("type") == "string" and not property_schema.keys() & {
-                "enum",
-                "const",
-                "pattern",
-            }
-            value_rule = (
-                f"{json.dumps(quote)} {builder.free_text_rule(quote)}"
-                if free
-                else builder.document(property_schema | shared_definitions)
-            )
+            value_rule = f"{json.dumps(quote)} {builder.free_text_rule(quote)}"
+            if not _is_free_text(property_schema):
+                value_rule = builder.document(property_schema | shared_definitions)
             text = f"{json.dumps(f'{key}=')} {value_rule} /,? ?/"
             argument_rules.append(text if key in schema.get("required", ()) else f"({text})?")
         return " ".join(argument_rules)
@@ -228,6 +204,16 @@ class RequestTools:
         return answer_words, [_openai_call(name, arguments) for name, arguments in parsed_calls]
 
 
+def _is_free_text(schema: Call) -> bool:
+    limits = {"enum", "const", "pattern"}
+    return schema.get("type") == "string" and not schema.keys() & limits
+
+
+def _definitions(schema: Call) -> Call:
+    """Return what references in a schema's properties may point to."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
 def _allowed_functions(choice: Any, functions: tuple[Call, ...]) -> tuple[str, tuple[Call, ...]]:
     """Return the mode of allowed_tools, and the functions that it lists. Raises InputError."""
     options = JsonBody(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
@@ -253,8 +239,8 @@ def _fault(tokenizer: Tokenizer, schema: Any, at: str) -> str:
     except InputError as error:
         fact = f"{at}: {error}"
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    shared = {key: schema[key] for key in ("$defs", "definitions") if properties and key in schema}
     parts = properties.items() if isinstance(properties, dict) else ()
+    shared = _definitions(schema) if parts else {}
     faults = (_fault(tokenizer, x | shared, f"{at}.{k}") for k, x in parts if isinstance(x, dict))
     return next(filter(None, faults), fact)
 

@@ -1,30 +1,44 @@
 """Settings of finetune that train lacks, or has with another default."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from packtrain.common.errors import InputError
-from packtrain.common.options import DATA, LORA, OUTPUT, TRAINING, positional
+from packtrain.common.options import DATA, OUTPUT, SOURCE, TRAINING, UPDATE, option, positional
 from packtrain.data.conversations import TRUNCATE_CHOICES
 from packtrain.models.distillation_loss import DistillationLoss
 from packtrain.models.preference_loss import KINDS, PreferenceLoss, make_preference
-from packtrain.training.train_settings import CHAT_TEMPLATE, MAX_CONTEXT, OUTPUT_TYPES, RunSettings
+from packtrain.training.run_settings import (
+    ALL_TURNS,
+    CHAT_TEMPLATE,
+    MAX_CONTEXT,
+    OUTPUT_TYPES,
+    VALIDATING,
+    RunSettings,
+)
 
 NEXT_TOKEN = "next-token"
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
+# settings that exclude others, and why
+FULL = {"full": "which trains the weights themselves"}
+UNMERGED = {"merge=none": "which writes the adapter alone"}
+AWARE = {"aware": "which trains what the matrices' own blocks can hold"}
+LORA = partial(option, group="LoRA", conflicts=FULL)
+DISTILLING = partial(TRAINING, requires="teacher")
 
 
 @dataclass(frozen=True)
 class TuneSettings(RunSettings):
     COMMON = "data output memory epochs iters lr lora_rank ctx full merge val_split seed resume overwrite"
 
-    model: Path | None = positional("the base model, a GGUF file", None)
+    model: Path | None = positional("the base model, a GGUF file", None, resumable=True)
     output: Path = OUTPUT(
         Path("tuned.gguf"),
         "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
         flags="-o",
     )
-    data: Path | None = DATA(
+    data: Path | None = SOURCE(
         None,
         "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
     )
@@ -35,9 +49,14 @@ class TuneSettings(RunSettings):
         min_value=2,
         max_value=MAX_CONTEXT,
     )
-    adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
+    adapter: Path | None = OUTPUT(
+        None, "write a copy of the LoRA adapter to this GGUF file", conflicts=FULL | UNMERGED
+    )
     type: str | None = OUTPUT(
-        None, "element type of the changed matrices (default: as in the base)", choices=OUTPUT_TYPES
+        None,
+        "element type of the changed matrices (default: as in the base)",
+        choices=OUTPUT_TYPES,
+        conflicts=UNMERGED | AWARE,
     )
 
     merge: str = OUTPUT(
@@ -45,11 +64,13 @@ class TuneSettings(RunSettings):
         "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding; none:"
         " --output is the adapter alone",
         choices=("calibrated", "plain", "none"),
+        conflicts=FULL | {"aware merge=plain": "which merges as it trains"},
     )
     tensor_type: tuple[str, ...] = OUTPUT(
         (),
         "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
         metavar="NAME=TYPE",
+        conflicts=FULL | UNMERGED | AWARE,
     )
 
     check_answers: int = OUTPUT(
@@ -64,6 +85,7 @@ class TuneSettings(RunSettings):
         "f32",
         "with --full: element type of the weights in training; bf16 needs half the bytes",
         choices=("f32", "bf16"),
+        requires="full",
     )
     lora_rank: tuple[str, ...] = LORA(
         ("16",), "rank, or NAME=RANK for the matrices of this name; repeatable", metavar="RANK"
@@ -80,7 +102,11 @@ class TuneSettings(RunSettings):
         metavar="NAMES",
     )
     lora_dropout: float = LORA(
-        0.0, "dropout probability of the adapter's input", min_value=0, max_value=0.9
+        0.0,
+        "dropout probability of the adapter's input",
+        min_value=0,
+        max_value=0.9,
+        conflicts=FULL | AWARE,
     )
     aware: bool = LORA(
         False,
@@ -89,7 +115,10 @@ class TuneSettings(RunSettings):
     )
     num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", min_value=-1)
     freeze: tuple[str, ...] = TRAINING(
-        (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN"
+        (),
+        "with --full: tensors to freeze, such as 'token_embd*'; repeatable",
+        metavar="PATTERN",
+        requires="full",
     )
 
     loss: str = TRAINING(
@@ -129,21 +158,22 @@ class TuneSettings(RunSettings):
         None,
         "a larger model with the same vocabulary, a GGUF file, whose likeliest tokens the tuned model learns, too; it"
         " reads the data once, before step 1",
+        requires={"loss=next-token": "with a loss of pairs"},
     )
-    distill_weight: float = TRAINING(
+    distill_weight: float = DISTILLING(
         0.5,
         "with --teacher: its share of the loss; the rest is the data's",
         min_value=1e-6,
         max_value=1,
     )
-    distill_temperature: float = TRAINING(
+    distill_temperature: float = DISTILLING(
         1.0,
         "with --teacher: what both models' logits are divided by; other than 1, logits are computed twice unless"
         " --distill-weight is 1",
         min_value=0.05,
         max_value=100,
     )
-    distill_top: int = TRAINING(
+    distill_top: int = DISTILLING(
         16, "with --teacher: how many of its likeliest tokens count", min_value=1, max_value=128
     )
 
@@ -155,12 +185,19 @@ class TuneSettings(RunSettings):
         max_value=100_000,
     )
     replay_weight: float = TRAINING(
-        3.0, "how much these texts count, where the data counts 1", min_value=1e-6, max_value=1e6
+        3.0,
+        "how much these texts count, where the data counts 1",
+        min_value=1e-6,
+        max_value=1e6,
+        conflicts="replay=0",
     )
 
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
     train_on: str = DATA(
-        "all", "which of the assistant's turns to train on", choices=("all", "last")
+        "all",
+        "which of the assistant's turns to train on",
+        choices=("all", "last"),
+        conflicts=ALL_TURNS,
     )
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE_CHOICES
@@ -178,19 +215,25 @@ class TuneSettings(RunSettings):
         "passes over the data, in place of --iters (default: 3 to 1, for few examples up to 12: 180 steps or more)",
         min_value=0.001,
         max_value=1e6,
+        resumable=True,
+        conflicts={"iters": "which sets the length"},
     )
-    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", min_value=0)
-    lr: float | None = TRAINING(
+    val_batches: int = VALIDATING(10, "most micro-batches per validation; 0: all", min_value=0)
+    lr: float | None = UPDATE(
         None,
         "peak learning rate (default: 1e-4 at a width of 4096, 4.4e-4 at 640; a tenth with --full or for pairs; 1 with"
         " lbfgs)",
         flags="--learning-rate -lr",
         min_value=0,
     )
-    warmup_ratio: float = TRAINING(
+    warmup_ratio: float = UPDATE(
         0.03, "share of the steps used for learning-rate warm-up", min_value=0, max_value=1
     )
     weight_decay: float = TRAINING(0.01, "weight decay", min_value=0)
+
+    @property
+    def maps_weights(self) -> bool:
+        return True
 
     @property
     def default_rate(self) -> float:

@@ -1,27 +1,20 @@
 """Check that a run can resume from a checkpoint; if not, name the flags or files that have changed."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from packtrain.common.errors import InputError
-from packtrain.common.options import flag
+from packtrain.common.options import WITH_OPTIMIZER, flag, resumable_names
 from packtrain.common.text import plural
 from packtrain.engine.optim import OPTIMIZERS
 from packtrain.training.checkpoints import TrainingCheckpoint
-from packtrain.training.train_settings import RESUMABLE
 from packtrain.training.training_job import SOURCES, TrainingJob
 
-# settings that determine how the data is tokenized
-READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
 # values in checkpoints that lack a setting, where those are not its default
 LEGACY_VALUES = {"shuffle_samples": False}
 ORDER_FIELDS = ("rows", "chunk", "layered")  # they fix the order of floating-point additions
-# settings that may change together with the optimizer
-RATES = """lr lr_min lr_scheduler lr_cycles lr_cycle_growth lr_half_every warmup_ratio warmup_lr
-optimizer max_grad_norm max_grad_value"""
-UPDATE_SETTINGS = {*RATES.split(), *(f.name for kind in OPTIMIZERS.values() for f in fields(kind))}
 
 
 def check_compatible(
@@ -51,9 +44,9 @@ def check_compatible(
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: type) -> list[str]:
     """Return messages about differences between a checkpoint and the job, as flags and file names."""
     changed_settings = [*_changed_settings(saved, current, settings)]
-    names = [name for name, _ in changed_settings]
     messages = [line for _, line in changed_settings]
-    messages += _files(saved, current, read_otherwise=any(name in READING for name in names))
+    is_read_otherwise = any(field.metadata["group"] == "data" for field, _ in changed_settings)
+    messages += _files(saved, current, is_read_otherwise)
     if messages:
         return messages
     # no setting explains these, for example another version of packtrain
@@ -71,27 +64,32 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], settings: 
 
 def _changed_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], settings: type
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple["Field[Any]", str]]:
     """Yield each changed setting with a message; settings unknown to an old checkpoint had their defaults."""
-    resumable_names = RESUMABLE | (UPDATE_SETTINGS if _changed_optimizer(saved, current) else set())
+    changeable = resumable_names(settings)
+    if _changed_optimizer(saved, current):
+        optimizer_names = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
+        changeable |= resumable_names(settings, WITH_OPTIMIZER) | optimizer_names
     for field in fields(settings):
         # `data` is a checksum in the checkpoint
-        if field.name not in current or field.name in resumable_names:
+        if field.name not in current or field.name in changeable:
             continue
         default = LEGACY_VALUES.get(field.name, field.default)
         default = [*default] if isinstance(default, tuple) else default
         old_value, is_ = saved.get(field.name, default), current[field.name]
         if old_value != is_:
-            yield field.name, f"{flag(field.name)} was {_shown(old_value)} and is {_shown(is_)}"
+            yield field, f"{flag(field.name)} was {_shown(old_value)} and is {_shown(is_)}"
 
 
-def _files(saved: Mapping[str, Any], current: Mapping[str, Any], read_otherwise: bool) -> list[str]:
+def _files(
+    saved: Mapping[str, Any], current: Mapping[str, Any], is_read_otherwise: bool
+) -> list[str]:
     """Return messages about changed files: `data` has the checksum of the data and, in finetune, of the base."""
     (data, *base), (data_now, *base_now) = str(saved.get("data")).split(), current["data"].split()
     was, is_ = saved.get("sources", {}), current["sources"]
     if base != base_now:
         return [f"the base {Path(is_['model']).name} is not the file it began with"]
-    if data == data_now or read_otherwise:
+    if data == data_now or is_read_otherwise:
         return []
     changed_sources = [name for name in SOURCES if name in was and was[name] != is_.get(name)]
     if changed_sources:

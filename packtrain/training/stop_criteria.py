@@ -2,7 +2,7 @@
 
 from packtrain.common.text import plural
 from packtrain.training.checkpoints import TrainingProgress
-from packtrain.training.train_settings import RunSettings
+from packtrain.training.run_settings import RunSettings
 
 
 def stop_reason(settings: RunSettings, progress: TrainingProgress) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.common.errors import InputError
-from packtrain.common.options import unescape
+from packtrain.common.options import resumable_names, unescape
 from packtrain.common.text import plural
 from packtrain.data.text import CorpusRecipe, prepare_corpus
 from packtrain.data.tokenizer import Tokenizer
@@ -29,8 +29,9 @@ from packtrain.models.model_file import save_model
 from packtrain.planner.step_shape import BaseModel, StepShape
 from packtrain.training.indexed_batches import Batch, IndexedBatches
 from packtrain.training.lr_schedule import LrSchedule, steps_per_eval
+from packtrain.training.run_settings import RunSettings
 from packtrain.training.text_batches import TextBatches
-from packtrain.training.train_settings import RESUMABLE, RunSettings, TrainSettings
+from packtrain.training.train_settings import TrainSettings
 
 MAX_VOCABULARY, MIN_SPLIT = 1_000_000, 1e-4
 GLIMPSE_POSITIONS = 1 << 17  # most positions of the data that are examined before planning
@@ -154,7 +155,8 @@ class TrainingJob:
         Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
         """
         s, shape = self.settings, self.shape
-        setting_names = [name for name in s.__dataclass_fields__ if name not in RESUMABLE]
+        resumable = resumable_names(type(s))
+        setting_names = [field.name for field in fields(s) if field.name not in resumable]
         info = {
             **{name: getattr(s, name) for name in setting_names},
             **asdict(self.config),

@@ -111,13 +111,10 @@ def _write_calibrated(
         events.message(AWARE_MESSAGE)
         merge_job.write_file(settings.output, name, done=done)
         return
-    assert settings.calibrate is not None
-    columns, reading = settings.columns, None
-    memory = settings.memory
-    data = calibration(settings.calibrate, merge_job.base, events, columns=columns, memory=memory)
+    data, reading = calibration(settings, merge_job.base, events), None
     if merge_job.calibrated:
         candidates = reading_plans(merge_job.adapted, merge_job.calibrated, data.time, data.windows)
-        reading = fitting_reading(memory, candidates, "merge with --calibrate")
+        reading = fitting_reading(settings.memory, candidates, "merge with --calibrate")
         events.message(f"merging {reading}, {size_text(reading.nbytes)}")
     with events.counting("merging", "block") as count:
         errors = merge_job.write_file(settings.output, name, reading, data, done=done, block=count)

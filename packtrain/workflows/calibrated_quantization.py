@@ -50,10 +50,7 @@ def write(
     if not any(dtype.chosen for dtype in inside.values()):
         is_unchanged = not changed and any(dtype.chosen for dtype in tensor_types.values())
         raise InputError(f"--calibrate: {settings.model} {ALREADY}" if is_unchanged else NOTHING)
-    calibration_rows = calibration(
-        settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
-    )
-    data = enough(settings.calibrate, calibration_rows)
+    data = enough(settings.calibrate, calibration(settings, model, events))
     # load kernels and tables now, so that the measured memory counts them
     for dtype in set(changed.values()) & set(PACKABLE):
         zero_row = np.zeros((1, dtype.block), np.float32)

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
 from packtrain.common.memory import parse_size, private_nbytes, release_memory
+from packtrain.common.options import flag
 from packtrain.conversion.calibration.calibration_inputs import ReadingPlan
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
 from packtrain.kernels.runtime import cache_root, writable
@@ -20,20 +22,18 @@ SPARE_NBYTES = 4 << 20  # by how much equal processes differ
 
 
 def calibration(
-    data: Path,
-    model: ModelFile,
-    events: Events,
-    flag_name: str = "--calibrate",
-    max_row_tokens: int = CONTEXT,
-    columns: str | None = None,
-    memory: str | None = None,
+    settings: Any, model: ModelFile, events: Events, max_row_tokens: int = CONTEXT
 ) -> SampleBatches:
-    """Read the rows of calibration data, the same ones in each run. Raises InputError for unusable data."""
-    require_existing(data, flag_name)
+    """Read the rows of --calibrate, or of --data, the same ones in each run. Raises InputError for unusable data.
+
+    settings  of a command, with --memory and --columns
+    """
+    name = "calibrate" if hasattr(settings, "calibrate") else "data"
+    data = require_existing(getattr(settings, name), flag(name))
     max_length = min(model.config.context_length, max_row_tokens)
-    recipe = DatasetRecipe(data, model.gguf.path, max_length, pairs=None, columns=columns)
+    recipe = DatasetRecipe(data, model.gguf.path, max_length, pairs=None, columns=settings.columns)
     cache_path = writable(cache_root() / "tokens")
-    samples = prepare_dataset(recipe, cache_path, events.message, memory).train
+    samples = prepare_dataset(recipe, cache_path, events.message, settings.memory).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
 
 

@@ -9,10 +9,9 @@ from packtrain.common.errors import InputError, name_keywords
 from packtrain.common.events import Events
 from packtrain.common.options import option
 from packtrain.common.text import plural
-from packtrain.data import chat_template as templates
-from packtrain.data.chat_template import ChatTemplate, choose_template, load_template
+from packtrain.data.chat_template import ChatTemplate
 from packtrain.inference.generator import GenerationLimits, Reply
-from packtrain.training.train_settings import CHAT_TEMPLATE
+from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
 from packtrain.workflows.warmup import warm
@@ -45,13 +44,10 @@ class ChatSession:
         model = generation_settings.opened(settings, events.message)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
         self._grammar = generation_settings.load_grammar(settings, self._tokenizer)
-        metadata = model.gguf.metadata
-        template_choice = settings.chat_template and load_template(settings.chat_template)
-        template = choose_template(metadata, templates.template_source(metadata), template_choice)
-        if template.reason:
-            events.message(template.note)
-        self._bos = self._text(self._tokenizer.bos)
-        self._template = ChatTemplate(template.source, self._bos, self._text(self._tokenizer.eos))
+        template = generation_settings.choose_chat_template(settings.chat_template, model, events)
+        ids = self._tokenizer.bos, self._tokenizer.eos
+        self._bos, eos = (generation_settings.token_text(self._tokenizer, id) for id in ids)
+        self._template = ChatTemplate(template, self._bos, eos)
         self.cells = generation_settings.cells(
             settings, model.config, generation_settings.CONTEXT, events
         )
@@ -63,9 +59,6 @@ class ChatSession:
         self.max_tokens = settings.n_predict
         self.messages: list[dict[str, str]] = []
         self.clear()
-
-    def _text(self, token_id: int | None) -> str:
-        return "" if token_id is None else self._tokenizer.tokens[token_id].decode(errors="replace")
 
     def __repr__(self) -> str:
         return f"ChatSession({self._settings.model}: {plural(len(self.messages), 'message')})"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from packtrain.common.errors import DoesNotFit, InputError
-from packtrain.common.options import flag
+from packtrain.common.options import ON_ALL_RANKS, flag, resumable_names
 from packtrain.common.version import __version__
 from packtrain.distributed import current_world
 from packtrain.workflows.planned_run import PlannedRun
@@ -33,17 +33,12 @@ def _rank_facts(run_plan: PlannedRun) -> dict[str, Any]:
     checkpoint_hash = (
         None if checkpoint is None else checkpoint.gguf.metadata["packtrain.checkpoint.sha256"]
     )
-    setting_values = {name: getattr(run_plan.job.settings, name) for name in CHANGEABLE_SETTINGS}
+    settings = run_plan.job.settings
+    names = sorted(resumable_names(type(settings), ON_ALL_RANKS))
+    setting_values = {name: getattr(settings, name) for name in names}
     teacher_mark = getattr(run_plan.job.train, "mark", None)
     run_facts = {"version": __version__, "teacher": teacher_mark, "checkpoint": checkpoint_hash}
     return {**job_facts, **setting_values, **run_facts}
-
-
-# settings that a resumed run may change, but that decide which steps and validations there are
-CHANGEABLE_SETTINGS = (
-    "steps_per_eval", "val_batches", "patience", "past", "delta", "max_no_improvement", "grad_tol",
-    "force_reshuffle", "zero",
-)  # fmt: skip
 
 
 def _named(fact_name: str, run_plan: PlannedRun) -> str:

@@ -15,7 +15,7 @@ from packtrain.data.conversations.record_formats import PlainText, RecordReader
 from packtrain.data.text.documents import find_sources
 from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.training.model_loss import MeanEstimate
-from packtrain.training.train_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
+from packtrain.training.run_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
 from packtrain.workflows.evaluation import EvaluateSettings, evaluate, find_eval_file
 from packtrain.workflows.judge_command import judge_answers, parse_command

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,30 +13,29 @@ from packtrain import kernels
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import require_existing
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required, unescape
 from packtrain.common.text import clock, plural
 from packtrain.data.chat_template import load_template
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
-from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file
+from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file, has_valid_file
 from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, Target, target
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
-from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
+from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
 from packtrain.models.model_file import ModelFile, open_model
-from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
+from packtrain.models.model_with_adapters import adapted, read_scaled
 from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
-from packtrain.training.ineffective_settings import VAL_SPLIT_RULE, EffectRule, check_rules
 from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
+from packtrain.training.run_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP, VALID_FILE
 from packtrain.training.sample_batches import SampleBatches, row_length
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP
-from packtrain.training.training_job import check_precision
-from packtrain.workflows.generation_settings import SWA_FULL_HELP, cache_dtype, check_cache
+from packtrain.workflows.generation_settings import SWA_FULL_HELP, check_cache, configured
 from packtrain.workflows.kl_divergence import Divergence, kl_divergence
 from packtrain.workflows.kv_cache_loss import CachedLoss
 
@@ -45,9 +44,6 @@ TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ct
 BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
-
-SWA_RULE: EffectRule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
-SPLIT_RULE: EffectRule = "val_split", lambda s: s.split is None, "without --split"
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,8 @@ class EvaluateSettings:
         "with --split on a single file: finetune's --val-split",
         min_value=0.0001,
         max_value=0.5,
+        requires="split",
+        conflicts=VALID_FILE,
     )
     ctx: int | None = option(
         None,
@@ -89,7 +87,11 @@ class EvaluateSettings:
         None, "a model of the same vocabulary, such as the unquantized one: print how far predictions are from its own",
         metavar="FILE",
     )  # fmt: skip
-    compare: bool = option(False, "measure the first model alone, then with each --lora")
+    compare: bool = option(
+        False,
+        "measure the first model alone, then with each --lora",
+        requires={"lora": "{flag}: there is no adapter to compare; name some with --lora"},
+    )
     batch_size: int | None = option(
         None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", min_value=1
     )
@@ -105,11 +107,15 @@ class EvaluateSettings:
         "read through a KV cache of this element type, as `generate` does, instead of all at once",
         choices=CACHE_TYPES,
     )
-    swa_full: bool = option(False, SWA_FULL_HELP)
+    swa_full: bool = option(False, SWA_FULL_HELP, requires="cache_type")
     flash_attn: str = option(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     activations: str = option("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
     precision: str = option("f32", PRECISION_HELP, choices=PRECISIONS)
     device: str = option("cpu", DEVICE_HELP, choices=tuple(DEVICES))
+
+    @property
+    def has_valid_file(self) -> bool:
+        return has_valid_file(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ class EvalResult:
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
-    check_rules(settings, (SPLIT_RULE, VAL_SPLIT_RULE, SWA_RULE))
+    check_rules(settings)
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
     datasets: dict[Path, EvalData] = {}
@@ -159,7 +165,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     for name, model in named_models:
         model_path = model.gguf.path
         if model_path not in datasets:
-            datasets[model_path] = _load_data(settings, model, max_context, events.message)
+            datasets[model_path] = EvalDataLoader(settings, model, events.message).load(max_context)
         run = _reader(settings, model, datasets[model_path], device)
         losses[name] = _measured(name, run, datasets[model_path], len(named_models) > 1, events)
     first_data, *other_data = datasets.values()
@@ -179,10 +185,8 @@ def _divergences(
     """Measure how far each model is from --kl-base; {} without it. Raises InputError, Interrupted."""
     if settings.kl_base is None:
         return {}
-    reference, divergences = (
-        _open_model(settings, settings.kl_base, events.message),
-        dict[str, Divergence](),
-    )
+    reference = configured(open_model(settings.kl_base), settings, events.message)
+    divergences = dict[str, Divergence]()
     for name, model in named_models:
         batches = datasets[model.gguf.path].batches
         if not isinstance(batches, PerplexityWindows):
@@ -201,21 +205,10 @@ def _divergences(
     return divergences
 
 
-def _open_model(settings: EvaluateSettings, path: Path, report: ReportFunction) -> ModelFile:
-    check_precision(settings.precision, settings.device)
-    model = with_activations(open_model(path), settings.activations)
-    config = replace(model.config, precision=settings.precision)
-    device, cache_type = target(settings.device), settings.cache_type
-    kv_dtype = None if cache_type is None else cache_dtype(config, cache_type)
-    return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))
-
-
 def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tuple[str, ModelFile]]:
     """Open the models to measure; returns them with their printed names."""
-    if settings.compare and not settings.lora:
-        raise InputError("--compare: there is no adapter to compare; name some with --lora")
     (base_path, base_model), *other_models = [
-        (str(base_path), _open_model(settings, base_path, report)) for base_path in settings.model
+        (str(path), configured(open_model(path), settings, report)) for path in settings.model
     ]
     scaled_adapters = read_scaled(settings.lora, base_model.gguf)
     named_models = [(" + ".join([base_path, *settings.lora]), adapted(base_model, scaled_adapters))]
@@ -231,28 +224,92 @@ def _load_models(settings: EvaluateSettings, report: ReportFunction) -> list[tup
 # ---- the data ------------------------------------------------------------------------------------------------
 
 
-def _load_data(
-    settings: EvaluateSettings, model: ModelFile, max_context: int, report: ReportFunction
-) -> EvalData:
-    path, split_name = find_eval_file(settings.data, settings.split)
-    is_text = not path.is_dir() and suffix_of(path) not in RECORDS
-    window_length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
-    check_context(model.config, window_length, report)
-    if is_text and not split_name and not settings.all_positions:
-        tokenizer = model.tokenizer()
-        token_ids = read_single_text(path, _text_separator(settings), tokenizer)
-        if token_ids is not None:
-            bos = tokenizer.bos if tokenizer.add_bos else None
-            return _window_data(settings, path, token_ids, bos, window_length, report)
-        report(
-            f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
-            " llama-perplexity does"
+@dataclass(frozen=True, slots=True)
+class EvalDataLoader:
+    """Loads the data as one of the models reads it, and reports what is noteworthy."""
+
+    settings: EvaluateSettings
+    model: ModelFile
+    report: ReportFunction
+
+    def load(self, max_context: int) -> EvalData:
+        """Load the windows of a text, or else samples. Raises InputError."""
+        settings, (path, split_name) = (
+            self.settings,
+            find_eval_file(self.settings.data, self.settings.split),
         )
-    return _sample_data(settings, model, path, split_name, window_length, report)
+        is_text = not path.is_dir() and suffix_of(path) not in RECORDS
+        length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
+        check_context(self.model.config, length, self.report)
+        if is_text and not split_name and not settings.all_positions:
+            tokenizer = self.model.tokenizer()
+            token_ids = read_single_text(path, self._separator, tokenizer)
+            if token_ids is not None:
+                bos = tokenizer.bos if tokenizer.add_bos else None
+                return self._windows(path, token_ids, bos, length)
+            self.report(
+                f"{path} has several documents, each scored from its start; --separator '' reads the file as one"
+                " text, as llama-perplexity does"
+            )
+        return self._samples(path, split_name, length)
 
+    @property
+    def _separator(self) -> str | None:
+        return self.settings.separator and unescape(self.settings.separator)
 
-def _text_separator(settings: EvaluateSettings) -> str | None:
-    return settings.separator and unescape(settings.separator)
+    def _windows(self, path: Path, ids: np.ndarray, bos_id: int | None, length: int) -> EvalData:
+        """Cut a text into windows, as llama-perplexity does."""
+        if len(ids) < 3:
+            raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
+        if len(ids) < length:
+            self.report(
+                f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
+            )
+        length = min(length, len(ids))
+        batches = PerplexityWindows(ids, bos_id, self._rows(length, len(ids) // length), length)
+        bos_note = "" if bos_id is None else ", each starting with BOS"
+        num_scored = batches.windows * (batches.time - batches.skipped)
+        description = (
+            f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{bos_note};"
+            f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
+        )
+        return EvalData(batches, ids, description)
+
+    def _samples(self, path: Path, part: str, length: int) -> EvalData:
+        """Read documents or conversations in rows, as finetune's validation does."""
+        settings = self.settings
+        recipe = DatasetRecipe(
+            path,
+            self.model.gguf.path,
+            length,
+            everything=settings.all_positions,
+            separator=self._separator,
+            val_split=settings.val_split if part else 0.0,
+            skip_bad=settings.skip_bad,
+            columns=settings.columns,
+            template=settings.chat_template and load_template(settings.chat_template),
+        )
+        dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), self.report)
+        for note in dataset.notes:
+            self.report(note)
+        if part == VALID and dataset.valid is None:
+            raise InputError(
+                f"--split valid: {path} has too few records; --val-split holds out none"
+            )
+        samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
+        row_tokens = row_length(length, SampleBatches.item_lengths(samples))
+        num_windows = SampleBatches(samples, 1, row_tokens, shuffle=False).windows
+        rows = self._rows(row_tokens, num_windows)
+        batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
+        description = (
+            f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are"
+            f" scored, in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
+        )
+        return EvalData(batches, samples.ids, description)
+
+    def _rows(self, row_tokens: int, windows: int) -> int:
+        batch_size = self.settings.batch_size or BATCH_TOKENS // row_tokens
+        return max(min(batch_size, windows), 1)
 
 
 def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
@@ -273,73 +330,6 @@ def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
     if split in split_files:
         return split_files[split], ""
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
-
-
-def _window_data(
-    settings: EvaluateSettings,
-    path: Path,
-    ids: np.ndarray,
-    bos_id: int | None,
-    length: int,
-    report: ReportFunction,
-) -> EvalData:
-    """Cut a text into windows, as llama-perplexity does."""
-    if len(ids) < 3:
-        raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
-    if len(ids) < length:
-        report(
-            f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window"
-        )
-    length = min(length, len(ids))
-    batch_rows = _rows(settings, length, len(ids) // length)
-    batches = PerplexityWindows(ids, bos_id, batch_rows, length)
-    bos_note = "" if bos_id is None else ", each starting with BOS"
-    num_scored = batches.windows * (batches.time - batches.skipped)
-    description = (
-        f"{path}: {plural(batches.windows, 'window')} of {length:,} tokens{bos_note};"
-        f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
-    )
-    return EvalData(batches, ids, description)
-
-
-def _sample_data(
-    settings: EvaluateSettings,
-    model: ModelFile,
-    path: Path,
-    part: str,
-    length: int,
-    report: ReportFunction,
-) -> EvalData:
-    """Read documents or conversations in rows, as finetune's validation does."""
-    recipe = DatasetRecipe(
-        path,
-        model.gguf.path,
-        length,
-        everything=settings.all_positions,
-        separator=_text_separator(settings),
-        val_split=settings.val_split if part else 0.0,
-        skip_bad=settings.skip_bad,
-        columns=settings.columns,
-        template=settings.chat_template and load_template(settings.chat_template),
-    )
-    dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), report)
-    for note in dataset.notes:
-        report(note)
-    if part == VALID and dataset.valid is None:
-        raise InputError(f"--split valid: {path} has too few records; --val-split holds out none")
-    samples = dataset.train if part != VALID or dataset.valid is None else dataset.valid
-    row_tokens = row_length(length, SampleBatches.item_lengths(samples))
-    rows = _rows(settings, row_tokens, SampleBatches(samples, 1, row_tokens, shuffle=False).windows)
-    batches = SampleBatches(samples, rows, row_tokens, shuffle=False)
-    description = (
-        f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
-        f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
-    )
-    return EvalData(batches, samples.ids, description)
-
-
-def _rows(settings: EvaluateSettings, row_tokens: int, windows: int) -> int:
-    return max(min(settings.batch_size or BATCH_TOKENS // row_tokens, windows), 1)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------

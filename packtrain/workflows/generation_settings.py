@@ -3,14 +3,16 @@
 import secrets
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from packtrain import kernels
 from packtrain.common.errors import DoesNotFit, InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
 from packtrain.common.memory import total_nbytes
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import MODEL, SAMPLING, positional
+from packtrain.data.chat_template import choose_template, load_template, template_source
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
 from packtrain.engine.backends import DEVICES, target
@@ -27,46 +29,42 @@ from packtrain.models.model_file import ModelFile, check_vocabularies, open_mode
 from packtrain.models.model_with_adapters import adapted, read_scaled, with_activations
 from packtrain.planner.budget import ReportFunction
 from packtrain.planner.kernel_memory import model_kernel_modules
-from packtrain.training.train_settings import DEVICE_HELP
+from packtrain.training.run_settings import DEVICE_HELP
 from packtrain.training.training_job import check_precision
 from packtrain.workflows.warmup import WARMUP_HELP
 
 CONTEXT = 4096  # most tokens, without --ctx
 MAX_SEED = 2**63 - 1
-CTX_HELP = "context length in tokens (default: as needed, up to the model's)"
-LORA_HELP = "LoRA adapter, FILE or FILE:SCALE; repeatable"
-CACHE_HELP = "element type of the KV cache"
+CONSTRAINTS = dict.fromkeys(
+    ("grammar", "grammar_file", "json_schema", "json_schema_file"),
+    "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other",
+)
 SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 
-class ModelOptions(Protocol):
-    """Settings that say how a model is opened."""
-
-    @property
-    def model(self) -> Path: ...
-    @property
-    def lora(self) -> tuple[str, ...]: ...
-    @property
-    def activations(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def cache_type(self) -> str: ...
-    @property
-    def flash_attn(self) -> str: ...
-
-
 @dataclass(frozen=True)
-class ModelArgument:
-    """The model argument of commands that generate."""
+class ModelOptions:
+    """The model of commands that run it, and how it is opened."""
 
     model: Path = positional("the model, a GGUF file")
+    ctx: int | None = MODEL(
+        None,
+        "context length in tokens (default: as needed, up to the model's)",
+        flags="-c",
+        min_value=1,
+    )
+    lora: tuple[str, ...] = MODEL(
+        (), "LoRA adapter, FILE or FILE:SCALE; repeatable", metavar="FILE[:SCALE]"
+    )
+    cache_type: str = MODEL("f16", "element type of the KV cache", choices=CACHE_TYPES)
+    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
+    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
 
 @dataclass(frozen=True)
-class GenerationSettings(Sampling, ModelArgument):
+class GenerationSettings(Sampling, ModelOptions):
     """Settings of the commands that generate text."""
 
     seed: int | None = SAMPLING(
@@ -74,18 +72,22 @@ class GenerationSettings(Sampling, ModelArgument):
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
     stop_loops: bool = SAMPLING(True, "end a text that repeats the same words without end")
-    grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")
-    grammar_file: Path | None = SAMPLING(None, "the text follows the grammar in this file")
+    grammar: str | None = SAMPLING(
+        None, "the text follows this grammar, in GBNF", conflicts=CONSTRAINTS
+    )
+    grammar_file: Path | None = SAMPLING(
+        None, "the text follows the grammar in this file", conflicts=CONSTRAINTS
+    )
     json_schema: str | None = SAMPLING(
-        None, "the text is JSON of this schema; {}: any JSON", flags="-j", metavar="SCHEMA"
+        None,
+        "the text is JSON of this schema; {}: any JSON",
+        flags="-j",
+        metavar="SCHEMA",
+        conflicts=CONSTRAINTS,
     )
     json_schema_file: Path | None = SAMPLING(
-        None, "the text is JSON of the schema in this file", flags="-jf"
+        None, "the text is JSON of the schema in this file", flags="-jf", conflicts=CONSTRAINTS
     )
-    ctx: int | None = MODEL(None, CTX_HELP, flags="-c", min_value=1)
-    lora: tuple[str, ...] = MODEL((), LORA_HELP, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE_HELP, choices=CACHE_TYPES)
-    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     swa_full: bool = MODEL(False, SWA_FULL_HELP)
     model_draft: Path | None = MODEL(
         None,
@@ -93,7 +95,9 @@ class GenerationSettings(Sampling, ModelArgument):
         flags="-md",
     )
     draft_lookup: bool = MODEL(
-        False, "guess tokens from what followed earlier in the text; needs no other model"
+        False,
+        "guess tokens from what followed earlier in the text; needs no other model",
+        conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
     )
     draft_max: int = MODEL(
         7,
@@ -105,9 +109,6 @@ class GenerationSettings(Sampling, ModelArgument):
         0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
     )
     warmup: bool = MODEL(True, WARMUP_HELP)
-    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
     @property
     def sampling(self) -> Sampling:
@@ -126,24 +127,37 @@ class GenerationSettings(Sampling, ModelArgument):
         self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
-        constraints = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
-        if sum(constraint is not None for constraint in constraints) > 1:
-            raise InputError(
-                "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
-            )
-        if self.draft_lookup and self.model_draft:
-            raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
+        check_rules(self)
 
 
 def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = False) -> ModelFile:
     """Open the model with the requested adapters; `by_token`: each token has its own scales. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
+    return configured(model, settings, report)
+
+
+def configured(model: ModelFile, settings: Any, report: ReportFunction) -> ModelFile:
+    """Return the model with precision, activations and attention as in a command's settings. Raises InputError."""
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
-    config = replace(model.config, precision=settings.precision)
-    device, kv_dtype = target(settings.device), cache_dtype(config, settings.cache_type)
+    config, device = replace(model.config, precision=settings.precision), target(settings.device)
+    kv_dtype = None if settings.cache_type is None else cache_dtype(config, settings.cache_type)
     return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))
+
+
+def choose_chat_template(name: str | None, model: ModelFile, events: Events) -> str:
+    """Return the source of the chat template `name`, by default the model's; reports a choice that needs a reason."""
+    metadata = model.gguf.metadata
+    template = choose_template(metadata, template_source(metadata), name and load_template(name))
+    if template.reason:
+        events.message(template.note)
+    return template.source
+
+
+def token_text(tokenizer: Tokenizer, id: int | None) -> str:
+    """Return the text of a token; "" for None."""
+    return "" if id is None else tokenizer.tokens[id].decode(errors="replace")
 
 
 def load_grammar(settings: GenerationSettings, tokenizer: Tokenizer) -> Grammar | None:

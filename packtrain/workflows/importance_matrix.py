@@ -47,10 +47,7 @@ def imatrix(settings: ImatrixSettings, events: Events) -> ImatrixResult:
     input_paths = [*model.gguf.paths, *data_files(settings.data)]
     check_output(settings.output, "-o", input_paths, settings.overwrite)
     longest = min(CONTEXT, max(settings.tokens or CONTEXT, MIN_ROW_TOKENS))  # a row is read whole
-    calibration_rows = calibration(
-        settings.data, model, events, "--data", longest, settings.columns, settings.memory
-    )
-    data = enough(settings.data, calibration_rows)
+    data = enough(settings.data, calibration(settings, model, events, longest))
     block_types = {
         name: dtype for name, dtype in model.matrix_dtypes().items() if name.startswith("blk.")
     }

@@ -11,19 +11,15 @@ from packtrain.common.events import Events
 from packtrain.common.files import read_text, remove_temp_files
 from packtrain.common.memory import parse_size
 from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
-from packtrain.data import chat_template as templates
-from packtrain.data.chat_template import ChatTemplate, choose_template, load_template
+from packtrain.data.chat_template import ChatTemplate
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.dtypes import PRECISIONS
-from packtrain.engine.backends import DEVICES, target
+from packtrain.engine.backends import target
 from packtrain.inference.embeddings import POOLINGS, model_pooling
 from packtrain.inference.kv_cache import Context
 from packtrain.inference.kv_cache.context_size import ContextPlan
 from packtrain.inference.kv_cache.decode_plans import RunSizes
 from packtrain.inference.sampling import Sampling
-from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
-from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
 from packtrain.models.model_file import ModelFile, fingerprint
 from packtrain.models.model_with_adapters import split_scale
@@ -32,7 +28,7 @@ from packtrain.serving.engine_thread import CHUNK, SIMILAR, ServingEngine
 from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
-from packtrain.training.train_settings import CHAT_TEMPLATE, DEVICE_HELP
+from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 
 CONTEXT = 8192  # most tokens, without --ctx
@@ -42,7 +38,7 @@ REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and 
 
 
 @dataclass(frozen=True)
-class ServeSettings(Sampling, generation_settings.ModelArgument):
+class ServeSettings(Sampling, generation_settings.ModelOptions):
     """Settings of the server: llama-server's names and defaults, where it has them."""
 
     COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
@@ -97,18 +93,10 @@ class ServeSettings(Sampling, generation_settings.ModelArgument):
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
-    lora: tuple[str, ...] = MODEL((), generation_settings.LORA_HELP, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", generation_settings.CACHE_HELP, choices=("f16", "f32", "q8_0"))
-    swa_full: bool = MODEL(
-        False, "layers with a sliding window keep all tokens in the cache, not only the window's"
-    )
+    swa_full: bool = MODEL(False, generation_settings.SWA_FULL_HELP)
     swa_checkpoints: int = MODEL(
         8, "states of the windows that are kept", flags="--ctx-checkpoints", min_value=0
     )
-    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
-    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
@@ -228,18 +216,10 @@ def load_renderer(
     settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, events: Events
 ) -> tuple[ConversationRenderer, str, str]:
     """Load the conversation renderer, the template's source, and the text of BOS. Raises InputError."""
-    metadata = model.gguf.metadata
-    template_choice = settings.chat_template and load_template(settings.chat_template)
-    template = choose_template(metadata, templates.template_source(metadata), template_choice)
-    if template.reason:
-        events.message(template.note)
+    template = generation_settings.choose_chat_template(settings.chat_template, model, events)
     bos, eos = (
-        "" if id is None else tokenizer.tokens[id].decode(errors="replace")
-        for id in (tokenizer.bos, tokenizer.eos)
+        generation_settings.token_text(tokenizer, id) for id in (tokenizer.bos, tokenizer.eos)
     )
-    eos_texts = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.eog_ids]
-    return (
-        ConversationRenderer(ChatTemplate(template.source, bos, eos, memory=RENDERED), eos_texts),
-        template.source,
-        bos,
-    )
+    eos_texts = [generation_settings.token_text(tokenizer, id) for id in tokenizer.eog_ids]
+    chat_template = ChatTemplate(template, bos, eos, memory=RENDERED)
+    return ConversationRenderer(chat_template, eos_texts), template, bos

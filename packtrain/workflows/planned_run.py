@@ -35,8 +35,8 @@ from packtrain.training.checkpoints import TrainingCheckpoint, TrainingProgress,
 from packtrain.training.ineffective_settings import check_effects, check_validation
 from packtrain.training.monitoring.notebook import html_table
 from packtrain.training.replay_texts import writing_seconds
+from packtrain.training.run_settings import RunSettings
 from packtrain.training.stop_criteria import stop_reason
-from packtrain.training.train_settings import RunSettings
 from packtrain.training.training_job import TrainingJob
 from packtrain.training.training_loop import CHECKPOINT
 from packtrain.workflows.run_page_server import reserve_page_memory
@@ -181,9 +181,10 @@ def _plan_on_rank(
     free_nbytes = math.inf if limit is None else limit - private_nbytes()
     speed, tokens = _speed(job, report, free_nbytes)
     release_memory()
-    checkpoint, has_samples = _load_checkpoint(settings, report), settings.sample_every > 0
+    path = settings.folder / CHECKPOINT
+    checkpoint = load_checkpoint(path, report) if settings.resume else None
     job = job if checkpoint is None else _continue_job(job, checkpoint)
-    tokenizer = job.model.tokenizer() if has_samples else None
+    tokenizer = job.model.tokenizer() if settings.sample_every > 0 else None
     module_memory = loaded(kernel_modules, free_nbytes)
     request = _request(settings, job, speed, module_memory, limit, checkpoint is not None)
     request = replace(request, target=_spread_target(settings, job.shape, request, report))
@@ -310,11 +311,6 @@ def _speed(job: TrainingJob, report: ReportFunction, free: float) -> tuple[Backe
     num_positions = job.shape.num_positions
     tokens = num_trained_tokens(data_glimpse, num_positions)
     return rates.with_data_shares(attended_share(data_glimpse), tokens / num_positions), tokens
-
-
-def _load_checkpoint(settings: RunSettings, report: ReportFunction) -> TrainingCheckpoint | None:
-    """Load the checkpoint to resume from; None if there is none yet."""
-    return load_checkpoint(settings.folder / CHECKPOINT, report) if settings.resume else None
 
 
 def _continue_job(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingJob:

@@ -13,6 +13,7 @@ from packtrain import gguf as gguf_files
 from packtrain.common.errors import InputError, printable
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.dtypes.element_type import QuantMix
@@ -49,6 +50,7 @@ class QuantizeSettings:
         None,
         "text or conversations like those the model is for: rounding then changes least what it computes on them",
         metavar="DATA",
+        conflicts={"imatrix": "{flag}: the data says more than --imatrix; give one of them"},
     )
     memory: str | None = option(
         None,
@@ -148,8 +150,7 @@ def _check_weights(
 
 
 def _requested_mix(settings: QuantizeSettings) -> QuantMix:
-    if settings.calibrate is not None and settings.imatrix is not None:
-        raise InputError("--calibrate: the data says more than --imatrix; give one of them")
+    check_rules(settings)
     mix = MIXES.get(settings.type.upper())
     if mix is None:
         raise InputError(f"type: {settings.type} is unknown; it must be one of {', '.join(MIXES)}")

@@ -9,7 +9,7 @@ from typing import Any
 from packtrain.common.errors import Interrupted
 from packtrain.common.events import Counted, Events
 from packtrain.training.monitoring.page_data import RunsPageData
-from packtrain.training.train_settings import RunSettings
+from packtrain.training.run_settings import RunSettings
 from packtrain.workflows.optional_deps import check_server
 
 PAGE_NBYTES = 5 << 20  # memory for answers; 3.7 MiB were measured with 15 stalled clients

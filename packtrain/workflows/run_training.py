@@ -36,8 +36,8 @@ from packtrain.training.monitoring.progress import memory_text
 from packtrain.training.reference_logprobs import compute_reference_logps
 from packtrain.training.replay_texts import write_texts
 from packtrain.training.resume_check import check_compatible
+from packtrain.training.run_settings import RunSettings
 from packtrain.training.teacher_logits import compute_teacher_logits
-from packtrain.training.train_settings import RunSettings
 from packtrain.training.training_engine import TrainingEngine
 from packtrain.training.training_job import TrainingJob
 from packtrain.training.training_loop import CHECKPOINT, SAMPLE_PREFIX, TrainingLoop
@@ -48,6 +48,8 @@ from packtrain.workflows.run_page_server import ShowRun, watched
 from packtrain.workflows.training_result import TrainingResult
 
 SAMPLE_TOKENS = 64
+BeforeSteps = Callable[[TrainingLoop, Events, Callable[[], bool]], None]
+AfterSteps = Callable[[PlannedRun, TrainingProgress, Events], None]
 MIN_END_SHARE = 0.5  # share of answers that a model must end where they end, or it is reported
 
 
@@ -55,10 +57,10 @@ def execute_run(
     settings: RunSettings,
     prepare_run: PrepareRun,
     events: Events,
-    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None] = lambda *_: None,
-    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None] = lambda *_: None,
+    before_steps: BeforeSteps = lambda *_: None,
+    after_steps: AfterSteps = lambda *_: None,
 ) -> TrainingResult:
-    """Plan and execute a run. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
+    """Plan and execute a run, as one of its ranks. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
     before_steps  called before step 1 with initialized weights, and with a function that returns whether to stop
     after_steps   called when the steps are done and their memory is free
@@ -72,44 +74,32 @@ def execute_run(
             raise InputError(
                 "--nproc is for the command line; here, start the processes with torchrun"
             )
-        return _run_rank(settings, prepare_run, events, before_steps, after_steps)
-
-
-def _run_rank(
-    settings: RunSettings,
-    prepare_run: PrepareRun,
-    events: Events,
-    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None],
-    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
-) -> TrainingResult:
-    """Plan and execute the run as one of its ranks."""
-    yaml()  # load it now, not inside the plan's memory
-    with watched(settings, events) as (events, show_run, report_end):
-        run_plan = prepare_run(settings, events.message)
-        check_ranks_agree(run_plan)
-        if settings.resume and run_plan.found is None:
-            events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
-        _start_run(run_plan, events)
-        train_steps = partial(_train_steps, settings, run_plan, before_steps, events, show_run)
-        result = _execute_plan(settings, run_plan, train_steps, events, after_steps)
-        report_end(result.output, result.stopped)
-        return result
+        yaml()  # load it now, not inside the plan's memory
+        with watched(settings, events) as (events, show_run, report_end):
+            run_plan = prepare_run(settings, events.message)
+            check_ranks_agree(run_plan)
+            if settings.resume and run_plan.found is None:
+                events.notice(f"{settings.folder} has no checkpoint yet: starting at step 1")
+            _start_run(run_plan, events)
+            train_steps = partial(_train_steps, settings, run_plan, before_steps, events, show_run)
+            result = _execute_plan(run_plan, train_steps, events, after_steps)
+            report_end(result.output, result.stopped)
+            return result
 
 
 def _execute_plan(
-    settings: RunSettings,
     run_plan: PlannedRun,
-    train_steps: Callable[[], TrainingResult],
+    train: Callable[[], TrainingResult],
     events: Events,
-    after_steps: Callable[[PlannedRun, TrainingProgress, Events], None],
+    after_steps: AfterSteps,
 ) -> TrainingResult:
-    """Execute a planned run; all work but the steps is done by rank 0."""
+    """Execute a planned run; all work but the steps, by `train`, is done by rank 0."""
     if current_world().rank:
-        return train_steps()
-    folder, resume = settings.folder, run_plan.resume
+        return train()
+    folder, resume = run_plan.job.settings.folder, run_plan.resume
     folder.mkdir(exist_ok=True)
     with file_lock(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
-        result = train_steps()
+        result = train()
         if result.stopped:
             return result
         release_memory()
@@ -144,7 +134,7 @@ def _start_run(run_plan: PlannedRun, events: Events) -> None:
 def _train_steps(
     settings: RunSettings,
     run_plan: PlannedRun,
-    before_steps: Callable[[TrainingLoop, Events, Callable[[], bool]], None],
+    before_steps: BeforeSteps,
     events: Events,
     show_run: ShowRun,
 ) -> TrainingResult:

@@ -8,22 +8,17 @@ import numpy as np
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
-from packtrain.common.options import MODEL, option
+from packtrain.common.options import option
 from packtrain.data.tokenizer import Tokenizer
-from packtrain.dtypes import PRECISIONS
-from packtrain.engine.backends import DEVICES, target
+from packtrain.engine.backends import target
 from packtrain.inference import embeddings
 from packtrain.inference.kv_cache import Context
-from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
-from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
-from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES
 from packtrain.models.config import check_context
-from packtrain.training.train_settings import DEVICE_HELP
 from packtrain.workflows import generation_settings
 
 
 @dataclass(frozen=True)
-class EmbedSettings(generation_settings.ModelArgument):
+class EmbedSettings(generation_settings.ModelOptions):
     """Compute embeddings of texts."""
 
     prompt: tuple[str, ...] = option((), "a text; repeatable", flags="-p")
@@ -39,13 +34,6 @@ class EmbedSettings(generation_settings.ModelArgument):
         min_value=-1,
         max_value=100,
     )
-    ctx: int | None = MODEL(None, generation_settings.CTX_HELP, flags="-c", min_value=1)
-    lora: tuple[str, ...] = MODEL((), generation_settings.LORA_HELP, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", generation_settings.CACHE_HELP, choices=CACHE_TYPES)
-    flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
-    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
-    precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
-    device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text
+from packtrain.common.option_rules import refuse_changed
 from packtrain.common.options import option
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.beam_search import BeamSearch, BeamSearchConfig
@@ -16,20 +17,18 @@ from packtrain.inference.kv_cache.kv_cells import SEQUENCES
 from packtrain.inference.parallel_answers import ParallelAnswers
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import Config
-from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
+from packtrain.workflows.generation_settings import (
+    CONSTRAINTS,
+    GeneratedText,
+    GenerationSettings,
+    make_drafter,
+)
 from packtrain.workflows.warmup import warm
 
-SAMPLING_FLAGS = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
-IDLE_RULES: tuple[EffectRule, ...] = (
-    (
-        f"{SAMPLING_FLAGS} seed grammar grammar_file json_schema json_schema_file draft_lookup model_draft",
-        lambda s: s.num_beams > 0,
-        "with --num-beams, which searches for the likeliest text",
-    ),
-    ("length_penalty", lambda s: not s.num_beams, "without --num-beams"),
-)
+UNDRAFTED = "--parallel writes tokens of all answers together; it takes no --model-draft"
+# settings without effect on beams, which are not sampled
+SAMPLING_NAMES = [f.name for f in fields(Sampling) if f.name != "logit_bias"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,12 @@ class GenerateSettings(GenerationSettings):
 
     COMMON = "prompt file n_predict temp top_k top_p seed stop json_schema lora ctx parallel"
 
-    prompt: str | None = option(None, "text to continue", flags="-p")
+    prompt: str | None = option(
+        None,
+        "text to continue",
+        flags="-p",
+        conflicts={"file": "--prompt and --file are both given; leave one of them out"},
+    )
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
         128,
@@ -52,6 +56,7 @@ class GenerateSettings(GenerationSettings):
         flags="-np",
         min_value=1,
         max_value=SEQUENCES,
+        conflicts=dict.fromkeys(("draft_lookup", "model_draft"), UNDRAFTED),
     )
     num_beams: int = option(
         0,
@@ -65,15 +70,16 @@ class GenerateSettings(GenerationSettings):
         "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
         min_value=-10,
         max_value=10,
+        requires="num_beams",
     )
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
 def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
     """Continue the prompt. Raises InputError, DoesNotFit."""
-    prompt = _read_prompt(settings)
     settings.check()
     _check_beams(settings)
+    prompt = _read_prompt(settings)
     model = generation_settings.opened(settings, events.message)
     tokenizer = model.tokenizer()
     grammar = generation_settings.load_grammar(settings, tokenizer)
@@ -86,16 +92,11 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
         settings, model, total_cells, num_sequences=num_sequences, longest=size
     )
     seed = settings.drawn_seed()
+    several_texts = SeveralTexts(settings, generator.context, tokenizer, ids, events)
     if settings.num_beams:
-        return generate_beams(settings, generator.context, tokenizer, ids, prompt, events)
-    if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
-        raise InputError(
-            "--parallel writes tokens of all answers together; it takes no --model-draft"
-        )
+        return several_texts.search(prompt)
     if settings.parallel > 1:
-        return generate_parallel(
-            settings, generator.context, tokenizer, ids, seed, grammar, size, events
-        )
+        return several_texts.sample(grammar, seed, size)
     with events.stopping() as stopped:
         limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
         reply_options = make_drafter(settings, model, total_cells), settings.draft_max, grammar
@@ -122,73 +123,70 @@ def _context_sizes(
     ) if settings.num_beams else total_size
 
 
-def generate_parallel(
-    settings: GenerateSettings,
-    context: Context,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    seed: int,
-    grammar: Grammar | None,
-    size: int,
-    events: Events,
-) -> GeneratedText:
-    """Generate --parallel answers, each with the seed after that of the previous answer."""
-    seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(settings.parallel)]
-    shown_index = -1
-    with events.stopping() as stopped:
-        limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        answer_options = settings.sampling, seeds, limits, grammar, size
-        answers = ParallelAnswers(context, tokenizer, ids, *answer_options)
-        for number, piece in answers:
-            if number > shown_index:
-                shown_index = number
-                events.text(
-                    f"{chr(10) * 2 * (number > 0)}--- {number + 1}, seed {seeds[number]} ---\n"
-                )
-            events.text(piece)
-    speeds = answers.reading, answers.writing
-    first_answer, *other_answers = (
-        GeneratedText(answer.text, tuple(answer.ids), answer.end_reason, answer.seed, *speeds)
-        for answer in answers.answers
-    )
-    return replace(first_answer, others=tuple(other_answers))
+@dataclass(frozen=True, slots=True)
+class SeveralTexts:
+    """Several texts after one prompt: answers with seeds of their own, or the likeliest ones."""
+
+    settings: GenerateSettings
+    context: Context
+    tokenizer: Tokenizer
+    ids: list[int]  # of the prompt
+    events: Events
+
+    def sample(self, grammar: Grammar | None, seed: int, size: int) -> GeneratedText:
+        """Generate --parallel answers, each with the seed after that of the previous answer."""
+        s = self.settings
+        seeds = [(seed + n) % (generation_settings.MAX_SEED + 1) for n in range(s.parallel)]
+        shown_index = -1
+        with self.events.stopping() as stopped:
+            limits = GenerationLimits(s.n_predict, s.stop, stopped, s.loop_tokens)
+            answer_options = s.sampling, seeds, limits, grammar, size
+            answers = ParallelAnswers(self.context, self.tokenizer, self.ids, *answer_options)
+            for number, piece in answers:
+                if number > shown_index:
+                    shown_index = number
+                    self._print_heading(number, f"seed {seeds[number]}")
+                self.events.text(piece)
+        speeds = answers.reading, answers.writing
+        first_answer, *other_answers = (
+            GeneratedText(answer.text, tuple(answer.ids), answer.end_reason, answer.seed, *speeds)
+            for answer in answers.answers
+        )
+        return replace(first_answer, others=tuple(other_answers))
+
+    def search(self, prompt: str) -> GeneratedText:
+        """Search for the likeliest texts, and return the --parallel best ones."""
+        s = self.settings
+        search_config = BeamSearchConfig(s.num_beams, s.parallel, s.length_penalty, s.biases)
+        with self.events.stopping() as stopped:
+            limits = GenerationLimits(s.n_predict, s.stop, stopped)
+            beams = BeamSearch(self.context, self.tokenizer, self.ids, search_config, limits)
+            best_beams = beams.run()
+        results, speeds = list[GeneratedText](), (beams.reading, beams.writing)
+        for number, beam in enumerate(best_beams):
+            text, score = beams.beam_text(beam), beam.score(search_config.penalty)
+            results.append(GeneratedText(text, beam.ids, beam.end_reason, 0, *speeds, score=score))
+            if s.parallel > 1:
+                self._print_heading(number, f"score {score:.4f}")
+            elif s.display_prompt:
+                self.events.text(prompt)
+            self.events.text(text)
+        return replace(results[0], others=tuple(results[1:]))
+
+    def _print_heading(self, number: int, label: str) -> None:
+        blank_lines = "\n\n" * (number > 0)
+        self.events.text(f"{blank_lines}--- {number + 1}, {label} ---\n")
 
 
 def _check_beams(settings: GenerateSettings) -> None:
-    check_rules(settings, IDLE_RULES)
+    if settings.num_beams:
+        reason = "with --num-beams, which searches for the likeliest text"
+        names = *SAMPLING_NAMES, "seed", *CONSTRAINTS, "draft_lookup", "model_draft"
+        refuse_changed(settings, names, reason)
     if settings.num_beams and settings.parallel > settings.num_beams:
         raise InputError(
             f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
         )
-
-
-def generate_beams(
-    settings: GenerateSettings,
-    context: Context,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    prompt: str,
-    events: Events,
-) -> GeneratedText:
-    """Search for the likeliest texts, and return the --parallel best ones."""
-    s = settings
-    search_config = BeamSearchConfig(s.num_beams, s.parallel, s.length_penalty, s.biases)
-    with events.stopping() as stopped:
-        limits = GenerationLimits(settings.n_predict, settings.stop, stopped)
-        beams = BeamSearch(context, tokenizer, ids, search_config, limits)
-        best_beams = beams.run()
-    results = list[GeneratedText]()
-    for beam_index, beam in enumerate(best_beams):
-        beam_text, score = beams.beam_text(beam), beam.score(search_config.penalty)
-        speeds = beams.reading, beams.writing
-        results.append(GeneratedText(beam_text, beam.ids, beam.end_reason, 0, *speeds, score=score))
-        if settings.parallel > 1:
-            blank_lines = "\n\n" * (beam_index > 0)
-            events.text(f"{blank_lines}--- {beam_index + 1}, score {score:.4f} ---\n")
-        elif settings.display_prompt:
-            events.text(prompt)
-        events.text(beam_text)
-    return replace(results[0], others=tuple(results[1:]))
 
 
 def _read_prompt(settings: GenerateSettings) -> str:
@@ -197,6 +195,4 @@ def _read_prompt(settings: GenerateSettings) -> str:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise InputError("--prompt: the text is not UTF-8")
         return prompt
-    if settings.prompt is not None:
-        raise InputError("--prompt and --file are both given; leave one of them out")
     return read_text(settings.file, "--file")

@@ -17,6 +17,7 @@ from typing import Any
 from packtrain.common.errors import InputError
 from packtrain.common.events import Counted, Events
 from packtrain.common.files import atomic_path, check_output, remove_temp_files, require_existing
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.conversion.calibration.calibration_inputs import reading_plans
 from packtrain.conversion.calibration.merge_writer import AdapterMerge
@@ -25,7 +26,6 @@ from packtrain.gguf import GGUF
 from packtrain.models.model_file import open_model
 from packtrain.models.model_with_adapters import read_scaled
 from packtrain.models.quant_recipe import MIXES, tensor_dtypes
-from packtrain.training.ineffective_settings import EffectRule, check_rules
 from packtrain.workflows.adapter_merge import MergeSettings, merge
 from packtrain.workflows.calibrated_quantization import calibrated_types
 from packtrain.workflows.calibration_data import calibration, fitting_reading
@@ -35,7 +35,6 @@ from packtrain.workflows.quantization import FILE_TYPE_KEY, QuantizeSettings, qu
 DEFAULT_TYPES = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
 BASE_TYPE_LABEL = "as the base"
 PLAIN_ROUNDING, WITH_DATA, UNCHANGED_FILE, AWARE_TRAINED = "plain", "with data", "as it is", "aware"
-MEMORY_RULE: EffectRule = "memory", lambda s: s.calibrate is None, "without --calibrate"
 
 WriteFile = Callable[[Path], object]  # writes the file
 
@@ -65,7 +64,9 @@ class ChooseSettings:
     )
     keep: float = option(0.98, "the share of the gain that must be kept", min_value=0, max_value=1)
     memory: str | None = option(
-        None, "with --calibrate: limit of private memory while a file is written, such as 2GiB"
+        None,
+        "with --calibrate: limit of private memory while a file is written, such as 2GiB",
+        requires="calibrate",
     )
     ctx: int | None = option(None, "tokens of a window, as in `eval`", flags="-c", min_value=3)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
@@ -140,7 +141,7 @@ def choose(settings: ChooseSettings, events: Events) -> TypeChoiceResult:
 
 def _check_inputs(settings: ChooseSettings) -> None:
     """Raise InputError for unsuitable inputs and outputs, before any work."""
-    check_rules(settings, (MEMORY_RULE,))
+    check_rules(settings)
     input_paths = [*GGUF(settings.model).paths, *GGUF(settings.tuned).paths]
     data_paths = [(settings.data, "--data")]
     data_paths += [(data_path, "--also") for data_path in settings.also]
@@ -152,6 +153,10 @@ def _check_inputs(settings: ChooseSettings) -> None:
     for type_name in settings.type:
         if type_name.upper() not in MIXES:
             raise InputError(f"--type {type_name} is unknown; it must be one of {', '.join(MIXES)}")
+        if _needs_data(type_name) and settings.calibrate is None:
+            raise InputError(
+                f"--type {type_name} is written only with weights of its columns; give data with --calibrate"
+            )
     input_paths += [file for data_path, _ in data_paths for file in data_files(data_path)]
     check_output(settings.output, "-o", input_paths, settings.overwrite)
 
@@ -184,9 +189,9 @@ def _try_types(
         )
         events.row(trial_line(type_trial))
         type_trials.append(type_trial)
-        if min(type_trials, key=partial(_trial_rank, settings.keep)) is type_trial:
+        best_trial = min(type_trials, key=partial(_trial_rank, settings.keep))
+        if best_trial is type_trial:
             os.replace(trial, best_path)
-    best_trial = min(type_trials, key=partial(_trial_rank, settings.keep))
     return TypeChoiceResult(settings.output, before, after, settings.keep, best_trial, type_trials)
 
 
@@ -194,10 +199,8 @@ def _check_memory(settings: ChooseSettings, tuned: Path, events: Events) -> None
     """Raise DoesNotFit, before the first trial, if --memory is too small to write one of the types with data."""
     if settings.memory is None or settings.calibrate is None:
         return
-    model, memory = open_model(tuned), settings.memory
-    rows = calibration(
-        settings.calibrate, model, events, columns=settings.columns, memory=settings.memory
-    )
+    model = open_model(tuned)
+    rows = calibration(settings, model, events)
     mixes = [MIXES[name.upper()] for name in settings.type or DEFAULT_TYPES]
     typed_models = [
         (model, calibrated_types(tensor_dtypes(model.gguf, mix), model)) for mix in mixes
@@ -214,12 +217,17 @@ def _check_memory(settings: ChooseSettings, tuned: Path, events: Events) -> None
     ]
     if least_readings:
         largest = max(least_readings, key=attrgetter("nbytes"))
-        fitting_reading(memory, [largest], "write all of the types with --calibrate")
+        fitting_reading(settings.memory, [largest], "write all of the types with --calibrate")
 
 
 def _trial_rank(min_kept_share: float, trial: TypeTrial) -> tuple[bool, float]:
     """Return a sort key: the smallest trial that keeps enough first, then those that keep most."""
     return (False, trial.nbytes) if trial.kept >= min_kept_share else (True, -trial.kept)
+
+
+def _needs_data(type_name: str) -> bool:
+    """Return whether a type is written only with weights of columns, which data gives."""
+    return bool(MIXES[type_name.upper()].dtype.column_weights_need)
 
 
 def _is_adapter(path: Path) -> bool:
@@ -244,7 +252,9 @@ def _candidates(
             yield BASE_TYPE_LABEL, method, partial(_write_merged, settings, data_path, events)
     for name in settings.type or DEFAULT_TYPES:
         for method, data_path in rounding_methods:
-            yield name.lower(), method, partial(_quantize, settings, tuned, name, data_path, events)
+            if data_path is not None or not _needs_data(name):
+                write_file = partial(_quantize, settings, tuned, name, data_path, events)
+                yield name.lower(), method, write_file
     for tuned_path in settings.aware:
         yield _file_type(tuned_path), AWARE_TRAINED, partial(_copy_file, tuned_path)
     for tuned_path in settings.also:

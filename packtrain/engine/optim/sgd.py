@@ -34,7 +34,7 @@ class SGD(Optimizer):
     weight_decay: float = 0.0
     decay_axes: int = decay_axes()
     momentum: float = TRAINING(0.0, "SGD: momentum", min_value=0, max_value=0.9999)
-    nesterov: bool = TRAINING(False, "SGD: Nesterov momentum")
+    nesterov: bool = TRAINING(False, "SGD: Nesterov momentum", requires="momentum")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return lr, self.weight_decay, self.momentum

@@ -76,7 +76,13 @@ class Context:
         plan = ContextPlan(file, run_sizes, sequences, cache, *plan_options)
         layout, graphs = plan.graphs(cells)
         if memory is not None:
-            check_room(cells, memory, plan.nbytes, beside)
+            nbytes = beside  # of others
+
+            def needed_nbytes(num_cells: int) -> int:
+                other_nbytes = nbytes if isinstance(nbytes, int) else nbytes(num_cells)
+                return plan.nbytes(num_cells) + other_nbytes
+
+            check_room(cells, memory, needed_nbytes)
         session = Session(target.limits)
         session.share(file.stored())
         self._set_up(file.config, layout, run_sizes, session.executors(graphs), sequences, parts)

@@ -94,24 +94,11 @@ class ContextPlan:
         return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
 
 
-def check_room(
-    num_cells: int,
-    memory: int | str,
-    context_nbytes: Callable[[int], int],
-    reserved_nbytes: int | Callable[[int], int] = 0,
-) -> None:
+def check_room(num_cells: int, memory: int | str, needed_nbytes: Callable[[int], int]) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `num_cells` need more than `memory`.
 
-    context_nbytes   bytes of a context with so many cells
-    reserved_nbytes  bytes that others will need, with so many cells
+    needed_nbytes  bytes that a context with so many cells, and others beside it, will need
     """
-
-    def needed_nbytes(num_cells: int) -> int:
-        nbytes = context_nbytes(num_cells)
-        if isinstance(reserved_nbytes, int):
-            return nbytes + reserved_nbytes
-        return nbytes + reserved_nbytes(num_cells)
-
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()
     used_nbytes = private_nbytes() + OVERHEAD_NBYTES

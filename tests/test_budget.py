@@ -465,9 +465,10 @@ def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
     )
     outcomes = [
         plan_within_limits(
-            deep_shape(2), replace(base_request, kernels=guess).with_limit(min_nbytes - less * MIB)
+            deep_shape(2),
+            replace(base_request, kernels=guess).with_limit(min_nbytes - missing_mib * MIB),
         )
-        for less in (12, 24, 100)
+        for missing_mib in (12, 24, 100)
     ]
     assert [outcome.refusal is None for outcome in outcomes] == [True, True, False]
 

@@ -83,7 +83,6 @@ def describe_checkpoint(checkpoint: CheckpointFolder) -> ModelDescription:
     family_keys = family.metadata(hf_config, model_sizes)
     rope_keys, computed = _rope_keys(hf_config, model_sizes, architecture, family, family_keys)
     keys = _common_keys(hf_config, model_sizes, architecture, family) | rope_keys | family_keys
-    keys |= _expert_keys(model_sizes)
     computed |= {FACTORS: family.factors(hf_config)} if family.factors else {}
     max_context = check_unread(checkpoint.config, not checkpoint.model_class.startswith(UNWINDOWED))
     if 0 < max_context < model_sizes.context_length:
@@ -172,7 +171,8 @@ def _common_keys(
         "feed_forward_length": sizes.expert_feed_forward_length,
     }
     omitted_keys = [key for key in family.omitted_keys if keys[key] == defaults[key]]
-    return {key: value for key, value in keys.items() if key not in omitted_keys}
+    keys = {key: value for key, value in keys.items() if key not in omitted_keys}
+    return keys | _expert_keys(sizes)
 
 
 def _expert_keys(sizes: ModelSizes) -> Keys:

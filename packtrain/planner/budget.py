@@ -176,7 +176,8 @@ def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunctio
     def report_start() -> None:
         report("searching the smallest plan …")
 
-    return enough(plan_in_process(run_in_child(report_start, smallest, shape, request), request))
+    run_search, _ = _place_search(shape, request)
+    return enough(plan_in_process(run_search(report_start, smallest, shape, request), request))
 
 
 def enough(plans: TrainingPlans) -> int:

@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # tests start a thousand commands, each of which would compile every Python file again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check test lint bench conformance goldens reference docs dist real-base real clean
+.PHONY: demo quick check test exhaustive lint bench conformance goldens reference docs dist real-base real clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,10 +22,14 @@ quick: $(VENV)/.ready lint
 
 # For every day: without the tests marked slow.
 check: $(VENV)/.ready lint
-	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest -m "not slow and not exhaustive" -n 2
 
 test: $(VENV)/.ready lint
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive"
+
+# The other cases of large tables: every architecture, type and path.
+exhaustive: $(VENV)/.ready
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

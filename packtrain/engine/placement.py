@@ -188,7 +188,7 @@ class _PlacementBuilder:
         return spaces
 
     def _leaf_backend(self, call: Call) -> Backend | None:
-        """Return the home of the leaf that the call writes, else of the first weight or state that it reads."""
+        """Return the backend that holds the leaf that the call writes, else the first weight or state it reads."""
         leaves = [t.base for t in call.reads if t.base.kind in ("weight", "state")]
         written_leaves = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
         return self.home[(written_leaves or leaves)[0]] if leaves else None

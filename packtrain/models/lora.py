@@ -44,7 +44,7 @@ class Lora:
         return {owners: f"lora_scales.{index}" for index, owners in enumerate(distinct_owners)}
 
     def input_of(self, name: str) -> str:
-        """Return the name of a tensor's input of scales; empty if its scale is one number."""
+        """Return the name of the graph input that holds a tensor's scales; "" if its scale is one number."""
         owners = dict(self.owners).get(name)
         return "" if owners is None else self.scale_inputs()[owners]
 

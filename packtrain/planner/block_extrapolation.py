@@ -21,7 +21,7 @@ def num_reached_blocks(shape: StepShape) -> int:
 
 
 def even(shape: StepShape) -> bool:
-    """Whether every block that the backward pass reaches trains equal tensors.
+    """Whether all blocks that the backward pass reaches train tensors of the same names and shapes.
 
     The first of a mixture's blocks may be dense: a shorter model has it as well.
     """

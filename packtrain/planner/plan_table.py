@@ -113,7 +113,7 @@ def _device_lines(plans: TrainingPlans, space: str) -> Iterator[str]:
 
 
 def _arena_row(plans: TrainingPlans, space: str) -> Iterator[tuple[str, int, str]]:
-    """Yield the row of the arena, if the space has one."""
+    """Yield the arena's row of the memory table, if the space has an arena."""
     arena = plans.largest_plan_in(space).arena(space)
     bound_text = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
     if arena.nbytes or space == plans.target.space:

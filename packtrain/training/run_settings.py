@@ -130,7 +130,7 @@ class RunSettings:
     )
     lr: float | None = UPDATE(
         None,
-        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m, 1e-3 with --from, 1 with lbfgs)",
+        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m and --from-checkpoint, 6e-4 for 110m, 1 with lbfgs)",
         flags="--learning-rate -lr",
         min_value=0,
     )

@@ -10,7 +10,7 @@ from packtrain.training.run_settings import RunSettings
 
 PRESET_RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
 CHECKPOINT_RATE = 1e-3  # that of train-text-from-scratch
-OWN_SIZES = {"from_checkpoint": "with --from, whose file has its own sizes"}
+OWN_SIZES = {"from_checkpoint": "with --from-checkpoint, whose file has its own sizes"}
 MATRIX_TYPES = ("f32", "f16", "bf16")
 
 

@@ -60,7 +60,7 @@ _add_sample(ops.upscale, (2, 3, 4, 5), factor=3)
 
 
 def samples_of(name: str) -> list[FunctionSample]:
-    """Build the samples of a composed function."""
+    """Build the sample calls with which a function made of several ops is checked."""
     function, samples = FUNCTIONS[name], []
     for shapes, attrs in function.sample_inputs:
         leaves = tuple(input(f"x{i}", shape) for i, shape in enumerate(shapes))

@@ -55,7 +55,7 @@ def temporaries(op: AnyOp, inputs: Inputs, attrs: Attrs) -> tuple[Spec, ...]:
 def kernel_footprint(
     op: AnyOp, inputs: Inputs, attrs: Attrs, kernel: str = "torch"
 ) -> KernelFootprint:
-    """Return the footprint of a call by this kernel; measured once for each op, specs and attributes."""
+    """Return the temporary memory of a call by this kernel, measured once for each op, specs and attributes."""
     input_layouts = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, kernel, input_layouts, tuple(attrs.items())
     if key not in KERNEL_FOOTPRINTS:

@@ -116,7 +116,7 @@ def stored_sum_cpu(y, w, a, b, *, by, first, dither):
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
-    """Compute stored_sum on the CPU for rows of w and b from row `first` on, with the bits of a run."""
+    """Return round(w + by * b @ a) as blocks for rows of w and b from row `first` on, as a step stores them."""
     y, (type_number, rows) = np.empty_like(w), packed(w)
     kernel_modules: Any = kernels
     kernel_modules.recoding.add(packed(y)[1], rows, type_number, a, b, by, moved(DITHER), first)

@@ -221,7 +221,7 @@ class CellPools:
             self.pools[pool].release_cells(cells)
 
     def first_needed_pos(self, pool: str, seq: int, num_margin: int = RING_MARGIN) -> int:
-        """Return the first position that a sequence needs in a pool."""
+        """Return the first position whose cell in the pool a sequence's next tokens still attend to."""
         if pool == STATE:
             return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - num_margin, 0) if pool == "ring_" else 0

@@ -41,7 +41,7 @@ class ReplayLoss:
 
     def numbers(self, time: int) -> int:
         """Return how many numbers of 4 bytes the inputs of a row hold."""
-        return (self.head_width + 2) * self.length
+        return (self.head_width + 2) * min(self.length, time)
 
     @property
     def nbytes(self) -> int:
@@ -51,11 +51,12 @@ class ReplayLoss:
     def loss(self, config: Config, w: Weights, base_loss: LossOutputs, chunk: int) -> Tensor:
         """Compute the loss (). Adds inputs IDS i32 and CONSTANTS (B, length), and MEANS (B, length, C)."""
         batch_rows, time, width = base_loss.x.shape
+        length = min(self.length, time)  # the search for a context that fits tries shorter rows
 
         def last(x: Tensor) -> Tensor:
-            return ops.cont(ops.narrow(x, axis=1, start=time - self.length, length=self.length))
+            return ops.cont(ops.narrow(x, axis=1, start=time - length, length=length))
 
-        shape = batch_rows, self.length
+        shape = batch_rows, length
         target_rows = ops.get_rows(transformer.head(w), input(IDS, shape, i32))
         logit_diffs = ops.sum_rows(
             ops.mul(last(base_loss.x), ops.sub(target_rows, input(MEANS, (*shape, width))))

@@ -78,3 +78,6 @@ def test_what_cannot_be_compared_is_refused(files, tmp_path):
     (tmp_path / "chats.jsonl").write_text(sample_chats())
     with pytest.raises(InputError, match=r"kl.base needs one text"):
         pt.evaluate(base, tmp_path / "chats.jsonl", kl_base=base, chat_template="chatml")
+    for options in ({"cache_type": "q8_0"}, {"all_positions": True}):
+        with pytest.raises(InputError, match=r"kl.base has no effect with"):
+            pt.evaluate(base, text, kl_base=base, **options)

@@ -86,6 +86,7 @@ class EvaluateSettings:
     kl_base: Path | None = option(
         None, "a model of the same vocabulary, such as the unquantized one: print how far predictions are from its own",
         metavar="FILE",
+        conflicts={"cache_type": "through which it does not read", "all_positions": "which has no windows of one text"},
     )  # fmt: skip
     compare: bool = option(
         False,

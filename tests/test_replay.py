@@ -74,20 +74,35 @@ def expected_loss(inputs: dict[str, np.ndarray], x: np.ndarray) -> float:
     return float(token_losses.sum() * (1 + REPLAY.weight))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_loss_and_its_slope(biased: bool) -> None:
-    """By the definition, and by finite differences in float64."""
-    tensors = example_inputs(biased)
-    x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
+def replay_loss(time: int, biased: bool) -> tuple[pt.Tensor, pt.Tensor]:
+    """The loss of two rows of `time` tokens, and x, from which it is computed."""
+    x, head = pt.weight("x", (B, time, C)), pt.weight("token_embd.weight", (V, C))
     leaves = {"token_embd.weight": head}
     if biased:
         leaves["output.bias"] = pt.weight("output.bias", (V,))
-    targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
+    targets, counted = pt.input("targets", (B, time), pt.i32), pt.input("weights", (B, time))
     results = ops.linear_cross_entropy(
         x, head, targets, counted, leaves.get("output.bias"), chunk=4
     )
     base_loss = LossOutputs(results[0], results[1], results[2], [], x, targets, counted)
-    loss = REPLAY.loss(CONFIG, leaves, base_loss, 4)
+    return REPLAY.loss(CONFIG, leaves, base_loss, 4), x
+
+
+def test_rows_shorter_than_a_text_end_in_a_part_of_it() -> None:
+    """A search for a context that fits measures such rows."""
+    time = REPLAY.length - 1
+    loss, _ = replay_loss(time, biased=False)
+    shapes = {leaf.label: leaf.shape for leaf in Graph({"loss": loss}).leaves}
+    replay_shapes = {IDS: (B, time), CONSTANTS: (B, time), MEANS: (B, time, C)}
+    assert {name: shapes[name] for name in replay_shapes} == replay_shapes
+    assert REPLAY.numbers(time) == time * (C + 2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_loss_and_its_slope(biased: bool) -> None:
+    """By the definition, and by finite differences in float64."""
+    tensors = example_inputs(biased)
+    loss, x = replay_loss(T, biased)
     graph = Graph({"loss": loss, "slope": differentiate(loss, [x])[x]})
     names = {leaf.label for leaf in graph.leaves}
     got = run_graph(graph, {n: v for n, v in tensors.items() if n in names})

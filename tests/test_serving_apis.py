@@ -187,6 +187,22 @@ def test_the_anthropic_client_reads_answers_streams_and_counts(api, anthropic_cl
     assert use.type == "tool_use" and use.input["zone"] in ("utc", "cet")
 
 
+@pytest.mark.parametrize("path, fields", [
+    ("/v1/messages", {"messages": ASK, "max_tokens": 4}),
+    ("/v1/responses", {"input": "the a", "max_output_tokens": 4}),
+])  # fmt: skip
+def test_apis_of_one_answer_ignore_the_number_of_answers(api, path, fields):
+    one_answer = {"temperature": 0, "seed": 1, **fields}
+    expected, answer = post(api, path, **one_answer), post(api, path, **one_answer, n=3)
+    key = "content" if "content" in answer else "output"
+    texts = [
+        [block.get("text") or block["content"][0]["text"] for block in a[key]]
+        for a in (expected, answer)
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 1
+    assert answer["usage"]["output_tokens"] == expected["usage"]["output_tokens"]
+
+
 # ---- /v1/responses
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import GenerationLimits, Speed, StopTextFilter, check_prompt
 from packtrain.inference.kv_cache import Context
+from packtrain.inference.sampling.samplers import log_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,6 @@ class Beam:
 def scored(log_prob: float, length: int, penalty: float) -> float:
     """Return log_prob / length**penalty, as transformers scores beams."""
     return log_prob / float(max(length, 1) ** penalty)
-
-
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return the log-softmax of logits (V,), in f64."""
-    log_probs = logits.astype(np.float64)
-    log_probs -= log_probs.max()
-    log_probs -= np.log(np.exp(log_probs).sum())
-    return log_probs
 
 
 def top_indices(scores: np.ndarray, num_indices: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.serving.generation_jobs import AnswerEnd, PromptProgress, TextDelta, TokenCounts
 from packtrain.serving.openai_completions import AnswerResults, ChatCompletionFormat, JsonObject
 from packtrain.serving.request_parsing import OpenAIRequest
-from packtrain.serving.response_shapes import usage
 
 THOUGHT, TEXT, CALL = "thought", "text", "call"
 DELTA_KEYS = {THOUGHT: "reasoning_content", TEXT: "content"}
@@ -100,7 +99,3 @@ class BlocksFormat:
             yield from self.block_end(kind, self._text, call or {})
             self._num_blocks += 1
         self._kind, self._text = "", ""
-
-    def _usage(self, end: AnswerEnd) -> JsonObject:
-        """Return the counts of OpenAI's chats."""
-        return usage([end.counts])

@@ -16,7 +16,7 @@ from packtrain.serving.request_parsing import OpenAIRequest
 MAX_MESSAGES, MAX_BLOCKS = 1 << 16, 1 << 12
 TRANSLATED = (
     "messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config",
-    "output_format", "cache_control",
+    "output_format", "cache_control", "n",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -64,7 +64,7 @@ def chat_messages(message: JsonBody, call_names: dict[str, str]) -> list[JsonObj
     texts, thoughts = list[JsonObject](), list[str]()
     results, calls = list[JsonObject](), list[JsonObject]()
     for index, value in enumerate(message.get_list("content", MAX_BLOCKS)):
-        block = JsonBody(value, message.fact(f"content[{index}]", "").strip())
+        block = JsonBody(value, message.path(f"content[{index}]"))
         kind = block.text("type")
         if kind == "text":
             texts.append({"type": "text", "text": block.text("text")})
@@ -152,7 +152,7 @@ class MessagesFormat(BlocksFormat):
     ) -> None:
         super().__init__(model, tokenizer, request)
         self._message_id = f"msg_{uuid4().hex}"
-        self._warnings = [*warnings, *(request.tools.warnings if request.tools else ())]
+        self._warnings = [*warnings, *request.warnings]
 
     def _message(self, content: Sequence[JsonObject], counts: JsonObject) -> JsonObject:
         head = {

@@ -42,9 +42,13 @@ class JsonBody:
     def get(self, name: str) -> Any:
         return self._json_object.get(name)
 
+    def path(self, name: str) -> str:
+        """Return a field's path in the body, such as messages[0].role."""
+        return f"{self._path_prefix}{name}"
+
     def fact(self, name: str, words: str) -> str:
         """Return a sentence about a field: its path and `words`."""
-        return f"{self._path_prefix}{name} {words}"
+        return f"{self.path(name)} {words}"
 
     def replaced(self, removed: Collection[str], fields: dict[str, Any]) -> "JsonBody":
         """Return the object without the `removed` fields, and with other ones."""
@@ -61,7 +65,7 @@ class JsonBody:
         is_integral = kind is int and isinstance(value, float) and value.is_integer()
         value = int(value) if is_integral else value
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InputError(f"{self._path_prefix}{name} must be {TYPE_NAMES[kind]}")
+            raise InputError(self.fact(name, f"must be {TYPE_NAMES[kind]}"))
         return value
 
     def number(
@@ -72,16 +76,15 @@ class JsonBody:
             return default
         value = self._typed_value(name, type(default))
         if abs(value) > MAX_NUMBER:
-            raise InputError(f"{self._path_prefix}{name} is too large")
+            raise InputError(self.fact(name, "is too large"))
         if not (math.isfinite(value) and min_value <= value <= max_value):
             bounds = [
                 f"{bound_name} {_format_number(bound_value)}"
                 for bound_name, bound_value in (("at least", min_value), ("at most", max_value))
                 if math.isfinite(bound_value)
             ]
-            raise InputError(
-                f"{self._path_prefix}{name} is {_format_number(value)}; it must be {' and '.join(bounds) or 'finite'}"
-            )
+            limits = " and ".join(bounds) or "finite"
+            raise InputError(self.fact(name, f"is {_format_number(value)}; it must be {limits}"))
         return value
 
     def text(self, name: str, default: str = "", max_length: int = 1 << 20) -> str:
@@ -89,7 +92,7 @@ class JsonBody:
             return default
         value: str = self._typed_value(name, str)
         if len(value) > max_length:
-            raise InputError(f"{self._path_prefix}{name} has more than {max_length:,} characters")
+            raise InputError(self.fact(name, f"has more than {max_length:,} characters"))
         return value
 
     def get_flag(self, name: str, default: bool = False) -> bool:
@@ -99,18 +102,16 @@ class JsonBody:
         """Return a field's JSON object; {} if the field is missing."""
         value = self.get(name) if self.has(name) else {}
         if not isinstance(value, dict):
-            raise InputError(f"{self._path_prefix}{name} must be a JSON object")
+            raise InputError(self.fact(name, "must be a JSON object"))
         return value
 
     def get_list(self, name: str, max_length: int) -> list[Any]:
         """Return a field's list of at most `max_length` values; [] if the field is missing."""
         value = self.get(name) if self.has(name) else []
         if not isinstance(value, list):
-            raise InputError(f"{self._path_prefix}{name} must be a list")
+            raise InputError(self.fact(name, "must be a list"))
         if len(value) > max_length:
-            raise InputError(
-                f"{self._path_prefix}{name} has {len(value):,} values; at most {max_length:,}"
-            )
+            raise InputError(self.fact(name, f"has {len(value):,} values; at most {max_length:,}"))
         return value
 
     def get_texts(self, name: str, max_length: int) -> tuple[str, ...]:
@@ -119,7 +120,7 @@ class JsonBody:
             return (self.text(name),)
         text_list = self.get_list(name, max_length)
         if not all(isinstance(text, str) for text in text_list):
-            raise InputError(f"{self._path_prefix}{name} must be text, or a list of texts")
+            raise InputError(self.fact(name, "must be text, or a list of texts"))
         return tuple(text_list)
 
 

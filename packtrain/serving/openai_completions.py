@@ -42,10 +42,7 @@ class TextCompletionFormat:
         )
         self._response_id, self._has_logprobs = new_id(self.id_prefix), request.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
-        self._text_lengths = [
-            self._hidden_length(*echo) for echo in enumerate(request.echoed_texts)
-        ]
-        self._text_lengths = self._text_lengths or [0] * len(request.jobs)
+        self._text_lengths = [self._text_start(number) for number in range(len(request.jobs))]
 
     def _response_head(self, object_type: str) -> JsonObject:
         return response_shapes.response_head(object_type, self._response_id, self._model)
@@ -133,10 +130,13 @@ class TextCompletionFormat:
         is_text = not name.startswith(BYTES_PREFIX)
         return max(self._text_lengths[number] - len(name) if is_text else before, 0)
 
-    def _hidden_length(self, number: int, echoed_text: str) -> int:
-        """Return the negative length of what the tokens of an echoed prompt have before its text, such as a space."""
-        pieces = map(self._tokenizer.piece, self._request.jobs[number].prompt)
-        return len(echoed_text) - len(b"".join(pieces).decode(errors="replace"))
+    def _text_start(self, number: int) -> int:
+        """Return where the tokens begin in an answer's text: before 0 where a scored prompt hides a space or BOS."""
+        prompt = self._request.jobs[number].prompt
+        if not self._request.jobs[number].scores_prompt:
+            return 0
+        pieces = b"".join(map(self._tokenizer.piece, prompt)).decode(errors="replace")
+        return len(self._request.echoed_texts[number]) - len(pieces)
 
 
 def _name(token: JsonObject) -> str:
@@ -174,7 +174,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         )
 
     def _response_head(self, object_type: str) -> JsonObject:
-        warnings = self._tools.warnings if self._tools else ()
+        warnings = self._request.warnings
         return super()._response_head(object_type) | ({"warnings": [*warnings]} if warnings else {})
 
     def _delta(

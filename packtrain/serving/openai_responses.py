@@ -12,12 +12,13 @@ from packtrain.serving.generation_jobs import AnswerEnd
 from packtrain.serving.json_fields import JsonBody
 from packtrain.serving.openai_completions import JsonObject
 from packtrain.serving.request_parsing import OpenAIRequest
+from packtrain.serving.response_shapes import usage
 from packtrain.serving.stored_responses import StoredResponses
 
 MAX_ITEMS, MAX_PARTS = 1 << 16, 1 << 12
 TRANSLATED = (
     "input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice",
-    "previous_response_id", "stream_options", "include", "top_logprobs",
+    "previous_response_id", "stream_options", "include", "top_logprobs", "n",
 )  # fmt: skip
 UNSUPPORTED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
 LOGPROBS = "message.output_text.logprobs"
@@ -116,7 +117,7 @@ def content_text(item: JsonBody, name: str) -> str:
         return item.text(name)
     texts = list[str]()
     for index, value in enumerate(item.get_list(name, MAX_PARTS)):
-        part = JsonBody(value, item.fact(f"{name}[{index}]", "").strip())
+        part = JsonBody(value, item.path(f"{name}[{index}]"))
         kind = part.text("type")
         if kind not in TEXT_PARTS:
             raise InputError(part.fact("type", f"is {kind!r}; this model reads text only"))
@@ -157,7 +158,7 @@ class ResponsesFormat(BlocksFormat):
     def _response(self, status: str, **fields: Any) -> JsonObject:
         body = self._body
         choice = body.get("tool_choice") or "auto"
-        warnings = self._request.tools.warnings if self._request.tools else ()
+        warnings = self._request.warnings
         sampling = self._job.sampling
         return {
             "id": self._response_id, "object": "response", "created_at": self._created,
@@ -223,18 +224,18 @@ class ResponsesFormat(BlocksFormat):
             answer = input_messages(JsonBody({"input": self._items}))
             is_system = self._body.has("instructions")
             self._stored_responses.store(self._response_id, [*self._messages[is_system:], *answer])
-        counts = self._usage(end)
+        counts = usage([end.counts])
         details = {"cached_tokens": end.counts.cached, "cache_write_tokens": 0}
-        usage = {
+        token_counts = {
             "input_tokens": counts["prompt_tokens"], "input_tokens_details": details,
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._num_thought_tokens()},
             "total_tokens": counts["total_tokens"],
         }  # fmt: skip
         if finish_word != "length":
-            return self._response("completed", usage=usage, completed_at=int(time.time()))
+            return self._response("completed", usage=token_counts, completed_at=int(time.time()))
         reason = {"reason": "max_output_tokens"}
-        return self._response("incomplete", usage=usage, incomplete_details=reason)
+        return self._response("incomplete", usage=token_counts, incomplete_details=reason)
 
     def _num_thought_tokens(self) -> int:
         thoughts = [

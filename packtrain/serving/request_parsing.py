@@ -170,6 +170,11 @@ class OpenAIRequest:
     has_usage: bool = False
     has_timings: bool = False
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Keywords of tools' schemas to which answers are not held."""
+        return self.tools.warnings if self.tools else ()
+
 
 def parse_stream_counts(body: JsonBody) -> dict[str, Any]:
     """Return which counts a stream has, as fields of OpenAIRequest. Raises InputError."""
@@ -285,15 +290,13 @@ def with_line_breaks(message: Any) -> Any:
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
-    is_text_part = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts]
-    separators = ["\n"] * (len(parts) - 1) + [""]
-    zipped = zip(parts, is_text_part, separators, strict=True)
-    return message | {
-        "content": [
-            part | {"text": part["text"] + separator} if is_text else part
-            for part, is_text, separator in zipped
-        ]
-    }
+    lines = [
+        part | {"text": f"{part['text']}\n"}
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else part
+        for part in parts[:-1]
+    ]
+    return message | {"content": [*lines, *parts[-1:]]}
 
 
 def template_variables(body: JsonBody) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import StopTextFilter, make_chain
 from packtrain.inference.sampling import Candidates, SamplerInput
 from packtrain.inference.sampling.sampler_chain import check_finite_logits
+from packtrain.inference.sampling.samplers import log_probabilities
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, JobTicket, PromptProgress
 
@@ -167,8 +168,7 @@ def describe_token(candidates: SamplerInput, token_id: int, num_top: int) -> Gen
     c = candidates
     if isinstance(c, np.ndarray):
         c = Candidates(np.arange(len(c)), c.astype(np.float64))
-    values = c.logits - c.logits.max()
-    values -= np.log(np.exp(values).sum())
+    values = log_probabilities(c.logits)
     num_top = min(num_top, len(values))
     likely = np.argpartition(-values, num_top - 1)[:num_top]
     likely = likely[np.lexsort((c.ids[likely], -values[likely]))]

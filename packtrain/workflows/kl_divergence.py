@@ -11,6 +11,7 @@ import numpy as np
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.engine.backends import Target
 from packtrain.inference.kv_cache import Context
+from packtrain.inference.sampling.samplers import log_probabilities
 from packtrain.models.model_file import ModelFile, check_vocabularies
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.perplexity_windows import PerplexityWindows
@@ -120,13 +121,7 @@ def row_divergence(
 
     reference_logits, logits  (V,) f32
     """
-    log_p, log_q = log_softmax(reference_logits), log_softmax(logits)
+    log_p, log_q = log_probabilities(reference_logits), log_probabilities(logits)
     kl = float(np.exp(log_p) @ (log_p - log_q))
     has_same_top = bool(log_p.argmax() == log_q.argmax())
     return max(kl, 0.0), has_same_top, -float(log_q[target]), -float(log_p[target])
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the logarithms of the probabilities, (V,) f64."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    return shifted - float(np.log(np.exp(shifted).sum()))

@@ -45,6 +45,14 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return e
 
 
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the log-softmax of logits (V,), in f64."""
+    log_probs = logits.astype(np.float64)
+    log_probs -= log_probs.max()
+    log_probs -= np.log(np.exp(log_probs).sum())
+    return log_probs
+
+
 def entropy(p: np.ndarray) -> float:
     """Return the entropy −Σ p log p of probabilities, in nats."""
     p = p[p > 0]

@@ -27,19 +27,13 @@ PER_BLOCK_KEYS = "attention.head_count", "attention.head_count_kv", "feed_forwar
 # neutral values of unsupported keys
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "attention.scale": (0.0,),
-        "attention.causal": (True,),
-        "attention.temperature_scale": (0.0,),
-        "expert_count": (0,),
-        "expert_used_count": (0,),
-        "expert_group_count": (1, 0),
-        "expert_group_used_count": (1, 0),
-        "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-        "rope.scaling.yarn_attn_factor": (1.0,),
-        "rope.scaling.yarn_log_multiplier": (0.0,),
+        "attention.scale": (0.0,), "attention.causal": (True,), "attention.temperature_scale": (0.0,),
+        "expert_count": (0,), "expert_used_count": (0,), "expert_group_count": (1, 0),
+        "expert_group_used_count": (1, 0), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+        "rope.scaling.yarn_attn_factor": (1.0,), "rope.scaling.yarn_log_multiplier": (0.0,),
         **{key: (value,) for key, value in YARN_BETAS.items()},
     }
-)
+)  # fmt: skip
 CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
             "embedding_scale", "embedding_length_", "leading_dense", "interleave_", "use_parallel", "swiglu_",
             "nextn_")  # fmt: skip

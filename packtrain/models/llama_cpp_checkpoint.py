@@ -29,16 +29,13 @@ CONTEXT_KEY = "llama.context_length"
 # settings of train that a checkpoint decides, and their values in its configuration
 DECIDED_SETTINGS: Mapping[str, Callable[[Config], float]] = MappingProxyType(
     {
-        "dim": lambda config: config.embedding_length,
-        "layers": lambda config: config.block_count,
-        "heads": lambda config: config.head_count,
-        "kv_heads": lambda config: config.head_count_kv,
-        "ffn": lambda config: config.feed_forward_length,
-        "norm_rms_eps": lambda config: config.rms_eps,
+        "dim": lambda config: config.embedding_length, "layers": lambda config: config.block_count,
+        "heads": lambda config: config.head_count, "kv_heads": lambda config: config.head_count_kv,
+        "ffn": lambda config: config.feed_forward_length, "norm_rms_eps": lambda config: config.rms_eps,
         "rope_freq_base": lambda config: config.rope_freq_base,
         "rope_freq_scale": lambda config: 1 / config.rope_scaling.factor,
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,20 +41,10 @@ def _check_positions(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
 
 @op()
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor | None = None,
-    k_pos: Tensor | None = None,
-    q_seq: Tensor | None = None,
-    k_seq: Tensor | None = None,
-    length: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Spec, ...]:
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None = None, k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None, k_seq: Tensor | None = None, length: Tensor | None = None, sinks: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> tuple[Spec, ...]:  # fmt: skip
     """Softmax-weighted mean of the values that each query attends to; query head h reads kv head h // (H / K).
 
     y = softmax(z) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length; with a window of n also
@@ -217,22 +207,10 @@ def attention_samples():
 # dq may overwrite y, which is read first; dy and q are read until a block is done
 @op(inplace=(1,))
 def attention_back(
-    dy: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor | None = None,
-    k_pos: Tensor | None = None,
-    q_seq: Tensor | None = None,
-    k_seq: Tensor | None = None,
-    length: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Spec, ...]:
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None, q_seq: Tensor | None = None, k_seq: Tensor | None = None, length: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> tuple[Spec, ...]:  # fmt: skip
     """Gradients of attention for q, k and v; recomputes the probabilities from the log-sum-exp, block by block.
 
     With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:

@@ -6,17 +6,9 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import i32
+from packtrain.engine.ops import scan
 from packtrain.engine.ops.arrays import ABSENT_IDS, flatten_or_absent, gradient_samples, rows
 from packtrain.engine.ops.costs import Cost
-from packtrain.engine.ops.scan import (
-    check_heads,
-    check_lines,
-    check_states,
-    head_sizes,
-    load_states,
-    sample_lines,
-    write_gradients_by_autograd,
-)
 from packtrain.engine.ops.torch_kernels import torch
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
 
@@ -82,7 +74,7 @@ def delta_rule(
     tiled        heads of a group are G apart (h % G), not together
     Yang et al. 2024, arXiv 2412.06464; ggml_gated_delta_net.
     """
-    y_width = check_heads(x, groups, width, decay=decay, beta=beta)
+    y_width = scan.check_heads(x, groups, width, decay=decay, beta=beta)
     require(len(x.shape) == 3, f"x is {x.spec}; it must have three axes")
     Spec(x.shape[:2], i32).require(seq=seq)
     return Spec((*x.shape[:2], y_width))
@@ -106,7 +98,7 @@ def delta_rule_numpy(y, x, decay, beta, seq, *, groups, width, tiled, eps):
 
 @delta_rule.workspace("cpu")
 def delta_rule_workspace(x, decay, beta, *other_inputs, groups, width, **attrs):
-    heads, p = head_sizes(x, beta, groups, width)
+    heads, p = scan.head_sizes(x, beta, groups, width)
     return (Spec((x.shape[0] * heads, p, width)),)
 
 
@@ -130,14 +122,14 @@ def delta_rule_back(
     groups: int, width: int, tiled: bool = False, eps: float = 1e-6,
 ) -> tuple[Spec, ...]:  # fmt: skip
     """Gradients of delta_rule for x, decay and beta; states are recomputed, and saved only at the start of chunks."""
-    y = Spec((*x.shape[:-1], check_heads(x, groups, width, decay=decay, beta=beta)))
+    y = Spec((*x.shape[:-1], scan.check_heads(x, groups, width, decay=decay, beta=beta)))
     require(dy.spec == y and len(x.shape) == 3, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec, decay.spec, beta.spec
 
 
 @delta_rule_back.workspace("cpu")
 def delta_rule_back_workspace(dy, x, decay, beta, *other_inputs, groups, width, **attrs):
-    (_, p), (num_lines, time) = head_sizes(x, beta, groups, width), x.shape[:2]
+    (_, p), (num_lines, time) = scan.head_sizes(x, beta, groups, width), x.shape[:2]
     tasks, num_slots = num_lines * groups, -(-time // kernels.delta.CHUNK) + 1
     return tuple(map(Spec, ((tasks, num_slots, p, width), (tasks, time + 1, p), (tasks, 3, time))))
 
@@ -193,7 +185,7 @@ def delta_rule_back_torch(out, dy, x, decay, beta, seq, *, groups, width, tiled,
         state_steps = enumerate(_steps(k, v, decay, beta, seq, initial_state))
         return torch.stack([_read_state(s, q[:, t]) for t, (_, s) in state_steps], 1)
 
-    write_gradients_by_autograd(out, dy, forward, (x, decay, beta))
+    scan.write_gradients_by_autograd(out, dy, forward, (x, decay, beta))
 
 
 @delta_rule_back.cost
@@ -215,12 +207,12 @@ def delta_rule_cells(
     x, decay, beta, y  (T, ...)      f32, as in delta_rule
     Returns the leaf's new handle, and y.
     """
-    check_states(leaf)
+    scan.check_states(leaf)
     _, heads, p, n = leaf.shape
-    y_width = check_heads(x, groups, n, decay=decay, beta=beta)
+    y_width = scan.check_heads(x, groups, n, decay=decay, beta=beta)
     is_valid = beta.shape == (*x.shape[:1], heads) and y_width == heads * p
     require(is_valid, f"x is {x.spec}, beta {beta.spec}, leaf {leaf.spec}")
-    check_lines(x, line, source, target)
+    scan.check_lines(x, line, source, target)
     return leaf.spec, Spec((x.shape[0], y_width))
 
 
@@ -231,7 +223,7 @@ def delta_rule_cells_numpy(out, leaf, x, decay, beta, line, source, target, *, g
     q, k, v = (
         array[:, None] for array in _parts(x, beta.shape[-1], groups, leaf.shape[-1], tiled, eps)
     )
-    load_states(leaf, source, target)
+    scan.load_states(leaf, source, target)
     for t in range(len(x)):
         state_index = int(target[line[t]])
         y[t] = 0
@@ -261,5 +253,5 @@ def delta_rule_cells_samples():
         x = input("x", (t, heads * p + 2 * groups * n))
         decay = constant("decay", random.uniform(-1, 0, (t, heads)).astype(np.float32))
         beta = constant("beta", random.uniform(0, 1, (t, heads)).astype(np.float32))
-        inputs = state("states", (6, heads, p, n)), x, decay, beta, *sample_lines(t)
+        inputs = state("states", (6, heads, p, n)), x, decay, beta, *scan.sample_lines(t)
         yield delta_rule_cells(*inputs, groups=groups, tiled=t == 7, eps=0.01)[1]

@@ -7,18 +7,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, ROUNDABLE, TRAINABLE, bf16, dtype_of, f16, f32
-from packtrain.engine.ops import arrays, costs
+from packtrain.engine.ops import arrays, costs, torch_kernels
 from packtrain.engine.ops.arrays import num_bf16_terms, packed, rows, run_replayable
 from packtrain.engine.ops.reduce import sum_like
 from packtrain.engine.ops.shape import transpose
-from packtrain.engine.ops.torch_kernels import (
-    CHUNK,
-    LARGE,
-    add_product,
-    add_product_back,
-    multiply,
-    start_product,
-)
 from packtrain.engine.ops.torch_kernels import times as torch_matmul_in_precision
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 from packtrain.kernels.runtime import has_cpu_feature
@@ -110,17 +102,17 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
     return None
 
 
-def matmul_torch(y, x, w, acc, precision, unpack_size=CHUNK):
+def matmul_torch(y, x, w, acc, precision, unpack_size=torch_kernels.CHUNK):
     if w.ndim > 2:
         product = torch_matmul_in_precision(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
-    options = {"fresh": start_product(y, acc), "unpack_size": unpack_size}
-    add_product(rows(y), rows(x), w, precision, **options)
+    options = {"fresh": torch_kernels.start_product(y, acc), "unpack_size": unpack_size}
+    torch_kernels.add_product(rows(y), rows(x), w, precision, **options)
 
 
 matmul.kernel("torch", strided=is_matrix)(matmul_torch)
-matmul.kernel("cuda", strided=is_matrix)(partial(matmul_torch, unpack_size=LARGE))
+matmul.kernel("cuda", strided=is_matrix)(partial(matmul_torch, unpack_size=torch_kernels.LARGE))
 
 
 def _run_product(y, x, w, options, work):
@@ -218,12 +210,12 @@ def matmul_back_cpu(dx, dy, w, acc, precision):
 
 
 @matmul_back.kernel("torch")
-def matmul_back_torch(dx, dy, w, acc, precision, unpack_size=CHUNK):
-    options = {"fresh": start_product(dx, acc), "unpack_size": unpack_size}
-    add_product_back(rows(dx), rows(dy), w, precision, **options)
+def matmul_back_torch(dx, dy, w, acc, precision, unpack_size=torch_kernels.CHUNK):
+    options = {"fresh": torch_kernels.start_product(dx, acc), "unpack_size": unpack_size}
+    torch_kernels.add_product_back(rows(dx), rows(dy), w, precision, **options)
 
 
-matmul_back.kernel("cuda")(partial(matmul_back_torch, unpack_size=LARGE))
+matmul_back.kernel("cuda")(partial(matmul_back_torch, unpack_size=torch_kernels.LARGE))
 
 
 @matmul_back.cost
@@ -276,7 +268,7 @@ def out_prod_cpu(y, a, b, acc, precision):
 
 @out_prod.kernel("torch")
 def out_prod_torch(y, a, b, acc, precision):
-    multiply(y, rows(a).mT, rows(b), start_product(y, acc), precision)
+    torch_kernels.multiply(y, rows(a).mT, rows(b), torch_kernels.start_product(y, acc), precision)
 
 
 @out_prod.cost

@@ -29,16 +29,9 @@ def _frequencies(factors, dims, base, divisor, blend):
 
 @op()
 def rope_table(
-    pos: Tensor,
-    factors: Tensor | None = None,
-    *,
-    dims: int,
-    base: float,
-    divisor: float = 1.0,
-    blend: tuple[float, float] | None = None,
-    magnitude: float = 1.0,
-    growth: tuple[float, int, int] = (0.0, 1, 0),
-) -> Spec:
+    pos: Tensor, factors: Tensor | None = None, *, dims: int, base: float, divisor: float = 1.0,
+    blend: tuple[float, float] | None = None, magnitude: float = 1.0, growth: tuple[float, int, int] = (0.0, 1, 0),
+) -> Spec:  # fmt: skip
     """Rotations for positions: t[..., i] = m * (cos, sin)(pos * f[i]), angles in f64.
 
     f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,

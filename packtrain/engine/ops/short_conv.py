@@ -6,13 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.engine.ops.arrays import (
-    ABSENT_IDS,
-    flatten,
-    flatten_or_absent,
-    gradient_samples,
-    rows,
-)
+from packtrain.engine.ops import arrays
 from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require
 
 
@@ -75,7 +69,7 @@ def short_conv_numpy(y, x, w, seq):
 
 def _run_cpu(y, x, w, seq, w_t, step):
     w_t[...] = w.T
-    args = rows(y), rows(x), w_t, flatten_or_absent(seq, ABSENT_IDS)
+    args = arrays.rows(y), arrays.rows(x), w_t, arrays.flatten_or_absent(seq, arrays.ABSENT_IDS)
     kernels.short_conv.conv(*args, x.shape[1], step)
 
 
@@ -136,7 +130,7 @@ def short_conv_back_cpu(dx, dy, w, seq, work):
 
 
 short_conv_back.kernel("torch")(partial(_run_torch, step=-1))
-short_conv_back.samples(gradient_samples(short_conv, short_conv_back))
+short_conv_back.samples(arrays.gradient_samples(short_conv, short_conv_back))
 
 
 @op()
@@ -164,7 +158,7 @@ def short_conv_back_w_numpy(dw, dy, x, seq, *, taps):
 
 @short_conv_back_w.kernel("cpu")
 def short_conv_back_w_cpu(dw, dy, x, seq, *, taps, work):
-    args = rows(dy), rows(x), flatten_or_absent(seq, ABSENT_IDS)
+    args = arrays.rows(dy), arrays.rows(x), arrays.flatten_or_absent(seq, arrays.ABSENT_IDS)
     kernels.short_conv.conv_back_w(*work, *args, x.shape[1])
     dw[...] = work[0].T
 
@@ -180,7 +174,7 @@ def short_conv_back_w_torch(dw, dy, x, seq, *, taps):
         dw[:, k] = products.sum((0, 1))
 
 
-short_conv_back_w.samples(gradient_samples(short_conv, short_conv_back_w))
+short_conv_back_w.samples(arrays.gradient_samples(short_conv, short_conv_back_w))
 
 
 @op()
@@ -210,7 +204,7 @@ short_conv_cells.workspace("cpu")(_transposed_filters)
 @short_conv_cells.kernel("cpu")
 def short_conv_cells_cpu(y, x, w, cells, work):
     work[0][...] = w.T
-    kernels.short_conv.conv_cells(y, x, work[0], flatten(cells))
+    kernels.short_conv.conv_cells(y, x, work[0], arrays.flatten(cells))
 
 
 @short_conv_cells.samples

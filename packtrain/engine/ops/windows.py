@@ -52,13 +52,8 @@ def windows(x, window, stride, padding, dilation=(1, 1), fill=0.0, writeable=Fal
 
 @op()
 def im2col(
-    x: Tensor,
-    *,
-    window: Pair,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
-) -> Spec:
+    x: Tensor, *, window: Pair, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1),
+) -> Spec:  # fmt: skip
     """Lay out the windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
     h, w = check(x.spec, window, stride, padding, dilation)
     return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))

@@ -78,17 +78,9 @@ class AdamW(Optimizer):
 
 @op(writes=(0, 2, 3))
 def opt_step_adamw(
-    w: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    hyper: Tensor,
-    gate: Tensor,
-    key: Tensor | None = None,
-    *,
-    decay: bool,
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None = None, *, decay: bool,
     stream: int = 0,
-) -> tuple[Spec, ...]:
+) -> tuple[Spec, ...]:  # fmt: skip
     """One AdamW step in one pass; returns the new handles of w, m and v. ggml_opt_step_adamw.
 
     g' = gate * g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2

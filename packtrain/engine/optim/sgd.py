@@ -62,15 +62,8 @@ class SGD(Optimizer):
 
 @op(writes=(0,))
 def opt_step_sgd(
-    w: Tensor,
-    g: Tensor,
-    hyper: Tensor,
-    gate: Tensor,
-    key: Tensor | None = None,
-    *,
-    decay: bool,
-    stream: int = 0,
-) -> tuple[Spec, ...]:
+    w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None = None, *, decay: bool, stream: int = 0,
+) -> tuple[Spec, ...]:  # fmt: skip
     """Make one step of gradient descent; return the new handle of w. ggml_opt_step_sgd.
 
     w = w (1 - lr * weight_decay) - rate * gate * g

@@ -96,14 +96,12 @@ def no_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 # metadata keys that follow from the sizes of a model
 SIZE_KEYS: Mapping[str, Callable[[ModelSizes], int]] = {
-    "vocab_size": lambda sizes: sizes.vocab_size,
-    "rope.dimension_count": lambda sizes: sizes.head_width,
-    "attention.key_length": lambda sizes: sizes.head_width,
-    "attention.value_length": lambda sizes: sizes.head_width,
+    "vocab_size": lambda sizes: sizes.vocab_size, "rope.dimension_count": lambda sizes: sizes.head_width,
+    "attention.key_length": lambda sizes: sizes.head_width, "attention.value_length": lambda sizes: sizes.head_width,
     "leading_dense_block_count": lambda sizes: sizes.leading_dense_block_count,
     "expert_shared_feed_forward_length": lambda sizes: sizes.expert_shared_feed_forward_length,
     "expert_shared_count": lambda s: s.expert_shared_feed_forward_length // s.expert_width,
-}
+}  # fmt: skip
 HEAD_WIDTHS = ("attention.key_length", "attention.value_length")
 SHARED_AND_DENSE = ("expert_shared_count", "leading_dense_block_count")
 

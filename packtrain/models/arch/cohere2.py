@@ -1,21 +1,13 @@
 """Command R7B and A: attention and feed-forward in parallel, windows, and rope only within them. arXiv 2504.00698."""
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    FEED_FORWARD,
-    Architecture,
-    Family,
-    Keys,
-    fixed,
-)  # fmt: skip
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 EVERY = 4
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     if hf_config.scaling() != "default":
         raise hf_config.wrong("rope_scaling.type", hf_config.scaling(), "default")
     hf_config.require_window_interval(EVERY, sizes.block_count)
@@ -27,15 +19,9 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     }
 
 
-ARCHITECTURE = Architecture(
-    "cohere2",
-    layer_norms=True,
-    is_parallel=True,
-    fixed_head_width=True,
-    partial_rope=True,
-    always_tied=True,
-    multiplies_logits=True,
-    rope_only_in_windows=True,
+ARCHITECTURE = arch.Architecture(
+    "cohere2", layer_norms=True, is_parallel=True, fixed_head_width=True, partial_rope=True, always_tied=True,
+    multiplies_logits=True, rope_only_in_windows=True,
     key_defaults={
         "logit_scale": None,
         "attention.sliding_window": None,
@@ -44,16 +30,12 @@ ARCHITECTURE = Architecture(
     ignored_keys=("rope.freq_base_swa",),
     optional_tensors=(*arch.BIASES, *arch.FUSED_QKV, "attn_output.bias"),
     families=(
-        Family(
-            ("Cohere2ForCausalLM",),
-            ATTENTION | FEED_FORWARD,
-            extra_metadata=extra_metadata,
-            required_values=fixed(
+        arch.Family(
+            ("Cohere2ForCausalLM",), arch.ATTENTION | arch.FEED_FORWARD, extra_metadata=extra_metadata,
+            required_values=arch.fixed(
                 use_qk_norm=False, layer_switch=EVERY, sliding_window_pattern=EVERY
             ),
-            size_keys=("vocab_size",),
-            tied_by_default=True,
-            interleaved_rope=True,
+            size_keys=("vocab_size",), tied_by_default=True, interleaved_rope=True,
         ),
     ),
-)
+)  # fmt: skip

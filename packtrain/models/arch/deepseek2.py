@@ -32,11 +32,9 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 def mixer_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {
-        "value_length": hf_config.size("v_head_dim"),
-        "rope_dims": hf_config.size("qk_rope_head_dim"),
-        "q_lora_rank": hf_config.optional_size("q_lora_rank"),
-        "kv_lora_rank": hf_config.size("kv_lora_rank"),
-    }
+        "value_length": hf_config.size("v_head_dim"), "rope_dims": hf_config.size("qk_rope_head_dim"),
+        "q_lora_rank": hf_config.optional_size("q_lora_rank"), "kv_lora_rank": hf_config.size("kv_lora_rank"),
+    }  # fmt: skip
 
 
 def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
@@ -69,15 +67,10 @@ def routing_metadata(hf_config: HFConfig) -> arch.Keys:
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     rank, rope_width, settings = sizes.kv_lora_rank, sizes.rope_dims or 0, hf_config.full_rotation()
     metadata: arch.Keys = {
-        "attention.head_count_kv": 1,
-        "attention.key_length": rank + rope_width,
-        "attention.value_length": rank,
-        "attention.key_length_mla": sizes.head_width,
-        "attention.value_length_mla": sizes.value_width,
-        "attention.kv_lora_rank": rank,
-        "rope.dimension_count": rope_width,
-        **routing_metadata(hf_config),
-    }
+        "attention.head_count_kv": 1, "attention.key_length": rank + rope_width, "attention.value_length": rank,
+        "attention.key_length_mla": sizes.head_width, "attention.value_length_mla": sizes.value_width,
+        "attention.kv_lora_rank": rank, "rope.dimension_count": rope_width, **routing_metadata(hf_config),
+    }  # fmt: skip
     if sizes.q_lora_rank:
         metadata["attention.q_lora_rank"] = sizes.q_lora_rank
     if hf_config.scaling() not in ("default", "yarn"):
@@ -111,36 +104,19 @@ EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("n_routed_experts", 64), ("num_experts_per_tok", 8), WIDTH, shared_and_dense
 )  # fmt: skip
 ARCHITECTURE = arch.Architecture(
-    "deepseek2",
-    sigmoid_routing=None,
-    normalized_expert_weights=None,
-    key_defaults=KEY_DEFAULTS,
-    ignored_keys=("attention.temperature_length",),
-    optional_tensors=("attn_kv_b.weight", arch.CHOICE),
+    "deepseek2", sigmoid_routing=None, normalized_expert_weights=None, key_defaults=KEY_DEFAULTS,
+    ignored_keys=("attention.temperature_length",), optional_tensors=("attn_kv_b.weight", arch.CHOICE),
     merge_only_weights=(
-        "attn_q",
-        "attn_q_a",
-        "attn_q_b",
-        "attn_kv_a_mqa",
-        "attn_kv_b",
-        "attn_k_b",
-        "attn_v_b",
+        "attn_q", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b", "attn_k_b", "attn_v_b",
     ),
     families=(
         arch.Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            ATTENTION | arch.FFN_NORM | arch.SCORED_ROUTER | arch.FEED_FORWARD | arch.SHARED,
-            extra_metadata,
-            EXPERTS,
-            normalize_config=normalize_config,
-            required_values=arch.fixed(attention_bias=False),
-            size_keys=("vocab_size", *arch.SHARED_AND_DENSE),
-            optional_tensors=optional_tensors,
-            suffix_renames=arch.SCORE_RENAMES,
-            more_blocks=True,
-            mixer_fields=mixer_fields,
-            latent_module="self_attn.kv_b_proj",
-            interleaved_rope=True,
+            ATTENTION | arch.FFN_NORM | arch.SCORED_ROUTER | arch.FEED_FORWARD | arch.SHARED, extra_metadata, EXPERTS,
+            normalize_config=normalize_config, required_values=arch.fixed(attention_bias=False),
+            size_keys=("vocab_size", *arch.SHARED_AND_DENSE), optional_tensors=optional_tensors,
+            suffix_renames=arch.SCORE_RENAMES, more_blocks=True, mixer_fields=mixer_fields,
+            latent_module="self_attn.kv_b_proj", interleaved_rope=True,
         ),
     ),
-)
+)  # fmt: skip

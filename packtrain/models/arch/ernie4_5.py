@@ -7,12 +7,8 @@ ARCHITECTURE = Architecture(
     optional_tensors=(),
     families=(
         Family(
-            ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
-            required_values=fixed(use_bias=False),
-            tied_by_default=True,
-            rope_freq_base=500_000.0,
-            default_head_width=128,
-            interleaved_rope=True,
+            ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), required_values=fixed(use_bias=False),
+            tied_by_default=True, rope_freq_base=500_000.0, default_head_width=128, interleaved_rope=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -35,27 +35,19 @@ KEY_DEFAULTS = {
     "expert_shared_feed_forward_length": 0, "leading_dense_block_count": 0, "interleave_moe_layer_step": None,
 }  # fmt: skip
 ARCHITECTURE = Architecture(
-    "ernie4_5-moe",
-    optional_tensors=(CHOICE,),
-    key_defaults=KEY_DEFAULTS,
-    ignored_keys=("expert_shared_count",),
+    "ernie4_5-moe", optional_tensors=(CHOICE,), key_defaults=KEY_DEFAULTS, ignored_keys=("expert_shared_count",),
     neutral={"interleave_moe_layer_step": (1,)},
     families=tuple(
         replace(
-            family,
-            model_classes=("Ernie4_5_MoeForCausalLM",),
-            block_modules=arch.BLOCK | ROUTER | arch.SHARED,
-            extra_metadata=extra_metadata,
-            required_values=arch.fixed(use_bias=False, moe_layer_interval=1),
+            family, model_classes=("Ernie4_5_MoeForCausalLM",), block_modules=arch.BLOCK | ROUTER | arch.SHARED,
+            extra_metadata=extra_metadata, required_values=arch.fixed(use_bias=False, moe_layer_interval=1),
             size_keys=arch.SHARED_AND_DENSE,
             experts=ExpertLayout(
                 arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
             ),
-            suffix_renames=arch.SCORE_RENAMES,
-            optional_tensors=arch.with_tensors(CHOICE),
-            computed_suffixes=("rotary_emb.inv_freq",),
-            default_head_width=0,
+            suffix_renames=arch.SCORE_RENAMES, optional_tensors=arch.with_tensors(CHOICE),
+            computed_suffixes=("rotary_emb.inv_freq",), default_head_width=0,
         )
         for family in ernie4_5.ARCHITECTURE.families
     ),
-)
+)  # fmt: skip

@@ -25,18 +25,11 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "exaone4",
-    halves=True,
-    head_norms=True,
-    pre_norms=False,
-    post_norms=True,
-    fixed_head_width=True,
-    rope_only_in_windows=True,
-    window_blocks=BLOCKS,
+    "exaone4", halves=True, head_norms=True, pre_norms=False, post_norms=True, fixed_head_width=True,
+    rope_only_in_windows=True, window_blocks=BLOCKS,
     key_defaults={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
-    ignored_keys=("rope.freq_base_swa",),
-    optional_tensors=(FACTORS,),
+    ignored_keys=("rope.freq_base_swa",), optional_tensors=(FACTORS,),
     families=(
         Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),
     ),
-)
+)  # fmt: skip

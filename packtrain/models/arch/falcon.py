@@ -46,29 +46,15 @@ def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
 
 
 ARCHITECTURE = arch.Architecture(
-    "falcon",
-    halves=True,
-    layer_norms=True,
-    is_parallel=True,
-    use_gelu=True,
-    gated=False,
-    fused_qkv=True,
-    fixed_head_width=True,
-    optional_tensors=(*arch.NORM_BIASES, *SECOND_NORM),
+    "falcon", halves=True, layer_norms=True, is_parallel=True, use_gelu=True, gated=False, fused_qkv=True,
+    fixed_head_width=True, optional_tensors=(*arch.NORM_BIASES, *SECOND_NORM),
     families=(
         arch.Family(
-            ("FalconForCausalLM",),
-            MODULES,
-            lambda hf_config, sizes: {"tensor_data_layout": "jploski"},
-            None,
-            arch.CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"),
-            normalize_config,
-            {"ln_mlp": "input_layernorm"},
-            optional_tensors,
-            required_values=arch.fixed(alibi=False, bias=False, parallel_attn=True),
-            row_spans=row_spans,
-            omitted_keys=("rope.freq_base",),
-            tied_by_default=True,
+            ("FalconForCausalLM",), MODULES, lambda hf_config, sizes: {"tensor_data_layout": "jploski"}, None,
+            arch.CheckpointNames("transformer.", "word_embeddings", "", "h", "ln_f"), normalize_config,
+            {"ln_mlp": "input_layernorm"}, optional_tensors,
+            required_values=arch.fixed(alibi=False, bias=False, parallel_attn=True), row_spans=row_spans,
+            omitted_keys=("rope.freq_base",), tied_by_default=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -73,17 +73,11 @@ def changes(hf_config: HFConfig, sizes: ModelSizes) -> Mapping[str, arch.Changed
 
 
 ARCHITECTURE = arch.Architecture(
-    "falcon-h1",
-    halves=True,
-    parallel_scan=True,
-    unsuffixed_ffn_norm=True,
-    key_defaults=arch.SCAN_KEYS,
+    "falcon-h1", halves=True, parallel_scan=True, unsuffixed_ffn_norm=True, key_defaults=arch.SCAN_KEYS,
     optional_tensors=(CONV_BIAS, SCAN_NORM),
     families=(
         arch.Family(
-            ("FalconH1ForCausalLM",),
-            arch.ATTENTION | arch.SCAN_MODULES | FEED_FORWARD,
-            extra_metadata,
+            ("FalconH1ForCausalLM",), arch.ATTENTION | arch.SCAN_MODULES | FEED_FORWARD, extra_metadata,
             names=arch.CheckpointNames(norm="final_layernorm"),
             optional_tensors=arch.with_tensors(
                 true_flags=("mamba_conv_bias",),
@@ -91,11 +85,8 @@ ARCHITECTURE = arch.Architecture(
                 mamba_rms_norm=(SCAN_NORM,),
             ),
             required_values=arch.fixed(attention_bias=False, mlp_bias=False, projectors_bias=False),
-            size_keys=(*arch.HEAD_WIDTHS, "vocab_size"),
-            suffix_renames=arch.SCAN_SUFFIX_RENAMES,
-            mixer_fields=mixer_fields,
-            changes=changes,
-            has_scaled_matrices=True,
+            size_keys=(*arch.HEAD_WIDTHS, "vocab_size"), suffix_renames=arch.SCAN_SUFFIX_RENAMES,
+            mixer_fields=mixer_fields, changes=changes, has_scaled_matrices=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -30,15 +30,11 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 FAMILY = replace(
-    gemma.FAMILY,
-    model_classes=("Gemma2ForCausalLM",),
-    block_modules=BLOCK | NORMS_BEHIND,
+    gemma.FAMILY, model_classes=("Gemma2ForCausalLM",), block_modules=BLOCK | NORMS_BEHIND,
     extra_metadata=extra_metadata,
-)
+)  # fmt: skip
 ARCHITECTURE = replace(
-    gemma.ARCHITECTURE,
-    name="gemma2",
-    post_norms=True,
+    gemma.ARCHITECTURE, name="gemma2", post_norms=True,
     wide_score_blocks=46,  # the 27B
     key_defaults={
         "attention.sliding_window": TOKENS_BACK,
@@ -46,4 +42,4 @@ ARCHITECTURE = replace(
         **SOFTCAPS,
     },
     families=(FAMILY,),
-)
+)  # fmt: skip

@@ -23,24 +23,16 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = replace(
-    gemma2.ARCHITECTURE,
-    name="gemma3",
-    head_norms=True,
-    always_tied=False,
+    gemma2.ARCHITECTURE, name="gemma3", head_norms=True, always_tied=False,
     wide_score_blocks=62,  # the 27B
     key_defaults={
-        "attention.sliding_window": 0,
-        "attention.sliding_window_pattern": EVERY,
-        "final_logit_softcapping": 0.0,
+        "attention.sliding_window": 0, "attention.sliding_window_pattern": EVERY, "final_logit_softcapping": 0.0,
         "rope.freq_base_swa": WINDOW_ROPE_BASE,
     },
     families=(
         replace(
-            gemma2.FAMILY,
-            model_classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-            block_modules={**gemma2.FAMILY.block_modules, **HEAD_NORMS},
-            omitted_keys=(),
-            extra_metadata=extra_metadata,
+            gemma2.FAMILY, model_classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+            block_modules={**gemma2.FAMILY.block_modules, **HEAD_NORMS}, omitted_keys=(), extra_metadata=extra_metadata,
             required_values=fixed(
                 attn_logit_softcapping=None,
                 sliding_window_pattern=EVERY,
@@ -49,4 +41,4 @@ ARCHITECTURE = replace(
             rope_freq_base=1_000_000.0,
         ),
     ),
-)
+)  # fmt: skip

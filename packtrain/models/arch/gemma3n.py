@@ -76,13 +76,10 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
         "attention.sliding_window": hf_config.size("sliding_window"),
         "attention.sliding_window_pattern": list(block_fields["window_pattern"]),
         "attention.shared_kv_layers": num_blocks - min(num_blocks, OWNING),
-        "rope.freq_base_swa": hf_config.window_rope_base(),
-        "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
-        "altup.active_idx": 0,
-        "altup.num_inputs": NUM_STREAMS,
-        "activation_sparsity_scale": sparsity_deviations(num_blocks),
-        SOFTCAP_KEY: SOFTCAP,
-    }
+        "rope.freq_base_swa": hf_config.window_rope_base(), "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
+        "altup.active_idx": 0, "altup.num_inputs": NUM_STREAMS,
+        "activation_sparsity_scale": sparsity_deviations(num_blocks), SOFTCAP_KEY: SOFTCAP,
+    }  # fmt: skip
     widths = hf_config.get("widths")
     return metadata | ({"feed_forward_length": widths} if widths else {})
 
@@ -93,24 +90,11 @@ def sparsity_deviations(blocks: int) -> list[float]:
 
 
 ARCHITECTURE = arch.Architecture(
-    "gemma3n",
-    halves=True,
-    use_gelu=True,
-    scaled_embedding=True,
-    head_norms=True,
-    post_norms=True,
-    value_norms=True,
-    unscaled_scores=True,
-    num_streams=NUM_STREAMS,
-    laurel_rank=RANK,
-    num_sparse_blocks=SPARSE,
-    num_kv_blocks=OWNING,
+    "gemma3n", halves=True, use_gelu=True, scaled_embedding=True, head_norms=True, post_norms=True, value_norms=True,
+    unscaled_scores=True, num_streams=NUM_STREAMS, laurel_rank=RANK, num_sparse_blocks=SPARSE, num_kv_blocks=OWNING,
     key_defaults={
-        "attention.sliding_window": None,
-        "attention.sliding_window_pattern": EVERY,
-        "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH,
-        "rope.freq_base_swa": 10_000.0,
-        SOFTCAP_KEY: SOFTCAP,
+        "attention.sliding_window": None, "attention.sliding_window_pattern": EVERY,
+        "embedding_length_per_layer_input": LAYER_EMBEDDING_WIDTH, "rope.freq_base_swa": 10_000.0, SOFTCAP_KEY: SOFTCAP,
     },
     ignored_keys=("attention.shared_kv_layers",),
     neutral={SOFTCAP_KEY: (SOFTCAP,), "embedding_length_per_layer_input": (LAYER_EMBEDDING_WIDTH,)},
@@ -118,18 +102,11 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-            {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES},
-            extra_metadata,
-            normalize_config=normalize_config,
-            per_block_fields=per_block_fields,
-            optional_tensors=arch.with_tensors(),
-            required_values=REQUIRED_VALUES,
-            names=arch.CheckpointNames(outside=OUTSIDE),
-            suffix_renames={".correct_output_scale": ".correct_output_scale.weight"},
-            rope_freq_base=1e6,
-            default_head_width=256,
-            tied_by_default=True,
-            space_prefix=False,
+            {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES}, extra_metadata,
+            normalize_config=normalize_config, per_block_fields=per_block_fields, optional_tensors=arch.with_tensors(),
+            required_values=REQUIRED_VALUES, names=arch.CheckpointNames(outside=OUTSIDE),
+            suffix_renames={".correct_output_scale": ".correct_output_scale.weight"}, rope_freq_base=1e6,
+            default_head_width=256, tied_by_default=True, space_prefix=False,
         ),
     ),
-)
+)  # fmt: skip

@@ -25,12 +25,8 @@ EXPERT_MODULES = {
 }  # fmt: skip
 STACKED = {f"ffn_{matrix}_exps": (f"experts.{matrix}_proj", 0, 1) for matrix in ("gate_up", "down")}
 UNSUFFIXED_NAMES = (
-    ".layer_scalar",
-    ".scale",
-    ".per_expert_scale",
-    ".gate_up_proj",
-    ".experts.down_proj",
-)
+    ".layer_scalar", ".scale", ".per_expert_scale", ".gate_up_proj", ".experts.down_proj",
+)  # fmt: skip
 GATE_AND_UP = "ffn_gate_up_exps.weight"
 OUTSIDE = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 SOFTCAP_KEY = "final_logit_softcapping"
@@ -71,14 +67,12 @@ def per_block_fields(hf_config: HFConfig) -> dict[str, Any]:
     is_double_wide = num_shared and hf_config.flag("use_double_wide_mlp")
     window_width, heads = hf_config.size("near_head_dim"), hf_config.size("near_heads")
     return {
-        "window_pattern": pattern,
-        "own_kv": num_owning,
-        "embedding_length_per_layer": layer_width,
+        "window_pattern": pattern, "own_kv": num_owning, "embedding_length_per_layer": layer_width,
         "keys_are_values": hf_config.flag("attention_k_eq_v"),
         "key_length_swa": 0 if window_width == hf_config.size("head_dim") else window_width,
         "head_count_kv_swa": 0 if heads == hf_config.size("num_key_value_heads") else heads,
         "feed_forward_lengths": ffn_widths if is_double_wide else (),
-    }
+    }  # fmt: skip
 
 
 def factors(hf_config: HFConfig) -> np.ndarray:
@@ -100,12 +94,10 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
         "attention.sliding_window_pattern": list(fields["window_pattern"]),
         "attention.shared_kv_layers": sizes.block_count - (fields["own_kv"] or sizes.block_count),
         "embedding_length_per_layer_input": fields["embedding_length_per_layer"],
-        "attention.key_length_swa": window_width,
-        "attention.value_length_swa": window_width,
-        "rope.dimension_count": sizes.head_width,
-        "rope.dimension_count_swa": window_width,
+        "attention.key_length_swa": window_width, "attention.value_length_swa": window_width,
+        "rope.dimension_count": sizes.head_width, "rope.dimension_count_swa": window_width,
         "rope.freq_base_swa": hf_config.window_rope_base(),
-    }
+    }  # fmt: skip
     if fields["feed_forward_lengths"]:
         keys["feed_forward_length"] = list(fields["feed_forward_lengths"])
     if fields["head_count_kv_swa"]:
@@ -122,30 +114,15 @@ KEY_DEFAULTS = {
     "rope.dimension_count_swa": None, "rope.freq_base_swa": 10_000.0,
 }  # fmt: skip
 ARCHITECTURE = arch.Architecture(
-    "gemma4",
-    halves=True,
-    use_gelu=True,
-    scaled_embedding=True,
-    head_norms=True,
-    post_norms=True,
-    value_norms=True,
-    unscaled_scores=True,
-    far_factors=True,
-    parallel_dense_ffn=True,
-    key_defaults=KEY_DEFAULTS,
-    zero_keys=(SOFTCAP_KEY,),
-    optional_tensors=(arch.FACTORS, arch.LAYER_SCALE, GATE_AND_UP),
+    "gemma4", halves=True, use_gelu=True, scaled_embedding=True, head_norms=True, post_norms=True, value_norms=True,
+    unscaled_scores=True, far_factors=True, parallel_dense_ffn=True, key_defaults=KEY_DEFAULTS,
+    zero_keys=(SOFTCAP_KEY,), optional_tensors=(arch.FACTORS, arch.LAYER_SCALE, GATE_AND_UP),
     families=(
         arch.Family(
             ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-            {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES, **EXPERT_MODULES},
-            extra_metadata,
+            {**gemma2.FAMILY.block_modules, **arch.HEAD_NORMS, **LAYER_MODULES, **EXPERT_MODULES}, extra_metadata,
             arch.ExpertLayout(
-                {},
-                ("num_experts", 0),
-                ("top_k_experts", 0),
-                ("moe_intermediate_size", 0),
-                stacked_matrices=STACKED,
+                {}, ("num_experts", 0), ("top_k_experts", 0), ("moe_intermediate_size", 0), stacked_matrices=STACKED,
                 rows=True,
             ),
             normalize_config=normalize_config,
@@ -162,11 +139,8 @@ ARCHITECTURE = arch.Architecture(
             ),
             names=arch.CheckpointNames(outside=dict(zip(OUTSIDE, arch.LAYER_INPUTS, strict=True))),
             suffix_renames={name: f"{name}.weight" for name in UNSUFFIXED_NAMES},
-            rope_scaling_types=(PROPORTIONAL_SCALING,),
-            rope_freq_base=1e6,
-            tied_by_default=True,
-            space_prefix=False,
+            rope_scaling_types=(PROPORTIONAL_SCALING,), rope_freq_base=1e6, tied_by_default=True, space_prefix=False,
             merged="gemma4",
         ),
     ),
-)
+)  # fmt: skip

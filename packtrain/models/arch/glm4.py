@@ -13,19 +13,11 @@ SPECIAL = {"eos": END_TOKEN, "eot": USER_TOKEN, "unknown": END_TOKEN, "bos": END
 
 
 ARCHITECTURE = Architecture(
-    "glm4",
-    post_norms=True,
-    fused_ffn=True,
-    partial_rope=True,
-    optional_tensors=BIASES,
+    "glm4", post_norms=True, fused_ffn=True, partial_rope=True, optional_tensors=BIASES,
     families=(
         Family(
-            ("Glm4ForCausalLM",),
-            MODULES,
-            rotated_share=0.5,
-            optional_tensors=with_tensors(attention_bias=BIASES),
-            interleaved_rope=True,
-            special=SPECIAL,
+            ("Glm4ForCausalLM",), MODULES, rotated_share=0.5, optional_tensors=with_tensors(attention_bias=BIASES),
+            interleaved_rope=True, special=SPECIAL,
         ),
     ),
-)
+)  # fmt: skip

@@ -23,12 +23,10 @@ def shared_and_dense(hf_config: HFConfig) -> tuple[int, int]:
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     return {
-        "expert_group_count": 1,
-        "expert_group_used_count": 1,
-        "expert_gating_func": SIGMOID_GATING,
+        "expert_group_count": 1, "expert_group_used_count": 1, "expert_gating_func": SIGMOID_GATING,
         "expert_weights_scale": hf_config.real("routed_scaling_factor", 1.0),
         "expert_weights_norm": hf_config.flag("norm_topk_prob", True),
-    }
+    }  # fmt: skip
 
 
 KEY_DEFAULTS = {
@@ -40,14 +38,8 @@ EXPERTS = arch.ExpertLayout(
     arch.EXPERT_MODULES, ("n_routed_experts", 128), ("num_experts_per_tok", 8), WIDTH, shared_and_dense
 )  # fmt: skip
 ARCHITECTURE = arch.Architecture(
-    "glm4moe",
-    halves=True,
-    ffn_norm="post_attention_norm",
-    partial_rope=True,
-    sigmoid_routing=True,
-    normalized_expert_weights=None,
-    key_defaults=KEY_DEFAULTS,
-    neutral={"expert_gating_func": (SIGMOID_GATING, 0)},
+    "glm4moe", halves=True, ffn_norm="post_attention_norm", partial_rope=True, sigmoid_routing=True,
+    normalized_expert_weights=None, key_defaults=KEY_DEFAULTS, neutral={"expert_gating_func": (SIGMOID_GATING, 0)},
     optional_tensors=(*arch.BIASES, arch.CHOICE, *arch.QK_NORMS),
     families=(
         arch.Family(
@@ -63,12 +55,8 @@ ARCHITECTURE = arch.Architecture(
             optional_tensors=arch.with_tensors(
                 arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=arch.QK_NORMS
             ),
-            required_values=arch.fixed(n_group=1, topk_group=1),
-            size_keys=arch.SHARED_AND_DENSE,
-            rotated_share=0.5,
-            suffix_renames=arch.SCORE_RENAMES,
-            more_blocks=True,
-            special=SPECIAL,
+            required_values=arch.fixed(n_group=1, topk_group=1), size_keys=arch.SHARED_AND_DENSE, rotated_share=0.5,
+            suffix_renames=arch.SCORE_RENAMES, more_blocks=True, special=SPECIAL,
         ),
     ),
-)
+)  # fmt: skip

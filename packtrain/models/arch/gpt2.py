@@ -22,19 +22,11 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 
 ARCHITECTURE = arch.Architecture(
-    "gpt2",
-    learned_positions=True,
-    layer_norms=True,
-    use_gelu=True,
-    gated=False,
-    fused_qkv=True,
-    fixed_head_width=True,
+    "gpt2", learned_positions=True, layer_norms=True, use_gelu=True, gated=False, fused_qkv=True, fixed_head_width=True,
     optional_tensors=("attn_qkv.bias", *arch.MORE_BIASES, *arch.NORM_BIASES),
     families=(
         arch.Family(
-            ("GPT2LMHeadModel",),
-            MODULES,
-            names=arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
+            ("GPT2LMHeadModel",), MODULES, names=arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
             normalize_config=normalize_config,
             optional_tensors=arch.with_tensors(
                 "attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES
@@ -45,9 +37,7 @@ ARCHITECTURE = arch.Architecture(
                 add_cross_attention=False,
             ),
             computed_suffixes=(".attn.bias", ".attn.masked_bias"),  # masks
-            is_transposed=True,
-            omitted_keys=("rope.freq_base", "attention.head_count_kv"),
-            tied_by_default=True,
+            is_transposed=True, omitted_keys=("rope.freq_base", "attention.head_count_kv"), tied_by_default=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -42,22 +42,15 @@ ARCHITECTURE = Architecture(
     optional_tensors=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
     families=(
         Family(
-            ("GraniteForCausalLM",),
-            extra_metadata=extra_metadata,
-            size_keys=llama.SIZE_KEYS,
-            tied_by_default=True,
+            ("GraniteForCausalLM",), extra_metadata=extra_metadata, size_keys=llama.SIZE_KEYS, tied_by_default=True,
         ),
         Family(
             (ALL_ATTEND,),
             arch.ATTENTION | arch.FFN_NORM,
             lambda hf_config, sizes: extra_metadata(hf_config, sizes) | {"rope.scaling.finetuned": True},
             ExpertLayout(
-                {},
-                ("num_experts", 8),
-                ("num_experts_per_tok", 2),
-                stacked_matrices=halves("shared_mlp"),
-                is_contiguous=True,
-                rows=True,
+                {}, ("num_experts", 8), ("num_experts_per_tok", 2), stacked_matrices=halves("shared_mlp"),
+                is_contiguous=True, rows=True,
             ),
             normalize_config=dense,
             size_keys=llama.SIZE_KEYS,

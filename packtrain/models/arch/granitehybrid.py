@@ -64,20 +64,15 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
         metadata["expert_count"] = 0
         metadata["expert_used_count"] = int(hf_config.get("num_experts_per_tok", 2))
     return metadata | {
-        "context_length": MAX_CONTEXT,
-        "attention.head_count_kv": kv_head_counts,
-        granite.SHARED_WIDTH: hf_config.size("shared_intermediate_size", 1024),
-        "rope.scaling.finetuned": False,
-    }
+        "context_length": MAX_CONTEXT, "attention.head_count_kv": kv_head_counts,
+        granite.SHARED_WIDTH: hf_config.size("shared_intermediate_size", 1024), "rope.scaling.finetuned": False,
+    }  # fmt: skip
 
 
 ARCHITECTURE = Architecture(
     "granitehybrid",
     key_defaults={
-        **granitemoe.ARCHITECTURE.key_defaults,
-        **SCAN_KEYS,
-        "logit_scale": 0.0,
-        "rope.scaling.finetuned": True,
+        **granitemoe.ARCHITECTURE.key_defaults, **SCAN_KEYS, "logit_scale": 0.0, "rope.scaling.finetuned": True,
     },
     optional_tensors=(*granite.ARCHITECTURE.optional_tensors, CONV_BIAS, SCAN_NORM),
     families=(
@@ -89,24 +84,17 @@ ARCHITECTURE = Architecture(
             | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             extra_metadata,
             ExpertLayout(
-                {},
-                ("num_experts", 8),
-                ("num_experts_per_tok", 2),
-                shared_and_dense=granitemoe.shared_and_dense,
-                stacked_matrices=granitemoe.HALVES | granite.halves("shared_mlp"),
-                is_contiguous=True,
-                rows=True,
+                {}, ("num_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=granitemoe.shared_and_dense,
+                stacked_matrices=granitemoe.HALVES | granite.halves("shared_mlp"), is_contiguous=True, rows=True,
             ),
             normalize_config=normalize_config,
             other_class=other_class,
             optional_tensors=arch.with_tensors(
                 SCAN_NORM, true_flags=("mamba_conv_bias",), mamba_conv_bias=(CONV_BIAS,)
             ),
-            required_values={"position_embedding_type": ("nope", "nope", None)},
-            size_keys=llama.SIZE_KEYS,
-            suffix_renames=arch.SCAN_SUFFIX_RENAMES,
-            mixer_fields=mixer_fields,
+            required_values={"position_embedding_type": ("nope", "nope", None)}, size_keys=llama.SIZE_KEYS,
+            suffix_renames=arch.SCAN_SUFFIX_RENAMES, mixer_fields=mixer_fields,
             changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs},
         ),
     ),
-)
+)  # fmt: skip

@@ -26,18 +26,12 @@ EXPERTS = ExpertLayout(
     stacked_matrices=HALVES, is_contiguous=True, rows=True,
 )  # fmt: skip
 ARCHITECTURE = Architecture(
-    "granitemoe",
-    key_defaults={**granite.ARCHITECTURE.key_defaults, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
-    ignored_keys=(*arch.SCAN_KEYS,),
-    optional_tensors=granite.ARCHITECTURE.optional_tensors,
+    "granitemoe", key_defaults={**granite.ARCHITECTURE.key_defaults, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
+    ignored_keys=(*arch.SCAN_KEYS,), optional_tensors=granite.ARCHITECTURE.optional_tensors,
     families=(
         Family(
-            CLASSES,
-            arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
-            extra_metadata,
-            EXPERTS,
-            size_keys=llama.SIZE_KEYS,
-            tied_by_default=True,
+            CLASSES, arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"}, extra_metadata,
+            EXPERTS, size_keys=llama.SIZE_KEYS, tied_by_default=True,
         ),
     ),
-)
+)  # fmt: skip

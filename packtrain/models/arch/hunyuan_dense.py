@@ -20,22 +20,16 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
         settings.get(unused_key)
     return {
         "rope.freq_base": hf_config.rope_base(10_000.0) * alpha ** (head_width / (head_width - 2)),
-        "rope.scaling.type": "none",
-        "rope.scaling.factor": 1.0,
-        "rope.scaling.original_context_length": DYNAMIC_CONTEXT,
-        "context_length": DYNAMIC_CONTEXT,
-    }
+        "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": DYNAMIC_CONTEXT, "context_length": DYNAMIC_CONTEXT,
+    }  # fmt: skip
 
 
 ARCHITECTURE = Architecture(
-    "hunyuan-dense",
-    halves=True,
-    head_norms=True,
-    qk_norms_after_rope=True,
-    optional_tensors=BIASES,
+    "hunyuan-dense", halves=True, head_norms=True, qk_norms_after_rope=True, optional_tensors=BIASES,
     families=(
         Family(
             ("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)
         ),
     ),
-)
+)  # fmt: skip

@@ -22,23 +22,14 @@ def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
 
 
 ARCHITECTURE = arch.Architecture(
-    "internlm2",
-    fixed_head_width=True,
-    always_untied=True,
-    optional_tensors=arch.BIASES,
+    "internlm2", fixed_head_width=True, always_untied=True, optional_tensors=arch.BIASES,
     families=(
         arch.Family(
-            ("InternLM2ForCausalLM",),
-            MODULES,
-            extra_metadata,
-            names=arch.CheckpointNames(embedding="tok_embeddings"),
-            suffix_renames={"output.weight": "lm_head.weight"},
-            required_values=arch.fixed(bias=False),
-            row_spans=row_spans,
-            fused_modules={"attention.wqkv": FUSED_PARTS},
-            rope_scaling_types=("dynamic",),
+            ("InternLM2ForCausalLM",), MODULES, extra_metadata, names=arch.CheckpointNames(embedding="tok_embeddings"),
+            suffix_renames={"output.weight": "lm_head.weight"}, required_values=arch.fixed(bias=False),
+            row_spans=row_spans, fused_modules={"attention.wqkv": FUSED_PARTS}, rope_scaling_types=("dynamic",),
             blank="[UNUSED",
             special={"eot": "<|im_end|>"},  # ends a turn
         ),
     ),
-)
+)  # fmt: skip

@@ -56,25 +56,13 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "lfm2",
-    halves=True,
-    head_norms=True,
-    fixed_head_width=True,
-    last_norm="token_embd_norm",
-    key_defaults={"shortconv.l_cache": None},
-    optional_tensors=(),
+    "lfm2", halves=True, head_norms=True, fixed_head_width=True, last_norm="token_embd_norm",
+    key_defaults={"shortconv.l_cache": None}, optional_tensors=(),
     families=(
         Family(
-            ("Lfm2ForCausalLM",),
-            MODULES | FEED_FORWARD,
-            extra_metadata,
-            names=CheckpointNames(norm="embedding_norm"),
-            normalize_config=normalize_config,
-            mixer_fields=mixer_fields,
-            required_values=fixed(conv_bias=False),
-            size_keys=("vocab_size",),
-            tied_by_default=True,
-            rope_freq_base=1e6,
+            ("Lfm2ForCausalLM",), MODULES | FEED_FORWARD, extra_metadata, names=CheckpointNames(norm="embedding_norm"),
+            normalize_config=normalize_config, mixer_fields=mixer_fields, required_values=fixed(conv_bias=False),
+            size_keys=("vocab_size",), tied_by_default=True, rope_freq_base=1e6,
         ),
     ),
-)
+)  # fmt: skip

@@ -21,9 +21,7 @@ EXPERTS = arch.ExpertLayout(
     lambda hf_config: (0, hf_config.get("num_dense_layers", 2)),
 )  # fmt: skip
 ARCHITECTURE = replace(
-    lfm2.ARCHITECTURE,
-    name="lfm2moe",
-    sigmoid_routing=True,
+    lfm2.ARCHITECTURE, name="lfm2moe", sigmoid_routing=True,
     key_defaults={
         **lfm2.ARCHITECTURE.key_defaults,
         **arch.ONLY_EXPERTS,
@@ -33,11 +31,8 @@ ARCHITECTURE = replace(
     optional_tensors=(arch.CHOICE,),
     families=(
         replace(
-            lfm2.ARCHITECTURE.families[0],
-            model_classes=("Lfm2MoeForCausalLM",),
-            block_modules=lfm2.MODULES | ROUTER | lfm2.FEED_FORWARD,
-            extra_metadata=extra_metadata,
-            experts=EXPERTS,
+            lfm2.ARCHITECTURE.families[0], model_classes=("Lfm2MoeForCausalLM",),
+            block_modules=lfm2.MODULES | ROUTER | lfm2.FEED_FORWARD, extra_metadata=extra_metadata, experts=EXPERTS,
             normalize_config=lfm2.with_tied_embedding,
             optional_tensors=arch.with_tensors(
                 true_flags=("use_expert_bias",), use_expert_bias=(arch.CHOICE,)
@@ -49,4 +44,4 @@ ARCHITECTURE = replace(
             suffix_renames={"expert_bias": "expert_bias.bias"},
         ),
     ),
-)
+)  # fmt: skip

@@ -6,12 +6,8 @@ from packtrain.models.arch.architecture import EXPERT_KEYS, Architecture, Expert
 SIZE_KEYS = ("vocab_size", "rope.dimension_count")
 EXPERT_MODULES = arch.feed_forward("block_sparse_moe.experts.{}", "_exps", arch.NUMBERED)
 ARCHITECTURE = Architecture(
-    "llama",
-    key_defaults=EXPERT_KEYS,
-    ignored_keys=arch.WINDOW_KEYS,
-    optional_tensors=(*arch.BIASES, *arch.MORE_BIASES, arch.FACTORS),
-    blocks_70b=80,
-    grouped_70b=True,
+    "llama", key_defaults=EXPERT_KEYS, ignored_keys=arch.WINDOW_KEYS,
+    optional_tensors=(*arch.BIASES, *arch.MORE_BIASES, arch.FACTORS), blocks_70b=80, grouped_70b=True,
     families=(
         Family(("LlamaForCausalLM", "MistralForCausalLM"), size_keys=SIZE_KEYS),
         Family(
@@ -24,4 +20,4 @@ ARCHITECTURE = Architecture(
             rope_freq_base=1_000_000.0,
         ),
     ),
-)
+)  # fmt: skip

@@ -51,35 +51,18 @@ KEY_DEFAULTS = {
     "expert_used_count": None, "expert_feed_forward_length": None, STEP: None,
 }  # fmt: skip
 ARCHITECTURE = Architecture(
-    "llama4",
-    unweighted_qk_norms=True,
-    rope_pause=EVERY,
-    attention_chunk=CHUNK,
-    chunk_temperature=WARMTH,
-    sigmoid_routing=True,
-    normalized_expert_weights=False,
-    weigh_expert_inputs=True,
-    shared_expert_alike=True,
-    key_defaults=KEY_DEFAULTS,
-    optional_tensors=(arch.FACTORS,),
+    "llama4", unweighted_qk_norms=True, rope_pause=EVERY, attention_chunk=CHUNK, chunk_temperature=WARMTH,
+    sigmoid_routing=True, normalized_expert_weights=False, weigh_expert_inputs=True, shared_expert_alike=True,
+    key_defaults=KEY_DEFAULTS, optional_tensors=(arch.FACTORS,),
     families=(
         Family(
-            ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
-            BLOCK,
-            extra_metadata,
+            ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"), BLOCK, extra_metadata,
             ExpertLayout(
-                {},
-                ("num_local_experts", 16),
-                ("num_experts_per_tok", 1),
-                (WIDTH, 8192),
-                lambda hf_config: (hf_config.size(WIDTH), 0),
-                stacked_matrices=STACKED,
-                is_contiguous=True,
+                {}, ("num_local_experts", 16), ("num_experts_per_tok", 1), (WIDTH, 8192),
+                lambda hf_config: (hf_config.size(WIDTH), 0), stacked_matrices=STACKED, is_contiguous=True,
             ),
-            normalize_config=normalize_config,
-            size_keys=llama.SIZE_KEYS,
-            mixer_fields=lambda hf_config: {STEP: hf_config.size(STEP, 1)},
-            rope_freq_base=500_000.0,
+            normalize_config=normalize_config, size_keys=llama.SIZE_KEYS,
+            mixer_fields=lambda hf_config: {STEP: hf_config.size(STEP, 1)}, rope_freq_base=500_000.0,
             interleaved_rope=True,
             suffix_renames={
                 "gate_up_proj": "gate_up_proj.weight",
@@ -87,4 +70,4 @@ ARCHITECTURE = Architecture(
             },
         ),
     ),
-)
+)  # fmt: skip

@@ -25,10 +25,8 @@ ARCHITECTURE = Architecture(
     optional_tensors=llama.ARCHITECTURE.optional_tensors,
     families=(
         Family(
-            ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
-            extra_metadata=extra_metadata,
-            size_keys=llama.SIZE_KEYS,
-            rope_freq_base=0.0,
+            ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"), extra_metadata=extra_metadata,
+            size_keys=llama.SIZE_KEYS, rope_freq_base=0.0,
         ),
     ),
-)
+)  # fmt: skip

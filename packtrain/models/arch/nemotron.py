@@ -15,20 +15,11 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "nemotron",
-    halves=True,
-    layer_norms=True,
-    gated=False,
-    fixed_head_width=True,
-    partial_rope=True,
-    always_untied=True,
-    optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *arch.NORM_BIASES),
+    "nemotron", halves=True, layer_norms=True, gated=False, fixed_head_width=True, partial_rope=True,
+    always_untied=True, optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *arch.NORM_BIASES),
     families=(
         Family(
-            ("NemotronForCausalLM",),
-            MODULES,
-            size_keys=("vocab_size",),
-            rotated_share=0.5,
+            ("NemotronForCausalLM",), MODULES, size_keys=("vocab_size",), rotated_share=0.5,
             optional_tensors=arch.with_tensors(
                 *arch.NORM_BIASES,
                 attention_bias=(*BIASES, UNGATED_BIASES[0]),
@@ -38,4 +29,4 @@ ARCHITECTURE = Architecture(
             norm_shift=1.0,
         ),
     ),
-)
+)  # fmt: skip

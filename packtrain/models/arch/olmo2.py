@@ -4,14 +4,6 @@ OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.1396
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    FEED_FORWARD,
-    HEAD_NORMS,
-    Architecture,
-    Family,
-    Keys,
-    fixed,
-)  # fmt: skip
 from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -20,10 +12,10 @@ BASE = 500_000.0
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-MODULES = MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND
+MODULES = MATRICES | arch.HEAD_NORMS | arch.FEED_FORWARD | NORMS_BEHIND
 
 
-def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
     base = hf_config.rope_base(BASE)
     if hf_config.window_rope_base(BASE) != base:
@@ -35,23 +27,16 @@ def window_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
     }
 
 
-ARCHITECTURE = Architecture(
-    "olmo2",
-    halves=True,
-    pre_norms=False,
-    post_norms=True,
-    joint_qk_norms=True,
-    fixed_head_width=True,
-    always_untied=True,
-    unscaled_window_rope=True,
+ARCHITECTURE = arch.Architecture(
+    "olmo2", halves=True, pre_norms=False, post_norms=True, joint_qk_norms=True, fixed_head_width=True,
+    always_untied=True, unscaled_window_rope=True,
     key_defaults={"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
-    ignored_keys=("rope.freq_base_swa", "rope.scaling.yarn_attn_factor"),
-    optional_tensors=(),
+    ignored_keys=("rope.freq_base_swa", "rope.scaling.yarn_attn_factor"), optional_tensors=(),
     families=(
-        Family(
+        arch.Family(
             ("Olmo3ForCausalLM",), MODULES, window_metadata, rope_freq_base=BASE,
-            required_values=fixed(clip_qkv=None),
+            required_values=arch.fixed(clip_qkv=None),
         ),
-        Family(("Olmo2ForCausalLM",), MODULES, required_values=fixed(clip_qkv=None)),
+        arch.Family(("Olmo2ForCausalLM",), MODULES, required_values=arch.fixed(clip_qkv=None)),
     ),
 )  # fmt: skip

@@ -6,13 +6,8 @@ arXiv 2409.02060.
 from packtrain.models.arch import architecture as arch
 
 ARCHITECTURE = arch.Architecture(
-    "olmoe",
-    halves=True,
-    joint_qk_norms=True,
-    fixed_head_width=True,
-    always_untied=True,
-    normalized_expert_weights=False,
-    key_defaults={"expert_count": None, "expert_used_count": None},
+    "olmoe", halves=True, joint_qk_norms=True, fixed_head_width=True, always_untied=True,
+    normalized_expert_weights=False, key_defaults={"expert_count": None, "expert_used_count": None},
     optional_tensors=(),
     families=(
         arch.Family(
@@ -24,4 +19,4 @@ ARCHITECTURE = arch.Architecture(
             required_values=arch.fixed(norm_topk_prob=False, clip_qkv=None),
         ),
     ),
-)
+)  # fmt: skip

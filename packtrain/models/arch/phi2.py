@@ -11,27 +11,16 @@ MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "f
 
 
 ARCHITECTURE = Architecture(
-    "phi2",
-    halves=True,
-    layer_norms=True,
-    is_parallel=True,
-    use_gelu=True,
-    gated=False,
-    fixed_head_width=True,
-    partial_rope=True,
-    always_untied=True,
+    "phi2", halves=True, layer_norms=True, is_parallel=True, use_gelu=True, gated=False, fixed_head_width=True,
+    partial_rope=True, always_untied=True,
     optional_tensors=(*arch.BIASES, *FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES, "output.bias"),
     families=(
         Family(
-            ("PhiForCausalLM",),
-            MODULES,
-            names=arch.CheckpointNames(norm="final_layernorm"),
+            ("PhiForCausalLM",), MODULES, names=arch.CheckpointNames(norm="final_layernorm"),
             optional_tensors=arch.with_tensors(
                 *arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias"
             ),
-            required_values=arch.fixed(qk_layernorm=False),
-            rotated_share=0.5,
-            omitted_keys=("rope.freq_base",),
+            required_values=arch.fixed(qk_layernorm=False), rotated_share=0.5, omitted_keys=("rope.freq_base",),
         ),
     ),
-)
+)  # fmt: skip

@@ -32,13 +32,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "phi3",
-    halves=True,
-    fused_qkv=True,
-    fused_ffn=True,
-    fixed_head_width=True,
-    partial_rope=True,
-    ignored_keys=WINDOW_KEYS,
-    optional_tensors=("attn_qkv.bias", arch.LONG, arch.SHORT_FACTORS),
+    "phi3", halves=True, fused_qkv=True, fused_ffn=True, fixed_head_width=True, partial_rope=True,
+    ignored_keys=WINDOW_KEYS, optional_tensors=("attn_qkv.bias", arch.LONG, arch.SHORT_FACTORS),
     families=(Family(("Phi3ForCausalLM",), BLOCK, extra_metadata),),
-)
+)  # fmt: skip

@@ -3,10 +3,6 @@
 from packtrain.models.arch.architecture import WINDOW_KEYS, Architecture, Family
 
 ARCHITECTURE = Architecture(
-    "qwen2",
-    halves=True,
-    fixed_head_width=True,
-    ignored_keys=WINDOW_KEYS,
-    blocks_70b=80,
+    "qwen2", halves=True, fixed_head_width=True, ignored_keys=WINDOW_KEYS, blocks_70b=80,
     families=(Family(("Qwen2ForCausalLM",), has_qkv_bias=True),),
-)
+)  # fmt: skip

@@ -19,22 +19,12 @@ EXPERTS = ExpertLayout(
     lambda hf_config: (hf_config.size("shared_expert_intermediate_size", 5632), 0),
 )  # fmt: skip
 ARCHITECTURE = Architecture(
-    "qwen2moe",
-    halves=True,
-    fixed_head_width=True,
-    always_untied=True,
-    normalized_expert_weights=False,
-    gated_shared_expert=True,
-    key_defaults={**arch.ONLY_EXPERTS, SHARED_WIDTH: 0},
-    ignored_keys=arch.WINDOW_KEYS,
+    "qwen2moe", halves=True, fixed_head_width=True, always_untied=True, normalized_expert_weights=False,
+    gated_shared_expert=True, key_defaults={**arch.ONLY_EXPERTS, SHARED_WIDTH: 0}, ignored_keys=arch.WINDOW_KEYS,
     families=(
         Family(
-            ("Qwen2MoeForCausalLM",),
-            BLOCK,
-            experts=EXPERTS,
-            has_qkv_bias=True,
-            required_values=EXPERTS_EVERYWHERE | fixed(norm_topk_prob=False, qkv_bias=True),
-            size_keys=(SHARED_WIDTH,),
+            ("Qwen2MoeForCausalLM",), BLOCK, experts=EXPERTS, has_qkv_bias=True,
+            required_values=EXPERTS_EVERYWHERE | fixed(norm_topk_prob=False, qkv_bias=True), size_keys=(SHARED_WIDTH,),
         ),
     ),
-)
+)  # fmt: skip

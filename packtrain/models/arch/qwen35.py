@@ -29,11 +29,9 @@ def row_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
     both = 2 * groups * width
     qkv_spans: RowSpans = ((0, both), *((both + head, both + end) for head, end in head_spans))
     return {
-        "attn_qkv": qkv_spans,
-        "ssm_conv1d": qkv_spans,
-        "attn_gate": head_spans,
+        "attn_qkv": qkv_spans, "ssm_conv1d": qkv_spans, "attn_gate": head_spans,
         **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), head_indices),
-    }
+    }  # fmt: skip
 
 
 def column_spans(sizes: ModelSizes) -> dict[str, RowSpans]:
@@ -53,23 +51,14 @@ def text_keys(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = replace(
-    qwen3next.ARCHITECTURE,
-    name="qwen35",
-    gated_shared_expert=False,
-    delta="tiled",
+    qwen3next.ARCHITECTURE, name="qwen35", gated_shared_expert=False, delta="tiled",
     key_defaults={**DELTA_KEYS, SECTIONS: None},
     families=(
         replace(
-            qwen3next.ARCHITECTURE.families[0],
-            model_classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-            block_modules=BLOCK | FEED_FORWARD,
-            extra_metadata=text_keys,
-            experts=None,
-            required_values=arch.fixed(attention_bias=False),
-            size_keys=(),
-            row_spans=row_spans,
-            column_spans=column_spans,
-            fused_modules={},
+            qwen3next.ARCHITECTURE.families[0], model_classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+            block_modules=BLOCK | FEED_FORWARD, extra_metadata=text_keys, experts=None,
+            required_values=arch.fixed(attention_bias=False), size_keys=(), row_spans=row_spans,
+            column_spans=column_spans, fused_modules={},
         ),
     ),
-)
+)  # fmt: skip

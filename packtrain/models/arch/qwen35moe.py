@@ -24,29 +24,17 @@ def normalize_expert_config(hf_config: HFConfig) -> HFConfig:
 
 
 ARCHITECTURE = replace(
-    DENSE,
-    name="qwen35moe",
-    gated_shared_expert=True,
-    key_defaults={**DENSE.key_defaults, **qwen3next.EXPERT_KEYS},
+    DENSE, name="qwen35moe", gated_shared_expert=True, key_defaults={**DENSE.key_defaults, **qwen3next.EXPERT_KEYS},
     families=(
         replace(
-            DENSE.families[0],
-            model_classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-            block_modules=BLOCK | {"mlp.gate": "ffn_gate_inp"} | SHARED,
-            size_keys=(SHARED_WIDTH,),
+            DENSE.families[0], model_classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+            block_modules=BLOCK | {"mlp.gate": "ffn_gate_inp"} | SHARED, size_keys=(SHARED_WIDTH,),
             experts=ExpertLayout(
-                EXPERT_MODULES,
-                ("num_experts", 256),
-                ("num_experts_per_tok", 8),
-                WIDTH,
-                qwen3next.shared_and_dense,
-                stacked_matrices=STACKED,
-                is_contiguous=True,
-                rows=True,
+                EXPERT_MODULES, ("num_experts", 256), ("num_experts_per_tok", 8), WIDTH, qwen3next.shared_and_dense,
+                stacked_matrices=STACKED, is_contiguous=True, rows=True,
             ),
-            normalize_config=normalize_expert_config,
-            suffix_renames=qwen3next.SUFFIX_RENAMES | EXPERT_SUFFIX_RENAMES,
+            normalize_config=normalize_expert_config, suffix_renames=qwen3next.SUFFIX_RENAMES | EXPERT_SUFFIX_RENAMES,
             omitted_keys=("feed_forward_length",),
         ),
     ),
-)
+)  # fmt: skip

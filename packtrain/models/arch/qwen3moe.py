@@ -8,17 +8,11 @@ EXPERTS = arch.ExpertLayout(
 )  # fmt: skip
 BLOCK = arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
 ARCHITECTURE = arch.Architecture(
-    "qwen3moe",
-    halves=True,
-    head_norms=True,
-    key_defaults=arch.ONLY_EXPERTS,
-    ignored_keys=arch.WINDOW_KEYS,
+    "qwen3moe", halves=True, head_norms=True, key_defaults=arch.ONLY_EXPERTS, ignored_keys=arch.WINDOW_KEYS,
     families=(
         arch.Family(
-            ("Qwen3MoeForCausalLM",),
-            BLOCK,
-            experts=EXPERTS,
+            ("Qwen3MoeForCausalLM",), BLOCK, experts=EXPERTS,
             required_values=EXPERTS_EVERYWHERE | {"norm_topk_prob": (False, True)},
         ),
     ),
-)
+)  # fmt: skip

@@ -19,11 +19,8 @@ DELTA_MODULES = {
 ROUTER_MODULES = {"linear_attn.in_proj_ba": "ssm_ba", "mlp.gate": "ffn_gate_inp"}
 SUFFIX_RENAMES = {".A_log": ".A.weight", ".dt_bias": ".dt.bias"}
 DELTA_KEYS = {
-    **arch.SCAN_KEYS,
-    "full_attention_interval": 4,
-    "attention.recurrent_layers": None,
-    "nextn_predict_layers": 0,
-}
+    **arch.SCAN_KEYS, "full_attention_interval": 4, "attention.recurrent_layers": None, "nextn_predict_layers": 0,
+}  # fmt: skip
 EXPERT_KEYS = {**arch.ONLY_EXPERTS, SHARED_WIDTH: 0}
 
 
@@ -68,11 +65,9 @@ def row_spans(sizes: ModelSizes) -> dict[str, arch.RowSpans]:
     value_rows = inner_width // num_groups
     each = 2 * (head_width + value_rows)
     group_spans = (
-        (0, head_width),
-        (head_width, 2 * head_width),
-        (2 * head_width, 2 * head_width + value_rows),
+        (0, head_width), (head_width, 2 * head_width), (2 * head_width, 2 * head_width + value_rows),
         (each - value_rows, each),
-    )
+    )  # fmt: skip
     q, k, v, z = (
         tuple((g * each + at, g * each + end) for g in range(num_groups)) for at, end in group_spans
     )
@@ -88,15 +83,8 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
 
 
 ARCHITECTURE = arch.Architecture(
-    "qwen3next",
-    halves=True,
-    head_norms=True,
-    ffn_norm="post_attention_norm",
-    partial_rope=True,
-    gated_shared_expert=True,
-    delta="grouped",
-    gated_heads=True,
-    key_defaults={**EXPERT_KEYS, **DELTA_KEYS},
+    "qwen3next", halves=True, head_norms=True, ffn_norm="post_attention_norm", partial_rope=True,
+    gated_shared_expert=True, delta="grouped", gated_heads=True, key_defaults={**EXPERT_KEYS, **DELTA_KEYS},
     optional_tensors=(),
     families=(
         arch.Family(
@@ -111,16 +99,10 @@ ARCHITECTURE = arch.Architecture(
             EXPERTS,
             required_values=EXPERTS_EVERYWHERE
             | arch.fixed(attention_bias=False, norm_topk_prob=True),
-            size_keys=(SHARED_WIDTH,),
-            rotated_share=0.25,
-            normalize_config=normalize_config,
-            mixer_fields=mixer_fields,
-            row_spans=row_spans,
-            fused_modules={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
-            changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs},
-            suffix_renames=SUFFIX_RENAMES,
-            norm_shift=1.0,
-            default_head_width=256,
+            size_keys=(SHARED_WIDTH,), rotated_share=0.25, normalize_config=normalize_config, mixer_fields=mixer_fields,
+            row_spans=row_spans, fused_modules={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
+            changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs}, suffix_renames=SUFFIX_RENAMES,
+            norm_shift=1.0, default_head_width=256,
         ),
     ),
-)
+)  # fmt: skip

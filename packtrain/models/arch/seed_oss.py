@@ -4,10 +4,7 @@ from packtrain.models.arch import architecture as arch
 from packtrain.models.arch.architecture import ATTENTION, FEED_FORWARD, Architecture, Family
 
 ARCHITECTURE = Architecture(
-    "seed_oss",
-    halves=True,
-    ffn_norm="post_attention_norm",
-    key_defaults={"attention.scale": 0.0},
+    "seed_oss", halves=True, ffn_norm="post_attention_norm", key_defaults={"attention.scale": 0.0},
     optional_tensors=(*arch.BIASES, "attn_output.bias"),
     families=(
         Family(
@@ -20,4 +17,4 @@ ARCHITECTURE = Architecture(
             has_qkv_bias=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -19,12 +19,9 @@ ARCHITECTURE = Architecture(
     rope_pause=ROPE_INTERVAL,
     families=(
         Family(
-            ("SmolLM3ForCausalLM",),
-            extra_metadata=extra_metadata,
-            required_values=fixed(no_rope_layer_interval=ROPE_INTERVAL),
-            size_keys=llama.SIZE_KEYS,
-            tied_by_default=True,
-            rope_freq_base=2e6,
+            ("SmolLM3ForCausalLM",), extra_metadata=extra_metadata,
+            required_values=fixed(no_rope_layer_interval=ROPE_INTERVAL), size_keys=llama.SIZE_KEYS,
+            tied_by_default=True, rope_freq_base=2e6,
         ),
     ),
-)
+)  # fmt: skip

@@ -37,24 +37,15 @@ def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
 
 
 ARCHITECTURE = Architecture(
-    "stablelm",
-    halves=True,
-    layer_norms=True,
-    is_parallel=True,
-    fixed_head_width=True,
-    partial_rope=True,
-    always_untied=True,
-    ignored_keys=("use_parallel_residual",),
+    "stablelm", halves=True, layer_norms=True, is_parallel=True, fixed_head_width=True, partial_rope=True,
+    always_untied=True, ignored_keys=("use_parallel_residual",),
     optional_tensors=(*BIASES, *arch.FUSED_QKV, *NORM_BIASES, *QK_NORMS, "ffn_norm.weight"),
     families=(
         Family(
             ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
-            arch.ATTENTION | HEAD_NORM_MODULES | arch.FFN_NORM | arch.FEED_FORWARD,
-            optional_tensors=optional_tensors,
-            omitted_keys=("rope.freq_base",),
-            extra_metadata=extra_metadata,
-            rotated_share=0.25,
+            arch.ATTENTION | HEAD_NORM_MODULES | arch.FFN_NORM | arch.FEED_FORWARD, optional_tensors=optional_tensors,
+            omitted_keys=("rope.freq_base",), extra_metadata=extra_metadata, rotated_share=0.25,
             normalize_config=normalize_config,
         ),
     ),
-)
+)  # fmt: skip

@@ -7,14 +7,8 @@ MODULES = ATTENTION | arch.FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_
 
 
 ARCHITECTURE = Architecture(
-    "starcoder2",
-    halves=True,
-    layer_norms=True,
-    use_gelu=True,
-    gated=False,
-    fixed_head_width=True,
-    ignored_keys=arch.WINDOW_KEYS,
-    optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES),
+    "starcoder2", halves=True, layer_norms=True, use_gelu=True, gated=False, fixed_head_width=True,
+    ignored_keys=arch.WINDOW_KEYS, optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES),
     families=(
         Family(
             ("Starcoder2ForCausalLM",),
@@ -28,4 +22,4 @@ ARCHITECTURE = Architecture(
             tied_by_default=True,
         ),
     ),
-)
+)  # fmt: skip

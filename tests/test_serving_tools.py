@@ -1,6 +1,7 @@
 """Tools, documents of a schema and grammars with the official `openai` client, over real connections."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -137,6 +138,20 @@ def test_calls_fit_their_parameters(api, dense, monkeypatch, style, choice):
     assert text == "" and reason == "tool_calls" and streamed["id"].startswith("call_")
     streamed_call = streamed["name"], streamed["arguments"]
     assert streamed_call == (call.function.name, call.function.arguments)
+
+
+def test_a_number_of_a_forced_call_ends(api):
+    tokenizer = api.server.tokenizer
+    digits = [id for id in range(tokenizer.vocab_size) if tokenizer.piece(id).isdigit()]
+    counting = tool("f", {"n": {"type": "integer"}, "x": {"type": "number"}})
+    counting["function"]["parameters"]["required"] = ["n", "x"]
+    (completion,) = api.chat(
+        tools=[counting], tool_choice="required",
+        temperature=0, max_tokens=400, logit_bias={str(id): 100 for id in digits},
+    ).choices  # fmt: skip
+    assert completion.finish_reason == "tool_calls"
+    arguments = completion.message.tool_calls[0].function.arguments
+    assert all(len(run) <= 16 for run in re.findall("[0-9]+", arguments))
 
 
 def test_an_answer_calls_if_it_wants_to(api, saying):

@@ -11,8 +11,15 @@ from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.grammar.gbnf import parse_gbnf
 from packtrain.inference.grammar.lark import to_lark
 from packtrain.inference.grammar.schema import schema_to_lark
-from packtrain.inference.grammar.vocabulary_table import DEAD_END, grammar_matcher, table
+from packtrain.inference.grammar.vocabulary_table import (
+    DEAD_END,
+    DIGITS,
+    digit_tokens,
+    grammar_matcher,
+    table,
+)
 
+MAX_DIGITS = 16  # of an integer, of decimals and of an exponent in JSON, as in llama.cpp
 REASON_PREFIX = "error: "  # in llguidance's messages
 TOO_DEEP_MESSAGES = "panic: ", "too deeply nested", "recursion limit exceeded"
 POSITION_PREFIX = re.compile(r"^(at )?\d+\(\d+\): ")  # a position in text that no user wrote
@@ -34,7 +41,10 @@ class Grammar:
         """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)
-        self._matcher = grammar_matcher(self._token_table, source)
+        self._matcher, self._has_json = (
+            grammar_matcher(self._token_table, source),
+            "%json" in source,
+        )
         self._check_matcher("it cannot be used")
         can_begin = self._token_mask().any()
         self._check_matcher("it cannot be used")
@@ -89,7 +99,7 @@ class Grammar:
         allowed[: len(mask)] = mask
         allowed[[*self._tokenizer.eog_ids]] = self.is_complete
         self._check_matcher("it became too large")
-        return allowed
+        return self._limit_digits(allowed) if self._has_json else allowed
 
     def accept(self, id: int) -> None:
         """Advance the grammar by the token that came. Raises InputError if the token cannot come."""
@@ -128,6 +138,34 @@ class Grammar:
                 began_text = text[min(match_offsets) :].decode(errors="replace")
                 self._matcher.consume_tokens(self._token_table.greedy_tokenize(began_text))
         self._check_matcher("what began with the trigger does not follow it")
+
+    def _limit_digits(self, allowed: np.ndarray) -> np.ndarray:
+        """Return the mask without tokens that give a number of JSON more than MAX_DIGITS digits in a row.
+
+        Where a number cannot end yet, more digits come, other than zeros if possible: llguidance would read zeros of
+        0.000… without end.
+        """
+        num_digits, digits = self._count_last_digits(), digit_tokens(self._tokenizer)
+        long_tokens = digits.counts > MAX_DIGITS - num_digits
+        if not num_digits or not long_tokens.any() or allowed[digits.text_ids].any():
+            return allowed
+        for forbidden_ids in digits.ids[long_tokens], digits.ids[long_tokens & digits.are_zeros]:
+            limited = allowed.copy()
+            limited[forbidden_ids] = False
+            if limited.any():
+                return limited
+        return allowed
+
+    def _count_last_digits(self) -> int:
+        """Return how many digits the text ends with; 0 if they begin a string."""
+        num_digits = 0
+        for id in reversed(self._accepted_ids):
+            piece = self._tokenizer.piece(id)
+            text_before = piece.rstrip(DIGITS)
+            num_digits += len(piece) - len(text_before)
+            if text_before:
+                return 0 if text_before.endswith(b'"') else num_digits
+        return num_digits
 
     def _token_mask(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

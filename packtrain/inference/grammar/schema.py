@@ -2,8 +2,10 @@
 named, unless the schema allows them, and as much white space."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from itertools import chain, permutations
 from typing import Any
 from urllib.parse import unquote
@@ -25,6 +27,9 @@ UNSUPPORTED_KEYWORDS = {
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "contains", "minContains", "maxContains", "unevaluatedItems",
 }  # fmt: skip
+# numbers whose multiples would have any number of digits; a double holds no larger one of 16 digits
+INTEGER_BOUNDS = {"minimum": -9_999_999_999_999_998, "maximum": 9_999_999_999_999_998}
+MAX_MULTIPLE = 1000  # without its point; llguidance's automaton has as many states for each digit
 LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")  # parts of patterns that no automaton reads
 
 
@@ -103,11 +108,25 @@ def loosened(schema: Any, unsupported: list[str], at: str = "") -> Any:
             loose_schema[key] = {
                 k: loosened(x, unsupported, f"{at}.{k}".strip(".")) for k, x in subschemas.items()
             }
-        elif key in UNSUPPORTED_KEYWORDS or (key == "pattern" and LOOKAROUND.search(str(part))):
-            unsupported += [f"{at}: {key}" if at else key] if part is not False else []
+        elif (
+            key in UNSUPPORTED_KEYWORDS
+            or (key == "pattern" and LOOKAROUND.search(str(part)))
+            or (key == "multipleOf" and _has_large_digits(part))
+        ):
+            fact = f"{key} of more than {MAX_MULTIPLE:,}" if key == "multipleOf" else key
+            if (key, part) not in NOOP_KEYWORDS:
+                unsupported.append(f"{at}: {fact}" if at else fact)
         else:
             loose_schema[key] = part if key in LITERAL_KEYWORDS else loosened(part, unsupported, at)
     return loose_schema
+
+
+def _has_large_digits(value: Any) -> bool:
+    """Return whether a number without its point is more than MAX_MULTIPLE."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    number = Decimal(str(value)).normalize()
+    return number.scaleb(max(-int(number.as_tuple().exponent), 0)) > MAX_MULTIPLE
 
 
 class _SchemaCloser:
@@ -124,7 +143,8 @@ class _SchemaCloser:
         """
         if not isinstance(schema, dict):
             return schema
-        keys, closed_schema = schema.keys() & COMBINING_KEYWORDS, dict[str, Any]()
+        keys: Any = schema.keys() & COMBINING_KEYWORDS
+        closed_schema = dict[str, Any](INTEGER_BOUNDS if "multipleOf" in schema else ())
         has_one_branch = len(keys) == 1 and ("allOf" not in keys or len(schema["allOf"]) == 1)
         is_separate = has_one_branch and not schema.keys() & OBJECTS and not is_merged
         if "oneOf" in keys and is_separate:
@@ -133,9 +153,7 @@ class _SchemaCloser:
             if key in ANNOTATIONS or (key, part) in NOOP_KEYWORDS:
                 continue
             if key in NAMED_SCHEMAS and isinstance(part, dict):
-                closed_schema[key] = {
-                    name: self.closed(subschema) for name, subschema in part.items()
-                }
+                closed_schema[key] = {name: self.closed(x) for name, x in part.items()}
             elif key == "$ref":
                 closed_schema[key] = self._definition_reference(part, not is_separate)
             elif key in COMBINING_KEYWORDS and isinstance(part, list):

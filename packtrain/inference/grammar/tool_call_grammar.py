@@ -70,7 +70,9 @@ class ToolCallRules:
         """Return a rule of any object with bare keys, and strings between `quote`, as in llama.cpp's grammar."""
         if not any(rule.startswith("bare:") for rule in self._rules):
             string_rule = f"{self.text(quote, True)} {self.free_text_rule(quote)}"
-            scalar_pattern = r"/-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/"
+            scalar_pattern = (
+                r"/-?[0-9]{1,16}(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,16})?|true|false|null/"
+            )
             self._rules += [
                 'bare: "{" (pair ("," pair)*)? "}"\n',
                 r"pair: /[^:{}\[\],\s]+/ " + '":" value\n',

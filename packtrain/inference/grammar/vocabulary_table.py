@@ -3,7 +3,9 @@
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
@@ -20,6 +22,7 @@ def llguidance() -> Any:
 
 
 LARK_HEADER = '%llguidance {"no_forcing": true}\n'  # allow all tokens that spell a text
+DIGITS = b"0123456789"
 DEAD_END = "NoExtensionBias"  # in llguidance's messages: no text can follow
 # patterns of tokens whose masks are cached: text in JSON, text in a line, words
 TOKEN_SLICES = (
@@ -60,6 +63,26 @@ def table(tokenizer: Tokenizer) -> Any:
     return library.LLTokenizer(
         wrapped, n_vocab=len(words.tokens), eos_token=words.eos_ids, slices=[*TOKEN_SLICES]
     )
+
+
+class DigitTokens(NamedTuple):
+    """Tokens that begin with digits, their digits up to the first other character, and whether all are zeros."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+    are_zeros: np.ndarray
+    text_ids: np.ndarray  # tokens that only text can go on with: they begin with x
+
+
+@lru_cache(maxsize=2)
+def digit_tokens(tokenizer: Tokenizer) -> DigitTokens:
+    """Return a vocabulary's tokens that begin with digits."""
+    pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
+    ids = np.array([id for id, piece in enumerate(pieces) if piece[:1].isdigit()], np.int64)
+    counts = np.array([len(pieces[id]) - len(pieces[id].lstrip(DIGITS)) for id in ids], np.int64)
+    are_zeros = np.array([not pieces[id].strip(b"0") for id in ids], bool)
+    text_ids = np.array([id for id, piece in enumerate(pieces) if piece[:1] == b"x"], np.int64)
+    return DigitTokens(ids, counts, are_zeros, text_ids)
 
 
 def grammar_matcher(token_table: Any, source: str) -> Any:

@@ -282,6 +282,7 @@ class ServingEngine:
             chains += [slot.answer.chain] * len(rows)
         if not tokens:
             return
+        num_written = sum(n for slot, n in batch if slot.answer and not slot.answer.reading)
         start_time = time.perf_counter()
         try:
             row_results = self.context.choices(tokens, chains, seqs, wanted=output_rows)
@@ -289,7 +290,11 @@ class ServingEngine:
             self._make_room()
             return
         self._read(batch, row_results)
-        self._count_run(batch, time.perf_counter() - start_time)
+        seconds = (time.perf_counter() - start_time) / len(tokens)
+        self.totals.runs += 1
+        self.totals.busy += len(batch)
+        self.totals.reading += seconds * (len(tokens) - num_written)
+        self.totals.output_seconds += seconds * num_written
 
     def _next_batch(self) -> list[tuple[Slot, int]]:
         """Return slots with the tokens that each runs: one of each that writes, and prompts or a part of one."""
@@ -314,10 +319,11 @@ class ServingEngine:
             answer = slot.answer
             assert answer
             results = [next(result_iterator) for _ in answer.wanted_rows(num_tokens)]
+            num_outputs = len(answer.output_ids)
             try:
                 if answer.job.scores_prompt and not answer.output_ids:
                     answer.score_prompt(results)
-                answer.left = answer.left[num_tokens:]
+                self.totals.read += answer.take(num_tokens)
                 answer.tell_progress()
                 if answer.left:
                     continue
@@ -327,6 +333,8 @@ class ServingEngine:
             except InputError as error:
                 self._finish_answer(slot, FAILED, str(error))
                 continue
+            finally:
+                self.totals.output_tokens += len(answer.output_ids) - num_outputs
             if answer.is_ended:
                 self._finish_answer(slot, "")
             elif len(answer.text_ids) > self.max_seq_tokens and not self._shift_context(slot):
@@ -358,16 +366,6 @@ class ServingEngine:
             return
         last_slot.answer.is_paused, last_slot.answer.left = True, [*last_slot.answer.text_ids]
         self.context.remove(last_slot.index)
-
-    def _count_run(self, batch: Sequence[tuple[Slot, int]], seconds: float) -> None:
-        totals, num_tokens = self.totals, sum(num_slot_tokens for _, num_slot_tokens in batch)
-        num_written = sum(1 for _, num_slot_tokens in batch if num_slot_tokens == 1)
-        totals.runs += 1
-        totals.busy += len(batch)
-        totals.read += num_tokens - num_written
-        totals.output_tokens += num_written
-        totals.reading += seconds * (num_tokens - num_written) / num_tokens
-        totals.output_seconds += seconds * num_written / num_tokens
 
 
 def _no_action() -> None:

@@ -70,11 +70,13 @@ class GeneratedToken:
 class TokenCounts:
     """Counts of one answer: tokens of the prompt, cached tokens of it, tokens written, and seconds of each.
 
+    read              tokens of the prompt that were read so far
     forgotten_tokens  tokens that left a full context, so that the answer could go on
     """
 
     prompt: int
     cached: int = 0
+    read: int = 0
     output_tokens: int = 0
     reading: float = 0.0
     output_seconds: float = 0.0

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from packtrain.common.version import __version__
@@ -47,9 +48,13 @@ def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
     }
 
 
+def total_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
+    """Sum the tokens and seconds of all answers to a request."""
+    return TokenCounts(*(sum(getattr(c, f.name) for c in counts) for f in fields(TokenCounts)))
+
+
 def timing_fields(counts: TokenCounts) -> dict[str, Any]:
     """Return tokens, times and speeds of an answer, by llama-server's names."""
-    read_tokens = counts.prompt - counts.cached
 
     def speed_fields(field_prefix: str, tokens: int, seconds: float) -> dict[str, float]:
         return {
@@ -61,7 +66,7 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
 
     return {
         "cache_n": counts.cached,
-        **speed_fields("prompt", read_tokens, counts.reading),
+        **speed_fields("prompt", counts.read, counts.reading),
         **speed_fields("predicted", counts.output_tokens, counts.output_seconds),
     }
 

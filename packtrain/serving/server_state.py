@@ -205,9 +205,17 @@ class Server:
         vectors = list[np.ndarray]()
         for batch in batches([len(ids) for ids in texts], max_tokens, embedder.pools.sequences):
             batch_ids = [texts[i] for i in batch]
-            work = partial(embed_texts, embedder, batch_ids, self.pooling)
-            vectors += self.engine.call(lambda work=work: [*work()]).result()  # type: ignore[misc]
+            vectors += self.engine.call(partial(self._embed_batch, embedder, batch_ids)).result()
         return [normalize_vector(vector, 2) for vector in vectors]
+
+    def _embed_batch(self, embedder: Context, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the vectors of texts that are read together, in the engine's thread, and count their tokens."""
+        start_time = time.perf_counter()
+        vectors = [*embed_texts(embedder, texts, self.pooling)]
+        self.engine.totals.read += sum(map(len, texts))
+        self.engine.totals.reading += time.perf_counter() - start_time
+        self.engine.totals.runs += 1
+        return vectors
 
     # ---- slots as files
 

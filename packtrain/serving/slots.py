@@ -37,6 +37,7 @@ class SlotAnswer:
     output_ids       tokens written
     text_ids         all tokens that count: the prompt and those written, less what was forgotten
     num_cached       tokens of the prompt that were in the cache
+    num_read         tokens of the prompt that were read so far, each counted once
     num_waited_runs  runs since the answer last read tokens
     is_paused        whether the answer waits until there is room in the context
     """
@@ -47,7 +48,8 @@ class SlotAnswer:
         self.ticket, self._tokenizer, self._slot = ticket, tokenizer, slot_index
         self.left, self.text_ids, self.output_ids = [*job.prompt], [*job.prompt], list[int]()
         self._num_forgotten = 0
-        self.num_cached, self.num_waited_runs, self.is_paused = 0, 0, False
+        self.num_cached = self.num_read = self.num_waited_runs = 0
+        self.is_paused = False
         self.chain = make_chain(tokenizer, job.sampling, job.seed, job.prompt, job.grammar)
         self.chain.whole = job.num_top_logprobs > 0
         self._pieces = StopTextFilter(job.stops)
@@ -69,6 +71,14 @@ class SlotAnswer:
         if self.job.scores_prompt and not self.output_ids:
             return range(num_tokens)
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
+
+    def take(self, num_tokens: int) -> int:
+        """Drop tokens that were read from `left`; returns how many of them belong to the prompt and are new."""
+        num_read = self.num_read
+        self.left = self.left[num_tokens:]
+        if not self.output_ids:
+            self.num_read = max(num_read, len(self.job.prompt) - self.num_cached - len(self.left))
+        return self.num_read - num_read
 
     def score_prompt(self, row_results: Sequence[SamplerInput]) -> None:
         """Keep the probabilities of prompt tokens from the rows before them. Raises InputError."""
@@ -144,7 +154,7 @@ class SlotAnswer:
 
     def _token_counts(self) -> generation_jobs.TokenCounts:
         seconds = self._first - self._start_time, time.perf_counter() - self._first
-        counts = len(self.job.prompt), self.num_cached, len(self.output_ids)
+        counts = len(self.job.prompt), self.num_cached, self.num_read, len(self.output_ids)
         return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten)
 
     def tell_progress(self) -> None:

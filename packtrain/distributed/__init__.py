@@ -9,14 +9,8 @@ from packtrain.distributed.exchange import BUCKET, rank_slice, rooms_nbytes
 from packtrain.distributed.launch import free_port, launch
 from packtrain.distributed.transport import check_device
 from packtrain.distributed.world import (
-    SINGLE_PROCESS,
-    World,
-    assume_world,
-    current_world,
-    is_distributed,
-    join_world,
-    rank,
-)
+    SINGLE_PROCESS, World, assume_world, current_world, is_distributed, join_world, rank,
+)  # fmt: skip
 
 __all__ = [
     "BUCKET", "SINGLE_PROCESS", "World", "assume_world", "check_device", "current_world", "free_port",

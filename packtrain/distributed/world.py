@@ -250,7 +250,8 @@ def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Ite
     if not is_distributed():
         yield _current_world
         return
-    check_torch()
+    if find_spec("torch") is None:
+        raise InputError("several processes need PyTorch: pip install packtrain[torch]")
     check_device(device)
     select_device(device)
     share_machine(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
@@ -264,12 +265,6 @@ def join_world(share_machine: Callable[[int], None], device: str = "cpu") -> Ite
     finally:
         _current_world = SINGLE_PROCESS
         group.close()
-
-
-def check_torch() -> None:
-    """Raise InputError unless PyTorch is installed."""
-    if find_spec("torch") is None:
-        raise InputError("several processes need PyTorch: pip install packtrain[torch]")
 
 
 def _first(error: Exception) -> str:

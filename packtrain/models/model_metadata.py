@@ -41,6 +41,7 @@ def read_config(gguf: GGUF) -> Config:
     num_heads = reader.size("attention.head_count")
     windows = _read_window_fields(reader)
     factors = {f: reader.read_optional_float(key) for key, f in FACTOR_FIELDS.items()}
+    has_output = reader.architecture.always_untied or "output.weight" in gguf.entries
     config = Config(
         vocab_size=vocabulary_size,
         context_length=reader.size("context_length"),
@@ -49,7 +50,7 @@ def read_config(gguf: GGUF) -> Config:
         head_count=num_heads,
         rope_freq_base=reader.real("rope.freq_base", ROPE_FREQ_BASE),
         rms_eps=reader.real(eps_key(reader.architecture)),
-        tied=_is_tied(gguf, reader.architecture),
+        tied=reader.architecture.always_tied or not has_output,
         architecture=reader.architecture.name,
         optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1),
         rope_scaling=_read_rope_scaling(reader),
@@ -98,11 +99,6 @@ def _read_vocabulary_size(gguf: GGUF) -> int:
             f"{gguf.path}: token_embd.weight has shape {list(tensor_info.shape)}; it must be [vocabulary, width]"
         )
     return tensor_info.shape[0]
-
-
-def _is_tied(gguf: GGUF, architecture: Architecture) -> bool:
-    has_output = architecture.always_untied or "output.weight" in gguf.entries
-    return architecture.always_tied or not has_output
 
 
 def _optional_tensors(gguf: GGUF, architecture: Architecture, last_block: int) -> tuple[str, ...]:

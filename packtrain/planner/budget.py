@@ -173,11 +173,9 @@ def search_child_nbytes(shape: StepShape, request: PlanRequest) -> int:
 def minimum_budget(shape: StepShape, request: PlanRequest, report: ReportFunction) -> int:
     """Return the smallest budget, in bytes, within which a plan fits."""
 
-    def report_start() -> None:
-        report("searching the smallest plan …")
-
     run_search, _ = _place_search(shape, request)
-    return enough(plan_in_process(run_search(report_start, smallest, shape, request), request))
+    plans = run_search(lambda: report("searching the smallest plan …"), smallest, shape, request)
+    return enough(plan_in_process(plans, request))
 
 
 def enough(plans: TrainingPlans) -> int:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.engine.optim import RankShare
@@ -96,10 +95,6 @@ class StepShape:
     preference: PreferenceLoss | None = None
     max_pairs: int = 0
     distill: DistillationLoss | ReplayLoss | None = None
-
-    @property
-    def clip_options(self) -> dict[str, Any]:
-        return {"max_norm": self.max_norm, "max_value": self.max_value}
 
     @property
     def num_passes(self) -> int:

@@ -8,7 +8,7 @@ add to `baseline_nbytes`, and the run's process makes plans once.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import get_args
+from typing import Any, get_args
 
 from packtrain.distributed import rooms_nbytes
 from packtrain.dtypes import Dtype, f32
@@ -274,7 +274,8 @@ def blocks_in(shape: StepShape) -> str:
 
 def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> BuiltGraph:
     """Build a graph of a run, with the stream of values between the blocks that its backward pass reaches."""
-    (weights, trained), clip = leaves(shape), shape.clip_options
+    weights, trained = leaves(shape)
+    clip: dict[str, Any] = {"max_norm": shape.max_norm, "max_value": shape.max_value}
     if name == UPDATE:
         kind = shape.moment_share, shape.scatters_gradients
         return BuiltGraph(optim.update_graph(trained, optimizer, *kind, **clip), [], {})

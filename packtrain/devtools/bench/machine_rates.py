@@ -94,11 +94,6 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def compiled_features() -> list[str]:
-    """Return the CPU features among FEATURES for which kernels are compiled."""
-    return [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
-
-
 def read_versions() -> dict[str, str]:
     package_versions = {"packtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
@@ -112,9 +107,11 @@ def read_versions() -> dict[str, str]:
 def describe_machine() -> dict[str, Any]:
     """Return the facts on which figures depend: CPU, features, cores, threads and versions of packages."""
     forced = os.environ.get("PACKTRAIN_CPU", "")
+    # those for which kernels are compiled
+    features = [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
     return {
         "cpu": processor_name(),
-        "features": compiled_features(),
+        "features": features,
         "forced": forced,
         "cores": runtime.allowed_cpus(),
         "threads": kernels.threads(),

@@ -2,13 +2,8 @@
 
 from packtrain.engine.memory_plan.memory_order import least_order
 from packtrain.engine.memory_plan.memory_plan import (
-    Arena,
-    ArenaKey,
-    Buffer,
-    Plan,
-    make_plan,
-    size_text,
-)
+    Arena, ArenaKey, Buffer, Plan, make_plan, size_text,
+)  # fmt: skip
 from packtrain.engine.memory_plan.plan_verifier import PlanError, verify
 
 __all__ = [

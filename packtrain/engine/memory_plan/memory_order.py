@@ -19,7 +19,8 @@ CallDependencies = Sequence[Sequence[int]]  # for each call, the calls that must
 
 def least_order(graph: Graph, target: Target = CPU) -> list[int]:
     """Return the sequence for `place` with the least lower bound; the written order, unless another needs less."""
-    written, *alternatives = map(_with_barriers, candidate_orders(graph))
+    orders = candidate_orders(graph)
+    written, *alternatives = ([i for at in order for i in (at, BARRIER)] for order in orders)
     best = min((written, *alternatives), key=lambda sequence: _bound(graph, target, sequence))
     packed = {id(call_order): _nbytes(graph, target, call_order) for call_order in (written, best)}
     return best if packed[id(best)] < packed[id(written)] else written
@@ -86,11 +87,6 @@ def _peak_excesses(graph: Graph, needs: CallDependencies) -> list[int]:
         call_peaks.append(max(peak_nbytes, live_nbytes + result_nbytes))
         call_remains.append(live_nbytes if call.op.view else result_nbytes)
     return [peak_nbytes - rest for peak_nbytes, rest in zip(call_peaks, call_remains, strict=True)]
-
-
-def _with_barriers(order: list[int]) -> list[int]:
-    """Return the order with a barrier after every call."""
-    return [index for i in order for index in (i, BARRIER)]
 
 
 def _bound(graph: Graph, target: Target, sequence: list[int]) -> int:

@@ -6,44 +6,17 @@ from packtrain.engine.ops.attention_cells import attention_cells
 from packtrain.engine.ops.cast import add_cast, cast
 from packtrain.engine.ops.choosing import candidates, draw
 from packtrain.engine.ops.composed import (
-    alibi,
-    alibi_slopes,
-    attention_to_all,
-    group_norm,
-    l2_norm,
-    mean,
-    mean_squared_error,
-    soft_max_sinks,
-    upscale,
-)
+    alibi, alibi_slopes, attention_to_all, group_norm, l2_norm, mean, mean_squared_error, soft_max_sinks, upscale,
+)  # fmt: skip
 from packtrain.engine.ops.convolution import conv_1d, conv_2d, conv_2d_back, conv_2d_back_w
 from packtrain.engine.ops.delta import delta_rule, delta_rule_back, delta_rule_cells
 from packtrain.engine.ops.diagonal import diag, diag_mask_inf, diag_mask_zero, diagonal
 from packtrain.engine.ops.elementwise import (
-    add,
-    div,
-    exp,
-    log,
-    mul,
-    neg,
-    relu,
-    scale,
-    sigmoid,
-    silu,
-    silu_back,
-    sqr,
-    sqrt,
-    step,
-    sub,
-    tanh,
+    add, div, exp, log, mul, neg, relu, scale, sigmoid, silu, silu_back, sqr, sqrt, step, sub, tanh,
 )  # fmt: skip
 from packtrain.engine.ops.experts import (
-    matmul_id,
-    matmul_id_back,
-    out_prod_id,
-    weighted_rows,
-    weighted_rows_back,
-)
+    matmul_id, matmul_id_back, out_prod_id, weighted_rows, weighted_rows_back,
+)  # fmt: skip
 from packtrain.engine.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.engine.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
 from packtrain.engine.ops.matmul import matmul, matmul_back, out_prod, outer
@@ -58,36 +31,16 @@ from packtrain.engine.ops.rounded import matmul_rounded, rounded
 from packtrain.engine.ops.routing import group_rows, take, take_back, top_k
 from packtrain.engine.ops.scan import short_conv_states, ssm_scan, ssm_scan_back, ssm_scan_cells
 from packtrain.engine.ops.shape import (
-    concat,
-    cont,
-    narrow,
-    narrow_back,
-    permute,
-    reshape,
-    transpose,
-)
+    concat, cont, narrow, narrow_back, permute, reshape, transpose,
+)  # fmt: skip
 from packtrain.engine.ops.short_conv import (
-    short_conv,
-    short_conv_back,
-    short_conv_back_w,
-    short_conv_cells,
-)
+    short_conv, short_conv_back, short_conv_back_w, short_conv_cells,
+)  # fmt: skip
 from packtrain.engine.ops.softmax import log_soft_max, soft_cross_entropy, soft_max, soft_max_back
 from packtrain.engine.ops.stored_values import matmul_stored, stored_sum
 from packtrain.engine.ops.unary_functions import (
-    abs,
-    clamp,
-    cos,
-    elu,
-    erf,
-    gelu,
-    gelu_erf,
-    gelu_quick,
-    leaky_relu,
-    sgn,
-    sin,
-    softplus,
-)
+    abs, clamp, cos, elu, erf, gelu, gelu_erf, gelu_quick, leaky_relu, sgn, sin, softplus,
+)  # fmt: skip
 from packtrain.engine.ops.update import accumulate, clip_gate, sum_squares
 from packtrain.engine.ops.windows import im2col, im2col_back
 

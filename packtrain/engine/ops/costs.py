@@ -60,14 +60,11 @@ def padded_columns(n: int) -> int:
     return -(-n // VECTOR_COLUMNS) * VECTOR_COLUMNS
 
 
-def num_packed_values(m: int, n: int, k: float) -> float:
-    """Return the values packed for an (m, n) product over k: b once, a for each block of columns."""
-    return k * (padded_columns(n) + m * math.ceil(n / BROAD))
-
-
 def f32_product_cost(m: int, n: int, k: int, transposed: bool = False) -> Cost:
     """Cost of (m, k) @ (k, n) in f32; `transposed`: the left side is, as in the gradient of a weight."""
-    num_packed = 0.0 if m <= MAX_DOT_ROWS and not transposed else float(num_packed_values(m, n, k))
+    # b is packed once, a for each block of columns
+    num_packed = float(k * (padded_columns(n) + m * math.ceil(n / BROAD)))
+    num_packed = 0.0 if m <= MAX_DOT_ROWS and not transposed else num_packed
     work = {"multiply": multiplied(m, n, k), "pack": num_packed}
     return Cost(work, num_tasks=1 if m * n * k <= MIN_PARALLEL_WORK else math.inf)
 

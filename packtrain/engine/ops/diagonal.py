@@ -102,11 +102,7 @@ def diag_mask_inf_torch(y, x, *, past):
     y.masked_fill_(is_above_diagonal, -np.inf)
 
 
-@diag_mask_zero.samples
-def diag_mask_zero_samples():
-    yield diag_mask_zero(input("x", (2, 5, 7)), past=2)
+diag_mask_zero.samples(lambda: [diag_mask_zero(input("x", (2, 5, 7)), past=2)])
 
 
-@diag_mask_inf.samples
-def diag_mask_inf_samples():
-    yield diag_mask_inf(input("x", (2, 5, 7)))
+diag_mask_inf.samples(lambda: [diag_mask_inf(input("x", (2, 5, 7)))])

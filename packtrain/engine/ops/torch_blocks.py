@@ -97,22 +97,10 @@ def byte_at(at, i):
     return at.data[:, offset : offset + 1].int()
 
 
-def char_at(at, i):
-    return byte_at(at, i).to(torch.int8).int()
-
-
 def short_at(at, i):
     if isinstance(at, ScratchWords):
         return at.words[i // 2] >> i % 2 * 16 & 0xFFFF
     return byte_at(at, 2 * i) | (byte_at(at, 2 * i + 1) << 8)
-
-
-def word_at(at, i):
-    return short_at(at, 2 * i).long() | (short_at(at, 2 * i + 1).long() << 16)
-
-
-def half_at(at, i):
-    return short_at(at, i).to(torch.int16).view(torch.float16).float()
 
 
 def bytes_at(at, i):
@@ -120,10 +108,6 @@ def bytes_at(at, i):
         return torch.cat([word >> shift & 255 for word in at.words for shift in (0, 8, 16, 24)], -1)
     offset = at.offset + i
     return at.data[:, offset : offset + 16].int()
-
-
-def chars_at(at, i):
-    return bytes_at(at, i).to(torch.int8).int()
 
 
 def store(address, i, values):
@@ -137,28 +121,8 @@ def load(at, i):
     return at.data[:, at.offset + i : at.offset + i + 16]
 
 
-def pick(table, index):
-    return table[index & 15]
-
-
-def to_floats(x):
-    return x.float()
-
-
 def to_bits(x):
     return DeviceTable(x.array.astype(np.int64)) if isinstance(x, DeviceTable) else x.int()
-
-
-def spread_bits(word):
-    return word
-
-
-def splat(x):
-    return x
-
-
-def as_floats(word):
-    return word.int().view(torch.float32)
 
 
 def bytes_of(low, high):
@@ -203,12 +167,29 @@ def put_short(room, i, short):
 
 
 WORDS = {
-    f.__name__: f
-    for f in (
-        as_floats, byte_at, bytes_at, bytes_of, char_at, chars_at, half_at, load, pick, put_short, put_where, put_word,
-        short_at, splat, spread_bits, store, to_bits, to_floats, word_at,
-    )
-} | {"lane_numbers": LaneNumbers, "neg": operator.neg, "scratch": ScratchWords}  # fmt: skip
+    "as_floats": lambda word: word.int().view(torch.float32),
+    "byte_at": byte_at,
+    "bytes_at": bytes_at,
+    "bytes_of": bytes_of,
+    "char_at": lambda at, i: byte_at(at, i).to(torch.int8).int(),
+    "chars_at": lambda at, i: bytes_at(at, i).to(torch.int8).int(),
+    "half_at": lambda at, i: short_at(at, i).to(torch.int16).view(torch.float16).float(),
+    "lane_numbers": LaneNumbers,
+    "load": load,
+    "neg": operator.neg,
+    "pick": lambda table, index: table[index & 15],
+    "put_short": put_short,
+    "put_where": put_where,
+    "put_word": put_word,
+    "scratch": ScratchWords,
+    "short_at": short_at,
+    "splat": lambda x: x,
+    "spread_bits": lambda word: word,
+    "store": store,
+    "to_bits": to_bits,
+    "to_floats": lambda x: x.float(),
+    "word_at": lambda at, i: short_at(at, 2 * i).long() | (short_at(at, 2 * i + 1).long() << 16),
+}
 
 
 def packed_q8_0(x):

@@ -4,13 +4,8 @@ from collections.abc import Iterator
 
 from packtrain.engine.optim.adamw import AdamW
 from packtrain.engine.optim.graphs import (
-    ROUNDING,
-    accumulation_graph,
-    applying_graph,
-    measuring_graph,
-    training_graph,
-    update_graph,
-)
+    ROUNDING, accumulation_graph, applying_graph, measuring_graph, training_graph, update_graph,
+)  # fmt: skip
 from packtrain.engine.optim.lbfgs import LBFGS
 from packtrain.engine.optim.muon import Muon
 from packtrain.engine.optim.optimizer import Optimizer, StepInputs, StepRunner, moment

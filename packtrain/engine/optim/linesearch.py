@@ -81,11 +81,8 @@ class LineSearch:
             if not is_allowed or length in (low.length, point.length):
                 return best, f"no length between {low.length:.3g} and {point.length:.3g} is left"
         tried = f"none of {self.max_trials} lengths, the last {point.length:.3g}"
-        return best, f"{tried}, is {self.condition_text}"
-
-    @property
-    def condition_text(self) -> str:
-        return "low enough" if self.condition == ARMIJO else "low enough and flat enough"
+        flatness = "" if self.condition == ARMIJO else " and flat enough"
+        return best, f"{tried}, is low enough{flatness}"
 
 
 def next_length(low_point: LinePoint, high: LinePoint | None) -> float:

@@ -9,8 +9,7 @@ MODULE_NAMES = (
     "qwen35moe", "ernie4_5_moe", "glm4moe", "gpt_oss", "olmoe", "gemma", "gemma2", "gemma3",
     "gemma3n", "gemma4", "phi3", "granitemoe", "deepseek2", "granite", "olmo2", "seed_oss",
     "ernie4_5", "exaone4", "glm4", "hunyuan_dense", "internlm2", "lfm2", "lfm2moe", "granitehybrid",
-    "falcon_h1", "phi2", "gpt2", "starcoder2", "stablelm", "falcon", "nemotron", "cohere2",
-    "smollm3",
+    "falcon_h1", "phi2", "gpt2", "starcoder2", "stablelm", "falcon", "nemotron", "cohere2", "smollm3",
 )  # fmt: skip
 MODULES = tuple(import_module(f"{__name__}.{name}") for name in MODULE_NAMES)
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}

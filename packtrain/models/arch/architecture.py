@@ -90,10 +90,6 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not name.endswith(NON_MATRIX_SUFFIXES)
 
 
-def no_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
-    return {}
-
-
 # metadata keys that follow from the sizes of a model
 SIZE_KEYS: Mapping[str, Callable[[ModelSizes], int]] = {
     "vocab_size": lambda sizes: sizes.vocab_size, "rope.dimension_count": lambda sizes: sizes.head_width,
@@ -189,7 +185,7 @@ class Family:
     # modules of a block and the tensors they become, in the file's order; {} is the number of a head
     block_modules: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     # additional metadata that no field below states; refuses configs that would compute something else
-    extra_metadata: Callable[[HFConfig, ModelSizes], Keys] = no_metadata
+    extra_metadata: Callable[[HFConfig, ModelSizes], Keys] = lambda hf_config, sizes: {}
     experts: ExpertLayout | None = None
     names: CheckpointNames = CheckpointNames()  # names of modules outside blocks
     # returns the config with the keys that most families have

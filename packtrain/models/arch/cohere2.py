@@ -22,19 +22,12 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
 ARCHITECTURE = arch.Architecture(
     "cohere2", layer_norms=True, is_parallel=True, fixed_head_width=True, partial_rope=True, always_tied=True,
     multiplies_logits=True, rope_only_in_windows=True,
-    key_defaults={
-        "logit_scale": None,
-        "attention.sliding_window": None,
-        "attention.sliding_window_pattern": 4,
-    },
-    ignored_keys=("rope.freq_base_swa",),
-    optional_tensors=(*arch.BIASES, *arch.FUSED_QKV, "attn_output.bias"),
+    key_defaults={"logit_scale": None, "attention.sliding_window": None, "attention.sliding_window_pattern": 4},
+    ignored_keys=("rope.freq_base_swa",), optional_tensors=(*arch.BIASES, *arch.FUSED_QKV, "attn_output.bias"),
     families=(
         arch.Family(
             ("Cohere2ForCausalLM",), arch.ATTENTION | arch.FEED_FORWARD, extra_metadata=extra_metadata,
-            required_values=arch.fixed(
-                use_qk_norm=False, layer_switch=EVERY, sliding_window_pattern=EVERY
-            ),
+            required_values=arch.fixed(use_qk_norm=False, layer_switch=EVERY, sliding_window_pattern=EVERY),
             size_keys=("vocab_size",), tied_by_default=True, interleaved_rope=True,
         ),
     ),

@@ -106,9 +106,7 @@ EXPERTS = arch.ExpertLayout(
 ARCHITECTURE = arch.Architecture(
     "deepseek2", sigmoid_routing=None, normalized_expert_weights=None, key_defaults=KEY_DEFAULTS,
     ignored_keys=("attention.temperature_length",), optional_tensors=("attn_kv_b.weight", arch.CHOICE),
-    merge_only_weights=(
-        "attn_q", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b", "attn_k_b", "attn_v_b",
-    ),
+    merge_only_weights=("attn_q", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b", "attn_k_b", "attn_v_b"),
     families=(
         arch.Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),

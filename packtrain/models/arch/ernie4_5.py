@@ -3,8 +3,7 @@
 from packtrain.models.arch.architecture import Architecture, Family, fixed
 
 ARCHITECTURE = Architecture(
-    "ernie4_5",
-    optional_tensors=(),
+    "ernie4_5", optional_tensors=(),
     families=(
         Family(
             ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), required_values=fixed(use_bias=False),

@@ -42,9 +42,7 @@ ARCHITECTURE = Architecture(
             family, model_classes=("Ernie4_5_MoeForCausalLM",), block_modules=arch.BLOCK | ROUTER | arch.SHARED,
             extra_metadata=extra_metadata, required_values=arch.fixed(use_bias=False, moe_layer_interval=1),
             size_keys=arch.SHARED_AND_DENSE,
-            experts=ExpertLayout(
-                arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense
-            ),
+            experts=ExpertLayout(arch.EXPERT_MODULES, ("moe_num_experts", 64), ("moe_k", 6), WIDTH, shared_and_dense),
             suffix_renames=arch.SCORE_RENAMES, optional_tensors=arch.with_tensors(CHOICE),
             computed_suffixes=("rotary_emb.inv_freq",), default_head_width=0,
         )

@@ -29,7 +29,5 @@ ARCHITECTURE = Architecture(
     rope_only_in_windows=True, window_blocks=BLOCKS,
     key_defaults={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
     ignored_keys=("rope.freq_base_swa",), optional_tensors=(FACTORS,),
-    families=(
-        Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),
-    ),
+    families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, extra_metadata, size_keys=("vocab_size",)),),
 )  # fmt: skip

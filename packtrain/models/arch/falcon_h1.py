@@ -80,9 +80,7 @@ ARCHITECTURE = arch.Architecture(
             ("FalconH1ForCausalLM",), arch.ATTENTION | arch.SCAN_MODULES | FEED_FORWARD, extra_metadata,
             names=arch.CheckpointNames(norm="final_layernorm"),
             optional_tensors=arch.with_tensors(
-                true_flags=("mamba_conv_bias",),
-                mamba_conv_bias=(CONV_BIAS,),
-                mamba_rms_norm=(SCAN_NORM,),
+                true_flags=("mamba_conv_bias",), mamba_conv_bias=(CONV_BIAS,), mamba_rms_norm=(SCAN_NORM,),
             ),
             required_values=arch.fixed(attention_bias=False, mlp_bias=False, projectors_bias=False),
             size_keys=(*arch.HEAD_WIDTHS, "vocab_size"), suffix_renames=arch.SCAN_SUFFIX_RENAMES,

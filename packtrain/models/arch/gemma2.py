@@ -36,10 +36,6 @@ FAMILY = replace(
 ARCHITECTURE = replace(
     gemma.ARCHITECTURE, name="gemma2", post_norms=True,
     wide_score_blocks=46,  # the 27B
-    key_defaults={
-        "attention.sliding_window": TOKENS_BACK,
-        "attention.sliding_window_pattern": 2,
-        **SOFTCAPS,
-    },
+    key_defaults={"attention.sliding_window": TOKENS_BACK, "attention.sliding_window_pattern": 2, **SOFTCAPS},
     families=(FAMILY,),
 )  # fmt: skip

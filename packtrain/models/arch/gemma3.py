@@ -34,9 +34,7 @@ ARCHITECTURE = replace(
             gemma2.FAMILY, model_classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
             block_modules={**gemma2.FAMILY.block_modules, **HEAD_NORMS}, omitted_keys=(), extra_metadata=extra_metadata,
             required_values=fixed(
-                attn_logit_softcapping=None,
-                sliding_window_pattern=EVERY,
-                _sliding_window_pattern=EVERY,
+                attn_logit_softcapping=None, sliding_window_pattern=EVERY, _sliding_window_pattern=EVERY,
             ),
             rope_freq_base=1_000_000.0,
         ),

@@ -44,17 +44,10 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("Glm4MoeForCausalLM",),
-            arch.ATTENTION
-            | arch.HEAD_NORMS
-            | arch.POST_ATTENTION_NORM
-            | arch.SCORED_ROUTER
-            | arch.FEED_FORWARD
+            arch.ATTENTION | arch.HEAD_NORMS | arch.POST_ATTENTION_NORM | arch.SCORED_ROUTER | arch.FEED_FORWARD
             | arch.SHARED,
-            extra_metadata,
-            EXPERTS,
-            optional_tensors=arch.with_tensors(
-                arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=arch.QK_NORMS
-            ),
+            extra_metadata, EXPERTS,
+            optional_tensors=arch.with_tensors(arch.CHOICE, attention_bias=arch.BIASES, use_qk_norm=arch.QK_NORMS),
             required_values=arch.fixed(n_group=1, topk_group=1), size_keys=arch.SHARED_AND_DENSE, rotated_share=0.5,
             suffix_renames=arch.SCORE_RENAMES, more_blocks=True, special=SPECIAL,
         ),

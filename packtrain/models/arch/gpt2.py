@@ -28,13 +28,9 @@ ARCHITECTURE = arch.Architecture(
         arch.Family(
             ("GPT2LMHeadModel",), MODULES, names=arch.CheckpointNames("transformer.", "wte", "wpe", "h", "ln_f"),
             normalize_config=normalize_config,
-            optional_tensors=arch.with_tensors(
-                "attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES
-            ),
+            optional_tensors=arch.with_tensors("attn_qkv.bias", *arch.UNGATED_BIASES, *arch.NORM_BIASES),
             required_values=arch.fixed(
-                scale_attn_weights=True,
-                scale_attn_by_inverse_layer_idx=False,
-                add_cross_attention=False,
+                scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
             ),
             computed_suffixes=(".attn.bias", ".attn.masked_bias"),  # masks
             is_transposed=True, omitted_keys=("rope.freq_base", "attention.head_count_kv"), tied_by_default=True,

@@ -39,9 +39,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 ARCHITECTURE = Architecture(
     "gpt-oss", halves=True, ffn_norm="post_attention_norm", always_untied=True, attention_sinks=True, clamped=True,
-    key_defaults={
-        **arch.ONLY_EXPERTS, "attention.sliding_window": None, "attention.sliding_window_pattern": EVERY,
-    },
+    key_defaults={**arch.ONLY_EXPERTS, "attention.sliding_window": None, "attention.sliding_window_pattern": EVERY},
     optional_tensors=ALL_BIASES,
     families=(
         Family(

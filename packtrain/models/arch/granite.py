@@ -38,22 +38,17 @@ ARCHITECTURE = Architecture(
     "granite",
     key_defaults={"logit_scale": None, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0},
     neutral={"rope.scaling.finetuned": (True,)},  # false: llama.cpp leaves rope out
-    ignored_keys=(*arch.SCAN_KEYS, SHARED_WIDTH),
-    optional_tensors=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
+    ignored_keys=(*arch.SCAN_KEYS, SHARED_WIDTH), optional_tensors=(*arch.BIASES, *MORE_BIASES, arch.FACTORS),
     families=(
+        Family(("GraniteForCausalLM",), extra_metadata=extra_metadata, size_keys=llama.SIZE_KEYS, tied_by_default=True),
         Family(
-            ("GraniteForCausalLM",), extra_metadata=extra_metadata, size_keys=llama.SIZE_KEYS, tied_by_default=True,
-        ),
-        Family(
-            (ALL_ATTEND,),
-            arch.ATTENTION | arch.FFN_NORM,
+            (ALL_ATTEND,), arch.ATTENTION | arch.FFN_NORM,
             lambda hf_config, sizes: extra_metadata(hf_config, sizes) | {"rope.scaling.finetuned": True},
             ExpertLayout(
                 {}, ("num_experts", 8), ("num_experts_per_tok", 2), stacked_matrices=halves("shared_mlp"),
                 is_contiguous=True, rows=True,
             ),
-            normalize_config=dense,
-            size_keys=llama.SIZE_KEYS,
+            normalize_config=dense, size_keys=llama.SIZE_KEYS,
         ),
     ),
 )  # fmt: skip

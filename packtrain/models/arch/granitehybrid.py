@@ -78,17 +78,13 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("GraniteMoeHybridForCausalLM",),
-            arch.ATTENTION
-            | arch.SCAN_MODULES
-            | arch.FFN_NORM
-            | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+            arch.ATTENTION | arch.SCAN_MODULES | arch.FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             extra_metadata,
             ExpertLayout(
                 {}, ("num_experts", 8), ("num_experts_per_tok", 2), shared_and_dense=granitemoe.shared_and_dense,
                 stacked_matrices=granitemoe.HALVES | granite.halves("shared_mlp"), is_contiguous=True, rows=True,
             ),
-            normalize_config=normalize_config,
-            other_class=other_class,
+            normalize_config=normalize_config, other_class=other_class,
             optional_tensors=arch.with_tensors(
                 SCAN_NORM, true_flags=("mamba_conv_bias",), mamba_conv_bias=(CONV_BIAS,)
             ),

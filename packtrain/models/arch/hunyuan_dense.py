@@ -27,9 +27,5 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 ARCHITECTURE = Architecture(
     "hunyuan-dense", halves=True, head_norms=True, qk_norms_after_rope=True, optional_tensors=BIASES,
-    families=(
-        Family(
-            ("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)
-        ),
-    ),
+    families=(Family(("HunYuanDenseV1ForCausalLM",), MODULES, extra_metadata, rope_scaling_types=("dynamic",)),),
 )  # fmt: skip

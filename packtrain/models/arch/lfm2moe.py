@@ -22,26 +22,16 @@ EXPERTS = arch.ExpertLayout(
 )  # fmt: skip
 ARCHITECTURE = replace(
     lfm2.ARCHITECTURE, name="lfm2moe", sigmoid_routing=True,
-    key_defaults={
-        **lfm2.ARCHITECTURE.key_defaults,
-        **arch.ONLY_EXPERTS,
-        "leading_dense_block_count": 0,
-    },
-    neutral={"expert_gating_func": (SIGMOID_GATING,)},
-    optional_tensors=(arch.CHOICE,),
+    key_defaults={**lfm2.ARCHITECTURE.key_defaults, **arch.ONLY_EXPERTS, "leading_dense_block_count": 0},
+    neutral={"expert_gating_func": (SIGMOID_GATING,)}, optional_tensors=(arch.CHOICE,),
     families=(
         replace(
             lfm2.ARCHITECTURE.families[0], model_classes=("Lfm2MoeForCausalLM",),
             block_modules=lfm2.MODULES | ROUTER | lfm2.FEED_FORWARD, extra_metadata=extra_metadata, experts=EXPERTS,
             normalize_config=lfm2.with_tied_embedding,
-            optional_tensors=arch.with_tensors(
-                true_flags=("use_expert_bias",), use_expert_bias=(arch.CHOICE,)
-            ),
-            required_values=arch.fixed(
-                conv_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0
-            ),
-            size_keys=("vocab_size", "leading_dense_block_count"),
-            suffix_renames={"expert_bias": "expert_bias.bias"},
+            optional_tensors=arch.with_tensors(true_flags=("use_expert_bias",), use_expert_bias=(arch.CHOICE,)),
+            required_values=arch.fixed(conv_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0),
+            size_keys=("vocab_size", "leading_dense_block_count"), suffix_renames={"expert_bias": "expert_bias.bias"},
         ),
     ),
 )  # fmt: skip

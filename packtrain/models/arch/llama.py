@@ -11,13 +11,9 @@ ARCHITECTURE = Architecture(
     families=(
         Family(("LlamaForCausalLM", "MistralForCausalLM"), size_keys=SIZE_KEYS),
         Family(
-            ("MixtralForCausalLM",),
-            arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.gate": "ffn_gate_inp"},
-            experts=ExpertLayout(
-                EXPERT_MODULES, ("num_local_experts", 8), ("num_experts_per_tok", 2)
-            ),
-            size_keys=SIZE_KEYS,
-            rope_freq_base=1_000_000.0,
+            ("MixtralForCausalLM",), arch.ATTENTION | arch.FFN_NORM | {"block_sparse_moe.gate": "ffn_gate_inp"},
+            experts=ExpertLayout(EXPERT_MODULES, ("num_local_experts", 8), ("num_experts_per_tok", 2)),
+            size_keys=SIZE_KEYS, rope_freq_base=1_000_000.0,
         ),
     ),
 )  # fmt: skip

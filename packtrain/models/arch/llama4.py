@@ -64,10 +64,7 @@ ARCHITECTURE = Architecture(
             normalize_config=normalize_config, size_keys=llama.SIZE_KEYS,
             mixer_fields=lambda hf_config: {STEP: hf_config.size(STEP, 1)}, rope_freq_base=500_000.0,
             interleaved_rope=True,
-            suffix_renames={
-                "gate_up_proj": "gate_up_proj.weight",
-                "experts.down_proj": "experts.down_proj.weight",
-            },
+            suffix_renames={"gate_up_proj": "gate_up_proj.weight", "experts.down_proj": "experts.down_proj.weight"},
         ),
     ),
 )  # fmt: skip

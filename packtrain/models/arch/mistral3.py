@@ -6,9 +6,8 @@ from packtrain.models.arch.hf_config import HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
 ROPE_METADATA_KEYS = {
-    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
-    "llama_4_scaling_beta": "attention.temperature_scale",
-}
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier", "llama_4_scaling_beta": "attention.temperature_scale",
+}  # fmt: skip
 
 
 def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
@@ -20,8 +19,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "mistral3",
-    key_defaults={**EXPERT_KEYS, **YARN_BETAS, **dict.fromkeys(ROPE_METADATA_KEYS.values(), 0.0)},
+    "mistral3", key_defaults={**EXPERT_KEYS, **YARN_BETAS, **dict.fromkeys(ROPE_METADATA_KEYS.values(), 0.0)},
     optional_tensors=llama.ARCHITECTURE.optional_tensors,
     families=(
         Family(

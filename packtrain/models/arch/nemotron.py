@@ -21,12 +21,9 @@ ARCHITECTURE = Architecture(
         Family(
             ("NemotronForCausalLM",), MODULES, size_keys=("vocab_size",), rotated_share=0.5,
             optional_tensors=arch.with_tensors(
-                *arch.NORM_BIASES,
-                attention_bias=(*BIASES, UNGATED_BIASES[0]),
-                mlp_bias=UNGATED_BIASES[1:],
+                *arch.NORM_BIASES, attention_bias=(*BIASES, UNGATED_BIASES[0]), mlp_bias=UNGATED_BIASES[1:],
             ),
-            extra_metadata=extra_metadata,
-            norm_shift=1.0,
+            extra_metadata=extra_metadata, norm_shift=1.0,
         ),
     ),
 )  # fmt: skip

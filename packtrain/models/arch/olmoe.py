@@ -11,11 +11,8 @@ ARCHITECTURE = arch.Architecture(
     optional_tensors=(),
     families=(
         arch.Family(
-            ("OlmoeForCausalLM",),
-            arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
-            experts=arch.ExpertLayout(
-                arch.EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)
-            ),
+            ("OlmoeForCausalLM",), arch.ATTENTION | arch.HEAD_NORMS | arch.FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
+            experts=arch.ExpertLayout(arch.EXPERT_MODULES, ("num_experts", 64), ("num_experts_per_tok", 8)),
             required_values=arch.fixed(norm_topk_prob=False, clip_qkv=None),
         ),
     ),

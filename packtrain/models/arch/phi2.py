@@ -17,9 +17,7 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("PhiForCausalLM",), MODULES, names=arch.CheckpointNames(norm="final_layernorm"),
-            optional_tensors=arch.with_tensors(
-                *arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias"
-            ),
+            optional_tensors=arch.with_tensors(*arch.BIASES, *arch.UNGATED_BIASES, *NORM_BIASES, "output.bias"),
             required_values=arch.fixed(qk_layernorm=False), rotated_share=0.5, omitted_keys=("rope.freq_base",),
         ),
     ),

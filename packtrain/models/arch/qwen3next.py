@@ -89,16 +89,9 @@ ARCHITECTURE = arch.Architecture(
     families=(
         arch.Family(
             ("Qwen3NextForCausalLM",),
-            arch.ATTENTION
-            | arch.HEAD_NORMS
-            | arch.POST_ATTENTION_NORM
-            | DELTA_MODULES
-            | ROUTER_MODULES
-            | SHARED,
-            extra_metadata,
-            EXPERTS,
-            required_values=EXPERTS_EVERYWHERE
-            | arch.fixed(attention_bias=False, norm_topk_prob=True),
+            arch.ATTENTION | arch.HEAD_NORMS | arch.POST_ATTENTION_NORM | DELTA_MODULES | ROUTER_MODULES | SHARED,
+            extra_metadata, EXPERTS,
+            required_values=EXPERTS_EVERYWHERE | arch.fixed(attention_bias=False, norm_topk_prob=True),
             size_keys=(SHARED_WIDTH,), rotated_share=0.25, normalize_config=normalize_config, mixer_fields=mixer_fields,
             row_spans=row_spans, fused_modules={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
             changes=lambda hf_config, sizes: {"ssm_a": arch.decays_from_logs}, suffix_renames=SUFFIX_RENAMES,

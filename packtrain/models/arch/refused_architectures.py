@@ -10,8 +10,7 @@ ARCHITECTURES_BY_NEED = {
     "experts with shared ones, or with their kind of routing":
         "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 exaone-moe"
         " grok grovemoe hunyuan-moe laguna maple minimax-m2 phimoe smallthinker step35 hy_v3",
-    "experts and attention sinks": "granite_swa mimo2 dflash deepseek4",
-    "positions by ALiBi": "bloom mpt refact jais",
+    "experts and attention sinks": "granite_swa mimo2 dflash deepseek4", "positions by ALiBi": "bloom mpt refact jais",
     "attention in both directions":
         "bert modern-bert neo-bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 eurobert gemma-embedding"
         " llama-embed dream llada llada-moe rnd1",

@@ -8,13 +8,9 @@ ARCHITECTURE = Architecture(
     optional_tensors=(*arch.BIASES, "attn_output.bias"),
     families=(
         Family(
-            ("SeedOssForCausalLM",),
-            ATTENTION | arch.POST_ATTENTION_NORM | FEED_FORWARD,
-            required_values=arch.fixed(
-                attention_bias=True, attention_out_bias=False, mlp_bias=False
-            ),
-            default_head_width=128,
-            has_qkv_bias=True,
+            ("SeedOssForCausalLM",), ATTENTION | arch.POST_ATTENTION_NORM | FEED_FORWARD,
+            required_values=arch.fixed(attention_bias=True, attention_out_bias=False, mlp_bias=False),
+            default_head_width=128, has_qkv_bias=True,
         ),
     ),
 )  # fmt: skip

@@ -15,8 +15,7 @@ def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "smollm3",
-    rope_pause=ROPE_INTERVAL,
+    "smollm3", rope_pause=ROPE_INTERVAL,
     families=(
         Family(
             ("SmolLM3ForCausalLM",), extra_metadata=extra_metadata,

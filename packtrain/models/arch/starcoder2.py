@@ -11,15 +11,11 @@ ARCHITECTURE = Architecture(
     ignored_keys=arch.WINDOW_KEYS, optional_tensors=(*BIASES, *arch.FUSED_QKV, *arch.MORE_BIASES, *NORM_BIASES),
     families=(
         Family(
-            ("Starcoder2ForCausalLM",),
-            MODULES,
+            ("Starcoder2ForCausalLM",), MODULES,
             optional_tensors=arch.with_tensors(
-                *NORM_BIASES,
-                true_flags=("use_bias",),
-                use_bias=(*BIASES, *arch.UNGATED_BIASES),
+                *NORM_BIASES, true_flags=("use_bias",), use_bias=(*BIASES, *arch.UNGATED_BIASES),
             ),
-            required_values=arch.fixed(norm_type="layer_norm"),
-            tied_by_default=True,
+            required_values=arch.fixed(norm_type="layer_norm"), tied_by_default=True,
         ),
     ),
 )  # fmt: skip

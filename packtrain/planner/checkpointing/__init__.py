@@ -2,18 +2,9 @@
 
 from packtrain.planner.checkpointing.chain import BlockChain, PlannedChoice, checkpoint_spacing
 from packtrain.planner.checkpointing.recompute_choice import (
-    ALIGNMENT,
-    ALWAYS_OFFLOAD,
-    MAY_OFFLOAD,
-    NEVER_OFFLOAD,
-    OFFLOADED,
-    BuiltGraph,
-    RecomputeChoice,
-    aligned_nbytes,
-    keep_all,
-    spaced_choice,
-    uniform_choice,
-)
+    ALIGNMENT, ALWAYS_OFFLOAD, MAY_OFFLOAD, NEVER_OFFLOAD, OFFLOADED, BuiltGraph, RecomputeChoice, aligned_nbytes,
+    keep_all, spaced_choice, uniform_choice,
+)  # fmt: skip
 
 __all__ = [
     "ALIGNMENT", "ALWAYS_OFFLOAD", "MAY_OFFLOAD", "NEVER_OFFLOAD", "OFFLOADED", "BlockChain", "BuiltGraph",

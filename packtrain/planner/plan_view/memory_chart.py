@@ -41,7 +41,7 @@ def chart_svg(
         *_rectangle_paths(scene, frame, rectangles),
         *_live_paths(scene, frame),
         *_peak_marker(scene, frame),
-        *(_level_line(level, frame) for level in scene.levels),
+        *(_line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind) for level in scene.levels),
         *_peak_buffer_labels(scene),
     ]
     return svg_picture(scene.title, elements)
@@ -140,10 +140,6 @@ def _peak_marker(scene: PlanScene, frame: ChartFrame) -> Iterator[str]:
     path = f"M{x:.1f} {TOP}V{BOTTOM + 4}M{x:.1f} {LIVE_TOP - 5}V{BELOW}"  # the text is between them
     yield f'<path d="{path}" stroke="{STRONG}" stroke-dasharray="1 3"/>'
     yield label(x, LIVE_TOP - 10, peak_text, anchor, f'fill="{STRONG}"')
-
-
-def _level_line(level: scenes.SceneLevel, frame: ChartFrame) -> str:
-    return _line(LEFT, RIGHT, frame.y(level.nbytes), level.line_kind)
 
 
 def _line(x_start: float, x_end: float, y: float, line_kind: str) -> str:

@@ -32,7 +32,7 @@ def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
         "legend": _legend(scene),
         "owners": _peak_buffer_rows(scene),
         "bytes": _byte_rows(scene),
-        "data": _script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
+        "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
         "script": script,
     }
     page_text = _asset_text("page.html")
@@ -46,7 +46,7 @@ def _asset_text(name: str) -> str:
     return resources.files("packtrain.planner.plan_view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _script_safe(text: str) -> str:
+def script_safe(text: str) -> str:
     """Escape JSON so that it cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

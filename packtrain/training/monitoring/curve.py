@@ -70,7 +70,10 @@ class LossCurve:
             return _picture([_text(WIDTH / 2, HEIGHT / 2, "no finite loss yet", "middle")])
         bad_steps = (np.flatnonzero(self.bad_counts) * self.bin_steps + 1).tolist()
         last_step = max([*steps, *bad_steps, *(step for step, _ in self.valid_points), 1])
-        axes = LossAxes(last_step, *_padded_range(min(losses), max(losses)))
+        lowest, highest = min(losses), max(losses)
+        # a margin, so that the range is never empty
+        margin = (highest - lowest) / 20 or abs(highest) / 20 or 1.0
+        axes = LossAxes(last_step, lowest - margin, highest + margin)
         half_window = len(filled_bins) // 50
         outline = [*zip(steps, maxima, strict=True), *zip(steps[::-1], minima[::-1], strict=True)]
         mean_points = list(zip(steps, running_mean(means, half_window), strict=True))
@@ -82,7 +85,10 @@ class LossCurve:
             *(_dots(axes, mean_points, BLUE) if len(mean_points) == 1 else ()),
             _path(axes, self.valid_points, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
             *_dots(axes, self.valid_points, ORANGE),
-            *(_mark(axes.x(step)) for step in bad_steps),
+            *(
+                f'<path d="M{axes.x(step):.1f} {BOTTOM}v-8" stroke="{RED}" stroke-width="2"/>'
+                for step in bad_steps
+            ),
             self._legend((2 * half_window + 1) * self.bin_steps, bool(bad_steps)),
         ]
         return _picture(elements)
@@ -137,12 +143,6 @@ def round_ticks(
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)], decimals
 
 
-def _padded_range(min_loss: float, max_loss: float) -> tuple[float, float]:
-    """Return the range of losses with a margin, so that it is never empty."""
-    margin = (max_loss - min_loss) / 20 or abs(max_loss) / 20 or 1.0
-    return min_loss - margin, max_loss + margin
-
-
 def _picture(elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -180,10 +180,6 @@ def _dots(axes: LossAxes, points: Sequence[Point], color: str) -> list[str]:
         f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(loss):.1f}" r="3.5" fill="{color}" stroke="#fff"/>'
         for step, loss in points
     ]
-
-
-def _mark(x: float) -> str:
-    return f'<path d="M{x:.1f} {BOTTOM}v-8" stroke="{RED}" stroke-width="2"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -13,6 +13,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from packtrain.planner.plan_view.plan_page import script_safe
+
 
 @cache
 def live_page() -> tuple[str, str]:
@@ -22,7 +24,9 @@ def live_page() -> tuple[str, str]:
 
 def page_with_data(data: Mapping[str, Any]) -> str:
     """Return the HTML of a still page that shows the data of `RunsPageData.data`."""
-    text, _ = _filled_page(_inert(json.dumps(data, separators=(",", ":"), allow_nan=False)), "")
+    text, _ = _filled_page(
+        script_safe(json.dumps(data, separators=(",", ":"), allow_nan=False)), ""
+    )
     return text
 
 
@@ -61,8 +65,3 @@ def _asset(name: str) -> str:
 def _seal(text: str) -> str:
     """Return the hash by which a Content-Security-Policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _inert(text: str) -> str:
-    """Escape JSON so that it cannot close its <script> element."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -37,7 +37,7 @@ class EventFile:
     def add(self, record: Mapping[str, Any]) -> None:
         """Append the scalars of a step, unbuffered."""
         scalar_messages = [
-            _message(1, _message(1, tag.encode()) + _float_field(2, record[tag]))
+            _message(1, _message(1, tag.encode()) + struct.pack("<Bf", 2 << 3 | 5, record[tag]))
             for tag in SCALARS
             if tag in record
         ]
@@ -45,7 +45,7 @@ class EventFile:
             self._write(_varint_field(2, record["step"]) + _message(5, b"".join(scalar_messages)))
 
     def _write(self, event: bytes) -> None:
-        event_bytes = _double_field(1, time.time()) + event
+        event_bytes = struct.pack("<Bd", 1 << 3 | 1, time.time()) + event
         size = struct.pack("<Q", len(event_bytes))
         self.file.write(size + _checksum(size) + event_bytes + _checksum(event_bytes))
 
@@ -69,16 +69,8 @@ def _varint_field(field_number: int, value: int) -> bytes:
     return bytes([field_number << 3]) + _varint(value)
 
 
-def _double_field(field_number: int, value: float) -> bytes:
-    return struct.pack("<Bd", field_number << 3 | 1, value)
-
-
 def _message(field_number: int, value: bytes) -> bytes:
     return bytes([field_number << 3 | 2]) + _varint(len(value)) + value
-
-
-def _float_field(field_number: int, value: float) -> bytes:
-    return struct.pack("<Bf", field_number << 3 | 5, value)
 
 
 # ---- the checksum of TFRecords: CRC-32C, rotated and shifted by a constant ---------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from packtrain.cli.main import _build_parser
+from packtrain.common.familiar_names import ADVICE, ALIASES
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Commands
@@ -13,6 +14,12 @@ Written by `make reference` from the settings themselves. Every flag is also a k
 reads: `--batch-size` is `batch_size`. `--help` of a command shows the flags that most runs need, `--help-all` every
 flag by group. Sizes take KiB, MiB and GiB. Exit codes: 0 done, 1 failed (a full disk, three non-finite steps in a row),
 2 wrong input, 3 does not fit into `--memory`, 130 stopped by Ctrl-C after saving.
+"""
+
+OTHER_NAMES = """## Names of other tools
+
+`train`, `finetune` and `plan` take these names of llama.cpp's finetune and train-text-from-scratch, mlx-lm, PEFT, TRL,
+axolotl and unsloth, as flags and in YAML files. In all names `_` stands for `-`, and one dash for two: `-epochs`.
 """
 
 
@@ -49,9 +56,30 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
     return "\n".join(lines)
 
 
+def other_names() -> str:
+    """The names of other tools' options, with packtrain's."""
+    names_by_option, names_by_advice = dict[str, list[str]](), dict[str, list[str]]()
+    for table, by_text in ((ALIASES, names_by_option), (ADVICE, names_by_advice)):
+        for name, text in table.items():
+            by_text.setdefault(text, []).append(f"`{name}`")
+    return "\n".join([
+        OTHER_NAMES,
+        "| packtrain | other names |",
+        "|---|---|",
+        *(f"| `{option}` | {', '.join(names)} |" for option, names in names_by_option.items()),
+        "",
+        "These mean something else, and are refused with the sentence beside them:",
+        "",
+        "| names | instead |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {text} |" for text, names in names_by_advice.items()),
+        "",
+    ])  # fmt: skip
+
+
 def page() -> str:
     sections = (section(name, parser) for name, parser in parsers(_build_parser()))
-    return "\n".join([HEAD, *sections])
+    return "\n".join([HEAD, *sections, other_names()])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ WRONG = {
     "plan trian": "there is no command plan trian; did you mean train?",
     "train --momory 2GiB": "no option --momory; did you mean --memory?; see packtrain train --help",
     "train --mem 2GiB": "there is no option --mem; did you mean --memory?",
-    "plan finetune --lora_rank 4": "there is no option --lora_rank; did you mean --lora-rank?",
+    "plan finetune --lora_rang 4": "there is no option --lora_rang; did you mean --lora-rank?",
     "train --memory=2GiB --vocabsize=3": "no option --vocabsize; did you mean --vocab-size?",
     "generate --modle": "there is no option --modle; see",
     "--vresion": "there is no option --vresion; did you mean --version?",

@@ -25,6 +25,7 @@ from packtrain.cli import drop_output
 from packtrain.common import errors
 from packtrain.common.debug import flags as debug_flags
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
+from packtrain.common.familiar_names import advice, canonical_option
 from packtrain.common.gc_control import gc_paused
 from packtrain.common.options import add_flags, from_flags, positionals
 from packtrain.common.text import did_you_mean
@@ -273,11 +274,21 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        for word in takewhile(self._may_be_option, words):
-            name, option_names = word.partition("=")[0], self._option_string_actions
-            if name.startswith("--") and " " not in name and name not in option_names:
-                self.error(f"there is no option {name}{did_you_mean(name, option_names)}")
+        for i, word in enumerate([*takewhile(self._may_be_option, words)]):
+            if re.match(r"--|-[^\d.-]", word):  # not a number
+                words[i] = self._canonical_word(word)
         return super().parse_known_args(words, namespace)
+
+    def _canonical_word(self, word: str) -> str:
+        """Return an option by a name of this parser. -opt is never the value pt of -o. Exits if it is unknown."""
+        (name, equals, value), names = word.partition("="), self._option_string_actions
+        if option := canonical_option(name, names):
+            return f"{option}{equals}{value}"
+        has_value = name[:2] in names and not name[2:3].isalpha()  # -t4
+        suggestion = advice(name, names) or did_you_mean(name, names) * bool(name[2:])
+        if " " not in name and (name[2:] or suggestion) and not has_value:
+            self.error(f"there is no option {name}{suggestion}")
+        return word
 
     def _may_be_option(self, word: str) -> bool:
         """Return whether an argument may be an option of this parser, not of a subcommand."""

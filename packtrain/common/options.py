@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packtrain.common.errors import InputError
+from packtrain.common.familiar_names import advice, canonical_option
 from packtrain.common.text import did_you_mean
 
 T = TypeVar("T")
@@ -306,7 +307,23 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path}: a settings file has lines like `lr: 0.001`")
-    return values
+    names = {key: _setting_name(cls, key, path) for key in values}
+    for name in names.values():
+        if len(keys := [key for key in names if names[key] == name]) > 1:
+            raise InputError(f"{path}: {' and '.join(keys)} are one setting; leave one of them out")
+    return {names[key]: value for key, value in values.items()}
+
+
+def _setting_name(cls: type, key: str, path: str | Path) -> str:
+    """Return the setting that a key means by its name, a flag or another tool's name. Raises InputError with advice."""
+    if key in _fields_by_name(cls):
+        return key
+    names = {
+        name: f.name for f in _fields(cls) for name in [flag(f.name), *f.metadata.get("flags", ())]
+    }
+    if suggestion := advice(key, names):
+        raise InputError(f"{path}: there is no setting {key}{suggestion}")
+    return names.get(canonical_option(flag(key), names) or "", key)
 
 
 def to_yaml(settings: Any) -> str:

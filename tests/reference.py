@@ -14,6 +14,12 @@ Written by `make reference` from the settings themselves. Every flag is also a k
 reads: `--batch-size` is `batch_size`. `--help` of a command shows the flags that most runs need, `--help-all` every
 flag by group. Sizes take KiB, MiB and GiB. Exit codes: 0 done, 1 failed (a full disk, three non-finite steps in a row),
 2 wrong input, 3 does not fit into `--memory`, 130 stopped by Ctrl-C after saving.
+
+Every flag is an environment variable, too: `PACKTRAIN_BATCH_SIZE`. The command line wins over variables, these over
+the YAML file, which `PACKTRAIN_CONFIG` may name, and the file over defaults. `1` and `0` turn on and off; several
+values stand in brackets: `PACKTRAIN_LORA_RANK='[8, attn_q=16]'`. Further variables are `PACKTRAIN_CPU` (compile for
+`avx2` or `avx512`), `PACKTRAIN_DEBUG`, `NUMBA_NUM_THREADS` or `OMP_NUM_THREADS` (threads of commands without
+`--threads`) and `XDG_CACHE_HOME` (where kernels and tokens are cached).
 """
 
 OTHER_NAMES = """## Names of other tools

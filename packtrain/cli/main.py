@@ -21,13 +21,20 @@ from pathlib import Path
 from pkgutil import get_data
 from typing import Any, NoReturn
 
-from packtrain.cli import drop_output
+from packtrain.cli import drop_output, print_message
 from packtrain.common import errors
 from packtrain.common.debug import flags as debug_flags
 from packtrain.common.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
 from packtrain.common.familiar_names import advice, canonical_option
 from packtrain.common.gc_control import gc_paused
-from packtrain.common.options import add_flags, from_flags, positionals
+from packtrain.common.options import (
+    VARIABLE_PREFIX,
+    add_flags,
+    add_variables,
+    from_flags,
+    positionals,
+    variables,
+)
 from packtrain.common.text import did_you_mean
 from packtrain.common.version import __version__
 
@@ -57,8 +64,11 @@ COMMANDS = {
     "compile": ("compile", "CompileSettings"),
 }
 RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
+# environment variables that are no flags
+OTHER_VARIABLES = {"PACKTRAIN_CONFIG", "PACKTRAIN_CPU", "PACKTRAIN_DEBUG", "PACKTRAIN_PARENT"}
 EXPECTED_ERRORS = InputError, DoesNotFit, DiskFull, errors.RankLost, Interrupted, ArithmeticError
 BAD_INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
+EPILOG = "every option is an environment variable, too: PACKTRAIN_SEED=7 is --seed 7"
 MAX_HELP_WIDTH = 100  # most columns of a help
 
 
@@ -91,7 +101,10 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
         runtime = import_module("packtrain.kernels.runtime")
         module, settings_class = _command_module(options.command), _settings_class(options.command)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    variable_by_flag = dict[str, str]()
     try:
+        _warn_of_unread_variables(settings_class)
+        variable_by_flag |= add_variables(options, settings_class)
         debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
         parsed_settings = from_flags(settings_class, _resume_options(options, settings_class))
         if options.command in RANK_COMMANDS and getattr(parsed_settings, "nproc", 1) > 1:
@@ -107,11 +120,29 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        print(f"packtrain: error: {_error_line(error)}", file=sys.stderr)
+        line = re.sub(
+            r"^-[\w-]+", lambda name: variable_by_flag.get(name[0], name[0]), _error_line(error)
+        )
+        print(f"packtrain: error: {line}", file=sys.stderr)
         return _exit_code(error)
     finally:
         signal.signal(signal.SIGTERM, old_handler)
         _flush_output()
+
+
+def _warn_of_unread_variables(settings_class: type) -> None:
+    """Name PACKTRAIN_ variables that no command reads. Ranks of --nproc leave that to the process that starts them."""
+    names = {name for name in os.environ if name.startswith(VARIABLE_PREFIX)}
+    unread_names = names - OTHER_VARIABLES - variables(settings_class).keys()
+    if (
+        unread_names and "PACKTRAIN_PARENT" not in names
+    ):  # now load the other commands: it takes a second
+        all_names = OTHER_VARIABLES.union(*(variables(_settings_class(name)) for name in COMMANDS))
+        stems = [name.removeprefix(VARIABLE_PREFIX) for name in all_names]
+        for name in sorted(unread_names - all_names):
+            suggestion = did_you_mean(name.removeprefix(VARIABLE_PREFIX), stems)
+            suggestion = suggestion.replace("mean ", f"mean {VARIABLE_PREFIX}")
+            print_message(f"{name} is set, but no command reads it{suggestion}")
 
 
 @contextmanager
@@ -270,6 +301,7 @@ class _CommandParser(argparse.ArgumentParser):
         formatter.end_section()
         groups_text = f" by group: {', '.join(self.groups)}" if self.groups else ""
         formatter.add_text(f"--help-all shows every option{groups_text}")
+        formatter.add_text(self.epilog)
         return formatter.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -328,7 +360,9 @@ def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentPars
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
             subparser = commands.add_parser(group, help=summary, description=summary)
             groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
-        subparser = groups[group].add_parser(subcommand, help=summary, description=summary)
+        subparser = groups[group].add_parser(
+            subcommand, help=summary, description=summary, epilog=EPILOG
+        )
         settings_class = _settings_class(name)
         subparser.set_defaults(command=name, parser=subparser)
         subparser.common = getattr(settings_class, "COMMON", "").split()

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,11 @@ COLUMNS = "columns by other names: question=prompt,answer=completion; names with
 # when a resumed run may change a setting: alike on all ranks, or only together with the optimizer
 ON_ALL_RANKS, WITH_OPTIMIZER = "on all ranks", "with the optimizer"
 Rules = str | Mapping[str, str]  # conditions, each with a reason, see common.option_rules
+VARIABLE_PREFIX = "PACKTRAIN_"
+SWITCH_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 EXPECTED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -182,8 +188,36 @@ def _value_type(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+def variables(cls: type) -> dict[str, "dataclasses.Field[Any]"]:
+    """Return the environment variables of a class's flags: PACKTRAIN_LORA_RANK of --lora-rank."""
+    fields = (field for field in option_fields(cls) if not field.metadata.get("positional"))
+    return {f"{VARIABLE_PREFIX}{field.name.upper()}": field for field in fields}
+
+
+def add_variables(namespace: argparse.Namespace, cls: type) -> dict[str, str]:
+    """Add settings of environment variables that the command line lacks; returns each one's variable by its flags.
+
+    A value is what would follow the flag; true, yes, on or 1, and false, no, off or 0, turn on and off; a YAML list in
+    brackets gives several values. An empty variable counts as unset.
+    """
+    variable_by_flag = dict[str, str]()
+    for variable, field in variables(cls).items():
+        text: Any = os.environ.get(variable, "")
+        if text and not hasattr(namespace, field.name):
+            value_type, is_list = _value_type(_hints(cls)[field.name])
+            if value_type is bool:
+                text = SWITCH_WORDS.get(text.lower(), text)
+            elif is_list and text.startswith("["):
+                text = _parse_yaml(text, variable)
+            setattr(namespace, field.name, text)
+            flags = flag(field.name), flag(f"no_{field.name}"), *field.metadata["flags"]
+            variable_by_flag |= dict.fromkeys(flags, variable)
+    namespace.config = namespace.config or os.environ.get(f"{VARIABLE_PREFIX}CONFIG")
+    return variable_by_flag
+
+
 def from_flags(cls: type[T], namespace: argparse.Namespace) -> T:
-    """Build settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
+    """Build settings from a parsed command line: its flags over the YAML file over defaults. Raises InputError."""
     read = read_yaml(cls, namespace.config) if namespace.config else {}
     flags = {f.name: getattr(namespace, f.name) for f in _fields(cls) if hasattr(namespace, f.name)}
     return _complete(cls, check_values(cls, read, str(namespace.config)) | check_values(cls, flags))
@@ -296,15 +330,13 @@ def yaml() -> Any:
 def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     """Read settings from a YAML file, as plain values by name. Raises InputError."""
     try:
-        values = yaml().safe_load(Path(path).read_text(encoding="utf-8"))
+        values = _parse_yaml(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
         raise InputError(
             f"--config: {path} cannot be read: {str(error.strerror).lower()}"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
-    except yaml().YAMLError as error:
-        raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path}: a settings file has lines like `lr: 0.001`")
     names = {key: _setting_name(cls, key, path) for key in values}
@@ -312,6 +344,14 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
         if len(keys := [key for key in names if names[key] == name]) > 1:
             raise InputError(f"{path}: {' and '.join(keys)} are one setting; leave one of them out")
     return {names[key]: value for key, value in values.items()}
+
+
+def _parse_yaml(text: str, source: str | Path) -> Any:
+    try:
+        return yaml().safe_load(text)
+    except yaml().YAMLError as error:
+        message = f"{source}: this is not YAML: {' '.join(str(error).split())}"
+        raise InputError(message) from None
 
 
 def _setting_name(cls: type, key: str, path: str | Path) -> str:

@@ -20,7 +20,7 @@ def shortlist(names: Collection[str], max_names: int = 8, width: int = 40) -> st
 
 def did_you_mean(typed: str, candidates: Collection[str]) -> str:
     """Return `; did you mean --memory?` with the closest candidate, or an empty text."""
-    names = {name.lstrip("-"): name for name in candidates}  # dashes make options alike
+    names = {name.lstrip("-").lower(): name for name in candidates}  # dashes make options alike
     stripped = typed.lstrip("-").lower()
     prefixed = sorted((name for name in names if stripped and name.startswith(stripped)), key=len)
     matches = prefixed or get_close_matches(stripped, [*names], n=1, cutoff=0.65)

@@ -278,6 +278,24 @@ def test_a_model_without_such_a_matrix_is_refused(models: dict[str, Path]) -> No
         opened(GenerationSettings(models["plain"], activations="q8"), lambda line: None)
 
 
+def test_running_a_quantized_model_rounds_and_measuring_it_does_not(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "packtrain.workflows.generation_settings.check_precision", lambda *settings: None
+    )
+
+    def activations(model: str, **options: str) -> str:
+        settings = GenerationSettings(models[model], **options)
+        return opened(settings, lambda line: None).config.activations
+
+    assert activations("packed") == "q8"
+    assert activations("packed", activations="f32") == "f32"
+    assert activations("packed", precision="bf16") == "f32"
+    assert activations("plain") == "f32"
+    assert EvaluateSettings((models["packed"],), Path("t.txt")).activations == "f32"
+
+
 def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
     config, cache = replace(CONFIG, precision="bf16"), cached_transformer.CacheLayout(200)
     for time, kinds in (

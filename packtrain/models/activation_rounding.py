@@ -10,8 +10,7 @@ F32, Q8 = "f32", "q8"
 ACTIVATIONS_HELP = (
     "q8: round them to 8 bits, 32 at a time, for products with quantized weights, as llama.cpp does"
 )
-
-
+AUTO_HELP = "auto: q8 for quantized models on the CPU with --precision f32, else f32, exact"
 PRECISION_HELP = (
     "of products with many tokens, as of a prompt: bf16 rounds their factors, and is about twice as fast, on CPUs with"
     " AVX512_BF16; bf16x3 takes them as sums of two bf16: nearly f32 and faster, with AMX"

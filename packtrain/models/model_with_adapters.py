@@ -9,9 +9,10 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.dtypes import ROUNDABLE
 from packtrain.gguf import GGUF
-from packtrain.models.activation_rounding import Q8
+from packtrain.models.activation_rounding import F32, Q8
 from packtrain.models.adapter_file import Adapter, fit_adapter, read_adapter
 from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.attention_choice import AUTO
 from packtrain.models.lora import EMBEDDING, A, B, Lora
 from packtrain.models.model_file import ModelFile
 
@@ -101,7 +102,9 @@ def has_roundable_weights(model: ModelFile) -> bool:
 
 
 def with_activations(model: ModelFile, activations: str) -> ModelFile:
-    """Return the model with f32 or q8 activations. Raises InputError if q8 changes nothing."""
+    """Return the model with f32, q8 or auto activations. Raises InputError if q8 changes nothing."""
+    if activations == AUTO:
+        activations = Q8 if has_roundable_weights(model) else F32
     if activations == Q8 and not has_roundable_weights(model):
         roundable_names = ", ".join(dtype.name for dtype in ROUNDABLE)
         raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {roundable_names}")

@@ -22,7 +22,13 @@ from packtrain.inference.grammar import Grammar
 from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
 from packtrain.inference.sampling import Sampling
 from packtrain.inference.speculative import ModelDrafter, NgramDrafter
-from packtrain.models.activation_rounding import ACTIVATIONS_HELP, F32, PRECISION_HELP, Q8
+from packtrain.models.activation_rounding import (
+    ACTIVATIONS_HELP,
+    AUTO_HELP,
+    F32,
+    PRECISION_HELP,
+    Q8,
+)
 from packtrain.models.attention_choice import AUTO, FLASH_HELP, FLASH_MODES, with_flash
 from packtrain.models.config import Config, check_context
 from packtrain.models.model_file import ModelFile, check_vocabularies, open_model
@@ -58,7 +64,7 @@ class ModelOptions:
     )
     cache_type: str = MODEL("f16", "element type of the KV cache", choices=CACHE_TYPES)
     flash_attn: str = MODEL(AUTO, FLASH_HELP, flags="-fa", choices=FLASH_MODES)
-    activations: str = MODEL("f32", ACTIVATIONS_HELP, choices=(F32, Q8))
+    activations: str = MODEL(AUTO, f"{ACTIVATIONS_HELP}; {AUTO_HELP}", choices=(AUTO, F32, Q8))
     precision: str = MODEL("f32", PRECISION_HELP, choices=PRECISIONS)
     device: str = MODEL("cpu", DEVICE_HELP, choices=tuple(DEVICES))
 
@@ -140,7 +146,11 @@ def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = F
 def configured(model: ModelFile, settings: Any, report: ReportFunction) -> ModelFile:
     """Return the model with precision, activations and attention as in a command's settings. Raises InputError."""
     check_precision(settings.precision, settings.device)
-    model = with_activations(model, settings.activations)
+    is_exact = settings.activations == AUTO and (settings.precision, settings.device) != (
+        F32,
+        "cpu",
+    )
+    model = with_activations(model, F32 if is_exact else settings.activations)
     config, device = replace(model.config, precision=settings.precision), target(settings.device)
     kv_dtype = None if settings.cache_type is None else cache_dtype(config, settings.cache_type)
     return replace(model, config=with_flash(config, settings.flash_attn, device, report, kv_dtype))

@@ -50,19 +50,20 @@ def run_chat(
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What each answer was made from: its text, and how many of its tokens went through the model."""
     seen: list[tuple[str, int]] = []
-    before = ChatSession._reply
+    before = ChatSession.reply
 
-    def record_prompt(self: ChatSession, ids: list[int], limits: object) -> object:
+    def record_prompt(self: ChatSession, prompt_text: str) -> object:
+        ids = self._prompt_ids(prompt_text)
         cached = list(self._generator.cached_tokens)
         num_shared = next(
             (i for i, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), len(cached)
         )
         seen.append(
-            (self._tokenizer.decode(ids, special=True), len(ids) - min(num_shared, len(ids) - 1))
+            (self.tokenizer.decode(ids, special=True), len(ids) - min(num_shared, len(ids) - 1))
         )
-        return before(self, ids, limits)  # type: ignore[arg-type]
+        return before(self, prompt_text)
 
-    monkeypatch.setattr(ChatSession, "_reply", record_prompt)
+    monkeypatch.setattr(ChatSession, "reply", record_prompt)
     return seen
 
 

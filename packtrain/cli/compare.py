@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 from packtrain.cli import DONE, print_message
 from packtrain.cli.comparison_page import comparison_page
@@ -12,6 +13,7 @@ from packtrain.common.errors import printable
 from packtrain.common.files import check_writable, write_text
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.workflows.comparison import ComparedModel, CompareSettings, ComparisonResult, compare
+from packtrain.workflows.tool_call_scores import call_shares
 
 ANSWER_WIDTH = 76  # characters of a printed answer's line
 
@@ -60,11 +62,19 @@ def table_columns(
         )
     if settings.judge is not None:
         shown["judged"] = lambda subject: f"{sum(subject.scores) / num_questions:.3f}"
+    for name, _, _ in call_shares(comparison.subjects[0].calls):
+        shown[name] = partial(_call_share, name)
     shown["words"] = lambda subject: f"{subject.words:.0f}"
     shown[f"by {settings.rule}"] = wins
     if settings.text is not None:
         shown[f"perplexity of {settings.text.name}"] = lambda subject: _perplexity(subject.text)
     return shown
+
+
+def _call_share(name: str, subject: ComparedModel) -> str:
+    return next(
+        f"{n} of {all} ({n / all:.0%})" for x, n, all in call_shares(subject.calls) if x == name
+    )
 
 
 def comparison_json(comparison: ComparisonResult) -> str:
@@ -77,6 +87,7 @@ def comparison_json(comparison: ComparisonResult) -> str:
             for field, name in share_names.items()
             if (model_values := getattr(subject, field))
         }
+        | {f"share_{x.replace(' ', '_')}": n / all for x, n, all in call_shares(subject.calls)}
         for subject in comparison.subjects
     ]
     for mean_loss in (mean for model in models for mean in (model["loss"], model["text"]) if mean):

@@ -14,6 +14,7 @@ from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
 from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
+from packtrain.workflows.tool_call_scores import ToolCallReader
 from packtrain.workflows.warmup import warm
 
 
@@ -42,11 +43,12 @@ class ChatSession:
         """Open the model. Raises InputError, DoesNotFit."""
         settings.check()
         model = generation_settings.opened(settings, events.message)
-        self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
-        self._grammar = generation_settings.load_grammar(settings, self._tokenizer)
+        self._settings, self._events, self.tokenizer = settings, events, model.tokenizer()
+        self._grammar = generation_settings.load_grammar(settings, self.tokenizer)
         template = generation_settings.choose_chat_template(settings.chat_template, model, events)
-        ids = self._tokenizer.bos, self._tokenizer.eos
-        self._bos, eos = (generation_settings.token_text(self._tokenizer, id) for id in ids)
+        self._template_source = template
+        ids = self.tokenizer.bos, self.tokenizer.eos
+        self._bos, eos = (generation_settings.token_text(self.tokenizer, id) for id in ids)
         self._template = ChatTemplate(template, self._bos, eos)
         self.cells = generation_settings.cells(
             settings, model.config, generation_settings.CONTEXT, events
@@ -80,22 +82,17 @@ class ChatSession:
         """Answer a message, reporting text as it is generated. A message that fails is removed again."""
         self.messages.append({"role": "user", "content": text})
         try:
-            prompt_ids = self._prompt_ids()
-            with self._events.stopping() as stopped:
-                s = self._settings
-                limits = GenerationLimits(s.n_predict, s.stop, stopped, s.loop_tokens)
-                generated = self._reply(prompt_ids, limits)
+            generated = self.reply(self._template.render(self.messages, add_generation_prompt=True))
         except InputError:
             self.messages.pop()
             raise
         self.messages.append({"role": "assistant", "content": generated.text.strip()})
         return generated
 
-    def _prompt_ids(self) -> list[int]:
-        """Return token ids of the conversation up to the model's next answer, with at most one BOS."""
-        prompt_text = self._template.render(self.messages, add_generation_prompt=True)
+    def _prompt_ids(self, prompt_text: str) -> list[int]:
+        """Return token ids of a rendered conversation, with at most one BOS."""
         has_bos = bool(self._bos) and prompt_text.startswith(self._bos)
-        prompt_ids = self._tokenizer.encode(prompt_text, bos=False if has_bos else None, eos=False)
+        prompt_ids = self.tokenizer.encode(prompt_text, bos=False if has_bos else None, eos=False)
         if len(prompt_ids) >= self.cells:
             raise ConversationTooLong(
                 f"the conversation has {len(prompt_ids):,} tokens and the context {self.cells:,};"
@@ -103,10 +100,20 @@ class ChatSession:
             )
         return prompt_ids
 
-    def _reply(self, ids: list[int], limits: GenerationLimits) -> GeneratedText:
+    def tool_call_reader(self) -> ToolCallReader:
+        """Return what renders conversations with tools for the model, and reads the calls of its answers."""
+        eog_texts = [
+            generation_settings.token_text(self.tokenizer, id) for id in self.tokenizer.eog_ids
+        ]
+        return ToolCallReader(self._template, self._template_source, eog_texts)
+
+    def reply(self, prompt_text: str) -> GeneratedText:
+        """Answer a rendered conversation, which leaves `messages` as they are. Raises ConversationTooLong."""
+        ids, s = self._prompt_ids(prompt_text), self._settings
         seed = (self._seed + self._num_answers) % (generation_settings.MAX_SEED + 1)
         self._num_answers += 1
-        sampling = self._settings.sampling
-        reply_options = self._drafter, self._settings.draft_max, self._grammar
-        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *reply_options)
-        return generation_settings.generate_reply(reply, seed, self._events)
+        with self._events.stopping() as stopped:
+            limits = GenerationLimits(s.n_predict, s.stop, stopped, s.loop_tokens)
+            options = self._drafter, s.draft_max, self._grammar
+            reply = Reply(self._generator, self.tokenizer, ids, s.sampling, seed, limits, *options)
+            return generation_settings.generate_reply(reply, seed, self._events)

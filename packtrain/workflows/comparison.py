@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
@@ -17,8 +18,16 @@ from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.run_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
-from packtrain.workflows.evaluation import EvaluateSettings, evaluate, find_eval_file
+from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate, find_eval_file
 from packtrain.workflows.judge_command import judge_answers, parse_command
+from packtrain.workflows.tool_call_scores import (
+    ToolCall,
+    ToolCallReader,
+    ToolCallScore,
+    answer_text,
+    calls_of,
+    score_calls,
+)
 
 MATCH, SHORTER, LONGER = WIN_RULES = ("match", "shorter", "longer")
 UNMATCHED_MESSAGE = (
@@ -59,7 +68,9 @@ class CompareSettings:
     text: Path | None = option(
         None, "another text: its perplexity shows what was forgotten", metavar="FILE"
     )
-    count: int = option(100, "most conversations that are answered", min_value=1)
+    count: int = option(
+        100, "most questions: conversations, with tools each turn of the assistant", min_value=1
+    )
     n_predict: int = option(256, "most tokens of an answer", flags="-n", min_value=1)
     temp: float = option(
         0.0, "temperature of the answers; 0: the likeliest, 0.8: as `chat` answers", min_value=0
@@ -79,15 +90,29 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation up to an answer, and the data's answer, the chosen one of a pair."""
+    """A conversation up to an answer, and the data's answer, the chosen one of a pair.
+
+    tools  those of the conversation, in OpenAI's form
+    calls  the data's tool calls here, beside the words of `answer`
+    """
 
     messages: list[Message]
     answer: str
     pair: bool = False
+    tools: list[Any] | None = None
+    calls: Sequence[ToolCall] = ()
 
     @property
     def text(self) -> str:
         return str(self.messages[-1]["content"])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """The text of an answer, and where there are tools its calls beside the data's."""
+
+    text: str
+    calls: ToolCallScore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +126,7 @@ class ComparedModel:
     text     loss on another text
     has      whether each answer matches --has; empty without it
     scores   of each answer by --judge; empty without it
+    calls    tool calls of the answers to conversations with tools, beside the data's
     """
 
     name: str
@@ -112,6 +138,7 @@ class ComparedModel:
     text: MeanEstimate | None
     has: Sequence[bool] = ()
     scores: Sequence[float] = ()
+    calls: Sequence[ToolCallScore] = ()
 
     @property
     def words(self) -> float:
@@ -140,11 +167,8 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
     if len(settings.model) < 2:
         raise InputError("the models: name at least two, the base first")
     questions = _load_questions(settings)
-    losses = texts = None
-    if not questions[0].pair:
-        names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
-        eval_settings = EvaluateSettings(**{name: getattr(settings, name) for name in names})
-        losses = evaluate(eval_settings, events)
+    losses = None if questions[0].pair else _measure_data(settings, events)
+    texts = None
     if settings.text is not None:
         texts = evaluate(EvaluateSettings(settings.model, settings.text), events)
     model_answers = [list(_answers(settings, path, questions, events)) for path in settings.model]
@@ -152,15 +176,18 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
     questions = list(compress(questions, has_room))
     _report_omitted(settings, has_room, events)
     references, subjects = [final_answer(final, q.answer) for q in questions], list[ComparedModel]()
-    if settings.rule == MATCH and not any(final.search(q.answer) for q in questions):
+    is_matched = any(q.calls or final.search(q.answer) for q in questions)
+    if settings.rule == MATCH and not is_matched:
         events.message(UNMATCHED_MESSAGE.format(pattern=settings.pattern))
     answers_by_model = [
         [a for a in compress(answers, has_room) if a is not None] for answers in model_answers
     ]
-    scores = _judge_scores(settings, judge_command, questions, answers_by_model)
-    for path, answers, model_scores in zip(settings.model, answers_by_model, scores, strict=True):
-        answer_pairs = zip(answers, references, strict=True)
-        is_right = [final_answer(final, a) == reference for a, reference in answer_pairs]
+    texts_by_model = [[answer.text for answer in answers] for answers in answers_by_model]
+    scores = _judge_scores(settings, judge_command, questions, texts_by_model)
+    for number, path in enumerate(settings.model):
+        answers, calls = texts_by_model[number], [a.calls for a in answers_by_model[number]]
+        answer_triples = zip(answers, references, calls, strict=True)
+        is_right = [_is_right(final_answer(final, a), r, call) for a, r, call in answer_triples]
         first = subjects[0] if subjects else None
         win_signs = [] if first is None else _win_signs(settings.rule, first, answers, is_right)
         data_loss, text_loss = (
@@ -168,9 +195,16 @@ def compare(settings: CompareSettings, events: Events) -> ComparisonResult:
         )
         counts = win_signs.count(1), win_signs.count(-1)
         has = [] if style is None else [style.search(answer) is not None for answer in answers]
-        figures = data_loss, answers, is_right, *counts, text_loss, has, model_scores
-        subjects.append(ComparedModel(str(path), *figures))
+        figures = data_loss, answers, is_right, *counts, text_loss, has, scores[number]
+        subjects.append(ComparedModel(str(path), *figures, [*filter(None, calls)]))
     return ComparisonResult(questions, subjects, losses is None or losses.same)
+
+
+def _measure_data(settings: CompareSettings, events: Events) -> EvalResult:
+    """Measure the models' losses on the data."""
+    names = {f.name for f in fields(EvaluateSettings)} & vars(settings).keys()
+    options = {name: getattr(settings, name) for name in names}
+    return evaluate(EvaluateSettings(**options), events)
 
 
 def _compile_pattern(flag: str, pattern: str) -> re.Pattern[str]:
@@ -204,6 +238,13 @@ def final_answer(pattern: re.Pattern[str], answer: str) -> str:
     return IGNORED_CHARS.sub("", (matches[-1] if matches else answer).strip().casefold())
 
 
+def _is_right(final: str, reference: str, calls: ToolCallScore | None) -> bool:
+    """Return whether an answer is right: it makes the data's calls, or no call and has the final answer."""
+    if calls is not None and (calls.is_expected or not calls.has_arguments):
+        return calls.has_arguments
+    return final == reference
+
+
 def _win_signs(
     win_rule: str, base_model: ComparedModel, answers: Sequence[str], is_right: Sequence[bool]
 ) -> list[int]:
@@ -226,20 +267,27 @@ def _load_questions(settings: CompareSettings) -> list[Question]:
     for source in find_sources(data_path, DATA_SUFFIXES):
         for record in RecordReader(source, skip_bad=settings.skip_bad, columns=settings.columns):
             if len(questions) < settings.count:
-                questions.append(_make_question(record))
+                questions += _make_questions(record)
+    questions = questions[: settings.count]
     if not questions:
         raise InputError(f"--data: {data_path} holds no conversations; at least one is needed")
     return questions
 
 
-def _make_question(data_record: Conversation | AnswerPair | PlainText) -> Question:
+def _make_questions(data_record: Conversation | AnswerPair | PlainText) -> list[Question]:
+    """Return the last turn of a record; of a conversation with tools all turns of the assistant."""
     if isinstance(data_record, PlainText):
         raise InputError(
             f"{data_record.location} is a text", "only conversations have answers to compare"
         )
+    is_pair = isinstance(data_record, AnswerPair)
     conversation = data_record.chosen if isinstance(data_record, AnswerPair) else data_record
-    *before, answer_message = conversation.messages
-    return Question(before, answer_message["content"], isinstance(data_record, AnswerPair))
+    messages, tools = conversation.messages, conversation.tools
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0]
+    return [
+        Question(messages[:i], answer_text(messages[i]), is_pair, tools, calls_of(messages[i]))
+        for i in (turns if tools and not is_pair else [len(messages) - 1])
+    ]
 
 
 def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events: Events) -> None:
@@ -258,13 +306,14 @@ def _report_omitted(settings: CompareSettings, has_room: Sequence[bool], events:
 
 def _answers(
     settings: CompareSettings, path: Path, questions: Sequence[Question], events: Events
-) -> Iterator[str | None]:
+) -> Iterator[ModelAnswer | None]:
     """Yield the model's answer to each question; None where the conversation is too long for it."""
     chat_settings = ChatSettings(
         path, temp=settings.temp, seed=0, ctx=settings.ctx, n_predict=settings.n_predict,
         chat_template=settings.chat_template,
     )  # fmt: skip
     chat_session = ChatSession(chat_settings, Events())
+    reader = chat_session.tool_call_reader() if any(q.tools for q in questions) else None
     with (
         events.counting(f"answers of {path.name}", "question") as report_progress,
         events.stopping() as stopped,
@@ -272,10 +321,21 @@ def _answers(
         for number, question in enumerate(questions, 1):
             if stopped():
                 raise Interrupted(f"stopped after {number - 1} of {len(questions)} answers")
-            chat_session.messages = question.messages[:-1]
             try:
-                answer = chat_session.answer(question.text).text.strip()
+                yield _answer(chat_session, reader if question.tools else None, question)
             except ConversationTooLong:
-                answer = None
-            yield answer
+                yield None
             report_progress(number, len(questions))
+
+
+def _answer(
+    chat_session: ChatSession, reader: ToolCallReader | None, question: Question
+) -> ModelAnswer:
+    """Let the model answer a question, with its tools if there is a reader. Raises ConversationTooLong."""
+    if reader is None:
+        chat_session.messages = question.messages[:-1]
+        return ModelAnswer(chat_session.answer(question.text).text.strip())
+    conversation = Conversation("the question", question.messages, question.tools)
+    reply = chat_session.reply(reader.prompt(conversation))
+    text = chat_session.tokenizer.decode(reply.ids, special=True).strip()
+    return ModelAnswer(text, score_calls(reader.calls(text, conversation), question.calls))

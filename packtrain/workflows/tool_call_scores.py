@@ -1,0 +1,96 @@
+"""Tool calls in answers, compared with those of the data: functions by name, arguments as values."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.conversations.conversation_renderer import ConversationRenderer
+from packtrain.data.conversations.messages import Conversation, Message
+from packtrain.serving.call_arguments import read_value
+from packtrain.serving.tool_call_styles import ToolCallStyle, detect_style
+from packtrain.serving.tool_calls import with_tools_prompt
+
+ToolCall = tuple[str, Any]  # name and arguments
+TRAINED_STYLE = ToolCallStyle("", "", "")  # calls as training writes them for a template without
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallScore:
+    """Comparison of an answer's calls with the data's.
+
+    is_expected     the data calls functions here
+    has_functions   the answer calls the functions that the data calls, and no other
+    has_arguments   it does so with equal arguments
+    """
+
+    is_expected: bool
+    has_functions: bool
+    has_arguments: bool
+
+
+def calls_of(message: Message) -> list[ToolCall]:
+    """Return the calls of a message of the data."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(function["name"], function["arguments"]) for function in functions]
+
+
+def answer_text(message: Message) -> str:
+    """Return a message of the data as text, with its calls as JSON."""
+    calls = (json.dumps(c["function"], ensure_ascii=False) for c in message.get("tool_calls", ()))
+    return "\n".join(filter(None, (message["content"], *calls)))
+
+
+def score_calls(calls: Sequence[ToolCall], expected_calls: Sequence[ToolCall]) -> ToolCallScore:
+    """Compare calls in any order: `5` equals `5.0`, and the order of keys does not count."""
+    names, expected_names = (sorted(name for name, _ in x) for x in (calls, expected_calls))
+    values, expected_values = (sorted(map(_value_text, x)) for x in (calls, expected_calls))
+    return ToolCallScore(bool(expected_calls), names == expected_names, values == expected_values)
+
+
+def _value_text(call: ToolCall) -> str:
+    """Return a text that only calls with equal values share."""
+    name, arguments = call
+    arguments = read_value(arguments) if isinstance(arguments, str) else arguments
+    values = json.loads(json.dumps([name, arguments]), parse_float=_parse_number)
+    return json.dumps(values, sort_keys=True)
+
+
+def _parse_number(text: str) -> float:
+    return int(float(text)) if float(text).is_integer() else float(text)
+
+
+def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:
+    """Yield each figure's name, the count of answers that have it, and of those that could; {} without tools."""
+    scores = [*scores]
+    expected = [score for score in scores if score.is_expected]
+    if expected:
+        yield "right function", sum(score.has_functions for score in expected), len(expected)
+        yield "right arguments", sum(score.has_arguments for score in expected), len(expected)
+    if num_wordy := len(scores) - len(expected):
+        num_silent = sum(score.has_functions for score in scores if not score.is_expected)
+        yield "no call where none is due", num_silent, num_wordy
+
+
+class ToolCallReader:
+    """Renders conversations with tools as `serve` does, and reads the calls of answers."""
+
+    def __init__(self, template: ChatTemplate, template_source: str, eog_texts: list[str]) -> None:
+        self._renderer = ConversationRenderer(template, eog_texts)
+        self._style = detect_style(self._renderer, template_source)
+
+    def prompt(self, conversation: Conversation) -> str:
+        if not self._renderer.takes_tools:
+            conversation = with_tools_prompt(conversation, self._style)
+        return self._renderer.prompt(conversation)
+
+    def calls(self, text: str, conversation: Conversation) -> list[ToolCall]:
+        """Return the calls of an answer; a call that begins but cannot be read has no name."""
+        names = [tool["function"]["name"] for tool in conversation.tools or ()]
+        _, calls = self._style.parse(text, names)
+        if not calls and not self._renderer.takes_calls:
+            _, calls = TRAINED_STYLE.parse(text, names)
+        if not calls and any(opening in text for opening in self._style.call_openings(names)):
+            return [("", text)]
+        return calls

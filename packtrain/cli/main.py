@@ -62,6 +62,7 @@ COMMANDS = {
     "bench": ("bench", "BenchSettings"),
     "convert": ("convert", "ConvertSettings"),
     "compile": ("compile", "CompileSettings"),
+    "doctor": ("doctor", "DoctorSettings"),
 }
 RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
 # environment variables that are no flags

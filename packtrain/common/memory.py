@@ -136,3 +136,9 @@ def total_nbytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         machine_nbytes = min(machine_nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return machine_nbytes
+
+
+def machine_memory() -> dict[str, int]:
+    """Return bytes of this machine's memory: total, available, and the limit of the control group, if that is less."""
+    memory = psutil.virtual_memory()
+    return {"total": memory.total, "available": memory.available, "limit": total_nbytes()}

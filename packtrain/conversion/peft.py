@@ -323,17 +323,8 @@ def _peft_config(adapter: Adapter, modules: Mapping[str, AdaptedMatrix]) -> dict
     rank = Counter(ranks.values()).most_common(1)[0][0]
     other_ranks = {re.escape(module): r for module, r in ranks.items() if r != rank}
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": adapter.alpha or rank,
-        "rank_pattern": other_ranks,
-        "alpha_pattern": {} if adapter.alpha else other_ranks,
-        "target_modules": list(modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+        "r": rank, "lora_alpha": adapter.alpha or rank, "rank_pattern": other_ranks,
+        "alpha_pattern": {} if adapter.alpha else other_ranks, "target_modules": list(modules), "lora_dropout": 0.0,
+        "bias": "none", "use_rslora": False, "use_dora": False,
+    }  # fmt: skip

@@ -54,14 +54,9 @@ def _wait_for_exit_code(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
     variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        PARENT_VARIABLE: str(os.getpid()),
-    }
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT_VARIABLE: str(os.getpid()),
+    }  # fmt: skip
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     return {**os.environ, **variables}
@@ -73,13 +68,9 @@ def _start(
     """Start a rank in a session of its own, so that a Ctrl-C reaches it once, through this process."""
     is_first_rank = environment["RANK"] == "0"
     return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=None if is_first_rank else subprocess.DEVNULL,
-        stderr=None if is_first_rank else output,
-        start_new_session=True,
-    )
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=None if is_first_rank else subprocess.DEVNULL,
+        stderr=None if is_first_rank else output, start_new_session=True,
+    )  # fmt: skip
 
 
 def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -84,7 +84,9 @@ class ProcessGroupWorld(World):
 
     def __init__(self, device: str) -> None:
         self.rank, self.world_size = rank(), int(os.environ["WORLD_SIZE"])
-        self.heartbeat = Heartbeat(self.rank, self.world_size, _store_keeper())
+        uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store_keeper = f"the store at {os.environ['MASTER_ADDR']}" if uses_agent else "rank 0"
+        self.heartbeat = Heartbeat(self.rank, self.world_size, store_keeper)
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
         self.gather_function = gather_function(self.dist)
         self.torch.set_num_threads(1)
@@ -186,12 +188,6 @@ def _exit_now() -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(1)
-
-
-def _store_keeper() -> str:
-    """Return who keeps the store, in words."""
-    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"the store at {os.environ['MASTER_ADDR']}" if uses_agent else "rank 0"
 
 
 def _connect_store(dist: Any) -> Any:

@@ -22,12 +22,9 @@ Keep = Collection[Tensor] | Mapping[Tensor, int] | None
 
 
 def differentiate(
-    loss: Tensor,
-    wrt: Sequence[Tensor],
-    keep: Keep = None,
-    sink: GradientSink | None = None,
+    loss: Tensor, wrt: Sequence[Tensor], keep: Keep = None, sink: GradientSink | None = None,
     inner: Gradients | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
 
     keep   forward values to save for the backward pass; others are recomputed from them, segment by segment
@@ -186,15 +183,9 @@ class _Backward:
     """One walk over the calls in reverse, collecting gradients until they are complete."""
 
     def __init__(
-        self,
-        calls: Sequence[Call],
-        active: set[Tensor],
-        wrt: Sequence[Tensor],
-        recompute: _Recomputation,
-        sink: GradientSink | None,
-        inner: Gradients | None,
-        partial: Gradients,
-    ) -> None:
+        self, calls: Sequence[Call], active: set[Tensor], wrt: Sequence[Tensor], recompute: _Recomputation,
+        sink: GradientSink | None, inner: Gradients | None, partial: Gradients,
+    ) -> None:  # fmt: skip
         self.inner, self.partial = inner, partial
         self.calls, self.active, self.recompute, self.sink = calls, active, recompute, sink
         self.wrt = list(dict.fromkeys(wrt))

@@ -54,14 +54,9 @@ class Observer:
     """
 
     def __init__(
-        self,
-        placed: Placed,
-        plan: Plan,
-        steps: Sequence[BoundStep],
-        arenas: Mapping[ArenaKey, Any],
-        watchers: Sequence[tuple[str, See]],
-        on: frozenset[str],
-    ) -> None:
+        self, placed: Placed, plan: Plan, steps: Sequence[BoundStep], arenas: Mapping[ArenaKey, Any],
+        watchers: Sequence[tuple[str, See]], on: frozenset[str],
+    ) -> None:  # fmt: skip
         self.placed, self.plan, self.steps = placed, plan, steps
         self.arenas, self.watchers, self.on = arenas, watchers, on
         self.names = placed.names

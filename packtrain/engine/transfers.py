@@ -24,13 +24,9 @@ class TransferCopies:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        order: Sequence[Call],
-        home: dict[Tensor, Backend],
-        names: dict[Tensor, str],
+        self, graph: Graph, order: Sequence[Call], home: dict[Tensor, Backend], names: dict[Tensor, str],
         write_copy: CopyWriter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.home, self.names, self.write_copy = home, names, write_copy
         self.used_names = dict.fromkeys(graph.names.values(), 1)
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
@@ -99,14 +95,8 @@ class TransferCopies:
         return self._add_copy(call, t, backend, kernel, name, source)
 
     def _add_copy(
-        self,
-        call: Call,
-        t: Tensor,
-        backend: Backend,
-        kernel: Kernel,
-        name: str,
-        source: Backend | None = None,
-    ) -> Tensor:
+        self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str, source: Backend | None = None,
+    ) -> Tensor:  # fmt: skip
         if (t, backend.space) not in self.copies:
             copy = self.copies[t, backend.space] = cont(t)
             self.home[copy], self.names[copy] = backend, unique_name(name, self.used_names)

@@ -193,12 +193,10 @@ def write_adapter(
     expert_factors = _expert_factors(adapter.lora_pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE_KEY: MetadataValue("string", adapter.architecture),
-        "general.type": MetadataValue("string", "adapter"),
-        "adapter.type": MetadataValue("string", "lora"),
-        "general.name": MetadataValue("string", name),
-        ALPHA_KEY: MetadataValue("f32", adapter.alpha),
+        "general.type": MetadataValue("string", "adapter"), "adapter.type": MetadataValue("string", "lora"),
+        "general.name": MetadataValue("string", name), ALPHA_KEY: MetadataValue("f32", adapter.alpha),
         **({AWARE_KEY: MetadataValue("bool", True)} if adapter.aware else {}),
-    }
+    }  # fmt: skip
     adapter_tensors: dict[str, np.ndarray | DeferredTensor] = {
         n + s: a for n, p in adapter.lora_pairs.items() for s, a in zip(SUFFIXES, p, strict=True)
     }

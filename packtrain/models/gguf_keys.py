@@ -93,11 +93,8 @@ class MetadataReader:
     def check_supported(self) -> None:
         """Raise InputError for a key that changes the computation and is not supported."""
         known_keys = {
-            *SHARED_KEYS,
-            *self.architecture.key_defaults,
-            *self.architecture.ignored_keys,
-            eps_key(self.architecture),
-        }
+            *SHARED_KEYS, *self.architecture.key_defaults, *self.architecture.ignored_keys, eps_key(self.architecture),
+        }  # fmt: skip
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
             neutral_values = self.architecture.neutral

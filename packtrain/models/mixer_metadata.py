@@ -156,23 +156,17 @@ def _read_latent_fields(keys: MetadataReader, heads: int) -> dict[str, Any]:
         if keys.size(f"attention.{name}", expected) != expected:
             raise keys.wrong(f"attention.{name}", keys.get(f"attention.{name}"), str(expected))
     return {
-        "head_count_kv": heads,
-        "key_length": key,
-        "value_length": value_width,
-        "rope_dims": dims,
-        "q_lora_rank": keys.size("attention.q_lora_rank", 0, min_size=0),
-        "kv_lora_rank": rank,
-    }
+        "head_count_kv": heads, "key_length": key, "value_length": value_width, "rope_dims": dims,
+        "q_lora_rank": keys.size("attention.q_lora_rank", 0, min_size=0), "kv_lora_rank": rank,
+    }  # fmt: skip
 
 
 def _latent_sizes(config: Config) -> dict[str, int]:
     rank, head_width, value_width = config.kv_lora_rank, config.head_width, config.value_width
     sizes = {
-        KV: config.head_count,
-        "attention.key_length": head_width,
-        "attention.value_length": value_width,
+        KV: config.head_count, "attention.key_length": head_width, "attention.value_length": value_width,
         KV_LORA_RANK: rank,
-    }
+    }  # fmt: skip
     if config.has_latent_cache:
         sizes |= dict(zip(MLA_WIDTHS, (head_width, value_width), strict=True))
         sizes[KV], sizes["attention.value_length"] = 1, rank

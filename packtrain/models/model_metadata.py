@@ -43,27 +43,18 @@ def read_config(gguf: GGUF) -> Config:
     factors = {f: reader.read_optional_float(key) for key, f in FACTOR_FIELDS.items()}
     has_output = reader.architecture.always_untied or "output.weight" in gguf.entries
     config = Config(
-        vocab_size=vocabulary_size,
-        context_length=reader.size("context_length"),
-        embedding_length=reader.size("embedding_length"),
-        block_count=num_blocks,
-        head_count=num_heads,
-        rope_freq_base=reader.real("rope.freq_base", ROPE_FREQ_BASE),
-        rms_eps=reader.real(eps_key(reader.architecture)),
-        tied=reader.architecture.always_tied or not has_output,
-        architecture=reader.architecture.name,
-        optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1),
-        rope_scaling=_read_rope_scaling(reader),
+        vocab_size=vocabulary_size, context_length=reader.size("context_length"),
+        embedding_length=reader.size("embedding_length"), block_count=num_blocks, head_count=num_heads,
+        rope_freq_base=reader.real("rope.freq_base", ROPE_FREQ_BASE), rms_eps=reader.real(eps_key(reader.architecture)),
+        tied=reader.architecture.always_tied or not has_output, architecture=reader.architecture.name,
+        optional=_optional_tensors(gguf, reader.architecture, num_blocks - 1), rope_scaling=_read_rope_scaling(reader),
         temperature_scale=reader.read_optional_float(TEMPERATURE_KEY),
         **{
-            **_heads(reader, num_heads),
-            **mixing(reader, num_blocks, num_heads),
-            **windows,
-            **factors,
+            **_heads(reader, num_heads), **mixing(reader, num_blocks, num_heads), **windows, **factors,
         },
         **(kinds(reader, gguf, num_blocks, windows) or {FEED_FORWARD: feed_forward_length(reader)}),
         **expert_metadata.read_expert_fields(reader),
-    )
+    )  # fmt: skip
     _check_widths(reader, config)
     _check_heads(reader, config)
     return config
@@ -124,14 +115,10 @@ def _read_rope_scaling(keys: MetadataReader) -> RopeScaling:
     max_context = keys.size("context_length")
     original_context = keys.size("rope.scaling.original_context_length", max_context)
     return RopeScaling(
-        cast(ScalingType, scaling_type),
-        factor,
-        0 if original_context == max_context else original_context,
-        keys.real("rope.scaling.attn_factor", 1.0),
-        keys.real("rope.scaling.yarn_beta_fast", 32.0),
-        keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        keys.read_optional_float("rope.scaling.yarn_log_multiplier"),
-    )
+        cast(ScalingType, scaling_type), factor, 0 if original_context == max_context else original_context,
+        keys.real("rope.scaling.attn_factor", 1.0), keys.real("rope.scaling.yarn_beta_fast", 32.0),
+        keys.real("rope.scaling.yarn_beta_slow", 1.0), keys.read_optional_float("rope.scaling.yarn_log_multiplier"),
+    )  # fmt: skip
 
 
 def _heads(keys: MetadataReader, heads: int) -> dict[str, Any]:
@@ -219,14 +206,11 @@ def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, M
     """Return the general.* keys and those of the architecture, for a model file whose matrices are of `dtype`."""
     arch, rope_scaling = config.architecture, config.rope_scaling
     sizes = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.context_length,
-        "embedding_length": config.embedding_length,
-        "block_count": config.block_count,
-        "feed_forward_length": config.feed_forward_length,
-        "attention.head_count": config.head_count,
+        "vocab_size": config.vocab_size, "context_length": config.context_length,
+        "embedding_length": config.embedding_length, "block_count": config.block_count,
+        "feed_forward_length": config.feed_forward_length, "attention.head_count": config.head_count,
         "rope.dimension_count": config.rope_width,
-    }
+    }  # fmt: skip
     float_values = {"rope.freq_base": config.rope_freq_base, eps_key(config.traits): config.rms_eps}
     if config.traits.learned_positions:
         del sizes["rope.dimension_count"], float_values["rope.freq_base"]
@@ -237,15 +221,11 @@ def model_metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, M
         sizes["expert_used_count"] = config.expert_used_count
     sizes |= expert_sizes(config)
     values_by_key = {
-        **{key: MetadataValue("u32", size) for key, size in sizes.items()},
-        **mixer_metadata(config),
-        **per_block_metadata(config),
-        **{key: MetadataValue("f32", real) for key, real in float_values.items()},
-        **_scaling_keys(config, rope_scaling),
-        **_window_metadata(config),
-        **_factor_metadata(config),
+        **{key: MetadataValue("u32", size) for key, size in sizes.items()}, **mixer_metadata(config),
+        **per_block_metadata(config), **{key: MetadataValue("f32", real) for key, real in float_values.items()},
+        **_scaling_keys(config, rope_scaling), **_window_metadata(config), **_factor_metadata(config),
         **expert_metadata.weight_keys(config),
-    }
+    }  # fmt: skip
     general = general_metadata(arch, name, dtype)
     return general | {f"{arch}.{key}": value for key, value in values_by_key.items()}
 
@@ -263,13 +243,11 @@ def general_metadata(architecture: str, name: str, dtype: str) -> dict[str, Meta
 
 def _scaling_keys(config: Config, rope_scaling: RopeScaling) -> dict[str, MetadataValue]:
     float_values = {
-        "rope.scaling.factor": (rope_scaling.factor, 1.0),
-        "rope.scaling.attn_factor": (rope_scaling.attn_factor, 1.0),
+        "rope.scaling.factor": (rope_scaling.factor, 1.0), "rope.scaling.attn_factor": (rope_scaling.attn_factor, 1.0),
         "rope.scaling.yarn_log_multiplier": (rope_scaling.log_multiplier, 0.0),
         "rope.scaling.yarn_beta_fast": (rope_scaling.beta_fast, 32.0),
-        "rope.scaling.yarn_beta_slow": (rope_scaling.beta_slow, 1.0),
-        TEMPERATURE_KEY: (config.temperature_scale, 0.0),
-    }
+        "rope.scaling.yarn_beta_slow": (rope_scaling.beta_slow, 1.0), TEMPERATURE_KEY: (config.temperature_scale, 0.0),
+    }  # fmt: skip
     keys = {k: MetadataValue("f32", v) for k, (v, default) in float_values.items() if v != default}
     if rope_scaling.original_context:
         context = MetadataValue("u32", rope_scaling.original_context)

@@ -41,14 +41,9 @@ MIXES |= {d.name.upper(): d.mixes[-1] for d in PACKABLE if d.name.upper() not in
 
 
 def tensor_dtypes(
-    gguf: GGUF,
-    mix: QuantMix,
-    *,
-    pure: bool = False,
-    output: Dtype | None = None,
-    embedding: Dtype | None = None,
+    gguf: GGUF, mix: QuantMix, *, pure: bool = False, output: Dtype | None = None, embedding: Dtype | None = None,
     weighed: bool = False,
-) -> dict[str, Dtype]:
+) -> dict[str, Dtype]:  # fmt: skip
     """Return the element type of each tensor in a mix. Raises InputError for invalid sizes in the metadata.
 
     pure       use the mix's main type for all

@@ -101,16 +101,11 @@ def stored_dtype(entry: TensorInfo, dtype: Dtype | None) -> Dtype:
 
 
 def write_changed(
-    path: str | Path,
-    base: GGUF,
-    changes: Mapping[str, ReadRows | AwareMergedRows],
-    *,
-    name: str,
-    dtype: Dtype | None = None,
-    types: Mapping[str, Dtype] = MappingProxyType({}),
+    path: str | Path, base: GGUF, changes: Mapping[str, ReadRows | AwareMergedRows], *, name: str,
+    dtype: Dtype | None = None, types: Mapping[str, Dtype] = MappingProxyType({}),
     extra_metadata: Mapping[str, MetadataValue] = MappingProxyType({}),
     on_tensor: TensorDone = lambda entry, stored, error: None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the base with changed tensors, whose rows `changes` reads as f32 (row_stop - row_start, width).
 
     dtype, types  stored type of changed tensors (see stored_dtype), and exceptions by name
@@ -127,21 +122,16 @@ def write_changed(
     metadata = {key: value for key, value in base.values.items() if not key.startswith(DROPPED)}
     base_name = metadata.get("general.name", MetadataValue("string", base.path.stem))
     metadata |= {
-        "general.name": MetadataValue("string", name),
-        "general.base_model.count": MetadataValue("u32", 1),
-        "general.base_model.0.name": base_name,
-        **extra_metadata,
-    }
+        "general.name": MetadataValue("string", name), "general.base_model.count": MetadataValue("u32", 1),
+        "general.base_model.0.name": base_name, **extra_metadata,
+    }  # fmt: skip
     write_gguf(path, metadata, tensors)
 
 
 def _deferred(
-    base: GGUF,
-    entry: TensorInfo,
-    read_rows: ReadRows | AwareMergedRows | None,
-    dtype: Dtype | None,
+    base: GGUF, entry: TensorInfo, read_rows: ReadRows | AwareMergedRows | None, dtype: Dtype | None,
     on_tensor: TensorDone,
-) -> DeferredTensor:
+) -> DeferredTensor:  # fmt: skip
     if read_rows is None:
         return DeferredTensor(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
     stored = entry.dtype if isinstance(read_rows, AwareMergedRows) else stored_dtype(entry, dtype)

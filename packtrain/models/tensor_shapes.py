@@ -152,12 +152,10 @@ def _scan_shapes(config: Config) -> Shapes:
     group_width = scan.inner // scan.groups
     norm: Shapes = {"ssm_norm": (scan.groups, group_width)} if config.has_weight("ssm_norm") else {}
     return {
-        "attn_norm": (width,),
-        arch.SCAN_INPUT: (sum(scan.input_rows), width),
-        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps),
-        **norm,
+        "attn_norm": (width,), arch.SCAN_INPUT: (sum(scan.input_rows), width),
+        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps), **norm,
         arch.SCAN_OUT: (width, scan.inner),
-    }
+    }  # fmt: skip
 
 
 def _delta_shapes(config: Config) -> Shapes:
@@ -167,14 +165,10 @@ def _delta_shapes(config: Config) -> Shapes:
     if config.traits.delta == "tiled":
         head_shapes = dict.fromkeys(arch.DELTA_EACH, (scan.heads, width))
     return {
-        "attn_norm": (width,),
-        "attn_qkv": (scan.conv_channels, width),
-        "attn_gate": (scan.inner, width),
-        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps),
-        **head_shapes,
-        "ssm_norm": (scan.inner // scan.heads,),
-        arch.SCAN_OUT: (width, scan.inner),
-    }
+        "attn_norm": (width,), "attn_qkv": (scan.conv_channels, width), "attn_gate": (scan.inner, width),
+        arch.SCAN_FILTERS.removesuffix(".weight"): (scan.conv_channels, scan.taps), **head_shapes,
+        "ssm_norm": (scan.inner // scan.heads,), arch.SCAN_OUT: (width, scan.inner),
+    }  # fmt: skip
 
 
 def _feed_forward_norm(config: Config) -> Shapes:

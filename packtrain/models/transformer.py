@@ -46,13 +46,10 @@ def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str,
     unread_names = {*unused_weights(config)}
     return {
         name: weight(
-            name,
-            shape,
-            dtypes.get(name, f32),
-            "table" if has_no_gradient(name) or name in unread_names else "weight",
+            name, shape, dtypes.get(name, f32), "table" if has_no_gradient(name) or name in unread_names else "weight",
         )
         for name, shape in weight_shapes(config).items()
-    }
+    }  # fmt: skip
 
 
 def has_no_gradient(name: str) -> bool:

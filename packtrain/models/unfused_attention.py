@@ -58,14 +58,8 @@ def _visible_keys(q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
 
 
 def _softmax_mix(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    seen: Tensor,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
     """Return the mean of the values, weighted by the softmax of the visible scores; `seen` is (B, T, S)."""
     (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))

@@ -97,7 +97,8 @@ def search_plans(
     """Search plans within the limits; also return a change of settings that would fit if none do."""
     limits, (run_search, nbytes) = dict(request.limits), _place_search(shape, request)
     if run_search is not run_in_child:
-        request = with_baseline(request)
+        nbytes_now = private_nbytes() + request.kernels.pending_nbytes
+        request = replace(request, baseline_nbytes=nbytes_now)
     if HOST in limits:
         limits |= {s: limits.get(s, limits[HOST]) for s in request.target.aside}
     shown_limit = limits.get(request.target.space, min(limits.values()))
@@ -140,11 +141,6 @@ def _place_search(shape: StepShape, request: PlanRequest) -> tuple[Callable[...,
 def _run_here(announce: Callable[[], None], function: Callable[..., R], *arguments: Any) -> R:
     announce()
     return function(*arguments)
-
-
-def with_baseline(request: PlanRequest) -> PlanRequest:
-    """Return the request with the memory of this process as it is now."""
-    return replace(request, baseline_nbytes=private_nbytes() + request.kernels.pending_nbytes)
 
 
 def nbytes_with_margin(plans: TrainingPlans, space: str) -> int:
@@ -218,13 +214,10 @@ def _refusal_text(
     size = f"{shape.num_micro_batches} × {shape.micro_batch_size} × {shape.seq_len}"
     return "\n".join(
         [
-            headline,
-            f"  that is with {size} tokens a step{chosen}",
-            *table_lines(plans, spare_nbytes),
-            *_owners(plans, space),
-            f"  {suggested_change or 'a little more would do'}",
+            headline, f"  that is with {size} tokens a step{chosen}", *table_lines(plans, spare_nbytes),
+            *_owners(plans, space), f"  {suggested_change or 'a little more would do'}",
         ]
-    )
+    )  # fmt: skip
 
 
 def _owners(plans: TrainingPlans, space: str) -> list[str]:

@@ -101,14 +101,11 @@ class DraftEstimator:
             resident = (t for t in unique_leaves if not training_plans.is_mapped(shape, t))
             leaf_nbytes += training_plans.transit_nbytes(resident, target)
         return StepEstimate(
-            leaf_nbytes,
-            block_estimate.arena,
-            max((estimate.arena for estimate in outer_parts), default=0),
-            sum(estimate.calls for estimate in estimates),
-            block_estimate.calls,
+            leaf_nbytes, block_estimate.arena, max((estimate.arena for estimate in outer_parts), default=0),
+            sum(estimate.calls for estimate in estimates), block_estimate.calls,
             sum(num_runs * parts[name].seconds for name, num_runs in runs(shape).items()),
             max(estimate.pool for estimate in estimates),
-        )
+        )  # fmt: skip
 
     def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
         cache_key = name, _cache_key_shape(name, shape)

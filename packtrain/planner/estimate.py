@@ -97,13 +97,9 @@ def _with_chunk(step: KernelStep, chunk: int) -> KernelStep:
 
 
 def chain(
-    shape: StepShape,
-    request: PlanRequest,
-    space: str | None = None,
-    like: BlockChain | None = None,
-    calls: int | None = None,
-    build: Callable[[str, StepShape, Optimizer], BuiltGraph] = build_graph,
-) -> BlockChain:
+    shape: StepShape, request: PlanRequest, space: str | None = None, like: BlockChain | None = None,
+    calls: int | None = None, build: Callable[[str, StepShape, Optimizer], BuiltGraph] = build_graph,
+) -> BlockChain:  # fmt: skip
     """Return the chain of blocks in the training graph that determines memory.
 
     space  memory space whose bytes count; by default the arena's

@@ -47,13 +47,11 @@ class KernelMemory(NamedTuple):
 def model_kernel_modules(config: Config) -> tuple[str, ...]:
     """Return the kernel modules that a model calls beyond those that every model calls."""
     return (
-        *(kernels.EXPERT_KERNELS if config.expert_count else ()),
-        *(kernels.CONV_KERNELS if config.conv_width else ()),
-        *(kernels.SCAN_KERNELS if config.scan else ()),
-        *(kernels.DELTA_KERNELS if config.traits.delta else ()),
+        *(kernels.EXPERT_KERNELS if config.expert_count else ()), *(kernels.CONV_KERNELS if config.conv_width else ()),
+        *(kernels.SCAN_KERNELS if config.scan else ()), *(kernels.DELTA_KERNELS if config.traits.delta else ()),
         *(() if config.flash else kernels.SOFTMAX_KERNELS),
         *(kernels.AMX_LOSS_KERNELS if in_tiles(config.precision, config.embedding_length) else ()),
-    )
+    )  # fmt: skip
 
 
 def required_kernel_modules(
@@ -64,12 +62,9 @@ def required_kernel_modules(
     is_packed  the run may write quantized matrices;  is_aware  adapters are trained for quantization blocks of the base
     """
     return (
-        *kernels.TRAINING_KERNELS,
-        *optimizer.kernels,
-        *model_kernel_modules(config),
-        *(kernels.QUANTIZE_KERNELS if is_packed else ()),
-        *(kernels.REQUANTIZE_KERNELS if is_aware else ()),
-    )
+        *kernels.TRAINING_KERNELS, *optimizer.kernels, *model_kernel_modules(config),
+        *(kernels.QUANTIZE_KERNELS if is_packed else ()), *(kernels.REQUANTIZE_KERNELS if is_aware else ()),
+    )  # fmt: skip
 
 
 def loaded(names: tuple[str, ...], free: float) -> KernelMemory:

@@ -72,12 +72,9 @@ def load_rates(
 
 
 def measure_rates_in_children(
-    force: bool,
-    report: Callable[[str], None],
-    types: Collection[Dtype] = (),
-    free: float = math.inf,
+    force: bool, report: Callable[[str], None], types: Collection[Dtype] = (), free: float = math.inf,
     target: Target = CPU,
-) -> BackendRates:
+) -> BackendRates:  # fmt: skip
     """Return the rates of all backends of the target, measured by children, so that this process loads no kernels.
 
     free  bytes that a child may take; if too few, uses the rates known so far
@@ -152,11 +149,9 @@ def write_rates(path: Path, cached_rates: CachedRates) -> str:
     if write_error(path.parent) is not None:
         return "not kept"
     file_data = {
-        "format": FILE_FORMAT,
-        "quiet": cached_rates.is_quiet,
-        "off": cached_rates.time_factor,
+        "format": FILE_FORMAT, "quiet": cached_rates.is_quiet, "off": cached_rates.time_factor,
         "rates": asdict(cached_rates.rates),
-    }
+    }  # fmt: skip
     try:
         write_text(path, json.dumps(file_data, indent=1))
     except OSError:  # a full disk

@@ -17,32 +17,20 @@ NEARLY_ALL = 0.95  # share of trained tokens above which their number is not pri
 
 
 def plan_data(
-    plans: TrainingPlans,
-    seconds: float,
-    budget_nbytes: int | None = None,
-    min_budget: int | None = None,
+    plans: TrainingPlans, seconds: float, budget_nbytes: int | None = None, min_budget: int | None = None,
     before: float = 0.0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest_plan.arena(plans.target.space)
     total_nbytes = plans.total_nbytes
     plan_record: dict[str, Any] = {
-        "weights_bytes": plans.weight_nbytes,
-        "mapped_bytes": plans.mapped_nbytes,
-        "state_bytes": plans.state_nbytes,
-        "gradient_bytes": plans.gradient_nbytes,
-        "arena_bytes": arena.nbytes,
-        "lower_bound_bytes": arena.lower_bound,
-        "loop_bytes": plans.loop_nbytes,
-        "baseline_bytes": plans.baseline_nbytes,
-        "total_bytes": total_nbytes,
-        "minimum_bytes": min_budget,
-        "budget_bytes": budget_nbytes,
-        "fits": budget_nbytes is None or total_nbytes <= budget_nbytes,
-        "seconds_per_step": seconds,
-        "seconds_before_step_1": before,
-        "buffers": [asdict(buffer) for buffer in plans.largest_plan.buffers],
-    }
+        "weights_bytes": plans.weight_nbytes, "mapped_bytes": plans.mapped_nbytes, "state_bytes": plans.state_nbytes,
+        "gradient_bytes": plans.gradient_nbytes, "arena_bytes": arena.nbytes, "lower_bound_bytes": arena.lower_bound,
+        "loop_bytes": plans.loop_nbytes, "baseline_bytes": plans.baseline_nbytes, "total_bytes": total_nbytes,
+        "minimum_bytes": min_budget, "budget_bytes": budget_nbytes,
+        "fits": budget_nbytes is None or total_nbytes <= budget_nbytes, "seconds_per_step": seconds,
+        "seconds_before_step_1": before, "buffers": [asdict(buffer) for buffer in plans.largest_plan.buffers],
+    }  # fmt: skip
     limits = plans.target.limits
     space_records: dict[str, Any] = {
         s: {"bytes": plans.nbytes_in(s), "pool_bytes": plans.pool_nbytes(s), "limit": limits.get(s)}
@@ -178,10 +166,8 @@ def plan_text(
     summary = f"a step is {shape.micro_batch_size} × {shape.seq_len}{times} = {num_positions:,} tokens{counts}"
     return "\n".join(
         [
-            "; ".join([summary, *choice_texts(plans)]),
-            *table_lines(plans),
-            *copy_lines(plans),
+            "; ".join([summary, *choice_texts(plans)]), *table_lines(plans), *copy_lines(plans),
             f"  expected  {seconds:>7.3f} s a step, {speed_text(num_positions / seconds)}, "
             f"{clock(seconds * num_steps)} for {plural(num_steps, 'step')}{replay_text}",
         ]
-    )
+    )  # fmt: skip

@@ -97,11 +97,8 @@ def previous_path(path: Path) -> Path:
 
 
 def save(
-    path: Path,
-    progress: TrainingProgress,
-    about: Mapping[str, Any],
-    arrays: Mapping[str, np.ndarray],
-) -> None:
+    path: Path, progress: TrainingProgress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
+) -> None:  # fmt: skip
     """Write a checkpoint of leaves by name and keep the previous one. `about` is any JSON. Raises OSError."""
     json_texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     metadata = {

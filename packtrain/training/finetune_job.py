@@ -305,19 +305,11 @@ def _recipe(settings: TuneSettings, length: int) -> DatasetRecipe:
     training_job.check_split(settings.val_split)
     assert settings.model is not None and settings.data is not None
     return DatasetRecipe(
-        settings.data,
-        settings.model,
-        length,
-        settings.truncate,
-        not settings.mask_prompt,
-        settings.train_on == "last",
-        settings.separator and unescape(settings.separator),
-        settings.val_split,
-        settings.skip_bad,
-        settings.chat_template and load_template(settings.chat_template),
-        settings.preference is not None,
+        settings.data, settings.model, length, settings.truncate, not settings.mask_prompt, settings.train_on == "last",
+        settings.separator and unescape(settings.separator), settings.val_split, settings.skip_bad,
+        settings.chat_template and load_template(settings.chat_template), settings.preference is not None,
         settings.columns,
-    )
+    )  # fmt: skip
 
 
 # ---- LoRA adapters --------------------------------------------------------------------------------------

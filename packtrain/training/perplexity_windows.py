@@ -57,12 +57,10 @@ class PerplexityWindows:
         if self.bos is not None:
             ids[:, 0] = self.bos
         return {
-            "tokens": ids[:, :-1].copy(),
-            "targets": ids[:, self.skipped + 1 :].copy(),
-            "weights": weights,
+            "tokens": ids[:, :-1].copy(), "targets": ids[:, self.skipped + 1 :].copy(), "weights": weights,
             "pos": np.tile(np.arange(self.time, dtype=np.int32), (self.rows, 1)),
             "seq": np.zeros((self.rows, self.time), np.int32),
-        }
+        }  # fmt: skip
 
 
 def read_single_text(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:

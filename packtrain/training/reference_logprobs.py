@@ -27,12 +27,8 @@ def uses_reference(preference: PreferenceLoss | None) -> bool:
 
 
 def compute_reference_logps(
-    job: TrainingJob,
-    engine: TrainingEngine,
-    folder: Path,
-    events: Events,
-    stopped: Callable[[], bool],
-) -> None:
+    job: TrainingJob, engine: TrainingEngine, folder: Path, events: Events, stopped: Callable[[], bool],
+) -> None:  # fmt: skip
     """Compute the reference log-probabilities of the pairs that the run will see. Resets leaves to initial values.
 
     Raises Interrupted if `stopped()`.

@@ -33,16 +33,9 @@ class SampleBatches(IndexedBatches):
     num_texts: int | None = None
 
     def __init__(
-        self,
-        samples: TokenizedSamples,
-        rows: int,
-        time: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        pack: bool = True,
-        shuffle_samples: bool = False,
-    ) -> None:
+        self, samples: TokenizedSamples, rows: int, time: int, *, seed: int = 0, shuffle: bool = True,
+        pack: bool = True, shuffle_samples: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(rows, time, seed, shuffle, shuffle_samples and pack)
         self.samples, self.pack = samples, pack
         lengths = self.item_lengths(samples)

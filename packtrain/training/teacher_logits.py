@@ -98,13 +98,8 @@ class TeacherReader:
     """A teacher with mapped weights, which reads rows of `time` tokens."""
 
     def __init__(
-        self,
-        model: ModelFile,
-        time: int,
-        logit_sizes: tuple[int, int],
-        limit: int | None,
-        target: Target,
-    ) -> None:
+        self, model: ModelFile, time: int, logit_sizes: tuple[int, int], limit: int | None, target: Target,
+    ) -> None:  # fmt: skip
         """logit_sizes: numbers of top tokens, and of tokens in both vocabularies; limit: most bytes of the process.
 
         Raises DoesNotFit.

@@ -27,17 +27,9 @@ class TextBatches(IndexedBatches):
     """
 
     def __init__(
-        self,
-        tokens: DocumentTokens,
-        rows: int,
-        time: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        random_offsets: bool = True,
-        fill: bool = True,
-        shuffle_samples: bool = False,
-    ) -> None:
+        self, tokens: DocumentTokens, rows: int, time: int, *, seed: int = 0, shuffle: bool = True,
+        random_offsets: bool = True, fill: bool = True, shuffle_samples: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(rows, time, seed, shuffle, shuffle_samples and fill)
         self.tokens, self.fill = tokens, fill
         self.random_offsets = random_offsets and shuffle and fill

@@ -76,13 +76,9 @@ class EngineStep:
     """
 
     def __init__(
-        self,
-        run: Mapping[training_plans.Name, Executor],
-        batch_shares: Sequence[Batch],
-        rounding: Batch,
-        before: "EngineStep | None" = None,
-        sums: GradientExchange | None = None,
-    ) -> None:
+        self, run: Mapping[training_plans.Name, Executor], batch_shares: Sequence[Batch], rounding: Batch,
+        before: "EngineStep | None" = None, sums: GradientExchange | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.batch_shares, self.rounding, self.sums = run, batch_shares, rounding, sums
         self.loss = np.zeros((), np.float32)
         self.fed_batches: list[tuple[Executor, Batch]] = []
@@ -156,12 +152,9 @@ class StepEngine:
     """
 
     def __init__(
-        self,
-        session: Session,
-        placed_graphs: training_plans.Graphs,
-        plans: Mapping[training_plans.Name, Plan],
+        self, session: Session, placed_graphs: training_plans.Graphs, plans: Mapping[training_plans.Name, Plan],
         seed: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.session, self.seed, self.num_bad_steps = session, seed, 0
         self.run = session.executors(placed_graphs, plans)
         self.before: EngineStep | None = None
@@ -208,12 +201,9 @@ class TrainingEngine(StepEngine):
     """
 
     def __init__(
-        self,
-        plans: TrainingPlans,
-        optimizer: Optimizer,
-        shared: Mapping[str, np.ndarray] = MappingProxyType({}),
+        self, plans: TrainingPlans, optimizer: Optimizer, shared: Mapping[str, np.ndarray] = MappingProxyType({}),
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plans, self.optimizer, self.optimizer_start = plans, optimizer, 0
         session = Session()
         session.share(shared)
@@ -291,12 +281,9 @@ def with_targets(batch: Batch) -> Batch:
 
 
 def evaluate(
-    run: Executor,
-    batches: Iterable[Batch],
-    preference: PreferenceLoss | None = None,
-    world: World = SINGLE_PROCESS,
+    run: Executor, batches: Iterable[Batch], preference: PreferenceLoss | None = None, world: World = SINGLE_PROCESS,
     eog_ids: Sequence[int] = (),
-) -> ValidationResult:
+) -> ValidationResult:  # fmt: skip
     """Return the mean loss over weighted tokens of batches, by an executor with outputs `losses` and perhaps `right`.
 
     Ids in `eog_ids` are also counted by themselves. The ranks of the world take batches in turn, and the result has

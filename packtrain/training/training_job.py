@@ -158,18 +158,12 @@ class TrainingJob:
         resumable = resumable_names(type(s))
         setting_names = [field.name for field in fields(s) if field.name not in resumable]
         info = {
-            **{name: getattr(s, name) for name in setting_names},
-            **asdict(self.config),
-            "shuffle_samples": self.train.shuffle_samples,
-            "data": self.fingerprint,
-            "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
-            "steps": self.steps,
-            "rows": shape.micro_batch_size,
-            "chunk": shape.chunk,
-            "layered": shape.layered,
-            "ranks": shape.world_size,
+            **{name: getattr(s, name) for name in setting_names}, **asdict(self.config),
+            "shuffle_samples": self.train.shuffle_samples, "data": self.fingerprint,
+            "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)}, "steps": self.steps,
+            "rows": shape.micro_batch_size, "chunk": shape.chunk, "layered": shape.layered, "ranks": shape.world_size,
             "offloaded": bool(self.offloaded),
-        }
+        }  # fmt: skip
         # values as a checkpoint returns them
         return dict(json.loads(json.dumps(info, default=lambda path: str(path.absolute()))))
 
@@ -265,14 +259,9 @@ def _context_warning(preset: str, ctx: int) -> Iterator[str]:
 
 
 def shape_of(
-    settings: RunSettings,
-    config: Config,
-    rows: int,
-    time: int,
-    has_eval: bool,
-    base: BaseModel | None = None,
+    settings: RunSettings, config: Config, rows: int, time: int, has_eval: bool, base: BaseModel | None = None,
     report: Callable[[str], None] = lambda line: None,
-) -> StepShape:
+) -> StepShape:  # fmt: skip
     """Return the shape of a step for the settings. Raises InputError for a precision that this CPU lacks."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
@@ -284,14 +273,10 @@ def shape_of(
         max_norm = max_value = None
     micro_rows = math.gcd(rows, rank_rows)
     return StepShape(
-        *(config, micro_rows, time, rank_rows // micro_rows, max_norm, has_eval),
-        num_evaluations=optimizer.evaluations,
-        world_size=num_ranks,
-        moment_share=_moment_share(settings, optimizer, base),
-        scatters_gradients=settings.zero > 1,
-        base=base,
-        max_value=max_value,
-    )
+        *(config, micro_rows, time, rank_rows // micro_rows, max_norm, has_eval), num_evaluations=optimizer.evaluations,
+        world_size=num_ranks, moment_share=_moment_share(settings, optimizer, base),
+        scatters_gradients=settings.zero > 1, base=base, max_value=max_value,
+    )  # fmt: skip
 
 
 def _rows_per_rank(settings: RunSettings, rows: int) -> tuple[int, int]:

@@ -108,18 +108,14 @@ class TrainingLoop:
         if result.note:
             self.events.message(f"step {step}: {result.note}")
         record: dict[str, Any] = {
-            "step": step,
-            "tokens": self.progress.tokens,
-            "loss": result.loss,
-            "lr": rate,
-            "grad_norm": result.norm,
+            "step": step, "tokens": self.progress.tokens, "loss": result.loss, "lr": rate, "grad_norm": result.norm,
             "tokens_per_second": result.tokens / seconds,
             "positions_per_second": current_world().world_size
             * self.job.shape.num_positions
             / seconds,
             "seconds": self.progress.seconds,
             **result.extra_metrics,
-        }
+        }  # fmt: skip
         due = self._is_due(self.job.steps_per_eval, at_last_step=True)
         if self.job.valid is not None and (due or stop_reason(self.job.settings, self.progress)):
             record |= self._validate()
@@ -138,11 +134,9 @@ class TrainingLoop:
         if current_world().rank == 0 and patient and not self.progress.stale:
             self.job.model.save_weights(self.folder / BEST_FILE, self.engine.session.view)
         return {
-            "val_loss": evaluated.loss,
-            "val_error": evaluated.error,
-            "val_accuracy": evaluated.accuracy,
+            "val_loss": evaluated.loss, "val_error": evaluated.error, "val_accuracy": evaluated.accuracy,
             "val_accuracy_error": evaluated.accuracy_error,
-        }
+        }  # fmt: skip
 
     def _is_due(self, interval: int, at_last_step: bool) -> bool:
         """Return whether work of every `interval` steps (0: never) is due; `at_last_step`: also at the last step."""

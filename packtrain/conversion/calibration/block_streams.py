@@ -69,12 +69,8 @@ class StreamPair:
     """
 
     def __init__(
-        self,
-        adapted: ModelFile,
-        merged: Mapping[str, np.ndarray],
-        batches: Sequence[TokenBatch],
-        target: Target = CPU,
-    ) -> None:
+        self, adapted: ModelFile, merged: Mapping[str, np.ndarray], batches: Sequence[TokenBatch], target: Target = CPU,
+    ) -> None:  # fmt: skip
         return_freed()  # matrices of all sizes come and go, and no plan counts memory that the heap keeps
         self.adapted, self.batches, self.target = adapted, batches, target
         self.shape = batches[0]["tokens"].shape
@@ -142,12 +138,9 @@ class StreamPair:
     def run_batches(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
         """Yield the index of each batch and the outputs of a block's graph for it."""
         executor = self._executor(graph)
-        for batch_index in range(len(self.batches)):
-            yield batch_index, executor(self._batch_inputs(executor, batch_index))
-
-    def _batch_inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
-        available = {"x": self.x[at], "z": self.z[at], **self.shared[at], **self.batches[at]}
-        return {name: available[name] for name in run.inputs}
+        for i, batch in enumerate(self.batches):
+            available = {"x": self.x[i], "z": self.z[i], **self.shared[i], **batch}
+            yield i, executor({name: available[name] for name in executor.inputs})
 
 
 def padding_mask(batch: TokenBatch) -> np.ndarray:

@@ -33,15 +33,10 @@ BlockProgress = Callable[[int, int], None]
 
 
 def calibrate(
-    path: Path,
-    model: ModelFile,
-    changes: Mapping[str, ReadRows],
-    batches: Sequence[TokenBatch],
-    max_columns: int | None = None,
-    report_block: BlockProgress = lambda block, blocks: None,
-    target: Target = CPU,
+    path: Path, model: ModelFile, changes: Mapping[str, ReadRows], batches: Sequence[TokenBatch],
+    max_columns: int | None = None, report_block: BlockProgress = lambda block, blocks: None, target: Target = CPU,
     searched: Collection[str] = (),
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Round these matrices in the file; return the relative error of each matrix's output, by name.
 
     model        the model whose outputs the rounded matrices should keep; `changes` reads the exact rows of a matrix
@@ -89,13 +84,9 @@ def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
 
 
 def _site(
-    streams: StreamPair,
-    site: MatrixInput,
-    arrays: Mapping[str, np.ndarray],
-    changes: Mapping[str, ReadRows],
-    max_columns: int,
-    searched: Collection[str],
-) -> Iterator[tuple[str, np.ndarray]]:
+    streams: StreamPair, site: MatrixInput, arrays: Mapping[str, np.ndarray], changes: Mapping[str, ReadRows],
+    max_columns: int, searched: Collection[str],
+) -> Iterator[tuple[str, np.ndarray]]:  # fmt: skip
     """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
     Yields each matrix's name with the squares of its error and of its output.

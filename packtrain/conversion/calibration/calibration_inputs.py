@@ -83,26 +83,18 @@ def _unpadded_rows(data: BatchSequence) -> Iterator[TokenBatch]:
 
 
 def reading(
-    adapted: ModelFile,
-    types: Mapping[str, Dtype],
-    seq_len: int,
-    num_rows: int,
-    limit: int | None = None,
+    adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, limit: int | None = None,
     target: Target = CPU,
-) -> ReadingPlan | None:
+) -> ReadingPlan | None:  # fmt: skip
     """Return the plan of the most tokens, then columns, that fits `limit` bytes; None if not even the minimum fits."""
     candidates = reading_plans(adapted, types, seq_len, num_rows, target)
     return next((c for c in candidates if limit is None or c.nbytes <= limit), None)
 
 
 def reading_plans(
-    adapted: ModelFile,
-    types: Mapping[str, Dtype],
-    seq_len: int,
-    num_rows: int,
-    target: Target = CPU,
+    adapted: ModelFile, types: Mapping[str, Dtype], seq_len: int, num_rows: int, target: Target = CPU,
     max_tokens: int | None = None,
-) -> Iterator[ReadingPlan]:
+) -> Iterator[ReadingPlan]:  # fmt: skip
     """Yield plans to run a model over calibration rows, most memory first; none if the target's memory is too small.
 
     types       types of the calibrated matrices, by name

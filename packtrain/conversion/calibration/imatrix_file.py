@@ -44,11 +44,9 @@ class ImportanceMatrix:
 
     def metadata(self) -> dict[str, MetadataValue]:
         return {
-            "general.type": MetadataValue("string", "imatrix"),
-            DATASETS: MetadataValue("string", [self.source_text]),
-            CHUNKS: MetadataValue("u32", self.num_chunks),
-            SIZE: MetadataValue("u32", self.chunk_size),
-        }
+            "general.type": MetadataValue("string", "imatrix"), DATASETS: MetadataValue("string", [self.source_text]),
+            CHUNKS: MetadataValue("u32", self.num_chunks), SIZE: MetadataValue("u32", self.chunk_size),
+        }  # fmt: skip
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -164,12 +162,9 @@ def _add_block(
 
 
 def _input_sums(
-    site: block_streams.MatrixInput,
-    x: np.ndarray,
-    real_rows: np.ndarray,
-    expert: np.ndarray | None,
+    site: block_streams.MatrixInput, x: np.ndarray, real_rows: np.ndarray, expert: np.ndarray | None,
     matrix_arrays: Mapping[str, np.ndarray],
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:  # fmt: skip
     """Yield for each matrix of a site its name, sums (experts, columns) and counts."""
     for name in site.matrix_names:
         stacks = len(matrix_arrays[name]) if matrix_arrays[name].ndim > 2 else 1

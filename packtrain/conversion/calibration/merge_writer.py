@@ -78,14 +78,10 @@ class AdapterMerge:
         return replace(self.base, config=config, adapter_values=added)
 
     def write_file(
-        self,
-        path: Path,
-        name: str,
-        reading: ReadingPlan | None = None,
-        data: BatchSequence | None = None,
+        self, path: Path, name: str, reading: ReadingPlan | None = None, data: BatchSequence | None = None,
         done: Callable[[TensorInfo, Dtype, float], None] = lambda entry, stored, error: None,
         block: BlockProgress = lambda block, blocks: None,
-    ) -> Mapping[str, float]:
+    ) -> Mapping[str, float]:  # fmt: skip
         """Write the file; without a `reading`, every value is rounded to the nearest.
 
         data   batches to read, as many as the reading allows

@@ -38,12 +38,9 @@ MAX_HALF = 65_504.0
 
 
 def convert(
-    folder: Path,
-    path: Path,
-    dtype: str = AUTO,
-    overwrite: bool = True,
+    folder: Path, path: Path, dtype: str = AUTO, overwrite: bool = True,
     report: Callable[[str], object] = warnings.warn,
-) -> dict[str, DeferredTensor | np.ndarray]:
+) -> dict[str, DeferredTensor | np.ndarray]:  # fmt: skip
     """Write the checkpoint in `folder` to a GGUF file; return the written tensors by name.
 
     dtype      type of the matrices, one of TYPES; AUTO takes that of the checkpoint's embedding

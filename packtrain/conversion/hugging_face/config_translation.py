@@ -124,21 +124,14 @@ def _model_sizes(c: HFConfig, family: Family) -> ModelSizes:
         experts = None
     shared_length, num_dense = experts.shared_and_dense(c) if experts else (0, 0)
     return ModelSizes(
-        vocab_size=c.size("vocab_size"),
-        context_length=c.size("max_position_embeddings"),
-        embedding_length=width,
-        block_count=c.size("num_hidden_layers"),
-        feed_forward_length=c.size("intermediate_size"),
-        head_count=num_heads,
-        head_count_kv=c.size("num_key_value_heads", num_heads),
-        key_length=c.size("head_dim", default_width),
+        vocab_size=c.size("vocab_size"), context_length=c.size("max_position_embeddings"), embedding_length=width,
+        block_count=c.size("num_hidden_layers"), feed_forward_length=c.size("intermediate_size"), head_count=num_heads,
+        head_count_kv=c.size("num_key_value_heads", num_heads), key_length=c.size("head_dim", default_width),
         expert_count=c.size(*experts.count_key) if experts else 0,
         expert_used_count=c.size(*experts.used_count_key) if experts else 0,
         expert_feed_forward_length=c.size(*experts.width) if experts and experts.width else None,
-        expert_shared_feed_forward_length=shared_length,
-        leading_dense_block_count=num_dense,
-        **family.mixer_fields(c),
-    )
+        expert_shared_feed_forward_length=shared_length, leading_dense_block_count=num_dense, **family.mixer_fields(c),
+    )  # fmt: skip
 
 
 def _bias_names(c: HFConfig, family: Family) -> tuple[str, ...]:
@@ -153,15 +146,11 @@ def _common_keys(
     """Return the metadata keys that all architectures have, but those that the family's converter omits."""
     eps_name = "layer_norm_eps" if architecture.layer_norms else "rms_norm_eps"
     keys: Keys = {
-        "context_length": sizes.context_length,
-        "embedding_length": sizes.embedding_length,
-        "block_count": sizes.block_count,
-        "feed_forward_length": sizes.feed_forward_length,
-        "attention.head_count": sizes.head_count,
-        "attention.head_count_kv": sizes.head_count_kv,
-        eps_key(architecture): c.real(eps_name),
-        "rope.freq_base": c.rope_base(family.rope_freq_base),
-    }
+        "context_length": sizes.context_length, "embedding_length": sizes.embedding_length,
+        "block_count": sizes.block_count, "feed_forward_length": sizes.feed_forward_length,
+        "attention.head_count": sizes.head_count, "attention.head_count_kv": sizes.head_count_kv,
+        eps_key(architecture): c.real(eps_name), "rope.freq_base": c.rope_base(family.rope_freq_base),
+    }  # fmt: skip
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
@@ -187,12 +176,8 @@ def _expert_keys(sizes: ModelSizes) -> Keys:
 
 
 def _rope_keys(
-    c: HFConfig,
-    sizes: ModelSizes,
-    architecture: arch.Architecture,
-    family: Family,
-    family_keys: Keys,
-) -> tuple[Keys, dict[str, np.ndarray]]:
+    c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, family_keys: Keys,
+) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
     """Return the keys of rope scaling, if the config has any, and tensors of divisors of frequencies."""
     rope_params, kind = c.full_rotation(), c.scaling()
     tensor_by_scaling = {"llama3": FACTORS, "longrope": LONG}
@@ -221,13 +206,8 @@ RAMP_ENDS_ROUNDED = (
 
 
 def _yarn(
-    c: HFConfig,
-    sizes: ModelSizes,
-    architecture: arch.Architecture,
-    family: Family,
-    keys: Keys,
-    family_keys: Keys,
-) -> tuple[Keys, dict[str, np.ndarray]]:
+    c: HFConfig, sizes: ModelSizes, architecture: arch.Architecture, family: Family, keys: Keys, family_keys: Keys,
+) -> tuple[Keys, dict[str, np.ndarray]]:  # fmt: skip
     """Return YaRN as keys; as divisors of frequencies where llama.cpp reads those instead of keys for the ramp."""
     rope_params, factor = c.full_rotation(), c.number("factor", keys["rope.scaling.factor"])
     original = c.number(ORIGINAL, rope_params.get(ORIGINAL, c.get(ORIGINAL, sizes.context_length)))
@@ -262,12 +242,8 @@ def _yarn(
 
 
 def _check_extra_factor(
-    c: HFConfig,
-    rope_params: Mapping[str, Any],
-    is_latent: bool,
-    family_keys: Keys,
-    architecture: arch.Architecture,
-) -> None:
+    c: HFConfig, rope_params: Mapping[str, Any], is_latent: bool, family_keys: Keys, architecture: arch.Architecture,
+) -> None:  # fmt: skip
     """Raise InputError for a factor of attention that a file's key would apply in more places than the config does."""
     if is_latent or ("rope.freq_base_swa" in family_keys and not architecture.unscaled_window_rope):
         # the key would also apply where heads come from narrow vectors, or in blocks with a window

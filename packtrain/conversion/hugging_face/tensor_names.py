@@ -283,14 +283,10 @@ def _block_tensors(sources: _Sources, i: int, config: Config, family: arch.Famil
             source_shape = shape[:: -1 if is_transposed else 1]
             stored_tensor = sources.take(f"{at}.{module}.{suffix}", source_shape, flat=has_one_axis)
             yield ConvertedTensor(
-                f"blk.{i}.{name}",
-                (stored_tensor,),
-                permuted_heads=permuted_heads.get(part, 0),
+                f"blk.{i}.{name}", (stored_tensor,), permuted_heads=permuted_heads.get(part, 0),
                 shift=family.norm_shift if name.endswith("_norm.weight") and part != GATED else 0.0,
-                is_transposed=is_transposed,
-                row_spans=row_spans.get(part, ()),
-                column_spans=column_spans.get(part, ()),
-            )
+                is_transposed=is_transposed, row_spans=row_spans.get(part, ()), column_spans=column_spans.get(part, ()),
+            )  # fmt: skip
     yield from _split_joined(sources, at, i, config, family)
     if family.latent_module and config.has_latent_cache:
         yield from _latent_kv_tensors(sources, f"{at}.{family.latent_module}.weight", i, config)

@@ -26,13 +26,9 @@ PAIRED, MAX_SPECIAL_NAMES = 1000, 16
 
 
 def check_agreement(
-    path: Path,
-    fast: Mapping[str, Any],
-    steps: TokenizerSteps | None,
-    encode_pieces: EncodeFunction | None,
-    tokenizer: Tokenizer,
-    joins_spaces: bool = False,
-) -> None:
+    path: Path, fast: Mapping[str, Any], steps: TokenizerSteps | None, encode_pieces: EncodeFunction | None,
+    tokenizer: Tokenizer, joins_spaces: bool = False,
+) -> None:  # fmt: skip
     """Raise InputError with the first text to which the tokenizer gives other ids than the files do.
 
     A tokenizer.json is read by the tokenizers package where it is installed, else by its merges; a tokenizer.model by

@@ -158,12 +158,10 @@ class _VocabularyFiles:
 
     def values(self, model_name: str, pre: str, *, scores: bool) -> dict[str, MetadataValue]:
         values_by_key = {
-            "model": MetadataValue("string", model_name),
-            "pre": MetadataValue("string", pre),
-            "tokens": MetadataValue("string", self.tokens),
-            "scores": MetadataValue("f32", self.scores),
+            "model": MetadataValue("string", model_name), "pre": MetadataValue("string", pre),
+            "tokens": MetadataValue("string", self.tokens), "scores": MetadataValue("f32", self.scores),
             "token_type": MetadataValue("i32", self.token_types),
-        }
+        }  # fmt: skip
         return {k: v for k, v in values_by_key.items() if scores or k != "scores"}
 
 

@@ -75,13 +75,9 @@ def measure_rates(clock: Clock = CLOCK, rounds: int = ROUNDS) -> MachineRates:
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
     product_seconds = fastest(lambda: kernel_modules.matmul.product(y, a, b.T, False, 0))
     return MachineRates(
-        fma_one=fma_rate(1),
-        fma=fma_rate(threads),
-        product=2.0 * m * n * k / product_seconds,
-        cache_bandwidth=copy_rate(CACHE_VALUES),
-        far=copy_rate(MEMORY_VALUES),
-        threads=threads,
-    )
+        fma_one=fma_rate(1), fma=fma_rate(threads), product=2.0 * m * n * k / product_seconds,
+        cache_bandwidth=copy_rate(CACHE_VALUES), far=copy_rate(MEMORY_VALUES), threads=threads,
+    )  # fmt: skip
 
 
 def processor_name() -> str:
@@ -110,13 +106,9 @@ def describe_machine() -> dict[str, Any]:
     # those for which kernels are compiled
     features = [ours for theirs, ours in FEATURES.items() if runtime.has_cpu_feature(theirs)]
     return {
-        "cpu": processor_name(),
-        "features": features,
-        "forced": forced,
-        "cores": runtime.allowed_cpus(),
-        "threads": kernels.threads(),
-        "versions": read_versions(),
-    }
+        "cpu": processor_name(), "features": features, "forced": forced, "cores": runtime.allowed_cpus(),
+        "threads": kernels.threads(), "versions": read_versions(),
+    }  # fmt: skip
 
 
 def sentence(machine: dict[str, Any]) -> str:

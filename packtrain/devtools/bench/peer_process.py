@@ -44,12 +44,9 @@ class PeerProcess:
     def __enter__(self) -> "PeerProcess":
         self.stderr_file = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "packtrain.devtools.bench.peer_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.stderr_file,
-            env=peer_environment(),
-        )
+            [sys.executable, "-P", "-m", "packtrain.devtools.bench.peer_process"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self.stderr_file, env=peer_environment(),
+        )  # fmt: skip
         try:
             self._ask(self.request)
         except BaseException:

@@ -61,12 +61,9 @@ def batch_of(config: Config, num_rows: int, time: int) -> dict[str, np.ndarray]:
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (num_rows, time + 1), np.int32)
     pos = np.tile(np.arange(time, dtype=np.int32), (num_rows, 1))
     return {
-        "tokens": ids[:, :-1],
-        "targets": ids[:, 1:],
-        "weights": np.ones((num_rows, time), np.float32),
-        "pos": pos,
+        "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((num_rows, time), np.float32), "pos": pos,
         "seq": np.zeros_like(pos),
-    }
+    }  # fmt: skip
 
 
 def of_preset(
@@ -82,13 +79,9 @@ def of_preset(
 
 
 def of_base(
-    path: Path,
-    num_rows: int = 1,
-    time: int = FILE_CONTEXT,
-    precision: str = "f32",
-    memory: int | None = None,
+    path: Path, num_rows: int = 1, time: int = FILE_CONTEXT, precision: str = "f32", memory: int | None = None,
     device: str = "cpu",
-) -> TrainingBench:
+) -> TrainingBench:  # fmt: skip
     """Prepare a step of `packtrain finetune` with its default adapters in `memory` bytes. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
@@ -103,12 +96,9 @@ def of_base(
 
 
 def _prepare(
-    name: str,
-    shape: StepShape,
-    target: Target,
-    memory: int | None,
+    name: str, shape: StepShape, target: Target, memory: int | None,
     shared: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> TrainingBench:
+) -> TrainingBench:  # fmt: skip
     """Plan a step of this shape in `memory` bytes, and make its engine, without initial weights, and its batches."""
     update, num_rows = AdamW(lr=LR), shape.micro_batch_size
     packed_types = packed_weight_types(shape)

@@ -134,14 +134,8 @@ def as_floats(packed: np.ndarray) -> np.ndarray:
 
 
 def _compared(
-    name: str,
-    dtype: str,
-    backend: Backend,
-    case: str,
-    graph: Graph,
-    leaf_values: Values,
-    expected: Values,
-) -> CheckResult:
+    name: str, dtype: str, backend: Backend, case: str, graph: Graph, leaf_values: Values, expected: Values,
+) -> CheckResult:  # fmt: skip
     """Run a graph on a backend and compare the results with `expected`."""
     actual = run_graph(graph, leaf_values, (backend,))
     pairs = [(max_difference(actual[n], expected[n]), error_limit(actual[n])) for n in actual]

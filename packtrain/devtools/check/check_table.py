@@ -73,12 +73,10 @@ def table_lines(results: Sequence[check_cases.CheckResult], seconds: float) -> I
 def to_json(results: Sequence[check_cases.CheckResult], seconds: float) -> dict[str, Any]:
     """Return the plain data that --json writes."""
     return {
-        "cases": len(results),
-        "seconds": round(seconds, 1),
-        "pytorch": check_cases.has_torch(),
+        "cases": len(results), "seconds": round(seconds, 1), "pytorch": check_cases.has_torch(),
         "rows": [asdict(row) for row in group_rows(results)],
         "failed": [str(result) for result in results if not result.has_passed],
-    }
+    }  # fmt: skip
 
 
 # ---- the page of all ops -------------------------------------------------------------------------------------
@@ -101,13 +99,10 @@ def op_columns(name: str) -> list[str]:
     summary = CITATION.sub("", text.partition("\n")[0]).strip().rstrip("., ;") + "."
     kernels = ", ".join(sorted(OPS[name].kernels)) if name in OPS else "of its ops"
     return [
-        f"`{name}`" if name in OPS else f"`{name}` (function)",
-        summary.replace("|", "\\|"),
-        ", ".join(dict.fromkeys(GGML.findall(text))),
-        "; ".join(_packed_types(name)),
-        kernels or "none: a view",
+        f"`{name}`" if name in OPS else f"`{name}` (function)", summary.replace("|", "\\|"),
+        ", ".join(dict.fromkeys(GGML.findall(text))), "; ".join(_packed_types(name)), kernels or "none: a view",
         "yes" if check_cases.has_gradient(name) else "no",
-    ]
+    ]  # fmt: skip
 
 
 def _packed_types(name: str) -> Iterator[str]:

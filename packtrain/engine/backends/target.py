@@ -79,11 +79,8 @@ class Target:
         """Return a leaf's backend: by its name, its weight's name (m/NAME), its role, or ROLE.N for block N."""
         _, _, block_number = leaf.label.rpartition(".")
         names = (
-            leaf.label,
-            leaf.label.rpartition("/")[2],
-            leaf.role or "",
-            f"{leaf.role}.{block_number}",
-        )
+            leaf.label, leaf.label.rpartition("/")[2], leaf.role or "", f"{leaf.role}.{block_number}",
+        )  # fmt: skip
         leaf_backends = (self.homes[name] for name in names if name in self.homes)
         return next(leaf_backends, self.backends[0])
 

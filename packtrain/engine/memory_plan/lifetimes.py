@@ -35,12 +35,8 @@ def default_arena(name: str) -> str:
 
 
 def storage_lifetimes(
-    placed: Placed,
-    space: str | None = None,
-    *,
-    reuse: bool = True,
-    arena_of: Callable[[str], str] = default_arena,
-) -> list[Storage]:
+    placed: Placed, space: str | None = None, *, reuse: bool = True, arena_of: Callable[[str], str] = default_arena,
+) -> list[Storage]:  # fmt: skip
     """Return the storages of a space (None: of all): inputs, results, workspaces, but no weights, states or constants.
 
     reuse     False: no in-place operations

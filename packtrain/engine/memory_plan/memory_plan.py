@@ -151,12 +151,9 @@ def size_text(nbytes: int) -> str:
 
 
 def make_plan(
-    placed: Placed,
-    *,
-    packer: Packer = pack,
-    reuse: bool = True,
+    placed: Placed, *, packer: Packer = pack, reuse: bool = True,
     arenas: Mapping[str, str] | Callable[[str], str] = lifetimes.default_arena,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return a Plan with an offset for every storage, in one arena per memory space, or in several.
 
     packer  (start, end, size) -> offsets, see pack

@@ -253,7 +253,7 @@ def attention_back_cpu(out, dy, y, lse, q, k, v, *mask_inputs, scale, window, so
 
 
 attention_back.kernel("torch")(torch_attention.attention_back)
-attention_back.kernel("cuda")(triton.lazy_kernel("attention_back", "attention_back"))
+attention_back.kernel("cuda")(triton.lazy_kernel("attention", "attention_back"))
 
 
 @attention_back.cost

@@ -186,12 +186,9 @@ def scale_samples():
 
 
 def unary(
-    name: str,
-    docstring: str,
-    specification: Callable[[np.ndarray], np.ndarray],
-    torch_kernel: Callable[..., None],
+    name: str, docstring: str, specification: Callable[[np.ndarray], np.ndarray], torch_kernel: Callable[..., None],
     positive_only: bool = False,
-) -> Op[[Tensor], Tensor]:
+) -> Op[[Tensor], Tensor]:  # fmt: skip
     """Declare an op of one value that it may overwrite; `positive_only`: its samples are above 0."""
 
     def shape_rule(x: Tensor) -> Spec:

@@ -167,29 +167,15 @@ def put_short(room, i, short):
 
 
 WORDS = {
-    "as_floats": lambda word: word.int().view(torch.float32),
-    "byte_at": byte_at,
-    "bytes_at": bytes_at,
-    "bytes_of": bytes_of,
-    "char_at": lambda at, i: byte_at(at, i).to(torch.int8).int(),
+    "as_floats": lambda word: word.int().view(torch.float32), "byte_at": byte_at, "bytes_at": bytes_at,
+    "bytes_of": bytes_of, "char_at": lambda at, i: byte_at(at, i).to(torch.int8).int(),
     "chars_at": lambda at, i: bytes_at(at, i).to(torch.int8).int(),
-    "half_at": lambda at, i: short_at(at, i).to(torch.int16).view(torch.float16).float(),
-    "lane_numbers": LaneNumbers,
-    "load": load,
-    "neg": operator.neg,
-    "pick": lambda table, index: table[index & 15],
-    "put_short": put_short,
-    "put_where": put_where,
-    "put_word": put_word,
-    "scratch": ScratchWords,
-    "short_at": short_at,
-    "splat": lambda x: x,
-    "spread_bits": lambda word: word,
-    "store": store,
-    "to_bits": to_bits,
-    "to_floats": lambda x: x.float(),
+    "half_at": lambda at, i: short_at(at, i).to(torch.int16).view(torch.float16).float(), "lane_numbers": LaneNumbers,
+    "load": load, "neg": operator.neg, "pick": lambda table, index: table[index & 15], "put_short": put_short,
+    "put_where": put_where, "put_word": put_word, "scratch": ScratchWords, "short_at": short_at, "splat": lambda x: x,
+    "spread_bits": lambda word: word, "store": store, "to_bits": to_bits, "to_floats": lambda x: x.float(),
     "word_at": lambda at, i: short_at(at, 2 * i).long() | (short_at(at, 2 * i + 1).long() << 16),
-}
+}  # fmt: skip
 
 
 def packed_q8_0(x):

@@ -23,16 +23,10 @@ TwoPassSplit = tuple[Collection[Tensor], Collection[Tensor]]  # see `training_gr
 
 
 def training_graph(
-    outputs: Mapping[str, Tensor],
-    trained: Collection[Tensor],
-    optimizer: Optimizer,
-    *,
-    keep: Keep = None,
-    max_norm: float | None = None,
-    max_value: float | None = None,
-    inner: ForwardGradients = None,
+    outputs: Mapping[str, Tensor], trained: Collection[Tensor], optimizer: Optimizer, *, keep: Keep = None,
+    max_norm: float | None = None, max_value: float | None = None, inner: ForwardGradients = None,
     two_pass: TwoPassSplit | None = None,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """Return the graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
 
     squares    the sum of squares of all gradients: the gradient norm before clipping, squared
@@ -59,12 +53,8 @@ def training_graph(
 
 
 def measuring_graph(
-    outputs: Mapping[str, Tensor],
-    trained: Collection[Tensor],
-    *,
-    keep: Keep = None,
-    inner: ForwardGradients = None,
-) -> Graph:
+    outputs: Mapping[str, Tensor], trained: Collection[Tensor], *, keep: Keep = None, inner: ForwardGradients = None,
+) -> Graph:  # fmt: skip
     """Return the first pass of a step that clips without storing gradients: outputs and `squares`, no updates.
 
     With an untied head, whose gradient would wait for the norm, two full passes need least (`15m`: 307.1 instead of
@@ -81,15 +71,9 @@ def measuring_graph(
 
 
 def applying_graph(
-    outputs: Mapping[str, Tensor],
-    trained: Collection[Tensor],
-    optimizer: Optimizer,
-    *,
-    keep: Keep = None,
-    max_norm: float | None = None,
-    max_value: float | None = None,
-    inner: ForwardGradients = None,
-) -> Graph:
+    outputs: Mapping[str, Tensor], trained: Collection[Tensor], optimizer: Optimizer, *, keep: Keep = None,
+    max_norm: float | None = None, max_value: float | None = None, inner: ForwardGradients = None,
+) -> Graph:  # fmt: skip
     """Return the second pass: gradients again, each applied at once; input `squares` () is from the first pass."""
     _check_trained(trained)
     builder = _UpdateBuilder(optimizer, outputs["loss"], max_norm, max_value)
@@ -99,13 +83,9 @@ def applying_graph(
 
 
 def accumulation_graph(
-    outputs: Mapping[str, Tensor],
-    trained: Collection[Tensor],
-    *,
-    keep: Keep = None,
-    inner: ForwardGradients = None,
+    outputs: Mapping[str, Tensor], trained: Collection[Tensor], *, keep: Keep = None, inner: ForwardGradients = None,
     share: RankShare | None = None,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """Return the graph of one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 
     The input `fresh` () is 1 for the first micro-batch of a step, which resets the sums, else 0.

@@ -261,12 +261,8 @@ def opt_step_lbfgs_samples():
 
 @lbfgs_dots.samples
 def lbfgs_dots_samples():
-    for phase, m, shape in (
-        (MEASURE, 1, (3,)),
-        (MEASURE, 3, (7, 11)),
-        (MEASURE, 2, (70_000,)),
-        (SLOPE, 2, (133,)),
-    ):
+    cases = (MEASURE, 1, (3,)), (MEASURE, 3, (7, 11)), (MEASURE, 2, (70_000,)), (SLOPE, 2, (133,))
+    for phase, m, shape in cases:
         n = int(np.prod(shape))
         s, y, p = state("s", (m, n)), state("y", (m, n)), state("p", (n,))
         yield lbfgs_dots(input("g", shape), s, y, p, _sample_numbers(phase, m))

@@ -76,9 +76,5 @@ def stream_of(w: Tensor) -> int:
 def decay_axes() -> Any:
     """Return the option `decay_axes`: weight decay applies to tensors with at least so many axes."""
     return TRAINING(
-        2,
-        "weight decay of tensors with at least N axes only",
-        min_value=0,
-        max_value=4,
-        requires="weight_decay",
-    )
+        2, "weight decay of tensors with at least N axes only", min_value=0, max_value=4, requires="weight_decay",
+    )  # fmt: skip

@@ -58,14 +58,9 @@ UNLIMITED_CLOCK = SearchClock(None)
 
 
 def lower(
-    start: Ints,
-    end: Ints,
-    size: Ints,
-    offsets: Ints,
-    bound: int,
-    target_height: int = 0,
+    start: Ints, end: Ints, size: Ints, offsets: Ints, bound: int, target_height: int = 0,
     clock: SearchClock = UNLIMITED_CLOCK,
-) -> Iterator[tuple[Ints, bool]]:
+) -> Iterator[tuple[Ints, bool]]:  # fmt: skip
     """Yield better and better packings than `offsets`, each with whether it is proved optimal.
 
     bound          lower bound of the bytes

@@ -66,14 +66,9 @@ def pack(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 def packings(
-    start: npt.ArrayLike,
-    end: npt.ArrayLike,
-    size: npt.ArrayLike,
-    *,
-    target_height: int = 0,
-    seconds: float | None = None,
-    now: Callable[[], float] = time.monotonic,
-) -> Iterator[Packing]:
+    start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike, *, target_height: int = 0,
+    seconds: float | None = None, now: Callable[[], float] = time.monotonic,
+) -> Iterator[Packing]:  # fmt: skip
     """Yield packings, each smaller than the one before, or equal and now proved. The last is the best.
 
     target_height  stop at a packing of at most this many bytes

@@ -4,14 +4,6 @@ arXiv 2402.17834.
 """
 
 from packtrain.models.arch import architecture as arch
-from packtrain.models.arch.architecture import (
-    BIASES,
-    NORM_BIASES,
-    QK_NORMS,
-    Architecture,
-    Family,
-    Keys,
-)
 from packtrain.models.arch.hf_config import PARTIAL, HFConfig
 from packtrain.models.arch.size_fields import ModelSizes
 
@@ -20,7 +12,7 @@ HEAD_NORM_MODULES = {
 }  # fmt: skip
 
 
-def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> Keys:
+def extra_metadata(hf_config: HFConfig, sizes: ModelSizes) -> arch.Keys:
     return {"use_parallel_residual": hf_config.flag("use_parallel_residual")}
 
 
@@ -30,18 +22,20 @@ def normalize_config(hf_config: HFConfig) -> HFConfig:
 
 def optional_tensors(hf_config: HFConfig) -> tuple[str, ...]:
     is_parallel = hf_config.flag("use_parallel_residual")
-    optional_names = [name for name in NORM_BIASES if name != "ffn_norm.bias" or not is_parallel]
+    optional_names = [
+        name for name in arch.NORM_BIASES if name != "ffn_norm.bias" or not is_parallel
+    ]
     optional_names += [] if is_parallel else ["ffn_norm.weight"]
-    optional_names += BIASES if hf_config.flag("use_qkv_bias") else ()
-    return (*optional_names, *(QK_NORMS if hf_config.flag("qk_layernorm") else ()))
+    optional_names += arch.BIASES if hf_config.flag("use_qkv_bias") else ()
+    return (*optional_names, *(arch.QK_NORMS if hf_config.flag("qk_layernorm") else ()))
 
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = arch.Architecture(
     "stablelm", halves=True, layer_norms=True, is_parallel=True, fixed_head_width=True, partial_rope=True,
     always_untied=True, ignored_keys=("use_parallel_residual",),
-    optional_tensors=(*BIASES, *arch.FUSED_QKV, *NORM_BIASES, *QK_NORMS, "ffn_norm.weight"),
+    optional_tensors=(*arch.BIASES, *arch.FUSED_QKV, *arch.NORM_BIASES, *arch.QK_NORMS, "ffn_norm.weight"),
     families=(
-        Family(
+        arch.Family(
             ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
             arch.ATTENTION | HEAD_NORM_MODULES | arch.FFN_NORM | arch.FEED_FORWARD, optional_tensors=optional_tensors,
             omitted_keys=("rope.freq_base",), extra_metadata=extra_metadata, rotated_share=0.25,

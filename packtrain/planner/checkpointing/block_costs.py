@@ -36,16 +36,10 @@ class BlockCosts:
     """
 
     def __init__(
-        self,
-        build: BuildGraph,
-        rates: BackendRates,
-        reserved_nbytes: tuple[int, int] = (0, 0),
-        together: int = 1,
-        target: Target = CPU,
-        space: str | None = None,
-        offload_mode: int = recompute_choice.NEVER_OFFLOAD,
+        self, build: BuildGraph, rates: BackendRates, reserved_nbytes: tuple[int, int] = (0, 0), together: int = 1,
+        target: Target = CPU, space: str | None = None, offload_mode: int = recompute_choice.NEVER_OFFLOAD,
         is_two_pass: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.is_two_pass = is_two_pass
         self.build, self.rates, self.together, self.target = build, rates, together, target
         self.space, self.offload_mode = space or target.space, offload_mode

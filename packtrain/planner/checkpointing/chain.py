@@ -70,23 +70,12 @@ class BlockChain:
     """
 
     def __init__(
-        self,
-        build: BuildGraph,
-        count: int,
-        rates: BackendRates,
-        reserved_nbytes: tuple[int, int] = (0, 0),
-        call_nbytes: int = 0,
-        calls: int = 0,
-        like: "BlockChain | None" = None,
-        strategies_per_graph: int = 1,
-        target: Target = CPU,
-        space: str | None = None,
-        offload_mode: int = recompute_choice.NEVER_OFFLOAD,
-        num_two_pass_blocks: int = 0,
-        build_two_pass: BuildGraph | None = None,
-        head_setters: Mapping[int, HeadSetter] = {},
-        head_chunk: int = 0,
-    ) -> None:
+        self, build: BuildGraph, count: int, rates: BackendRates, reserved_nbytes: tuple[int, int] = (0, 0),
+        call_nbytes: int = 0, calls: int = 0, like: "BlockChain | None" = None, strategies_per_graph: int = 1,
+        target: Target = CPU, space: str | None = None, offload_mode: int = recompute_choice.NEVER_OFFLOAD,
+        num_two_pass_blocks: int = 0, build_two_pass: BuildGraph | None = None,
+        head_setters: Mapping[int, HeadSetter] = {}, head_chunk: int = 0,
+    ) -> None:  # fmt: skip
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.num_two_pass_blocks = num_two_pass_blocks
         self.space = space or target.space

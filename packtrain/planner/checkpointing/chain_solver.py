@@ -92,13 +92,8 @@ class ChainSolver:
     """
 
     def __init__(
-        self,
-        block: BlockCosts,
-        count: int,
-        head_work: int,
-        options: Sequence[BlockOption],
-        max_nbytes: int,
-    ) -> None:
+        self, block: BlockCosts, count: int, head_work: int, options: Sequence[BlockOption], max_nbytes: int,
+    ) -> None:  # fmt: skip
         self.block, self.count = block, count
         self.max_nbytes, self.slot_nbytes = max_nbytes, max(max_nbytes / NUM_SLOTS, 1.0)
         self.num_slots = int(max_nbytes / self.slot_nbytes)

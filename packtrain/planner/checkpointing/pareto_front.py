@@ -31,13 +31,9 @@ class BlockCall(NamedTuple):
 
 
 def front(
-    calls: Sequence[BlockCall],
-    value_ids: Sequence[int],
-    nbytes: Sequence[int],
-    input_id: int,
-    read_values: Collection[int],
-    cuts: Collection[int],
-) -> list[KeptSet]:
+    calls: Sequence[BlockCall], value_ids: Sequence[int], nbytes: Sequence[int], input_id: int,
+    read_values: Collection[int], cuts: Collection[int],
+) -> list[KeptSet]:  # fmt: skip
     """Return sets of a block's values, a Pareto front for each set of saved cuts.
 
     calls        calls of the block, from `input_id` on

@@ -25,16 +25,10 @@ def page_html(plan: Plan, **about: Unpack[scenes.SceneOptions]) -> str:
     script = _asset_text("page.js")
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = {
-        "title": escape(scene.title),
-        "summary": escape(scene.summary),
-        "reading": scenes.READING_HINT,
-        "seal": script_hash,
-        "legend": _legend(scene),
-        "owners": _peak_buffer_rows(scene),
-        "bytes": _byte_rows(scene),
-        "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))),
-        "script": script,
-    }
+        "title": escape(scene.title), "summary": escape(scene.summary), "reading": scenes.READING_HINT,
+        "seal": script_hash, "legend": _legend(scene), "owners": _peak_buffer_rows(scene), "bytes": _byte_rows(scene),
+        "data": script_safe(json.dumps(_script_data(scene), separators=(",", ":"))), "script": script,
+    }  # fmt: skip
     page_text = _asset_text("page.html")
     # no part can contain another's placeholder: names and titles are escaped, and the script has none
     for name, section in sections.items():
@@ -57,23 +51,15 @@ def _script_data(scene: PlanScene) -> dict[str, Any]:
     op_indices = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
     arena = scene.arena
     return {
-        "start": [b.start for b in buffers],
-        "end": [b.end for b in buffers],
-        "offset": [b.offset for b in buffers],
-        "nbytes": [b.nbytes for b in buffers],
-        "category": [scenes.CATEGORIES.index(b.category) for b in buffers],
-        "op": [op_indices[b.op] for b in buffers],
-        "name": [printable_text(b.name) for b in buffers],
+        "start": [b.start for b in buffers], "end": [b.end for b in buffers], "offset": [b.offset for b in buffers],
+        "nbytes": [b.nbytes for b in buffers], "category": [scenes.CATEGORIES.index(b.category) for b in buffers],
+        "op": [op_indices[b.op] for b in buffers], "name": [printable_text(b.name) for b in buffers],
         "later": {k: later_tensors for k, b in enumerate(buffers) if (later_tensors := _later(b))},
         "ops": [printable_text(op) for op in op_indices],
-        "categories": [[category, COLORS[category]] for category in scenes.CATEGORIES],
-        "dashes": scenes.DASHES,
-        "levels": [[level.line_kind, level.nbytes] for level in scene.levels],
-        "samples": scene.samples,
-        "last": scene.last,
-        "top": scene.max_nbytes,
-        "peak": [arena.peak_step, arena.lower_bound],
-    }
+        "categories": [[category, COLORS[category]] for category in scenes.CATEGORIES], "dashes": scenes.DASHES,
+        "levels": [[level.line_kind, level.nbytes] for level in scene.levels], "samples": scene.samples,
+        "last": scene.last, "top": scene.max_nbytes, "peak": [arena.peak_step, arena.lower_bound],
+    }  # fmt: skip
 
 
 def _later(b: Buffer) -> list[str]:

@@ -144,11 +144,9 @@ class PlanScene:
         arena = self.arena
         place = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.2%} over its lower bound"
         facts = [
-            plural(self.plan.steps, "op"),
-            plural(len(self.buffers), "buffer"),
-            f"arena {size_text(arena.nbytes)}, {place}",
-            f"{size_text(self.total_nbytes)} in all",
-        ]
+            plural(self.plan.steps, "op"), plural(len(self.buffers), "buffer"),
+            f"arena {size_text(arena.nbytes)}, {place}", f"{size_text(self.total_nbytes)} in all",
+        ]  # fmt: skip
         if self.budget_nbytes is not None:
             facts.append(f"budget {size_text(self.budget_nbytes)}")
         if self.measured_text:
@@ -186,14 +184,9 @@ class SceneOptions(TypedDict, total=False):
 
 
 def make_scene(
-    plan: Plan,
-    space: str = "host",
-    *,
-    title: str = "plan",
-    rows: Sequence[MemoryRow] | None = None,
-    budget_nbytes: int | None = None,
-    measured: int | MemorySamples | None = None,
-) -> PlanScene:
+    plan: Plan, space: str = "host", *, title: str = "plan", rows: Sequence[MemoryRow] | None = None,
+    budget_nbytes: int | None = None, measured: int | MemorySamples | None = None,
+) -> PlanScene:  # fmt: skip
     """Build the scene of a plan; without `rows`, memory outside the arena is what the plan itself records."""
     if rows is None:
         arena = plan.arena(space)

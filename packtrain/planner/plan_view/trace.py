@@ -65,17 +65,10 @@ def _buffer_lanes(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
 
 def _buffer_event(b: Buffer, thread: int) -> TraceEvent:
     event_args = {
-        "op": printable_text(b.op),
-        "bytes": b.nbytes,
-        "offset": b.offset,
+        "op": printable_text(b.op), "bytes": b.nbytes, "offset": b.offset,
         "tensors": [printable_text(t) for t in b.tensors],
-    }
+    }  # fmt: skip
     return {
-        "ph": "X",
-        "tid": thread,
-        "cat": b.category,
-        "name": printable_text(b.name),
-        "ts": b.start,
-        "dur": b.end - b.start,
-        "args": event_args,
-    }
+        "ph": "X", "tid": thread, "cat": b.category, "name": printable_text(b.name), "ts": b.start,
+        "dur": b.end - b.start, "args": event_args,
+    }  # fmt: skip

@@ -71,13 +71,11 @@ class Fitted:
         """One record per epoch: its number and seconds, training loss and validation loss."""
         return [
             {
-                "epoch": epoch.number,
-                "seconds": epoch.seconds,
-                "loss": epoch.trained.loss,
+                "epoch": epoch.number, "seconds": epoch.seconds, "loss": epoch.trained.loss,
                 "val_loss": epoch.validated.loss if epoch.validated.ndata else math.nan,
             }
             for epoch in self.epochs
-        ]
+        ]  # fmt: skip
 
     def to_frame(self) -> Any:
         """The history as a pandas DataFrame. Raises InputError without pandas."""

@@ -97,14 +97,10 @@ class FitRecorder:
         self.progress = replace(self.progress.after_step(batch, seconds), step=self.trainer.done)
         losses = result.losses[-self.trainer.form.micros :]
         self.last = {
-            "step": self.trainer.done,
-            "datapoints": self.progress.tokens,
-            "loss": sum(losses) / (len(losses) if result.mean else 1),
-            "lr": self.trainer.lr,
-            "grad_norm": norm,
-            "datapoints_per_second": batch / seconds,
-            "seconds": self.progress.seconds,
-        }
+            "step": self.trainer.done, "datapoints": self.progress.tokens,
+            "loss": sum(losses) / (len(losses) if result.mean else 1), "lr": self.trainer.lr, "grad_norm": norm,
+            "datapoints_per_second": batch / seconds, "seconds": self.progress.seconds,
+        }  # fmt: skip
 
     def record_epoch(self, eval_result: Result) -> None:
         """Record the validation of an epoch with its last step, and save a checkpoint."""

@@ -85,13 +85,11 @@ class StepVariant:
             return training_plans.buffer_nbytes(leaves, self.target)
 
         return {
-            "weights": role_nbytes("weight", "table"),
-            "optimizer state": role_nbytes("moment"),
+            "weights": role_nbytes("weight", "table"), "optimizer state": role_nbytes("moment"),
             "sums of gradients": role_nbytes("sum"),
             "constants": sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values()),
-            "arena": self.arena_nbytes,
-            "data and loop": self.loop_nbytes,
-        }
+            "arena": self.arena_nbytes, "data and loop": self.loop_nbytes,
+        }  # fmt: skip
 
     @property
     def nbytes(self) -> int:

@@ -8,13 +8,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from packtrain.common.options import yaml
 from packtrain.training.monitoring import METRICS_FILE, SAMPLES_FILE, metric_series
-from packtrain.training.monitoring.line_reader import LineReader
 from packtrain.training.monitoring.metric_series import MetricSeries, last, maximum, mean, minimum
 from packtrain.training.monitoring.metrics_file import parse_record
 
@@ -35,6 +34,52 @@ TRAIN_COLUMNS = {
 VALID_COLUMNS = {
     "step": last, "tokens": last, "seconds": last, "val_loss": mean, "val_error": mean, "val_accuracy": mean,
 }  # fmt: skip
+MAX_LINE_NBYTES = 1 << 16  # a longer line comes in parts, which are no records
+HEAD_NBYTES = 256  # first bytes, by which a replaced file is recognized
+
+
+class LineReader:
+    """Lines of a file that another process writes: `new_lines()` yields complete ones since the last call, or all lines
+    if the file was replaced or cut.
+
+    on_reset  called before all lines come again
+    """
+
+    def __init__(self, path: Path, on_reset: Callable[[], None]) -> None:
+        self.path, self.on_reset = path, on_reset
+        self._offset, self._file_key, self._head_bytes = 0, (0, 0), b""
+
+    def new_lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last call; none if the file cannot be read."""
+        try:
+            with open(self.path, "rb") as file:
+                yield from self._remaining_lines(file)
+        except FileNotFoundError:
+            if self._offset:
+                self._reset()
+        except OSError:
+            return
+
+    def _reset(self) -> None:
+        self._offset, self._head_bytes = 0, b""
+        self.on_reset()
+
+    def _remaining_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file_stat = os.fstat(file.fileno())
+        file_key = file_stat.st_dev, file_stat.st_ino
+        read_head = file.read(len(self._head_bytes))
+        is_same_file = file_key == self._file_key and read_head == self._head_bytes
+        if self._offset and (not is_same_file or file_stat.st_size < self._offset):
+            self._reset()
+        self._file_key = file_key
+        file.seek(self._offset)
+        while line := file.readline(MAX_LINE_NBYTES):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_NBYTES:
+                return  # the line is being written
+            if len(self._head_bytes) < HEAD_NBYTES and len(self._head_bytes) == self._offset:
+                self._head_bytes += line[: HEAD_NBYTES - len(self._head_bytes)]
+            self._offset += len(line)
+            yield line
 
 
 class RunHistory:
@@ -138,24 +183,14 @@ class RunHistory:
         seconds, steps = last_values.get("seconds"), run_info_get("steps")
         tokens = self.computed or last_values.get("tokens")
         row = {
-            "name": self.name,
-            "state": self.state(),
-            "step": self.step,
-            "steps": steps,
-            "tokens": last_values.get("tokens"),
-            "loss": last_values.get("loss"),
-            "best_loss": self.best_loss[0],
-            "best_step": self.best_loss[1],
-            "val_loss": last_values.get("val_loss"),
-            "best_val_loss": self.best_val_loss[0],
-            "best_val_step": self.best_val_loss[1],
-            "tokens_per_second": tokens / seconds if seconds and tokens else None,
-            "seconds": seconds,
+            "name": self.name, "state": self.state(), "step": self.step, "steps": steps,
+            "tokens": last_values.get("tokens"), "loss": last_values.get("loss"), "best_loss": self.best_loss[0],
+            "best_step": self.best_loss[1], "val_loss": last_values.get("val_loss"),
+            "best_val_loss": self.best_val_loss[0], "best_val_step": self.best_val_loss[1],
+            "tokens_per_second": tokens / seconds if seconds and tokens else None, "seconds": seconds,
             "left": seconds / self.step * (steps - self.step) if seconds and steps and self.step else None,
-            "changed": self.changed_at,
-            "planned_bytes": end_values.get("planned_bytes", run_info_get("planned_bytes")),
-            "peak_bytes": end_values.get("peak_bytes"),
-            "damaged": self.num_damaged,
+            "changed": self.changed_at, "planned_bytes": end_values.get("planned_bytes", run_info_get("planned_bytes")),
+            "peak_bytes": end_values.get("peak_bytes"), "damaged": self.num_damaged,
         }  # fmt: skip
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -28,11 +28,8 @@ class RunsPageData:
     """
 
     def __init__(
-        self,
-        find_runs: Callable[[], Mapping[str, Path]],
-        title: str,
-        get_peak_nbytes: Callable[[], int] | None = None,
-    ) -> None:
+        self, find_runs: Callable[[], Mapping[str, Path]], title: str, get_peak_nbytes: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
         self.find_runs, self.title, self.get_peak_nbytes = find_runs, title, get_peak_nbytes
         self.session, self.version = secrets.token_hex(8), 0
         self.runs = dict[str, RunHistory]()
@@ -84,21 +81,16 @@ class RunsPageData:
             since_version = 0
         get_peak_nbytes = self.get_peak_nbytes if len(self.runs) == 1 else None
         return {
-            "session": self.session,
-            "version": self.version,
-            "since": since_version,
-            "title": self.title,
-            "live": self.get_peak_nbytes is not None,
-            "now": time.time(),
+            "session": self.session, "version": self.version, "since": since_version, "title": self.title,
+            "live": self.get_peak_nbytes is not None, "now": time.time(),
             "differing": differing_settings(self.runs.values()),
             "memory": get_peak_nbytes and {"now": private_nbytes(), "peak": get_peak_nbytes()},
-            "doing": self.current_work,
-            "end": self.end,
+            "doing": self.current_work, "end": self.end,
             "messages": list(self.messages)
             if self._messages_version[1] > since_version or not since_version
             else None,
             "runs": [self._run_changes(run, since_version) for run in self.runs.values()],
-        }
+        }  # fmt: skip
 
     def json_bytes(self, since_version: int = 0, session: str = "") -> bytes:
         return json.dumps(

@@ -25,14 +25,9 @@ class ProgressLine:
     """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
 
     def __init__(
-        self,
-        stream: TextIO,
-        steps: int,
-        planned_nbytes: int,
-        report_every: int,
-        limit_nbytes: int | None = None,
+        self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int, limit_nbytes: int | None = None,
         bar: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """bar: draws the line, a TerminalBar or NotebookBar; None: a TerminalBar if `stream` is a terminal."""
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes, self.limit_nbytes = planned_nbytes, limit_nbytes
@@ -67,16 +62,13 @@ class ProgressLine:
         per_step = (now - first_time) / max(step - first_step, 1)
         val_step_text = f" (step {self.val_step})" if self.val_text and self.val_step < step else ""
         return {
-            "step": f"{step}/{self.steps}",
-            "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
-            "val": f"{self.val_text}{val_step_text}",
-            "pairs": pairs_text(self.recent),
-            "lr": f"lr {last_record['lr']:.1e}",
-            "norm": f"norm {last_record['grad_norm']:.3g}",
+            "step": f"{step}/{self.steps}", "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
+            "val": f"{self.val_text}{val_step_text}", "pairs": pairs_text(self.recent),
+            "lr": f"lr {last_record['lr']:.1e}", "norm": f"norm {last_record['grad_norm']:.3g}",
             "speed": speed_text(statistics.harmonic_mean(token_rates)),
             "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
             "memory": memory_text(peak_nbytes, self.planned_nbytes, self.limit_nbytes),
-        }
+        }  # fmt: skip
 
     def print_above(self, text: str) -> None:
         """Print a line above the one that is redrawn."""

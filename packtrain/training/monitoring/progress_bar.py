@@ -21,12 +21,9 @@ class TerminalBar:
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.description}", table_column=text_column, markup=False),
             # emoji: a table that would be loaded when the first line is drawn, inside a plan's memory
-            console=Console(file=stream, force_terminal=True, emoji=False),
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            expand=True,
-        )
+            console=Console(file=stream, force_terminal=True, emoji=False), auto_refresh=False, redirect_stdout=False,
+            redirect_stderr=False, expand=True,
+        )  # fmt: skip
         self.task_id = self.progress.add_task("", total=steps)
         self.due = 0.0
 

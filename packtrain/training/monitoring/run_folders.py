@@ -74,11 +74,9 @@ def lines(run_rows: Sequence[dict[str, Any]], width: float = math.inf) -> Iterat
 def _row_cells(row: dict[str, Any], setting_names: Sequence[str]) -> list[str]:
     of_total = f"/{row['steps']:,}" if row["steps"] else ""
     figures = [
-        f"{row['step']:,}{of_total}",
-        _number_text(row["tokens"], "{:,.0f}".format),
+        f"{row['step']:,}{of_total}", _number_text(row["tokens"], "{:,.0f}".format),
         *(_number_text(row[key], "{:.4f}".format) for key in ("loss", "best_loss", "val_loss", "best_val_loss")),
-        _number_text(row["tokens_per_second"], "{:,.0f}".format),
-        _number_text(row["seconds"], clock),
+        _number_text(row["tokens_per_second"], "{:,.0f}".format), _number_text(row["seconds"], clock),
         ago(time.time() - row["changed"]) if row["changed"] else "-",
     ]  # fmt: skip
     settings = (_clipped_setting(row["settings"][name]) for name in setting_names)

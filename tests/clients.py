@@ -63,10 +63,11 @@ class Api:
 
 
 @contextmanager
-def model_api(folder: Path, **extra_options: Any) -> Iterator[Api]:
-    """A random model behind a listener without keys."""
-    path = folder / "m.gguf"
-    random_model(path, "llama")
+def model_api(folder: Path, path: Path | None = None, **extra_options: Any) -> Iterator[Api]:
+    """The model at `path`, or a random one, behind a listener without keys."""
+    if path is None:
+        path = folder / "m.gguf"
+        random_model(path, "llama")
     options: Any = {
         "ctx": 2048,
         "chat_template": "chatml",

@@ -98,9 +98,7 @@ def test_what_a_chat_may_say(api):
 
 def test_variables_of_the_chat_template(api, monkeypatch):
     """Whether a model thinks is one of them, as Qwen's have it; its own variables stay."""
-    source = (
-        "{{ messages[0].content }} {{ enable_thinking | default('yes') }} {{ reasoning_effort }}"
-    )
+    source = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
     monkeypatch.setattr(
         api.server, "renderer", ConversationRenderer(ChatTemplate(source, "", ""), [])
     )
@@ -110,9 +108,9 @@ def test_variables_of_the_chat_template(api, monkeypatch):
         answer = httpx.post(f"{api.address}/apply-template", json=body, timeout=60).json()
         return answer["prompt"].removeprefix("the a").strip()
 
-    assert prompt() == "yes"
+    assert prompt() == "True"
     assert prompt(chat_template_kwargs={"enable_thinking": False, "messages": []}) == "False"
-    assert prompt(reasoning_effort="low") == "yes low"
+    assert prompt(reasoning_effort="low") == "True low"
     assert prompt(reasoning_effort="none") == "False"
     counts = [
         api.chat(

@@ -36,7 +36,7 @@ def run(settings: EmbedOutputSettings) -> int:
         print("[" + ",\n".join(map(json.dumps, vectors)) + "]")
     else:
         print(json.dumps(_openai_response(settings, result, vectors), indent=1))
-    num_texts, width = result.vectors.shape
+    num_texts, width = len(result.tokens), result.vectors.shape[1]
     tokens_text = plural(sum(result.tokens), "token")
     print_message(
         f"{plural(num_texts, 'text')} of {tokens_text}; {width:,} values each, pooling {result.pooling}"

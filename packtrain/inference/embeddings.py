@@ -11,7 +11,7 @@ from packtrain.inference.kv_cache import Context
 from packtrain.inference.kv_cache.kv_cells import SEQUENCES
 from packtrain.models.model_file import ModelFile
 
-POOLINGS = "mean", "cls", "last"
+POOLINGS = "mean", "cls", "last", "none"
 POOLING_BY_TYPE = {0: "mean", 1: "mean", 2: "cls", 3: "last"}  # llama_pooling_type; 0 says none
 MAX_BATCH_TOKENS = 2048  # tokens of texts that are read together
 MAX_ABS_VALUE = 32760.0  # largest value with a norm of 0, so that values fit 16 bits
@@ -29,7 +29,9 @@ def model_pooling(model: ModelFile) -> str:
 
 
 def pool_hidden(hidden: np.ndarray, pooling: str) -> np.ndarray:
-    """Pool the vectors of a text's tokens, (T, C), into one vector (C,)."""
+    """Pool the vectors of a text's tokens, (T, C), into one vector (C,); "none": return them."""
+    if pooling == "none":
+        return hidden
     if pooling == "mean":
         return np.asarray(hidden.mean(0, dtype=np.float64), np.float32)
     return np.asarray(hidden[0 if pooling == "cls" else -1])
@@ -81,7 +83,7 @@ def check_texts(texts: Sequence[Sequence[int]], max_tokens: int) -> None:
 def embed_texts(
     context: Context, texts: Sequence[Sequence[int]], pooling: str
 ) -> Iterator[np.ndarray]:
-    """Yield the vector (C,) of each text; needs a `hidden` context with `context_dimensions`."""
+    """Yield each text's vector (C,), with pooling none (T, C); needs a `hidden` context with `context_dimensions`."""
     lengths = [len(ids) for ids in texts]
     for batch in batches(lengths, context.cache.num_cells, context.pools.sequences):
         tokens = [id for i in batch for id in texts[i]]

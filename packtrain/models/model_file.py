@@ -5,7 +5,7 @@ A ModelFile knows no sessions: weights are arrays by name.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from packtrain.models.model_metadata import model_metadata, num_unused_blocks, r
 from packtrain.models.tensor_shapes import unused_weights
 
 CHUNK_ELEMENTS = 1 << 18  # elements converted at a time
+RERANK_HEAD = "cls.output.weight"  # classifier of rerankers
 TOKENS_KEY = "tokenizer.ggml.tokens"
 EDGE_NBYTES = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
 MAX_VOCAB_DIFFERENCE = 128  # tokens by which two vocabularies may differ in size: llama.cpp's
@@ -74,8 +75,11 @@ class ModelFile:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def open_model(path: str | Path) -> ModelFile:
-    """Open a model's GGUF file. Raises InputError if packtrain cannot compute the model as the file describes."""
+def open_model(path: str | Path, extra_tensors: Sequence[str] = ()) -> ModelFile:
+    """Open a model's GGUF file, which may have `extra_tensors` beside the model's.
+
+    Raises InputError if packtrain cannot compute the model as the file describes.
+    """
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
@@ -83,7 +87,7 @@ def open_model(path: str | Path) -> ModelFile:
         )
     config = read_config(gguf)
     _check_vocabulary(gguf, config)
-    check_tensors(gguf, config)
+    check_tensors(gguf, config, extra_tensors)
     return ModelFile(gguf, config)
 
 
@@ -112,11 +116,15 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
         raise reader.wrong("vocab_size", reader.get("vocab_size"), expected)
 
 
-def check_tensors(gguf: GGUF, config: Config) -> None:
-    """Raise InputError unless the file has exactly the model's tensors, in their shapes and in readable types."""
+def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ()) -> None:
+    """Raise InputError unless the file has the model's tensors, of readable types, and no others but extra ones."""
     leaves = transformer.weights(config)
     count = min(num_unused_blocks(MetadataReader(gguf)), len(gguf.entries))
-    unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unused_weights(config))
+    unused = (
+        *(f"blk.{config.block_count + i}." for i in range(count)),
+        *unused_weights(config),
+        *extra_tensors,
+    )
     unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
         if unknown[0].startswith("optimizer."):

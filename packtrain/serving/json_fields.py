@@ -213,11 +213,13 @@ def parse_prompts(
 
 
 def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> list[int]:
-    """Tokenize a text, a list of ids and texts, or {"prompt_string": text}. Raises InputError."""
+    """Tokenize a text, a list of ids and texts, {"prompt_string": text} or {"content": [parts]}. Raises InputError."""
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt_string"), str):
         if prompt.get("multimodal_data"):
             raise InputError("multimodal_data: this model reads text only")
         prompt = prompt["prompt_string"]
+    elif isinstance(prompt, dict) and isinstance(prompt.get("content"), list):
+        prompt = "".join(part_text(part, name) for part in prompt["content"])
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, eos=False)
     if not isinstance(prompt, list) or not prompt:
@@ -237,6 +239,14 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
                 f"{name}[{part_index}] must be a text or a token id below {tokenizer.vocab_size:,}"
             )
     return ids
+
+
+def part_text(fields: Any, name: str) -> str:
+    """Return the text of a part of content, {"type": "text", "text": "…"}. Raises InputError."""
+    part = JsonBody(fields, f"{name}.content")
+    if part.text("type") != "text":
+        raise InputError(part.fact("type", f"is {part.text('type')!r}; this model reads text"))
+    return part.text("text")
 
 
 def adapters_of(adapter_entries: Any, defaults: Sequence[float]) -> tuple[float, ...]:

@@ -80,7 +80,7 @@ class LlamaCompletionFormat:
         self, number: int, update: generation_jobs.PromptProgress
     ) -> list[dict[str, Any]]:
         """Return the events of a stream while a prompt is read."""
-        return [self._piece(number, "", [], 0) | progress_fields(update)]
+        return [self._piece(number, "", [], 0) | progress_fields(update, self._timed)]
 
     def _piece(self, number: int, text: str, ids: list[int], output_tokens: int) -> dict[str, Any]:
         return {
@@ -135,7 +135,7 @@ class LlamaCompletionFormat:
             "tokens_evaluated": token_counts.prompt,
             "tokens_cached": token_counts.prompt + max(token_counts.output_tokens - 1, 0),
             "generation_settings": self._settings[number],
-            "prompt": self._tokenizer.decode(job.prompt, special=True),
+            "prompt": b"".join(map(self._tokenizer.piece, job.prompt)).decode(errors="replace"),
             "has_new_line": "\n" in self._texts[number],
             "truncated": end.reason == "context" or token_counts.forgotten_tokens > 0,
             "stop_type": STOP_TYPES.get(end.reason, "none"),

@@ -77,7 +77,10 @@ class TextCompletionFormat:
         return {"timings": timing_fields(delta.counts)} if self._request.has_timings else {}
 
     def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
-        return [self._chunk_event(number, {"text": ""}) | response_shapes.progress_fields(update)]
+        return [self._chunk_event(number, {"text": ""}) | self._progress_fields(update)]
+
+    def _progress_fields(self, update: PromptProgress) -> JsonObject:
+        return response_shapes.progress_fields(update, self._request.has_timings)
 
     def end_events(self, number: int, end: AnswerEnd) -> list[JsonObject]:
         extra = self._verbose_fields(number, "", end) | {"timings": timing_fields(end.counts)}
@@ -211,7 +214,7 @@ class ChatCompletionFormat(TextCompletionFormat):
         return self._delta(number, {"role": "assistant", "content": None})
 
     def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
-        events = [self._role_event(number) | response_shapes.progress_fields(update)]
+        events = [self._role_event(number) | self._progress_fields(update)]
         return [*events, self._role_event(number)] if update.read == update.total_tokens else events
 
     def delta_events(self, number: int, text_delta: TextDelta) -> list[JsonObject]:

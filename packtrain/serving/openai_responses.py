@@ -8,11 +8,11 @@ from uuid import uuid4
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.serving.answer_blocks import CALL, TEXT, THOUGHT, BlocksFormat
-from packtrain.serving.generation_jobs import AnswerEnd
+from packtrain.serving.generation_jobs import AnswerEnd, PromptProgress, TextDelta, TokenCounts
 from packtrain.serving.json_fields import JsonBody
 from packtrain.serving.openai_completions import JsonObject
 from packtrain.serving.request_parsing import OpenAIRequest
-from packtrain.serving.response_shapes import usage
+from packtrain.serving.response_shapes import progress_fields, timing_fields, usage
 from packtrain.serving.stored_responses import StoredResponses
 
 MAX_ITEMS, MAX_PARTS = 1 << 16, 1 << 12
@@ -175,6 +175,18 @@ class ResponsesFormat(BlocksFormat):
             **({"warnings": [*warnings]} if warnings else {}), **fields,
         }  # fmt: skip
 
+    def delta_events(self, number: int, delta: TextDelta) -> list[JsonObject]:
+        return [
+            event | self._timings(delta.counts) for event in super().delta_events(number, delta)
+        ]
+
+    def _timings(self, counts: TokenCounts) -> JsonObject:
+        return {"timings": timing_fields(counts)} if self._request.has_timings else {}
+
+    def progress_events(self, number: int, update: PromptProgress) -> list[JsonObject]:
+        fields = progress_fields(update, self._request.has_timings)
+        return [self._event("in_progress", response=self._response("in_progress"), **fields)]
+
     def start_events(self) -> list[JsonObject]:
         events = "created", "in_progress"
         return [self._event(name, response=self._response("in_progress")) for name in events]
@@ -210,7 +222,7 @@ class ResponsesFormat(BlocksFormat):
 
     def last_events(self, finish_word: str, end: AnswerEnd) -> list[JsonObject]:
         response = self._finished_response(finish_word, end)
-        return [self._event(response["status"], response=response)]
+        return [self._event(response["status"], response=response, **self._timings(end.counts))]
 
     def full_answer(
         self, blocks: Sequence[tuple[str, Any]], finish_word: str, end: AnswerEnd

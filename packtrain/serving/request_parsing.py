@@ -301,11 +301,14 @@ def with_line_breaks(message: Any) -> Any:
 
 def template_variables(body: JsonBody) -> dict[str, Any]:
     """Return variables for the chat template: chat_template_kwargs and reasoning_effort. Raises InputError."""
-    variables = body.get_object("chat_template_kwargs")
-    effort = body.text("reasoning_effort")
+    variables, effort = {**body.get_object("chat_template_kwargs")}, body.text("reasoning_effort")
+    JsonBody(variables, "chat_template_kwargs").get_flag("enable_thinking")
     if effort == "none":
+        variables.pop("reasoning_effort", None)
         return variables | {"enable_thinking": False}
-    return variables | ({"reasoning_effort": effort} if effort else {})
+    return variables | (
+        dict.fromkeys(("reasoning_effort", "reasoning_strength"), effort) if effort else {}
+    )
 
 
 def has_answer_start(body: JsonBody, has_partial_answer: bool) -> bool:

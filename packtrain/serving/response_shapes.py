@@ -71,16 +71,18 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
     }
 
 
-def progress_fields(update: PromptProgress) -> dict[str, Any]:
-    """Return the progress in a prompt, by llama-server's names."""
-    time_ms = int(1e3 * update.seconds)
+def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:
+    """Return the progress in a prompt, by llama-server's names, with its times if a request wants them."""
     progress_values = {
         "total": update.total_tokens,
         "cache": update.cached,
         "processed": update.read,
-        "time_ms": time_ms,
+        "time_ms": int(1e3 * update.seconds),
     }
-    return {"prompt_progress": progress_values}
+    read = update.read - update.cached
+    counts = TokenCounts(update.read, update.cached, read, reading=update.seconds if read else 0.0)
+    timings = timing_fields(counts)
+    return {"prompt_progress": progress_values} | ({"timings": timings} if has_timings else {})
 
 
 def token_entry(

@@ -1,32 +1,31 @@
 """The handlers of all routes. Handlers of POST run in a thread, and get the body."""
 
-import base64
 import math
 import re
 import time
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from packtrain.common.errors import InputError
 from packtrain.serving import anthropic_messages, openai_responses, request_parsing
+from packtrain.serving.embedding_requests import llama_embedding, openai_embeddings
 from packtrain.serving.event_stream import make_response
+from packtrain.serving.fill_in_middle import fill_prompt
 from packtrain.serving.generation_jobs import GenerationJob
-from packtrain.serving.json_fields import JsonBody, adapters_of, parse_prompt, parse_prompts
+from packtrain.serving.json_fields import JsonBody, adapters_of, parse_prompt
 from packtrain.serving.llama_completion import LlamaCompletionFormat, settings_of
 from packtrain.serving.openai_completions import ChatCompletionFormat, TextCompletionFormat
 from packtrain.serving.prometheus_metrics import metrics_text
+from packtrain.serving.reranking import rerank
 from packtrain.serving.response_shapes import FINGERPRINT, HttpRefusal
 from packtrain.serving.server_state import Server
 from packtrain.serving.slots import SlotAnswer
 from packtrain.serving.tool_calls import RequestTools
 
 VOCAB_TYPES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
-MAX_TEXTS = 2048
 MAX_PIECES = 1 << 15
-MAX_EMBEDDING_NUMBERS = 1 << 19  # most numbers in all embeddings of a request
 OLLAMA = {
     "modified_at": "", "size": "", "digest": "", "description": "", "tags": [""], "parameters": "",
     "details": {
@@ -34,6 +33,7 @@ OLLAMA = {
         "quantization_level": "",
     },
 }  # fmt: skip
+RERANK_PATHS = "/rerank", "/reranking", "/v1/rerank", "/v1/reranking"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
@@ -44,6 +44,12 @@ def completion(server: Server, body: JsonBody, request: Request) -> Response:
     jobs = request_parsing.parse_llama_completion(server, body)
     response_format = LlamaCompletionFormat(body, jobs, server.name, server.tokenizer)
     return make_response(server, jobs, response_format, body.get_flag("stream"))
+
+
+def infill(server: Server, body: JsonBody, request: Request) -> Response:
+    """Write what stands between a prefix and a suffix, in /completion's shape."""
+    prompt_ids = fill_prompt(server, body)
+    return completion(server, body.replaced((), {"prompt": prompt_ids}), request)
 
 
 def text_completion(server: Server, body: JsonBody, request: Request) -> Response:
@@ -89,7 +95,7 @@ def verbose_format(
     server: Server, body: JsonBody, openai_request: request_parsing.OpenAIRequest
 ) -> LlamaCompletionFormat | None:
     """Return /completion's shape if the request wants its fields besides OpenAI's; else None."""
-    if not body.get_flag("verbose"):
+    if not body.get_flag("verbose", server.is_verbose):
         return None
     return LlamaCompletionFormat(body, openai_request.jobs, server.name, server.tokenizer)
 
@@ -147,49 +153,6 @@ def requested_prompt(server: Server, body: JsonBody) -> str:
     return request_parsing.prompt_text(server, body, conversation, tools)
 
 
-# ---- embeddings
-
-
-def openai_embeddings(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in OpenAI's shape; `input` is a text or tokens, or several."""
-    encoding_format = body.text("encoding_format", "float")
-    if encoding_format not in ("float", "base64"):
-        raise InputError(f"encoding_format is {encoding_format!r}; it must be float or base64")
-    if body.has("dimensions"):
-        raise InputError("dimensions: this model's embeddings have one size")
-    texts, vectors = embed_content(server, body.get("input"))
-    data = [
-        {"object": "embedding", "index": index, "embedding": encoded(vector, encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    num_tokens = sum(map(len, texts))
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "model": server.name, "data": data, "usage": usage}
-
-
-def embed_content(server: Server, content: Any) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Return tokens and embedding of each text. Raises HttpRefusal, InputError."""
-    max_texts = min(MAX_TEXTS, MAX_EMBEDDING_NUMBERS // server.model.config.embedding_length)
-    texts = parse_prompts(content, server.tokenizer, max_texts, "input")
-    return texts, server.embed(texts)
-
-
-def encoded(vector: np.ndarray, encoding_format: str) -> Any:
-    """Encode a vector as a list of numbers, or its f32 bytes as base64."""
-    if encoding_format == "float":
-        return [float(x) for x in vector]
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def llama_embedding(server: Server, body: JsonBody, request: Request) -> Any:
-    """Answer embeddings in llama-server's own shape."""
-    content = body.get("content") if body.has("content") else body.get("input")
-    _, vectors = embed_content(server, content)
-    return [
-        {"index": i, "embedding": [encoded(vector, "float")]} for i, vector in enumerate(vectors)
-    ]
-
-
 # ---- the server
 
 
@@ -233,7 +196,11 @@ def describe_model(server: Server) -> dict[str, Any]:
         "created": int(server.start_time),
         "owned_by": "packtrain",
     }
-    return model_info | {"aliases": [server.name, *server.aliases], "tags": [], "meta": model_meta}
+    return model_info | {
+        "aliases": [server.name, *server.aliases],
+        "tags": [*server.tags],
+        "meta": model_meta,
+    }
 
 
 def file_type(server: Server) -> str:
@@ -312,7 +279,9 @@ def get_metrics(server: Server, request: Request) -> Response:
         raise HttpRefusal(
             501, "This server does not support metrics endpoint. Start it with `--metrics`"
         )
-    return PlainTextResponse(metrics_text(server.engine), media_type="text/plain; version=0.0.4")
+    headers = {"Process-Start-Time-Unix": str(int(server.start_time))}
+    text = metrics_text(server.engine)
+    return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4")
 
 
 # ---- adapters, and slots as files
@@ -381,17 +350,20 @@ ROUTES = (
     ("/slots/{id}", "POST engine", slot_action),
     ("/completion", "POST", completion),
     ("/completions", "POST", completion),
+    ("/infill", "POST", infill),
     ("/v1/completions", "POST", text_completion),
     ("/chat/completions", "POST", chat_completion),
     ("/v1/chat/completions", "POST", chat_completion),
     ("/v1/messages", "POST", messages),
     ("/v1/messages/count_tokens", "POST", count_message_tokens),
+    ("/responses", "POST", responses),
     ("/v1/responses", "POST", responses),
     ("/chat/completions/input_tokens", "POST", count_tokens),
     ("/v1/chat/completions/input_tokens", "POST", count_tokens),
     ("/embedding", "POST engine", llama_embedding),
     ("/embeddings", "POST engine", llama_embedding),
     ("/v1/embeddings", "POST engine", openai_embeddings),
+    *((path, "POST engine", rerank) for path in RERANK_PATHS),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
     ("/apply-template", "POST", apply_template),

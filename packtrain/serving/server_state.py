@@ -4,7 +4,7 @@ import asyncio
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packtrain.common.errors import InputError
+from packtrain.data.chat_template import answer_variables
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
 from packtrain.data.conversations.messages import Conversation
 from packtrain.data.tokenizer import Tokenizer
@@ -43,8 +44,8 @@ class PromptTooLong(InputError):
 
     def __init__(self, tokens: int, max_tokens: int) -> None:
         super().__init__(
-            f"the request ({tokens:,} tokens) exceeds the available context size ({max_tokens:,} tokens);"
-            " shorten it, or start the server with a larger --ctx-size"
+            f"the request ({tokens:,} tokens) is too large: it exceeds the available context size"
+            f" ({max_tokens:,} tokens); shorten it, or start the server with a larger --ctx-size"
         )
         self.tokens, self.max_tokens = tokens, max_tokens
 
@@ -86,9 +87,13 @@ class Server:
     template_source   source of the chat template
     bos_text          text of the BOS token, with which a template may begin
     name, aliases     the model's names for clients
+    tags              the model's tags for clients
     reasoning_format  how answers return thoughts, where a request does not say
+    thinks            whether the chat template lets the model think, where a request does not say
+    is_verbose        whether answers of OpenAI's API have /completion's fields, too
     scales            scales of the adapters, where a request does not say
     embedder          a context for embeddings; None: /v1/embeddings is off
+    rerank_head       classifier (N, C) of a reranker; None: /rerank is off
     slots_folder      folder of saved slots; None: slots cannot be saved
     has_metrics       whether /metrics answers
     has_slots         whether /slots answers
@@ -110,12 +115,16 @@ class Server:
     scales: tuple[float, ...] = ()
     embedder: Context | None = None
     pooling: str = "mean"
+    rerank_head: np.ndarray | None = None
     slots_folder: Path | None = None
     has_metrics: bool = False
     has_slots: bool = True
     has_page: bool = True
     aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     reasoning_format: str = AUTO
+    thinks: bool = True
+    is_verbose: bool = False
     stored_responses: StoredResponses = field(default_factory=StoredResponses)
     start_time: float = field(default_factory=time.time)
     _render_lock: Lock = field(default_factory=Lock)
@@ -146,11 +155,12 @@ class Server:
         return self.renderer.takes_tools
 
     def render_prompt(
-        self, conversation: Conversation, variables: Mapping[str, Any], has_start: bool = True
+        self, conversation: Conversation, variables: dict[str, Any], has_start: bool = True
     ) -> str:
         """Render a conversation with `variables` of its template, and the beginning of an answer if `has_start`.
         Raises InputError.
         """
+        variables = answer_variables(self.thinks) | variables
         with self._render_lock:  # one child renders
             return self.renderer.prompt(conversation, variables, has_start)
 
@@ -187,8 +197,11 @@ class Server:
                 f"id_slot is {job.slot}; there are {len(self.engine.slots)} slots, from 0 on"
             )
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return the normalized embedding of each text. Raises HttpRefusal, InputError."""
+    def embed(self, texts: Sequence[Sequence[int]], norm: int = 2) -> list[np.ndarray]:
+        """Return the embedding of each text, see `normalize_vector`; with pooling none its tokens', as they are.
+
+        Raises HttpRefusal, InputError.
+        """
         embedder = self.embedder
         if embedder is None:
             raise HttpRefusal(
@@ -206,7 +219,7 @@ class Server:
         for batch in batches([len(ids) for ids in texts], max_tokens, embedder.pools.sequences):
             batch_ids = [texts[i] for i in batch]
             vectors += self.engine.call(partial(self._embed_batch, embedder, batch_ids)).result()
-        return [normalize_vector(vector, 2) for vector in vectors]
+        return [vector if vector.ndim > 1 else normalize_vector(vector, norm) for vector in vectors]
 
     def _embed_batch(self, embedder: Context, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the vectors of texts that are read together, in the engine's thread, and count their tokens."""

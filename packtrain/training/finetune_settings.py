@@ -202,7 +202,7 @@ class TuneSettings(RunSettings):
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE_CHOICES
     )
-    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(

@@ -32,9 +32,7 @@ SKIP_BAD_HELP = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
 )
 MAX_CONTEXT = 1 << 24  # tokens of a context
-CHAT_TEMPLATE = (
-    f"chat template to use instead of the model's own: {', '.join(TEMPLATES)}, or a file"
-)
+CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(TEMPLATES)}, a file, or the text of one"
 DEVICE_HELP = (
     "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
     " beside the plan; torch:cpu, cuda and mps need PyTorch (packtrain[torch])"

@@ -9,7 +9,7 @@ from packtrain.common.errors import InputError, name_keywords
 from packtrain.common.events import Events
 from packtrain.common.options import option
 from packtrain.common.text import plural
-from packtrain.data.chat_template import ChatTemplate
+from packtrain.data.chat_template import ChatTemplate, answer_variables
 from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
@@ -32,7 +32,12 @@ class ChatSettings(GenerationSettings):
     n_predict: int = option(
         1024, "most tokens of an answer; -1: until the context is full", flags="-n", min_value=-1
     )
-    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
+    reasoning: str = option(
+        generation_settings.REASONING_MODES[0],
+        generation_settings.REASONING_HELP,
+        choices=generation_settings.REASONING_MODES,
+    )
 
 
 @name_keywords
@@ -82,7 +87,8 @@ class ChatSession:
         """Answer a message, reporting text as it is generated. A message that fails is removed again."""
         self.messages.append({"role": "user", "content": text})
         try:
-            generated = self.reply(self._template.render(self.messages, add_generation_prompt=True))
+            variables = answer_variables(self._settings.reasoning != "off")
+            generated = self.reply(self._template.render(self.messages, None, True, variables))
         except InputError:
             self.messages.pop()
             raise

@@ -78,7 +78,7 @@ class CompareSettings:
     ctx: int | None = option(
         None, "context length in tokens (default: as `chat`)", flags="-c", min_value=3
     )
-    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
     show: int = option(3, "answers to print side by side", min_value=0)

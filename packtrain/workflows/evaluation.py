@@ -102,7 +102,7 @@ class EvaluateSettings:
     )
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
-    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     cache_type: str | None = option(
         None,
         "read through a KV cache of this element type, as `generate` does, instead of all at once",

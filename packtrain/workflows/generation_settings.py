@@ -1,6 +1,7 @@
 """Settings that generate and chat share, and loading a model to generate with."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ CONSTRAINTS = dict.fromkeys(
     ("grammar", "grammar_file", "json_schema", "json_schema_file"),
     "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other",
 )
+REASONING_MODES = AUTO, "on", "off"
+REASONING_HELP = "whether the chat template lets the model think: off, or on (auto) where it can"
 SWA_FULL_HELP = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 
@@ -136,9 +139,19 @@ class GenerationSettings(Sampling, ModelOptions):
         check_rules(self)
 
 
-def opened(settings: ModelOptions, report: ReportFunction, *, by_token: bool = False) -> ModelFile:
-    """Open the model with the requested adapters; `by_token`: each token has its own scales. Raises InputError."""
-    model = open_model(settings.model)
+def opened(
+    settings: ModelOptions,
+    report: ReportFunction,
+    *,
+    by_token: bool = False,
+    extra_tensors: Sequence[str] = (),
+) -> ModelFile:
+    """Open the model with the requested adapters. Raises InputError.
+
+    by_token  each token has its own scales
+    extra_tensors    tensors that the file may have beside the model's
+    """
+    model = open_model(settings.model, extra_tensors)
     model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     return configured(model, settings, report)
 

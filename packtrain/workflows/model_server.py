@@ -21,12 +21,13 @@ from packtrain.inference.kv_cache.context_size import ContextPlan
 from packtrain.inference.kv_cache.decode_plans import RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.models.config import check_context
-from packtrain.models.model_file import ModelFile, fingerprint
+from packtrain.models.model_file import RERANK_HEAD, ModelFile, fingerprint
 from packtrain.models.model_with_adapters import split_scale
 from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.serving.engine_thread import CHUNK, SIMILAR, ServingEngine
 from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
+from packtrain.serving.reranking import rerank_head
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
@@ -50,6 +51,7 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
         "name of the model for clients, or several with commas (default: its file's)",
         flags="-a",
     )
+    tags: str | None = option(None, "tags of the model for clients, with commas between them")
     api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
     api_key_file: Path | None = option(
         None, "requests need one of the keys in this file, one a line"
@@ -89,20 +91,34 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
         min_value=-1,
         max_value=generation_settings.MAX_SEED,
     )
-    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
     )  # fmt: skip
+    reasoning: str = option(
+        generation_settings.REASONING_MODES[0],
+        generation_settings.REASONING_HELP,
+        choices=generation_settings.REASONING_MODES,
+    )
     swa_full: bool = MODEL(False, generation_settings.SWA_FULL_HELP)
     swa_checkpoints: int = MODEL(
         8, "states of the windows that are kept", flags="--ctx-checkpoints", min_value=0
     )
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
+    reranking: bool = option(
+        False,
+        "answer /v1/rerank, by a Qwen3 reranker",
+        flags="--rerank",
+        conflicts={"pooling": "which rerankers fix"},
+    )
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
     )
     slots: bool = option(True, "answer /slots: what each slot does")
     metrics: bool = option(False, "answer /metrics, for Prometheus")
+    verbose: bool = option(
+        False, "answers of OpenAI's API have /completion's fields, too, with the prompt", flags="-v"
+    )
     ui: bool = option(True, "show a page to compare models at /")
     slot_save_path: Path | None = option(None, "folder in which requests may save slots")
     memory: str | None = MEMORY(
@@ -112,8 +128,7 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
     @property
     def names(self) -> list[str]:
         """Names of the model from --alias, each once."""
-        aliases = (name.strip() for name in (self.alias or "").split(","))
-        return [name for name in dict.fromkeys(aliases) if name]
+        return split_names(self.alias)
 
     @property
     def sampling(self) -> Sampling:
@@ -134,6 +149,12 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
         return api_keys
 
 
+def split_names(names: str | None) -> list[str]:
+    """Split names with commas between them, each once."""
+    unique_names = dict.fromkeys(name.strip() for name in (names or "").split(","))
+    return [name for name in unique_names if name]
+
+
 def load_server(settings: ServeSettings, events: Events) -> Server:
     """Load the model, reserve all planned memory, and start the engine. Raises InputError, DoesNotFit."""
     settings.check_sampling()
@@ -142,7 +163,9 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         if not folder.is_dir():
             raise InputError(f"--slot-save-path: {folder} is not a folder")
         remove_temp_files(folder)
-    model = generation_settings.opened(settings, events.message, by_token=True)
+    model = generation_settings.opened(
+        settings, events.message, by_token=True, extra_tensors=(RERANK_HEAD,)
+    )
     tokenizer = model.tokenizer()
     renderer, template_text, bos_text = load_renderer(settings, model, tokenizer, events)
     kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(model.config)))
@@ -161,8 +184,11 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         scales=tuple(scale for _, scale in adapters),
         embedder=embedder, slots_folder=folder, has_slots=settings.slots, has_page=settings.ui,
         has_metrics=settings.metrics, reasoning_format=settings.reasoning_format,
+        thinks=settings.reasoning != "off", tags=tuple(split_names(settings.tags)), is_verbose=settings.verbose,
     )  # fmt: skip
-    if embedder is not None:
+    if settings.reranking:
+        server.pooling, server.rerank_head = "last", rerank_head(model)
+    elif embedder is not None:
         server.pooling = settings.pooling or model_pooling(model)
     return server
 
@@ -188,12 +214,13 @@ def make_contexts(
     limit_nbytes = None if settings.memory is None else parse_size(settings.memory, "--memory")
     plan_options: Any = {"cache": settings.cache_type, "target": target(settings.device)}
     context_options: Any = plan_options | {"sequences": settings.parallel, "say": events.message}
+    has_embedder = settings.embeddings or settings.reranking
     embedding_cells, embedder = min(context_length, MAX_EMBEDDING_TOKENS), None
     run_sizes = RunSizes.of(embedding_cells, 0)
     embedder_plan = ContextPlan(model, run_sizes, settings.parallel, hidden=True, **plan_options)
 
     def reserved_nbytes(num_cells: int) -> int:
-        num_cells = min(num_cells, embedding_cells) if settings.embeddings else 0
+        num_cells = min(num_cells, embedding_cells) if has_embedder else 0
         return REQUESTS_NBYTES + (embedder_plan.nbytes(num_cells) if num_cells else 0)
 
     context = Context(
@@ -201,7 +228,7 @@ def make_contexts(
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
         memory=limit_nbytes, beside=reserved_nbytes, **context_options,
     )  # fmt: skip
-    if settings.embeddings:  # in the memory that is reserved above
+    if has_embedder:  # in the memory that is reserved above
         embedder = Context(
             model, cells=embedding_cells, checkpoints=0, hidden=True, **context_options
         )

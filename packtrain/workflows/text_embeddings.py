@@ -25,7 +25,7 @@ class EmbedSettings(generation_settings.ModelOptions):
     file: Path | None = option(None, "read texts from this file, one a line", flags="-f")
     pooling: str | None = option(
         None,
-        "the mean of all tokens' vectors, the first token's (cls) or the last one's; default: the file's, else mean",
+        "the mean of all tokens' vectors, the first one (cls), the last one, or each (none); default: the file's",
         choices=embeddings.POOLINGS,
     )
     embd_normalize: int = option(
@@ -38,7 +38,7 @@ class EmbedSettings(generation_settings.ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class TextEmbeddings:
-    """Vectors (N, C) f32 of N texts, the number of tokens of each, and the pooling."""
+    """Vectors (N, C) f32 of N texts, or of all their tokens; the number of tokens of each, and the pooling."""
 
     vectors: np.ndarray
     tokens: tuple[int, ...]
@@ -64,13 +64,14 @@ def embed(settings: EmbedSettings, events: Events) -> TextEmbeddings:
     )  # fmt: skip
     vectors = list[np.ndarray]()
     with events.counting("embedding", "text") as report_progress, events.stopping() as stopped:
-        for vector in embeddings.embed_texts(context, token_ids, pooling):
+        for number, vector in enumerate(embeddings.embed_texts(context, token_ids, pooling)):
             if stopped():
                 raise Interrupted(
-                    f"stopped after {len(vectors)} of {len(token_ids)} texts, without a result"
+                    f"stopped after {number} of {len(token_ids)} texts, without a result"
                 )
-            vectors.append(embeddings.normalize_vector(vector, settings.embd_normalize))
-            report_progress(len(vectors), len(token_ids))
+            rows, norm = np.atleast_2d(vector), settings.embd_normalize
+            vectors += [embeddings.normalize_vector(row, norm) for row in rows]
+            report_progress(number + 1, len(token_ids))
     return TextEmbeddings(np.stack(vectors), tuple(map(len, token_ids)), pooling)
 
 

@@ -15,10 +15,11 @@ from packtrain.data.chat_template.template_language import (
     MEMORY_NBYTES,
     ChatTemplate,
     TemplateError,
+    answer_variables,
     template_source,
 )
 
 __all__ = [
-    "CHATML", "MEMORY_NBYTES", "TEMPLATES", "ChatTemplate", "TemplateChoice", "TemplateError", "choose_template",
-    "load_template", "template_source",
+    "CHATML", "MEMORY_NBYTES", "TEMPLATES", "ChatTemplate", "TemplateChoice", "TemplateError", "answer_variables",
+    "choose_template", "load_template", "template_source",
 ]  # fmt: skip

@@ -172,9 +172,9 @@ def family_of(metadata: Mapping[str, Any]) -> str:
 
 
 def load_template(name_or_path: str) -> str:
-    """Return the text of the template with this name, or in this file. Raises InputError."""
-    if name_or_path in TEMPLATES:
-        return TEMPLATES[name_or_path]
+    """Return the text of the template with this name, or in this file, or this text. Raises InputError."""
+    if name_or_path in TEMPLATES or "{{" in name_or_path or "{%" in name_or_path:
+        return TEMPLATES.get(name_or_path, name_or_path)
     if not Path(name_or_path).is_file():
         raise InputError(
             f"--chat-template: {name_or_path} is no file, and no known template; these are {', '.join(TEMPLATES)}"

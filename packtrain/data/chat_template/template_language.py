@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ class ChatTemplate:
         extra_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation; `extra_variables` are passed on. Raises TemplateError, whatever the template does."""
-        variables = {**(extra_variables or {}), **self._tokens} | {
+        now = f"{datetime.now():%b %d %Y}"  # firefunction's templates need both
+        variables = {"datetime": now, "functions": json.dumps(tools or [], indent=4)}
+        variables |= {**(extra_variables or {}), **self._tokens} | {
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -94,6 +97,11 @@ class ChatTemplate:
         too_long = f"took longer than {self._seconds:g} s"
         failure = too_long if timed_out.is_set() else "ended its process"
         raise TemplateError(f"the chat template {failure}")
+
+
+def answer_variables(thinks: bool = True) -> dict[str, Any]:
+    """Return the template's variables for an answer: whether the model thinks, and today's date. llama.cpp's."""
+    return {"enable_thinking": thinks, "date_string": f"{datetime.now():%d %b %Y}"}
 
 
 def _start_child(source: str, memory: int) -> subprocess.Popen[bytes]:

@@ -63,6 +63,7 @@ class TokenTable:
     index        ids by text
     bos         BOS id or None; likewise eos, unk, sep (separator) and eot (end of a turn)
     eog_ids     ids that end generation
+    fill_ids    ids of fill-in-the-middle tokens by GGUF's names: fim_pre, fim_suf, fim_mid, fim_rep, fim_sep, fim_pad
     specials    (text, id) of tokens that are matched before all others, the longest first
     rstrip_ids  special tokens that swallow the whitespace after them
     lstrip_ids  special tokens that swallow the whitespace before them
@@ -92,6 +93,7 @@ class TokenTable:
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
         self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # GGUF's spelling
         self.eot = self._id(metadata, "eot", None)
+        self.fill_ids: dict[str, int] = {}
         self.eog_ids = self._find_eog_ids(metadata)
         is_special = np.isin(self.token_types, (CONTROL, USER_DEFINED, UNKNOWN))
         special_ids = is_special.nonzero()[0].tolist()
@@ -135,6 +137,8 @@ class TokenTable:
             if id is None and (fill_ids := self._find_ids(fill_texts)):
                 id = fill_ids[0]
                 self.token_types[id] = CONTROL
+            if id is not None:
+                self.fill_ids[name] = id
             if name in FILL_ENDS:
                 declared_ids.append(id)
         eog_ids = frozenset(named_ids).union(id for id in declared_ids if id is not None)

@@ -46,6 +46,7 @@ class Tokenizer:
     token_types  token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     bos          BOS id or None; likewise eos, unk and eot (end of a turn)
     eog_ids      ids that end generation
+    fill_ids     ids of fill-in-the-middle tokens, by GGUF's names such as fim_pre
     rstrip_ids   ids of tokens that swallow the whitespace after them; `lstrip_ids`: before them
     """
 
@@ -61,7 +62,7 @@ class Tokenizer:
         self.tokens, self.token_types = table.tokens, table.token_types
         self.vocab_size = len(table.tokens)
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
-        self.eog_ids = table.eog_ids
+        self.eog_ids, self.fill_ids = table.eog_ids, table.fill_ids
         self.rstrip_ids, self.lstrip_ids = table.rstrip_ids, table.lstrip_ids
         adds_bos = flag(metadata, "add_bos_token", encoding.adds_bos)
         self.add_bos = adds_bos or encoding.always_adds_bos

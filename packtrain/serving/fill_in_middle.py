@@ -1,0 +1,75 @@
+"""/infill: prompts of text between a prefix and a suffix, from tokens that the vocabulary has for it.
+
+[fim_rep]myproject [fim_sep]FILE, a chunk … [fim_sep]filename [fim_pre]PREFIX PROMPT [fim_suf]SUFFIX [fim_mid]
+"""
+
+from typing import Any
+
+from packtrain.common.errors import InputError
+from packtrain.serving.json_fields import JsonBody, parse_prompt
+from packtrain.serving.response_shapes import HttpRefusal
+from packtrain.serving.server_state import Server
+
+FILL_TOKENS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+MAX_FILL_TOKENS = 2048  # tokens of prefix, prompt and suffix, as many as a batch of llama-server
+MAX_CHUNKS, ANSWER_TOKENS = 1024, 128
+CHUNK_START = "\n\n--- snippet ---\n\n"  # before a chunk, where no token says that a file begins
+
+
+def fill_prompt(server: Server, body: JsonBody) -> list[int]:
+    """Return a request's prompt: the end of its chunks and of its prefix, and the beginning of its suffix.
+
+    Three in four of MAX_FILL_TOKENS, or of a share of the context, are the prefix's. Raises HttpRefusal, InputError.
+    """
+    tokenizer, fill_ids = server.tokenizer, server.tokenizer.fill_ids
+    missing = [f"{word} ({name})" for name, word in FILL_TOKENS.items() if name not in fill_ids]
+    if missing:
+        raise HttpRefusal(
+            501, f"Infill is not supported by this model: its vocabulary has no token for {', '.join(missing)}"
+        )  # fmt: skip
+    texts = {name: _text_ids(server, body, name) for name in ("input_prefix", "input_suffix")}
+    prompt_ids = tokenizer.encode(body.text("prompt"), bos=False, eos=False)
+    extra_ids = _chunk_ids(server, body)
+    context_size = server.engine.max_seq_tokens
+    answer_size = max(server.limits.max_answer_tokens, ANSWER_TOKENS)
+    size = min(MAX_FILL_TOKENS, 3 * context_size // 4)
+    prefix_size, suffix_size = 3 * (size // 4), max(size // 4 - 2 - len(prompt_ids), 0)
+    extra_size = max(context_size - size - 2 * answer_size, 0)
+    return [
+        *extra_ids[max(len(extra_ids) - extra_size, 0) :],
+        *([tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []),
+        fill_ids["fim_pre"],
+        *texts["input_prefix"][-prefix_size:],
+        *prompt_ids,
+        fill_ids["fim_suf"],
+        *texts["input_suffix"][:suffix_size],
+        fill_ids["fim_mid"],
+    ]
+
+
+def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:
+    """Tokenize a field, text or a list of ids and texts, which may not spell control tokens."""
+    if not body.has(name):
+        raise InputError(f"'{name}' is required; it may be empty")
+    value: Any = body.get(name)
+    if isinstance(value, str):
+        return server.tokenizer.encode(value, bos=False, eos=False, special=False)
+    return parse_prompt(value, server.tokenizer, name)
+
+
+def _chunk_ids(server: Server, body: JsonBody) -> list[int]:
+    """Return tokens of the texts in `input_extra`, which are of other files."""
+
+    def encode(text: str) -> list[int]:
+        return server.tokenizer.encode(text, bos=False, eos=False, special=False)
+
+    fill_ids, file_id = server.tokenizer.fill_ids, server.tokenizer.fill_ids.get("fim_sep")
+    ids = [fill_ids["fim_rep"], *encode("myproject\n")] if "fim_rep" in fill_ids else []
+    for number, fields in enumerate(body.get_list("input_extra", MAX_CHUNKS)):
+        chunk = JsonBody(fields, f"input_extra[{number}]")
+        if not chunk.has("text"):
+            raise InputError(f"{chunk.path('text')} is required")
+        file_name = chunk.text("filename", "tmp")
+        ids += encode(CHUNK_START) if file_id is None else [file_id, *encode(f"{file_name}\n")]
+        ids += encode(chunk.text("text"))
+    return ids if file_id is None else [*ids, file_id, *encode("filename\n")]

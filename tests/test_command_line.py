@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.cli import help as help_command
 from packtrain.cli import main as cli
 from packtrain.cli.main import COMMANDS, main
 from packtrain.common.errors import InputError
@@ -217,12 +218,12 @@ def test_a_help_is_short_and_help_all_has_every_option(columns, longest, monkeyp
             assert max(map(len, helps[option_name])) <= max_width, name
         assert len(helps["--help"]) <= 44, f"{name}: {len(helps['--help'])} lines"
         full_help = " ".join(helps["--help-all"])
-        for field in fields(cli._settings_class(name)):
+        for field in fields(cli.settings_class_of(name)):
             shown = field.name.upper() if field.metadata.get("positional") else flag_of(field.name)
             assert f" {shown}" in full_help.replace("--[no-]", "--"), shown
-        short = bool(getattr(cli._settings_class(name), "COMMON", ""))
+        short = bool(getattr(cli.settings_class_of(name), "COMMON", ""))
         assert short == any("--help-all shows every option" in line for line in helps["--help"])
-        assert short or len(fields(cli._settings_class(name))) <= 25, f"{name} needs a COMMON"
+        assert short or len(fields(cli.settings_class_of(name))) <= 25, f"{name} needs a COMMON"
 
 
 def test_a_short_help_has_the_common_options_in_their_order(capsys):
@@ -232,6 +233,39 @@ def test_a_short_help_has_the_common_options_in_their_order(capsys):
     places = [printed.index(f" {flag_of(name)}") for name in ("data", "output", "memory", "seed")]
     assert places == sorted(places) and "MODEL" in printed and "--armijo" not in printed
     assert "--[no-]full " in printed and "--epochs" in printed and "--config" not in printed
+
+
+def test_every_help_ends_with_an_example_that_is_a_command_line(capsys):
+    parser = cli._build_parser()
+    for name, (*_, example) in COMMANDS.items():
+        options = parser.parse_args(shlex.split(example.partition(" >>")[0]))
+        assert options.command == name
+        for flag_name in ("--help", "--help-all"):
+            with pytest.raises(SystemExit):
+                main([*name.split(), flag_name])
+            text = " ".join(capsys.readouterr().out.split())
+            assert f"example: packtrain {example}; every option is an environment variable" in text
+
+
+def test_help_of_a_topic_is_a_part_of_the_guide(capsys):
+    guide = " ".join(Path("docs/guide.md").read_text().split())
+    for topic in help_command.TOPICS:
+        assert main(["help", topic]) == 0
+        paragraphs = help_command.topic_text(topic).split("\n\n")
+        assert paragraphs[0] and capsys.readouterr().out.startswith(paragraphs[0])
+        assert all(" ".join(paragraph.split()) in guide for paragraph in paragraphs)
+    assert "--memory" in help_command.topic_text("memory")
+    assert "--resume" in help_command.topic_text("resume")
+
+
+def test_help_of_a_command_is_its_help(capsys):
+    assert main(["help", "plan", "train"]) == 0
+    assert "usage: packtrain plan train" in capsys.readouterr().out
+    assert main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: packtrain [-h]" in text and "TOPIC: a command, or base, data, memory" in text
+    code, lines = run_main(["help", "memroy"], capsys)
+    assert code == 2 and "there is no topic memroy; did you mean memory?" in lines[-1]
 
 
 def test_options_without_a_group_stand_by_themselves():

@@ -15,14 +15,14 @@ from tests.test_command_line import run_main
 
 def settings_of(*words: str, command: str = "finetune") -> RunSettings:
     options = cli._build_parser([command]).parse_args([command, *words])
-    settings_class = cli._settings_class(command)
+    settings_class = cli.settings_class_of(command)
     add_variables(options, settings_class)
     return from_flags(settings_class, options)
 
 
 def test_every_flag_has_a_variable():
     for command in COMMANDS:
-        settings = cli._settings_class(command)
+        settings = cli.settings_class_of(command)
         flags = [f.name for f in option_fields(settings) if not f.metadata.get("positional")]
         assert list(variables(settings)) == [f"PACKTRAIN_{name.upper()}" for name in flags]
         assert not cli.OTHER_VARIABLES & variables(settings).keys()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain.cli.main import COMMANDS, _settings_class, main
+from packtrain.cli.main import COMMANDS, main, settings_class_of
 from packtrain.common.errors import SHELL_OR_FLAG, InputError, with_keywords
 from packtrain.common.options import option_fields
 from packtrain.gguf import MetadataValue
@@ -205,7 +205,7 @@ def sentences() -> Iterator[tuple[Path, str]]:
 
 def test_each_flag_in_a_sentence_is_a_keyword() -> None:
     keywords = {
-        field.name for name in COMMANDS for field in option_fields(_settings_class(name))
+        field.name for name in COMMANDS for field in option_fields(settings_class_of(name))
     } | {"config"}
     wrong = []
     for path, text in sentences():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.cli.main import COMMANDS, _settings_class
+from packtrain.cli.main import COMMANDS, settings_class_of
 from packtrain.common.option_rules import rules
 from tests.copied import copy_package, edit_file, link_tests, packtrain_in, python_in
 
@@ -19,7 +19,7 @@ FIELD = """    decay_rows: int = TRAINING(
     )
     decay_note: str = OUTPUT("", "what is printed at the beginning", requires="decay_rows")
 """
-WHERE = "    result = train(settings, run_events())\n"
+WHERE = "    result = train(settings, events)\n"
 RESUME = """
 import json
 from dataclasses import fields
@@ -38,7 +38,7 @@ def test_each_condition_of_a_rule_is_a_setting_or_property_of_a_command() -> Non
     """A misspelt one would never be checked."""
     names, conditions = {"has_validation"}, set[str]()  # known once the data is read
     for command in COMMANDS:
-        settings_class = _settings_class(command)
+        settings_class = settings_class_of(command)
         names |= {field.name for field in fields(settings_class)} | {*dir(settings_class)}
         conditions |= {condition for _, condition, *_ in rules(settings_class)}
     assert {term.partition("=")[0] for words in conditions for term in words.split()} <= names
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = copy_package(folder)
     optimizer = "    optimizer: str = UPDATE(\n"
     edit_file(home / "training/run_settings.py", (optimizer, FIELD + optimizer))
-    edit_file(home / "cli/train.py", (WHERE, "    print_message(settings.decay_note)\n" + WHERE))
+    edit_file(home / "cli/train.py", (WHERE, "    events.message(settings.decay_note)\n" + WHERE))
     link_tests(folder)
     (folder / "text.txt").write_text("abba c" * 99)
     return folder

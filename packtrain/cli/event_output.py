@@ -1,10 +1,12 @@
 """Events on the command line: messages on standard error, and a progress line that is redrawn on a terminal."""
 
+import io
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from packtrain.cli import print_message, print_row
@@ -12,8 +14,11 @@ from packtrain.cli.side_by_side import MIN_WIDTH, side_by_side
 from packtrain.common.events import Counted, Events
 from packtrain.common.signals import stop_on_signals
 from packtrain.distributed import rank
+from packtrain.kernels import runtime
+from packtrain.training.monitoring.metrics_file import record_line
 from packtrain.training.monitoring.progress import ProgressLine, bar_module, redraws
 from packtrain.training.monitoring.work_progress import WorkCounter
+from packtrain.training.run_settings import RunSettings
 
 CONTROL_CHARS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
@@ -24,9 +29,12 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_events() -> Events:
+def run_events(settings: RunSettings) -> Events:
     """The events of a training run, which rank 0 prints."""
-    return SilentEvents() if rank() else TerminalEvents()
+    if rank():
+        return SilentEvents()
+    runtime.is_quiet = settings.quiet
+    return TerminalEvents(is_quiet=settings.quiet, log_json=settings.log_json)
 
 
 class SilentEvents(Events):
@@ -39,19 +47,36 @@ class SilentEvents(Events):
 
 
 class TerminalEvents(Events):
-    """Prints events. A signal stops the task after saving, a second one at once."""
+    """Prints events. A signal stops the task after saving, a second one at once.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    is_quiet  prints notices only
+    log_json  prints each event as a line of JSON to standard output, too
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, *, is_quiet: bool = False, log_json: bool = False
+    ) -> None:
+        self._stream = io.StringIO() if is_quiet else stream or sys.stderr
+        self._is_quiet, self._log_json = is_quiet, log_json
         if redraws(self._stream):
             bar_module()  # now, not inside a plan's memory
         self._progress: ProgressLine | None = None
 
-    def message(self, text: str) -> None:
-        if self._progress is None:
-            print_message(text)
-        else:
+    def _log(self, event: str, record: Mapping[str, Any]) -> None:
+        if self._log_json:
+            with suppress(BrokenPipeError):  # the run goes on without its reader
+                print(record_line({"event": event, **record}), end="", flush=True)
+
+    def message(self, text: str, event: str = "message") -> None:
+        self._log(event, {"text": text})
+        if self._progress is not None:
             self._progress.print_above(text)
+        elif not self._is_quiet:
+            print_message(text)
+
+    def notice(self, text: str) -> None:
+        self._log("notice", {"text": text})
+        print_message(text)
 
     def text(self, piece: str) -> None:
         write(piece)
@@ -60,7 +85,8 @@ class TerminalEvents(Events):
         print_row(text)
 
     def plan(self, run_plan: Any) -> None:
-        self.message(run_plan.ended or "\n".join([str(run_plan), *run_plan.notes]))
+        text = run_plan.ended or "\n".join([str(run_plan), *run_plan.notes])
+        self.message(text, "plan")
 
     @contextmanager
     def training(
@@ -77,14 +103,18 @@ class TerminalEvents(Events):
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         assert self._progress is not None
+        self._log("step", {**record, "steps": self._progress.steps, "peak_nbytes": peak_nbytes})
         self._progress.step(record, peak_nbytes)
 
     def sample(self, text: str) -> None:
-        self.message(text)
+        self.message(text, "sample")
+
+    def checkpoint_saved(self, path: Path) -> None:
+        self._log("checkpoint", {"path": str(path)})
 
     def answers(self, answers: Sequence[Any]) -> None:
         columns = shutil.get_terminal_size().columns if self._stream.isatty() else MIN_WIDTH - 1
-        self.message("\n".join(side_by_side(answers, columns)))
+        self.message("\n".join(side_by_side(answers, columns)), "answers")
 
     @contextmanager
     def counting(self, label: str, unit: str) -> Iterator[Counted]:

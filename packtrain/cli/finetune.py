@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from typing import cast
 
-from packtrain.cli import DONE, INTERRUPTED, print_message
+from packtrain.cli import DONE, INTERRUPTED
 from packtrain.cli.event_output import run_events
 from packtrain.distributed import rank
 from packtrain.engine.memory_plan import size_text
@@ -19,16 +19,17 @@ INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's 
 
 def run(settings: TuneSettings) -> int:
     """Tune; returns 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
-    result = finetune(settings, run_events())
+    events = run_events(settings)
+    result = finetune(settings, events)
     if result.stopped or rank():
         return INTERRUPTED if result.stopped else DONE
     job = result.plan.job  # a resumed run may have taken settings from its folder
-    print_message(f"{result.output}: {size_text(result.output.stat().st_size)}")
+    events.message(f"{result.output}: {size_text(result.output.stat().st_size)}")
     tuned = cast(TunedModel, job.model)
     # beside latent attention, llama.cpp leaves out an adapter's attention
     adapter_works = not tuned.model.config.kv_lora_rank
     for command in _uses(cast(TuneSettings, job.settings), tuned, adapter_works):
-        print_message(f"  {command}")
+        events.message(f"  {command}")
     return DONE
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import takewhile
@@ -38,38 +38,44 @@ from packtrain.common.options import (
 from packtrain.common.text import did_you_mean
 from packtrain.common.version import __version__
 
-# command -> its module in cli/, loaded when the command is given, and the class of its settings
+# command -> its module in cli/, loaded when the command is given, the class of its settings, an example
 COMMANDS = {
-    "demo": ("demo", "DemoSettings"),
-    "train": ("train", "TrainSettings"),
-    "finetune": ("finetune", "TuneSettings"),
-    "plan train": ("plan", "PlanTrain"),
-    "plan finetune": ("plan", "PlanTune"),
-    "merge": ("merge", "MergeSettings"),
-    "generate": ("generate", "GenerateSettings"),
-    "chat": ("chat", "ChatSettings"),
-    "embed": ("embed", "EmbedOutputSettings"),
-    "serve": ("serve", "ServeSettings"),
-    "runs": ("runs", "RunsSettings"),
-    "eval": ("evaluate", "EvaluateSettings"),
-    "compare": ("compare", "CompareSettings"),
-    "choose": ("choose", "ChooseSettings"),
-    "data": ("data", "DataSettings"),
-    "inspect": ("inspect", "InspectSettings"),
-    "quantize": ("quantize", "QuantizeSettings"),
-    "imatrix": ("imatrix", "ImatrixSettings"),
-    "check": ("check", "CheckSettings"),
-    "bench": ("bench", "BenchSettings"),
-    "convert": ("convert", "ConvertSettings"),
-    "compile": ("compile", "CompileSettings"),
-    "doctor": ("doctor", "DoctorSettings"),
+    "demo": ("demo", "DemoSettings", "demo"),
+    "train": ("train", "TrainSettings", "train --data notes.txt --preset 15m -o notes.gguf"),
+    "finetune": ("finetune", "TuneSettings", "finetune base.gguf --data chats.jsonl --memory 1GiB"),
+    "plan train": ("plan", "PlanTrain", "plan train --data notes.txt --memory 1500MiB"),
+    "plan finetune": ("plan", "PlanTune", "plan finetune base.gguf --data chats.jsonl"),
+    "merge": ("merge", "MergeSettings", "merge base.gguf adapter.gguf -o merged.gguf"),
+    "generate": ("generate", "GenerateSettings", "generate notes.gguf -p 'Dear diary' -n 200"),
+    "chat": ("chat", "ChatSettings", "chat tuned.gguf"),
+    "embed": ("embed", "EmbedOutputSettings", "embed base.gguf -p 'a text'"),
+    "serve": ("serve", "ServeSettings", "serve base.gguf --lora adapter.gguf"),
+    "runs": ("runs", "RunsSettings", "runs . --html runs.html"),
+    "eval": ("evaluate", "EvaluateSettings", "eval base.gguf tuned.gguf --data test.csv"),
+    "compare": ("compare", "CompareSettings", "compare base.gguf tuned.gguf --data test.csv"),
+    "choose": (
+        "choose",
+        "ChooseSettings",
+        "choose base.gguf adapter.gguf --data test.csv -o small.gguf",
+    ),
+    "data": ("data", "DataSettings", "data chats.csv --model base.gguf --show 2"),
+    "inspect": ("inspect", "InspectSettings", "inspect base.gguf --tensors"),
+    "quantize": ("quantize", "QuantizeSettings", "quantize notes.gguf notes-q4.gguf Q4_K_M"),
+    "imatrix": ("imatrix", "ImatrixSettings", "imatrix base.gguf --data text.txt"),
+    "check": ("check", "CheckSettings", "check rms_norm"),
+    "bench": ("bench", "BenchSettings", "bench"),
+    "convert": ("convert", "ConvertSettings", "convert FOLDER -o model.gguf"),
+    "compile": ("compile", "CompileSettings", "compile --memory 1GiB"),
+    "doctor": ("doctor", "DoctorSettings", "doctor --json"),
+    "help": ("help", "HelpSettings", "help memory"),
+    "completion": ("completion", "CompletionSettings", "completion bash >> ~/.bashrc"),
 }
 RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
 # environment variables that are no flags
 OTHER_VARIABLES = {"PACKTRAIN_CONFIG", "PACKTRAIN_CPU", "PACKTRAIN_DEBUG", "PACKTRAIN_PARENT"}
 EXPECTED_ERRORS = InputError, DoesNotFit, DiskFull, errors.RankLost, Interrupted, ArithmeticError
 BAD_INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
-EPILOG = "every option is an environment variable, too: PACKTRAIN_SEED=7 is --seed 7"
+VARIABLES_HELP = "every option is an environment variable, too: PACKTRAIN_SEED=7 is --seed 7"
 MAX_HELP_WIDTH = 100  # most columns of a help
 
 
@@ -100,7 +106,10 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
             return BAD_INPUT
         # not at the top, so that --version answers at once
         runtime = import_module("packtrain.kernels.runtime")
-        module, settings_class = _command_module(options.command), _settings_class(options.command)
+        module, settings_class = (
+            _command_module(options.command),
+            settings_class_of(options.command),
+        )
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     variable_by_flag = dict[str, str]()
     try:
@@ -121,10 +130,7 @@ def _run_command(arguments: Sequence[str] | None, owns_process: bool) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        line = re.sub(
-            r"^-[\w-]+", lambda name: variable_by_flag.get(name[0], name[0]), _error_line(error)
-        )
-        print(f"packtrain: error: {line}", file=sys.stderr)
+        print(f"packtrain: error: {_error_line(error, variable_by_flag)}", file=sys.stderr)
         return _exit_code(error)
     finally:
         signal.signal(signal.SIGTERM, old_handler)
@@ -138,7 +144,9 @@ def _warn_of_unread_variables(settings_class: type) -> None:
     if (
         unread_names and "PACKTRAIN_PARENT" not in names
     ):  # now load the other commands: it takes a second
-        all_names = OTHER_VARIABLES.union(*(variables(_settings_class(name)) for name in COMMANDS))
+        all_names = OTHER_VARIABLES.union(
+            *(variables(settings_class_of(name)) for name in COMMANDS)
+        )
         stems = [name.removeprefix(VARIABLE_PREFIX) for name in all_names]
         for name in sorted(unread_names - all_names):
             suggestion = did_you_mean(name.removeprefix(VARIABLE_PREFIX), stems)
@@ -166,7 +174,7 @@ def _command_module(command: str) -> Any:
     return import_module(f"packtrain.cli.{COMMANDS[command][0]}")
 
 
-def _settings_class(command: str) -> Any:
+def settings_class_of(command: str) -> Any:
     return getattr(_command_module(command), COMMANDS[command][1])
 
 
@@ -177,7 +185,7 @@ def _requested_commands(arguments: Sequence[str] | None) -> Collection[str]:
     return [name for name in COMMANDS if name.partition(" ")[0] == command_word]
 
 
-def _command_summary(command: str) -> str:
+def command_summary(command: str) -> str:
     """Return a command's summary, the first line of its module, without loading the module: all would take a second."""
     try:
         source_text = (get_data("packtrain.cli", f"{COMMANDS[command][0]}.py") or b"").decode()
@@ -231,7 +239,12 @@ def _exit_code(error: Exception) -> int:
     return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), FAILED)
 
 
-def _error_line(error: Exception) -> str:
+def _error_line(error: Exception, variable_by_flag: Mapping[str, str]) -> str:
+    """Format an error in one line, with the variable of a setting in place of its flag."""
+    return re.sub(r"^-[\w-]+", lambda m: variable_by_flag.get(m[0], m[0]), _error_text(error))
+
+
+def _error_text(error: Exception) -> str:
     """Format an error in one line; an unexpected error also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
@@ -342,6 +355,12 @@ class _CommandParser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    options: dict[str, Any] = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
+    parser.add_argument("--help-all", action=_HelpAllAction, **options, help="show every option")
+    parser.add_argument("--debug", action="store_true", help="show where an error was raised")
+
+
 def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Build the parser of the `selected` commands; of others it knows only names and summaries."""
     parser = _CommandParser(
@@ -355,25 +374,20 @@ def _build_parser(selected: Collection[str] = COMMANDS) -> argparse.ArgumentPars
         group, _, subcommand = name.rpartition(" ")
         if name not in selected:
             if name.partition(" ")[0] not in commands.choices:
-                commands.add_parser(name.partition(" ")[0], help=_command_summary(name))
+                commands.add_parser(name.partition(" ")[0], help=command_summary(name))
             continue
-        summary = _command_summary(name)
+        summary, example = command_summary(name), "".join(COMMANDS[name][2:])
+        epilog = f"example: packtrain {example or name}; {VARIABLES_HELP}"
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
             subparser = commands.add_parser(group, help=summary, description=summary)
             groups[group] = subparser.add_subparsers(metavar="COMMAND", required=True)
         subparser = groups[group].add_parser(
-            subcommand, help=summary, description=summary, epilog=EPILOG
+            subcommand, help=summary, description=summary, epilog=epilog
         )
-        settings_class = _settings_class(name)
+        settings_class = settings_class_of(name)
         subparser.set_defaults(command=name, parser=subparser)
         subparser.common = getattr(settings_class, "COMMON", "").split()
-        help_all_options = {"dest": "help", "nargs": 0, "default": argparse.SUPPRESS}
-        subparser.add_argument(
-            "--help-all", action=_HelpAllAction, **help_all_options, help="show every option"
-        )
-        subparser.add_argument(
-            "--debug", action="store_true", help="show where an error was raised"
-        )
+        _add_common_options(subparser)
         subparser.groups = add_flags(subparser, settings_class)
         subparser.usage = " ".join([subparser.prog, "[options]", *positionals(settings_class)])
     return parser

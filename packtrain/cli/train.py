@@ -2,7 +2,7 @@
 
 import shlex
 
-from packtrain.cli import DONE, INTERRUPTED, print_message
+from packtrain.cli import DONE, INTERRUPTED
 from packtrain.cli.event_output import run_events
 from packtrain.distributed import rank
 from packtrain.engine.memory_plan import size_text
@@ -12,11 +12,12 @@ from packtrain.workflows.training_run import train
 
 def run(settings: TrainSettings) -> int:
     """Train; returns 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
-    result = train(settings, run_events())
+    events = run_events(settings)
+    result = train(settings, events)
     if result.stopped or rank():
         return INTERRUPTED if result.stopped else DONE
-    print_message(f"{result.output}: {size_text(result.output.stat().st_size)}")
+    events.message(f"{result.output}: {size_text(result.output.stat().st_size)}")
     name = shlex.quote(str(result.output))
-    print_message(f"  packtrain generate {name} -p 'Once'")
-    print_message(f"  llama-cli -m {name} -no-cnv -p 'Once'")
+    events.message(f"  packtrain generate {name} -p 'Once'")
+    events.message(f"  llama-cli -m {name} -no-cnv -p 'Once'")
     return DONE

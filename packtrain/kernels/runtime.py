@@ -36,6 +36,7 @@ ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, its reques
 
 AMX = "amx-bf16"
 PRECISION_FEATURES = {"bf16": "avx512bf16", "bf16x3": AMX}  # CPU feature by precision of products
+is_quiet = False  # with --quiet: print no messages
 THREAD_VARIABLES = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
 
 
@@ -198,7 +199,8 @@ def cache_root() -> Path:
 
 def print_message(text: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be closed
-        print(f"packtrain: {text}", file=sys.stderr, flush=True)
+        if not is_quiet:
+            print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
 def write_error(folder: Path) -> str | None:

@@ -249,6 +249,10 @@ class RunSettings:
     steps_per_report: int = OUTPUT(
         10, "print a line every N steps if there is no terminal", min_value=1
     )
+    quiet: bool = OUTPUT(False, "print only errors, and how to go on after Ctrl-C")
+    log_json: bool = OUTPUT(
+        False, "print each step and message as a line of JSON to standard output, too"
+    )
     save_every: int = OUTPUT(
         100, "save a checkpoint every N steps; 0: only at the end", min_value=0
     )

@@ -29,7 +29,7 @@ class MetricsFile:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a line, flushed to the system."""
-        self.file.write(_record_line(record))
+        self.file.write(record_line(record))
 
     def sync(self) -> None:
         """Return once all lines are on the disk."""
@@ -39,7 +39,8 @@ class MetricsFile:
         self.file.close()
 
 
-def _record_line(record: Mapping[str, Any]) -> str:
+def record_line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, with null for what is not finite."""
     ordered_record = {key: record[key] for key in FIRST_KEYS if key in record} | dict(record)
     json_record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -53,7 +54,7 @@ def _drop_later(path: Path, after_step: int) -> None:
     with atomic_file(path) as file:
         for record in iter_records(path):
             if record.get("event") != "end" and record.get("step", 0) <= after_step:
-                file.write(_record_line(record).encode())
+                file.write(record_line(record).encode())
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -168,3 +168,22 @@ def test_embeddings_as_numbers_and_packed(api):
     with pytest.raises(openai.BadRequestError) as refused:
         api.client.embeddings.create(model="m", input="the a " * 2000)
     assert refused.value.body["type"] == "exceed_context_size_error"
+
+
+def test_a_prompt_is_scored_in_as_many_runs_as_it_is_read(api):
+    ids = api.server.tokenizer.encode(LONG_PROMPT, eos=False)
+    engine = api.server.engine
+    runs = list[int]()
+    for options in ({"echo": True, "logprobs": 1}, {"extra_body": {"cache_prompt": False}}):
+        before = engine.totals.runs
+        api.write(prompt=ids, max_tokens=1, **options)
+        runs.append(engine.totals.runs - before)
+    assert runs[0] == runs[1] < len(ids) / 16
+
+
+def test_a_prompt_that_spells_bos_has_one(api):
+    bos = api.server.tokenizer.piece(api.server.tokenizer.bos).decode()
+    counts = [
+        api.write(prompt=text, max_tokens=1).usage.prompt_tokens for text in ("the", f"{bos}the")
+    ]
+    assert counts[0] == counts[1]

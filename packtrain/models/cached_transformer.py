@@ -79,6 +79,7 @@ def generation(
     num_logits: int = 1,
     *,
     return_hidden: bool = False,
+    hidden_states: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache handles.
 
@@ -91,6 +92,7 @@ def generation(
     a scale for each token add inputs, see Lora.
 
     return_hidden  return the output of the last norm, (num_logits, C), instead of logits
+    hidden_states  appends the values before the last norm, (time, C), from which `logits` computes any row
     """
     exact = replace(config, precision="f32")
     config = config if time > MAX_EXACT_TOKENS else exact
@@ -101,6 +103,8 @@ def generation(
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scale_inputs}}
     mixer = cell_mixer(config, cache, pos, token_lines, cache_handles)
     *_, h = transformer.residual_stream(config, w, tokens, pos, mixer, cache.max_context)
+    if hidden_states is not None:
+        hidden_states.append(h)
     last = ops.get_rows(h, logit_rows)
     return output_norm(exact, w, last) if return_hidden else logits(exact, w, last), cache_handles
 

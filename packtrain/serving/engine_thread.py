@@ -4,9 +4,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy as np
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
 from packtrain.inference.kv_cache import Context, ContextError
+from packtrain.inference.kv_cache.decode_plans import HEAD_RUN
 from packtrain.inference.kv_cache.kv_cells import CacheFull
+from packtrain.inference.kv_cache.results import head_logits
 from packtrain.inference.sampling import Chain, SamplerInput
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import CANCELLED, FAILED, AnswerEnd, JobTicket, TokenCounts
@@ -24,7 +27,7 @@ T = TypeVar("T")
 # Tokens of one run. While 4,000 tokens are read, a short prompt waits 2.8 to 3.4 times as long for its first token
 # with 128, and 1.9 to 2.5 times with 64, as in an idle server.
 CHUNK = 64
-MAX_SCORED_TOKENS = 16  # tokens of one run whose prompt is scored: each has all logits
+NO_STATE = np.empty(0, np.float32)
 MAX_WAIT_RUNS = 4  # runs after which a prompt is read even if shorter ones wait
 SHARED = 16  # tokens that another prompt must have in common with this one to be waited for
 SIMILAR = 0.1  # share of a prompt that a slot must know to be preferred, as llama-server's -sps
@@ -272,11 +275,14 @@ class ServingEngine:
     def _run_step(self) -> None:
         """Run the model once for the tokens that come next, and choose tokens from the results."""
         tokens, seqs, output_rows, chains = list[int](), list[int](), list[int](), list[Chain]()
-        batch = self._next_batch()
+        batch, hidden_states = self._next_batch(), dict[int, np.ndarray]()
         for slot, num_tokens in batch:
             assert slot.answer
             tokens += slot.answer.left[:num_tokens]
             seqs += [slot.index] * num_tokens
+            if slot.answer.is_scoring:
+                places = range(len(tokens) - num_tokens, len(tokens))
+                hidden_states |= dict.fromkeys(places, NO_STATE)
             rows = slot.answer.wanted_rows(num_tokens)
             output_rows += [len(tokens) - num_tokens + row for row in rows]
             chains += [slot.answer.chain] * len(rows)
@@ -285,11 +291,13 @@ class ServingEngine:
         num_written = sum(n for slot, n in batch if slot.answer and not slot.answer.reading)
         start_time = time.perf_counter()
         try:
-            row_results = self.context.choices(tokens, chains, seqs, wanted=output_rows)
+            row_results = self.context.choices(
+                tokens, chains, seqs, wanted=output_rows, hidden_states=hidden_states
+            )
         except CacheFull:
             self._make_room()
             return
-        self._read(batch, row_results)
+        self._read(batch, row_results, iter(hidden_states.values()))
         seconds = (time.perf_counter() - start_time) / len(tokens)
         self.totals.runs += 1
         self.totals.busy += len(batch)
@@ -304,16 +312,18 @@ class ServingEngine:
         prompt_answers.sort(key=lambda p: (p[1].num_waited_runs < MAX_WAIT_RUNS, len(p[1].left)))
         num_free_tokens = self._chunk_tokens - len(batch)
         for i, (slot, answer) in enumerate(prompt_answers):
-            max_tokens = MAX_SCORED_TOKENS if answer.job.scores_prompt else len(answer.left)
-            count = min(len(answer.left), num_free_tokens, max_tokens)
+            count = min(len(answer.left), num_free_tokens)
             answer.num_waited_runs += 1
             if i == 0 or count == len(answer.left):  # short ones do not wait for parts of others
                 batch.append((slot, count))
                 answer.num_waited_runs, num_free_tokens = 0, num_free_tokens - count
         return batch
 
-    def _read(self, batch: Sequence[tuple[Slot, int]], row_results: Sequence[SamplerInput]) -> None:
-        """Give the results of a run to the slots that have read all their tokens."""
+    def _read(
+        self, batch: Sequence[tuple[Slot, int]], row_results: Sequence[SamplerInput],
+        hidden_states: Iterator[np.ndarray],
+    ) -> None:  # fmt: skip
+        """Give the results of a run to the slots that have read all their tokens, or whose prompts are scored."""
         result_iterator = iter(row_results)
         for slot, num_tokens in batch:
             answer = slot.answer
@@ -321,8 +331,9 @@ class ServingEngine:
             results = [next(result_iterator) for _ in answer.wanted_rows(num_tokens)]
             num_outputs = len(answer.output_ids)
             try:
-                if answer.job.scores_prompt and not answer.output_ids:
-                    answer.score_prompt(results)
+                if answer.is_scoring:
+                    prompt_states = [*islice(hidden_states, num_tokens)]
+                    answer.score_prompt(head_logits(self.context.runs[HEAD_RUN], prompt_states))
                 self.totals.read += answer.take(num_tokens)
                 answer.tell_progress()
                 if answer.left:

@@ -221,7 +221,8 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, name: str = "prompt") -> lis
     elif isinstance(prompt, dict) and isinstance(prompt.get("content"), list):
         prompt = "".join(part_text(part, name) for part in prompt["content"])
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt, eos=False)
+        ids = tokenizer.encode(prompt, eos=False)
+        return ids[1:] if ids[:2] == [tokenizer.bos] * 2 else ids  # the text may spell BOS
     if not isinstance(prompt, list) or not prompt:
         raise InputError(f"{name} must be a text, or a list of token ids and texts")
     ids = list[int]()

@@ -1,16 +1,16 @@
 """Slots, which are sequences of the context, and the answers that are written in them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
 from packtrain.inference.generator import StopTextFilter, make_chain
-from packtrain.inference.sampling import Candidates, SamplerInput
+from packtrain.inference.sampling import SamplerInput
 from packtrain.inference.sampling.sampler_chain import check_finite_logits
-from packtrain.inference.sampling.samplers import log_probabilities
+from packtrain.inference.sampling.samplers import log_sum_exp
 from packtrain.serving import generation_jobs
 from packtrain.serving.generation_jobs import AnswerEnd, GeneratedToken, JobTicket, PromptProgress
 
@@ -66,10 +66,13 @@ class SlotAnswer:
         """Whether the answer reads its prompt, or reads a text again, instead of writing."""
         return not self.output_ids or len(self.left) > 1
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the next tokens are of a prompt that is scored."""
+        return self.job.scores_prompt and not self.output_ids
+
     def wanted_rows(self, num_tokens: int) -> range:
         """Return which of the next `num_tokens` rows have results that this answer needs."""
-        if self.job.scores_prompt and not self.output_ids:
-            return range(num_tokens)
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
 
     def take(self, num_tokens: int) -> int:
@@ -80,14 +83,13 @@ class SlotAnswer:
             self.num_read = max(num_read, len(self.job.prompt) - self.num_cached - len(self.left))
         return self.num_read - num_read
 
-    def score_prompt(self, row_results: Sequence[SamplerInput]) -> None:
-        """Keep the probabilities of prompt tokens from the rows before them. Raises InputError."""
+    def score_prompt(self, logit_rows: Iterable[np.ndarray]) -> None:
+        """Keep the probabilities of prompt tokens from the logits (V,) before them. Raises InputError."""
         start, prompt = len(self.text_ids) - len(self.left), self.job.prompt
-        for position, result in enumerate(row_results, start + 1):
+        for position, logits in enumerate(logit_rows, start + 1):
             if position == len(self._prompt_tokens) < len(prompt):
-                assert isinstance(result, np.ndarray)
-                check_finite_logits(np.arange(len(result)), result)
-                scored_token = describe_token(result, prompt[position], self.job.num_top_logprobs)
+                check_finite_logits(np.arange(len(logits)), logits)
+                scored_token = describe_token(logits, prompt[position], self.job.num_top_logprobs)
                 self._prompt_tokens.append(scored_token)
 
     def forget_middle(self, has_bos: bool) -> tuple[int, int]:
@@ -175,12 +177,16 @@ def describe_token(candidates: SamplerInput, token_id: int, num_top: int) -> Gen
     """Return a generated token; if `num_top`, with its log-probability and the `num_top` likeliest tokens."""
     if not num_top or isinstance(candidates, int):
         return GeneratedToken(token_id)
-    c = candidates
-    if isinstance(c, np.ndarray):
-        c = Candidates(np.arange(len(c)), c.astype(np.float64))
-    values = log_probabilities(c.logits)
-    num_top = min(num_top, len(values))
-    likely = np.argpartition(-values, num_top - 1)[:num_top]
-    likely = likely[np.lexsort((c.ids[likely], -values[likely]))]
-    top_tokens = tuple((int(c.ids[at]), float(values[at])) for at in likely if values[at] > -np.inf)
-    return GeneratedToken(token_id, float(values[c.ids == token_id][0]), top_tokens)
+    if isinstance(candidates, np.ndarray):
+        logits, ids, token_at = candidates, None, token_id
+    else:
+        logits, ids = candidates.logits, candidates.ids
+        token_at = int(np.flatnonzero(ids == token_id)[0])
+    log_sum, num_top = log_sum_exp(logits), min(num_top, len(logits))
+    likely = np.array([logits.argmax()])
+    if num_top > 1:
+        likely = np.argpartition(logits, len(logits) - num_top)[len(logits) - num_top :]
+        likely = likely[np.lexsort((likely if ids is None else ids[likely], -logits[likely]))]
+    scores = [(int(at if ids is None else ids[at]), float(logits[at]) - log_sum) for at in likely]
+    top_tokens = tuple((id, score) for id, score in scores if score > -np.inf)
+    return GeneratedToken(token_id, float(logits[token_at]) - log_sum, top_tokens)

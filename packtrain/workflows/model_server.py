@@ -226,7 +226,7 @@ def make_contexts(
     context = Context(
         model, cells=context_length, parts=not settings.kv_unified, swa_full=settings.swa_full,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
-        memory=limit_nbytes, beside=reserved_nbytes, **context_options,
+        memory=limit_nbytes, beside=reserved_nbytes, has_hidden_states=True, **context_options,
     )  # fmt: skip
     if has_embedder:  # in the memory that is reserved above
         embedder = Context(

@@ -43,6 +43,7 @@ class Context:
     checkpoints  number of saved states of windows, from which a text can go back without being read again
     spacing      tokens between checkpoints; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
+    has_hidden_states   `choices` can return hidden states of any tokens, and `head_logits` logits from them
     memory       limit of this process, 1 << 30 or "1GiB", `beside` of which others need, a number or a function
                  of the cells; DoesNotFit names what fits
     say          called with messages
@@ -63,6 +64,7 @@ class Context:
         checkpoints: int = 8,
         spacing: int = 0,
         hidden: bool = False,
+        has_hidden_states: bool = False,
         memory: int | str | None = None,
         beside: int | Callable[[int], int] = 0,
         target: Target = CPU,
@@ -72,17 +74,11 @@ class Context:
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
         run_sizes = decode_plans.RunSizes.of(cells, rows or (0 if hidden else sequences), prompts)
-        plan_options = swa_full, parts, longest, checkpoints, hidden, target
+        plan_options = swa_full, parts, longest, checkpoints, hidden, target, has_hidden_states
         plan = ContextPlan(file, run_sizes, sequences, cache, *plan_options)
         layout, graphs = plan.graphs(cells)
         if memory is not None:
-            nbytes = beside  # of others
-
-            def needed_nbytes(num_cells: int) -> int:
-                other_nbytes = nbytes if isinstance(nbytes, int) else nbytes(num_cells)
-                return plan.nbytes(num_cells) + other_nbytes
-
-            check_room(cells, memory, needed_nbytes)
+            check_room(cells, memory, plan.nbytes, beside)
         session = Session(target.limits)
         session.share(file.stored())
         self._set_up(file.config, layout, run_sizes, session.executors(graphs), sequences, parts)
@@ -154,12 +150,14 @@ class Context:
         *,
         wanted: Sequence[int] | None = None,
         stop: StopCallback | None = None,
+        hidden_states: dict[int, np.ndarray] | None = None,
     ) -> list[SamplerInput]:
         """Read the next tokens of sequences; returns for each wanted row what `chain.choose` needs for the next token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
+        hidden_states  filled in for the tokens whose places are its keys, see `results.head_logits`
         """
-        return self._run_tokens(tokens, seqs, wanted, stop, chains)
+        return self._run_tokens(tokens, seqs, wanted, stop, chains, hidden_states)
 
     def _run_tokens(
         self,
@@ -168,11 +166,13 @@ class Context:
         requested_rows: Sequence[int] | None,
         stop: StopCallback | None,
         chains: Sequence[Chain] | None = None,
+        hidden_states: dict[int, np.ndarray] | None = None,
     ) -> list[SamplerInput]:
         """Run tokens, in several runs if need be; returns the result of each requested row."""
         seq_sets = self._seq_sets(tokens, seqs)
         rows = result_rows(seq_sets, requested_rows)
         row_results = RowResults.for_chains(len(rows), chains)
+        row_results.hidden_states = hidden_states or {}
         self._make_room(seq_sets)
         placed_pieces = list[PlacedTokens]()
         try:
@@ -238,8 +238,8 @@ class Context:
             run_inputs = self.pools.inputs(placed_tokens, size, flash=self.config.flash)
             run_inputs |= self.adapters.inputs(sets, size)
             run_inputs |= row_results.inputs(rows, self.sizes.num_rows(size), chosen=self._chooses)
-            output_names = row_results.output_names(len(rows))
-            row_results.add(len(rows), self.runs[size](run_inputs, stop=stop, only=output_names))
+            names = row_results.output_names(len(rows))
+            row_results.add(len(rows), len(ids), self.runs[size](run_inputs, stop=stop, only=names))
         except BaseException:
             self.pools.free_tokens(placed_tokens)
             raise

@@ -77,6 +77,7 @@ class ContextPlan:
     checkpoints: int = 0
     hidden: bool = False
     target: Target = CPU
+    has_hidden_states: bool = False
 
     def graphs(self, num_cells: int) -> tuple[CacheLayout, dict[RunKey, Placed]]:
         """Lay out the cells and place the graphs. Raises ContextError."""
@@ -85,7 +86,12 @@ class ContextPlan:
         kind = self.sequences, self.cache, sizes.token_counts[0], self.swa_full
         layout = make_cache(config, num_cells, *kind, longest=max_seq_cells)
         graph_args = config, layout, sizes, self.model.matrix_dtypes(), self.target
-        return layout, place_runs(*graph_args, hidden=self.hidden, has_moves=True)
+        return layout, place_runs(
+            *graph_args,
+            hidden=self.hidden,
+            has_moves=True,
+            has_hidden_states=self.has_hidden_states,
+        )
 
     def nbytes(self, num_cells: int) -> int:
         """Return the private bytes of the context and of its checkpoints."""
@@ -94,11 +100,19 @@ class ContextPlan:
         return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
 
 
-def check_room(num_cells: int, memory: int | str, needed_nbytes: Callable[[int], int]) -> None:
+def check_room(
+    num_cells: int, memory: int | str, context_nbytes: Callable[[int], int],
+    other_nbytes: int | Callable[[int], int] = 0,
+) -> None:  # fmt: skip
     """Raise DoesNotFit, which names the largest number of cells that fits, if `num_cells` need more than `memory`.
 
-    needed_nbytes  bytes that a context with so many cells, and others beside it, will need
+    context_nbytes, other_nbytes  bytes that a context with so many cells, and others beside it, will need
     """
+
+    def needed_nbytes(cells: int) -> int:
+        nbytes = other_nbytes if isinstance(other_nbytes, int) else other_nbytes(cells)
+        return context_nbytes(cells) + nbytes
+
     limit = parse_size(memory, "memory") if isinstance(memory, str) else memory
     release_memory()
     used_nbytes = private_nbytes() + OVERHEAD_NBYTES

@@ -1,7 +1,7 @@
 """The placed graphs of a context: runs of several sizes, and moving cells."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,8 +9,9 @@ from packtrain.dtypes import DTYPES, Dtype
 from packtrain.engine.backends import CPU, Target
 from packtrain.engine.graph import Graph
 from packtrain.engine.placement import Placed, place
+from packtrain.engine.tensor import Tensor, input
 from packtrain.inference.kv_cache.cell_pools import RING_MARGIN, ContextError, at_least
-from packtrain.inference.kv_cache.results import sampler_outputs
+from packtrain.inference.kv_cache.results import HIDDEN_STATES, sampler_outputs
 from packtrain.models import transformer
 from packtrain.models.cached_transformer import CacheLayout, generation, move_cells
 from packtrain.models.config import Config
@@ -22,7 +23,8 @@ STATE_DISTANCE = 4  # tokens before the end of a prompt where a state is saved
 MIN_PROMPT_TOKENS = 16  # fewest tokens of a prompt whose state is saved
 MOVED = 64  # cells that one run moves
 FIXED = 16  # a run costs as much as this many tokens, for reading the weights
-MOVE_RUN = "move"
+MOVE_RUN, HEAD_RUN = "move", "head"
+MAX_HEAD_LOGITS, MAX_HEAD_ROWS = 1 << 22, 64  # logits and rows of a run of the head
 RunKey = int | str
 
 
@@ -136,9 +138,11 @@ def place_runs(
     *,
     hidden: bool = False,
     has_moves: bool = False,
+    has_hidden_states: bool = False,
 ) -> dict[RunKey, Placed]:
     """Place the graphs of a context, by the number of tokens of a run; `move` moves cells.
 
+    has_hidden_states    runs can also return `hidden_states`, from which `head` computes logits, some rows at a time
     weight_types  element types of weights that are not f32
     hidden        the results are the output of the last norm instead of logits
     """
@@ -146,12 +150,30 @@ def place_runs(
     for run_size in run_sizes.token_counts:
         weight_leaves = transformer.weights(config, weight_types)
         num_rows = run_sizes.num_rows(run_size)
+        hidden_states = list[Tensor]()
         run_result, handles = generation(
-            config, weight_leaves, run_size, cache, num_rows, return_hidden=hidden
+            config,
+            weight_leaves,
+            run_size,
+            cache,
+            num_rows,
+            return_hidden=hidden,
+            hidden_states=hidden_states,
         )
         graph_outputs = {"result": run_result} if hidden else sampler_outputs(run_result)
+        graph_outputs |= {HIDDEN_STATES: hidden_states[0]} if has_hidden_states else {}
         placed_graphs[run_size] = place(Graph(graph_outputs, handles), target)
     if has_moves:
         handles = move_cells(config, transformer.weights(config, weight_types), MOVED, cache)
         placed_graphs[MOVE_RUN] = place(Graph({}, handles), target)
+    if has_hidden_states:
+        placed_graphs[HEAD_RUN] = place(head_graph(config, weight_types), target)
     return placed_graphs
+
+
+def head_graph(config: Config, weight_types: Mapping[str, Dtype]) -> Graph:
+    """Return the graph of the logits of some hidden states, as many as MAX_HEAD_LOGITS allow."""
+    num_rows = max(min(MAX_HEAD_LOGITS // config.vocab_size, MAX_HEAD_ROWS), 1)
+    states = input(HIDDEN_STATES, (num_rows, config.embedding_length))
+    exact, leaves = replace(config, precision="f32"), transformer.weights(config, weight_types)
+    return Graph({"result": transformer.logits(exact, leaves, states)})

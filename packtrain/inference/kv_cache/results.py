@@ -4,7 +4,7 @@ Settings of samplers are inputs by row, so that the plans of a context serve any
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ import numpy as np
 from packtrain.common.text import plural
 from packtrain.dtypes import f64, i64
 from packtrain.engine import ops
+from packtrain.engine.executor import Executor
 from packtrain.engine.tensor import Tensor, input
 from packtrain.inference import sampling
 from packtrain.inference.kv_cache.cell_pools import ContextError
@@ -22,6 +23,7 @@ OUTPUT_NAMES = {
     sampling.CANDIDATES: ("ids", "values"),
     sampling.TOKEN: ("token",),
 }
+HIDDEN_STATES = "hidden_states"  # values before the last norm, an output of runs
 SAMPLER_FLOATS, SAMPLER_INTS = "sampling.numbers", "sampling.counts"
 
 
@@ -48,12 +50,26 @@ def result_rows(sets: Sequence[tuple[int, ...]], requested_rows: Sequence[int] |
     return rows
 
 
+def head_logits(head: Executor, hidden_states: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the logits (V,) after each token from its hidden state (C,), computed for some tokens at a time."""
+    num_rows, width = head.inputs[HIDDEN_STATES][2].shape
+    for start in range(0, len(hidden_states), num_rows):
+        chunk, rows = hidden_states[start : start + num_rows], np.zeros((num_rows, width), "f4")
+        rows[: len(chunk)] = chunk
+        yield from head({HIDDEN_STATES: rows})["result"][: len(chunk)]
+
+
 @dataclass(slots=True)
 class RowResults:
-    """The sampler cuts of a call's wanted rows, in order, and the results of the first rows so far."""
+    """The sampler cuts of a call's wanted rows, in order, and the results of the first rows so far.
+
+    hidden_states  values before the last norm of the tokens at its keys, filled in
+    """
 
     sampler_cuts: Sequence[sampling.SamplerCut]
     row_results: list[sampling.SamplerInput] = field(default_factory=list)
+    hidden_states: dict[int, np.ndarray] = field(default_factory=dict)
+    num_tokens: int = 0
 
     @classmethod
     def for_chains(cls, num_rows: int, chains: Sequence[sampling.Chain] | None) -> "RowResults":
@@ -84,10 +100,15 @@ class RowResults:
 
     def output_names(self, num_rows: int) -> set[str]:
         """Return the names of the outputs that the next `num_rows` rows need."""
-        return {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
+        names = {name for cut in self._next_cuts(num_rows) for name in OUTPUT_NAMES[cut.leaves]}
+        return names | ({HIDDEN_STATES} if self.hidden_states else set())
 
-    def add(self, num_rows: int, outputs: Mapping[str, np.ndarray]) -> None:
-        """Add the outputs of a run as results of the next `num_rows` rows."""
+    def add(self, num_rows: int, num_tokens: int, outputs: Mapping[str, np.ndarray]) -> None:
+        """Add the outputs of a run of the next tokens as results of the next `num_rows` rows."""
+        for position in range(self.num_tokens, self.num_tokens + num_tokens):
+            if position in self.hidden_states:
+                self.hidden_states[position] = outputs[HIDDEN_STATES][position - self.num_tokens]
+        self.num_tokens += num_tokens
         for row_index, sampler_cut in enumerate(self._next_cuts(num_rows)):
             if sampler_cut.leaves == sampling.TOKEN:
                 self.row_results.append(int(outputs["token"][row_index]))

@@ -45,6 +45,12 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return e
 
 
+def log_sum_exp(logits: np.ndarray) -> float:
+    """Return ln(sum of e**logits) of logits (V,): exponentials in their type, the sum in f64."""
+    top = float(logits.max())
+    return top + math.log(np.exp(logits - logits.max()).sum(dtype=np.float64))
+
+
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
     """Return the log-softmax of logits (V,), in f64."""
     log_probs = logits.astype(np.float64)

@@ -156,6 +156,8 @@ def test_ranking_needs_a_reranker(api, tmp_path):
     random_model(tmp_path / "m.gguf", "llama")
     with pytest.raises(InputError, match=r"is a llama without cls\.output\.weight.*Qwen3"):
         load_server(ServeSettings(tmp_path / "m.gguf", ctx=64, reranking=True), Events())
+    with pytest.raises(InputError, match="reranker has its own pooling"):
+        load_server(ServeSettings(tmp_path / "m.gguf", reranking=True, pooling="mean"), Events())
     with pytest.raises(InputError, match=r"cls\.output\.weight is not part of a qwen3"):
         open_model(random_reranker(tmp_path / "r.gguf"))
 

@@ -10,6 +10,7 @@ from packtrain.common.errors import InputError
 from packtrain.common.events import Events
 from packtrain.common.files import read_text, remove_temp_files
 from packtrain.common.memory import parse_size
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import MEMORY, MODEL, SAMPLING, option
 from packtrain.data.chat_template import ChatTemplate
 from packtrain.data.conversations.conversation_renderer import ConversationRenderer
@@ -109,7 +110,7 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
         False,
         "answer /v1/rerank, by a Qwen3 reranker",
         flags="--rerank",
-        conflicts={"pooling": "which rerankers fix"},
+        conflicts={"pooling": "as a reranker has its own pooling"},
     )
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
@@ -158,6 +159,7 @@ def split_names(names: str | None) -> list[str]:
 def load_server(settings: ServeSettings, events: Events) -> Server:
     """Load the model, reserve all planned memory, and start the engine. Raises InputError, DoesNotFit."""
     settings.check_sampling()
+    check_rules(settings)
     folder = settings.slot_save_path
     if folder is not None:
         if not folder.is_dir():

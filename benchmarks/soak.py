@@ -23,6 +23,7 @@ from benchmarks.serving import server_process
 from packtrain.common.memory import parse_size, private_nbytes_of
 
 KEY = "soak-key"
+PATHS = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 WORDS = "once", "upon", "a", "time", "there", "was", "little", "girl", "who"
 FIELDS = "temperature", "messages", "stop", "n", "seed", "logit_bias", "max_tokens", "tools", "lora"
 END = 60.0  # seconds in which all slots must be idle after the load
@@ -57,17 +58,17 @@ class Load:
 
     def body(self, rng: random.Random, **fields: object) -> bytes:
         text = " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 200, 3000))))
+        max_tokens = rng.randrange(1, 200)
         chat = {
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": rng.randrange(1, 200),
-        }
+            "messages": [{"role": "user", "content": text}], "input": text,  # of all three APIs
+            "max_tokens": max_tokens, "max_output_tokens": max_tokens + 16,
+        }  # fmt: skip
         return json.dumps(
             chat | {"temperature": rng.choice((0, 1)), "n": rng.choice((1, 1, 2))} | fields
         ).encode()
 
-    def ask(
-        self, body: bytes, path: str = "/v1/chat/completions", key: str = KEY
-    ) -> http.client.HTTPConnection:
+    def ask(self, body: bytes, path: str = "", key: str = KEY) -> http.client.HTTPConnection:
+        path = path or random.choice(PATHS)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request("POST", path, body, {"Authorization": f"Bearer {key}"})
         return connection

@@ -60,4 +60,5 @@ class ModelDrafter:
             if token_prob < self.min_probability or next_token >= self.num_shared_ids:
                 break
             draft_ids.append(next_token)
+        self.generator.context.release(self.generator.seq)  # others' texts may need its cells
         return draft_ids

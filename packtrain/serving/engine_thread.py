@@ -6,7 +6,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from packtrain.common.errors import InputError
 from packtrain.data.tokenizer import Tokenizer
+from packtrain.inference.generator import Drafter
 from packtrain.inference.kv_cache import Context, ContextError
 from packtrain.inference.kv_cache.decode_plans import HEAD_RUN
 from packtrain.inference.kv_cache.kv_cells import CacheFull
@@ -33,39 +33,27 @@ SHARED = 16  # tokens that another prompt must have in common with this one to b
 SIMILAR = 0.1  # share of a prompt that a slot must know to be preferred, as llama-server's -sps
 
 
-@dataclass(slots=True)
-class EngineTotals:
-    """Totals since the start: tokens and seconds of prompts and of answers, runs, and busy slots summed over runs.
-
-    cached           tokens of prompts that were in the cache
-    max_text_tokens  tokens of the longest text
-    """
-
-    read: int = 0
-    cached: int = 0
-    max_text_tokens: int = 0
-    reading: float = 0.0
-    output_tokens: int = 0
-    output_seconds: float = 0.0
-    runs: int = 0
-    busy: int = 0
-
-
 class ServingEngine:
     """Runs jobs in slots and reports their text. Its own thread makes all calls of the context.
 
     max_waiting        most jobs that wait for a slot
     min_similarity     share of a prompt that a slot must know to be preferred for it
     use_context_shift  an answer that fills the context goes on: tokens in the middle of the text are forgotten
+    drafters           guess tokens of the answers of each slot; none: no tokens are guessed
+    draft_max          most tokens of a run that are guessed, for all slots together
     on_run_end         called after each run, once all its results are reported
     """
 
     def __init__(
         self, context: Context, tokenizer: Tokenizer, *, max_waiting: int = 256, chunk: int = CHUNK,
         min_similarity: float = SIMILAR, use_context_shift: bool = False,
+        drafters: Sequence[Drafter] = (), draft_max: int = 0,
     ) -> None:  # fmt: skip
-        self.context, self.totals = context, EngineTotals()
+        self.context, self.totals = context, generation_jobs.EngineTotals()
         self.slots = [Slot(slot_index) for slot_index in range(context.pools.sequences)]
+        for slot, drafter in zip(self.slots, drafters, strict=False):
+            slot.drafter = drafter
+        self._draft_max = draft_max
         self._tokenizer, self._max_waiting, self._similar = tokenizer, max_waiting, min_similarity
         self._use_context_shift, self.on_run_end = use_context_shift, _no_action
         self._chunk_tokens = max(chunk, len(self.slots) + 1)
@@ -148,7 +136,7 @@ class ServingEngine:
             try:
                 self._end_cancelled()
                 self._admit_jobs()
-                self._run_step()
+                self._run_step(self._draft_max)
             except Exception as error:  # our own fault: clients are told, and the server goes on
                 traceback.print_exc()
                 for slot in self.slots:
@@ -272,13 +260,14 @@ class ServingEngine:
 
     # ---- one run
 
-    def _run_step(self) -> None:
-        """Run the model once for the tokens that come next, and choose tokens from the results."""
+    def _run_step(self, draft_max: int) -> None:
+        """Run the model once for the tokens that come next, up to `draft_max` of them guessed, and choose tokens."""
         tokens, seqs, output_rows, chains = list[int](), list[int](), list[int](), list[Chain]()
-        batch, hidden_states = self._next_batch(), dict[int, np.ndarray]()
+        start_time, batch = time.perf_counter(), self._next_batch(draft_max)
+        hidden_states = dict[int, np.ndarray]()
         for slot, num_tokens in batch:
             assert slot.answer
-            tokens += slot.answer.left[:num_tokens]
+            tokens += [*slot.answer.left, *slot.answer.guess][:num_tokens]
             seqs += [slot.index] * num_tokens
             if slot.answer.is_scoring:
                 places = range(len(tokens) - num_tokens, len(tokens))
@@ -289,13 +278,15 @@ class ServingEngine:
         if not tokens:
             return
         num_written = sum(n for slot, n in batch if slot.answer and not slot.answer.reading)
-        start_time = time.perf_counter()
         try:
             row_results = self.context.choices(
                 tokens, chains, seqs, wanted=output_rows, hidden_states=hidden_states
             )
         except CacheFull:
-            self._make_room()
+            if any(answer.guess for answer in self._all()):
+                self._run_step(0)
+            else:
+                self._make_room()
             return
         self._read(batch, row_results, iter(hidden_states.values()))
         seconds = (time.perf_counter() - start_time) / len(tokens)
@@ -304,13 +295,18 @@ class ServingEngine:
         self.totals.reading += seconds * (len(tokens) - num_written)
         self.totals.output_seconds += seconds * num_written
 
-    def _next_batch(self) -> list[tuple[Slot, int]]:
-        """Return slots with the tokens that each runs: one of each that writes, and prompts or a part of one."""
+    def _next_batch(self, draft_max: int) -> list[tuple[Slot, int]]:
+        """Return slots with the tokens that each runs: of answers, one and guesses; and prompts or a part of one."""
         active_slots = [s for s in self.slots if s.answer and not s.answer.is_paused]
-        batch = [(s, 1) for s in active_slots if s.answer and not s.answer.reading]
+        writing = [(s, s.answer) for s in active_slots if s.answer and not s.answer.reading]
+        num_guessed = (draft_max + 1 - len(active_slots)) // max(len(writing), 1)
+        for slot, answer in writing:
+            num_free = self.max_seq_tokens - len(answer.text_ids)
+            slot.propose_guess(min(num_guessed, num_free))
+        batch = [(slot, 1 + len(answer.guess)) for slot, answer in writing]
         prompt_answers = [(s, s.answer) for s in active_slots if s.answer and s.answer.reading]
         prompt_answers.sort(key=lambda p: (p[1].num_waited_runs < MAX_WAIT_RUNS, len(p[1].left)))
-        num_free_tokens = self._chunk_tokens - len(batch)
+        num_free_tokens = self._chunk_tokens - sum(num_tokens for _, num_tokens in batch)
         for i, (slot, answer) in enumerate(prompt_answers):
             count = min(len(answer.left), num_free_tokens)
             answer.num_waited_runs += 1
@@ -329,7 +325,7 @@ class ServingEngine:
             answer = slot.answer
             assert answer
             results = [next(result_iterator) for _ in answer.wanted_rows(num_tokens)]
-            num_outputs = len(answer.output_ids)
+            counts = len(answer.output_ids), answer.num_drafted, answer.num_accepted
             try:
                 if answer.is_scoring:
                     prompt_states = [*islice(hidden_states, num_tokens)]
@@ -340,16 +336,27 @@ class ServingEngine:
                     continue
                 length = len(answer.job.prompt) + len(answer.output_ids) + 1
                 self.totals.max_text_tokens = max(self.totals.max_text_tokens, length)
-                answer.choose_token(results[-1])
+                answer.choose_tokens(results)
             except InputError as error:
                 self._finish_answer(slot, FAILED, str(error))
                 continue
             finally:
-                self.totals.output_tokens += len(answer.output_ids) - num_outputs
+                self.totals.output_tokens += len(answer.output_ids) - counts[0]
+                self.totals.drafted += answer.num_drafted - counts[1]
+                self.totals.accepted += answer.num_accepted - counts[2]
+            if answer.num_drafted > counts[1]:
+                self._remove_guesses(slot)
             if answer.is_ended:
                 self._finish_answer(slot, "")
             elif len(answer.text_ids) > self.max_seq_tokens and not self._shift_context(slot):
                 self._finish_answer(slot, "context")
+
+    def _remove_guesses(self, slot: Slot) -> None:
+        """Remove guessed tokens that did not come; a window or a state that they overwrote is read again."""
+        if (answer := slot.answer) is not None:
+            self.context.remove(slot.index, len(answer.text_ids) - 1)
+            if not answer.is_ended and not self.context.pools.is_complete(slot.index):
+                answer.left = answer.text_ids[self.context.reuse(slot.index, answer.text_ids) :]
 
     def _shift_context(self, slot: Slot) -> bool:
         """Forget a part of a slot's text, so that its answer can go on; returns whether that was possible."""

@@ -72,6 +72,7 @@ class TokenCounts:
 
     read              tokens of the prompt that were read so far
     forgotten_tokens  tokens that left a full context, so that the answer could go on
+    drafted, accepted  tokens that were guessed, and those that came
     """
 
     prompt: int
@@ -81,6 +82,29 @@ class TokenCounts:
     reading: float = 0.0
     output_seconds: float = 0.0
     forgotten_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Totals since the start: tokens and seconds of prompts and of answers, runs, and busy slots summed over runs.
+
+    cached           tokens of prompts that were in the cache
+    drafted          tokens that were guessed; accepted: those of them that came
+    max_text_tokens  tokens of the longest text
+    """
+
+    read: int = 0
+    cached: int = 0
+    max_text_tokens: int = 0
+    reading: float = 0.0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    output_seconds: float = 0.0
+    runs: int = 0
+    busy: int = 0
 
 
 @dataclass(frozen=True, slots=True)

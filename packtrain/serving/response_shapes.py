@@ -68,7 +68,7 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
         "cache_n": counts.cached,
         **speed_fields("prompt", counts.read, counts.reading),
         **speed_fields("predicted", counts.output_tokens, counts.output_seconds),
-    }
+    } | ({"draft_n": counts.drafted, "draft_n_accepted": counts.accepted} if counts.drafted else {})
 
 
 def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Slots, which are sequences of the context, and the answers that are written in them."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
 from packtrain.data.tokenizer import StreamDecoder, Tokenizer
-from packtrain.inference.generator import StopTextFilter, make_chain
+from packtrain.inference.generator import Drafter, StopTextFilter, make_chain
 from packtrain.inference.sampling import SamplerInput
 from packtrain.inference.sampling.sampler_chain import check_finite_logits
 from packtrain.inference.sampling.samplers import log_sum_exp
@@ -22,12 +23,23 @@ class Slot:
     answer  the answer being written; None: the slot is idle
     scales  adapter scales with which its cells were computed
     used    when the slot was last taken
+    drafter  guesses tokens of its answers; None: none are guessed
     """
 
     index: int
     answer: "SlotAnswer | None" = None
     scales: tuple[float, ...] = ()
     used: float = 0.0
+    drafter: Drafter | None = None
+
+    def propose_guess(self, max_tokens: int) -> None:
+        """Let the drafter guess at most `max_tokens` tokens of an answer that is being written."""
+        if self.answer is not None and self.drafter is not None:
+            job, num_outputs = self.answer.job, len(self.answer.output_ids)
+            max_left = max_tokens if job.max_tokens < 0 else job.max_tokens - num_outputs - 1
+            max_tokens = min(max_tokens, max_left)
+            text_ids = self.answer.text_ids
+            self.answer.guess = self.drafter.propose(text_ids, max_tokens) if max_tokens > 0 else []
 
 
 class SlotAnswer:
@@ -36,6 +48,7 @@ class SlotAnswer:
     left             tokens still to read: of the prompt, then the last token written
     output_ids       tokens written
     text_ids         all tokens that count: the prompt and those written, less what was forgotten
+    guess            tokens that may follow, which the next run checks
     num_cached       tokens of the prompt that were in the cache
     num_read         tokens of the prompt that were read so far, each counted once
     num_waited_runs  runs since the answer last read tokens
@@ -47,7 +60,8 @@ class SlotAnswer:
         job = self.job = ticket.job
         self.ticket, self._tokenizer, self._slot = ticket, tokenizer, slot_index
         self.left, self.text_ids, self.output_ids = [*job.prompt], [*job.prompt], list[int]()
-        self._num_forgotten = 0
+        self.guess, self._num_forgotten = list[int](), 0
+        self.num_drafted = self.num_accepted = 0
         self.num_cached = self.num_read = self.num_waited_runs = 0
         self.is_paused = False
         self.chain = make_chain(tokenizer, job.sampling, job.seed, job.prompt, job.grammar)
@@ -73,6 +87,8 @@ class SlotAnswer:
 
     def wanted_rows(self, num_tokens: int) -> range:
         """Return which of the next `num_tokens` rows have results that this answer needs."""
+        if self.guess:
+            return range(num_tokens)
         return range(num_tokens - (num_tokens == len(self.left)), num_tokens)
 
     def take(self, num_tokens: int) -> int:
@@ -101,6 +117,16 @@ class SlotAnswer:
         del self.text_ids[num_keep : num_keep + num_forgotten]
         self._num_forgotten += num_forgotten
         return num_keep, num_keep + num_forgotten
+
+    def choose_tokens(self, row_results: Sequence[SamplerInput]) -> None:
+        """Choose the next token, and more as long as they are those that were guessed. Raises InputError."""
+        guess, self.guess = self.guess, []
+        self.num_drafted += len(guess)
+        for row_result, guessed_token in zip_longest(row_results[-1 - len(guess) :], guess):
+            self.choose_token(row_result)
+            if self.is_ended or self.output_ids[-1] != guessed_token:
+                return
+            self.num_accepted += 1
 
     def choose_token(self, candidates: SamplerInput) -> None:
         """Choose the next token, and report the text that it completes. Raises InputError."""
@@ -157,7 +183,8 @@ class SlotAnswer:
     def _token_counts(self) -> generation_jobs.TokenCounts:
         seconds = self._first - self._start_time, time.perf_counter() - self._first
         counts = len(self.job.prompt), self.num_cached, self.num_read, len(self.output_ids)
-        return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten)
+        draft_counts = self.num_drafted, self.num_accepted
+        return generation_jobs.TokenCounts(*counts, *seconds, self._num_forgotten, *draft_counts)
 
     def tell_progress(self) -> None:
         """Report how much of the prompt has been read, if the job asks for that."""

@@ -13,7 +13,11 @@ from packtrain.data.chat_template import ChatTemplate, answer_variables
 from packtrain.inference.generator import GenerationLimits, Reply
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
-from packtrain.workflows.generation_settings import GeneratedText, GenerationSettings, make_drafter
+from packtrain.workflows.generation_settings import (
+    GeneratedText,
+    GenerationSettings,
+    make_drafters,
+)
 from packtrain.workflows.tool_call_scores import ToolCallReader
 from packtrain.workflows.warmup import warm
 
@@ -60,7 +64,7 @@ class ChatSession:
         )
         if settings.warmup:
             warm(model, events)
-        self._drafter = make_drafter(settings, model, self.cells)
+        self._drafter = next(iter(make_drafters(settings, model, self.cells)), None)
         self._generator = generation_settings.load_generator(settings, model, self.cells)
         self._seed, self._num_answers = settings.drawn_seed(), 0
         self.max_tokens = settings.n_predict

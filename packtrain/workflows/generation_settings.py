@@ -20,7 +20,8 @@ from packtrain.engine.backends import DEVICES, target
 from packtrain.engine.memory_plan import size_text
 from packtrain.inference.generator import LOOP_TOKENS, Drafter, Generator, Reply, Speed
 from packtrain.inference.grammar import Grammar
-from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES
+from packtrain.inference.kv_cache.context_size import ContextPlan
+from packtrain.inference.kv_cache.decode_plans import CACHE_TYPES, CHECKPOINTS, RunSizes
 from packtrain.inference.sampling import Sampling
 from packtrain.inference.speculative import ModelDrafter, NgramDrafter
 from packtrain.models.activation_rounding import (
@@ -73,7 +74,39 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class GenerationSettings(Sampling, ModelOptions):
+class DecodingOptions(ModelOptions):
+    """The cache of commands that write texts, and the tokens that they guess ahead."""
+
+    swa_full: bool = MODEL(False, SWA_FULL_HELP)
+    model_draft: Path | None = MODEL(
+        None,
+        "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",
+        flags="-md",
+    )
+    draft_lookup: bool = MODEL(
+        False,
+        "guess tokens from what followed earlier in the text; needs no other model",
+        conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
+    )
+    draft_max: int = MODEL(
+        7,
+        "most tokens guessed at once; up to 8 tokens of a run cost the least",
+        min_value=1,
+        max_value=32,
+    )
+    draft_p_min: float = MODEL(
+        0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
+    )
+    warmup: bool = MODEL(True, WARMUP_HELP)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether tokens are guessed."""
+        return self.draft_lookup or self.model_draft is not None
+
+
+@dataclass(frozen=True)
+class GenerationSettings(Sampling, DecodingOptions):
     """Settings of the commands that generate text."""
 
     seed: int | None = SAMPLING(
@@ -97,27 +130,6 @@ class GenerationSettings(Sampling, ModelOptions):
     json_schema_file: Path | None = SAMPLING(
         None, "the text is JSON of the schema in this file", flags="-jf", conflicts=CONSTRAINTS
     )
-    swa_full: bool = MODEL(False, SWA_FULL_HELP)
-    model_draft: Path | None = MODEL(
-        None,
-        "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",
-        flags="-md",
-    )
-    draft_lookup: bool = MODEL(
-        False,
-        "guess tokens from what followed earlier in the text; needs no other model",
-        conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
-    )
-    draft_max: int = MODEL(
-        7,
-        "most tokens guessed at once; up to 8 tokens of a run cost the least",
-        min_value=1,
-        max_value=32,
-    )
-    draft_p_min: float = MODEL(
-        0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
-    )
-    warmup: bool = MODEL(True, WARMUP_HELP)
 
     @property
     def sampling(self) -> Sampling:
@@ -238,16 +250,33 @@ def cells(settings: GenerationSettings, config: Config, num_tokens: int, events:
     return context_size
 
 
-def make_drafter(settings: GenerationSettings, model: ModelFile, num_cells: int) -> Drafter | None:
-    """Create the drafter that guesses tokens; None without one. Raises InputError, DoesNotFit."""
+def make_drafters(
+    settings: DecodingOptions, model: ModelFile, num_cells: int, num_texts: int = 1
+) -> list[Drafter]:
+    """Create the drafters that guess tokens, one for each text; none by default. Raises InputError, DoesNotFit."""
     if settings.draft_lookup:
-        return NgramDrafter()
+        return [NgramDrafter() for _ in range(num_texts)]
     if settings.model_draft is None:
-        return None
+        return []
     small = open_model(settings.model_draft)
     check_vocabularies(model, small)
     shared = min(model.config.vocab_size, small.config.vocab_size)
-    return ModelDrafter(load_generator(settings, small, num_cells, 1), settings.draft_p_min, shared)
+    context = load_generator(settings, small, num_cells, 1, num_texts).context
+    return [
+        ModelDrafter(Generator(context, seq), settings.draft_p_min, shared)
+        for seq in range(num_texts)
+    ]
+
+
+def drafter_nbytes(settings: DecodingOptions, num_cells: int, num_texts: int) -> int:
+    """Return the private bytes of the drafters of so many texts, which share `num_cells` tokens of context."""
+    if settings.model_draft is None:
+        return 0
+    sizes, device = RunSizes.of(num_cells, 1), target(settings.device)
+    plan_options = settings.cache_type, settings.swa_full, False, 0, CHECKPOINTS, False, device
+    return ContextPlan(open_model(settings.model_draft), sizes, num_texts, *plan_options).nbytes(
+        num_cells
+    )
 
 
 def cache_dtype(config: Config, type: str) -> Dtype:
@@ -277,7 +306,7 @@ def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
 
 
 def load_generator(
-    settings: GenerationSettings,
+    settings: DecodingOptions,
     model: ModelFile,
     num_cells: int,
     rows: int = 0,
@@ -289,8 +318,7 @@ def load_generator(
     longest  tokens of one sequence; 0: all cells
     """
     check_cache(model, num_cells, settings.cache_type)
-    is_drafting = settings.draft_lookup or settings.model_draft
-    rows = rows or (settings.draft_max + 1 if is_drafting else num_sequences)
+    rows = rows or (settings.draft_max + 1 if settings.is_drafting else num_sequences)
     generator = Generator.from_model(
         model, num_cells, DTYPES[settings.cache_type], target(settings.device), rows,
         sequences=num_sequences, swa_full=settings.swa_full, longest=longest,

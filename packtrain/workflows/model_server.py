@@ -32,6 +32,7 @@ from packtrain.serving.reranking import rerank_head
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
+from packtrain.workflows.warmup import warm
 
 CONTEXT = 8192  # most tokens, without --ctx
 MAX_EMBEDDING_TOKENS = 2048  # most tokens of texts that are embedded at once
@@ -40,7 +41,7 @@ REQUESTS_NBYTES = 128 << 20  # bytes that requests need while they are read and 
 
 
 @dataclass(frozen=True)
-class ServeSettings(Sampling, generation_settings.ModelOptions):
+class ServeSettings(Sampling, generation_settings.DecodingOptions):
     """Settings of the server: llama-server's names and defaults, where it has them."""
 
     COMMON = "host port api_key alias lora ctx parallel n_predict temp memory ui chat_template"
@@ -101,9 +102,11 @@ class ServeSettings(Sampling, generation_settings.ModelOptions):
         generation_settings.REASONING_HELP,
         choices=generation_settings.REASONING_MODES,
     )
-    swa_full: bool = MODEL(False, generation_settings.SWA_FULL_HELP)
     swa_checkpoints: int = MODEL(
-        8, "states of the windows that are kept", flags="--ctx-checkpoints", min_value=0
+        4,
+        "states of the window that are kept for each slot",
+        flags="--ctx-checkpoints",
+        min_value=0,
     )
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     reranking: bool = option(
@@ -172,10 +175,9 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
     renderer, template_text, bos_text = load_renderer(settings, model, tokenizer, events)
     kernels.prepare((*kernels.GENERATION_KERNELS, *model_kernel_modules(model.config)))
     context, embedder = make_contexts(settings, model, events)
-    engine = ServingEngine(
-        context, tokenizer, max_waiting=settings.queue, chunk=settings.ubatch_size,
-        min_similarity=settings.slot_prompt_similarity, use_context_shift=settings.context_shift,
-    )  # fmt: skip
+    if settings.warmup:
+        warm(model, events)
+    engine = make_engine(settings, model, tokenizer, context)
     names = settings.names or [settings.model.name]
     adapters = [split_scale(adapter) for adapter in settings.lora]
     server = Server(
@@ -193,6 +195,19 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
     elif embedder is not None:
         server.pooling = settings.pooling or model_pooling(model)
     return server
+
+
+def make_engine(
+    settings: ServeSettings, model: ModelFile, tokenizer: Tokenizer, context: Context
+) -> ServingEngine:
+    """Create the drafters, and start the engine. Raises InputError, DoesNotFit."""
+    num_cells = context.cache.num_cells
+    drafters = generation_settings.make_drafters(settings, model, num_cells, settings.parallel)
+    return ServingEngine(
+        context, tokenizer, max_waiting=settings.queue, chunk=settings.ubatch_size,
+        min_similarity=settings.slot_prompt_similarity, use_context_shift=settings.context_shift,
+        drafters=drafters, draft_max=settings.draft_max,
+    )  # fmt: skip
 
 
 def adapter_file(path: Path) -> AdapterFile:
@@ -222,13 +237,17 @@ def make_contexts(
     embedder_plan = ContextPlan(model, run_sizes, settings.parallel, hidden=True, **plan_options)
 
     def reserved_nbytes(num_cells: int) -> int:
+        drafter_nbytes = generation_settings.drafter_nbytes(settings, num_cells, settings.parallel)
         num_cells = min(num_cells, embedding_cells) if has_embedder else 0
-        return REQUESTS_NBYTES + (embedder_plan.nbytes(num_cells) if num_cells else 0)
+        embedder_nbytes = embedder_plan.nbytes(num_cells) if num_cells else 0
+        return REQUESTS_NBYTES + drafter_nbytes + embedder_nbytes
 
     context = Context(
         model, cells=context_length, parts=not settings.kv_unified, swa_full=settings.swa_full,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)), checkpoints=settings.swa_checkpoints,
-        memory=limit_nbytes, beside=reserved_nbytes, has_hidden_states=True, **context_options,
+        memory=limit_nbytes, beside=reserved_nbytes, has_hidden_states=True,
+        rows=max(settings.parallel, settings.draft_max + 1) if settings.is_drafting else 0,
+        **context_options,
     )  # fmt: skip
     if has_embedder:  # in the memory that is reserved above
         embedder = Context(

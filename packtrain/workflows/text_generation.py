@@ -22,7 +22,7 @@ from packtrain.workflows.generation_settings import (
     CONSTRAINTS,
     GeneratedText,
     GenerationSettings,
-    make_drafter,
+    make_drafters,
 )
 from packtrain.workflows.warmup import warm
 
@@ -99,7 +99,8 @@ def generate(settings: GenerateSettings, events: Events) -> GeneratedText:
         return several_texts.sample(grammar, seed, size)
     with events.stopping() as stopped:
         limits = GenerationLimits(settings.n_predict, settings.stop, stopped, settings.loop_tokens)
-        reply_options = make_drafter(settings, model, total_cells), settings.draft_max, grammar
+        drafter = next(iter(make_drafters(settings, model, total_cells)), None)
+        reply_options = drafter, settings.draft_max, grammar
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *reply_options)
         if settings.display_prompt:
             events.text(prompt)

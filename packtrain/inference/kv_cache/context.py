@@ -40,7 +40,7 @@ class Context:
     parts        each sequence has its own equal part of the cells, instead of all sharing all
     longest      tokens of one sequence; 0: all cells, or those of its part
     swa_full     blocks with a sliding window keep all cells, not only those of the window
-    checkpoints  number of saved states of windows, from which a text can go back without being read again
+    checkpoints  saved states of each sequence's window, from which a text can go back without being read again
     spacing      tokens between checkpoints; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
     has_hidden_states   `choices` can return hidden states of any tokens, and `head_logits` logits from them
@@ -61,7 +61,7 @@ class Context:
         parts: bool = False,
         longest: int = 0,
         swa_full: bool = False,
-        checkpoints: int = 8,
+        checkpoints: int = decode_plans.CHECKPOINTS,
         spacing: int = 0,
         hidden: bool = False,
         has_hidden_states: bool = False,

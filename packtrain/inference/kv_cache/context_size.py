@@ -96,7 +96,7 @@ class ContextPlan:
     def nbytes(self, num_cells: int) -> int:
         """Return the private bytes of the context and of its checkpoints."""
         layout, placed_graphs = self.graphs(num_cells)
-        nbytes = windows_nbytes(self.model.config, layout, self.checkpoints)
+        nbytes = windows_nbytes(self.model.config, layout, self.checkpoints * self.sequences)
         return graphs_nbytes(placed_graphs, self.model.stored()) + nbytes
 
 

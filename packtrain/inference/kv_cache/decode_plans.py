@@ -18,6 +18,7 @@ from packtrain.models.config import Config
 
 CACHE_TYPES = "f16", "f32", "q8_0"  # element types of KV cache cells
 PROMPT_SIZES = 512, 128, 32  # tokens of a prompt per run
+CHECKPOINTS = 8  # saved states of a sequence's window, by default
 SMALL_RUN_SIZES = 8, 1
 STATE_DISTANCE = 4  # tokens before the end of a prompt where a state is saved
 MIN_PROMPT_TOKENS = 16  # fewest tokens of a prompt whose state is saved

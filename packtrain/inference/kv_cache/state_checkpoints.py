@@ -9,7 +9,7 @@ REREAD_MESSAGE = "sequence {}: no checkpoint is left of its window; its text is 
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """At most `max_checkpoints` states of all sequences, `token_spacing` tokens apart; the oldest go first."""
+    """At most `max_checkpoints` states of each sequence, `token_spacing` tokens apart; the oldest go first."""
 
     max_checkpoints: int
     token_spacing: int
@@ -21,7 +21,10 @@ class StateCheckpoints:
         return position >= last + self.token_spacing
 
     def add_state(self, seq: int, position: int, stored: SavedSequences) -> None:
-        self.saved_states = [*self.saved_states, (seq, position, stored)][-self.max_checkpoints :]
+        self.saved_states.append((seq, position, stored))
+        states_of_seq = [state for state in self.saved_states if state[0] == seq]
+        if len(states_of_seq) > self.max_checkpoints:
+            self.saved_states = [s for s in self.saved_states if s is not states_of_seq[0]]
 
     def latest_state(self, seq: int, position: int) -> tuple[int, SavedSequences] | None:
         """Return the last checkpoint of a sequence up to a position, with its position; None if none is left."""

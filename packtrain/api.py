@@ -144,7 +144,7 @@ def plan(task: Callable[..., TrainingResult], *args: Any, **settings: Any) -> Pl
 
 
 @command(evaluating.EvaluateSettings)
-def evaluate(model: File, data: File, **settings: Any) -> evaluating.EvalResult:
+def evaluate(model: File, data: File | None = None, **settings: Any) -> evaluating.EvalResult:
     """Measure losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
 
         pt.evaluate(["base.gguf", "tuned.gguf"], "test.csv").loss()

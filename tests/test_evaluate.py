@@ -21,7 +21,8 @@ from packtrain.training.model_loss import MeanEstimate, loss_executor
 from packtrain.training.monitoring import progress
 from packtrain.training.monitoring.work_progress import WorkCounter
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
-from packtrain.workflows.evaluation import EvaluateSettings, find_eval_file
+from packtrain.workflows.eval_file import find_eval_file
+from packtrain.workflows.evaluation import EvaluateSettings
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import sample_chats

@@ -11,17 +11,24 @@ from packtrain.workflows.kl_divergence import Divergence
 def run(settings: EvaluateSettings) -> int:
     """Print losses and perplexities. Raises InputError, and Interrupted on a signal."""
     result = evaluate(settings, TerminalEvents())
-    for line in _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result):
+    lines = _table_lines(result) if len(result.losses) > 1 else _single_model_lines(result)
+    for line in _choice_lines(result) if result.choices else lines:
         print(line)
     for name, divergence in result.divergences.items():
         for line in _divergence_lines(divergence):
             print(line if len(result.divergences) == 1 else f"{name}: {line}")
     print(result.method)
-    if not result.same:
+    if not result.same and not result.choices:
         print(
             "these models tokenize the data differently: their losses and perplexities cannot be compared"
         )
     return 0
+
+
+def _choice_lines(result: EvalResult) -> Iterator[str]:
+    for name, scores in result.choices.items():
+        label = f"{name}: " if len(result.choices) > 1 else ""
+        yield f"{label}acc {scores.acc}, acc_norm {scores.acc_norm}"
 
 
 def _single_model_lines(result: EvalResult) -> Iterator[str]:

@@ -18,7 +18,8 @@ from packtrain.data.text.text_streams import DATA_SUFFIXES
 from packtrain.training.model_loss import MeanEstimate
 from packtrain.training.run_settings import CHAT_TEMPLATE, SKIP_BAD_HELP
 from packtrain.workflows.chat_session import ChatSession, ChatSettings, ConversationTooLong
-from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate, find_eval_file
+from packtrain.workflows.eval_file import find_eval_file
+from packtrain.workflows.evaluation import EvalResult, EvaluateSettings, evaluate
 from packtrain.workflows.judge_command import judge_answers, parse_command
 from packtrain.workflows.tool_call_scores import (
     ToolCall,
@@ -27,7 +28,7 @@ from packtrain.workflows.tool_call_scores import (
     answer_text,
     calls_of,
     score_calls,
-)
+)  # fmt: skip
 
 MATCH, SHORTER, LONGER = WIN_RULES = ("match", "shorter", "longer")
 UNMATCHED_MESSAGE = (

@@ -12,13 +12,12 @@ import numpy as np
 from packtrain import kernels
 from packtrain.common.errors import InputError, Interrupted
 from packtrain.common.events import Events
-from packtrain.common.files import require_existing
 from packtrain.common.option_rules import check_rules
-from packtrain.common.options import COLUMNS, option, positional, required, unescape
+from packtrain.common.options import COLUMNS, option, positional, unescape
 from packtrain.common.text import clock, plural
 from packtrain.data.chat_template import load_template
 from packtrain.data.conversations import DatasetRecipe, prepare_dataset
-from packtrain.data.text.documents import END_OF_TEXT, TRAIN, VALID, find_file, has_valid_file
+from packtrain.data.text.documents import END_OF_TEXT, VALID, has_valid_file
 from packtrain.data.text.text_streams import RECORDS, suffix_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.engine.backends import DEVICES, Target, target
@@ -35,15 +34,15 @@ from packtrain.training.model_loss import MeanEstimate, counted, loss_executor
 from packtrain.training.perplexity_windows import PerplexityWindows, read_single_text
 from packtrain.training.run_settings import CHAT_TEMPLATE, DEVICE_HELP, SKIP_BAD_HELP, VALID_FILE
 from packtrain.training.sample_batches import SampleBatches, row_length
+from packtrain.workflows import multiple_choice
+from packtrain.workflows.eval_file import SPLITS, find_eval_file
 from packtrain.workflows.generation_settings import SWA_FULL_HELP, check_cache, configured
 from packtrain.workflows.kl_divergence import Divergence, kl_divergence
 from packtrain.workflows.kv_cache_loss import CachedLoss
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # most tokens of a window without --ctx
-BATCH_TOKENS = 2048
-TEST = "test"
-SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # split -> names of its files
+BATCH_TOKENS, CHOICE_ROWS = 2048, 16  # tokens, or choices, of a batch
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,19 @@ class EvaluateSettings:
     COMMON = "data split ctx lora compare skip_bad separator chat_template"
 
     model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
-    data: Path = required(
+    data: Path | None = option(
+        None,
         "text or conversations, in any form that `packtrain data` reads; of a folder, the test file, else valid,"
-        " else train"
+        " else train",
+        metavar="FILE",
     )
+    choices: Path | None = option(
+        None, "multiple choice: question, choices and answer a row; print acc and acc_norm as lm-eval does",
+        metavar="FILE",
+        conflicts=dict.fromkeys(
+            ["data", "split", "separator", "chat_template", "all_positions", "kl_base", "save_logits"], "without text"
+        ),
+    )  # fmt: skip
     split: str | None = option(
         None, "use this file of a folder; of a single file, the part that finetune would use",
         choices=tuple(SPLITS),
@@ -116,7 +124,7 @@ class EvaluateSettings:
 
     @property
     def has_valid_file(self) -> bool:
-        return has_valid_file(self.data)
+        return self.data is not None and has_valid_file(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,7 @@ class EvalData:
     batches: PerplexityWindows | SampleBatches
     ids: np.ndarray
     description: str
+    questions: Sequence[multiple_choice.ChoiceQuestion] = ()
 
     @property
     def skipped(self) -> int:
@@ -139,6 +148,7 @@ class EvalResult:
     losses       loss of each scored token, (N,) f32 in nats, by the name of the model: its path, with its adapters
     method       what was scored, as a sentence
     divergences  KL divergences from the predictions of --kl-base, by the name of the model
+    choices      with --choices, whose tokens `losses` are of: accuracies, by the name of the model
     same         whether all models tokenize the data alike, so that their losses can be compared
     """
 
@@ -146,6 +156,7 @@ class EvalResult:
     method: str
     same: bool
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
+    choices: Mapping[str, multiple_choice.ChoiceScores] = field(default_factory=dict)
 
     def loss(self, name: str | None = None) -> MeanEstimate:
         """Return a model's mean loss, by default the first's, with its error; `.exponential` is the perplexity."""
@@ -161,7 +172,7 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     check_rules(settings)
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
-    datasets: dict[Path, EvalData] = {}
+    datasets, choices = dict[Path, EvalData](), dict[str, multiple_choice.ChoiceScores]()
     losses, device = dict[str, np.ndarray](), target(settings.device)
     for name, model in named_models:
         model_path = model.gguf.path
@@ -169,11 +180,15 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
             datasets[model_path] = EvalDataLoader(settings, model, events.message).load(max_context)
         run = _reader(settings, model, datasets[model_path], device)
         losses[name] = _measured(name, run, datasets[model_path], len(named_models) > 1, events)
+        if questions := datasets[model_path].questions:
+            choices[name] = multiple_choice.score_choices(questions, losses[name])
     first_data, *other_data = datasets.values()
     is_same = all(np.array_equal(first_data.ids, other.ids) for other in other_data)
     cache_note = settings.cache_type and f"; read through a cache in {settings.cache_type}"
     divergences = _divergences(settings, named_models, datasets, device, events)
-    return EvalResult(losses, first_data.description + (cache_note or ""), is_same, divergences)
+    return EvalResult(
+        losses, first_data.description + (cache_note or ""), is_same, divergences, choices
+    )
 
 
 def _divergences(
@@ -235,10 +250,12 @@ class EvalDataLoader:
 
     def load(self, max_context: int) -> EvalData:
         """Load the windows of a text, or else samples. Raises InputError."""
-        settings, (path, split_name) = (
-            self.settings,
-            find_eval_file(self.settings.data, self.settings.split),
-        )
+        settings = self.settings
+        if settings.choices is not None:
+            return self._questions(settings.choices, settings.ctx or max_context)
+        if settings.data is None:
+            raise InputError("--data is missing", "give a text or conversations, or --choices")
+        path, split_name = find_eval_file(settings.data, settings.split)
         is_text = not path.is_dir() and suffix_of(path) not in RECORDS
         length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
         check_context(self.model.config, length, self.report)
@@ -275,6 +292,17 @@ class EvalDataLoader:
             f" the second half of each window is scored ({num_scored:,} tokens), as in llama-perplexity"
         )
         return EvalData(batches, ids, description)
+
+    def _questions(self, path: Path, length: int) -> EvalData:
+        """Read multiple choice; each choice is a row. Raises InputError."""
+        check_context(self.model.config, length, self.report)
+        options = self.settings.skip_bad, self.settings.columns, self.report
+        questions = multiple_choice.read_questions(path, self.model.tokenizer(), length, *options)
+        samples = multiple_choice.choice_samples(questions)
+        rows, time = self.settings.batch_size or CHOICE_ROWS, int(samples.lengths.max()) - 1
+        batches = SampleBatches(samples, rows, time, shuffle=False, pack=False)
+        description = f"{path}: {plural(len(questions), 'question')} with {len(samples):,} choices"
+        return EvalData(batches, samples.ids, description, questions)
 
     def _samples(self, path: Path, part: str, length: int) -> EvalData:
         """Read documents or conversations in rows, as finetune's validation does."""
@@ -313,32 +341,12 @@ class EvalDataLoader:
         return max(min(batch_size, windows), 1)
 
 
-def find_eval_file(data: Path, split: str | None) -> tuple[Path, str]:
-    """Find the file or folder to measure, and which split of it, as finetune splits it; "" is all."""
-    require_existing(data, "--data")
-    if not data.is_dir():
-        if split == TEST:
-            raise InputError(
-                f"--split test: {data} is one file; give a folder with a test file, or no --split"
-            )
-        return data, split or ""
-    path_by_split = {name: find_file(data, *names) for name, names in SPLITS.items()}
-    split_files = {name: path for name, path in path_by_split.items() if path is not None}
-    if split is None:
-        return next(iter(split_files.values()), data), ""
-    if TRAIN in split_files and VALID not in split_files and split != TEST:  # finetune splits it
-        return split_files[TRAIN], split
-    if split in split_files:
-        return split_files[split], ""
-    raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
-
-
 # ---- measuring -----------------------------------------------------------------------------------------------
 
 
 def _reader(settings: EvaluateSettings, model: ModelFile, data: EvalData, device: Target) -> Losses:
     """Create the function that yields the losses of batches, and load its kernels."""
-    batches, cache = data.batches, settings.cache_type
+    batches, cache = data.batches, settings.cache_type or ("f32" if data.questions else None)
     kernels.prepare((*kernels.GENERATION_KERNELS, "loss", *model_kernel_modules(model.config)))
     if cache is None:
         run = loss_executor(model, batches.rows, batches.time, skipped=data.skipped, target=device)

@@ -35,6 +35,8 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --platform darwin
+	$(VENV)/bin/mypy --platform win32
 
 # Figures that docs/figures.md quotes, those that need no file. The peer, PyTorch, is not installed by this file.
 bench: $(VENV)/.ready

@@ -56,7 +56,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
     """Give the temporary file the permissions, and if allowed the owner, of the file that it will replace."""
-    if os.name != "nt":
+    if sys.platform != "win32":
         with suppress(OSError):
             os.chown(temp_path, old_stat.st_uid, old_stat.st_gid)
     temp_path.chmod(old_stat.st_mode & 0o777)
@@ -66,7 +66,7 @@ def _copy_permissions(temp_path: Path, old_stat: os.stat_result) -> None:
 def _freed_in_background(path: Path) -> Iterator[None]:
     """If the block replaces `path`, free the old file's blocks and pages in a thread: 0.2 s per gigabyte."""
     old_descriptor = None
-    if os.name != "nt":  # Windows cannot replace an open file
+    if sys.platform != "win32":  # Windows cannot replace an open file
         with suppress(OSError):
             old_descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -88,7 +88,12 @@ def remove_temp_files(folder: Path, name: str = "*") -> None:
     """Remove temporary files that killed processes left in `folder` while they wrote a file of this name."""
     for path in folder.glob(f".{name}.*.part"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
-        if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _is_running(int(pid)):
+        if (
+            sys.platform != "win32"
+            and pid.isdecimal()
+            and len(pid) < 10
+            and not _is_running(int(pid))
+        ):
             path.unlink(missing_ok=True)
 
 
@@ -143,7 +148,7 @@ def write_ahead(file: BinaryIO, start: int, nbytes: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that renames in it survive a crash."""
-    if os.name == "nt":  # Windows cannot open folders
+    if sys.platform == "win32":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -189,7 +194,7 @@ def check_writable(path: str | Path | None, field: str) -> None:
 def _can_replace(path: Path) -> bool:
     """Whether this user may replace the file: in a folder such as /tmp only the file's or folder's owner may."""
     folder_stat = path.parent.stat()
-    if os.name == "nt" or not folder_stat.st_mode & stat.S_ISVTX:
+    if sys.platform == "win32" or not folder_stat.st_mode & stat.S_ISVTX:
         return True
     return os.geteuid() in (0, folder_stat.st_uid, path.stat().st_uid)
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from packtrain.common.child_process import variables
 from packtrain.common.errors import DoesNotFit
+from packtrain.common.files import fcntl
 from packtrain.common.gc_control import gc_paused
 from packtrain.common.memory import private_nbytes
 from packtrain.kernels import machine, runtime, store
@@ -160,9 +161,7 @@ class CompileProgress:
 @contextlib.contextmanager
 def file_lock(lock_path: Path) -> Iterator[None]:
     """Lock against other processes, so that several started at once compile nothing twice."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: no lock, they compile it twice
+    if fcntl is None:  # Windows: no lock, they compile it twice
         yield
         return
     with open(lock_path, "w") as lock_file:

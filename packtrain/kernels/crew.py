@@ -48,7 +48,7 @@ def set_threads(count: int) -> None:
 
 def start_threads(serve_tasks: Callable[[int], None]) -> None:
     """Start all threads but the first, each on its core, unless they have been started."""
-    if shared_words[NUM_STARTED]:
+    if sys.platform != "linux" or shared_words[NUM_STARTED]:
         return
     cores = sorted(os.sched_getaffinity(0))
 

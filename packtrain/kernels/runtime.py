@@ -193,7 +193,7 @@ def cache_root() -> Path:
     try:
         home = Path.home()
     except RuntimeError:  # a user unknown to the system, as in some containers
-        return Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
+        return Path(tempfile.gettempdir()) / f"packtrain-{getattr(os, 'getuid', int)()}"
     return home / ("Library/Caches" if platform.system() == "Darwin" else ".cache") / "packtrain"
 
 

@@ -4,10 +4,13 @@ This file runs by itself and imports nothing of packtrain, so that the child sta
 """
 
 import json
+import mmap
 import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import jinja2
@@ -16,10 +19,9 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-try:
-    import resource
-except ImportError:  # this system has no such limits
-    resource = None  # type: ignore[assignment]
+resource: Any = (
+    import_module("resource") if find_spec("resource") else None
+)  # Windows has no limits
 
 MAX_TEXT_LENGTH = 4 << 20
 MAX_REASON_LENGTH = 1000  # most characters of an error message for the parent
@@ -119,7 +121,7 @@ def address_space_nbytes() -> int:
     """Return the bytes of this process's address space, where the system tells, else 0."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
+            return int(file.read().split()[0]) * mmap.PAGESIZE
     except OSError:
         return 0
 

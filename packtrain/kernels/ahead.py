@@ -40,6 +40,7 @@ complete_modules = set[str]()  # modules whose code is in the cache, with that o
 load_lock = threading.RLock()
 # most private memory of this process and its children, where a call has no limit
 memory_budget: int | None = None
+SLACK_NBYTES = 4 * MIB  # by which the private memory of this process differs from one start to the next
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
@@ -85,7 +86,7 @@ def choose_mode(limit: int | None, used: int, names: Collection[str]) -> Compile
             limit is None or used + compile_mode.max_nbytes(names) <= limit
         ):
             return compile_mode
-    needed_mib = -(-(used + COMPILE_MODES[-1].max_nbytes(names)) // MIB)
+    needed_mib = -(-(used + COMPILE_MODES[-1].max_nbytes(names) + SLACK_NBYTES) // MIB)
     raise DoesNotFit(
         f"--memory: compiling kernels needs {needed_mib} MiB; run `packtrain"
         f" compile` first, or give --memory {needed_mib}MiB"

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from packtrain.common.options import TRAINING
-from packtrain.dtypes import bf16
+from packtrain.dtypes import bf16, i64
 from packtrain.engine import ops
+from packtrain.engine.backends import Target, cpu
+from packtrain.engine.executor import Session
 from packtrain.engine.graph import Graph
 from packtrain.engine.interpreter import interpret
 from packtrain.engine.optim import (
     OPTIMIZERS,
     SGD,
     AdamW,
+    AdamW8bit,
     Muon,
     Optimizer,
     StepInputs,
@@ -28,6 +31,7 @@ from packtrain.engine.optim import (
 from packtrain.engine.optim.muon import orthogonalize
 from packtrain.engine.optim.optimizer import Values
 from packtrain.engine.optim.sgd import opt_step_sgd
+from packtrain.engine.placement import place
 from packtrain.engine.tensor import Tensor, input, state, weight
 from packtrain.gguf import GGUF
 from packtrain.planner.step_shape import BaseModel, StepShape
@@ -103,7 +107,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "toy.py").write_text(TOY)
     edit_file(
         home / "__init__.py",
-        ("(AdamW, SGD, Muon, LBFGS)", "(AdamW, SGD, Muon, LBFGS, Toy)"),
+        ("LBFGS, AdamW8bit)", "LBFGS, AdamW8bit, Toy)"),
         ("\n\n__all__", "\nfrom packtrain.engine.optim.toy import Toy\n\n__all__"),
     )
     (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
@@ -130,6 +134,52 @@ def test_one_file_and_its_name_add_an_optimizer(copy: Path) -> None:
     assert any(saved[0].array(name).any() for name in moments)
     plan = json.loads((copy / "whole.run/plan.json").read_text())
     assert plan["fits"] and plan["state_bytes"] == plan["weights_bytes"] > 0
+
+
+def test_moments_in_8_bits_take_a_quarter_and_resume_with_equal_bits(copy: Path) -> None:
+    flags = SMALL.replace("toy --blend 0.25", "adamw8bit").replace("--dim 32", "--dim 128")
+    for name, steps in (("whole8", "5"), ("parts8", "2"), ("parts8", "5 --resume")):
+        ran = packtrain_in(copy, f"{flags} -o {name}.gguf --iters {steps}")
+        assert ran.returncode == 0, ran.stderr
+    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("whole8", "parts8")]
+    assert [*saved[0].entries] == [*saved[1].entries]
+    for name in saved[0].entries:
+        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
+    plan = json.loads((copy / "whole8.run/plan.json").read_text())
+    assert plan["state_bytes"] < 0.26 * 2 * plan["weights_bytes"]
+
+
+def test_steps_with_moments_in_8_bits_are_nearly_those_in_32() -> None:
+    """Blocks with gradients of many sizes, and a last block that is not full."""
+    shape = 65, 67
+    sizes = 10.0 ** np.random.default_rng(3).uniform(-5, 0, shape)
+    gradients = [sizes * np.random.default_rng(t % 5).standard_normal(shape) for t in range(20)]
+    exact, rounded = (weights_after(kind(), gradients) for kind in (AdamW, AdamW8bit))
+    assert 0 < np.abs(rounded - exact).mean() < 0.2 * np.abs(exact).mean()
+    assert np.abs(rounded).max() < 2 * np.abs(exact).max()
+
+
+def test_no_step_is_divided_by_a_moment_that_8_bits_lose() -> None:
+    """One gradient swings, so that of its moments the second is large; the others are small, and end."""
+    gradients = [np.full((64, 64), 1e-4) for _ in range(20)]
+    for t, g in enumerate(gradients):
+        g[:, ::64] = 1000 * (-1) ** t
+    gradients.append(np.zeros((64, 64)))
+    exact, rounded = (weights_after(kind(), gradients) for kind in (AdamW, AdamW8bit))
+    assert np.abs(rounded).max() < 2 * np.abs(exact).max()
+
+
+def weights_after(optimizer: Optimizer, gradients: list[np.ndarray]) -> np.ndarray:
+    w = weight("w", gradients[0].shape)
+    step_inputs = StepInputs(optimizer.leaf(), input("gate", ()), input("rounding", (2,), i64))
+    leaves = w, input("g", w.shape), *optimizer.states(w)
+    graph = Graph({}, [*optimizer.update(*leaves, step_inputs=step_inputs)])
+    session = Session()
+    executor = session.executor(place(graph, Target((cpu,))))
+    session.set({"w": np.zeros(w.shape, np.float32)})
+    for t, g in enumerate(gradients, 1):
+        executor({"g": g.astype("f"), "gate": np.float32(1), **optimizer.inputs(t, 1e-3)})
+    return session.get("w")
 
 
 def test_flags_of_another_optimizer_are_refused(copy: Path) -> None:
@@ -185,7 +235,11 @@ def test_sums_and_caches_begin_anew() -> None:
 
 
 def test_others_that_keep_less_are_proposed() -> None:
-    assert [optimizer.name for optimizer in leaner_optimizers(AdamW())] == ["sgd", "muon"]
+    assert [optimizer.name for optimizer in leaner_optimizers(AdamW())] == [
+        "sgd",
+        "adamw8bit",
+        "muon",
+    ]
     assert [*leaner_optimizers(SGD())] == []
     assert all(name == kind.name for name, kind in OPTIMIZERS.items())
 

@@ -40,7 +40,9 @@ complete_modules = set[str]()  # modules whose code is in the cache, with that o
 load_lock = threading.RLock()
 # most private memory of this process and its children, where a call has no limit
 memory_budget: int | None = None
-SLACK_NBYTES = 4 * MIB  # by which the private memory of this process differs from one start to the next
+SLACK_NBYTES = (
+    4 * MIB
+)  # by which the private memory of this process differs from one start to the next
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 

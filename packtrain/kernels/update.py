@@ -9,14 +9,16 @@ from numba import njit
 
 from packtrain.kernels import bits, simd
 from packtrain.kernels.bits import I16, i32x16, put_short, reading, short_at, to_bits, vector_of
-from packtrain.kernels.call import each_task, kernel, parallel
+from packtrain.kernels.call import each_task, kernel, parallel, part
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
-from packtrain.kernels.kernel_types import f32, f64
+from packtrain.kernels.kernel_types import f32, f64, i64
 from packtrain.kernels.simd import I32, LANES, address, fma, load_part, splat, sqrt
 
 SERIAL = 1 << 13
 VALUES_PER_RUN = 8 * LANES  # products added in f32 lanes before they go to f64
+CODED_BLOCK = 256  # values that share a scale in 8 bits
+FIRST_CODED = 103 << 7  # upper 16 bits of 2^-24
 PART_SIZE = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
 words_at = reading(vector_of(I32), i32x16, lambda builder, v: v)
@@ -96,6 +98,74 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
     key               i64: key of bf16's stochastic rounding, see counter
     """
     update_parts(adamw_span, (g, m, v, hyper, decay), qtype, w, gate, key, span_start, span_stop)
+
+
+@part("i64(i64, i64, in1, bytes1)")
+def code_of(values, i, limits, starts):
+    """Return how many limits are below the size of value i, which is at most 1: see adamw8bit.code_table."""
+    upper_bits = (bits.word_at(values, i) & 0x7FFFFFFF) >> 16
+    code = i64(starts[min(max(upper_bits - FIRST_CODED, 0), starts.size - 1)])
+    return code + i64(abs(simd.peek(values, i)) > limits[code])
+
+
+@parallel(
+    "out1, in1, out_bytes1, out1, out_bytes1, out1, in1, in1, in1, in1, bytes1, in1, in1, bytes1",
+    lambda m_scale: (m_scale.size, CODED_BLOCK),
+    serial=SERIAL,
+)
+def adamw8bit(
+    direction, g, m, m_scale, v, v_scale, hyper, gate,
+    m_levels, m_limits, m_starts, v_levels, v_limits, v_starts, first_block, last_block,
+):  # fmt: skip
+    """Update moments in 8 bits, and write the direction of the step: see optim.adamw8bit, also for the tables.
+
+    direction, g      (N,)       f32
+    m, v              (B * 256,) codes of N values: of m, and of the root of v, unsigned
+    m_scale, v_scale  (B,)       f32: sizes of the blocks' largest values
+    hyper             (7,)       f32, as for adamw
+    """
+    first_moments, roots = simd.scratch(CODED_BLOCK), simd.scratch(CODED_BLOCK)
+    beta1, one_minus_beta1 = splat(hyper[1]), splat(f32(1.0 - f64(hyper[1])))
+    beta2, one_minus_beta2 = splat(hyper[2]), splat(f32(1.0 - f64(hyper[2])))
+    root_factor, eps = splat(f32(1.0 / math.sqrt(f64(hyper[6])))), splat(hyper[3])
+    for block in range(first_block, last_block):
+        start = block * CODED_BLOCK
+        length = min(CODED_BLOCK, g.size - start)
+        if not math.isfinite(gate[0]):
+            direction[start : start + length] = 0.0
+            continue
+        m_max, root_max = splat(0.0), splat(0.0)
+        for i in range(CODED_BLOCK):
+            code = bits.char_at(m.ctypes.data, start + i)
+            level = m_levels[abs(code)] * m_scale[block]
+            simd.poke(first_moments, i, level if code >= 0 else -level)
+            simd.poke(roots, i, v_levels[v[start + i]] * v_scale[block])
+        for i in range(0, CODED_BLOCK, LANES):
+            gradient = load_part(g, start + i, length - i) * splat(gate[0])
+            new_m = fma(simd.load(first_moments, i), beta1, gradient * one_minus_beta1)
+            old_root = simd.load(roots, i)
+            new_root = sqrt(fma(old_root * old_root, beta2, gradient * gradient * one_minus_beta2))
+            step = new_m / fma(new_root, root_factor, eps)
+            simd.store_part(direction, start + i, step, length - i)
+            simd.store(first_moments, i, new_m)
+            simd.store(roots, i, new_root)
+            m_max, root_max = (
+                simd.maximum(simd.absolute(new_m), m_max),
+                simd.maximum(new_root, root_max),
+            )
+        m_scale[block], v_scale[block] = simd.largest(m_max), simd.largest(root_max)
+        m_divisor, v_divisor = m_scale[block] or f32(1.0), v_scale[block] or f32(1.0)
+        for i in range(0, CODED_BLOCK, LANES):
+            simd.store(first_moments, i, simd.load(first_moments, i) / splat(m_divisor))
+            simd.store(roots, i, simd.load(roots, i) / splat(v_divisor))
+        for i in range(CODED_BLOCK):
+            code = code_of(first_moments, i, m_limits, m_starts)
+            bits.put_byte(
+                m.ctypes.data, start + i, code if simd.peek(first_moments, i) >= 0 else -code
+            )
+            is_positive = i64(simd.peek(roots, i) > 0)
+            code = max(code_of(roots, i, v_limits, v_starts), is_positive)
+            bits.put_byte(v.ctypes.data, start + i, code)
 
 
 @kernel("i64, in1, in1, f32, f32, i64, i64")

@@ -13,6 +13,7 @@ from packtrain.kernels.quantized_arrays import dequantize
 
 # relative to the largest value, or to 1 where all values are smaller
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6, "rounded otherwise": 1e-3}
+TOLERANCE["int8"] = TOLERANCE["rounded otherwise"]
 
 
 def run_graph(
@@ -40,15 +41,16 @@ def error_limit(actual: np.ndarray) -> float:
 def max_difference(actual: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest difference, relative to the largest value or to 1 where all values are smaller.
 
-    Infinite if infinities and NaNs are in different places, or the shapes differ. For bf16, which is rounded at random:
-    the share of values that are rounded differently.
+    Infinite if infinities and NaNs are in different places, or the shapes differ. For bf16, which is rounded at random,
+    and codes in 8 bits: the share of values that are rounded to the next.
     """
     if actual.shape != expected.shape:
         return np.inf
     if actual.dtype.names:  # blocks
         actual, expected = dequantize(actual), dequantize(expected)
-    if actual.dtype == bf16.numpy:
-        steps = np.abs(actual.view(np.int16).astype(int) - expected.view(np.int16))
+    if actual.dtype in (bf16.numpy, np.int8):
+        as_int = np.dtype(f"i{actual.dtype.itemsize}")
+        steps = np.abs((actual.view(as_int) - expected.view(as_int)).astype(int))  # wraps around
         return np.inf if steps.max(initial=0) > 1 else np.count_nonzero(steps) / max(steps.size, 1)
     finite = np.isfinite(expected)
     if not np.array_equal(actual[~finite], expected[~finite], equal_nan=expected.dtype.kind == "f"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from packtrain.engine.optim.adamw import AdamW
+from packtrain.engine.optim.adamw8bit import AdamW8bit
 from packtrain.engine.optim.graphs import (
     ROUNDING, accumulation_graph, applying_graph, measuring_graph, training_graph, update_graph,
 )  # fmt: skip
@@ -14,12 +15,13 @@ from packtrain.engine.optim.sgd import SGD
 from packtrain.engine.tensor import weight
 
 __all__ = [
-    "LBFGS", "OPTIMIZERS", "PART_PREFIX", "ROUNDING", "SGD", "AdamW", "Muon", "Optimizer", "RankShare",
+    "LBFGS", "OPTIMIZERS", "PART_PREFIX", "ROUNDING", "SGD", "AdamW", "AdamW8bit", "Muon", "Optimizer", "RankShare",
     "StepInputs", "StepRunner", "accumulation_graph", "applying_graph", "leaner_optimizers", "measuring_graph",
     "moment", "part_of_weight", "training_graph", "unsplit_name", "update_graph",
 ]  # fmt: skip
 
-KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default
+# the first one is the default
+KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS, AdamW8bit)
 OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 

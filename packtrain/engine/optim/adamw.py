@@ -53,13 +53,14 @@ class AdamW(Optimizer):
         m, v = states
         if self.away:
             moments = opt_moments_adamw(g, m, v, step_inputs.hyper, step_inputs.gate)
-            return self._update_offloaded(w, moments, step_inputs)
+            return self.step_along(w, moments, step_inputs)
         read = w, g, m, v, step_inputs.hyper, step_inputs.gate, step_inputs.key(w)
         return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
-    def _update_offloaded(
+    def step_along(
         self, w: Tensor, moments_result: tuple[Tensor, ...], step_inputs: StepInputs
     ) -> Tensors:
+        """Step the weight along the direction, the last result of an update of moments; return all new handles."""
         *handles, direction = moments_result
         parts = (ops.narrow(step_inputs.hyper, axis=0, start=at, length=1) for at in (0, 4, 5))
         lr, weight_decay, c1 = parts

@@ -1,0 +1,186 @@
+"""AdamW whose moments of large tensors take one byte a value: blocks of 256, each with a scale."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import DTYPES
+from packtrain.engine.ops.arrays import flatten, run_replayable
+from packtrain.engine.ops.costs import Cost
+from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, torch
+from packtrain.engine.optim.adamw import AdamW
+from packtrain.engine.optim.optimizer import StepInputs, Tensors
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
+
+BLOCK = 256
+MIN_SIZE = 4096  # smaller tensors, such as norms, keep moments in f32
+NUM_DECADES = 7
+i8 = DTYPES["i8"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW8bit(AdamW):
+    """AdamW with blockwise quantized moments. Dettmers et al. 2021, arXiv 2110.02861.
+
+    Of the second moment the root is quantized, which spans half the decades: with gradients of four decades in one block
+    weights end 6 % away from those with moments in f32, and 17 % where v itself is quantized.
+    """
+
+    name: ClassVar[str] = "adamw8bit"
+    note: ClassVar[str] = "keeps AdamW's moments in 8 bits, a quarter of their bytes"
+    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "update")
+    by_parts: ClassVar[bool] = False
+
+    def states(self, w: Tensor) -> Tensors:
+        if w.spec.size < MIN_SIZE:
+            return AdamW.states(self, w)
+        num_blocks = -(-w.spec.size // BLOCK)
+        return tuple(
+            leaf
+            for kind in ("m", "v")
+            for leaf in (
+                state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8),
+                state(f"{kind}8_scale/{w.name}", (num_blocks,)),
+            )
+        )
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
+        if w.spec.size < MIN_SIZE:
+            return AdamW.update(self, w, g, *states, step_inputs=step_inputs)
+        results = opt_moments_adamw8bit(g, *states, step_inputs.hyper, step_inputs.gate)
+        return self.step_along(w, results, step_inputs)
+
+
+@cache
+def code_table(signed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what codes 0, 1, … stand for, from 0 to 1; a signed code has two of each. For section 2.2 of the paper.
+
+    levels  (128,) or (256,)  f32  decade e of the seven below 1 has 2^e at equal distances, or twice as many unsigned
+    limits  as many           f32  halfway to the next level, infinite for the last: a number has as many below it
+    starts  (3073,)           u8   code of the smallest number with these upper 16 bits, from 2^-24 on; the next, at
+                                   most, is right for the largest
+    """
+    decades = []
+    for decade in range(NUM_DECADES):
+        edges = np.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1)
+        decades.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - NUM_DECADES))
+    levels = np.concatenate([[0], *decades, *([] if signed else [[1]])]).astype(np.float32)
+    levels[-1] = 1  # the largest value of a block is exact
+    limits = np.append((levels[1:] + levels[:-1]) / 2, np.float32(np.inf))
+    first, last = np.array([2.0**-24, 1.0], np.float32).view(np.int32)
+    edges = np.arange(first, last + 1, 1 << 16, dtype=np.int32).view(np.float32)
+    return levels, limits, np.searchsorted(limits, edges).astype(np.uint8)
+
+
+@op(writes=(1, 2, 3, 4), inplace={4: (0,)})
+def opt_moments_adamw8bit(
+    g: Tensor,
+    m: Tensor,
+    m_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+) -> tuple[Spec, ...]:
+    """Update AdamW's moments in 8 bits; return their handles, and the direction = m / (sqrt(v / c2) + eps) of the step
+    from the moments before they are rounded, or 0 if the gate is not finite. See opt_moments_adamw.
+
+        g, direction      (...)     f32   N values
+        m, v              (B, 256)  i8    B = ceil(N / 256); codes of m, and, unsigned, of the root of v
+        m_scale, v_scale  (B,)      f32   the largest size of a block; a value is scale * level of its code
+        hyper             (7,)      f32   see HYPER; lr, weight_decay and c1 play no part
+        gate              ()        f32
+    A root above 0 is rounded to no less than the first level, as a step divides by it.
+    """
+    Spec(g.shape).require(g=g)
+    codes, scales = Spec((-(-g.spec.size // BLOCK), BLOCK), i8), Spec((m.shape[0],))
+    require(m.spec == v.spec == codes, f"m is {m.spec}, v {v.spec}; both must be {codes}")
+    scales.require(m_scale=m_scale, v_scale=v_scale)
+    Spec((7,)).require(hyper=hyper)
+    Spec(()).require(gate=gate)
+    return m.spec, m_scale.spec, v.spec, v_scale.spec, g.spec
+
+
+@opt_moments_adamw8bit.kernel("numpy")
+def opt_moments_adamw8bit_numpy(out, g, m, m_scale, v, v_scale, hyper, gate):
+    direction = out[4].reshape(-1)
+    if not np.isfinite(gate):
+        direction[...] = 0
+        return
+    _, beta1, beta2, eps, _, _, c2 = hyper
+    gradient = np.zeros(m.shape, g.dtype)
+    gradient.reshape(-1)[: g.size] = g.reshape(-1) * gate
+    (m_levels, m_limits, _), (v_levels, v_limits, _) = map(code_table, (True, False))
+    old_m = np.sign(m) * m_levels[np.abs(m.astype(int))] * m_scale[:, None]
+    new_m = beta1 * old_m + (1 - beta1) * gradient
+    old_root = v_levels[v.view(np.uint8)] * v_scale[:, None]
+    new_root = np.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
+    direction[...] = (new_m / (new_root / np.sqrt(c2) + eps)).reshape(-1)[: g.size]
+    m_scale[...], v_scale[...] = np.abs(new_m).max(-1), new_root.max(-1)
+    unit_m, unit_v = (
+        value / np.where(scale == 0, 1, scale)[:, None]
+        for value, scale in ((new_m, m_scale), (new_root, v_scale))
+    )
+    m[...] = np.sign(new_m) * np.searchsorted(m_limits, np.abs(unit_m))
+    v_codes = np.maximum(np.searchsorted(v_limits, unit_v), new_root > 0)
+    v[...] = v_codes.astype(np.uint8).view(np.int8)
+
+
+@opt_moments_adamw8bit.kernel("cpu")
+def opt_moments_adamw8bit_cpu(out, g, m, m_scale, v, v_scale, hyper, gate):
+    m_codes, v_codes = flatten(m).view(np.uint8), flatten(v).view(np.uint8)
+    states = m_codes, m_scale, v_codes, v_scale, hyper, flatten(gate)
+    tables = *code_table(True), *code_table(False)
+    return run_replayable(kernels.update.adamw8bit, flatten(out[4]), flatten(g), *states, *tables)
+
+
+@opt_moments_adamw8bit.kernel("torch")
+def opt_moments_adamw8bit_torch(out, g, m, m_scale, v, v_scale, hyper, gate):
+    _, beta1, beta2, eps, _, _, c2 = hyper.unbind()
+    tables = [[torch.from_numpy(t).to(g.device) for t in code_table(s)[:2]] for s in (True, False)]
+    (m_levels, m_limits), (v_levels, v_limits) = tables
+    flat_g, direction, is_finite = g.reshape(-1), out[4].view(-1), gate.isfinite()
+    for start, end in chunk_bounds(len(m), CHUNK // BLOCK, g):
+        span, rows = slice(start * BLOCK, end * BLOCK), slice(start, end)
+        part = flat_g[span] * gate
+        gradient = torch.nn.functional.pad(part, (0, (end - start) * BLOCK - len(part))).view(
+            -1, BLOCK
+        )
+        old_codes, old_scales = (m[rows], v[rows]), (m_scale[rows], v_scale[rows])
+        new_m = m_levels[old_codes[0].int().abs()] * old_codes[0].sign() * old_scales[0][:, None]
+        new_m = new_m.mul_(beta1).add_(gradient * (1 - beta1))
+        new_root = v_levels[old_codes[1].view(torch.uint8).int()] * old_scales[1][:, None]
+        new_root.square_().mul_(beta2).add_(gradient.square_().mul_(1 - beta2)).sqrt_()
+        step = new_m / (new_root / c2.sqrt()).add_(eps)
+        direction[span] = torch.where(is_finite, step.view(-1)[: len(part)], 0)
+        scales = new_m.abs().amax(-1), new_root.amax(-1)
+        unit_m, unit_v = (
+            value / scale.masked_fill(scale == 0, 1)[:, None]
+            for value, scale in zip((new_m, new_root), scales, strict=True)
+        )
+        m_codes = torch.bucketize(unit_m.abs(), m_limits) * unit_m.sign().int()
+        v_codes = torch.bucketize(unit_v, v_limits).maximum((unit_v > 0).int()).to(torch.uint8)
+        new_codes = m_codes.to(torch.int8), v_codes.view(torch.int8)
+        for old, new in zip((*old_codes, *old_scales), (*new_codes, *scales), strict=True):
+            torch.where(is_finite, new, old, out=old)
+
+
+opt_moments_adamw8bit.cost(lambda out, g, *inputs: Cost({"exp": 8 * g.spec.size}))
+
+
+@opt_moments_adamw8bit.samples
+def opt_moments_adamw8bit_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
+    for n, gate in ((17, 0.5), (256, np.nan), (70_000, 1.0)):
+        b = -(-n // BLOCK)
+        states = (
+            leaf
+            for kind in ("m", "v")
+            for leaf in (state(kind, (b, BLOCK), i8), state(f"{kind}_scale", (b,)))
+        )
+        yield from opt_moments_adamw8bit(
+            input("g", (n,)), *states, hyper, constant("gate", np.array(gate))
+        )

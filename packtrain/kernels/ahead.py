@@ -33,7 +33,7 @@ MIB = 1 << 20
 LASTING, SINGLE_MIB = 320, 152
 # MiB of modules that take more, and have a child of their own: with AVX-512, and without, where LLVM turns vectors of
 # 64 bytes into long code
-LARGER = {"row_products": (280, 690)}
+LARGER = {"row_products": (190, 320)}
 MAX_CHILDREN = 2  # most children at a time
 loaded_modules: dict[str, Any] = {}  # the modules of this process
 complete_modules = set[str]()  # modules whose code is in the cache, with that of all they need

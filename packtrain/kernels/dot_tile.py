@@ -11,6 +11,7 @@ each 128 took 1.25 (24 bits) to 1.5 times as long (8 bits). Multiply-adds alone 
 a row with 24 bits, the tile takes 20; with 8 bits 7 and 10.
 """
 
+import gc
 from functools import partial
 from itertools import product
 
@@ -18,7 +19,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from packtrain.kernels import octets
-from packtrain.kernels.call import emit_part
+from packtrain.kernels.call import call as call_kernel
+from packtrain.kernels.call import emit_part, kernel
 from packtrain.kernels.folds import fold_vectors
 from packtrain.kernels.kernel_types import i64, void
 from packtrain.kernels.octets import BY_SIGN, CODES
@@ -219,14 +221,34 @@ class DotTile:
 
 
 def dot_tiles(codes, scale_functions):
-    """Return an intrinsic (m, qtype, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile of m rows."""
+    """Return an intrinsic (qtype, m, planes, x, w, w_stride, k, y, down, num_rows, add) of a tile of m rows.
+
+    The tiles of a type are a kernel, so that LLVM compiles those of one type at a time.
+    """
+    kernels = {
+        dtype: type_kernel(dtype, {"codes": codes[dtype], "scales": scale_functions[dtype]})
+        for dtype in codes
+    }
 
     def codegen(context, builder, sig, args):
-        m, qtype, planes, x, w, w_stride, k, y, down, rows, add = args
+        cases = {
+            dtype.number: partial(call_kernel, context, builder, kernels[dtype], args[1:])
+            for dtype in kernels
+        }
+        emit_switch(builder, args[0], cases)
+        return context.get_dummy_value()
+
+    return intrinsic_of(11, lambda typingctx, *_: (void(*[i64] * 11), codegen))
+
+
+def type_kernel(dtype, code):
+    """Compile the tiles of one type, by rows and planes; code: its functions by role."""
+
+    def codegen(context, builder, sig, args):
+        m, planes, x, w, w_stride, k, y, down, rows, add = args
         num_lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
 
-        def emit_case(dtype, planes, m):
-            code = {"codes": codes[dtype], "scales": scale_functions[dtype]}
+        def emit_case(planes, m):
             tile = DotTile(context, builder.module, dtype, code, m, planes)
             size, block_nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
             left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), block_nbytes)
@@ -235,13 +257,17 @@ def dot_tiles(codes, scale_functions):
             builder.call(tile.function, tile_args)
 
         cases = {
-            dtype.number + MAX_TYPES * (planes + MAX_PLANES * m): partial(
-                emit_case, dtype, planes, m
-            )
-            for dtype, planes, m in product(codes, PLANE_COUNTS, ROWS)
+            planes + MAX_PLANES * m: partial(emit_case, planes, m)
+            for planes, m in product(PLANE_COUNTS, ROWS)
         }
-        form = builder.add(planes, builder.mul(m, I64(MAX_PLANES)))
-        emit_switch(builder, builder.add(qtype, builder.mul(form, I64(MAX_TYPES))), cases)
+        emit_switch(builder, builder.add(planes, builder.mul(m, I64(MAX_PLANES))), cases)
         return context.get_dummy_value()
 
-    return intrinsic_of(11, lambda typingctx, *_: (void(*[i64] * 11), codegen))
+    signature, name = void(*[i64] * 10), f"tile_{dtype.name}"
+    parameters = ", ".join(f"arg{index}" for index in range(10))
+    names = {"__name__": __name__, "emit_tile": intrinsic_of(10, lambda *_: (signature, codegen))}
+    source = f"def {name}({parameters}):\n    emit_tile({parameters})"
+    exec(compile(source, __file__, "exec"), names)
+    tile_kernel = kernel(signature)(names[name])
+    gc.collect()  # 30 MiB of LLVM's instructions, in cycles: collection is paused while modules are imported
+    return tile_kernel

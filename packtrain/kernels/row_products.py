@@ -27,7 +27,7 @@ def product_panel(m, n, k, qtype, planes, x, w, ldw, y, add, start, stop):
         wide = TILE_COLUMNS[high]
         for j in range(start, stop, wide):
             to, tile_columns = y_at + 4 * j, min(wide, stop - j)
-            row_tile(high, qtype, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
+            row_tile(qtype, high, planes, x_at, w + j * ldw, ldw, k, to, ldy, tile_columns, add)
         i += high
 
 

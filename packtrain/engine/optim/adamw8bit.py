@@ -25,7 +25,7 @@ i8 = DTYPES["i8"]
 class AdamW8bit(AdamW):
     """AdamW with blockwise quantized moments. Dettmers et al. 2021, arXiv 2110.02861.
 
-    Of the second moment the root is quantized, which spans half the decades: with gradients of four decades in one block
+    Of the second moment the root is quantized, which spans half the decades: with gradients of four decades in a block
     weights end 6 % away from those with moments in f32, and 17 % where v itself is quantized.
     """
 
@@ -104,29 +104,35 @@ def opt_moments_adamw8bit(
     return m.spec, m_scale.spec, v.spec, v_scale.spec, g.spec
 
 
-@opt_moments_adamw8bit.kernel("numpy")
-def opt_moments_adamw8bit_numpy(out, g, m, m_scale, v, v_scale, hyper, gate):
-    direction = out[4].reshape(-1)
-    if not np.isfinite(gate):
-        direction[...] = 0
-        return
+def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, gate):
+    """Write the direction (N,) and the moments of g (N,): in NumPy or PyTorch, whose functions are named alike."""
     _, beta1, beta2, eps, _, _, c2 = hyper
-    gradient = np.zeros(m.shape, g.dtype)
-    gradient.reshape(-1)[: g.size] = g.reshape(-1) * gate
-    (m_levels, m_limits, _), (v_levels, v_limits, _) = map(code_table, (True, False))
-    old_m = np.sign(m) * m_levels[np.abs(m.astype(int))] * m_scale[:, None]
+    (m_levels, m_limits), (v_levels, v_limits) = tables
+    gradient = lib.zeros_like(m, dtype=g.dtype)
+    gradient.reshape(-1)[: len(g)] = g * gate
+    indices = lib.ones_like(m, dtype=lib.int64)
+    old_m = lib.sign(m) * m_levels[lib.abs(m * indices)] * m_scale[:, None]
     new_m = beta1 * old_m + (1 - beta1) * gradient
-    old_root = v_levels[v.view(np.uint8)] * v_scale[:, None]
-    new_root = np.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
-    direction[...] = (new_m / (new_root / np.sqrt(c2) + eps)).reshape(-1)[: g.size]
-    m_scale[...], v_scale[...] = np.abs(new_m).max(-1), new_root.max(-1)
-    unit_m, unit_v = (
-        value / np.where(scale == 0, 1, scale)[:, None]
-        for value, scale in ((new_m, m_scale), (new_root, v_scale))
-    )
-    m[...] = np.sign(new_m) * np.searchsorted(m_limits, np.abs(unit_m))
-    v_codes = np.maximum(np.searchsorted(v_limits, unit_v), new_root > 0)
-    v[...] = v_codes.astype(np.uint8).view(np.int8)
+    old_root = v_levels[v.view(lib.uint8) * indices] * v_scale[:, None]
+    new_root = lib.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
+    step = new_m / (new_root / lib.sqrt(c2) + eps)
+    is_finite = lib.isfinite(gate)
+    direction[...] = lib.where(is_finite, step.reshape(-1)[: len(g)], 0)
+    m_max, root_max = lib.amax(lib.abs(new_m), -1), lib.amax(new_root, -1)
+    unit_m = new_m / lib.where(m_max == 0, 1, m_max)[:, None]
+    unit_root = new_root / lib.where(root_max == 0, 1, root_max)[:, None]
+    m_codes = lib.sign(new_m) * lib.searchsorted(m_limits, lib.abs(unit_m))
+    v_codes = lib.searchsorted(v_limits, unit_root)
+    v_codes = lib.where((v_codes == 0) & (new_root > 0), 1, v_codes)
+    new_values = m_codes, m_max, v_codes, root_max
+    for old, new in zip((m, m_scale, v.view(lib.uint8), v_scale), new_values, strict=True):
+        old[...] = lib.where(is_finite, new, old)
+
+
+@opt_moments_adamw8bit.kernel("numpy")
+def opt_moments_adamw8bit_numpy(out, g, *states):
+    tables = [code_table(signed)[:2] for signed in (True, False)]
+    _update_moments(np, tables, out[4].reshape(-1), g.reshape(-1), *states)
 
 
 @opt_moments_adamw8bit.kernel("cpu")
@@ -138,34 +144,13 @@ def opt_moments_adamw8bit_cpu(out, g, m, m_scale, v, v_scale, hyper, gate):
 
 
 @opt_moments_adamw8bit.kernel("torch")
-def opt_moments_adamw8bit_torch(out, g, m, m_scale, v, v_scale, hyper, gate):
-    _, beta1, beta2, eps, _, _, c2 = hyper.unbind()
+def opt_moments_adamw8bit_torch(out, g, *states):
+    *moments, hyper, gate = states
     tables = [[torch.from_numpy(t).to(g.device) for t in code_table(s)[:2]] for s in (True, False)]
-    (m_levels, m_limits), (v_levels, v_limits) = tables
-    flat_g, direction, is_finite = g.reshape(-1), out[4].view(-1), gate.isfinite()
-    for start, end in chunk_bounds(len(m), CHUNK // BLOCK, g):
-        span, rows = slice(start * BLOCK, end * BLOCK), slice(start, end)
-        part = flat_g[span] * gate
-        gradient = torch.nn.functional.pad(part, (0, (end - start) * BLOCK - len(part))).view(
-            -1, BLOCK
-        )
-        old_codes, old_scales = (m[rows], v[rows]), (m_scale[rows], v_scale[rows])
-        new_m = m_levels[old_codes[0].int().abs()] * old_codes[0].sign() * old_scales[0][:, None]
-        new_m = new_m.mul_(beta1).add_(gradient * (1 - beta1))
-        new_root = v_levels[old_codes[1].view(torch.uint8).int()] * old_scales[1][:, None]
-        new_root.square_().mul_(beta2).add_(gradient.square_().mul_(1 - beta2)).sqrt_()
-        step = new_m / (new_root / c2.sqrt()).add_(eps)
-        direction[span] = torch.where(is_finite, step.view(-1)[: len(part)], 0)
-        scales = new_m.abs().amax(-1), new_root.amax(-1)
-        unit_m, unit_v = (
-            value / scale.masked_fill(scale == 0, 1)[:, None]
-            for value, scale in zip((new_m, new_root), scales, strict=True)
-        )
-        m_codes = torch.bucketize(unit_m.abs(), m_limits) * unit_m.sign().int()
-        v_codes = torch.bucketize(unit_v, v_limits).maximum((unit_v > 0).int()).to(torch.uint8)
-        new_codes = m_codes.to(torch.int8), v_codes.view(torch.int8)
-        for old, new in zip((*old_codes, *old_scales), (*new_codes, *scales), strict=True):
-            torch.where(is_finite, new, old, out=old)
+    flat_g, direction = g.reshape(-1), out[4].view(-1)
+    for start, end in chunk_bounds(len(moments[0]), CHUNK // BLOCK, g):
+        span, blocks = slice(start * BLOCK, end * BLOCK), [x[start:end] for x in moments]
+        _update_moments(torch, tables, direction[span], flat_g[span], *blocks, hyper, gate)
 
 
 opt_moments_adamw8bit.cost(lambda out, g, *inputs: Cost({"exp": 8 * g.spec.size}))

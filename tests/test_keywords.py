@@ -27,7 +27,7 @@ WRONG = object(), "nonsense", "", -7, 1e300, float("nan"), ["nonsense"], {"a": 1
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "vocab_size": 300}
 CALLBACKS = {field.name for field in fields(pt.api.TaskCallbacks) if field.init}  # type: ignore[attr-defined]
 ALIASES = re.compile(r"(?:--?[a-z-]+ ?)+")  # of flags
-OF_OTHERS = {"include", "local-dir"}  # of hf download
+OF_OTHERS = {"include", "local-dir", "no"}  # of hf download, and the beginning of a negated flag
 
 
 @pytest.fixture(autouse=True)

@@ -100,5 +100,5 @@ def test_choices_are_measured_without_a_text(model, tmp_path):
     path = write_rows(tmp_path, ROWS)
     with pytest.raises(InputError, match="has no effect with"):
         pt.evaluate(model, path, choices=path)
-    with pytest.raises(InputError, match="data is missing"):
+    with pytest.raises(InputError, match="data must be given"):
         pt.evaluate(model)

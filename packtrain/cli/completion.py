@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from shlex import quote
 
 from packtrain.cli import DONE
@@ -9,21 +10,6 @@ from packtrain.cli.main import COMMANDS, settings_class_of
 from packtrain.common.errors import InputError
 from packtrain.common.options import flag, option_fields, positional
 
-# eval "$(packtrain completion bash)"; the last line of the function leaves file names to the shell
-BASH = """_packtrain() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=
-  if [[ $command == plan && $COMP_CWORD -gt 2 ]]; then command="plan ${{COMP_WORDS[2]}}"; fi
-  if [[ $COMP_CWORD == 1 ]]; then words={commands}
-  elif [[ $command == plan ]]; then words='train finetune'
-  else case "$command $previous" in
-{choices}
-  *) if [[ $word == -* ]]; then case "$command" in
-{options}
-  esac; fi;;
-  esac; fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _packtrain packtrain"""
 ZSH = "#compdef packtrain\nautoload -U +X compinit bashcompinit && compinit && bashcompinit"
 
 
@@ -70,8 +56,9 @@ def bash_script() -> str:
             patterns = "|".join(quote(f"{command} {name}") for name in names)
             choices += [f"  {patterns}) words={quote(' '.join(values))};;"] * bool(values)
         options.append(f"    {quote(command)}) words={quote(' '.join(names_of_command))};;")
-    texts = {"choices": "\n".join(choices), "options": "\n".join(options)}
-    return BASH.format(commands=quote(" ".join(_command_words())), **texts)
+    script = (resources.files("packtrain.cli") / "completion.bash").read_text("utf-8").rstrip()
+    script = script.replace("@commands@", quote(" ".join(_command_words())))
+    return script.replace("@choices@", "\n".join(choices)).replace("@options@", "\n".join(options))
 
 
 def fish_script() -> str:

@@ -46,11 +46,8 @@ class DataSettings:
     )
     mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
     train_on: str = option(
-        "all",
-        "which of the assistant's turns to train on",
-        choices=("all", "last"),
-        conflicts=ALL_TURNS,
-    )
+        "all", "which of the assistant's turns to train on", choices=("all", "last"), conflicts=ALL_TURNS,
+    )  # fmt: skip
     separator: str | None = option(
         None, "text between documents of a .txt; <|endoftext|> is detected"
     )
@@ -91,19 +88,11 @@ def _recipe(settings: DataSettings, metadata: dict[str, Any]) -> conversations.D
             f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
         )
     return conversations.DatasetRecipe(
-        settings.data,
-        settings.model,
-        settings.ctx or min(context, CONTEXT),
-        settings.truncate,
-        not settings.mask_prompt,
-        settings.train_on == "last",
-        settings.separator and unescape(settings.separator),
-        settings.val_split,
-        settings.skip_bad,
-        settings.chat_template and load_template(settings.chat_template),
-        None,
+        settings.data, settings.model, settings.ctx or min(context, CONTEXT), settings.truncate,
+        not settings.mask_prompt, settings.train_on == "last", settings.separator and unescape(settings.separator),
+        settings.val_split, settings.skip_bad, settings.chat_template and load_template(settings.chat_template), None,
         settings.columns,
-    )
+    )  # fmt: skip
 
 
 def description_lines(dataset: conversations.SampleDataset) -> Iterator[str]:

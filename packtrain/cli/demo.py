@@ -40,14 +40,8 @@ def run(settings: DemoSettings) -> int:
     print_message(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
     model_path = settings.folder / "model.gguf"
     train_settings = TrainSettings(
-        data=text,
-        output=model_path,
-        iters=settings.iters,
-        batch_size=16,
-        lr=3e-3,
-        steps_per_eval=100,
-        overwrite=True,
-    )
+        data=text, output=model_path, iters=settings.iters, batch_size=16, lr=3e-3, steps_per_eval=100, overwrite=True,
+    )  # fmt: skip
     exit_code = train.run(train_settings)
     if exit_code == 0:
         print("\nThe model writes:\n", flush=True)

@@ -20,14 +20,12 @@ from packtrain.kernels.runtime import cache_root
 
 REQUIRED = "numpy", "numba", "threadpoolctl", "sentencepiece", "rich", "pyyaml", "jinja2", "psutil"
 OPTIONAL = {  # package: its extra, and what it brings
-    "torch": ("torch", "--device torch:cpu, cuda and mps, --nproc"),
-    "triton": ("torch", "kernels of --device cuda"),
-    "starlette": ("server", "packtrain serve, --watch"),
-    "uvicorn": ("server", "packtrain serve, --watch"),
+    "torch": ("torch", "--device torch:cpu, cuda and mps, --nproc"), "triton": ("torch", "kernels of --device cuda"),
+    "starlette": ("server", "packtrain serve, --watch"), "uvicorn": ("server", "packtrain serve, --watch"),
     "llguidance": ("grammar", "--grammar, --json-schema, required tools"),
     "pyarrow": ("data", "Parquet, Arrow and Feather files"),
     "python-calamine": ("data", "Excel and OpenDocument files"),
-}
+}  # fmt: skip
 MODULES = {"pyyaml": "yaml"}  # modules that have another name than their package
 KERNEL_LEVELS = (
     "AMX bf16",
@@ -55,15 +53,11 @@ def check_machine() -> dict[str, Any]:
     """Return the report as plain values, sizes in bytes; `problems` has a sentence for all that stops packtrain."""
     problems = [problem for problem in map(_import_problem, REQUIRED) if problem]
     report = {
-        "packtrain": __version__,
-        "python": f"{platform.python_version()}, {sys.executable}",
-        "platform": platform.platform(),
-        "memory": machine_memory(),
-        "cache": str(cache_root()),
-        "caches": _cache_sizes(cache_root()),
-        "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        "packtrain": __version__, "python": f"{platform.python_version()}, {sys.executable}",
+        "platform": platform.platform(), "memory": machine_memory(), "cache": str(cache_root()),
+        "caches": _cache_sizes(cache_root()), "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
         "problems": problems,
-    }
+    }  # fmt: skip
     if not problems:
         machine, names = describe_machine(), store.kernel_modules()
         report |= {name: machine[name] for name in ("cpu", "features", "threads")}

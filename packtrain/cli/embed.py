@@ -52,11 +52,9 @@ def _openai_response(
     ]
     num_tokens = sum(result.tokens)
     response: dict[str, object] = {
-        "object": "list",
-        "data": embeddings,
-        "model": settings.model.name,
+        "object": "list", "data": embeddings, "model": settings.model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+    }  # fmt: skip
     if settings.embd_output_format == "json+":
         vectors_f64 = result.vectors.astype(np.float64)
         norms = np.sqrt((vectors_f64 * vectors_f64).sum(1, keepdims=True))

@@ -6,13 +6,9 @@ from packtrain.common.text import plural
 from packtrain.workflows.text_generation import GenerateSettings, generate
 
 END_REASONS = {
-    "end": "an end token",
-    "stop": "a stop text",
-    "count": "the number of tokens",
-    "context": "a full context",
-    "loop": "a loop: the text repeats itself (--no-stop-loops goes on)",
-    "interrupted": "an interruption",
-}
+    "end": "an end token", "stop": "a stop text", "count": "the number of tokens", "context": "a full context",
+    "loop": "a loop: the text repeats itself (--no-stop-loops goes on)", "interrupted": "an interruption",
+}  # fmt: skip
 
 
 def run(settings: GenerateSettings) -> int:

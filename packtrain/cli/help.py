@@ -13,14 +13,10 @@ from packtrain.common.text import did_you_mean
 
 FOLDERS = [Path(__file__).parents[1] / "docs", Path(__file__).parents[2] / "docs"]  # wheel, clone
 TOPICS = {  # topic: a heading of docs/guide.md, and a word, where only paragraphs with it are shown
-    "base": ("Choose a base", ""),
-    "data": ("Prepare the data", ""),
-    "memory": ("Memory", ""),
-    "resume": ("Train", "--resume"),
-    "settings": ("Settings that matter", ""),
-    "learning": ("It did not learn", ""),
+    "base": ("Choose a base", ""), "data": ("Prepare the data", ""), "memory": ("Memory", ""),
+    "resume": ("Train", "--resume"), "settings": ("Settings that matter", ""), "learning": ("It did not learn", ""),
     "serving": ("Serve it", ""),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

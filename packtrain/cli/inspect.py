@@ -46,22 +46,18 @@ def describe(gguf: GGUF) -> dict[str, Any]:
     """Describe a file as plain data, which --json prints."""
     entries = gguf.entries.values()
     return {
-        "file": str(gguf.path),
-        "parts": len(gguf.paths),
-        "file_bytes": gguf.nbytes,
+        "file": str(gguf.path), "parts": len(gguf.paths), "file_bytes": gguf.nbytes,
         "architecture": _display_value(
             gguf.values.get("general.architecture", MetadataValue("string", "unknown"))
         ),
-        "parameters": sum(math.prod(e.shape) for e in entries),
-        "types": _type_stats(entries),
-        "vocabulary": _vocabulary_info(gguf),
-        "chat_templates": _template_names(gguf),
+        "parameters": sum(math.prod(e.shape) for e in entries), "types": _type_stats(entries),
+        "vocabulary": _vocabulary_info(gguf), "chat_templates": _template_names(gguf),
         "metadata": {key: _display_value(value) for key, value in gguf.values.items()},
         "tensors": [
             {"name": e.name, "shape": list(e.shape), "type": str(e.dtype), "bytes": e.nbytes}
             for e in entries
         ],
-    }
+    }  # fmt: skip
 
 
 def description_lines(description: dict[str, Any]) -> Iterator[str]:

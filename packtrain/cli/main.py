@@ -62,14 +62,12 @@ COMMANDS = {
     "inspect": ("inspect", "InspectSettings", "inspect base.gguf --tensors"),
     "quantize": ("quantize", "QuantizeSettings", "quantize notes.gguf notes-q4.gguf Q4_K_M"),
     "imatrix": ("imatrix", "ImatrixSettings", "imatrix base.gguf --data text.txt"),
-    "check": ("check", "CheckSettings", "check rms_norm"),
-    "bench": ("bench", "BenchSettings", "bench"),
+    "check": ("check", "CheckSettings", "check rms_norm"), "bench": ("bench", "BenchSettings", "bench"),
     "convert": ("convert", "ConvertSettings", "convert FOLDER -o model.gguf"),
     "compile": ("compile", "CompileSettings", "compile --memory 1GiB"),
-    "doctor": ("doctor", "DoctorSettings", "doctor --json"),
-    "help": ("help", "HelpSettings", "help memory"),
+    "doctor": ("doctor", "DoctorSettings", "doctor --json"), "help": ("help", "HelpSettings", "help memory"),
     "completion": ("completion", "CompletionSettings", "completion bash >> ~/.bashrc"),
-}
+}  # fmt: skip
 RANK_COMMANDS = "train", "finetune"  # commands that several processes carry out together
 # environment variables that are no flags
 OTHER_VARIABLES = {"PACKTRAIN_CONFIG", "PACKTRAIN_CPU", "PACKTRAIN_DEBUG", "PACKTRAIN_PARENT"}

@@ -87,11 +87,9 @@ def run(settings: PlanTrain | PlanTune) -> int:
         width = min(shutil.get_terminal_size().columns, MAP_WIDTH)
         print(terminal_text(plan, width, color=use_colour(sys.stdout), **about))
     output_makers = {
-        "json": lambda: run_plan.json(run_plan.minimum()),
-        "html": lambda: page_html(plan, **about),
-        "svg": lambda: chart_svg(plan, **about),
-        "trace": lambda: trace_json(plan, run_plan.plans.op_names(plan)),
-    }
+        "json": lambda: run_plan.json(run_plan.minimum()), "html": lambda: page_html(plan, **about),
+        "svg": lambda: chart_svg(plan, **about), "trace": lambda: trace_json(plan, run_plan.plans.op_names(plan)),
+    }  # fmt: skip
     for name, path in output_paths.items():
         if path is not None:
             write_text(path, output_makers[name]())

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 TRAINING_OPTION = "--grad-accumulation-steps"  # which commands that train have
 _ALIAS_ROWS = """
---optimizer: opt; --weight-decay: wd adam-decay; --decay-axes: adam-decay-min-ndim; --learning-rate: adam-alpha
+--optimizer: opt; --weight-decay: wd adam-decay; --decay-axes: adam-decay-min-ndim; --lr: adam-alpha
 --lr-min: learning-rate-min; --beta1: adam-beta1; --beta2: adam-beta2; --eps: adam-epsilon
 --max-grad-norm: adam-gclip; --past: opt-past; --delta: opt-delta; --max-no-improvement: opt-max-no-improvement
 --epochs: num-train-epochs num-epochs; --iters: max-steps adam-iter; --batch-size: batch
@@ -20,7 +20,7 @@ _ALIAS_ROWS = """
 --mask-prompt: assistant-only-loss completion-only-loss
 """
 _ADVICE_ROWS = r"""
-optim: --optimizer is adamw, sgd, muon or lbfgs
+optim: --optimizer is adamw, adamw8bit, sgd, muon or lbfgs
 lr-half: --lr-scheduler halving halves the rate every --lr-half-every steps
 decay-epochs learning-rate-decay-epochs: the decay lasts the whole run, down to --lr-min
 adam-min-alpha: --lr-min is the end of the decay, --warmup-lr the start of the warm-up

@@ -45,19 +45,10 @@ EXPECTED_TYPES = {int: "a whole number", float: "a number", bool: "true or false
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    flags: str = "",
-    choices: Sequence[str] = (),
-    min_value: float | None = None,
-    max_value: float | None = None,
-    group: str = "",
-    metavar: str = "",
-    requires: Rules = "",
-    conflicts: Rules = "",
+    default: Any, help: str, *, flags: str = "", choices: Sequence[str] = (), min_value: float | None = None,
+    max_value: float | None = None, group: str = "", metavar: str = "", requires: Rules = "", conflicts: Rules = "",
     resumable: bool | str = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Declare a setting with a default.
 
     flags                 aliases
@@ -68,16 +59,9 @@ def option(
     resumable             whether a resumed run may change it; ON_ALL_RANKS or WITH_OPTIMIZER restrict that
     """
     metadata = {
-        "help": help,
-        "flags": flags.split(),
-        "choices": choices,
-        "bounds": (min_value, max_value),
-        "group": group,
-        "metavar": metavar,
-        "requires": requires,
-        "conflicts": conflicts,
-        "resumable": resumable,
-    }
+        "help": help, "flags": flags.split(), "choices": choices, "bounds": (min_value, max_value), "group": group,
+        "metavar": metavar, "requires": requires, "conflicts": conflicts, "resumable": resumable,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -67,14 +67,9 @@ def report_progress(
 
 
 def build_folder(
-    folder: Path,
-    module: str,
-    request: Mapping[str, Any],
-    report: ReportProgress,
-    memory: str | None = None,
-    vocab_size: int = 0,
-    renders_chats: bool = False,
-) -> None:
+    folder: Path, module: str, request: Mapping[str, Any], report: ReportProgress, memory: str | None = None,
+    vocab_size: int = 0, renders_chats: bool = False,
+) -> None:  # fmt: skip
     """Let a child fill the folder; replaces an existing folder, which is damaged. Raises what the child raises.
 
     memory         --memory, which this process and the child stay within, or DoesNotFit is raised

@@ -95,26 +95,16 @@ def _train_sentencepiece(
 ) -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences,
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=size,
+        sentence_iterator=sentences, model_writer=model, model_type="bpe", vocab_size=size,
         hard_vocab_limit=False,  # fewer tokens instead of an error if the text yields no more
         character_coverage=1.0,  # rare characters are already removed
         max_sentence_length=STRETCH_CHARACTERS * 4,  # in bytes; longer ones would be dropped
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=True,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        byte_fallback=True,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=True,
+        allow_whitespace_only_pieces=True, split_digits=True, byte_fallback=True, unk_id=0, bos_id=1, eos_id=2,
         pad_id=-1,
         num_threads=1,  # the result must not depend on the machine
         minloglevel=4,
-    )
+    )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
@@ -133,13 +123,10 @@ def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Metada
         "tokens": MetadataValue("string", [trained.id_to_piece(id).encode() for id in ids]),
         "scores": MetadataValue("f32", np.array([trained.get_score(id) for id in ids], np.float32)),
         "token_type": MetadataValue("i32", np.array([kind(id) for id in ids], np.int32)),
-        "bos_token_id": MetadataValue("u32", trained.bos_id()),
-        "eos_token_id": MetadataValue("u32", trained.eos_id()),
-        "unknown_token_id": MetadataValue("u32", trained.unk_id()),
-        "add_bos_token": MetadataValue("bool", True),
-        "add_eos_token": MetadataValue("bool", False),
-        "add_space_prefix": MetadataValue("bool", True),
-    }
+        "bos_token_id": MetadataValue("u32", trained.bos_id()), "eos_token_id": MetadataValue("u32", trained.eos_id()),
+        "unknown_token_id": MetadataValue("u32", trained.unk_id()), "add_bos_token": MetadataValue("bool", True),
+        "add_eos_token": MetadataValue("bool", False), "add_space_prefix": MetadataValue("bool", True),
+    }  # fmt: skip
     return {KEYS + name: value for name, value in values.items()}
 
 

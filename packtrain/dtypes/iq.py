@@ -41,11 +41,8 @@ def on_grid(
 ) -> Dtype:
     """Define a type of 256 values whose codes name points of a grid."""
     options: dict[str, Any] = {
-        "smaller": iq4_nl,
-        "richer": q5_K,
-        "merge_dtype": merge_dtype,
-        "column_weights_need": column_weights_need,
-    }
+        "smaller": iq4_nl, "richer": q5_K, "merge_dtype": merge_dtype, "column_weights_need": column_weights_need,
+    }  # fmt: skip
     options["points"] = POINTS[name]
     return block_dtype(name, number, 256, nbytes, **options)
 

@@ -47,12 +47,9 @@ class DeferredTensor:
 
 
 def write_gguf(
-    path: str | Path,
-    metadata: Mapping[str, MetadataValue],
-    tensors: Mapping[str, np.ndarray | DeferredTensor],
-    max_pending_nbytes: int = 0,
-    check: Check = bool,
-) -> None:
+    path: str | Path, metadata: Mapping[str, MetadataValue], tensors: Mapping[str, np.ndarray | DeferredTensor],
+    max_pending_nbytes: int = 0, check: Check = bool,
+) -> None:  # fmt: skip
     """Write a GGUF file atomically.
 
     tensors             arrays of f16, f32, f64, i8, i16, i32, i64 or blocks (see dtypes); or DeferredTensors

@@ -16,12 +16,9 @@ REPOSITORY = re.compile(rf"(?:{HUB})?(([\w.-]+)/([\w.-]+))(?:/(?:resolve|blob)/[
 OLLAMA_PATTERN = re.compile(r"(?:(?:([\w.-]+)/)?([\w.-]+)/)?([\w.-]+):([\w.-]+)")
 OLLAMA_FOLDERS = ("$OLLAMA_MODELS", "~/.ollama/models", "/usr/share/ollama/.ollama/models")
 OLDER_FORMATS = {  # files of ggml and llama.cpp from before GGUF, by their first bytes
-    b"lmgg": "a model (ggml)",
-    b"fmgg": "a model (ggmf)",
-    b"tjgg": "a model (ggjt)",
-    b"algg": "a LoRA adapter (ggla)",
+    b"lmgg": "a model (ggml)", b"fmgg": "a model (ggmf)", b"tjgg": "a model (ggjt)", b"algg": "a LoRA adapter (ggla)",
     b"pcgg": "a training checkpoint (ggcp)",
-}
+}  # fmt: skip
 WEIGHTS = "application/vnd.ollama.image.model"
 
 

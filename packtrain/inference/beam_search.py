@@ -60,13 +60,9 @@ class BeamSearch:
     """
 
     def __init__(
-        self,
-        context: Context,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        search_config: BeamSearchConfig,
+        self, context: Context, tokenizer: Tokenizer, prompt: Sequence[int], search_config: BeamSearchConfig,
         limits: GenerationLimits,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_prompt(prompt, context.cache.num_cells)
         self._context, self._tokenizer, self._search = context, tokenizer, search_config
         # beams that repeat themselves go on

@@ -197,17 +197,10 @@ class Reply:
     """
 
     def __init__(
-        self,
-        generator: Generator,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        limits: GenerationLimits = GenerationLimits(),
-        drafter: Drafter | None = None,
-        draft_max: int = 7,
+        self, generator: Generator, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, seed: int,
+        limits: GenerationLimits = GenerationLimits(), drafter: Drafter | None = None, draft_max: int = 7,
         grammar: Constraint | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_prompt(prompt, generator.size)
         self.prompt, self.ids, self.end_reason = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()
@@ -285,12 +278,8 @@ class Reply:
 
 
 def make_chain(
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    seed: int,
-    prompt: Sequence[int],
-    grammar: Constraint | None = None,
-) -> Chain:
+    tokenizer: Tokenizer, sampling: Sampling, seed: int, prompt: Sequence[int], grammar: Constraint | None = None,
+) -> Chain:  # fmt: skip
     """Create the sampler chain of a sequence that begins with `prompt`. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
     breakers = _breaker_tokens(tokenizer, sampling.breakers) if sampling.dry_multiplier else {}

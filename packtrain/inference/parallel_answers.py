@@ -46,16 +46,9 @@ class ParallelAnswers:
     """
 
     def __init__(
-        self,
-        context: Context,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: GenerationLimits,
-        grammar: Constraint | None = None,
-        size: int = 0,
-    ) -> None:
+        self, context: Context, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, seeds: Sequence[int],
+        limits: GenerationLimits, grammar: Constraint | None = None, size: int = 0,
+    ) -> None:  # fmt: skip
         """size: most tokens of prompt and answer; 0: those of the context."""
         self._context, self._limits, self._size = context, limits, size or context.cache.num_cells
         check_prompt(prompt, self._size)

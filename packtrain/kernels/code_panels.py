@@ -54,11 +54,8 @@ class TileLayout(NamedTuple):
 def tile_layout(dtype):
     codes = dtype.code["codes"]
     return TileLayout(
-        width_of(dtype),
-        dot_tile.codes_per_group(dtype),
-        codes.code_offset == 0,
-        codes.is_signed and not VNNI,
-    )
+        width_of(dtype), dot_tile.codes_per_group(dtype), codes.code_offset == 0, codes.is_signed and not VNNI,
+    )  # fmt: skip
 
 
 class PanelTile:

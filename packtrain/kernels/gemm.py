@@ -86,11 +86,9 @@ def emit_sums(builder, layout, width, a, panel_start, depth, next_group):
         now = emit_k_step(builder, layout, width, row, builder.add(b_ptr, I64(4 * PANEL * u)), now)
     panels.emit_prefetch(builder, prefetch_ptr)
     loop_phis = (
-        (k, I64(UNROLL), I64(0)),
-        (a_ptr, I64(K_STRIDES[layout] * UNROLL), a),
-        (b_ptr, I64(4 * PANEL * UNROLL), panel_start),
-        (prefetch_ptr, I64(64), next_group),
-    )
+        (k, I64(UNROLL), I64(0)), (a_ptr, I64(K_STRIDES[layout] * UNROLL), a),
+        (b_ptr, I64(4 * PANEL * UNROLL), panel_start), (prefetch_ptr, I64(64), next_group),
+    )  # fmt: skip
     for phi, increment, initial_value in loop_phis:
         phi.add_incoming(initial_value, entry_block)
         phi.add_incoming(builder.add(phi, increment), loop)

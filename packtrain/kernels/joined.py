@@ -60,12 +60,8 @@ def _merge_calls(kernel_calls: Sequence[Any]) -> partial[None] | None:
         for y, _, _, w, add, *_ in (call.args for call in kernel_calls)
     ]
     product_args = (
-        np.array(product_rows, np.int64),
-        x,
-        qtype,
-        *options[: len(options) - works],
-        *rooms,
-    )
+        np.array(product_rows, np.int64), x, qtype, *options[: len(options) - works], *rooms,
+    )  # fmt: skip
     return partial(ahead.load(module).products, *product_args)
 
 

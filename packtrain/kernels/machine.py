@@ -96,13 +96,9 @@ def kernel_of(dispatcher: Any) -> CompiledKernel:
     function_desc = overload.fndesc
     arg_types = tuple(map(arg_type_of, overload.signature.args))
     return CompiledKernel(
-        dispatcher.outside.mangled_name,
-        function_desc.llvm_func_name,
-        function_desc.llvm_cpython_wrapper_name,
-        function_desc.env_name,
-        arg_types,
-        code,
-    )
+        dispatcher.outside.mangled_name, function_desc.llvm_func_name, function_desc.llvm_cpython_wrapper_name,
+        function_desc.env_name, arg_types, code,
+    )  # fmt: skip
 
 
 def arg_type_of(kind: Any) -> ArrayArgType | str | None:

@@ -33,12 +33,9 @@ separate_part = partial(part, forceinline=False)
 SMALL_BLOCK = 64  # values of blocks that take less time than a call
 # arguments of functions by role: addresses of the block, of its values, of their weights (or 0); what all blocks share
 ARGUMENTS = {
-    "unpack": ("values", "blocks"),
-    "pack": ("blocks", "values"),
-    "recode": ("blocks", "values"),
-    "weigh": ("blocks", "values", "weights", "spread"),
-    "snap": ("blocks", "values", "weights", "table"),
-}
+    "unpack": ("values", "blocks"), "pack": ("blocks", "values"), "recode": ("blocks", "values"),
+    "weigh": ("blocks", "values", "weights", "spread"), "snap": ("blocks", "values", "weights", "table"),
+}  # fmt: skip
 MEANT: dict[Any, Any] = {int: i64, np.float32: f32, None: void, I32x16: i32x16, F32x16: f32x16}
 MEANT[U8x64] = codes64
 MEANT[tuple[np.float32, np.float32]] = UniTuple(f32, 2)

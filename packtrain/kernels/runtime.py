@@ -131,14 +131,11 @@ def platform_identity() -> tuple[str, ...]:
 
     return (
         "with entries",  # the format of saved code, see machine.py
-        *map(package_version, ("numba", "llvmlite")),
-        sys.version,
-        llvmlite.binding.get_host_cpu_name(),
-        llvmlite.binding.get_host_cpu_features().flatten(),
-        *("tiles" for _ in range(has_cpu_feature(AMX))),
+        *map(package_version, ("numba", "llvmlite")), sys.version, llvmlite.binding.get_host_cpu_name(),
+        llvmlite.binding.get_host_cpu_features().flatten(), *("tiles" for _ in range(has_cpu_feature(AMX))),
         *("roomy" for _ in range(has_large_l2())),
         *(part for config_item in sorted(chosen_cpu().items()) for part in config_item),
-    )
+    )  # fmt: skip
 
 
 def package_version(package: str) -> str:

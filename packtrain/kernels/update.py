@@ -100,12 +100,28 @@ def adamw(qtype, w, g, m, v, hyper, decay, gate, key, span_start, span_stop):
     update_parts(adamw_span, (g, m, v, hyper, decay), qtype, w, gate, key, span_start, span_stop)
 
 
-@part("i64(i64, i64, in1, bytes1)")
-def code_of(values, i, limits, starts):
-    """Return how many limits are below the size of value i, which is at most 1: see adamw8bit.code_table."""
-    upper_bits = (bits.word_at(values, i) & 0x7FFFFFFF) >> 16
-    code = i64(starts[min(max(upper_bits - FIRST_CODED, 0), starts.size - 1)])
-    return code + i64(abs(simd.peek(values, i)) > limits[code])
+@part("i64, i64, in1, f32, i64")
+def unpack_codes(values, codes, levels, scale, is_signed):
+    """Write what a block of codes at an address stands for to 256 f32 at another."""
+    for i in range(CODED_BLOCK):
+        code = bits.char_at(codes, i) if is_signed else bits.byte_at(codes, i)
+        level = levels[abs(code)] * scale
+        simd.poke(values, i, level if code >= 0 else -level)
+
+
+@part("i64, i64, f32, in1, bytes1, i64")
+def pack_codes(codes, values, scale, limits, starts, is_signed):
+    """Write the codes of 256 f32 at an address, the largest of which has the size `scale`: see adamw8bit.code_table."""
+    divisor = splat(scale if scale > 0 else f32(1.0))
+    for i in range(0, CODED_BLOCK, LANES):
+        simd.store(values, i, simd.load(values, i) / divisor)
+    for i in range(CODED_BLOCK):
+        upper_bits, value = (bits.word_at(values, i) & 0x7FFFFFFF) >> 16, simd.peek(values, i)
+        code = i64(starts[min(max(upper_bits - FIRST_CODED, 0), starts.size - 1)])
+        code += i64(abs(value) > limits[code])
+        if not is_signed:
+            code = max(code, i64(value > 0))
+        bits.put_byte(codes, i, code if value >= 0 else -code)
 
 
 @parallel(
@@ -124,48 +140,33 @@ def adamw8bit(
     m_scale, v_scale  (B,)       f32: sizes of the blocks' largest values
     hyper             (7,)       f32, as for adamw
     """
-    first_moments, roots = simd.scratch(CODED_BLOCK), simd.scratch(CODED_BLOCK)
+    moments, roots = simd.scratch(CODED_BLOCK), simd.scratch(CODED_BLOCK)
     beta1, one_minus_beta1 = splat(hyper[1]), splat(f32(1.0 - f64(hyper[1])))
     beta2, one_minus_beta2 = splat(hyper[2]), splat(f32(1.0 - f64(hyper[2])))
     root_factor, eps = splat(f32(1.0 / math.sqrt(f64(hyper[6])))), splat(hyper[3])
     for block in range(first_block, last_block):
         start = block * CODED_BLOCK
-        length = min(CODED_BLOCK, g.size - start)
+        m_codes, v_codes, length = m.ctypes.data + start, v.ctypes.data + start, g.size - start
         if not math.isfinite(gate[0]):
-            direction[start : start + length] = 0.0
+            direction[start : start + min(length, CODED_BLOCK)] = 0.0
             continue
+        unpack_codes(moments, m_codes, m_levels, m_scale[block], 1)
+        unpack_codes(roots, v_codes, v_levels, v_scale[block], 0)
         m_max, root_max = splat(0.0), splat(0.0)
-        for i in range(CODED_BLOCK):
-            code = bits.char_at(m.ctypes.data, start + i)
-            level = m_levels[abs(code)] * m_scale[block]
-            simd.poke(first_moments, i, level if code >= 0 else -level)
-            simd.poke(roots, i, v_levels[v[start + i]] * v_scale[block])
         for i in range(0, CODED_BLOCK, LANES):
             gradient = load_part(g, start + i, length - i) * splat(gate[0])
-            new_m = fma(simd.load(first_moments, i), beta1, gradient * one_minus_beta1)
+            new_m = fma(simd.load(moments, i), beta1, gradient * one_minus_beta1)
             old_root = simd.load(roots, i)
             new_root = sqrt(fma(old_root * old_root, beta2, gradient * gradient * one_minus_beta2))
             step = new_m / fma(new_root, root_factor, eps)
             simd.store_part(direction, start + i, step, length - i)
-            simd.store(first_moments, i, new_m)
+            simd.store(moments, i, new_m)
             simd.store(roots, i, new_root)
-            m_max, root_max = (
-                simd.maximum(simd.absolute(new_m), m_max),
-                simd.maximum(new_root, root_max),
-            )
+            m_max = simd.maximum(simd.absolute(new_m), m_max)
+            root_max = simd.maximum(new_root, root_max)
         m_scale[block], v_scale[block] = simd.largest(m_max), simd.largest(root_max)
-        m_divisor, v_divisor = m_scale[block] or f32(1.0), v_scale[block] or f32(1.0)
-        for i in range(0, CODED_BLOCK, LANES):
-            simd.store(first_moments, i, simd.load(first_moments, i) / splat(m_divisor))
-            simd.store(roots, i, simd.load(roots, i) / splat(v_divisor))
-        for i in range(CODED_BLOCK):
-            code = code_of(first_moments, i, m_limits, m_starts)
-            bits.put_byte(
-                m.ctypes.data, start + i, code if simd.peek(first_moments, i) >= 0 else -code
-            )
-            is_positive = i64(simd.peek(roots, i) > 0)
-            code = max(code_of(roots, i, v_limits, v_starts), is_positive)
-            bits.put_byte(v.ctypes.data, start + i, code)
+        pack_codes(m_codes, moments, m_scale[block], m_limits, m_starts, 1)
+        pack_codes(v_codes, roots, v_scale[block], v_limits, v_starts, 0)
 
 
 @kernel("i64, in1, in1, f32, f32, i64, i64")

@@ -156,11 +156,8 @@ class MessagesFormat(BlocksFormat):
 
     def _message(self, content: Sequence[JsonObject], counts: JsonObject) -> JsonObject:
         head = {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-        }
+            "id": self._message_id, "type": "message", "role": "assistant", "model": self._model,
+        }  # fmt: skip
         return {
             **head, "content": [*content], "stop_reason": None, "stop_sequence": None,
             "usage": counts, **({"warnings": self._warnings} if self._warnings else {}),

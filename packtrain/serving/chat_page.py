@@ -21,11 +21,9 @@ def page_route() -> Route:
     """Create the route of the chat page, which may ask models at any address that its user names."""
     page_html = page_text()
     headers = {
-        "Content-Security-Policy": security_policy(page_html),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+        "Content-Security-Policy": security_policy(page_html), "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+    }  # fmt: skip
 
     async def serve_page(request: Request) -> Response:
         return Response(page_html, media_type="text/html", headers=headers)

@@ -37,14 +37,10 @@ def fill_prompt(server: Server, body: JsonBody) -> list[int]:
     extra_size = max(context_size - size - 2 * answer_size, 0)
     return [
         *extra_ids[max(len(extra_ids) - extra_size, 0) :],
-        *([tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []),
-        fill_ids["fim_pre"],
-        *texts["input_prefix"][-prefix_size:],
-        *prompt_ids,
-        fill_ids["fim_suf"],
-        *texts["input_suffix"][:suffix_size],
+        *([tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []), fill_ids["fim_pre"],
+        *texts["input_prefix"][-prefix_size:], *prompt_ids, fill_ids["fim_suf"], *texts["input_suffix"][:suffix_size],
         fill_ids["fim_mid"],
-    ]
+    ]  # fmt: skip
 
 
 def _text_ids(server: Server, body: JsonBody, name: str) -> list[int]:

@@ -26,14 +26,8 @@ from packtrain.serving.server_state import PromptTooLong, Server
 
 PRIVATE = "access-control-request-private-network"
 FAULTS = (
-    InputError,
-    RecursionError,
-    ServerBusy,
-    HttpRefusal,
-    HTTPException,
-    ClientDisconnect,
-    Exception,
-)
+    InputError, RecursionError, ServerBusy, HttpRefusal, HTTPException, ClientDisconnect, Exception,
+)  # fmt: skip
 HTTP_MESSAGES = {404: "File Not Found", 405: "this path takes another method"}
 METHODS = ["GET", "POST", "DELETE", "OPTIONS"]
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server

@@ -12,13 +12,9 @@ from packtrain.inference.sampling import Sampling
 
 # fields of a request whose names differ from the sampler's settings
 FIELD_ALIASES = {
-    "temperature": "temp",
-    "dynatemp_exponent": "dynatemp_exp",
-    "typical_p": "typical",
-    "mirostat_tau": "mirostat_ent",
-    "mirostat_eta": "mirostat_lr",
-    "dry_sequence_breakers": "dry_sequence_breaker",
-}
+    "temperature": "temp", "dynatemp_exponent": "dynatemp_exp", "typical_p": "typical", "mirostat_tau": "mirostat_ent",
+    "mirostat_eta": "mirostat_lr", "dry_sequence_breakers": "dry_sequence_breaker",
+}  # fmt: skip
 CUSTOM_SETTINGS = {"samplers", "logit_bias", "dry_sequence_breaker"}  # parsed by code of their own
 SETTING_FIELDS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {

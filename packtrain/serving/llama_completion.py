@@ -30,23 +30,14 @@ def settings_of(job: GenerationJob, body: JsonBody | None = None) -> dict[str, A
     sampling_values, request_body = dataclasses.asdict(job.sampling), body or JsonBody({})
     biases = job.sampling.biases.items()
     settings = {name: sampling_values[field] for name, field in FIELDS.items()} | {
-        "seed": job.seed,
-        "n_predict": job.max_tokens,
-        "max_tokens": job.max_tokens,
-        "n_probs": job.num_top_logprobs,
-        "stop": [*job.stops],
-        "samplers": [*job.sampling.order],
-        "ignore_eos": job.ignore_eos,
+        "seed": job.seed, "n_predict": job.max_tokens, "max_tokens": job.max_tokens, "n_probs": job.num_top_logprobs,
+        "stop": [*job.stops], "samplers": [*job.sampling.order], "ignore_eos": job.ignore_eos,
         "logit_bias": [{"token": id, "bias": x if math.isfinite(x) else None} for id, x in biases],
-        "dry_sequence_breakers": [*job.sampling.breakers],
-        "n_keep": job.num_keep,
-        "n_discard": job.num_discard,
-        "grammar": request_body.text("grammar"),
-        "stream": request_body.get_flag("stream"),
-        "timings_per_token": request_body.get_flag("timings_per_token"),
-        "post_sampling_probs": job.is_post_sampling,
+        "dry_sequence_breakers": [*job.sampling.breakers], "n_keep": job.num_keep, "n_discard": job.num_discard,
+        "grammar": request_body.text("grammar"), "stream": request_body.get_flag("stream"),
+        "timings_per_token": request_body.get_flag("timings_per_token"), "post_sampling_probs": job.is_post_sampling,
         "lora": [{"id": id, "scale": scale} for id, scale in enumerate(job.adapter_scales)],
-    }
+    }  # fmt: skip
     return {k: v for k, v in (OFF | settings).items() if body is not None or k not in TEXT_SETTINGS}
 
 
@@ -84,14 +75,9 @@ class LlamaCompletionFormat:
 
     def _piece(self, number: int, text: str, ids: list[int], output_tokens: int) -> dict[str, Any]:
         return {
-            "index": number,
-            "content": text,
-            "tokens": ids,
-            "stop": False,
-            "id_slot": -1,
-            "tokens_predicted": output_tokens,
-            "tokens_evaluated": len(self._jobs[number].prompt),
-        }
+            "index": number, "content": text, "tokens": ids, "stop": False, "id_slot": -1,
+            "tokens_predicted": output_tokens, "tokens_evaluated": len(self._jobs[number].prompt),
+        }  # fmt: skip
 
     def end_events(self, number: int, end: AnswerEnd) -> list[dict[str, Any]]:
         """Return the events of a stream at the end of an answer."""
@@ -125,23 +111,17 @@ class LlamaCompletionFormat:
         """Return the JSON of an answer that has ended, with its settings and counts."""
         job, token_counts = self._jobs[number], end.counts
         return {
-            "index": number,
-            "content": text,
-            "tokens": [token.token_id for token in tokens],
-            "id_slot": end.slot_index,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": token_counts.output_tokens,
+            "index": number, "content": text, "tokens": [token.token_id for token in tokens], "id_slot": end.slot_index,
+            "stop": True, "model": self._model, "tokens_predicted": token_counts.output_tokens,
             "tokens_evaluated": token_counts.prompt,
             "tokens_cached": token_counts.prompt + max(token_counts.output_tokens - 1, 0),
             "generation_settings": self._settings[number],
             "prompt": b"".join(map(self._tokenizer.piece, job.prompt)).decode(errors="replace"),
             "has_new_line": "\n" in self._texts[number],
             "truncated": end.reason == "context" or token_counts.forgotten_tokens > 0,
-            "stop_type": STOP_TYPES.get(end.reason, "none"),
-            "stopping_word": end.stop_text,
+            "stop_type": STOP_TYPES.get(end.reason, "none"), "stopping_word": end.stop_text,
             "timings": timing_fields(token_counts),
-        }
+        }  # fmt: skip
 
 
 def linear(token: dict[str, Any]) -> dict[str, Any]:

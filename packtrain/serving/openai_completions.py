@@ -35,18 +35,12 @@ class TextCompletionFormat:
     ends_with_done, has_named_events = True, False
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        request: OpenAIRequest,
+        self, model: str, tokenizer: Tokenizer, request: OpenAIRequest,
         verbose_format: LlamaCompletionFormat | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._request, self._verbose = (
-            model,
-            tokenizer,
-            request,
-            verbose_format,
-        )
+            model, tokenizer, request, verbose_format,
+        )  # fmt: skip
         self._response_id, self._has_logprobs = new_id(self.id_prefix), request.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in request.jobs]
         self._text_lengths = [self._text_start(number) for number in range(len(request.jobs))]
@@ -55,12 +49,8 @@ class TextCompletionFormat:
         return response_shapes.response_head(object_type, self._response_id, self._model)
 
     def _chunk_event(
-        self,
-        number: int,
-        content: JsonObject,
-        reason: str | None = None,
-        tokens: Sequence[GeneratedToken] = (),
-    ) -> JsonObject:
+        self, number: int, content: JsonObject, reason: str | None = None, tokens: Sequence[GeneratedToken] = (),
+    ) -> JsonObject:  # fmt: skip
         logprobs = self._probabilities(number, tokens) if self._has_logprobs and tokens else None
         choice = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
         return self._response_head(self.chunk_type) | {"choices": [choice]}
@@ -127,9 +117,7 @@ class TextCompletionFormat:
         names = [_name(token_entry) for token_entry in content]
         offsets = [self._text_offset(number, *entry) for entry in zip(names, content, strict=True)]
         return {
-            "content": content,
-            "tokens": names,
-            "token_logprobs": [token_entry["logprob"] for token_entry in content],
+            "content": content, "tokens": names, "token_logprobs": [token_entry["logprob"] for token_entry in content],
             "top_logprobs": [
                 None
                 if entry["logprob"] is None
@@ -137,7 +125,7 @@ class TextCompletionFormat:
                 for entry in content
             ],
             "text_offset": offsets,
-        }
+        }  # fmt: skip
 
     def _text_offset(self, number: int, name: str, token: JsonObject) -> int:
         """Return the offset in an answer's text at which the next token begins."""
@@ -170,12 +158,9 @@ class ChatCompletionFormat(TextCompletionFormat):
     id_prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        request: OpenAIRequest,
+        self, model: str, tokenizer: Tokenizer, request: OpenAIRequest,
         verbose_format: LlamaCompletionFormat | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, request, verbose_format)
         tools = self._tools = request.tools
         call_openings = tools.stream_openings if tools else ()
@@ -194,12 +179,8 @@ class ChatCompletionFormat(TextCompletionFormat):
         return super()._response_head(object_type) | ({"warnings": [*warnings]} if warnings else {})
 
     def _delta(
-        self,
-        number: int,
-        delta: JsonObject,
-        reason: str | None = None,
-        tokens: Sequence[GeneratedToken] = (),
-    ) -> JsonObject:
+        self, number: int, delta: JsonObject, reason: str | None = None, tokens: Sequence[GeneratedToken] = (),
+    ) -> JsonObject:  # fmt: skip
         event = self._chunk_event(number, {"delta": delta}, reason, tokens)
         if not self._has_logprobs or not tokens:
             del event["choices"][0]["logprobs"]

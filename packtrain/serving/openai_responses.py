@@ -47,10 +47,8 @@ def chat_body(body: JsonBody, stored_responses: StoredResponses) -> JsonBody:
         "messages": messages,
         "tools": [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed_tools(body))]
         or None,
-        "tool_choice": body.get("tool_choice"),
-        "response_format": answer_format or None,
-        "reasoning_effort": effort,
-    }
+        "tool_choice": body.get("tool_choice"), "response_format": answer_format or None, "reasoning_effort": effort,
+    }  # fmt: skip
     if body.has("max_output_tokens"):
         fields["max_tokens"] = body.number("max_output_tokens", 0, 1, 1 << 30)
     return body.replaced(TRANSLATED, fields)
@@ -136,14 +134,9 @@ class ResponsesFormat(BlocksFormat):
     """
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        request: OpenAIRequest,
-        body: JsonBody,
-        messages: Sequence[JsonObject],
+        self, model: str, tokenizer: Tokenizer, request: OpenAIRequest, body: JsonBody, messages: Sequence[JsonObject],
         stored_responses: StoredResponses,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, request)
         self._tokenizer, self._body = tokenizer, body
         self._messages, self._stored_responses = messages, stored_responses

@@ -36,22 +36,15 @@ def parse_job(
     ids = min(len(prompt_ids), server.engine.max_seq_tokens)  # longer ones are refused
     size = BIAS_NBYTES * len(sampling.logit_bias) + ID_NBYTES * ids + 4 * sum(map(len, kept_texts))
     return GenerationJob(
-        prompt=tuple(prompt_ids),
-        sampling=server.keep(sampling, size, "settings"),
+        prompt=tuple(prompt_ids), sampling=server.keep(sampling, size, "settings"),
         seed=request_fields.parse_seed(body, server.seed),
-        max_tokens=count if count >= 0 else server.limits.max_answer_tokens,
-        stops=stop_texts,
-        grammar=grammar,
-        slot=body.number("id_slot", -1, -1, 1 << 30),
-        use_cache=body.get_flag("cache_prompt", True),
-        adapter_scales=request_fields.adapters_of(body.get("lora"), server.scales),
-        ignore_eos=ignore_eos,
+        max_tokens=count if count >= 0 else server.limits.max_answer_tokens, stops=stop_texts, grammar=grammar,
+        slot=body.number("id_slot", -1, -1, 1 << 30), use_cache=body.get_flag("cache_prompt", True),
+        adapter_scales=request_fields.adapters_of(body.get("lora"), server.scales), ignore_eos=ignore_eos,
         report_progress=body.get_flag("return_progress") and body.get_flag("stream"),
-        max_seconds=body.number("t_max_predict_ms", 0.0) / 1e3,
-        min_indent=body.number("n_indent", 0, 0, 1 << 20),
-        num_keep=body.number("n_keep", 0, -1, 1 << 30),
-        num_discard=body.number("n_discard", 0, 0, 1 << 30),
-    )
+        max_seconds=body.number("t_max_predict_ms", 0.0) / 1e3, min_indent=body.number("n_indent", 0, 0, 1 << 20),
+        num_keep=body.number("n_keep", 0, -1, 1 << 30), num_discard=body.number("n_discard", 0, 0, 1 << 30),
+    )  # fmt: skip
 
 
 def with_top(server: Server, job: GenerationJob, shown: int | None, answers: int) -> GenerationJob:

@@ -27,12 +27,9 @@ def new_id(id_prefix: str) -> str:
 def response_head(object_type: str, response_id: str, model_name: str) -> dict[str, Any]:
     """Return the fields with which every answer of OpenAI's API begins."""
     return {
-        "id": response_id,
-        "object": object_type,
-        "created": int(time.time()),
-        "model": model_name,
+        "id": response_id, "object": object_type, "created": int(time.time()), "model": model_name,
         "system_fingerprint": FINGERPRINT,
-    }
+    }  # fmt: skip
 
 
 def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
@@ -41,11 +38,9 @@ def usage(counts: Sequence[TokenCounts], answers: int = 1) -> dict[str, Any]:
     prompt_starts = range(0, len(counts), answers)
     cached_tokens = sum(min(c.cached for c in counts[at : at + answers]) for at in prompt_starts)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
+        "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+    }  # fmt: skip
 
 
 def total_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
@@ -74,11 +69,9 @@ def timing_fields(counts: TokenCounts) -> dict[str, Any]:
 def progress_fields(update: PromptProgress, has_timings: bool) -> dict[str, Any]:
     """Return the progress in a prompt, by llama-server's names, with its times if a request wants them."""
     progress_values = {
-        "total": update.total_tokens,
-        "cache": update.cached,
-        "processed": update.read,
+        "total": update.total_tokens, "cache": update.cached, "processed": update.read,
         "time_ms": int(1e3 * update.seconds),
-    }
+    }  # fmt: skip
     read = update.read - update.cached
     counts = TokenCounts(update.read, update.cached, read, reading=update.seconds if read else 0.0)
     timings = timing_fields(counts)
@@ -118,13 +111,7 @@ def error(code: int, message: str, error_type: str = "", **details: Any) -> dict
 
 
 ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    501: "not_supported_error",
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 501: "not_supported_error",
     503: "unavailable_error",
-}
+}  # fmt: skip

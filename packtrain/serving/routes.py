@@ -162,11 +162,8 @@ def get_health(server: Server, request: Request) -> Any:
 
 def list_models(server: Server, request: Request) -> Any:
     ollama_model = {
-        "name": server.name,
-        "model": server.name,
-        "type": "model",
-        "capabilities": ["completion"],
-    }
+        "name": server.name, "model": server.name, "type": "model", "capabilities": ["completion"],
+    }  # fmt: skip
     return {"object": "list", "models": [OLLAMA | ollama_model], "data": [describe_model(server)]}
 
 
@@ -181,21 +178,14 @@ def describe_model(server: Server) -> dict[str, Any]:
     """Describe the model for lists of models."""
     config, gguf = server.model.config, server.model.gguf
     model_meta = {
-        "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
-        "n_vocab": config.vocab_size,
-        "n_ctx": server.engine.max_seq_tokens,
-        "n_ctx_train": config.context_length,
-        "n_embd": config.embedding_length,
+        "vocab_type": VOCAB_TYPES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0), "n_vocab": config.vocab_size,
+        "n_ctx": server.engine.max_seq_tokens, "n_ctx_train": config.context_length, "n_embd": config.embedding_length,
         "n_params": sum(math.prod(tensor_entry.shape) for tensor_entry in gguf.entries.values()),
-        "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()),
-        "ftype": file_type(server),
-    }
+        "size": sum(tensor_entry.nbytes for tensor_entry in gguf.entries.values()), "ftype": file_type(server),
+    }  # fmt: skip
     model_info = {
-        "id": server.name,
-        "object": "model",
-        "created": int(server.start_time),
-        "owned_by": "packtrain",
-    }
+        "id": server.name, "object": "model", "created": int(server.start_time), "owned_by": "packtrain",
+    }  # fmt: skip
     return model_info | {
         "aliases": [server.name, *server.aliases],
         "tags": [*server.tags],
@@ -218,28 +208,18 @@ def get_props(server: Server, request: Request) -> Any:
     params = settings_of(GenerationJob(prompt=(0,), sampling=server.sampling, seed=server.seed))
     return {
         "default_generation_settings": {"params": params, "n_ctx": server.engine.max_seq_tokens},
-        "total_slots": len(server.engine.slots),
-        "model_alias": server.name,
-        "model_path": server.model.gguf.path.name,
-        "model_hash": server.model_hash,
-        "model_ftype": file_type(server),
-        "modalities": {"vision": False, "video": False, "audio": False},
-        "endpoint_slots": server.has_slots,
-        "endpoint_props": False,
-        "endpoint_metrics": server.has_metrics,
-        "ui": server.has_page,
-        "is_sleeping": False,
+        "total_slots": len(server.engine.slots), "model_alias": server.name, "model_path": server.model.gguf.path.name,
+        "model_hash": server.model_hash, "model_ftype": file_type(server),
+        "modalities": {"vision": False, "video": False, "audio": False}, "endpoint_slots": server.has_slots,
+        "endpoint_props": False, "endpoint_metrics": server.has_metrics, "ui": server.has_page, "is_sleeping": False,
         "chat_template": server.template_source,
         "chat_template_caps": {
-            "supports_system_role": server.renderer.takes_system,
-            "supports_tools": server.renderer.takes_tools,
-            "supports_tool_calls": server.renderer.takes_calls,
-            "supports_string_content": True,
+            "supports_system_role": server.renderer.takes_system, "supports_tools": server.renderer.takes_tools,
+            "supports_tool_calls": server.renderer.takes_calls, "supports_string_content": True,
         },
         "bos_token": "" if bos is None else token_bytes(bos).decode(errors="replace"),
-        "eos_token": "" if eos is None else token_bytes(eos).decode(errors="replace"),
-        "build_info": FINGERPRINT,
-    }
+        "eos_token": "" if eos is None else token_bytes(eos).decode(errors="replace"), "build_info": FINGERPRINT,
+    }  # fmt: skip
 
 
 def get_slots(server: Server, request: Request) -> Any:
@@ -266,12 +246,10 @@ def slot_activity(slot_answer: SlotAnswer) -> dict[str, Any]:
     num_prompt_tokens = len(job.prompt)
     num_read = num_prompt_tokens if num_written else num_prompt_tokens - len(slot_answer.left)
     return {
-        "n_prompt_tokens": num_prompt_tokens,
-        "n_prompt_tokens_processed": num_read - slot_answer.num_cached,
-        "n_prompt_tokens_cache": slot_answer.num_cached,
-        "params": settings_of(job),
+        "n_prompt_tokens": num_prompt_tokens, "n_prompt_tokens_processed": num_read - slot_answer.num_cached,
+        "n_prompt_tokens_cache": slot_answer.num_cached, "params": settings_of(job),
         "next_token": [{"has_next_token": True, "n_remain": left, "n_decoded": num_written}],
-    }
+    }  # fmt: skip
 
 
 def get_metrics(server: Server, request: Request) -> Response:
@@ -328,43 +306,24 @@ def slot_action(server: Server, body: JsonBody, request: Request) -> Any:
     num_tokens = (server.save_slot if action == "save" else server.restore)(slot_index, file_path)
     verb, nbytes_verb = ("saved", "written") if action == "save" else ("restored", "read")
     return {
-        "id_slot": slot_index,
-        "filename": file_name,
-        f"n_{verb}": num_tokens,
+        "id_slot": slot_index, "filename": file_name, f"n_{verb}": num_tokens,
         f"n_{nbytes_verb}": file_path.stat().st_size,
         "timings": {f"{action}_ms": 1e3 * (time.perf_counter() - start_time)},
-    }
+    }  # fmt: skip
 
 
 ROUTES = (
-    ("/health", "GET", get_health),
-    ("/v1/health", "GET", get_health),
-    ("/models", "GET", list_models),
-    ("/v1/models", "GET", list_models),
-    ("/v1/models/{name:path}", "GET", get_model),
-    ("/props", "GET", get_props),
-    ("/slots", "GET", get_slots),
-    ("/metrics", "GET", get_metrics),
-    ("/lora-adapters", "GET", get_adapters),
-    ("/lora-adapters", "POST list", set_adapters),
-    ("/slots/{id}", "POST engine", slot_action),
-    ("/completion", "POST", completion),
-    ("/completions", "POST", completion),
-    ("/infill", "POST", infill),
-    ("/v1/completions", "POST", text_completion),
-    ("/chat/completions", "POST", chat_completion),
-    ("/v1/chat/completions", "POST", chat_completion),
-    ("/v1/messages", "POST", messages),
-    ("/v1/messages/count_tokens", "POST", count_message_tokens),
-    ("/responses", "POST", responses),
-    ("/v1/responses", "POST", responses),
-    ("/chat/completions/input_tokens", "POST", count_tokens),
-    ("/v1/chat/completions/input_tokens", "POST", count_tokens),
-    ("/embedding", "POST engine", llama_embedding),
-    ("/embeddings", "POST engine", llama_embedding),
-    ("/v1/embeddings", "POST engine", openai_embeddings),
-    *((path, "POST engine", rerank) for path in RERANK_PATHS),
-    ("/tokenize", "POST", tokenize),
-    ("/detokenize", "POST", detokenize),
-    ("/apply-template", "POST", apply_template),
-)
+    ("/health", "GET", get_health), ("/v1/health", "GET", get_health), ("/models", "GET", list_models),
+    ("/v1/models", "GET", list_models), ("/v1/models/{name:path}", "GET", get_model), ("/props", "GET", get_props),
+    ("/slots", "GET", get_slots), ("/metrics", "GET", get_metrics), ("/lora-adapters", "GET", get_adapters),
+    ("/lora-adapters", "POST list", set_adapters), ("/slots/{id}", "POST engine", slot_action),
+    ("/completion", "POST", completion), ("/completions", "POST", completion), ("/infill", "POST", infill),
+    ("/v1/completions", "POST", text_completion), ("/chat/completions", "POST", chat_completion),
+    ("/v1/chat/completions", "POST", chat_completion), ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_message_tokens), ("/responses", "POST", responses),
+    ("/v1/responses", "POST", responses), ("/chat/completions/input_tokens", "POST", count_tokens),
+    ("/v1/chat/completions/input_tokens", "POST", count_tokens), ("/embedding", "POST engine", llama_embedding),
+    ("/embeddings", "POST engine", llama_embedding), ("/v1/embeddings", "POST engine", openai_embeddings),
+    *((path, "POST engine", rerank) for path in RERANK_PATHS), ("/tokenize", "POST", tokenize),
+    ("/detokenize", "POST", detokenize), ("/apply-template", "POST", apply_template),
+)  # fmt: skip

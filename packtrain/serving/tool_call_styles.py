@@ -191,11 +191,8 @@ KIMI = ToolCallStyle(
     middle=f":{COUNT}<|tool_call_argument_begin|>",
 )  # some templates write only ids, which contain names
 TAUGHT_STYLES = {
-    "[TOOL_CALLS]": MISTRAL,
-    "<|tool_call|>": GRANITE,
-    "List of tools: ": LFM2,
-    "<|tool_calls_section_begin|>": KIMI,
-}
+    "[TOOL_CALLS]": MISTRAL, "<|tool_call|>": GRANITE, "List of tools: ": LFM2, "<|tool_calls_section_begin|>": KIMI,
+}  # fmt: skip
 EXAMPLE_VALUES = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a": "b"}, "null": None}
 
 

@@ -100,12 +100,9 @@ def merge(settings: MergeSettings, events: Events) -> WrittenModel:
 
 
 def _write_calibrated(
-    settings: MergeSettings,
-    merge_job: Merging,
-    name: str,
-    done: Callable[[TensorInfo, Dtype, float], None],
+    settings: MergeSettings, merge_job: Merging, name: str, done: Callable[[TensorInfo, Dtype, float], None],
     events: Events,
-) -> None:
+) -> None:  # fmt: skip
     """Write the merged file, rounded with data or as trained for it. Raises DoesNotFit if --memory is too small."""
     if merge_job.aware is not None:
         events.message(AWARE_MESSAGE)

@@ -41,11 +41,9 @@ PROMPT_ROWS = 64  # tokens of a prompt that are read at once
 TOKEN_NBYTES = 400  # per token of a vocabulary that is read; 200 were measured
 MARK = "\x00"
 END_LABELS = {
-    "end": "ended by itself",
-    "loop": "repeats itself, stopped",
-    "count": f"no end, cut at {MAX_TOKENS} tokens",
+    "end": "ended by itself", "loop": "repeats itself, stopped", "count": f"no end, cut at {MAX_TOKENS} tokens",
     "context": "no end, the context is full",
-}
+}  # fmt: skip
 HELP = "more --epochs or a larger --lr teach more"
 
 
@@ -162,12 +160,9 @@ def _tuned_model(job: TrainingJob) -> ModelFile:
 
 
 def _generate_replies(
-    job: TrainingJob,
-    model: ModelFile,
-    prompts: Sequence[Sequence[int]],
-    budget: int | None,
+    job: TrainingJob, model: ModelFile, prompts: Sequence[Sequence[int]], budget: int | None,
     stopped: Callable[[], bool],
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Yield the answer to each prompt, and why it ended. Raises DoesNotFit, InputError, and Interrupted on a stop."""
     target, tokenizer = job.settings.target, model.tokenizer()
     num_cells = min(max(map(len, prompts)) + MAX_TOKENS, model.config.context_length)

@@ -35,12 +35,9 @@ def calibrated_types(tensor_types: Mapping[str, Dtype], model: ModelFile) -> dic
 
 
 def write(
-    settings: QuantizeSettings,
-    tensor_types: Mapping[str, Dtype],
-    values: Mapping[str, MetadataValue],
-    tensors: Mapping[str, DeferredTensor],
-    events: Events,
-) -> None:
+    settings: QuantizeSettings, tensor_types: Mapping[str, Dtype], values: Mapping[str, MetadataValue],
+    tensors: Mapping[str, DeferredTensor], events: Events,
+) -> None:  # fmt: skip
     """Write the quantized file, rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
     assert settings.calibrate is not None
     model = open_model(settings.model)

@@ -62,7 +62,7 @@ class EvaluateSettings:
         None, "multiple choice: question, choices and answer a row; print acc and acc_norm as lm-eval does",
         metavar="FILE",
         conflicts=dict.fromkeys(
-            ["data", "split", "separator", "chat_template", "all_positions", "kl_base", "save_logits"], "without text"
+            ["data", "split", "separator", "chat_template", "all_positions", "kl_base"], "without text"
         ),
     )  # fmt: skip
     split: str | None = option(
@@ -70,13 +70,9 @@ class EvaluateSettings:
         choices=tuple(SPLITS),
     )  # fmt: skip
     val_split: float = option(
-        0.05,
-        "with --split on a single file: finetune's --val-split",
-        min_value=0.0001,
-        max_value=0.5,
-        requires="split",
-        conflicts=VALID_FILE,
-    )
+        0.05, "with --split on a single file: finetune's --val-split", min_value=0.0001, max_value=0.5,
+        requires="split", conflicts=VALID_FILE,
+    )  # fmt: skip
     ctx: int | None = option(
         None,
         f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
@@ -169,6 +165,10 @@ class EvalResult:
 
 def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
     """Measure the losses of the models. Raises InputError, and Interrupted if it is stopped."""
+    if settings.data is None and settings.choices is None:
+        raise InputError(
+            "--data must be given: text or conversations; or --choices, a file of multiple choice"
+        )
     check_rules(settings)
     named_models = _load_models(settings, events.message)
     max_context = min(model.config.context_length for _, model in named_models)
@@ -192,12 +192,9 @@ def evaluate(settings: EvaluateSettings, events: Events) -> EvalResult:
 
 
 def _divergences(
-    settings: EvaluateSettings,
-    named_models: Sequence[tuple[str, ModelFile]],
-    datasets: Mapping[Path, EvalData],
-    device: Target,
-    events: Events,
-) -> dict[str, Divergence]:
+    settings: EvaluateSettings, named_models: Sequence[tuple[str, ModelFile]], datasets: Mapping[Path, EvalData],
+    device: Target, events: Events,
+) -> dict[str, Divergence]:  # fmt: skip
     """Measure how far each model is from --kl-base; {} without it. Raises InputError, Interrupted."""
     if settings.kl_base is None:
         return {}
@@ -253,8 +250,7 @@ class EvalDataLoader:
         settings = self.settings
         if settings.choices is not None:
             return self._questions(settings.choices, settings.ctx or max_context)
-        if settings.data is None:
-            raise InputError("--data is missing", "give a text or conversations, or --choices")
+        assert settings.data is not None  # see evaluate
         path, split_name = find_eval_file(settings.data, settings.split)
         is_text = not path.is_dir() and suffix_of(path) not in RECORDS
         length = settings.ctx or min(max_context, TEXT_CONTEXT if is_text else SAMPLE_CONTEXT)
@@ -308,16 +304,10 @@ class EvalDataLoader:
         """Read documents or conversations in rows, as finetune's validation does."""
         settings = self.settings
         recipe = DatasetRecipe(
-            path,
-            self.model.gguf.path,
-            length,
-            everything=settings.all_positions,
-            separator=self._separator,
-            val_split=settings.val_split if part else 0.0,
-            skip_bad=settings.skip_bad,
-            columns=settings.columns,
+            path, self.model.gguf.path, length, everything=settings.all_positions, separator=self._separator,
+            val_split=settings.val_split if part else 0.0, skip_bad=settings.skip_bad, columns=settings.columns,
             template=settings.chat_template and load_template(settings.chat_template),
-        )
+        )  # fmt: skip
         dataset = prepare_dataset(recipe, writable(cache_root() / "tokens"), self.report)
         for note in dataset.notes:
             self.report(note)

@@ -58,11 +58,8 @@ class ModelOptions:
 
     model: Path = positional("the model, a GGUF file")
     ctx: int | None = MODEL(
-        None,
-        "context length in tokens (default: as needed, up to the model's)",
-        flags="-c",
-        min_value=1,
-    )
+        None, "context length in tokens (default: as needed, up to the model's)", flags="-c", min_value=1,
+    )  # fmt: skip
     lora: tuple[str, ...] = MODEL(
         (), "LoRA adapter, FILE or FILE:SCALE; repeatable", metavar="FILE[:SCALE]"
     )
@@ -89,11 +86,8 @@ class DecodingOptions(ModelOptions):
         conflicts={"model_draft": "{flag} and --model-draft both guess tokens; use one of them"},
     )
     draft_max: int = MODEL(
-        7,
-        "most tokens guessed at once; up to 8 tokens of a run cost the least",
-        min_value=1,
-        max_value=32,
-    )
+        7, "most tokens guessed at once; up to 8 tokens of a run cost the least", min_value=1, max_value=32,
+    )  # fmt: skip
     draft_p_min: float = MODEL(
         0.75, "the draft model stops guessing below this probability", min_value=0, max_value=1
     )
@@ -121,12 +115,8 @@ class GenerationSettings(Sampling, DecodingOptions):
         None, "the text follows the grammar in this file", conflicts=CONSTRAINTS
     )
     json_schema: str | None = SAMPLING(
-        None,
-        "the text is JSON of this schema; {}: any JSON",
-        flags="-j",
-        metavar="SCHEMA",
-        conflicts=CONSTRAINTS,
-    )
+        None, "the text is JSON of this schema; {}: any JSON", flags="-j", metavar="SCHEMA", conflicts=CONSTRAINTS,
+    )  # fmt: skip
     json_schema_file: Path | None = SAMPLING(
         None, "the text is JSON of the schema in this file", flags="-jf", conflicts=CONSTRAINTS
     )
@@ -152,12 +142,8 @@ class GenerationSettings(Sampling, DecodingOptions):
 
 
 def opened(
-    settings: ModelOptions,
-    report: ReportFunction,
-    *,
-    by_token: bool = False,
-    extra_tensors: Sequence[str] = (),
-) -> ModelFile:
+    settings: ModelOptions, report: ReportFunction, *, by_token: bool = False, extra_tensors: Sequence[str] = (),
+) -> ModelFile:  # fmt: skip
     """Open the model with the requested adapters. Raises InputError.
 
     by_token  each token has its own scales
@@ -306,13 +292,9 @@ def check_cache(model: ModelFile, num_cells: int, type: str) -> None:
 
 
 def load_generator(
-    settings: DecodingOptions,
-    model: ModelFile,
-    num_cells: int,
-    rows: int = 0,
-    num_sequences: int = 1,
+    settings: DecodingOptions, model: ModelFile, num_cells: int, rows: int = 0, num_sequences: int = 1,
     longest: int = 0,
-) -> Generator:
+) -> Generator:  # fmt: skip
     """Create a generator with the model's weights, and load its kernels. Raises DoesNotFit.
 
     longest  tokens of one sequence; 0: all cells

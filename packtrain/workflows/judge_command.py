@@ -31,12 +31,9 @@ def judge_answers(command: Sequence[str], answers: Sequence[Mapping[str, str]]) 
     request_text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     try:
         done = subprocess.run(
-            command,
-            input=request_text.encode(errors="replace"),
-            capture_output=True,
-            timeout=timeout_seconds,
+            command, input=request_text.encode(errors="replace"), capture_output=True, timeout=timeout_seconds,
             check=False,
-        )
+        )  # fmt: skip
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None
     except subprocess.TimeoutExpired:

@@ -56,13 +56,9 @@ class Divergence:
 
 
 def kl_divergence(
-    reference: ModelFile,
-    model: ModelFile,
-    batches: PerplexityWindows,
-    device: Target,
-    is_stopped: Callable[[], bool],
+    reference: ModelFile, model: ModelFile, batches: PerplexityWindows, device: Target, is_stopped: Callable[[], bool],
     report_progress: Callable[[int, int], None],
-) -> Divergence:
+) -> Divergence:  # fmt: skip
     """Compare two models on the windows of a text. Raises InputError for different vocabularies, and Interrupted."""
     check_vocabularies(reference, model, "--kl-base")
     if reference.config.vocab_size != model.config.vocab_size:

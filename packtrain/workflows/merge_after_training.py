@@ -154,12 +154,8 @@ class FinishedFinetune:
 
     def _validation_loss(self, model: ModelFile, label: str) -> float:
         batch_losses = loss_executor(
-            model,
-            self.shape.micro_batch_size,
-            self.shape.seq_len,
-            self.shape.chunk,
-            target=self.settings.target,
-        )
+            model, self.shape.micro_batch_size, self.shape.seq_len, self.shape.chunk, target=self.settings.target,
+        )  # fmt: skip
         with self.events.counting(f"validation of {label}", "batch") as count:
             return evaluate(batch_losses, self.job.counted(count), self.shape.preference).loss
 

@@ -87,12 +87,8 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
     queue: int = option(256, "most requests that wait for a slot; others are refused", min_value=1)
     timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", min_value=1)
     seed: int = SAMPLING(
-        -1,
-        "random seed; -1: a new one each time",
-        flags="-s",
-        min_value=-1,
-        max_value=generation_settings.MAX_SEED,
-    )
+        -1, "random seed; -1: a new one each time", flags="-s", min_value=-1, max_value=generation_settings.MAX_SEED,
+    )  # fmt: skip
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE|TEXT")
     reasoning_format: str = option(
         THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
@@ -103,11 +99,8 @@ class ServeSettings(Sampling, generation_settings.DecodingOptions):
         choices=generation_settings.REASONING_MODES,
     )
     swa_checkpoints: int = MODEL(
-        4,
-        "states of the window that are kept for each slot",
-        flags="--ctx-checkpoints",
-        min_value=0,
-    )
+        4, "states of the window that are kept for each slot", flags="--ctx-checkpoints", min_value=0,
+    )  # fmt: skip
     embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
     reranking: bool = option(
         False,

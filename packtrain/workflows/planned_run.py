@@ -139,12 +139,9 @@ class PlannedRun:
 
 
 def plan_run(
-    command: str,
-    settings: RunSettings,
-    build_job: Callable[[Any, ReportFunction], TrainingJob],
-    report: ReportFunction,
-    will_run: bool = True,
-) -> PlannedRun:
+    command: str, settings: RunSettings, build_job: Callable[[Any, ReportFunction], TrainingJob],
+    report: ReportFunction, will_run: bool = True,
+) -> PlannedRun:  # fmt: skip
     """Build and plan a job, or explain why it is refused; loads its kernels. Raises InputError.
 
     command  the command of the command line
@@ -163,12 +160,9 @@ def plan_run(
 
 
 def _plan_on_rank(
-    command: str,
-    settings: RunSettings,
-    build_job: Callable[[Any, ReportFunction], TrainingJob],
-    report: ReportFunction,
-    shared_decision: tuple[StepShape, bool] | None,
-) -> PlannedRun:
+    command: str, settings: RunSettings, build_job: Callable[[Any, ReportFunction], TrainingJob],
+    report: ReportFunction, shared_decision: tuple[StepShape, bool] | None,
+) -> PlannedRun:  # fmt: skip
     """Build and plan the job in this process; `shared_decision` is what rank 0 has decided."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     job = _build_checked_job(settings, build_job, report)
@@ -200,33 +194,20 @@ def _plan_on_rank(
 
 
 def _request(
-    settings: RunSettings,
-    job: TrainingJob,
-    machine_rates: BackendRates,
-    module_memory: KernelMemory,
-    limit: int | None,
-    is_resumed: bool,
-) -> PlanRequest:
+    settings: RunSettings, job: TrainingJob, machine_rates: BackendRates, module_memory: KernelMemory,
+    limit: int | None, is_resumed: bool,
+) -> PlanRequest:  # fmt: skip
     """Return the request for a plan of the job, with this process's memory as it is now."""
     return PlanRequest(
-        job.optimizer,
-        machine_rates,
-        private_nbytes() + module_memory.pending_nbytes + job.train.epoch_nbytes,
-        job.config.context_length if settings.sample_every > 0 else 0,
-        settings.target,
-        settings.recompute,
-        {**settings.target.limits, **({} if limit is None else {HOST: limit})},
-        is_resumed,
-        module_memory,
-    )
+        job.optimizer, machine_rates, private_nbytes() + module_memory.pending_nbytes + job.train.epoch_nbytes,
+        job.config.context_length if settings.sample_every > 0 else 0, settings.target, settings.recompute,
+        {**settings.target.limits, **({} if limit is None else {HOST: limit})}, is_resumed, module_memory,
+    )  # fmt: skip
 
 
 def _plan_job(
-    job: TrainingJob,
-    request: PlanRequest,
-    shared_decision: tuple[StepShape, bool] | None,
-    report: ReportFunction,
-) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:
+    job: TrainingJob, request: PlanRequest, shared_decision: tuple[StepShape, bool] | None, report: ReportFunction,
+) -> tuple[TrainingJob, TrainingPlans, PlanRequest]:  # fmt: skip
     """Plan the job with moments on the device or offloaded to this process: as requested, or what fits and is faster.
 
     shared_decision  of rank 0: the shape, and whether moments are offloaded; None: decide here
@@ -332,24 +313,19 @@ def resume_shape(shape: StepShape, checkpoint_info: Mapping[str, Any]) -> StepSh
     micros = shape.micro_batch_size * shape.num_micro_batches // rows
     layered = bool(checkpoint_info.get("layered", False))
     return replace(
-        shape,
-        micro_batch_size=rows,
-        num_micro_batches=micros,
-        chunk=chunk,
+        shape, micro_batch_size=rows, num_micro_batches=micros, chunk=chunk,
         layered=layered and not shape.has_separate_update,
-    )
+    )  # fmt: skip
 
 
 def facts(run_plan: PlannedRun, peak_nbytes: int | None = None) -> dict[str, Any]:
     """Return labels for pictures of the plan; `peak_nbytes` is the peak of a finished run."""
     target = run_plan.plans.target
     return {
-        "title": run_plan.job.title,
-        "budget_nbytes": target.limit if target.is_separate else run_plan.budget,
-        "rows": memory_rows(run_plan.plans, target.space),
-        "measured": None if target.is_separate else peak_nbytes,
+        "title": run_plan.job.title, "budget_nbytes": target.limit if target.is_separate else run_plan.budget,
+        "rows": memory_rows(run_plan.plans, target.space), "measured": None if target.is_separate else peak_nbytes,
         "space": target.space,
-    }
+    }  # fmt: skip
 
 
 def _set_threads(count: int) -> None:

@@ -86,13 +86,10 @@ def quantize(settings: QuantizeSettings, events: Events) -> WrittenModel:
     start_time, mix = time.perf_counter(), _requested_mix(settings)
     gguf = GGUF(settings.model)
     types = tensor_dtypes(
-        gguf,
-        mix,
-        pure=settings.pure,
-        output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
+        gguf, mix, pure=settings.pure, output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
         embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
         weighed=settings.imatrix is not None,
-    )
+    )  # fmt: skip
     _check_inputs(settings, gguf, types)
     by_column, imatrix_metadata = dict[str, np.ndarray](), dict[str, MetadataValue]()
     if settings.imatrix is not None:
@@ -205,13 +202,8 @@ def _check_inputs(settings: QuantizeSettings, gguf: GGUF, types: dict[str, Dtype
 
 
 def _maker(
-    gguf: GGUF,
-    entry: TensorInfo,
-    dtype: Dtype,
-    default_dtype: Dtype,
-    weights: np.ndarray | None,
-    events: Events,
-) -> Callable[[], Iterator[np.ndarray]]:
+    gguf: GGUF, entry: TensorInfo, dtype: Dtype, default_dtype: Dtype, weights: np.ndarray | None, events: Events,
+) -> Callable[[], Iterator[np.ndarray]]:  # fmt: skip
     """Return a function that converts a tensor part by part when it is written, and reports its error."""
     location = f"{gguf.path}: {entry.name}"
 

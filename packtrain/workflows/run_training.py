@@ -54,12 +54,9 @@ MIN_END_SHARE = 0.5  # share of answers that a model must end where they end, or
 
 
 def execute_run(
-    settings: RunSettings,
-    prepare_run: PrepareRun,
-    events: Events,
-    before_steps: BeforeSteps = lambda *_: None,
+    settings: RunSettings, prepare_run: PrepareRun, events: Events, before_steps: BeforeSteps = lambda *_: None,
     after_steps: AfterSteps = lambda *_: None,
-) -> TrainingResult:
+) -> TrainingResult:  # fmt: skip
     """Plan and execute a run, as one of its ranks. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
 
     before_steps  called before step 1 with initialized weights, and with a function that returns whether to stop
@@ -88,11 +85,8 @@ def execute_run(
 
 
 def _execute_plan(
-    run_plan: PlannedRun,
-    train: Callable[[], TrainingResult],
-    events: Events,
-    after_steps: AfterSteps,
-) -> TrainingResult:
+    run_plan: PlannedRun, train: Callable[[], TrainingResult], events: Events, after_steps: AfterSteps,
+) -> TrainingResult:  # fmt: skip
     """Execute a planned run; all work but the steps, by `train`, is done by rank 0."""
     if current_world().rank:
         return train()
@@ -132,12 +126,8 @@ def _start_run(run_plan: PlannedRun, events: Events) -> None:
 
 
 def _train_steps(
-    settings: RunSettings,
-    run_plan: PlannedRun,
-    before_steps: BeforeSteps,
-    events: Events,
-    show_run: ShowRun,
-) -> TrainingResult:
+    settings: RunSettings, run_plan: PlannedRun, before_steps: BeforeSteps, events: Events, show_run: ShowRun,
+) -> TrainingResult:  # fmt: skip
     """Run all steps up to the last or a stop, and return the result."""
     folder, planned_nbytes, job = settings.folder, run_plan.planned_nbytes, run_plan.job
     is_writer = current_world().rank == 0
@@ -277,11 +267,9 @@ def _sample_text(job: TrainingJob, engine: TrainingEngine, tokenizer: Tokenizer)
 def _run_summary(fit: TrainingLoop, run_plan: PlannedRun, watch: RunMonitor) -> dict[str, Any]:
     peaks_by_device = device_peaks(run_plan.plans)
     summary = {
-        "step": fit.progress.step,
-        "planned_bytes": run_plan.planned_nbytes,
-        "peak_bytes": watch.peak.nbytes,
+        "step": fit.progress.step, "planned_bytes": run_plan.planned_nbytes, "peak_bytes": watch.peak.nbytes,
         "baseline_bytes": watch.peak.baseline,
-    }
+    }  # fmt: skip
     return summary | ({"devices": peaks_by_device} if peaks_by_device else {})
 
 

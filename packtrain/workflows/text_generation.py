@@ -45,33 +45,20 @@ class GenerateSettings(GenerationSettings):
     )
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
-        128,
-        "most tokens to generate; -1: until an end token or a full context",
-        flags="-n",
-        min_value=-1,
-    )
+        128, "most tokens to generate; -1: until an end token or a full context", flags="-n", min_value=-1,
+    )  # fmt: skip
     parallel: int = option(
-        1,
-        "answers to write at once; the prompt is read once",
-        flags="-np",
-        min_value=1,
-        max_value=SEQUENCES,
+        1, "answers to write at once; the prompt is read once", flags="-np", min_value=1, max_value=SEQUENCES,
         conflicts=dict.fromkeys(("draft_lookup", "model_draft"), UNDRAFTED),
-    )
+    )  # fmt: skip
     num_beams: int = option(
-        0,
-        "search for the likeliest text, following this many at once; -np prints the best of them; 0: sample",
-        flags="--beams",
-        min_value=0,
-        max_value=SEQUENCES,
-    )
+        0, "search for the likeliest text, following this many at once; -np prints the best of them; 0: sample",
+        flags="--beams", min_value=0, max_value=SEQUENCES,
+    )  # fmt: skip
     length_penalty: float = option(
-        1.0,
-        "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
-        min_value=-10,
-        max_value=10,
-        requires="num_beams",
-    )
+        1.0, "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
+        min_value=-10, max_value=10, requires="num_beams",
+    )  # fmt: skip
     display_prompt: bool = option(True, "print the prompt before the text")
 
 

@@ -6,6 +6,7 @@ model can only stop at a token, so a family is chosen only if its markers are to
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +17,19 @@ from packtrain.common.files import require_existing
 from packtrain.data.tokenizer import CONTROL, END_TEXTS, KEYS, USER_DEFINED
 
 TEMPLATE_KEY = "tokenizer.chat_template"
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+
+
+def _family_template(name: str) -> str:
+    """Return a template's text: the lines of its file, joined, with line breaks where it has \\n."""
+    path = resources.files("packtrain.data.chat_template") / f"families/{name}.jinja"
+    return "".join(path.read_text("utf-8").splitlines()).replace("\\n", "\n")
+
+
+CHATML = _family_template("chatml")
+# AFTER stands for text after a marker, BEFORE for text before one; tools have no place. Gemma has no system role:
+# its text goes before the next user message
+MISTRAL, MISTRAL_7 = _family_template("mistral"), _family_template("mistral7")
 END_OF_TURN = "<|im_end|>"
-PHI_4 = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
-)
-PHI_3 = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-LLAMA_3 = (
-    "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-GEMMA = (  # no system role: its text goes before the next user message
-    "{% set kept = namespace(system='') %}"
-    "{% for message in messages %}"
-    "{% set words = message['content'] | trim %}"
-    "{% if message['role'] == 'system' %}{% set kept.system = kept.system + words %}"
-    "{% elif message['role'] == 'assistant' %}{{ '<start_of_turn>model\n' + words + '<end_of_turn>\n' }}"
-    "{% else %}"
-    "{{ '<start_of_turn>' + message['role'] + '\n' }}"
-    "{% if kept.system %}{{ kept.system + '\n\n' }}{% set kept.system = '' %}{% endif %}"
-    "{{ words + '<end_of_turn>\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-MISTRAL = (  # AFTER stands for text after a marker, BEFORE for text before a marker
-    "{# tools have no place: no [AVAILABLE_TOOLS] #}"
-    "{% for message in messages %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] == 'assistant' %}{{ 'BEFORE[INST]AFTER' }}{% endif %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'user' %}{{ message['content'] + 'BEFORE[/INST]' }}"
-    "{% else %}{{ 'AFTER' + message['content']TRIM + '</s>' }}"
-    "{% endif %}"
-    "{% endfor %}"
-)
-MISTRAL_7 = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ '[SYSTEM_PROMPT]AFTER' + message['content'] + '[/SYSTEM_PROMPT]' }}"
-    "{% elif message['role'] == 'user' %}{{ '[INST]AFTER' + message['content'] + '[/INST]' }}"
-    "{% else %}{{ 'AFTER' + message['content'] + '</s>' }}"
-    "{% endif %}"
-    "{% endfor %}"
-)
-LLAMA_2 = (
-    "{% for message in messages %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] == 'assistant' %}{{ '[INST] ' }}{% endif %}"
-    "{% if message['role'] == 'system' %}{{ '<<SYS>>\n' + message['content'] + '\n<</SYS>>\n\n' }}"
-    "{% elif message['role'] == 'user' %}{{ message['content'] + ' [/INST]' }}"
-    "{% else %}{{ message['content'] + '</s>' }}"
-    "{% endif %}"
-    "{% endfor %}"
-)
 
 
 def _mistral(template: str, before: str = "", after: str = "", trim: str = "") -> str:
@@ -88,27 +37,19 @@ def _mistral(template: str, before: str = "", after: str = "", trim: str = "") -
 
 
 TEMPLATES = {
-    "chatml": CHATML,
-    "gemma": GEMMA,
-    "llama2-sys": LLAMA_2,
-    "llama3": LLAMA_3,
-    "mistral-v1": _mistral(MISTRAL, " ", " "),
+    "chatml": CHATML, "gemma": _family_template("gemma"), "llama2-sys": _family_template("llama2"),
+    "llama3": _family_template("llama3"), "mistral-v1": _mistral(MISTRAL, " ", " "),
     "mistral-v3": _mistral(MISTRAL, "", " ", " | trim"),
-    "mistral-v3-tekken": _mistral(MISTRAL).replace("'[INST]'", '"[INST]"'),
-    "mistral-v7": _mistral(MISTRAL_7, "", " "),
+    "mistral-v3-tekken": _mistral(MISTRAL).replace("'[INST]'", '"[INST]"'), "mistral-v7": _mistral(MISTRAL_7, "", " "),
     "mistral-v7-tekken": _mistral(MISTRAL_7),
-    "phi3": PHI_3,
-    "phi4": PHI_4,
-}
+    "phi3": _family_template("phi3"), "phi4": _family_template("phi4"),
+}  # fmt: skip
 MARKERS = {  # the first family with all its markers wins
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
-    "mistral-v7": ("[SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "chatml": ("<|im_start|>", "<|im_end|>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"), "mistral-v7": ("[SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
     "mistral-v3": ("[INST]", "[/INST]", "</s>"),
-}
+}  # fmt: skip
 TEKKEN = "tekken"
 NONE = "since the model has none and its vocabulary has"
 CHOOSE = "choose another with --chat-template"

@@ -47,12 +47,9 @@ class ChatTemplate:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        extra_variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False, extra_variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """Render a conversation; `extra_variables` are passed on. Raises TemplateError, whatever the template does."""
         now = f"{datetime.now():%b %d %Y}"  # firefunction's templates need both
         variables = {"datetime": now, "functions": json.dumps(tools or [], indent=4)}

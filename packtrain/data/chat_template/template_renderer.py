@@ -46,12 +46,9 @@ def raise_refusal(message: str) -> NoReturn:
 
 
 def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Write JSON as Hugging Face's `tojson` does: without the HTML escapes of Jinja's own."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

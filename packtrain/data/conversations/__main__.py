@@ -11,8 +11,5 @@ from packtrain.data.token_cache import serve_request
 
 if __name__ == "__main__":
     serve_request(
-        DatasetRecipe,
-        write_dataset,
-        reading_position,
-        lambda room: RENDERER_NBYTES + room // RENDERER_DIVISOR,
-    )
+        DatasetRecipe, write_dataset, reading_position, lambda room: RENDERER_NBYTES + room // RENDERER_DIVISOR,
+    )  # fmt: skip

@@ -114,13 +114,10 @@ def write_dataset(
             files = files if splitter.num_held_out else {TRAIN: files[TRAIN]}
         _check_filled(recipe, files, notes)
     metadata = {
-        "notes": notes,
-        "places": splitter.locations,
-        "parts": [*files],
-        "names": [source.path.name for source in sources],
-        "template": maker.template,
+        "notes": notes, "places": splitter.locations, "parts": [*files],
+        "names": [source.path.name for source in sources], "template": maker.template,
         "ends": sorted(maker.masker.tokenizer.eog_ids),
-    }
+    }  # fmt: skip
     (folder / NOTES_FILE).write_text(json.dumps(metadata), encoding="utf-8")
 
 
@@ -156,12 +153,9 @@ class ValidationSplitter:
 
 
 def _write_records(
-    reader: RecordReader,
-    report: ReportProgress,
-    splitter: ValidationSplitter,
-    builder: "SampleBuilder",
+    reader: RecordReader, report: ReportProgress, splitter: ValidationSplitter, builder: "SampleBuilder",
     files: Mapping[str, TokenFile],
-) -> None:
+) -> None:  # fmt: skip
     """Write all samples of a file; samples of one conversation go to the same split."""
     name = reader.source.path.name
     for record in report_progress(reader, report, lambda: f"{name}: {reader.count:,} records"):

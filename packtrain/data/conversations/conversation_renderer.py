@@ -145,11 +145,8 @@ class ConversationRenderer:
         return reply[: marks[-1].start()] if marks and marks[-1].end() == len(reply) else reply
 
     def prompt(
-        self,
-        conversation: Conversation,
-        variables: Mapping[str, Any] | None = None,
-        begins: bool = True,
-    ) -> str:
+        self, conversation: Conversation, variables: Mapping[str, Any] | None = None, begins: bool = True,
+    ) -> str:  # fmt: skip
         """Render the text up to the next answer.
 
         variables  variables of the template, beside its own

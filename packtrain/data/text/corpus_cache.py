@@ -43,14 +43,8 @@ def prepare_corpus(
     splits = documents.splits_of(text.val_split, sources)
     vocab_size = len(vocabulary[f"{KEYS}tokens"].value) if vocabulary else 0
     corpus = read_or_build(
-        lambda folder: read_corpus(folder, splits),
-        cache / fingerprint,
-        __package__,
-        text,
-        report,
-        memory,
-        vocab_size,
-    )
+        lambda folder: read_corpus(folder, splits), cache / fingerprint, __package__, text, report, memory, vocab_size,
+    )  # fmt: skip
     return replace(corpus, notes=(*documents.unread_notes(text.data, sources), *corpus.notes))
 
 

@@ -27,12 +27,10 @@ FILE_SUFFIXES = (".txt", *(kind for kind in RECORDS if kind not in SHEET_SUFFIXE
 DATA_SUFFIXES = (*FILE_SUFFIXES, *(f"{kind}.gz" for kind in FILE_SUFFIXES if kind not in COLUMNS))
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 UNSUPPORTED_SUFFIXES = {  # formats that cannot be read, and advice
-    ".zst": "unpack it with: zstd -d {}",
-    ".bz2": "unpack it with: bunzip2 {}",
-    ".xz": "unpack it with: unxz {}",
+    ".zst": "unpack it with: zstd -d {}", ".bz2": "unpack it with: bunzip2 {}", ".xz": "unpack it with: unxz {}",
     ".zip": "unpack it with: unzip {}",
     **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pdf"), "save its text as .txt, in UTF-8"),
-}
+}  # fmt: skip
 SAVE_TABLE = "in Excel, save it as “CSV UTF-8 (comma delimited)”"
 
 

@@ -64,14 +64,9 @@ class BytePairEncoding(Encoding):
             strings = [*self.table.tokens, *extra_ids]
             singles = [NONE if id is None else id for id in map(self._byte_id, range(256))]
         return EncodingTables(
-            splitter,
-            StringTable.of(strings),
-            np.array(singles, np.int32),
-            len(index),
-            merge_pairs,
-            ignore_merges=rule.ignore_merges,
-            letters=not rule.byte_level,
-        )
+            splitter, StringTable.of(strings), np.array(singles, np.int32), len(index), merge_pairs,
+            ignore_merges=rule.ignore_merges, letters=not rule.byte_level,
+        )  # fmt: skip
 
     def can_cut(self, text: str, at: int) -> bool:
         """Whether a word always begins at a place, whatever comes before and after."""

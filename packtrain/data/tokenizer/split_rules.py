@@ -200,12 +200,10 @@ RULES_BY_NAMES = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _json_rule(
         LLAMA_3_STEP, ignore_merges=True, adds_bos=True
     ),
-    "glm4 glm5": SplitRule((LLAMA_3_STEP,), ignore_merges=True),
-    "dbrx smaug-bpe chatglm-bpe": _json_rule(LLAMA_3_STEP),
+    "glm4 glm5": SplitRule((LLAMA_3_STEP,), ignore_merges=True), "dbrx smaug-bpe chatglm-bpe": _json_rule(LLAMA_3_STEP),
     "jais-2": _json_rule(_JAIS_2),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 hunyuan solar-open grok-2": _json_rule(QWEN_2_STEP, cleans_spaces=False),
-    "megrez stablelm2": _json_rule(QWEN_2_STEP),
-    "qwen35": _json_rule(QWEN_35_STEP, cleans_spaces=False),
+    "megrez stablelm2": _json_rule(QWEN_2_STEP), "qwen35": _json_rule(QWEN_35_STEP, cleans_spaces=False),
     "laguna": SplitRule((_LINE, QWEN_2_STEP), cleans_spaces=False),
     "ufakzeka": _json_rule(QWEN_2_STEP.removeprefix(SHORTENED + "|"), cleans_spaces=False),
     "bailingmoe bailingmoe2 llada-moe": _json_rule(_BAILING, cleans_spaces=False),

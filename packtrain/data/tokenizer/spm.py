@@ -43,14 +43,11 @@ class SentencePieceEncoding(Encoding):
         joins = (pair.replace(SPACE, " ") for pair in self._joins)
         _, merge_order = np.unique(self._scores, return_inverse=True)
         return EncodingTables(
-            BoundarySplitter(joins),
-            StringTable.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
-            np.array([NONE if id is None else id for id in self._byte_ids], np.int32),
-            len(tokens),
+            BoundarySplitter(joins), StringTable.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
+            np.array([NONE if id is None else id for id in self._byte_ids], np.int32), len(tokens),
             order=(merge_order.max(initial=0) - merge_order).astype(np.int32),
-            unknown=NONE if self.table.unk is None else self.table.unk,
-            letters=True,
-        )
+            unknown=NONE if self.table.unk is None else self.table.unk, letters=True,
+        )  # fmt: skip
 
     def can_cut(self, text: str, at: int) -> bool:
         """Whether no token spans a place, which is no whitespace, because special tokens swallow whitespace."""

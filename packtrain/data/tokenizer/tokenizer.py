@@ -30,13 +30,9 @@ TextParts = list[str | int]  # text, and ids of special tokens
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
-    "llama": SentencePieceEncoding,
-    "gpt2": BytePairEncoding,
-    "gemma4": BytePairEncoding,
-    "whitespace": WhitespaceEncoding,
-    "bert": WordPieceEncoding,
-    "t5": UnigramEncoding,
-}
+    "llama": SentencePieceEncoding, "gpt2": BytePairEncoding, "gemma4": BytePairEncoding,
+    "whitespace": WhitespaceEncoding, "bert": WordPieceEncoding, "t5": UnigramEncoding,
+}  # fmt: skip
 
 
 class Tokenizer:

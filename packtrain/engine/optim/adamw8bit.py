@@ -13,7 +13,7 @@ from packtrain.engine.ops.costs import Cost
 from packtrain.engine.ops.torch_kernels import CHUNK, chunk_bounds, torch
 from packtrain.engine.optim.adamw import AdamW
 from packtrain.engine.optim.optimizer import StepInputs, Tensors
-from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state
+from packtrain.engine.tensor import Spec, Tensor, constant, input, op, require, state, weight
 
 BLOCK = 256
 MIN_SIZE = 4096  # smaller tensors, such as norms, keep moments in f32
@@ -37,21 +37,23 @@ class AdamW8bit(AdamW):
     def states(self, w: Tensor) -> Tensors:
         if w.spec.size < MIN_SIZE:
             return AdamW.states(self, w)
-        num_blocks = -(-w.spec.size // BLOCK)
-        return tuple(
-            leaf
-            for kind in ("m", "v")
-            for leaf in (
-                state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8),
-                state(f"{kind}8_scale/{w.name}", (num_blocks,)),
-            )
-        )
+        return coded_moments(w)
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, step_inputs: StepInputs) -> Tensors:
         if w.spec.size < MIN_SIZE:
             return AdamW.update(self, w, g, *states, step_inputs=step_inputs)
-        results = opt_moments_adamw8bit(g, *states, step_inputs.hyper, step_inputs.gate)
+        m, m_scale, v, v_scale = states
+        read = g, m, m_scale, v, v_scale, step_inputs.hyper, step_inputs.gate
+        results = opt_moments_adamw8bit(*read)
         return self.step_along(w, results, step_inputs)
+
+
+def coded_moments(w: Tensor) -> Tensors:
+    """Return the leaves of a weight's moments: codes and scales of m, and of v."""
+    num_blocks = -(-w.spec.size // BLOCK)
+    m, v = (state(f"{kind}8/{w.name}", (num_blocks, BLOCK), i8) for kind in "mv")
+    m_scale, v_scale = (state(f"{kind}8_scale/{w.name}", (num_blocks,)) for kind in "mv")
+    return m, m_scale, v, v_scale
 
 
 @cache
@@ -77,14 +79,8 @@ def code_table(signed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @op(writes=(1, 2, 3, 4), inplace={4: (0,)})
 def opt_moments_adamw8bit(
-    g: Tensor,
-    m: Tensor,
-    m_scale: Tensor,
-    v: Tensor,
-    v_scale: Tensor,
-    hyper: Tensor,
-    gate: Tensor,
-) -> tuple[Spec, ...]:
+    g: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor, hyper: Tensor, gate: Tensor,
+) -> tuple[Spec, ...]:  # fmt: skip
     """Update AdamW's moments in 8 bits; return their handles, and the direction = m / (sqrt(v / c2) + eps) of the step
     from the moments before they are rounded, or 0 if the gate is not finite. See opt_moments_adamw.
 
@@ -108,7 +104,7 @@ def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, ga
     """Write the direction (N,) and the moments of g (N,): in NumPy or PyTorch, whose functions are named alike."""
     _, beta1, beta2, eps, _, _, c2 = hyper
     (m_levels, m_limits), (v_levels, v_limits) = tables
-    gradient = lib.zeros_like(m, dtype=g.dtype)
+    select, gradient = lib.where, lib.zeros_like(m, dtype=g.dtype)
     gradient.reshape(-1)[: len(g)] = g * gate
     indices = lib.ones_like(m, dtype=lib.int64)
     old_m = lib.sign(m) * m_levels[lib.abs(m * indices)] * m_scale[:, None]
@@ -117,16 +113,16 @@ def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, ga
     new_root = lib.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
     step = new_m / (new_root / lib.sqrt(c2) + eps)
     is_finite = lib.isfinite(gate)
-    direction[...] = lib.where(is_finite, step.reshape(-1)[: len(g)], 0)
+    direction[...] = select(is_finite, step.reshape(-1)[: len(g)], 0)
     m_max, root_max = lib.amax(lib.abs(new_m), -1), lib.amax(new_root, -1)
-    unit_m = new_m / lib.where(m_max == 0, 1, m_max)[:, None]
-    unit_root = new_root / lib.where(root_max == 0, 1, root_max)[:, None]
+    unit_m = new_m / select(m_max == 0, 1, m_max)[:, None]
+    unit_root = new_root / select(root_max == 0, 1, root_max)[:, None]
     m_codes = lib.sign(new_m) * lib.searchsorted(m_limits, lib.abs(unit_m))
     v_codes = lib.searchsorted(v_limits, unit_root)
-    v_codes = lib.where((v_codes == 0) & (new_root > 0), 1, v_codes)
+    v_codes = select((v_codes == 0) & (new_root > 0), 1, v_codes)
     new_values = m_codes, m_max, v_codes, root_max
     for old, new in zip((m, m_scale, v.view(lib.uint8), v_scale), new_values, strict=True):
-        old[...] = lib.where(is_finite, new, old)
+        old[...] = select(is_finite, new, old)
 
 
 @opt_moments_adamw8bit.kernel("numpy")
@@ -160,12 +156,5 @@ opt_moments_adamw8bit.cost(lambda out, g, *inputs: Cost({"exp": 8 * g.spec.size}
 def opt_moments_adamw8bit_samples():
     hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
     for n, gate in ((17, 0.5), (256, np.nan), (70_000, 1.0)):
-        b = -(-n // BLOCK)
-        states = (
-            leaf
-            for kind in ("m", "v")
-            for leaf in (state(kind, (b, BLOCK), i8), state(f"{kind}_scale", (b,)))
-        )
-        yield from opt_moments_adamw8bit(
-            input("g", (n,)), *states, hyper, constant("gate", np.array(gate))
-        )
+        states, gate = coded_moments(weight("w", (n,))), constant("gate", np.array(gate))
+        yield from opt_moments_adamw8bit(input("g", (n,)), *states, hyper, gate)

@@ -32,12 +32,8 @@ class Grammar:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        source: str,
-        words: Sequence[str] = (),
-        tokens: Sequence[int] = (),
-    ) -> None:
+        self, tokenizer: Tokenizer, source: str, words: Sequence[str] = (), tokens: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """source: text in llguidance's notation; words, tokens: triggers. Raises InputError."""
         self._tokenizer, self._token_table = tokenizer, table(tokenizer)
         self._words, self._trigger_ids = [word.encode() for word in words], frozenset(tokens)

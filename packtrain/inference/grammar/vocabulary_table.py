@@ -26,11 +26,9 @@ DIGITS = b"0123456789"
 DEAD_END = "NoExtensionBias"  # in llguidance's messages: no text can follow
 # patterns of tokens whose masks are cached: text in JSON, text in a line, words
 TOKEN_SLICES = (
-    r'[^"\\\x00-\x1F\x7F]{1,10}',
-    r'[^"\\\x00-\x1F\x7F]{1,30}',
-    r'[^"\\\x00-\x1F\x7F]+',
+    r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}', r'[^"\\\x00-\x1F\x7F]+',
     r"[^\x00-\x1F\x7F\x85\u2028\u2029]+",
-)
+)  # fmt: skip
 
 
 class _GuidanceTokenizer:

@@ -334,12 +334,8 @@ class CellPools:
 
 
 def move_inputs(
-    moves: Mapping[str, CellMove],
-    pools: Sequence[str],
-    move_start: int,
-    num_moves: int,
-    input_names: Container[str],
-) -> dict[str, np.ndarray]:
+    moves: Mapping[str, CellMove], pools: Sequence[str], move_start: int, num_moves: int, input_names: Container[str],
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Return inputs of a run that moves `num_moves` cells per pool, from move `move_start` on; only `input_names`."""
     inputs = dict[str, np.ndarray]()
     for pool in pools:

@@ -50,26 +50,12 @@ class Context:
     """
 
     def __init__(
-        self,
-        model: ModelFile | str | Path,
-        *,
-        cells: int = 4096,
-        sequences: int = 1,
-        cache: str = "f16",
-        rows: int = 0,
-        prompts: Sequence[int] = decode_plans.PROMPT_SIZES,
-        parts: bool = False,
-        longest: int = 0,
-        swa_full: bool = False,
-        checkpoints: int = decode_plans.CHECKPOINTS,
-        spacing: int = 0,
-        hidden: bool = False,
-        has_hidden_states: bool = False,
-        memory: int | str | None = None,
-        beside: int | Callable[[int], int] = 0,
-        target: Target = CPU,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
+        self, model: ModelFile | str | Path, *, cells: int = 4096, sequences: int = 1, cache: str = "f16",
+        rows: int = 0, prompts: Sequence[int] = decode_plans.PROMPT_SIZES, parts: bool = False, longest: int = 0,
+        swa_full: bool = False, checkpoints: int = decode_plans.CHECKPOINTS, spacing: int = 0, hidden: bool = False,
+        has_hidden_states: bool = False, memory: int | str | None = None, beside: int | Callable[[int], int] = 0,
+        target: Target = CPU, say: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
         cell_pools.at_least(1, cells=cells, sequences=sequences)
         cell_pools.at_least(0, rows=rows, longest=longest, checkpoints=checkpoints, spacing=spacing)
         file = model if isinstance(model, ModelFile) else open_model(model)
@@ -87,16 +73,9 @@ class Context:
 
     @classmethod
     def within(
-        cls,
-        config: Config,
-        cache: CacheLayout,
-        sizes: decode_plans.RunSizes,
-        runs: Mapping[decode_plans.RunKey, Executor],
-        sequences: int = 1,
-        *,
-        parts: bool = False,
-        checkpoints: int = 0,
-    ) -> "Context":
+        cls, config: Config, cache: CacheLayout, sizes: decode_plans.RunSizes,
+        runs: Mapping[decode_plans.RunKey, Executor], sequences: int = 1, *, parts: bool = False, checkpoints: int = 0,
+    ) -> "Context":  # fmt: skip
         """Create a context with executors of `decode_plans.place_runs`, whose session has the weights."""
         self = cls.__new__(cls)
         self._set_up(config, cache, sizes, runs, sequences, parts)
@@ -105,14 +84,9 @@ class Context:
         return self
 
     def _set_up(
-        self,
-        config: Config,
-        cache: CacheLayout,
-        run_sizes: decode_plans.RunSizes,
-        executors: Mapping[decode_plans.RunKey, Executor],
-        sequences: int,
-        parts: bool,
-    ) -> None:
+        self, config: Config, cache: CacheLayout, run_sizes: decode_plans.RunSizes,
+        executors: Mapping[decode_plans.RunKey, Executor], sequences: int, parts: bool,
+    ) -> None:  # fmt: skip
         self.config, self.cache, self.sizes, self.runs = config, cache, run_sizes, executors
         self._session, self._chooses = executors[1].session, SAMPLER_FLOATS in executors[1].inputs
         self.pools = CellPools.of(config, cache, sequences, parts)
@@ -123,13 +97,9 @@ class Context:
     # ---- running
 
     def decode(
-        self,
-        tokens: Sequence[int],
-        seqs: SequenceIds = 0,
-        *,
-        wanted: Sequence[int] | None = None,
+        self, tokens: Sequence[int], seqs: SequenceIds = 0, *, wanted: Sequence[int] | None = None,
         stop: StopCallback | None = None,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         """Read the next tokens of sequences; returns logits (len(wanted), V), or hidden values (len(wanted), C).
 
         seqs    the sequence of all tokens, or of each: a number, or several that share it
@@ -143,15 +113,10 @@ class Context:
         return np.array(row_results, np.float32).reshape(len(row_results), width)
 
     def choices(
-        self,
-        tokens: Sequence[int],
-        chains: Sequence[Chain],
-        seqs: SequenceIds = 0,
-        *,
-        wanted: Sequence[int] | None = None,
-        stop: StopCallback | None = None,
+        self, tokens: Sequence[int], chains: Sequence[Chain], seqs: SequenceIds = 0, *,
+        wanted: Sequence[int] | None = None, stop: StopCallback | None = None,
         hidden_states: dict[int, np.ndarray] | None = None,
-    ) -> list[SamplerInput]:
+    ) -> list[SamplerInput]:  # fmt: skip
         """Read the next tokens of sequences; returns for each wanted row what `chain.choose` needs for the next token.
 
         chains  one for each wanted row; rows of one chain are consecutive tokens of its text
@@ -160,14 +125,9 @@ class Context:
         return self._run_tokens(tokens, seqs, wanted, stop, chains, hidden_states)
 
     def _run_tokens(
-        self,
-        tokens: Sequence[int],
-        seqs: SequenceIds,
-        requested_rows: Sequence[int] | None,
-        stop: StopCallback | None,
-        chains: Sequence[Chain] | None = None,
-        hidden_states: dict[int, np.ndarray] | None = None,
-    ) -> list[SamplerInput]:
+        self, tokens: Sequence[int], seqs: SequenceIds, requested_rows: Sequence[int] | None, stop: StopCallback | None,
+        chains: Sequence[Chain] | None = None, hidden_states: dict[int, np.ndarray] | None = None,
+    ) -> list[SamplerInput]:  # fmt: skip
         """Run tokens, in several runs if need be; returns the result of each requested row."""
         seq_sets = self._seq_sets(tokens, seqs)
         rows = result_rows(seq_sets, requested_rows)
@@ -213,14 +173,9 @@ class Context:
             self.remove(seq)
 
     def _run_once(
-        self,
-        ids: np.ndarray,
-        sets: list[tuple[int, ...]],
-        rows: list[int],
-        stop: StopCallback | None,
-        done: list[PlacedTokens],
-        row_results: RowResults,
-    ) -> None:
+        self, ids: np.ndarray, sets: list[tuple[int, ...]], rows: list[int], stop: StopCallback | None,
+        done: list[PlacedTokens], row_results: RowResults,
+    ) -> None:  # fmt: skip
         """Run some tokens at once, or in halves where the ring has no room for all."""
         try:
             placed_tokens = self.pools.place_tokens(ids, sets)

@@ -87,11 +87,8 @@ class ContextPlan:
         layout = make_cache(config, num_cells, *kind, longest=max_seq_cells)
         graph_args = config, layout, sizes, self.model.matrix_dtypes(), self.target
         return layout, place_runs(
-            *graph_args,
-            hidden=self.hidden,
-            has_moves=True,
-            has_hidden_states=self.has_hidden_states,
-        )
+            *graph_args, hidden=self.hidden, has_moves=True, has_hidden_states=self.has_hidden_states,
+        )  # fmt: skip
 
     def nbytes(self, num_cells: int) -> int:
         """Return the private bytes of the context and of its checkpoints."""

@@ -54,13 +54,8 @@ class RunSizes:
         return min(self.token_counts, key=lambda size: ((FIXED + size) / min(size, left), size))
 
     def parts(
-        self,
-        tokens: Sequence[int],
-        sets: list[tuple[int, ...]],
-        rows: list[int],
-        *,
-        states: bool = False,
-    ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
+        self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int], *, states: bool = False,
+    ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:  # fmt: skip
         """Divide tokens into runs; yields the tokens of each, their sequences, and the rows wanted of them.
 
         states  sequences have states: their tokens must share sequences, and a run ends near the end of a prompt
@@ -106,15 +101,9 @@ def alike(sets: list[tuple[int, ...]], run_start: int, run_end: int) -> int:
 
 
 def make_cache(
-    config: Config,
-    num_cells: int,
-    num_sequences: int,
-    dtype: str,
-    max_run_tokens: int,
-    swa_full: bool,
-    *,
+    config: Config, num_cells: int, num_sequences: int, dtype: str, max_run_tokens: int, swa_full: bool, *,
     longest: int = 0,
-) -> CacheLayout:
+) -> CacheLayout:  # fmt: skip
     """Create the cache layout of a context whose runs take `max_run_tokens` tokens; with a ring if that is smaller."""
     if dtype not in CACHE_TYPES:
         raise ContextError(f"cache is {dtype!r}; it must be one of {', '.join(CACHE_TYPES)}")
@@ -131,16 +120,9 @@ def make_cache(
 
 
 def place_runs(
-    config: Config,
-    cache: CacheLayout,
-    run_sizes: RunSizes,
-    weight_types: Mapping[str, Dtype] = transformer.NO_TYPES,
-    target: Target = CPU,
-    *,
-    hidden: bool = False,
-    has_moves: bool = False,
-    has_hidden_states: bool = False,
-) -> dict[RunKey, Placed]:
+    config: Config, cache: CacheLayout, run_sizes: RunSizes, weight_types: Mapping[str, Dtype] = transformer.NO_TYPES,
+    target: Target = CPU, *, hidden: bool = False, has_moves: bool = False, has_hidden_states: bool = False,
+) -> dict[RunKey, Placed]:  # fmt: skip
     """Place the graphs of a context, by the number of tokens of a run; `move` moves cells.
 
     has_hidden_states    runs can also return `hidden_states`, from which `head` computes logits, some rows at a time
@@ -153,14 +135,8 @@ def place_runs(
         num_rows = run_sizes.num_rows(run_size)
         hidden_states = list[Tensor]()
         run_result, handles = generation(
-            config,
-            weight_leaves,
-            run_size,
-            cache,
-            num_rows,
-            return_hidden=hidden,
-            hidden_states=hidden_states,
-        )
+            config, weight_leaves, run_size, cache, num_rows, return_hidden=hidden, hidden_states=hidden_states,
+        )  # fmt: skip
         graph_outputs = {"result": run_result} if hidden else sampler_outputs(run_result)
         graph_outputs |= {HIDDEN_STATES: hidden_states[0]} if has_hidden_states else {}
         placed_graphs[run_size] = place(Graph(graph_outputs, handles), target)

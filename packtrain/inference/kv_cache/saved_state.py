@@ -178,11 +178,8 @@ def pack_state(stored: SavedSequences, origin: StateOrigin) -> bytes:
     parts = stored.parts.items()
     cell_counts = {pool: len(saved_cells.pos) for pool, saved_cells in parts}
     description = {
-        "origin": asdict(origin),
-        "seqs": stored.seqs,
-        "cells": cell_counts,
-        "scales": stored.scales,
-    }
+        "origin": asdict(origin), "seqs": stored.seqs, "cells": cell_counts, "scales": stored.scales,
+    }  # fmt: skip
     description_json = json.dumps(description).encode()
     data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.leaf_rows.values()))
     payload = b"".join((HEAD.pack(MAGIC, VERSION, len(description_json)), description_json, *data))

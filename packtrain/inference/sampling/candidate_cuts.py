@@ -65,13 +65,7 @@ def _is_idle(s: Sampling, sampler_name: str) -> bool:
     """Return whether a sampler does nothing with these settings."""
     penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
     return {
-        "penalties": penalties == (1, 0, 0),
-        "dry": not s.dry_multiplier,
-        "top_n_sigma": s.top_n_sigma <= 0,
-        "top_k": not s.top_k,
-        "tfs_z": s.tfs >= 1,
-        "typ_p": s.typical >= 1,
-        "top_p": s.top_p >= 1,
-        "min_p": s.min_p <= 0,
-        "xtc": s.xtc_probability <= 0 or s.xtc_threshold > 0.5,
-    }.get(sampler_name, False)
+        "penalties": penalties == (1, 0, 0), "dry": not s.dry_multiplier, "top_n_sigma": s.top_n_sigma <= 0,
+        "top_k": not s.top_k, "tfs_z": s.tfs >= 1, "typ_p": s.typical >= 1, "top_p": s.top_p >= 1,
+        "min_p": s.min_p <= 0, "xtc": s.xtc_probability <= 0 or s.xtc_threshold > 0.5,
+    }.get(sampler_name, False)  # fmt: skip

@@ -15,13 +15,8 @@ Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 
 
 def dry_penalty(
-    c: Candidates,
-    recent_ids: Sequence[int],
-    breakers: Breakers,
-    multiplier: float,
-    base: float,
-    allowed_length: int,
-) -> Candidates:
+    c: Candidates, recent_ids: Sequence[int], breakers: Breakers, multiplier: float, base: float, allowed_length: int,
+) -> Candidates:  # fmt: skip
     """Subtract multiplier · base^(length − allowed) from tokens that extend a repetition of `length` tokens."""
     if not multiplier or base < 1 or len(recent_ids) <= allowed_length:
         return c

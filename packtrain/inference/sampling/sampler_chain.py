@@ -57,13 +57,9 @@ class Chain:
     """The samplers of one sequence. `choose` the next token, then `accept` it; `copy` for a fork of the sequence."""
 
     def __init__(
-        self,
-        sampling: Sampling,
-        seed: int = 0,
-        recent: Iterable[int] = (),
-        breakers: Breakers | None = None,
+        self, sampling: Sampling, seed: int = 0, recent: Iterable[int] = (), breakers: Breakers | None = None,
         constraint: Constraint | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`. Raises InputError."""
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling

@@ -37,11 +37,8 @@ class Sampling:
     dynatemp_exp: float = SAMPLING(1.0, "exponent from entropy to temperature", min_value=0)
     top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", min_value=0)
     top_p: float = SAMPLING(
-        0.95,
-        "sample from the likeliest tokens whose probabilities add up to this",
-        min_value=0,
-        max_value=1,
-    )
+        0.95, "sample from the likeliest tokens whose probabilities add up to this", min_value=0, max_value=1,
+    )  # fmt: skip
     min_p: float = SAMPLING(
         0.05, "drop tokens less likely than this share of the likeliest", min_value=0, max_value=1
     )
@@ -52,12 +49,9 @@ class Sampling:
         flags="--top-nsigma",
     )
     typical: float = SAMPLING(
-        1.0,
-        "keep tokens of typical surprise whose probabilities add up to this; 1: all",
-        flags="--typical-p",
-        min_value=0,
-        max_value=1,
-    )
+        1.0, "keep tokens of typical surprise whose probabilities add up to this; 1: all", flags="--typical-p",
+        min_value=0, max_value=1,
+    )  # fmt: skip
     tfs: float = SAMPLING(
         1.0, "tail-free sampling keeps this share; 1: all", min_value=0, max_value=1
     )
@@ -71,24 +65,15 @@ class Sampling:
         1.0, "penalty on recent tokens; 1: none", min_value=0.01, max_value=MAX_SETTING
     )
     frequency_penalty: float = SAMPLING(
-        0.0,
-        "penalty for each time that a token is recent",
-        min_value=-MAX_SETTING,
-        max_value=MAX_SETTING,
-    )
+        0.0, "penalty for each time that a token is recent", min_value=-MAX_SETTING, max_value=MAX_SETTING,
+    )  # fmt: skip
     presence_penalty: float = SAMPLING(
-        0.0,
-        "penalty on recent tokens, however often they are",
-        min_value=-MAX_SETTING,
-        max_value=MAX_SETTING,
-    )
+        0.0, "penalty on recent tokens, however often they are", min_value=-MAX_SETTING, max_value=MAX_SETTING,
+    )  # fmt: skip
     repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", min_value=-1)
     dry_multiplier: float = SAMPLING(
-        0.0,
-        "DRY: penalty on tokens that extend a repetition; 0: none",
-        min_value=0,
-        max_value=MAX_SETTING,
-    )
+        0.0, "DRY: penalty on tokens that extend a repetition; 0: none", min_value=0, max_value=MAX_SETTING,
+    )  # fmt: skip
     dry_base: float = SAMPLING(
         1.75, "DRY: the penalty grows by this for each token repeated", min_value=1
     )
@@ -105,11 +90,8 @@ class Sampling:
     mirostat_lr: float = SAMPLING(0.1, "Mirostat's learning rate, eta", min_value=0)
     mirostat_ent: float = SAMPLING(5.0, "Mirostat's target of surprise, tau, in bits", min_value=0)
     logit_bias: tuple[str, ...] = SAMPLING(
-        (),
-        "add to a token's logit; 29905-inf forbids it; repeatable",
-        flags="-l",
-        metavar="ID(+|-)X",
-    )
+        (), "add to a token's logit; 29905-inf forbids it; repeatable", flags="-l", metavar="ID(+|-)X",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of its range, also where no command line has checked it."""

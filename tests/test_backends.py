@@ -460,7 +460,8 @@ else:
 def test_it_writes_and_measures(folder: Path) -> None:
     script = """
 for model in ("cpu/m.gguf", "q.gguf"):
-    said = [pt.generate(model, "bal cem", n_predict=9, seed=3, device=device) for device in ("cpu", "far")]
+    options = {"n_predict": 9, "seed": 3, "activations": "f32"}
+    said = [pt.generate(model, "bal cem", device=device, **options) for device in ("cpu", "far")]
     assert said[0].ids == said[1].ids and len(said[0].ids) == 9
     lost = [pt.evaluate(model, "text.txt", ctx=16, device=device).losses[model] for device in ("cpu", "far")]
     assert lost[0].size and np.array_equal(*lost)

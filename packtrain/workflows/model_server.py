@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from packtrain.planner.kernel_memory import model_kernel_modules
 from packtrain.serving.engine_thread import CHUNK, SIMILAR, ServingEngine
 from packtrain.serving.reasoning_text import AUTO as THOUGHTS
 from packtrain.serving.reasoning_text import FORMATS
-from packtrain.serving.reranking import rerank_head
 from packtrain.serving.server_state import AdapterFile, RequestLimits, Server
 from packtrain.training.run_settings import CHAT_TEMPLATE
 from packtrain.workflows import generation_settings
@@ -184,7 +184,8 @@ def load_server(settings: ServeSettings, events: Events) -> Server:
         thinks=settings.reasoning != "off", tags=tuple(split_names(settings.tags)), is_verbose=settings.verbose,
     )  # fmt: skip
     if settings.reranking:
-        server.pooling, server.rerank_head = "last", rerank_head(model)
+        reranking = import_module("packtrain.serving.reranking")
+        server.pooling, server.rerank_head = "last", reranking.rerank_head(model)
     elif embedder is not None:
         server.pooling = settings.pooling or model_pooling(model)
     return server

@@ -27,12 +27,8 @@ OPTIONAL = {  # package: its extra, and what it brings
     "python-calamine": ("data", "Excel and OpenDocument files"),
 }  # fmt: skip
 MODULES = {"pyyaml": "yaml"}  # modules that have another name than their package
-KERNEL_LEVELS = (
-    "AMX bf16",
-    "AVX-512",
-    "AVX2",
-    "NEON",
-)  # features for which kernels differ, best first
+# features for which kernels differ, best first
+KERNEL_LEVELS = "AMX bf16", "AVX-512", "AVX2", "NEON"
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,15 @@ def _parse_number(text: str) -> float:
 
 
 def call_shares(scores: Iterable[ToolCallScore]) -> Iterator[tuple[str, int, int]]:
-    """Yield each figure's name, the count of answers that have it, and of those that could; {} without tools."""
+    """Yield each figure's name, the count of answers that have it, and of those that could; nothing without answers."""
     scores = [*scores]
     expected = [score for score in scores if score.is_expected]
     if expected:
         yield "right function", sum(score.has_functions for score in expected), len(expected)
         yield "right arguments", sum(score.has_arguments for score in expected), len(expected)
-    if num_wordy := len(scores) - len(expected):
-        num_silent = sum(score.has_functions for score in scores if not score.is_expected)
-        yield "no call where none is due", num_silent, num_wordy
+    if num_without_calls := len(scores) - len(expected):
+        num_correct = sum(score.has_functions for score in scores if not score.is_expected)
+        yield "no call where none is due", num_correct, num_without_calls
 
 
 class ToolCallReader:

@@ -58,12 +58,14 @@ def coded_moments(w: Tensor) -> Tensors:
 
 @cache
 def code_table(signed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what codes 0, 1, … stand for, from 0 to 1; a signed code has two of each. For section 2.2 of the paper.
+    """Return the levels of codes 0, 1, … from 0 to 1, and tables that find the code of a number: section 2.2 of
+    arXiv 2110.02861. A signed code also has the negative levels.
 
-    levels  (128,) or (256,)  f32  decade e of the seven below 1 has 2^e at equal distances, or twice as many unsigned
-    limits  as many           f32  halfway to the next level, infinite for the last: a number has as many below it
-    starts  (3073,)           u8   code of the smallest number with these upper 16 bits, from 2^-24 on; the next, at
-                                   most, is right for the largest
+    levels  (128,) or (256,)  f32  decade e of the seven below 1 has 2^e levels, evenly spaced; unsigned twice as many
+    limits  as many           f32  limits[c] is halfway between levels c and c + 1, the last is infinite; the code of a
+                                   number is how many limits are below it
+    starts  (3073,)           u8   by a number's upper 16 bits, from those of 2^-24 on: the code of the smallest number
+                                   with these bits; larger ones have this code or the next
     """
     decades = []
     for decade in range(NUM_DECADES):
@@ -104,7 +106,7 @@ def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, ga
     """Write the direction (N,) and the moments of g (N,): in NumPy or PyTorch, whose functions are named alike."""
     _, beta1, beta2, eps, _, _, c2 = hyper
     (m_levels, m_limits), (v_levels, v_limits) = tables
-    select, gradient = lib.where, lib.zeros_like(m, dtype=g.dtype)
+    gradient = lib.zeros_like(m, dtype=g.dtype)
     gradient.reshape(-1)[: len(g)] = g * gate
     indices = lib.ones_like(m, dtype=lib.int64)
     old_m = lib.sign(m) * m_levels[lib.abs(m * indices)] * m_scale[:, None]
@@ -112,17 +114,17 @@ def _update_moments(lib, tables, direction, g, m, m_scale, v, v_scale, hyper, ga
     old_root = v_levels[v.view(lib.uint8) * indices] * v_scale[:, None]
     new_root = lib.sqrt(beta2 * old_root**2 + (1 - beta2) * gradient * gradient)
     step = new_m / (new_root / lib.sqrt(c2) + eps)
-    is_finite = lib.isfinite(gate)
-    direction[...] = select(is_finite, step.reshape(-1)[: len(g)], 0)
     m_max, root_max = lib.amax(lib.abs(new_m), -1), lib.amax(new_root, -1)
-    unit_m = new_m / select(m_max == 0, 1, m_max)[:, None]
-    unit_root = new_root / select(root_max == 0, 1, root_max)[:, None]
+    unit_m = new_m / (m_max + (m_max == 0))[:, None]
+    unit_root = new_root / (root_max + (root_max == 0))[:, None]
     m_codes = lib.sign(new_m) * lib.searchsorted(m_limits, lib.abs(unit_m))
     v_codes = lib.searchsorted(v_limits, unit_root)
-    v_codes = select((v_codes == 0) & (new_root > 0), 1, v_codes)
-    new_values = m_codes, m_max, v_codes, root_max
-    for old, new in zip((m, m_scale, v.view(lib.uint8), v_scale), new_values, strict=True):
-        old[...] = select(is_finite, new, old)
+    v_codes = v_codes + ((v_codes == 0) & (new_root > 0))
+    direction[...], is_finite = 0, lib.isfinite(gate)
+    old_values = direction, m, m_scale, v.view(lib.uint8), v_scale
+    new_values = step.reshape(-1)[: len(g)], m_codes, m_max, v_codes, root_max
+    for old, new in zip(old_values, new_values, strict=True):
+        old[...] = lib.where(is_finite, new, old)
 
 
 @opt_moments_adamw8bit.kernel("numpy")

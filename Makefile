@@ -29,7 +29,7 @@ test: $(VENV)/.ready lint
 
 # The other cases of large tables: every architecture, type and path.
 exhaustive: $(VENV)/.ready
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive -rs
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

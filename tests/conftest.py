@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def pytest_runtest_setup() -> None:
 
 def pytest_collection_finish() -> None:
     """Thousands of tests are a third of a second in every collection of garbage, and runs ask for many."""
+    freeze_objects()
+    gc.set_threshold(SELDOM)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Also what a file of tests leaves, such as modules and kernels that it loaded, is looked at once."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        freeze_objects()
+
+
+def freeze_objects() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(SELDOM)

@@ -108,13 +108,11 @@ def chosen_cpu() -> dict[str, str]:
 @cache
 def _override_config(cpu_name: str) -> dict[str, str]:
     """Return numba's CPU options for a PACKTRAIN_CPU; code for features that this CPU lacks would end the process."""
-    import llvmlite.binding
-
     if cpu_name not in CPUS:
         raise InputError(
             f"PACKTRAIN_CPU: {cpu_name} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
         )
-    host_features = llvmlite.binding.get_host_cpu_features().flatten().split(",")
+    host_features = host_cpu_features().split(",")
     missing_features = [
         name for name in CPUS[cpu_name]["CPU_FEATURES"].split(",") if name not in host_features
     ]
@@ -132,7 +130,7 @@ def platform_identity() -> tuple[str, ...]:
     return (
         "with entries",  # the format of saved code, see machine.py
         *map(package_version, ("numba", "llvmlite")), sys.version, llvmlite.binding.get_host_cpu_name(),
-        llvmlite.binding.get_host_cpu_features().flatten(), *("tiles" for _ in range(has_cpu_feature(AMX))),
+        host_cpu_features(), *("tiles" for _ in range(has_cpu_feature(AMX))),
         *("roomy" for _ in range(has_large_l2())),
         *(part for config_item in sorted(chosen_cpu().items()) for part in config_item),
     )  # fmt: skip
@@ -151,11 +149,15 @@ def package_folder(package: str) -> Path:
 
 def has_cpu_feature(feature: str) -> bool:
     """Return whether code is compiled for a CPU with this feature, as LLVM names it: `avx512f`."""
+    features = chosen_cpu().get("CPU_FEATURES", host_cpu_features())
+    return f"+{feature}" in features.split(",") and (feature != AMX or has_tile_permission())
+
+
+@cache
+def host_cpu_features() -> str:
     import llvmlite.binding
 
-    chosen = chosen_cpu().get("CPU_FEATURES")
-    features = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
-    return f"+{feature}" in features.split(",") and (feature != AMX or has_tile_permission())
+    return str(llvmlite.binding.get_host_cpu_features().flatten())
 
 
 def supports_precision(precision: str) -> bool:

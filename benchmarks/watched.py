@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from packtrain.common.memory import private_nbytes_of
 
-SAMPLE_SECONDS = 0.005
+SAMPLE_SECONDS = 0.005  # at least; a sample of a process with children takes up to 5 ms of a core
 
 
 class WatchedRun(NamedTuple):
@@ -40,8 +40,10 @@ def run_watched(*command: object, typed: str = "", variables: Mapping[str, str] 
         )
         try:
             while process.poll() is None:
+                sample_start = time.monotonic()
                 peak = max(peak, private_nbytes_of(process.pid))
-                time.sleep(SAMPLE_SECONDS)
+                # no more than a quarter of a core, or the command takes longer for being watched
+                time.sleep(max(SAMPLE_SECONDS, 3 * (time.monotonic() - sample_start)))
         finally:
             process.kill()
         seconds = time.monotonic() - start_time

@@ -51,6 +51,8 @@ EXHAUSTIVE = [
 
 # seconds since 1970 from which no test is begun any more, each is skipped and said; .ci/run sets it
 LAST_START = float(os.environ.get("TESTS_LAST_START", "inf"))
+# from which file of those with exhaustive tests on they run; .ci/run sets it
+ROTATION = int(os.environ.get("TESTS_ROTATION", "0"))
 
 # read when kernels are loaded, here and by children
 os.environ.setdefault("PACKTRAIN_DEBUG", "calls")
@@ -81,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (priority.get(item.path.stem, len(priority)), -slow_counts[item.path])
     )
+    if ROTATION:  # what a slow machine has no time for is not the same at each commit
+        paths = list(
+            dict.fromkeys(item.path for item in items if item.get_closest_marker("exhaustive"))
+        )
+        order = {path: (at - ROTATION) % len(paths) for at, path in enumerate(paths)}
+        items.sort(key=lambda item: order.get(item.path, len(paths)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """Vocabularies that merge any two neighbours, so that ids show where words end, and texts that are hard to split."""
 
 import random
+from functools import cache
 from itertools import product
 from typing import Any
 from zlib import crc32
@@ -51,6 +52,7 @@ def merging_metadata(name: str) -> dict[str, Any]:
     }
 
 
+@cache
 def _letters() -> tuple[list[bytes], list[bytes]]:
     """All bytes and all pairs of bytes, the merges in any order."""
     letters = [letter.encode() for letter in ALPHABET.values()]
@@ -59,6 +61,7 @@ def _letters() -> tuple[list[bytes], list[bytes]]:
     return [*letters, *(a + b for a, b in pairs)], [a + b" " + b for a, b in pairs]
 
 
+@cache
 def _characters() -> tuple[list[bytes], list[bytes]]:
     """Most characters of the units and all pairs of them, words of line breaks, and most bytes."""
     characters = sorted({c for unit in UNITS for c in unit} - set(" \n\0"))

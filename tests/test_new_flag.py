@@ -1,12 +1,13 @@
 """A flag is added by its field, where it acts and the reference: its rules stand in the field."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from packtrain.cli.main import COMMANDS, settings_class_of
+from packtrain.cli.main import COMMANDS, main, settings_class_of
 from packtrain.common.option_rules import rules
 from tests.copied import copy_package, edit_file, link_tests, packtrain_in, python_in
 
@@ -22,6 +23,7 @@ FIELD = """    decay_rows: int = TRAINING(
 WHERE = "    result = train(settings, events)\n"
 RESUME = """
 import json
+import re
 from dataclasses import fields
 from packtrain.training.resume_check import differences
 from packtrain.training.train_settings import TrainSettings
@@ -42,6 +44,29 @@ def test_each_condition_of_a_rule_is_a_setting_or_property_of_a_command() -> Non
         names |= {field.name for field in fields(settings_class)} | {*dir(settings_class)}
         conditions |= {condition for _, condition, *_ in rules(settings_class)}
     assert {term.partition("=")[0] for words in conditions for term in words.split()} <= names
+
+
+def test_a_help_that_begins_with_a_condition_is_a_rule() -> None:
+    """Else the flag would have no effect, in silence, where its condition does not hold."""
+    checked = 0
+    for command in COMMANDS:
+        settings_class = settings_class_of(command)
+        required = {(name, of) for name, of, _, is_required in rules(settings_class) if is_required}
+        for field in fields(settings_class):
+            if condition := re.match(r"with --([a-z-]+): ", field.metadata["help"]):
+                assert (field.name, condition[1].replace("-", "_")) in required, (command, field)
+                checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("command", ["quantize in.gguf out.gguf Q8_0", "merge in.gguf a.gguf -o m"])
+@pytest.mark.parametrize("flags", ["--memory 2GiB", "--columns prompt=a"])
+def test_what_only_data_needs_is_refused_without_data(command: str, flags: str, capsys) -> None:
+    """Before any file is read."""
+    assert main([*command.split(), *flags.split()]) == 2
+    flag = flags.split()[0]
+    sentence = f"{flag} has no effect without --calibrate; leave one of them out"
+    assert capsys.readouterr().err == f"packtrain: error: {sentence}\n"
 
 
 @pytest.fixture(scope="module")

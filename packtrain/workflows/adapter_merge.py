@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packtrain.common.events import Events
 from packtrain.common.files import check_output
+from packtrain.common.option_rules import check_rules
 from packtrain.common.options import COLUMNS, option, positional, required
 from packtrain.common.text import plural
 from packtrain.conversion.calibration.calibration_inputs import reading_plans
@@ -37,28 +38,27 @@ class MergeSettings:
     adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
     output: Path = required("the GGUF file to write", flags="-o")
     type: str | None = option(
-        None,
-        f"element type of the changed matrices (default: as in the base): {', '.join(map(str, MERGEABLE))}",
-    )
+        None, f"element type of the changed matrices (default: as in the base): {', '.join(map(str, MERGEABLE))}",
+    )  # fmt: skip
     tensor_type: tuple[str, ...] = option(
-        (),
-        "NAME=TYPE for changed matrices of this name, such as ffn_down=q8_0; repeatable",
+        (), "NAME=TYPE for changed matrices of this name, such as ffn_down=q8_0; repeatable",
         metavar="NAME=TYPE",
-    )
+    )  # fmt: skip
     calibrate: Path | None = option(
         None,
         "conversations or text like the adapters' training data; the merge then keeps more of what they learned",
     )
     memory: str | None = option(
-        None,
-        "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
-    )
-    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
+        None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
+        requires="calibrate",
+    )  # fmt: skip
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     overwrite: bool = option(False, "replace the output if it exists")
 
 
 def merge(settings: MergeSettings, events: Events) -> WrittenModel:
     """Merge adapters into the base and write the file. Raises InputError and leaves an existing file as it was."""
+    check_rules(settings)
     start_time = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type", MERGEABLE)
     base = GGUF(settings.model)

@@ -53,10 +53,10 @@ class QuantizeSettings:
         conflicts={"imatrix": "{flag}: the data says more than --imatrix; give one of them"},
     )
     memory: str | None = option(
-        None,
-        "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
-    )
-    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…")
+        None, "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
+        requires="calibrate",
+    )  # fmt: skip
+    columns: str | None = option(None, COLUMNS, metavar="NAME=FIELD,…", requires="calibrate")
     allow_requantize: bool = option(
         False,
         "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",

@@ -81,18 +81,17 @@ def merge(settings: MergeSettings, events: Events) -> WrittenModel:
 
     model_name = settings.output.stem.encode(errors="replace").decode()
     types = parse_tensor_types(settings.tensor_type, changes, base.entries)
-    merge_job = None
-    if settings.calibrate is not None or any(adapter.aware for adapter, _ in adapters):
-        has_data = settings.calibrate is not None
+    merge_job, has_data = None, settings.calibrate is not None
+    if has_data or any(adapter.aware for adapter, _ in adapters):
         merge_job = Merging(open_model(settings.model), adapters, dtype, types, use_data=has_data)
-    if merge_job is not None and (settings.calibrate is not None or merge_job.aware is not None):
+    if merge_job is not None and (has_data or merge_job.aware is not None):
         _write_calibrated(settings, merge_job, model_name, done, events)
     else:
-        write_args = settings.output, base, changes
-        write_changed(*write_args, name=model_name, dtype=dtype, types=types, on_tensor=done)
+        args = settings.output, base, changes
+        write_changed(*args, name=model_name, dtype=dtype, types=types, on_tensor=done)
         if any(stored_dtype(base.entries[n], dtype).chosen for n in changes):
             events.message(CALIBRATE_ADVICE)
-    num_weights = sum(math.prod(tensor_entry.shape) for tensor_entry in base.entries.values())
+    num_weights = sum(math.prod(entry.shape) for entry in base.entries.values())
     nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - start_time
     return WrittenModel(
         settings.output, len(changes), len(base.entries), base.nbytes, nbytes, num_weights, seconds

@@ -295,10 +295,11 @@ class Executor:
 
     def _array(self, t: Tensor) -> Any:
         """Return the array of t, or of the view that t is of a leaf or of arena bytes."""
-        if t.base.kind in ("weight", "state", "constant"):
+        base = t.shared or t
+        if base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
-        backend = self.placed.home[t.base]
-        arena_key, offset = self.buffer_offsets[self.placed.names[t.base]]
+        backend = self.placed.home[base]
+        arena_key, offset = self.buffer_offsets[self.placed.names[base]]
         return backend.view(self.session.buffer(*arena_key), offset + t.offset, t.spec, t.strides)
 
     # ---- running

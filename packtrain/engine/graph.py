@@ -26,7 +26,8 @@ class Graph:
             raise GraphError(f"updates has {', '.join(not_written)}; {requirement}")
         self.calls = _reachable([*self.outputs.values(), *self.updates])
         read_tensors = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
-        self.leaves = tuple(dict.fromkeys(t.base for t in read_tensors if t.base.kind))
+        bases = dict.fromkeys([t.shared or t for t in read_tensors])
+        self.leaves = tuple([base for base in bases if base.kind])
         self.names = self._unique_names()
         self.check_handles(self.calls)
 
@@ -34,14 +35,14 @@ class Graph:
         """Name every tensor: weights, states and inputs keep their names, others get a suffix #2, #3 … if needed."""
         names: dict[Tensor, str] = {}
         use_counts: dict[str, int] = {}
-        for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
-            if leaf.label in use_counts:
-                fact = f"two leaves are called {leaf.name}"
+        for leaf in [leaf for leaf in self.leaves if leaf.kind != "constant"]:
+            label = leaf.label
+            if label in use_counts:
+                fact = f"two leaves are called {label}"
                 raise GraphError(f"{fact}; names of leaves must be unique")
-            names[leaf] = leaf.label
-            use_counts[leaf.label] = 1
-        results = (t for call in self.calls for t in call.results)
-        for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
+            names[leaf], use_counts[label] = label, 1
+        results = [t for call in self.calls for t in call.results]
+        for t in [*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results]:
             names[t] = unique_name(t.stem, use_counts)
         return names
 
@@ -50,19 +51,19 @@ class Graph:
         current_handles: dict[Tensor, Tensor] = {}
         for call in calls:
             for t in call.reads:
-                if t.base.kind:
+                if (t.shared or t) in current_handles:
                     self._check_fresh(t, current_handles, call.op.name, call.location)
             for index in range(len(call.op.writes)):
                 current_handles[call.results[index].base] = call.results[index]
         for name, t in self.outputs.items():
-            if t.base.kind:
+            if t.base in current_handles:
                 self._check_fresh(t, current_handles, f"output {name}", "")
 
     def _check_fresh(
         self, t: Tensor, current_handles: dict[Tensor, Tensor], who: str, location: str
     ) -> None:
-        newest = current_handles.get(t.base)
-        if newest is None or t.handle is newest:
+        newest = current_handles[t.base]
+        if t.handle is newest:
             return
         assert newest.call is not None
         reader_line = f"\n  at {location}" if location else ""
@@ -121,5 +122,5 @@ def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
         if call is None or call in visited:
             continue
         visited.add(call)
-        stack.extend(t.call for t in call.inputs if t is not None)
+        stack += [t.call for t in call.reads]
     return tuple(sorted(visited, key=lambda call: call.serial))

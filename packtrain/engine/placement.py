@@ -154,19 +154,17 @@ class _PlacementBuilder:
         if call.op.view:
             return
         backend, kernel = self._choose_backend(call)
-        for t in (
-            t for t in call.results if t.base.kind and self.home[t.base].space != backend.space
-        ):
-            raise GraphError(
-                f"{call.op.name}: it runs on {backend.space} and cannot write {t.base.name}, which lives on "
-                f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.location}"
-            )
+        for base in [t.shared or t for t in call.results]:
+            home = self.home.setdefault(base, backend)
+            if base.kind and home.space != backend.space:
+                raise GraphError(
+                    f"{call.op.name}: it runs on {backend.space} and cannot write {base.name}, which lives on "
+                    f"{home.space}; all that one call writes must live in one place\n  at {call.location}"
+                )
         inputs = [
-            t if t is None else self.copies.bring_input(call, t, backend, kernel.accepts(i, t))
+            t and self.copies.bring_input(call, t, backend, not t.shared or kernel.accepts(i, t))
             for i, t in enumerate(call.inputs)
         ]
-        for t in call.results:
-            self.home.setdefault(t.base, backend)
         self.steps.append(KernelStep(call.op, call, backend, kernel, tuple(inputs), call.results))
         self.copies.offload_values(call)
 

@@ -228,8 +228,8 @@ def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
 def _make_leaf(
     name: str, shape: Shape, dtype: Dtype, kind: Kind, role: Role | None = None, value: Any = None
 ) -> Tensor:
-    shape = tuple(int(n) for n in shape)
-    if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
+    shape = tuple(map(int, shape))
+    if min(shape, default=0) < 0 or (shape[-1] if shape else 1) % dtype.block:
         fact = f"shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
         raise GraphError(f"{name}: {fact}")
     spec = Spec(shape, dtype)
@@ -339,9 +339,9 @@ class Op(Generic[P, R]):
             fact = f"{str(error).removeprefix(self.name + '() ')}; call {self.usage}"
             raise TypeError(refusal(self.name, fact, inputs, author.origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
-        reads = tuple(t for t in inputs if t is not None)
+        reads = tuple([t for t in inputs if t is not None])
         call = Call(self, inputs, reads, attrs, next(_call_serials), author.origin, author.phase)
-        results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
+        results = tuple([self._result(call, i, spec) for i, spec in enumerate(specs)])
         object.__setattr__(call, "results", results)
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
 
@@ -352,8 +352,8 @@ class Op(Generic[P, R]):
         if index < len(self.writes):
             leaf = call.inputs[self.writes[index]]
             assert leaf is not None
-            shared = sum(t.base is leaf.base for t in call.reads) > 1
-            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or shared:
+            is_shared = [t.shared or t for t in call.reads].count(leaf.base) > 1
+            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or is_shared:
                 requirement = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
                 raise GraphError(refusal(self.name, requirement, call.inputs, call.origin))
             return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)

@@ -45,9 +45,11 @@ class TransferCopies:
 
     def bring_input(self, call: Call, t: Tensor, backend: Backend, accepts_strided: bool) -> Tensor:
         """Return t, or a copy that `backend` can read: in its space, and dense unless strides are accepted."""
-        if t.base in self.left and backend.space == self.home[t.base].space:
+        base = t.shared or t
+        home_space = self.home[base].space
+        if base in self.left and backend.space == home_space:
             t = self._returned_input(call, t)
-        if self.home[t.base].space != backend.space:
+        if home_space != backend.space:
             t = self._moved_input(call, t, backend)
         if accepts_strided or t.dense:
             return t

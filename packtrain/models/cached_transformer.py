@@ -72,15 +72,9 @@ class CacheLayout:
 
 
 def generation(
-    config: Config,
-    w: Weights,
-    time: int,
-    cache: CacheLayout,
-    num_logits: int = 1,
-    *,
-    return_hidden: bool = False,
+    config: Config, w: Weights, time: int, cache: CacheLayout, num_logits: int = 1, *, return_hidden: bool = False,
     hidden_states: list[Tensor] | None = None,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Compute logits (num_logits, V) for `time` new tokens of any sequences; also returns the updated cache handles.
 
     Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (num_logits,), the tokens whose logits are returned.

@@ -156,15 +156,10 @@ def check_tensors(gguf: GGUF, config: Config, extra_tensors: Sequence[str] = ())
 
 
 def save_model(
-    path: str | Path,
-    config: Config,
-    vocabulary: Mapping[str, MetadataValue],
-    read_weight: Callable[[str], np.ndarray],
-    *,
-    dtype: str = "f32",
-    name: str,
-    extra: Mapping[str, MetadataValue] = MappingProxyType({}),
-) -> None:
+    path: str | Path, config: Config, vocabulary: Mapping[str, MetadataValue],
+    read_weight: Callable[[str], np.ndarray], *,
+    dtype: str = "f32", name: str, extra: Mapping[str, MetadataValue] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Write a model that llama.cpp loads; read_weight(name) returns f32 arrays, called for one after another.
 
     dtype       element type of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires

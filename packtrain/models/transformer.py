@@ -6,6 +6,7 @@ Builds tensors from a Config and leaves. Weights have their GGUF names; the Mixe
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 from typing import TypedDict
@@ -41,9 +42,14 @@ class AttentionAttrs(TypedDict):
 def weights(config: Config, dtypes: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
     """Return the model's weight leaves by GGUF name; `dtypes` has the element types that are not f32.
 
-    LoRA adapters come last.
+    LoRA adapters come last. Graphs of the same model share leaves, which are made once.
     """
-    unread_names = {*unused_weights(config)}
+    return dict(_weight_leaves(config, tuple(dtypes.items())))
+
+
+@lru_cache(maxsize=4)
+def _weight_leaves(config: Config, dtype_items: tuple[tuple[str, Dtype], ...]) -> dict[str, Tensor]:
+    dtypes, unread_names = dict(dtype_items), {*unused_weights(config)}
     return {
         name: weight(
             name, shape, dtypes.get(name, f32), "table" if has_no_gradient(name) or name in unread_names else "weight",
@@ -173,14 +179,8 @@ def layer_embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> T
 
 
 def mixed(
-    config: Config,
-    i: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *token_positions: Tensor,
-) -> Tensor:
+    config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *token_positions: Tensor,
+) -> Tensor:  # fmt: skip
     """Compute the attention of block i, see ops.attention; `token_positions` are q_pos, k_pos, q_seq and k_seq."""
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), token_positions
     if config.flash:

@@ -143,4 +143,4 @@ def traffic_nbytes(call: Call | KernelStep, cost: Cost) -> float:
     """Return the bytes that a call moves: those of its cost, else those that it reads and writes."""
     if cost.nbytes is not None:
         return cost.nbytes
-    return float(sum(t.spec.nbytes for t in (*call.results, *call.reads)))
+    return float(sum([t.spec.nbytes for t in (*call.results, *call.reads)]))

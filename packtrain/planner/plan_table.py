@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from packtrain.common.text import clock, plural, speed_text
 from packtrain.distributed import rooms_nbytes
 from packtrain.engine.backends import HOST
-from packtrain.engine.memory_plan import size_text
+from packtrain.engine.memory_plan import Buffer, size_text
 from packtrain.planner.block_extrapolation import num_reached_blocks
 from packtrain.planner.step_shape import DEFAULT_CHUNK
 from packtrain.planner.training_plans import TrainingPlans, buffer_nbytes, counted, leaves, runs
 
+BUFFER_FIELDS = tuple(field.name for field in fields(Buffer))
 NEARLY_ALL = 0.95  # share of trained tokens above which their number is not printed
 
 
@@ -29,7 +30,7 @@ def plan_data(
         "loop_bytes": plans.loop_nbytes, "baseline_bytes": plans.baseline_nbytes, "total_bytes": total_nbytes,
         "minimum_bytes": min_budget, "budget_bytes": budget_nbytes,
         "fits": budget_nbytes is None or total_nbytes <= budget_nbytes, "seconds_per_step": seconds,
-        "seconds_before_step_1": before, "buffers": [asdict(buffer) for buffer in plans.largest_plan.buffers],
+        "seconds_before_step_1": before, "buffers": [*map(_buffer_record, plans.largest_plan.buffers)],
     }  # fmt: skip
     limits = plans.target.limits
     space_records: dict[str, Any] = {
@@ -42,6 +43,10 @@ def plan_data(
         plan_record["offloaded_bytes"] = offloaded_activation_nbytes(plans)
         plan_record["copies_bytes"] = [[c.results[0].spec.nbytes for c in p.copies] for p in step]
     return plan_record | ({"spaces": space_records} if space_records else {})
+
+
+def _buffer_record(buffer: Buffer) -> dict[str, Any]:
+    return {name: getattr(buffer, name) for name in BUFFER_FIELDS}
 
 
 def _parameters_text(plans: TrainingPlans) -> str:

@@ -77,7 +77,7 @@ class TrainingPlans:
         """Leaves that a checkpoint stores: trained weights and moments. Sums and KV caches start from zero."""
         return {n: t for n, t in self.resident_leaves.items() if t.role not in ("sum", "cache")}
 
-    @property
+    @cached_property
     def mapped_nbytes(self) -> int:
         return leaves_nbytes(self.leaves.values()) - leaves_nbytes(self.resident_leaves.values())
 
@@ -118,12 +118,12 @@ class TrainingPlans:
     def arena_nbytes(self) -> int:
         return self.largest_plan.arena(self.target.space).nbytes
 
-    @property
+    @cached_property
     def calls(self) -> int:
         """Number of calls of all graphs together."""
         return sum(len(placed.graph.calls) for placed in self.placed_graphs.values())
 
-    @property
+    @cached_property
     def loop_nbytes(self) -> int:
         transit_nbytes_total = transit_nbytes(self.resident_leaves.values(), self.target)
         return loop_nbytes(self.shape, self.calls) + transit_nbytes_total + self.whole_nbytes
@@ -136,7 +136,7 @@ class TrainingPlans:
         largest = max((self.leaves[name].spec.nbytes for name in self.trained_names), default=0)
         return max(largest - self.largest_plan_in(HOST).arena(HOST).nbytes, 0)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that a run adds to the process's own memory."""
         return self.nbytes_in(HOST)

@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def _plan_on_rank(
     # threads of all processes on a core
     threads_per_core = settings.nproc * kernels.threads() / kernels.MAX_THREADS
     time_over_link = partial(shared, plans, speed.slower(max(threads_per_core, 1.0)))
-    replay_seconds = partial(writing_seconds, job, speed)
+    replay_seconds = cache(partial(writing_seconds, job, speed))
     run_fields = job, plans, replay_seconds, seconds, tokens, limit, tokenizer, checkpoint
     return PlannedRun(*run_fields, min_budget, command, time_over_link)
 

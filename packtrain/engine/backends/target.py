@@ -77,10 +77,10 @@ class Target:
 
     def home(self, leaf: Tensor) -> Backend:
         """Return a leaf's backend: by its name, its weight's name (m/NAME), its role, or ROLE.N for block N."""
-        _, _, block_number = leaf.label.rpartition(".")
-        names = (
-            leaf.label, leaf.label.rpartition("/")[2], leaf.role or "", f"{leaf.role}.{block_number}",
-        )  # fmt: skip
+        if not self.homes:
+            return self.backends[0]
+        label, role = leaf.label, leaf.role or ""
+        names = label, label.rpartition("/")[2], role, f"{role}.{label.rpartition('.')[2]}"
         leaf_backends = (self.homes[name] for name in names if name in self.homes)
         return next(leaf_backends, self.backends[0])
 

@@ -51,7 +51,7 @@ def _reading_steps(placed: Placed) -> dict[Tensor, list[int]]:
     reading_steps: dict[Tensor, list[int]] = {}
     for i, step in enumerate(placed.steps):
         for t in step.reads:
-            reading_steps.setdefault(t.base, []).append(i)
+            reading_steps.setdefault(t.shared or t, []).append(i)
     for t in placed.graph.outputs.values():
         reading_steps.setdefault(t.base, []).append(len(placed.steps))
     return reading_steps
@@ -77,7 +77,9 @@ class _LifetimeAnalysis:
                     storage_list.append(Storage(*fields, workspace_arena))
             reused: set[Storage] = set()
             for index, t in enumerate(step.results):
-                if t.base.kind or (t not in self.reading_steps and index in step.op.optional):
+                if (t.shared or t).kind or (
+                    t not in self.reading_steps and index in step.op.optional
+                ):
                     continue
                 arena = self.arena_of(names[t])
                 storage = self._reusable_storage(step, index, i, reused, arena)
@@ -109,14 +111,15 @@ class _LifetimeAnalysis:
         result, released = step.results[index], self.placed.released
         for input_index in step.op.inplace.get(index, ()) if self.reuse else ():
             t = step.inputs[input_index]
-            storage = None if t is None else self.storage_of.get(t.base)
-            if t is None or storage is None or storage in reused or storage.arena != arena:
+            base = t and (t.shared or t)
+            storage = None if base is None else self.storage_of.get(base)
+            if t is None or base is None or storage is None or storage in reused:
                 continue
-            *earlier_reads, last_read = self.reading_steps[t.base][-2:]
+            *earlier_reads, last_read = self.reading_steps[base][-2:]
             is_last_read = last_read == i and (not earlier_reads or released(earlier_reads[0]) <= i)
-            is_whole = t.dense and t.offset == 0 and t.spec.nbytes == t.base.spec.nbytes
-            is_same_layout = is_whole and t.spec == result.spec
-            if is_same_layout and is_last_read and storage.nbytes == result.spec.nbytes:
+            is_same_layout = storage.arena == arena and t.spec == result.spec and t.dense
+            is_whole = is_same_layout and t.offset == 0 and t.spec.nbytes == base.spec.nbytes
+            if is_whole and is_last_read and storage.nbytes == result.spec.nbytes:
                 return storage
         return None
 

@@ -57,15 +57,9 @@ NO_CALLBACKS = Callbacks()
 
 
 def epoch(
-    trainer: Trainer,
-    data: Dataset | Mapping[str, Any],
-    split: int | None = None,
-    *,
-    order: np.ndarray | None = None,
-    callbacks: Callbacks = NO_CALLBACKS,
-    number: int = 1,
-    keep: bool = False,
-) -> tuple[Result, Result]:
+    trainer: Trainer, data: Dataset | Mapping[str, Any], split: int | None = None, *,
+    order: np.ndarray | None = None, callbacks: Callbacks = NO_CALLBACKS, number: int = 1, keep: bool = False,
+) -> tuple[Result, Result]:  # fmt: skip
     """Train on the first `split` datapoints (None: all) and evaluate on the rest; returns both results.
 
     data    a Dataset, or its columns by name
@@ -92,13 +86,9 @@ def epoch(
 
 
 def train_steps(
-    trainer: Trainer,
-    data: Dataset,
-    order: np.ndarray,
-    result: Result,
-    callbacks: Callbacks = NO_CALLBACKS,
+    trainer: Trainer, data: Dataset, order: np.ndarray, result: Result, callbacks: Callbacks = NO_CALLBACKS,
     number: int = 1,
-) -> Iterator[float]:
+) -> Iterator[float]:  # fmt: skip
     """Train on the datapoints in this order; yields the gradient norm after each step. Raises NotFinite."""
     num_batches = len(order) // trainer.batch
     for batch_number, batch_arrays in enumerate(trainer.batches(data, trainer.batch, order), 1):
@@ -112,13 +102,9 @@ def train_steps(
 
 
 def evaluate(
-    trainer: Trainer,
-    data: Dataset,
-    order: np.ndarray | None = None,
-    result: Result | None = None,
-    callbacks: Callbacks = NO_CALLBACKS,
-    number: int = 1,
-) -> Result:
+    trainer: Trainer, data: Dataset, order: np.ndarray | None = None, result: Result | None = None,
+    callbacks: Callbacks = NO_CALLBACKS, number: int = 1,
+) -> Result:  # fmt: skip
     """Evaluate a dataset with the forward graph alone; returns loss, accuracy and predictions."""
     result = result or Result(trainer.model.mean)
     num_batches = len(data if order is None else order) // trainer.rows

@@ -151,12 +151,8 @@ def _check(epochs: int, callbacks: Callbacks, val_split: float, valid_data: obje
 
 
 def _run_epochs(
-    fit_run: "FitRun",
-    epochs: int,
-    recorder: FitRecorder,
-    stop: Callable[[], bool],
-    report: ReportFunction,
-) -> Fitted:
+    fit_run: "FitRun", epochs: int, recorder: FitRecorder, stop: Callable[[], bool], report: ReportFunction,
+) -> Fitted:  # fmt: skip
     trainer = fit_run.trainer
     report(f"{trainer.form}; memory: {size_text(trainer.planned_nbytes)} planned")
     fitted = Fitted(trainer)
@@ -222,13 +218,9 @@ class FitRun:
 
 
 def _course(
-    trainer: Trainer,
-    train_data: Dataset,
-    valid_data: Dataset | None,
-    val_split: float,
-    seed: int | None,
+    trainer: Trainer, train_data: Dataset, valid_data: Dataset | None, val_split: float, seed: int | None,
     report: ReportFunction,
-) -> FitRun:
+) -> FitRun:  # fmt: skip
     """Check the datasets against the model and return the run over their whole batches. Raises InputError."""
     epoch_steps.check_dataset(trainer, train_data)
     order = np.arange(len(train_data))

@@ -562,6 +562,46 @@ def bf16_that_are_rounded_by_the_same_numbers_in_every_step(patch: MonkeyPatch) 
     replace_kernel(patch, "opt_step_adamw", wrong)
 
 
+def with_moments(change: Callable[..., None]) -> Change:
+    """A kernel of adamw8bit after which `change` gets the moments: m, m_scale, v, v_scale."""
+
+    def changed(run):
+        def wrong(out, g, *states, **attrs):
+            run(out, g, *states, **attrs)
+            change(*out[:4])
+
+        return wrong
+
+    return changed
+
+
+@fault("update", value_check("opt_moments_adamw8bit"))
+def moments_in_8_bits_with_the_scale_of_the_next_block(patch: MonkeyPatch) -> None:
+    def roll(m, m_scale, v, v_scale):
+        m_scale[...] = np.roll(m_scale, -1)
+
+    replace_kernel(patch, "opt_moments_adamw8bit", with_moments(roll))
+
+
+@fault("update", value_check("opt_moments_adamw8bit"))
+def moments_in_8_bits_one_level_too_low(patch: MonkeyPatch) -> None:
+    def lower(m, m_scale, v, v_scale):
+        v.view(np.uint8)[...] -= v.view(np.uint8) > 1
+
+    replace_kernel(patch, "opt_moments_adamw8bit", with_moments(lower))
+
+
+@fault("update", value_check("opt_moments_adamw8bit"))
+def moments_in_8_bits_that_a_bad_step_changes(patch: MonkeyPatch) -> None:
+    def finite(run):
+        def wrong(out, g, m, m_scale, v, v_scale, hyper, gate):
+            run(out, g, m, m_scale, v, v_scale, hyper, np.nan_to_num(gate))
+
+        return wrong
+
+    replace_kernel(patch, "opt_moments_adamw8bit", finite)
+
+
 @fault("update", value_check("clip_gate"))
 def a_norm_without_its_root(patch: MonkeyPatch) -> None:
     replace_kernel(patch, "clip_gate", lambda run: lambda y, x, **attrs: run(y, x * x, **attrs))
